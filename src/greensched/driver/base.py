@@ -1,0 +1,490 @@
+"""The port: the few dozen driver verbs in use, and what each may do to the thread that calls it.
+
+Two drivers stand behind it, `driver.cuda` and `driver.simulated`, and answer alike. Rules of
+the port, for both:
+
+1. A verb raises our exceptions (`errors`), never returns a status. A verb that asks a question
+   returns the answer; "not ready" is an answer.
+2. Handles are opaque and each driver's own. Who made one destroys it, in the order events,
+   streams, green context, primary context. Destroying is final; nothing here counts references
+   but `retain_primary` and `release_primary`.
+3. Every verb is marked with what it may do to its thread (`Blocks`) and whether it needs a
+   current context. A `MAY` verb is never called on an event-loop thread: the simulated driver
+   raises `LoopWouldBlock` if one is. Sources of the marks: CUDA driver API reference 13.5, and
+   the measurements in docs/completion.md.
+4. No verb runs Python on a driver thread.
+
+Times are seconds unless a name says `_ns`; sizes are bytes; devices are ordinals.
+"""
+
+from __future__ import annotations
+
+import abc
+import enum
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+from greensched.typing import (
+    CaptureMode,
+    CodeImage,
+    ContextHandle,
+    DescriptorHandle,
+    DeviceFacts,
+    Dim3,
+    EventHandle,
+    Feature,
+    GraphHandle,
+    GreenHandle,
+    HostMemory,
+    KernelHandle,
+    KernelLimits,
+    LibraryHandle,
+    Mailbox,
+    MemoryPoolHandle,
+    ResourceFacts,
+    ResourceHandle,
+    StreamHandle,
+)
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Blocks(enum.Enum):
+    """What a verb may do to the thread that calls it."""
+
+    NEVER = "returns at once"
+    FIRST_USE = "may block once, where something is made lazily"
+    MAY = "may block"
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A verb's mark: may it block, and does it need a current context on its thread?"""
+
+    blocks: Blocks
+    needs_context: bool
+
+
+#: Every verb of the port by name, for the simulated driver's checks and for the tests.
+VERBS: dict[str, Mark] = {}
+
+
+def verb(blocks: Blocks, *, needs_context: bool = False) -> Callable[[F], F]:
+    """Marks an abstract method of `Driver` as a verb."""
+
+    def register(function: F) -> F:
+        VERBS[function.__name__] = Mark(blocks, needs_context)
+        return function
+
+    return register
+
+
+NEVER, FIRST_USE, MAY = Blocks.NEVER, Blocks.FIRST_USE, Blocks.MAY
+
+
+class Driver(abc.ABC):
+    """What CUDA is to the rest of greensched."""
+
+    #: `"cuda"` or `"simulated"`: for people, never for decisions.
+    name: ClassVar[str]
+    #: Whether a kernel must be compiled before `load_code` (a simulation runs its reference).
+    needs_binary: ClassVar[bool]
+    #: Seconds of idle turns a loop spends looking at a ticket before a thread waits for it.
+    #: 50 us: a wake-up across threads costs 25-60 us (docs/completion.md). 0 where time does not
+    #: pass while one looks.
+    spin_budget: float = 50e-6
+
+    # -- the host's side: time and threads, so that a simulation can own them -----------------
+
+    def time(self) -> float:
+        """Seconds on the clock that deadlines, ageing and timers use. Monotonic."""
+        return time.monotonic()
+
+    def create_mailbox(self) -> Mailbox[Any]:
+        """A queue to one of our own threads."""
+        return queue.SimpleQueue()
+
+    def start_thread(self, target: Callable[[], None], name: str) -> threading.Thread:
+        """Starts one of our own threads: a daemon, so that exit never waits for a kernel."""
+        thread = threading.Thread(target=target, name=name, daemon=True)
+        thread.start()
+        return thread
+
+    def subscribe(self, look: Callable[[], None]) -> Callable[[], None] | None:
+        """Asks that `look` be called on this loop's thread whenever the device progressed.
+
+        Only a driver that owns the loop's time can promise that (virtual time); it returns what
+        ends the subscription. Others return None: look yourself.
+        """
+        return None
+
+    # -- process and devices ------------------------------------------------------------------
+
+    @abc.abstractmethod
+    @verb(MAY)
+    def initialise(self) -> None:
+        """Makes the driver usable, once; later calls do nothing.
+
+        Raises:
+            DriverUnavailable: no driver, a stub of it, no device, or a driver too old.
+        """
+
+    @property
+    @abc.abstractmethod
+    def version(self) -> tuple[int, int]:
+        """The newest CUDA the driver supports, such as (13, 1)."""
+
+    @abc.abstractmethod
+    def supports(self, feature: Feature) -> bool:
+        """Whether the driver has a feature: asked of its symbols, not guessed from a version."""
+
+    @abc.abstractmethod
+    @verb(NEVER)
+    def device_count(self) -> int: ...
+
+    @abc.abstractmethod
+    @verb(NEVER)
+    def device_facts(self, device: int) -> DeviceFacts: ...
+
+    # -- contexts -----------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    @verb(MAY)
+    def retain_primary(self, device: int) -> ContextHandle:
+        """Makes the device's primary context, or counts one more user of it."""
+
+    @abc.abstractmethod
+    @verb(MAY)
+    def release_primary(self, device: int) -> None:
+        """Counts one user less; the last one ends it and all that belongs to it."""
+
+    @abc.abstractmethod
+    @verb(NEVER)
+    def primary_state(self, device: int) -> tuple[int, bool]:
+        """(flags, whether it is active) of the primary context, without making it."""
+
+    @abc.abstractmethod
+    @verb(NEVER)
+    def current(self) -> ContextHandle | None:
+        """The calling thread's current context."""
+
+    @abc.abstractmethod
+    @verb(NEVER)
+    def set_current(self, context: ContextHandle | None) -> None:
+        """Replaces the top of the calling thread's context stack; None pops it."""
+
+    @abc.abstractmethod
+    @verb(MAY)
+    def synchronize_context(self, context: ContextHandle) -> None:
+        """Waits for all work of a context; of a primary, for its green contexts' too."""
+
+    @abc.abstractmethod
+    @verb(NEVER, needs_context=True)
+    def priority_range(self) -> tuple[int, int]:
+        """(least, greatest) stream priority; the greater urgency is the smaller number."""
+
+    # -- SM resources and green contexts --------------------------------------------------------
+
+    @abc.abstractmethod
+    @verb(NEVER)
+    def device_resource(self, device: int) -> ResourceHandle:
+        """Every SM of a device."""
+
+    @abc.abstractmethod
+    @verb(NEVER)
+    def context_resource(self, context: ContextHandle) -> ResourceHandle:
+        """The SMs a context was given. Of a green one, it can be split again."""
+
+    @abc.abstractmethod
+    @verb(NEVER)
+    def stream_resource(self, stream: StreamHandle) -> ResourceHandle:
+        """The SMs a stream's context was given. Needs `Feature.STREAM_RESOURCES`."""
+
+    @abc.abstractmethod
+    @verb(NEVER)
+    def resource_facts(self, resource: ResourceHandle) -> ResourceFacts: ...
+
+    @abc.abstractmethod
+    @verb(NEVER)
+    def split_by_count(
+        self,
+        resource: ResourceHandle,
+        groups: int | None,
+        minimum: int,
+        *,
+        ignore_coscheduling: bool = False,
+    ) -> tuple[list[ResourceHandle], ResourceHandle | None]:
+        """Cuts a resource into equal groups of at least `minimum` SMs (rounded up).
+
+        Args:
+            groups: how many are wanted; fewer may come. None: as many as there can be.
+
+        Returns:
+            The groups, disjoint, and what is left over (None: nothing). Two calls on the same
+            resource start from the same SMs: their outputs overlap.
+
+        Raises:
+            CUDAError: INVALID_RESOURCE_CONFIGURATION where nothing can be cut so.
+        """
+
+    @abc.abstractmethod
+    @verb(NEVER)
+    def describe(self, resources: Sequence[ResourceHandle]) -> DescriptorHandle:
+        """One descriptor of several outputs of the same split. Lives as long as the process."""
+
+    @abc.abstractmethod
+    @verb(MAY)
+    def create_green(self, descriptor: DescriptorHandle, device: int) -> GreenHandle:
+        """A green context: retains the primary, does not become current."""
+
+    @abc.abstractmethod
+    @verb(MAY)
+    def destroy_green(self, green: GreenHandle) -> None:
+        """Ends a green context whose streams are gone and whose work is done."""
+
+    @abc.abstractmethod
+    @verb(NEVER)
+    def green_context(self, green: GreenHandle) -> ContextHandle:
+        """The green context as something that can be made current. A view, not an object."""
+
+    @abc.abstractmethod
+    @verb(NEVER)
+    def record_green(self, green: GreenHandle, event: EventHandle) -> None:
+        """The event captures all work of the green context so far.
+
+        While a stream of it is capturing, this spoils that capture.
+        """
+
+    # -- streams --------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    @verb(MAY, needs_context=True)
+    def create_stream(self, green: GreenHandle | None, priority: int = 0) -> StreamHandle:
+        """A non-blocking stream of a green context, or (None) of the current context."""
+
+    @abc.abstractmethod
+    @verb(MAY)
+    def destroy_stream(self, stream: StreamHandle) -> None: ...
+
+    @abc.abstractmethod
+    @verb(NEVER)
+    def stream_address(self, stream: StreamHandle) -> int:
+        """The raw `CUstream`, for `__cuda_stream__`."""
+
+    @abc.abstractmethod
+    @verb(NEVER)
+    def query_stream(self, stream: StreamHandle) -> bool:
+        """Whether all work of the stream is done. Raises what its context suffered."""
+
+    @abc.abstractmethod
+    @verb(MAY)
+    def synchronize_stream(self, stream: StreamHandle) -> None:
+        """Waits for all work of the stream."""
+
+    @abc.abstractmethod
+    @verb(NEVER)
+    def wait_event(self, stream: StreamHandle, event: EventHandle) -> None:
+        """Later work of the stream waits for what the event captured; the host does not."""
+
+    @abc.abstractmethod
+    @verb(NEVER)
+    def bind_mark(self, stream: StreamHandle, address: int) -> Callable[[int], None]:
+        """A function that writes a 32-bit number to a device address behind the stream's work.
+
+        Needs `Feature.WRITE_VALUE`. Never blocks while fewer jobs are in flight than the lane
+        allows.
+        """
+
+    @abc.abstractmethod
+    @verb(NEVER)
+    def wait_value(self, stream: StreamHandle, address: int, value: int) -> None:
+        """Later work of the stream waits until the 32-bit word at `address` is >= `value`.
+
+        The comparison is of the signed difference, so a counter may wrap.
+        """
+
+    @abc.abstractmethod
+    @verb(NEVER)
+    def host_function(self, stream: StreamHandle, function: int, data: int) -> None:
+        """Calls the native function at address `function` with `data`, on a driver thread.
+
+        Never a Python function (promise 6). It is not called after a device fault.
+        """
+
+    # -- captures -------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    @verb(NEVER)
+    def begin_capture(self, stream: StreamHandle, mode: CaptureMode) -> None: ...
+
+    @abc.abstractmethod
+    @verb(NEVER)
+    def end_capture(self, stream: StreamHandle) -> GraphHandle:
+        """Ends a capture. Raises if the capture was spoilt; it is over all the same."""
+
+    @abc.abstractmethod
+    @verb(NEVER)
+    def is_capturing(self, stream: StreamHandle) -> bool: ...
+
+    @abc.abstractmethod
+    @verb(NEVER)
+    def destroy_graph(self, graph: GraphHandle) -> None: ...
+
+    @abc.abstractmethod
+    @verb(NEVER)
+    def exchange_capture_mode(self, mode: CaptureMode) -> CaptureMode:
+        """Sets the calling thread's capture mode and returns the one it had."""
+
+    # -- events ---------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    @verb(NEVER, needs_context=True)
+    def create_event(self, *, timing: bool = False, blocking: bool = False) -> EventHandle:
+        """An event of the current context.
+
+        Args:
+            timing: it can be given to `elapsed`.
+            blocking: a thread that synchronises with it sleeps instead of spinning.
+        """
+
+    @abc.abstractmethod
+    @verb(NEVER)
+    def destroy_event(self, event: EventHandle) -> None: ...
+
+    @abc.abstractmethod
+    @verb(NEVER)
+    def record_event(self, event: EventHandle, stream: StreamHandle) -> None: ...
+
+    @abc.abstractmethod
+    @verb(NEVER)
+    def query_event(self, event: EventHandle) -> bool:
+        """Whether what the event captured is done (true before it was ever recorded)."""
+
+    @abc.abstractmethod
+    @verb(MAY)
+    def synchronize_event(self, event: EventHandle) -> None: ...
+
+    @abc.abstractmethod
+    @verb(NEVER)
+    def elapsed(self, start: EventHandle, end: EventHandle) -> float:
+        """Seconds of device time between two timing events; about 0.5 us fine."""
+
+    # -- memory ---------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    @verb(MAY)
+    def create_memory_pool(self, device: int) -> MemoryPoolHandle:
+        """A stream-ordered pool of our own that keeps what it has."""
+
+    @abc.abstractmethod
+    @verb(MAY)
+    def destroy_memory_pool(self, pool: MemoryPoolHandle) -> None: ...
+
+    @abc.abstractmethod
+    @verb(NEVER)
+    def reserved_bytes(self, pool: MemoryPoolHandle) -> int:
+        """Bytes the pool holds of the device, in use or not."""
+
+    @abc.abstractmethod
+    @verb(FIRST_USE, needs_context=True)
+    def allocate(self, pool: MemoryPoolHandle, nbytes: int, stream: StreamHandle) -> int:
+        """A device address usable behind the stream's work so far; blocks if the pool grows.
+
+        Raises:
+            OutOfMemory: ordinary; nothing was allocated.
+        """
+
+    @abc.abstractmethod
+    @verb(NEVER, needs_context=True)
+    def free(self, address: int, stream: StreamHandle) -> None:
+        """Gives memory back to its pool behind the stream's work so far."""
+
+    @abc.abstractmethod
+    @verb(MAY, needs_context=True)
+    def allocate_host(self, nbytes: int) -> HostMemory:
+        """Pinned, portable memory the device can address. Zeroed."""
+
+    @abc.abstractmethod
+    @verb(MAY, needs_context=True)
+    def free_host(self, memory: HostMemory) -> None: ...
+
+    @abc.abstractmethod
+    @verb(NEVER, needs_context=True)
+    def memory_info(self) -> tuple[int, int]:
+        """(free, total) bytes of the current context's device."""
+
+    @abc.abstractmethod
+    @verb(NEVER, needs_context=True)
+    def copy_to_device(self, address: int, host: int, nbytes: int, stream: StreamHandle) -> None:
+        """From pinned host memory; from pageable memory a real driver blocks."""
+
+    @abc.abstractmethod
+    @verb(NEVER, needs_context=True)
+    def copy_to_host(self, host: int, address: int, nbytes: int, stream: StreamHandle) -> None: ...
+
+    @abc.abstractmethod
+    @verb(NEVER, needs_context=True)
+    def copy(self, target: int, source: int, nbytes: int, stream: StreamHandle) -> None: ...
+
+    @abc.abstractmethod
+    @verb(NEVER, needs_context=True)
+    def set_bytes(self, address: int, value: int, nbytes: int, stream: StreamHandle) -> None:
+        """Fills with one byte value."""
+
+    # -- code -----------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    @verb(MAY)
+    def load_code(self, image: CodeImage) -> LibraryHandle: ...
+
+    @abc.abstractmethod
+    @verb(MAY)
+    def unload_code(self, library: LibraryHandle) -> None: ...
+
+    @abc.abstractmethod
+    @verb(NEVER)
+    def get_kernel(self, library: LibraryHandle, name: str) -> KernelHandle: ...
+
+    @abc.abstractmethod
+    @verb(MAY, needs_context=True)
+    def load_kernel(self, kernel: KernelHandle) -> None:
+        """Loads a kernel for the current context's device now, not at its first launch."""
+
+    @abc.abstractmethod
+    @verb(NEVER)
+    def kernel_layout(self, kernel: KernelHandle) -> tuple[tuple[int, int], ...] | None:
+        """(offset, size) of each parameter as the code has it; None where it cannot be asked."""
+
+    @abc.abstractmethod
+    @verb(NEVER)
+    def kernel_limits(self, kernel: KernelHandle, device: int) -> KernelLimits: ...
+
+    @abc.abstractmethod
+    @verb(NEVER)
+    def allow_shared(self, kernel: KernelHandle, device: int, nbytes: int) -> None:
+        """Lets a kernel use so much dynamic shared memory (beyond 48 KiB it must be asked)."""
+
+    @abc.abstractmethod
+    @verb(NEVER)
+    def bind_launch(
+        self,
+        stream: StreamHandle,
+        kernel: KernelHandle,
+        grid: Dim3,
+        block: Dim3,
+        shared_bytes: int,
+        parameters: int,
+    ) -> Callable[[], None]:
+        """A function that launches the kernel on the stream, whatever context is current.
+
+        Args:
+            parameters: host address of an array of pointers to the values (`void **`); the
+                values are read at each call, so they may be patched in between, and must live.
+        """
+
+    def close(self) -> None:
+        """Ends what the driver itself runs (the simulated one's threads)."""

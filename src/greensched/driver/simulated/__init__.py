@@ -1,0 +1,96 @@
+"""The simulated driver: the port in memory, with time, faults, and the answers of a real driver.
+
+It is asked for, never fallen back to: `Pool(driver="simulated:h200")`, or `open` here for what a
+string cannot say (a clock, faults).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import ParamSpec, TypeVar
+
+from greensched.driver.simulated.code import Code
+from greensched.driver.simulated.core import checked, current_clock
+from greensched.driver.simulated.faults import Crash, Fail, Fault, Hang, Slow
+from greensched.driver.simulated.presets import PRESETS, VERSIONS, DeviceModel, parse
+from greensched.driver.simulated.realtime import RealClock
+from greensched.driver.simulated.timeline import Span
+from greensched.driver.simulated.virtual import VirtualClock
+from greensched.typing import Feature
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+__all__ = [
+    "PRESETS",
+    "VERSIONS",
+    "Crash",
+    "DeviceModel",
+    "Fail",
+    "Fault",
+    "Hang",
+    "SimulatedDriver",
+    "Slow",
+    "Span",
+    "VirtualClock",
+    "open",
+    "takes",
+]
+
+
+@checked
+class SimulatedDriver(Code):
+    """Every verb of the port, in memory."""
+
+
+def open(  # noqa: A001  the module is used by its name: simulated.open("h200")
+    spec: str | Sequence[DeviceModel] = "h200",
+    *,
+    clock: VirtualClock | None = None,
+    faults: Iterable[Fault] = (),
+    without: Iterable[Feature] = (),
+    strict_events: bool = True,
+) -> SimulatedDriver:
+    """A new simulated machine.
+
+    Args:
+        spec: `"h200"`, `"h200x2+l40s"`, `"h100@13.0"` (a driver version), or device models.
+        clock: a virtual clock; None is real time.
+        faults: what shall go wrong: `Fail`, `Slow`, `Hang`, `Crash`.
+        without: features it shall lack.
+        strict_events: an event can be recorded only on streams of the context it was made in.
+
+    Raises:
+        InvalidRequest: an unknown device or version; the message names those there are.
+    """
+    devices, version = parse(spec) if isinstance(spec, str) else (list(spec), VERSIONS[-1])
+    return SimulatedDriver(
+        devices,
+        version=version,
+        clock=clock or RealClock(),
+        faults=faults,
+        without=without,
+        strict_events=strict_events,
+    )
+
+
+def takes(seconds: float) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Decorates a callable for `partition.run` with the time it takes when simulated.
+
+    On a simulated driver's worker thread the call lasts `seconds` of that driver's clock longer;
+    anywhere else it is called as it is.
+    """
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(function)
+        def timed(*args: P.args, **kwargs: P.kwargs) -> T:
+            result = function(*args, **kwargs)
+            clock = current_clock()
+            if clock is not None:
+                clock.sleep(int(seconds * 1e9))
+            return result
+
+        return timed
+
+    return decorate

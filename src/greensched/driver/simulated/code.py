@@ -1,0 +1,199 @@
+"""Code of the simulated driver: libraries, kernels, launches that run a numpy reference."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from greensched.driver.simulated.faults import Hang
+from greensched.driver.simulated.memories import Memories
+from greensched.driver.simulated.objects import SimulatedStream
+from greensched.driver.simulated.sharing import bits
+from greensched.driver.simulated.timeline import Kernel as KernelOperation
+from greensched.errors import CUDAError, DriverMisuse, NotSimulable, from_status
+from greensched.typing import (
+    CodeImage,
+    Cost,
+    Dim3,
+    KernelHandle,
+    KernelLimits,
+    KernelSpec,
+    LaunchFacts,
+    LibraryHandle,
+    Parameter,
+    StreamHandle,
+)
+
+#: Dynamic shared memory a kernel may use without asking. Source: CUDA programming guide.
+UNASKED_SHARED = 48 * 1024
+
+
+class Library:
+    """A loaded image."""
+
+    def __init__(self, image: CodeImage) -> None:
+        self.image = image
+        self.alive = True
+
+
+class Kernel:
+    """A kernel of a library. `warm` holds the contexts on which it was loaded or launched."""
+
+    def __init__(self, spec: KernelSpec, library: Library) -> None:
+        self.spec = spec
+        self.library = library
+        self.warm: set[int] = set()
+        self.shared: dict[int, int] = {}
+
+    @property
+    def alive(self) -> bool:
+        """As long as its library."""
+        return self.library.alive
+
+    def __repr__(self) -> str:
+        return f"<kernel {self.spec.name!r} of {self.library.image.name!r}>"
+
+
+class Code(Memories):
+    """The verbs for code."""
+
+    def load_code(self, image: CodeImage) -> LibraryHandle:
+        """Takes the meaning of the image; its machine code is not looked at."""
+        return LibraryHandle(Library(image))
+
+    def unload_code(self, library: LibraryHandle) -> None:
+        """Ends a library and its kernels."""
+        self._expect(library, Library, "unload_code").alive = False
+
+    def get_kernel(self, library: LibraryHandle, name: str) -> KernelHandle:
+        """A kernel by name."""
+        found = self._expect(library, Library, "get_kernel")
+        spec = found.image.kernels.get(name)
+        if spec is None:
+            raise from_status(500, "get_kernel", detail=f"no {name!r} in {found.image.name}")
+        return KernelHandle(Kernel(spec, found))
+
+    def load_kernel(self, kernel: KernelHandle) -> None:
+        """Makes the first launch on the current context one that cannot block."""
+        context = self._thread.stack[-1]
+        self._expect(kernel, Kernel, "load_kernel").warm.add(context.ident)
+
+    def kernel_layout(self, kernel: KernelHandle) -> tuple[tuple[int, int], ...] | None:
+        """Where each parameter stands, by CUDA's rules of alignment."""
+        layout, offset = [], 0
+        for parameter in self._expect(kernel, Kernel, "kernel_layout").spec.parameters:
+            offset = -(-offset // parameter.size) * parameter.size
+            layout.append((offset, parameter.size))
+            offset += parameter.size
+        return tuple(layout)
+
+    def kernel_limits(self, kernel: KernelHandle, device: int) -> KernelLimits:
+        """Those of the device: a reference has no registers."""
+        self._expect(kernel, Kernel, "kernel_limits")
+        return KernelLimits(self.device_facts(device).max_threads_per_block, 0, 32)
+
+    def allow_shared(self, kernel: KernelHandle, device: int, nbytes: int) -> None:
+        """Remembers what was allowed."""
+        if nbytes > self.device_facts(device).max_shared_bytes:
+            raise from_status(1, "allow_shared", detail=f"{nbytes} bytes")
+        self._expect(kernel, Kernel, "allow_shared").shared[device] = nbytes
+
+    def bind_launch(
+        self,
+        stream: StreamHandle,
+        kernel: KernelHandle,
+        grid: Dim3,
+        block: Dim3,
+        shared_bytes: int,
+        parameters: int,
+    ) -> Callable[[], None]:
+        """A function that launches the kernel's reference with what the parameters then hold."""
+        found = self._stream(stream, "bind_launch")
+        target = self._expect(kernel, Kernel, "bind_launch")
+        if target.spec.reference is None:
+            raise NotSimulable(target.spec.name)
+        if target.spec.cost is None:
+            raise NotSimulable(target.spec.name, "cost")
+        device = self.device_facts(found.device.ordinal)
+        allowed = target.shared.get(device.ordinal, UNASKED_SHARED)
+        _check_geometry(target.spec.name, grid, block, shared_bytes, device.max_grid, allowed)
+        facts = LaunchFacts(grid, block, shared_bytes, device, tuple(bits(found.sms)))
+
+        def launch() -> None:
+            self._launch(found, target, facts, parameters)
+
+        return launch
+
+    # -- a launch --------------------------------------------------------------------------------
+
+    def _launch(
+        self, stream: SimulatedStream, kernel: Kernel, facts: LaunchFacts, parameters: int
+    ) -> None:
+        self._count("launch")
+        self._expect(kernel, Kernel, "launch")
+        self._stream(stream, "launch")  # type: ignore[arg-type]  # our own handle
+        spec = kernel.spec
+        if stream.context.ident not in kernel.warm:
+            self._may_block(f"the first launch of {spec.name!r} on a context")
+            kernel.warm.add(stream.context.ident)
+        arguments = self._arguments(spec, parameters)
+        assert spec.reference is not None
+        assert spec.cost is not None
+        cost = spec.cost(facts, *arguments)
+        reference = spec.reference
+        fault = self.script.start(spec.name)
+        if isinstance(fault, Hang):
+            cost = Cost(fixed_ns=math.inf)
+
+        def body() -> CUDAError | None:
+            if isinstance(fault, int):
+                return from_status(fault, f"kernel {spec.name!r}")
+            reference(facts, *arguments)
+            return None
+
+        blocks = math.prod(facts.grid)
+        operation = KernelOperation(spec.name, cost, blocks, stream.sms, body)
+        self._enqueue(stream, operation, "launch", stream.device.model.launch_latency_ns)
+
+    def _arguments(self, spec: KernelSpec, parameters: int) -> list[Any]:
+        """The values behind `void **`, as a reference takes them."""
+        if not spec.parameters:
+            return []
+        pointers = (ctypes.c_uint64 * len(spec.parameters)).from_address(parameters)
+        return [
+            self._argument(spec.name, parameter, ctypes.string_at(pointer, parameter.size))
+            for parameter, pointer in zip(spec.parameters, pointers, strict=True)
+        ]
+
+    def _argument(self, kernel: str, parameter: Parameter, raw: bytes) -> Any:
+        dtype = np.dtype(parameter.dtype)
+        if not parameter.pointer:
+            return np.frombuffer(raw, dtype)[0]
+        address = int.from_bytes(raw, "little")
+        if address == 0:
+            return np.empty(0, dtype)
+        what = f"kernel {kernel!r}, argument {parameter.name!r}"
+        if address % dtype.itemsize:
+            raise DriverMisuse(f"{what}: {address:#x} is not aligned to {dtype.itemsize} bytes")
+        memory = self.space.to_end(address, what)
+        view = memory[: len(memory) // dtype.itemsize * dtype.itemsize].view(dtype)
+        if parameter.const:
+            view = view.view()
+            view.flags.writeable = False
+        return view
+
+
+def _check_geometry(
+    name: str, grid: Dim3, block: Dim3, shared_bytes: int, max_grid: Dim3, max_shared: int
+) -> None:
+    """Answers INVALID_VALUE as a driver does. Source: return codes recorded on an RTX 3060."""
+    fits = all(1 <= n <= most for n, most in zip(grid, max_grid, strict=True))
+    threads = math.prod(block)
+    if not fits or not 1 <= threads <= 1024 or min(block) < 1 or block[2] > 64:
+        raise from_status(1, f"launch of {name!r}", detail=f"grid {grid}, block {block}")
+    if not 0 <= shared_bytes <= max_shared:
+        raise from_status(1, f"launch of {name!r}", detail=f"{shared_bytes} bytes shared")

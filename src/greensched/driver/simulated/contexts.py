@@ -1,0 +1,181 @@
+"""Contexts of the simulated driver: primary and green, the stack of each thread, SM resources."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Unpack
+
+from greensched.driver.simulated import splits
+from greensched.driver.simulated.core import Core, Options, drained
+from greensched.driver.simulated.objects import Context, Green
+from greensched.driver.simulated.presets import DeviceModel
+from greensched.errors import DriverMisuse, NotSupported, from_status
+from greensched.typing import (
+    ContextHandle,
+    DescriptorHandle,
+    Feature,
+    GreenHandle,
+    ResourceFacts,
+    ResourceHandle,
+    StreamHandle,
+)
+
+
+class Contexts(Core):
+    """The verbs for contexts and resources."""
+
+    def __init__(self, devices: Iterable[DeviceModel], **options: Unpack[Options]) -> None:
+        super().__init__(devices, **options)
+        self._primaries: dict[int, Context] = {}
+        self._users: dict[int, int] = {}
+
+    # -- primary contexts ----------------------------------------------------------------------
+
+    def retain_primary(self, device: int) -> ContextHandle:
+        """Makes the primary context, or counts one more user."""
+        return self._retain(device)
+
+    def release_primary(self, device: int) -> None:
+        """Counts one user less; the last must have destroyed what it made."""
+        self._release(device)
+
+    def _retain(self, device: int) -> ContextHandle:
+        self._unfaulted(self._device(device), "retain_primary")
+        if not self._users.get(device):
+            self._primaries[device] = Context(self._born(device, "primary"), device)
+        self._users[device] = self._users.get(device, 0) + 1
+        return ContextHandle(self._primaries[device])
+
+    def _release(self, device: int) -> None:
+        if not self._users.get(device):
+            raise from_status(201, "release_primary")
+        self._users[device] -= 1
+        if self._users[device]:
+            return
+        primary = self._primaries.pop(device)
+        self._died(device, "primary")
+        primary.alive = False
+        left = {kind: n for (dev, kind), n in self._live.items() if dev == device and n}
+        if left and self.devices[device].fault is None:
+            raise DriverMisuse(f"the primary context of device {device} ended with {left} alive")
+        if primary.threads:
+            raise DriverMisuse(f"{primary!r} ended while it is current on {primary.threads}")
+
+    def primary_state(self, device: int) -> tuple[int, bool]:
+        """(flags, active)."""
+        self._device(device)
+        return 0, bool(self._users.get(device))
+
+    # -- the current context ---------------------------------------------------------------------
+
+    def current(self) -> ContextHandle | None:
+        """The top of the thread's stack."""
+        stack = self._thread.stack
+        return ContextHandle(stack[-1]) if stack else None
+
+    def set_current(self, context: ContextHandle | None) -> None:
+        """Replaces the top of the thread's stack; None pops it."""
+        stack = self._thread.stack
+        new = None if context is None else self._expect(context, Context, "set_current")
+        me = threading.get_ident()
+        if new is not None and new.green is not None and new.threads - {me}:
+            raise DriverMisuse(
+                f"{new!r} is current on another thread: a green context is current on one at most"
+            )
+        if stack:
+            old = stack.pop()
+            if old not in stack:
+                old.threads.discard(me)
+        if new is not None:
+            stack.append(new)
+            new.threads.add(me)
+
+    def synchronize_context(self, context: ContextHandle) -> None:
+        """Waits for all its streams; of a primary, for every stream of the device."""
+        ctx = self._expect(context, Context, "synchronize_context")
+        device = self.devices[ctx.device]
+        streams = ctx.green.streams if ctx.green else tuple(device.streams.values())
+        self._refuse_capture(ctx.device, "synchronize_context")
+        self.clock.wait(lambda: device.fault is not None or drained(streams))
+        self._unfaulted(device, "synchronize_context")
+
+    def priority_range(self) -> tuple[int, int]:
+        """(least, greatest). Source: [-5, 0] measured inside a green context on a GH200."""
+        return 0, -5
+
+    # -- resources -------------------------------------------------------------------------------
+
+    def device_resource(self, device: int) -> ResourceHandle:
+        """Every SM of a device."""
+        return ResourceHandle(splits.whole_device(self._device(device).model, device))
+
+    def context_resource(self, context: ContextHandle) -> ResourceHandle:
+        """The SMs a context was given."""
+        ctx = self._expect(context, Context, "context_resource")
+        whole = splits.whole_device(self.devices[ctx.device].model, ctx.device)
+        if ctx.green is None:
+            return ResourceHandle(whole)
+        return ResourceHandle(
+            splits.Resource(ctx.device, ctx.green.mask, "green", whole.minimum, whole.alignment)
+        )
+
+    def stream_resource(self, stream: StreamHandle) -> ResourceHandle:
+        """The SMs a stream's context was given."""
+        if not self.supports(Feature.STREAM_RESOURCES):
+            major, minor = self.version
+            raise NotSupported("asking a stream for its SMs", "CUDA 13.1", f"CUDA {major}.{minor}")
+        return self.context_resource(ContextHandle(self._stream(stream, "stream_resource").context))
+
+    def resource_facts(self, resource: ResourceHandle) -> ResourceFacts:
+        """Size, least group and alignment."""
+        return self._expect(resource, splits.Resource, "resource_facts").facts(self.version)
+
+    def split_by_count(
+        self,
+        resource: ResourceHandle,
+        groups: int | None,
+        minimum: int,
+        *,
+        ignore_coscheduling: bool = False,
+    ) -> tuple[list[ResourceHandle], ResourceHandle | None]:
+        """Cuts a resource into equal groups."""
+        source = self._expect(resource, splits.Resource, "split_by_count")
+        model = self.devices[source.device].model
+        cut, rest = splits.split_by_count(model, source, groups, minimum, fine=ignore_coscheduling)
+        return [ResourceHandle(r) for r in cut], None if rest is None else ResourceHandle(rest)
+
+    def describe(self, resources: Sequence[ResourceHandle]) -> DescriptorHandle:
+        """One descriptor of several resources."""
+        parts = [self._expect(r, splits.Resource, "describe") for r in resources]
+        if not parts:
+            raise from_status(1, "describe")
+        return DescriptorHandle(splits.combine(parts, self.version))
+
+    def create_green(self, descriptor: DescriptorHandle, device: int) -> GreenHandle:
+        """A green context; retains the primary."""
+        made_of = self._expect(descriptor, splits.Descriptor, "create_green")
+        if made_of.device != device:
+            raise from_status(101, "create_green")
+        self._retain(device)
+        return GreenHandle(Green(self._born(device, "green context"), device, made_of.mask))
+
+    def destroy_green(self, green: GreenHandle) -> None:
+        """Ends a green context: its streams first, and nothing in flight."""
+        gone = self._expect(green, Green, "destroy_green")
+        device = self.devices[gone.device]
+        faulty = device.fault is not None
+        if gone.view.threads:
+            raise DriverMisuse(f"{gone!r} destroyed while it is current on {gone.view.threads}")
+        if not faulty and not drained(s for s in device.streams.values() if s.green == gone.ident):
+            raise DriverMisuse(f"{gone!r} destroyed with work in flight")
+        for stream in gone.streams:
+            stream.detached = True
+        gone.alive = gone.view.alive = False
+        self._died(gone.device, "green context")
+        self._release(gone.device)
+        self._unfaulted(device, "destroy_green")
+
+    def green_context(self, green: GreenHandle) -> ContextHandle:
+        """The same view each time."""
+        return ContextHandle(self._expect(green, Green, "green_context").view)

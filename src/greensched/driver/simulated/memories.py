@@ -1,0 +1,157 @@
+"""Memory of the simulated driver: pools, pinned memory, copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from greensched.driver.simulated.memory import ALIGNMENT, POOL_STEP, Bytes, MemoryPool
+from greensched.driver.simulated.objects import SimulatedStream
+from greensched.driver.simulated.streams import Streams
+from greensched.driver.simulated.timeline import Copy, Instant
+from greensched.errors import DriverMisuse, OutOfMemory, from_status
+from greensched.typing import HostMemory, MemoryPoolHandle, StreamHandle
+
+
+class Memories(Streams):
+    """The verbs for memory."""
+
+    # -- pools -----------------------------------------------------------------------------------
+
+    def create_memory_pool(self, device: int) -> MemoryPoolHandle:
+        """A pool that keeps what it has."""
+        self._unfaulted(self._device(device), "create_memory_pool")
+        self._refuse_capture(device, "create_memory_pool")
+        self._born(device, "memory pool")
+        return MemoryPoolHandle(MemoryPool(device))
+
+    def destroy_memory_pool(self, pool: MemoryPoolHandle) -> None:
+        """Ends a pool from which nothing is in use."""
+        gone = self._pool(pool, "destroy_memory_pool")
+        faulty = self.devices[gone.device].fault is not None
+        if gone.used and not faulty:
+            raise DriverMisuse(f"a memory pool ended with {gone.used} bytes in use")
+        gone.closed = True
+        self.memory[gone.device].taken -= gone.reserved
+        self._died(gone.device, "memory pool")
+        self._unfaulted(self.devices[gone.device], "destroy_memory_pool")
+
+    def reserved_bytes(self, pool: MemoryPoolHandle) -> int:
+        """Bytes the pool holds of its device."""
+        return self._pool(pool, "reserved_bytes").reserved
+
+    def allocate(self, pool: MemoryPoolHandle, nbytes: int, stream: StreamHandle) -> int:
+        """An address in the pool; where the pool must grow, that can block."""
+        source = self._pool(pool, "allocate")
+        found = self._stream(stream, "allocate")
+        if nbytes <= 0:
+            raise from_status(1, "allocate", detail=f"{nbytes} bytes")
+        self._refuse_capture(source.device, "allocate")
+        size = _rounded(nbytes)
+        lacks = source.used + size - source.reserved
+        if lacks > 0:
+            self._may_block("allocate, where the pool grows,")
+            source.reserved += self._grow(source.device, lacks, nbytes)
+        block = self.space.new_device_block(nbytes, found.device.ordinal, source)
+        source.used += size
+        self._born(found.device.ordinal, "allocation")
+        return block.base
+
+    def free(self, address: int, stream: StreamHandle) -> None:
+        """The address is dead to the host at once; the pool has the bytes behind the stream."""
+        found = self._stream(stream, "free")
+        block = self.space.remove(address, "free")
+        pool = block.pool
+        if pool is None:
+            raise DriverMisuse(f"free: {address:#x} is no stream-ordered allocation")
+        self._died(pool.device, "allocation")
+
+        def give_back(_: int) -> None:
+            pool.used -= _rounded(block.nbytes)
+
+        self._enqueue(found, Instant("free", give_back), "free")
+
+    def _grow(self, device: int, lacks: int, asked: int) -> int:
+        memory = self.memory[device]
+        try:
+            step = max(POOL_STEP, lacks)
+            memory.take(step, "allocate", asked)
+        except OutOfMemory:
+            step = lacks
+            memory.take(step, "allocate", asked)
+        return step
+
+    # -- pinned memory -----------------------------------------------------------------------------
+
+    def allocate_host(self, nbytes: int) -> HostMemory:
+        """Pinned memory, at the same address on both sides."""
+        if nbytes <= 0:
+            raise from_status(1, "allocate_host", detail=f"{nbytes} bytes")
+        device = self._thread.stack[-1].device
+        self._unfaulted(self.devices[device], "allocate_host")
+        self._refuse_capture(device, "allocate_host")
+        block = self.space.new_host_block(nbytes)
+        self._born(device, "pinned memory")
+        self._pinned[block.base] = device
+        return HostMemory(block.base, block.base, nbytes, block.data.data)
+
+    def free_host(self, memory: HostMemory) -> None:
+        """Ends pinned memory."""
+        self.space.remove(memory.address, "free_host")
+        self._died(self._pinned.pop(memory.address), "pinned memory")
+
+    def memory_info(self) -> tuple[int, int]:
+        """(free, total) of the current context's device."""
+        memory = self.memory[self._thread.stack[-1].device]
+        return memory.total - memory.taken, memory.total
+
+    # -- copies ------------------------------------------------------------------------------------
+
+    def copy_to_device(self, address: int, host: int, nbytes: int, stream: StreamHandle) -> None:
+        """Over the engine that reads host memory."""
+        self._copy("to device", address, host, nbytes, stream)
+
+    def copy_to_host(self, host: int, address: int, nbytes: int, stream: StreamHandle) -> None:
+        """Over the engine that writes host memory."""
+        self._copy("to host", host, address, nbytes, stream)
+
+    def copy(self, target: int, source: int, nbytes: int, stream: StreamHandle) -> None:
+        """Inside the device: each byte is read and written."""
+        self._copy("on device", target, source, nbytes, stream)
+
+    def set_bytes(self, address: int, value: int, nbytes: int, stream: StreamHandle) -> None:
+        """Fills with one byte value, at the speed of device memory."""
+        found = self._stream(stream, "set_bytes")
+        target = self.space.bytes_at(address, nbytes, "set_bytes")
+        bandwidth = found.device.model.dram_bandwidth
+        self._move(found, "set", nbytes, bandwidth, lambda: target.fill(value))
+
+    def _copy(self, path: str, target: int, source: int, nbytes: int, stream: StreamHandle) -> None:
+        found = self._stream(stream, f"copy {path}")
+        into, out_of = (self._bytes(a, nbytes, f"copy {path}") for a in (target, source))
+        model = found.device.model
+        bandwidth = model.dram_bandwidth / 2 if path == "on device" else model.link_bandwidth
+
+        def move() -> None:
+            into[:] = out_of
+
+        self._move(found, path, nbytes, bandwidth, move)
+
+    def _move(
+        self, stream: SimulatedStream, path: str, nbytes: int, rate: float, body: Callable[[], None]
+    ) -> None:
+        latency = stream.device.model.copy_latency_ns
+        self._enqueue(stream, Copy(path, nbytes, rate, body), f"copy {path}", latency)
+
+    def _bytes(self, address: int, nbytes: int, what: str) -> Bytes:
+        return self.space.bytes_at(address, nbytes, f"{what} (pageable host memory blocks)")
+
+    def _pool(self, handle: MemoryPoolHandle, what: str) -> MemoryPool:
+        pool = self._expect(handle, MemoryPool, what)
+        if pool.closed:
+            raise DriverMisuse(f"{what}: the memory pool has ended")
+        self._unfaulted(self.devices[pool.device], what)
+        return pool
+
+
+def _rounded(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT

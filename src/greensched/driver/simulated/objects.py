@@ -1,0 +1,90 @@
+"""What the simulated driver's handles are: contexts, streams, events, captures, graphs."""
+
+from __future__ import annotations
+
+import threading
+
+from greensched.driver.simulated.timeline import Device, Marker, Operation, Stream
+from greensched.typing import CaptureMode
+
+
+class Context:
+    """What can be current on a thread: a primary context, or the view of a green one."""
+
+    def __init__(self, ident: int, device: int, green: Green | None = None) -> None:
+        self.ident = ident
+        self.device = device
+        self.green = green
+        self.alive = True
+        #: Threads it is current on.
+        self.threads: set[int] = set()
+
+    def __repr__(self) -> str:
+        return (
+            f"<{'green' if self.green else 'primary'} context {self.ident} of device {self.device}>"
+        )
+
+
+class Green:
+    """A green context: some SMs of a device, and the streams made from it."""
+
+    def __init__(self, ident: int, device: int, mask: int) -> None:
+        self.ident = ident
+        self.device = device
+        self.mask = mask
+        self.alive = True
+        self.view = Context(ident, device, self)
+        self.streams: set[SimulatedStream] = set()
+
+    def __repr__(self) -> str:
+        return f"<green context {self.ident}: {self.mask.bit_count()} SMs of device {self.device}>"
+
+
+class Capture:
+    """A capture in progress: who began it, how strict it is, and what it recorded."""
+
+    def __init__(self, mode: CaptureMode) -> None:
+        self.mode = mode
+        self.thread = threading.get_ident()
+        self.spoilt = False
+        self.operations: list[Operation] = []
+
+
+class Graph:
+    """What a capture recorded."""
+
+    def __init__(self, device: int, operations: list[Operation]) -> None:
+        self.device = device
+        self.operations = operations
+        self.alive = True
+
+
+class SimulatedStream(Stream):
+    """A stream of a context."""
+
+    def __init__(self, ident: int, device: Device, context: Context, priority: int) -> None:
+        sms = context.green.mask if context.green else (1 << device.model.sm_count) - 1
+        super().__init__(ident, device, context.green.ident if context.green else 0, sms)
+        self.context = context
+        self.priority = priority
+        self.alive = True
+        #: Its green context ended before it.
+        self.detached = False
+        self.capture: Capture | None = None
+
+    def __repr__(self) -> str:
+        return f"<stream {self.ident} of {self.context!r}>"
+
+
+class Event:
+    """An event of a context, and what it captured last."""
+
+    def __init__(self, context: Context, timing: bool) -> None:
+        self.context = context
+        self.timing = timing
+        self.alive = True
+        self.marker: Marker | None = None
+        self.captured = False
+
+    def __repr__(self) -> str:
+        return f"<event of {self.context!r}>"

@@ -1,0 +1,206 @@
+"""Device models by name: what a simulated GPU is, and where each figure comes from.
+
+SM counts, memory and bandwidth are the vendor's data sheets, except where a comment says measured.
+How a chip's SMs lie in GPCs is not published and differs from chip to chip; a layout here is one
+that gives every split answer published for that model (driver-facts: H100 SXM gave 15 groups of
+8 and 12 left over; GH200 gave 6 x 16 + 36, 1 x 72 + 60), or an even one where none is known.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from greensched.errors import InvalidRequest
+from greensched.typing import DeviceFacts
+
+GB = 10**9
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceModel:
+    """A simulated device. Bandwidths in bytes a second, latencies in nanoseconds."""
+
+    name: str
+    compute_capability: tuple[int, int]
+    #: SMs of each GPC, in the order of their ids.
+    gpcs: tuple[int, ...]
+    memory_bytes: int
+    dram_bandwidth: float
+    l2_bytes: int
+    #: Host to device and device to host, each its own engine. PCIe 5.0 x16: 64 GB/s less protocol.
+    link_bandwidth: float = 55 * GB
+    copy_engines: int = 3
+    max_shared_bytes: int = 99 * 1024
+    #: From a launch to its start on an idle partition. 3.9 us: HoloHub's median on an RTX 6000 Ada
+    #: beside a saturating load (with CUPTI's own cost in it).
+    launch_latency_ns: int = 3_900
+    #: From enqueueing a copy to its first byte. 1.5 us: an assumption.
+    copy_latency_ns: int = 1_500
+
+    @property
+    def sm_count(self) -> int:
+        """How many SMs it has."""
+        return sum(self.gpcs)
+
+    def facts(self, ordinal: int) -> DeviceFacts:
+        """What a driver would say of it as device number `ordinal`."""
+        return DeviceFacts(
+            ordinal=ordinal,
+            name=f"Simulated {self.name}",
+            uuid=f"GPU-51b00000-0000-0000-0000-{ordinal:012x}",
+            compute_capability=self.compute_capability,
+            sm_count=self.sm_count,
+            memory_bytes=self.memory_bytes,
+            l2_bytes=self.l2_bytes,
+            warp_size=32,
+            max_threads_per_block=1024,
+            max_threads_per_sm=1536 if self.compute_capability in ((8, 9), (12, 0)) else 2048,
+            max_block=(1024, 1024, 64),
+            max_grid=(2**31 - 1, 65535, 65535),
+            max_shared_bytes=self.max_shared_bytes,
+            copy_engines=self.copy_engines,
+        )
+
+
+def even(sms: int, gpcs: int) -> tuple[int, ...]:
+    """A layout of `sms` in `gpcs` GPCs of whole TPCs (2 SMs), as even as can be."""
+    tpcs = sms // 2
+    return tuple(2 * (tpcs // gpcs + (i < tpcs % gpcs)) for i in range(gpcs))
+
+
+#: 15 whole groups of 8 and 12 SMs over, as published for an H100 SXM.
+HOPPER_SXM = (18, 18, 18, 18, 16, 16, 16, 12)
+HOPPER_SHARED = 227 * 1024
+
+PRESETS: dict[str, DeviceModel] = {
+    "h200": DeviceModel(
+        name="H200",
+        compute_capability=(9, 0),
+        gpcs=HOPPER_SXM,
+        memory_bytes=143_771 * MIB,  # measured: nvidia-smi on an H200
+        dram_bandwidth=4.8e12,
+        l2_bytes=60 * MIB,  # measured: torch on an H200
+        max_shared_bytes=HOPPER_SHARED,
+    ),
+    "h100": DeviceModel(
+        name="H100 SXM",
+        compute_capability=(9, 0),
+        gpcs=HOPPER_SXM,
+        memory_bytes=80 * GB,
+        dram_bandwidth=3.35e12,
+        l2_bytes=50 * MIB,
+        max_shared_bytes=HOPPER_SHARED,
+    ),
+    "gh200": DeviceModel(
+        name="GH200",
+        compute_capability=(9, 0),
+        gpcs=HOPPER_SXM,
+        memory_bytes=96 * GB,
+        dram_bandwidth=4.0e12,
+        l2_bytes=60 * MIB,
+        link_bandwidth=400e9,
+        max_shared_bytes=HOPPER_SHARED,
+    ),
+    "a100": DeviceModel(
+        name="A100 SXM",
+        compute_capability=(8, 0),
+        gpcs=even(108, 7),
+        memory_bytes=80 * GB,
+        dram_bandwidth=2.039e12,
+        l2_bytes=40 * MIB,
+        link_bandwidth=26e9,
+        max_shared_bytes=163 * 1024,
+    ),
+    "l40s": DeviceModel(
+        name="L40S",
+        compute_capability=(8, 9),
+        gpcs=even(142, 12),
+        memory_bytes=48 * GB,
+        dram_bandwidth=0.864e12,
+        l2_bytes=96 * MIB,
+        link_bandwidth=26e9,
+        copy_engines=2,
+    ),
+    "b200": DeviceModel(
+        name="B200",
+        compute_capability=(10, 0),
+        gpcs=even(148, 8),
+        memory_bytes=180 * GB,
+        dram_bandwidth=8.0e12,
+        l2_bytes=126 * MIB,
+        max_shared_bytes=HOPPER_SHARED,
+    ),
+    "rtx4090": DeviceModel(
+        name="RTX 4090",
+        compute_capability=(8, 9),
+        gpcs=even(128, 11),
+        memory_bytes=24 * GB,
+        dram_bandwidth=1.008e12,
+        l2_bytes=72 * MIB,
+        link_bandwidth=26e9,
+        copy_engines=2,
+    ),
+    "rtx5090": DeviceModel(
+        name="RTX 5090",
+        compute_capability=(12, 0),
+        gpcs=even(170, 11),
+        memory_bytes=32 * GB,
+        dram_bandwidth=1.792e12,
+        l2_bytes=96 * MIB,
+        copy_engines=2,
+    ),
+    "rtxpro6000": DeviceModel(
+        name="RTX PRO 6000",
+        compute_capability=(12, 0),
+        gpcs=even(188, 12),
+        memory_bytes=96 * GB,
+        dram_bandwidth=1.792e12,
+        l2_bytes=128 * MIB,
+        copy_engines=2,
+    ),
+    "t4": DeviceModel(
+        name="T4",
+        compute_capability=(7, 5),
+        gpcs=even(40, 5),
+        memory_bytes=16 * GB,
+        dram_bandwidth=0.32e12,
+        l2_bytes=4 * MIB,
+        link_bandwidth=13e9,
+        copy_engines=2,
+        max_shared_bytes=64 * 1024,
+    ),
+}
+
+#: The CUDA versions a simulated driver can be, as in `simulated:h200@13.1`.
+VERSIONS = ((12, 4), (12, 5), (13, 0), (13, 1), (13, 2), (13, 3), (13, 4))
+
+_SPEC = re.compile(r"(?P<devices>[^@]+?)(?:@(?P<major>\d+)\.(?P<minor>\d+))?")
+_SEVERAL = re.compile(r"(?P<name>.+)x(?P<count>[1-9]\d*)")
+
+
+def parse(spec: str) -> tuple[list[DeviceModel], tuple[int, int]]:
+    """Reads `h200`, `h200x2`, `h200x2+l40s`, `h100@13.0` into devices and a driver version.
+
+    Raises:
+        InvalidRequest: an unknown device or version; says which are known.
+    """
+    whole = _SPEC.fullmatch(spec.strip().lower())
+    if whole is None:
+        raise InvalidRequest(f"{spec!r} is no simulated device: write h200, h200x2+l40s, h100@13.0")
+    version = (int(whole["major"]), int(whole["minor"])) if whole["major"] else VERSIONS[-1]
+    if version not in VERSIONS:
+        known = ", ".join(f"{major}.{minor}" for major, minor in VERSIONS)
+        raise InvalidRequest(f"no simulated CUDA {version[0]}.{version[1]}: there is {known}")
+    return [model for part in whole["devices"].split("+") for model in _several(part)], version
+
+
+def _several(part: str) -> list[DeviceModel]:
+    name, count = part.strip(), 1
+    several = _SEVERAL.fullmatch(name)
+    if name not in PRESETS and several is not None:  # the x of rtx4090 counts nothing
+        name, count = several["name"], int(several["count"])
+    if name not in PRESETS:
+        raise InvalidRequest(f"no simulated device {part!r}: there is {', '.join(PRESETS)}")
+    return [PRESETS[name]] * count

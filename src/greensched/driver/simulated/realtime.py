@@ -1,0 +1,108 @@
+"""The real clock: modelled time is the host's monotonic time, and one thread keeps up with it."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from greensched.driver.simulated.timeline import Timeline
+from greensched.typing import Mailbox
+
+#: How often a kernel or stream held up by a word in memory is looked at.
+HELD_POLL_S = 250e-6
+#: With nothing to do for so long the thread ends; the next work starts another.
+IDLE_S = 2.0
+
+
+class RealClock:
+    """Runs a timeline as time passes.
+
+    The device's thread does everything that happens on the timeline, references included, so no
+    caller ever pays for them; where the host cannot keep up, results are seen later than they
+    were due, and the modelled times stay what they are.
+    """
+
+    virtual = False
+
+    def __init__(self) -> None:
+        self._origin = time.monotonic_ns()
+        self._timeline = timeline = Timeline(self)
+        self._work = threading.Condition(timeline.lock)
+        self._changed = threading.Condition(timeline.lock)
+        self._asleep_until: int | None = None
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def attach(self) -> Timeline:
+        """The timeline this clock runs; each driver has a clock of its own."""
+        return self._timeline
+
+    def now(self) -> int:
+        """Nanoseconds since the clock was made."""
+        return time.monotonic_ns() - self._origin
+
+    def poke(self) -> None:
+        """Something new may be due before what the thread sleeps for. Holds the lock."""
+        if self._thread is None and not self._closed:
+            self._thread = threading.Thread(
+                target=self._run, name="greensched-simulated-gpu", daemon=True
+            )
+            self._thread.start()
+        due = self._timeline.next_time()
+        if due is not None and (self._asleep_until is None or due < self._asleep_until):
+            self._work.notify()
+
+    def wait(self, ready: Callable[[], bool]) -> None:
+        """Blocks the calling thread until a condition of the timeline holds."""
+        with self._changed:
+            self.poke()
+            self._changed.wait_for(ready)
+
+    def sleep(self, nanoseconds: int) -> None:
+        """Blocks the calling thread for a time."""
+        time.sleep(nanoseconds / 1e9)
+
+    def create_mailbox(self) -> Mailbox[Any]:
+        """A queue to one of our own threads."""
+        return queue.SimpleQueue()
+
+    def start_thread(self, target: Callable[[], None], name: str) -> threading.Thread:
+        """Starts a daemon thread."""
+        thread = threading.Thread(target=target, name=name, daemon=True)
+        thread.start()
+        return thread
+
+    def subscribe(self, look: Callable[[], None]) -> Callable[[], None] | None:
+        """Real time belongs to nobody: whoever waits looks for himself."""
+        return None
+
+    def close(self) -> None:
+        """Ends the thread, once what it does now is done."""
+        with self._work:
+            self._closed = True
+            self._work.notify()
+
+    def _run(self) -> None:
+        with self._work:
+            idle = False
+            while not self._closed and not idle:
+                if self._timeline.run(self.now()):
+                    self._changed.notify_all()
+                idle = self._sleep()
+            self._thread = None
+
+    def _sleep(self) -> bool:
+        """Waits for the next thing that is due; true if there was none for a long time."""
+        due = self._timeline.next_time()
+        delay = IDLE_S if due is None else (due - self.now()) / 1e9
+        if self._timeline.held:
+            delay = min(delay, HELD_POLL_S)
+        if delay <= 0:
+            return False
+        self._asleep_until = due
+        notified = self._work.wait(delay)
+        self._asleep_until = 0
+        return due is None and not notified and not self._timeline.held

@@ -1,0 +1,125 @@
+"""SM resources of a simulated device, and the driver's rules for cutting and combining them.
+
+The rules, by version (driver-facts, section 2):
+
+* Only whole co-scheduled sets inside one GPC make groups, dealt from the first SMs on: so a
+  count of groups is not total / size, and two independent splits overlap.
+* A group or a remainder cannot be split again; the resource of a context can.
+* 12.4: one resource to a descriptor. 12.5: several outputs of the *same* split. 13.1: and of
+  equal alignment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Literal
+
+from greensched.driver.simulated.presets import DeviceModel
+from greensched.errors import CUDAError, from_status
+from greensched.typing import ResourceFacts
+
+Version = tuple[int, int]
+_split_ids = count(1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Resource:
+    """Some SMs of a device, as a bit mask of SM ids, and where they came from."""
+
+    device: int
+    mask: int
+    origin: Literal["device", "context", "green", "group", "remainder"]
+    minimum: int
+    alignment: int
+    split: int = 0
+
+    def facts(self, version: Version) -> ResourceFacts:
+        """What the driver's struct says; the last two fields are declared since 13.0."""
+        said = (self.minimum, self.alignment) if version >= (13, 0) else (0, 0)
+        return ResourceFacts(self.mask.bit_count(), *said)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Descriptor:
+    """What a green context is made of; the driver has no way to end one."""
+
+    device: int
+    mask: int
+
+
+def granularity(compute_capability: tuple[int, int]) -> tuple[int, int]:
+    """(least group, alignment) of a device resource. Source: programming guide, table 30."""
+    if compute_capability >= (9, 0):
+        return 8, 8
+    return (4, 2) if compute_capability >= (8, 0) else (2, 2)
+
+
+def whole_device(model: DeviceModel, device: int) -> Resource:
+    """Every SM of a device."""
+    least, alignment = granularity(model.compute_capability)
+    return Resource(device, (1 << model.sm_count) - 1, "device", least, alignment)
+
+
+def split_by_count(
+    model: DeviceModel, source: Resource, groups: int | None, minimum: int, *, fine: bool
+) -> tuple[list[Resource], Resource | None]:
+    """Equal groups of at least `minimum` SMs, and what is left over."""
+    if source.origin in ("group", "remainder"):
+        raise _refused("the output of a split cannot be split again: make a context of it first")
+    least, alignment = (2, 2) if fine else (source.minimum, source.alignment)
+    size = -(-max(minimum, least) // alignment) * alignment
+    sets = _coscheduled_sets(model, source.mask, alignment)
+    each = size // alignment
+    possible = len(sets) // each
+    made = possible if groups is None else min(groups, possible)
+    if made < 1 or minimum > source.mask.bit_count():
+        raise _refused(f"no group of {size} SMs fits")
+    ident = next(_split_ids)
+    masks = [_union(sets[i * each : (i + 1) * each]) for i in range(made)]
+    rest = source.mask & ~_union(masks)
+    cut = [Resource(source.device, mask, "group", least, alignment, ident) for mask in masks]
+    if not rest:
+        return cut, None
+    # A remainder that is no whole number of sets has lost the alignment of the groups.
+    left = alignment if rest.bit_count() % alignment == 0 else 2
+    return cut, Resource(source.device, rest, "remainder", left, left, ident)
+
+
+def combine(resources: Sequence[Resource], version: Version) -> Descriptor:
+    """One descriptor of several resources, where the driver's version allows it."""
+    first = resources[0]
+    if len(resources) > 1:
+        if version < (12, 5):
+            raise _refused("CUDA 12.4 takes one resource to a descriptor")
+        if any(r.device != first.device for r in resources):
+            raise _refused("resources of several devices")
+        if first.split == 0 or any(r.split != first.split for r in resources):
+            raise _refused("only outputs of one split call can be combined")
+        if version >= (13, 1) and any(r.alignment != first.alignment for r in resources):
+            raise _refused("resources of different alignment")
+    return Descriptor(first.device, _union([r.mask for r in resources]))
+
+
+def _coscheduled_sets(model: DeviceModel, mask: int, size: int) -> list[int]:
+    """Whole sets of `size` SMs, none across two GPCs, in the order of SM ids."""
+    sets, first = [], 0
+    for gpc in model.gpcs:
+        ids = [sm for sm in range(first, first + gpc) if mask >> sm & 1]
+        sets += [
+            sum(1 << sm for sm in ids[i : i + size]) for i in range(0, len(ids) - size + 1, size)
+        ]
+        first += gpc
+    return sets
+
+
+def _union(masks: Sequence[int]) -> int:
+    union = 0
+    for mask in masks:
+        union |= mask
+    return union
+
+
+def _refused(why: str) -> CUDAError:
+    return from_status(915, "SM resource", detail=why)

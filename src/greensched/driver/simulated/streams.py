@@ -1,0 +1,276 @@
+"""Streams, events and captures of the simulated driver."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import numpy as np
+
+from greensched.driver.simulated.contexts import Contexts
+from greensched.driver.simulated.objects import (
+    Capture,
+    Context,
+    Event,
+    Graph,
+    Green,
+    SimulatedStream,
+)
+from greensched.driver.simulated.timeline import (
+    Hold,
+    Instant,
+    Marker,
+    Operation,
+    Wait,
+)
+from greensched.errors import DriverMisuse, NotSupported, from_status
+from greensched.typing import (
+    CaptureMode,
+    EventHandle,
+    Feature,
+    GraphHandle,
+    GreenHandle,
+    StreamHandle,
+)
+
+#: A real driver's launch queue holds about so many before a launch blocks.
+QUEUE_DEPTH = 1024
+
+
+class Streams(Contexts):
+    """The verbs for streams, events and captures."""
+
+    # -- streams ---------------------------------------------------------------------------------
+
+    def create_stream(self, green: GreenHandle | None, priority: int = 0) -> StreamHandle:
+        """A stream of a green context, or of the current context."""
+        context: Context = self._thread.stack[-1]
+        if green is not None:
+            context = self._expect(green, Green, "create_stream").view
+        device = self.devices[context.device]
+        self._unfaulted(device, "create_stream")
+        least, greatest = self.priority_range()
+        ident = self._born(context.device, "stream")
+        stream = SimulatedStream(ident, device, context, max(greatest, min(least, priority)))
+        with self.timeline.lock:
+            device.streams[ident] = stream
+        if context.green is not None:
+            context.green.streams.add(stream)
+        return StreamHandle(stream)
+
+    def destroy_stream(self, stream: StreamHandle) -> None:
+        """Ends a stream; what is queued on it still runs."""
+        gone = self._expect(stream, SimulatedStream, "destroy_stream")
+        if gone.detached and self.version < (13, 1):
+            raise from_status(709, "destroy_stream")
+        gone.alive = False
+        if gone.context.green is not None:
+            gone.context.green.streams.discard(gone)
+        with self.timeline.lock:
+            if gone.idle:
+                del gone.device.streams[gone.ident]
+        self._died(gone.device.ordinal, "stream")
+        self._unfaulted(gone.device, "destroy_stream")
+
+    def stream_address(self, stream: StreamHandle) -> int:
+        """A number that stands for the stream."""
+        return 0x5100_0000 + self._expect(stream, SimulatedStream, "stream_address").ident
+
+    def query_stream(self, stream: StreamHandle) -> bool:
+        """Whether the stream has no work."""
+        found = self._stream(stream, "query_stream")
+        self._refuse_own_capture(found, "query_stream")
+        self._refuse_capture(found.device.ordinal, "query_stream")
+        with self.timeline.lock:
+            return found.idle
+
+    def synchronize_stream(self, stream: StreamHandle) -> None:
+        """Waits for the stream's work."""
+        found = self._stream(stream, "synchronize_stream")
+        self._refuse_own_capture(found, "synchronize_stream")
+        self._refuse_capture(found.device.ordinal, "synchronize_stream")
+        self.clock.wait(lambda: found.idle or found.device.fault is not None)
+        self._unfaulted(found.device, "synchronize_stream")
+
+    def wait_event(self, stream: StreamHandle, event: EventHandle) -> None:
+        """Later work waits for what the event captured."""
+        found = self._stream(stream, "wait_event")
+        marker = self._expect(event, Event, "wait_event").marker
+        if marker is not None:
+            self._enqueue(found, Wait(marker), "wait_event")
+
+    def bind_mark(self, stream: StreamHandle, address: int) -> Callable[[int], None]:
+        """A function that writes a number behind the stream's work."""
+        if not self.supports(Feature.WRITE_VALUE):
+            raise NotSupported("a ticket written by a stream", "write-value", "a driver without it")
+        found = self._stream(stream, "bind_mark")
+        word = self._word(address, "bind_mark")
+
+        def mark(value: int) -> None:
+            self._count("mark")
+            self._unfaulted(found.device, "mark")
+
+            def write(_: int) -> None:
+                word[0] = value
+
+            self._enqueue(found, Instant("mark", write), "mark")
+
+        return mark
+
+    def wait_value(self, stream: StreamHandle, address: int, value: int) -> None:
+        """Later work waits until a word is at least `value`, by signed difference."""
+        word = self._word(address, "wait_value")
+
+        def reached() -> bool:
+            return (int(word[0]) - value) & 0xFFFFFFFF < 0x80000000
+
+        self._enqueue(self._stream(stream, "wait_value"), Hold(reached), "wait_value")
+
+    def host_function(self, stream: StreamHandle, function: int, data: int) -> None:
+        """Calls a native function on the device's thread."""
+        call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)
+        operation = Instant("host function", lambda _: call(data))
+        self._enqueue(self._stream(stream, "host_function"), operation, "host_function")
+
+    # -- captures --------------------------------------------------------------------------------
+
+    def begin_capture(self, stream: StreamHandle, mode: CaptureMode) -> None:
+        """From here on the stream's work is recorded instead of run."""
+        found = self._stream(stream, "begin_capture")
+        if found.capture is not None:
+            raise from_status(1, "begin_capture", detail="the stream is capturing already")
+        found.capture = Capture(mode)
+
+    def end_capture(self, stream: StreamHandle) -> GraphHandle:
+        """What was recorded; raises if something spoilt it."""
+        found = self._stream(stream, "end_capture")
+        capture, found.capture = found.capture, None
+        if capture is None:
+            raise from_status(1, "end_capture", detail="the stream is not capturing")
+        if capture.spoilt:
+            raise from_status(901, "end_capture")
+        self._born(found.device.ordinal, "graph")
+        return GraphHandle(Graph(found.device.ordinal, capture.operations))
+
+    def is_capturing(self, stream: StreamHandle) -> bool:
+        """Whether a capture is in progress, spoilt or not."""
+        return self._stream(stream, "is_capturing").capture is not None
+
+    def destroy_graph(self, graph: GraphHandle) -> None:
+        """Ends a graph."""
+        gone = self._expect(graph, Graph, "destroy_graph")
+        gone.alive = False
+        self._died(gone.device, "graph")
+
+    def exchange_capture_mode(self, mode: CaptureMode) -> CaptureMode:
+        """Sets the thread's mode, returns the one before."""
+        before, self._thread.capture_mode = self._thread.capture_mode, mode
+        return before
+
+    # -- events ----------------------------------------------------------------------------------
+
+    def create_event(self, *, timing: bool = False, blocking: bool = False) -> EventHandle:
+        """An event of the current context. A simulation always sleeps, `blocking` or not."""
+        context: Context = self._thread.stack[-1]
+        self._unfaulted(self.devices[context.device], "create_event")
+        self._born(context.device, "event")
+        return EventHandle(Event(context, timing))
+
+    def destroy_event(self, event: EventHandle) -> None:
+        """Ends an event, recorded or not."""
+        gone = self._expect(event, Event, "destroy_event")
+        gone.alive = False
+        self._died(gone.context.device, "event")
+        self._unfaulted(self.devices[gone.context.device], "destroy_event")
+
+    def record_event(self, event: EventHandle, stream: StreamHandle) -> None:
+        """Captures the stream's work so far."""
+        found = self._stream(stream, "record_event")
+        target = self._expect(event, Event, "record_event")
+        same = target.context is found.context
+        if not same and (self.strict_events or target.context.device != found.context.device):
+            raise from_status(400, "record_event", detail=f"{target!r} on {found!r}")
+        marker = target.marker = Marker()
+        target.captured = found.capture is not None
+        self._enqueue(
+            found, Instant("record", lambda _: self.timeline.complete(marker)), "record_event"
+        )
+
+    def record_green(self, green: GreenHandle, event: EventHandle) -> None:
+        """Captures the work of every stream of a green context."""
+        source = self._expect(green, Green, "record_green")
+        target = self._expect(event, Event, "record_green")
+        device = self.devices[source.device]
+        self._unfaulted(device, "record_green")
+        if target.context.device != source.device:
+            raise from_status(400, "record_green")
+        captures = [s.capture for s in source.streams if s.capture is not None]
+        for capture in captures:
+            capture.spoilt = True
+        if captures:
+            raise from_status(900, "record_green", detail="a stream of the context is capturing")
+        with self.timeline.lock:
+            busy = [s for s in device.streams.values() if s.green == source.ident and not s.idle]
+            marker = target.marker = Marker(len(busy))
+            marker.time = self.clock.now()
+            for stream in busy:
+                self.timeline.submit(
+                    stream, Instant("record", lambda _: self.timeline.complete(marker))
+                )
+        target.captured = False
+
+    def query_event(self, event: EventHandle) -> bool:
+        """Whether what it captured is done."""
+        target = self._expect(event, Event, "query_event")
+        device = self.devices[target.context.device]
+        self._unfaulted(device, "query_event")
+        if target.captured:
+            raise from_status(907, "query_event")
+        self._refuse_capture(device.ordinal, "query_event")
+        return target.marker is None or target.marker.done
+
+    def synchronize_event(self, event: EventHandle) -> None:
+        """Waits for what it captured."""
+        marker = self._expect(event, Event, "synchronize_event").marker
+        device = self.devices[self._expect(event, Event, "synchronize_event").context.device]
+        if marker is not None:
+            self._refuse_capture(device.ordinal, "synchronize_event")
+            self.clock.wait(lambda: marker.done or device.fault is not None)
+        self._unfaulted(device, "synchronize_event")
+
+    def elapsed(self, start: EventHandle, end: EventHandle) -> float:
+        """Seconds between two timing events that are done."""
+        events = [self._expect(e, Event, "elapsed") for e in (start, end)]
+        markers = [e.marker for e in events if e.timing and e.marker is not None]
+        if len(markers) != 2:
+            raise from_status(400, "elapsed", detail="an event without timing, or never recorded")
+        if not all(marker.done for marker in markers):
+            raise from_status(600, "elapsed")
+        return (markers[1].time - markers[0].time) / 1e9
+
+    # -- for all verbs ---------------------------------------------------------------------------
+
+    def _enqueue(
+        self, stream: SimulatedStream, operation: Operation, what: str, latency: int = 0
+    ) -> None:
+        """Runs an operation on a stream, or records it where the stream is capturing."""
+        if stream.capture is not None:
+            stream.capture.operations.append(operation)
+            return
+        if len(stream.queue) >= QUEUE_DEPTH:
+            self._may_block(f"{what} behind {QUEUE_DEPTH} others")
+            self.clock.wait(
+                lambda: len(stream.queue) < QUEUE_DEPTH or stream.device.fault is not None
+            )
+        with self.timeline.lock:
+            self.timeline.submit(stream, operation, latency)
+
+    def _word(self, address: int, what: str) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
+        if address % 4:
+            raise DriverMisuse(f"{what}: {address:#x} is not aligned to 4 bytes")
+        return self.space.bytes_at(address, 4, what).view(np.uint32)
+
+    def _count(self, what: str) -> None:
+        status, _ = self.script.call(what)
+        if status is not None:
+            raise from_status(status, what)

@@ -1,0 +1,361 @@
+"""The whole exception tree: the sentences live in the classes, the facts are attributes.
+
+Every class answers "whose fault, and what now":
+
+* *yours*, before anything is queued: `InvalidRequest` and what derives from it;
+* *closed by somebody*: `Closed`;
+* *not now*: `WouldBlock`, `WouldDeadlock`, `QueueFull`, `DeadlineExceeded`;
+* *not here*: `DriverUnavailable`, `NotSupported`;
+* *the driver said no*: `CUDAError`, one job's matter unless it is a `DeviceFault`;
+* *the process is spoilt*: `Poisoned`.
+
+Nobody needs to search message text: `except` by class, read the attributes.
+"""
+
+from __future__ import annotations
+
+
+class GreenschedError(Exception):
+    """Everything greensched raises on purpose derives from this."""
+
+
+# -- yours: refused before anything is queued -------------------------------------------------
+
+
+class InvalidRequest(GreenschedError, ValueError):
+    """A value that can never be right; the message says what would be."""
+
+
+class InvalidSize(InvalidRequest):
+    """`sms` is not a size: not a whole number, not positive, or not one of the named sizes."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+        super().__init__(
+            f"sms={value!r} is not a size: give a positive int, a pair (least, most), ALL or REST"
+        )
+
+
+class TooManySMs(InvalidRequest):
+    """More SMs than any device of the pool can ever grant."""
+
+    def __init__(self, asked: int, most: int) -> None:
+        self.asked = asked
+        self.most = most
+        super().__init__(
+            f"{asked} SMs were asked for, and the most that can ever be granted here is {most}: "
+            f"ask for at most {most}, or for ALL of a device"
+        )
+
+
+class InvalidLaunch(InvalidRequest):
+    """A launch geometry beyond a limit of the device or the kernel."""
+
+    def __init__(self, what: str, value: object, limit: object) -> None:
+        self.what = what
+        self.value = value
+        self.limit = limit
+        super().__init__(f"{what} is {value}, and the limit is {limit}")
+
+
+class ArgumentMismatch(GreenschedError, TypeError):
+    """Kernel arguments of the wrong number or kind."""
+
+    def __init__(self, kernel: str, problem: str) -> None:
+        self.kernel = kernel
+        self.problem = problem
+        super().__init__(f"kernel {kernel!r}: {problem}")
+
+
+class InvalidArray(GreenschedError, TypeError):
+    """An array or dtype that cannot be moved to a device, or does not fit where it should go."""
+
+
+class CompileFailed(GreenschedError):
+    """CUDA source did not compile; `log` is the compiler's, with file and line."""
+
+    def __init__(self, name: str, arch: str, log: str) -> None:
+        self.name = name
+        self.arch = arch
+        self.log = log
+        super().__init__(f"{name} does not compile for {arch}:\n{log.strip()}")
+
+
+class NotSimulable(GreenschedError):
+    """A kernel without a reference was launched on the simulated driver."""
+
+    def __init__(self, kernel: str, lacks: str = "reference") -> None:
+        self.kernel = kernel
+        self.lacks = lacks
+        super().__init__(
+            f"kernel {kernel!r} has no {lacks}, so it cannot run simulated: "
+            f"give it one with @kernel.{lacks}, or run on a GPU"
+        )
+
+
+class WrongDevice(InvalidRequest):
+    """An object of one device was used with another."""
+
+    def __init__(self, what: str, has: int, wants: int) -> None:
+        self.has = has
+        self.wants = wants
+        super().__init__(f"{what} belongs to device {has}, and this is device {wants}")
+
+
+class DeviceTaken(InvalidRequest):
+    """A second pool on a device of this process; its split would overlap the first one's."""
+
+    def __init__(self, device: int) -> None:
+        self.device = device
+        super().__init__(
+            f"device {device} already has a pool in this process, and two pools would cut it into "
+            "overlapping partitions: share the one pool, or close it first"
+        )
+
+
+class WrongThread(GreenschedError, RuntimeError):
+    """A call from a thread or loop that may not make it; the message names the right one."""
+
+
+class LoopWouldBlock(GreenschedError, RuntimeError):
+    """A driver call that can block was made on an event-loop thread."""
+
+    def __init__(self, verb: str) -> None:
+        self.verb = verb
+        super().__init__(
+            f"{verb} can block and was called on an event-loop thread: "
+            "call it from a worker thread (asyncio.to_thread, or p.run)"
+        )
+
+
+# -- closed by somebody -----------------------------------------------------------------------
+
+
+class Closed(GreenschedError, RuntimeError):
+    """Something was used after its end, or before its beginning."""
+
+    def __init__(self, what: str, state: str = "closed") -> None:
+        self.what = what
+        self.state = state
+        super().__init__(f"{what} is {state}")
+
+
+class PartitionClosed(Closed):
+    """A partition was used outside its `async with` block."""
+
+
+class PoolClosed(Closed):
+    """The pool is closed, closing or was never opened (`state` says which)."""
+
+
+class BufferClosed(Closed):
+    """A buffer was used after its close(), or after its pool's."""
+
+
+class ForkedPool(Closed):
+    """A CUDA object was used in a forked child: CUDA does not survive fork()."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            what,
+            "of the parent process, and CUDA does not survive fork(): open a pool here, "
+            "in a process started with 'spawn' or 'forkserver'",
+        )
+
+
+# -- not now ----------------------------------------------------------------------------------
+
+
+class WouldBlock(GreenschedError):
+    """A call that never waits would have had to."""
+
+
+class WouldDeadlock(GreenschedError, RuntimeError):
+    """This task holds what it waits for: the request can never be met while it does."""
+
+    def __init__(self, holds: int, asked: int, most: int) -> None:
+        self.holds = holds
+        self.asked = asked
+        self.most = most
+        super().__init__(
+            f"this task already holds {holds} SMs, so the {asked} more it asks for can never come "
+            f"(at most {most} could): leave the outer block first, or ask for both together with "
+            "pool.partitions(...)"
+        )
+
+
+class QueueFull(GreenschedError):
+    """The pool's queue is at its bound; `retry_after` is an estimate in seconds."""
+
+    def __init__(self, waiting: int, retry_after: float) -> None:
+        self.waiting = waiting
+        self.retry_after = retry_after
+        super().__init__(f"{waiting} requests are waiting already; retry in {retry_after:.3g} s")
+
+
+class DeadlineExceeded(GreenschedError, TimeoutError):
+    """The deadline passed while the request was still queued; nothing was granted."""
+
+    def __init__(self, deadline: float) -> None:
+        self.deadline = deadline
+        super().__init__(f"not granted within its deadline of {deadline:g} s")
+
+
+# -- not here ---------------------------------------------------------------------------------
+
+
+class DriverUnavailable(GreenschedError, RuntimeError):
+    """No usable CUDA driver or device; the message says what to install or change.
+
+    Nothing falls back to a simulation: it must be asked for, and the message says how.
+    """
+
+    def __init__(self, problem: str) -> None:
+        self.problem = problem
+        super().__init__(
+            f"{problem}. To run without a GPU, ask for a simulated one: "
+            'Pool(driver="simulated:h200"), or GREENSCHED_DRIVER=simulated:h200'
+        )
+
+
+class NotSupported(GreenschedError, RuntimeError):
+    """The driver or device lacks something; says what is needed and what is here."""
+
+    def __init__(self, what: str, needs: str, has: str) -> None:
+        self.what = what
+        self.needs = needs
+        self.has = has
+        super().__init__(f"{what} needs {needs}; this is {has}")
+
+
+class VerificationFailed(GreenschedError):
+    """`pool.verify()` saw a kernel outside its partition, or saw no kernel at all."""
+
+
+# -- the driver said no -----------------------------------------------------------------------
+
+
+class CUDAError(GreenschedError):
+    """A driver call answered a status that is not success.
+
+    Attributes:
+        status: the `CUresult` as an int (also one newer than the installed bindings know).
+        name: its name without the `CUDA_ERROR_` prefix.
+        call: the driver call, or what was being done.
+    """
+
+    def __init__(self, status: int, name: str, call: str, detail: str = "") -> None:
+        self.status = status
+        self.name = name
+        self.call = call
+        super().__init__(f"{call}: {name} ({status})" + (f": {detail}" if detail else ""))
+
+
+class OutOfMemory(CUDAError):
+    """Device or pinned memory ran out; the pool stays usable.
+
+    Attributes:
+        asked, free, total: bytes; `free` and `total` are None where the driver was not asked.
+    """
+
+    def __init__(
+        self, call: str, asked: int | None = None, free: int | None = None, total: int | None = None
+    ) -> None:
+        self.asked = asked
+        self.free = free
+        self.total = total
+        facts = [
+            f"{value} bytes {label}"
+            for value, label in ((asked, "asked"), (free, "free"), (total, "in all"))
+            if value is not None
+        ]
+        super().__init__(2, "OUT_OF_MEMORY", call, ", ".join(facts))
+
+
+class DeviceFault(CUDAError):
+    """A status after which the process must be replaced (a sticky error)."""
+
+
+class DriverMisuse(GreenschedError, RuntimeError):
+    """The simulated driver was given a wrong, dead or foreign handle: a bug in the caller.
+
+    A real driver crashes the process, or worse, goes on.
+    """
+
+
+class Poisoned(GreenschedError, RuntimeError):
+    """A device fault happened: every partition of the process is spoilt; replace the process.
+
+    `__cause__` and `cause` are the *first* fault, whoever met it.
+    """
+
+    def __init__(self, cause: BaseException) -> None:
+        self.cause = cause
+        super().__init__(f"the GPU is unusable until this process is replaced: {cause}")
+        self.__cause__ = cause
+
+
+# -- statuses ---------------------------------------------------------------------------------
+
+#: The `CUresult` values greensched itself speaks of. Source: cuda.h, enum cudaError_enum (13.5).
+STATUS_NAMES: dict[int, str] = {
+    1: "INVALID_VALUE",
+    2: "OUT_OF_MEMORY",
+    3: "NOT_INITIALIZED",
+    4: "DEINITIALIZED",
+    34: "STUB_LIBRARY",
+    36: "CALL_REQUIRES_NEWER_DRIVER",
+    46: "DEVICE_UNAVAILABLE",
+    100: "NO_DEVICE",
+    101: "INVALID_DEVICE",
+    200: "INVALID_IMAGE",
+    201: "INVALID_CONTEXT",
+    209: "NO_BINARY_FOR_GPU",
+    214: "ECC_UNCORRECTABLE",
+    220: "NVLINK_UNCORRECTABLE",
+    226: "CONTAINED",
+    400: "INVALID_HANDLE",
+    500: "NOT_FOUND",
+    600: "NOT_READY",
+    700: "ILLEGAL_ADDRESS",
+    701: "LAUNCH_OUT_OF_RESOURCES",
+    702: "LAUNCH_TIMEOUT",
+    709: "CONTEXT_IS_DESTROYED",
+    710: "ASSERT",
+    714: "HARDWARE_STACK_ERROR",
+    715: "ILLEGAL_INSTRUCTION",
+    716: "MISALIGNED_ADDRESS",
+    717: "INVALID_ADDRESS_SPACE",
+    718: "INVALID_PC",
+    719: "LAUNCH_FAILED",
+    720: "COOPERATIVE_LAUNCH_TOO_LARGE",
+    721: "TENSOR_MEMORY_LEAK",
+    800: "NOT_PERMITTED",
+    801: "NOT_SUPPORTED",
+    802: "SYSTEM_NOT_READY",
+    803: "SYSTEM_DRIVER_MISMATCH",
+    804: "COMPAT_NOT_SUPPORTED_ON_DEVICE",
+    810: "MPS_CLIENT_TERMINATED",
+    900: "STREAM_CAPTURE_UNSUPPORTED",
+    901: "STREAM_CAPTURE_INVALIDATED",
+    907: "CAPTURED_EVENT",
+    914: "INVALID_RESOURCE_TYPE",
+    915: "INVALID_RESOURCE_CONFIGURATION",
+    917: "STREAM_DETACHED",
+    919: "FABRIC_NOT_READY",
+    999: "UNKNOWN",
+}
+
+#: "must be terminated and relaunched". Source: the descriptions of these values in cuda.h.
+STICKY: frozenset[int] = frozenset(
+    {214, 220, 226, 700, 702, 710, 714, 715, 716, 717, 718, 719, 721, 810, 999}
+)
+
+
+def from_status(status: int, call: str, name: str | None = None, detail: str = "") -> CUDAError:
+    """The one translation of a driver status into an exception (`name` where the wheel has one)."""
+    if status == 2:
+        return OutOfMemory(call)
+    known = name or STATUS_NAMES.get(status, f"UNKNOWN_STATUS_{status}")
+    kind = DeviceFault if status in STICKY else CUDAError
+    return kind(status, known.removeprefix("CUDA_ERROR_"), call, detail)
