@@ -37,6 +37,19 @@ Size = int | tuple[int, int] | NamedSize
 Dim3 = tuple[int, int, int]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceClass:
+    """A named kind of user of a pool.
+
+    Attributes:
+        name: what `pool.partition(..., service=name)` says.
+        priority: larger goes first in the queue.
+    """
+
+    name: str
+    priority: int = 0
+
+
 # -- handles: opaque, each driver's own -------------------------------------------------------
 
 ContextHandle = NewType("ContextHandle", object)
@@ -151,7 +164,7 @@ class Parameter:
 
     @property
     def size(self) -> int:
-        """Bytes it takes among the launch parameters; CUDA aligns each to its own size."""
+        """Bytes it takes among the launch parameters; CUDA aligns scalars to their own size."""
         return 8 if self.pointer else int(self.dtype[1:])
 
 
@@ -178,8 +191,9 @@ class Cost:
         sms: the most SMs it can use (None: as many as it has blocks).
         dram_bytes: bytes it must move through device memory.
         fixed_ns: what takes as long on any number of SMs.
-        until: instead of an end in time: it runs until this is true (looked at without the GIL's
-            help, a few thousand times a second at most).
+        until: instead of an end in time: it runs until this is true (looked at a few thousand
+            times a second of real time, and whenever virtual time would pass).
+        limit_ns: with `until`: it ends then at the latest.
     """
 
     sm_ns: float = 0.0
@@ -187,6 +201,7 @@ class Cost:
     dram_bytes: float = 0.0
     fixed_ns: float = 0.0
     until: Callable[[], bool] | None = None
+    limit_ns: float | None = None
 
 
 #: `reference(launch, *arguments)`: pointers arrive as 1-D numpy arrays to the end of their

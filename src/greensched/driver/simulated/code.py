@@ -11,7 +11,7 @@ import numpy as np
 
 from greensched.driver.simulated.faults import Hang
 from greensched.driver.simulated.memories import Memories
-from greensched.driver.simulated.objects import SimulatedStream
+from greensched.driver.simulated.objects import Handle, SimulatedStream
 from greensched.driver.simulated.sharing import bits
 from greensched.driver.simulated.timeline import Kernel as KernelOperation
 from greensched.errors import CUDAError, DriverMisuse, NotSimulable, from_status
@@ -32,12 +32,12 @@ from greensched.typing import (
 UNASKED_SHARED = 48 * 1024
 
 
-class Library:
+class Library(Handle):
     """A loaded image."""
 
     def __init__(self, image: CodeImage) -> None:
         self.image = image
-        self.alive = True
+        self.kernels: dict[str, Kernel] = {}
 
 
 class Kernel:
@@ -54,6 +54,11 @@ class Kernel:
         """As long as its library."""
         return self.library.alive
 
+    @property
+    def owner(self) -> object:
+        """Its library's."""
+        return self.library.owner
+
     def __repr__(self) -> str:
         return f"<kernel {self.spec.name!r} of {self.library.image.name!r}>"
 
@@ -63,23 +68,24 @@ class Code(Memories):
 
     def load_code(self, image: CodeImage) -> LibraryHandle:
         """Takes the meaning of the image; its machine code is not looked at."""
-        return LibraryHandle(Library(image))
+        return LibraryHandle(self._own(Library(image)))
 
     def unload_code(self, library: LibraryHandle) -> None:
         """Ends a library and its kernels."""
         self._expect(library, Library, "unload_code").alive = False
 
     def get_kernel(self, library: LibraryHandle, name: str) -> KernelHandle:
-        """A kernel by name."""
+        """A kernel by name; the same one each time."""
         found = self._expect(library, Library, "get_kernel")
         spec = found.image.kernels.get(name)
         if spec is None:
             raise from_status(500, "get_kernel", detail=f"no {name!r} in {found.image.name}")
-        return KernelHandle(Kernel(spec, found))
+        return KernelHandle(found.kernels.setdefault(name, Kernel(spec, found)))
 
     def load_kernel(self, kernel: KernelHandle) -> None:
         """Makes the first launch on the current context one that cannot block."""
         context = self._thread.stack[-1]
+        self._unfaulted(self.devices[context.device], "load_kernel")
         self._expect(kernel, Kernel, "load_kernel").warm.add(context.ident)
 
     def kernel_layout(self, kernel: KernelHandle) -> tuple[tuple[int, int], ...] | None:
@@ -135,12 +141,12 @@ class Code(Memories):
     ) -> None:
         self._count("launch")
         self._expect(kernel, Kernel, "launch")
-        self._stream(stream, "launch")  # type: ignore[arg-type]  # our own handle
+        self._stream(StreamHandle(stream), "launch")
         spec = kernel.spec
         if stream.context.ident not in kernel.warm:
             self._may_block(f"the first launch of {spec.name!r} on a context")
             kernel.warm.add(stream.context.ident)
-        arguments = self._arguments(spec, parameters)
+        arguments = self._arguments(spec, facts.device.ordinal, parameters)
         assert spec.reference is not None
         assert spec.cost is not None
         cost = spec.cost(facts, *arguments)
@@ -159,17 +165,17 @@ class Code(Memories):
         operation = KernelOperation(spec.name, cost, blocks, stream.sms, body)
         self._enqueue(stream, operation, "launch", stream.device.model.launch_latency_ns)
 
-    def _arguments(self, spec: KernelSpec, parameters: int) -> list[Any]:
+    def _arguments(self, spec: KernelSpec, device: int, parameters: int) -> list[Any]:
         """The values behind `void **`, as a reference takes them."""
         if not spec.parameters:
             return []
         pointers = (ctypes.c_uint64 * len(spec.parameters)).from_address(parameters)
         return [
-            self._argument(spec.name, parameter, ctypes.string_at(pointer, parameter.size))
+            self._argument(spec.name, device, parameter, ctypes.string_at(pointer, parameter.size))
             for parameter, pointer in zip(spec.parameters, pointers, strict=True)
         ]
 
-    def _argument(self, kernel: str, parameter: Parameter, raw: bytes) -> Any:
+    def _argument(self, kernel: str, device: int, parameter: Parameter, raw: bytes) -> Any:
         dtype = np.dtype(parameter.dtype)
         if not parameter.pointer:
             return np.frombuffer(raw, dtype)[0]
@@ -179,7 +185,7 @@ class Code(Memories):
         what = f"kernel {kernel!r}, argument {parameter.name!r}"
         if address % dtype.itemsize:
             raise DriverMisuse(f"{what}: {address:#x} is not aligned to {dtype.itemsize} bytes")
-        memory = self.space.to_end(address, what)
+        memory = self.space.to_end(address, device, what)
         view = memory[: len(memory) // dtype.itemsize * dtype.itemsize].view(dtype)
         if parameter.const:
             view = view.view()

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Unpack
 
 from greensched.driver.simulated import splits
-from greensched.driver.simulated.core import Core, Options, drained
+from greensched.driver.simulated.core import Core, Options
 from greensched.driver.simulated.objects import Context, Green
 from greensched.driver.simulated.presets import DeviceModel
-from greensched.errors import DriverMisuse, NotSupported, from_status
+from greensched.driver.simulated.timeline import Device, Marker
+from greensched.errors import DriverMisuse, from_status
 from greensched.typing import (
     ContextHandle,
     DescriptorHandle,
@@ -42,25 +43,28 @@ class Contexts(Core):
 
     def _retain(self, device: int) -> ContextHandle:
         self._unfaulted(self._device(device), "retain_primary")
-        if not self._users.get(device):
-            self._primaries[device] = Context(self._born(device, "primary"), device)
-        self._users[device] = self._users.get(device, 0) + 1
-        return ContextHandle(self._primaries[device])
+        with self.timeline.lock:
+            if not self._users.get(device):
+                primary = Context(self._born(device, "primary"), device)
+                self._primaries[device] = self._own(primary)
+            self._users[device] = self._users.get(device, 0) + 1
+            return ContextHandle(self._primaries[device])
 
     def _release(self, device: int) -> None:
-        if not self._users.get(device):
-            raise from_status(201, "release_primary")
-        self._users[device] -= 1
-        if self._users[device]:
-            return
-        primary = self._primaries.pop(device)
-        self._died(device, "primary")
-        primary.alive = False
+        with self.timeline.lock:
+            if not self._users.get(device):
+                raise from_status(201, "release_primary")
+            self._users[device] -= 1
+            if self._users[device]:
+                return
+            primary = self._primaries.pop(device)
+            self._died(device, "primary")
+            primary.alive = False
         left = {kind: n for (dev, kind), n in self._live.items() if dev == device and n}
         if left and self.devices[device].fault is None:
             raise DriverMisuse(f"the primary context of device {device} ended with {left} alive")
         if primary.threads:
-            raise DriverMisuse(f"{primary!r} ended while it is current on {primary.threads}")
+            raise DriverMisuse(f"{primary!r} ended while current on {list(primary.threads)}")
 
     def primary_state(self, device: int) -> tuple[int, bool]:
         """(flags, active)."""
@@ -78,8 +82,8 @@ class Contexts(Core):
         """Replaces the top of the thread's stack; None pops it."""
         stack = self._thread.stack
         new = None if context is None else self._expect(context, Context, "set_current")
-        me = threading.get_ident()
-        if new is not None and new.green is not None and new.threads - {me}:
+        me = self._thread.me
+        if new is not None and new.green is not None and any(t is not me for t in new.threads):
             raise DriverMisuse(
                 f"{new!r} is current on another thread: a green context is current on one at most"
             )
@@ -95,36 +99,32 @@ class Contexts(Core):
         """Waits for all its streams; of a primary, for every stream of the device."""
         ctx = self._expect(context, Context, "synchronize_context")
         device = self.devices[ctx.device]
-        streams = ctx.green.streams if ctx.green else tuple(device.streams.values())
-        self._refuse_capture(ctx.device, "synchronize_context")
-        self.clock.wait(lambda: device.fault is not None or drained(streams))
-        self._unfaulted(device, "synchronize_context")
+        self._refuse_capture("synchronize_context")
+        self._wait_for(self._work_so_far(device, ctx.green), device, "synchronize_context")
 
     def priority_range(self) -> tuple[int, int]:
         """(least, greatest). Source: [-5, 0] measured inside a green context on a GH200."""
+        self._unfaulted(self.devices[self._thread.stack[-1].device], "priority_range")
         return 0, -5
 
     # -- resources -------------------------------------------------------------------------------
 
     def device_resource(self, device: int) -> ResourceHandle:
         """Every SM of a device."""
-        return ResourceHandle(splits.whole_device(self._device(device).model, device))
+        return ResourceHandle(splits.whole_device(self._device(device).model, device, self))
 
     def context_resource(self, context: ContextHandle) -> ResourceHandle:
         """The SMs a context was given."""
         ctx = self._expect(context, Context, "context_resource")
-        whole = splits.whole_device(self.devices[ctx.device].model, ctx.device)
+        whole = splits.whole_device(self.devices[ctx.device].model, ctx.device, self)
         if ctx.green is None:
             return ResourceHandle(whole)
-        return ResourceHandle(
-            splits.Resource(ctx.device, ctx.green.mask, "green", whole.minimum, whole.alignment)
-        )
+        return ResourceHandle(replace(whole, mask=ctx.green.mask, origin="green"))
 
     def stream_resource(self, stream: StreamHandle) -> ResourceHandle:
         """The SMs a stream's context was given."""
         if not self.supports(Feature.STREAM_RESOURCES):
-            major, minor = self.version
-            raise NotSupported("asking a stream for its SMs", "CUDA 13.1", f"CUDA {major}.{minor}")
+            raise self._lacks("asking a stream for its SMs", "CUDA 13.1")
         return self.context_resource(ContextHandle(self._stream(stream, "stream_resource").context))
 
     def resource_facts(self, resource: ResourceHandle) -> ResourceFacts:
@@ -150,7 +150,8 @@ class Contexts(Core):
         parts = [self._expect(r, splits.Resource, "describe") for r in resources]
         if not parts:
             raise from_status(1, "describe")
-        return DescriptorHandle(splits.combine(parts, self.version))
+        several = self.supports(Feature.COMBINED_RESOURCES)
+        return DescriptorHandle(splits.combine(parts, self.version, several=several))
 
     def create_green(self, descriptor: DescriptorHandle, device: int) -> GreenHandle:
         """A green context; retains the primary."""
@@ -158,7 +159,9 @@ class Contexts(Core):
         if made_of.device != device:
             raise from_status(101, "create_green")
         self._retain(device)
-        return GreenHandle(Green(self._born(device, "green context"), device, made_of.mask))
+        green = self._own(Green(self._born(device, "green context"), device, made_of.mask))
+        self._own(green.view)
+        return GreenHandle(green)
 
     def destroy_green(self, green: GreenHandle) -> None:
         """Ends a green context: its streams first, and nothing in flight."""
@@ -166,11 +169,14 @@ class Contexts(Core):
         device = self.devices[gone.device]
         faulty = device.fault is not None
         if gone.view.threads:
-            raise DriverMisuse(f"{gone!r} destroyed while it is current on {gone.view.threads}")
-        if not faulty and not drained(s for s in device.streams.values() if s.green == gone.ident):
+            raise DriverMisuse(f"{gone!r} destroyed while current on {list(gone.view.threads)}")
+        with self.timeline.lock:
+            busy = [s for s in device.streams.values() if s.green == gone.ident and not s.idle]
+        if busy and not faulty:
             raise DriverMisuse(f"{gone!r} destroyed with work in flight")
         for stream in gone.streams:
             stream.detached = True
+            self._end_capture(stream)
         gone.alive = gone.view.alive = False
         self._died(gone.device, "green context")
         self._release(gone.device)
@@ -179,3 +185,18 @@ class Contexts(Core):
     def green_context(self, green: GreenHandle) -> ContextHandle:
         """The same view each time."""
         return ContextHandle(self._expect(green, Green, "green_context").view)
+
+    # -- waiting ---------------------------------------------------------------------------------
+
+    def _work_so_far(self, device: Device, green: Green | None) -> Marker:
+        """What the streams of a green context, or of the whole device, have now."""
+        with self.timeline.lock:
+            streams = device.streams.values()
+            return self.timeline.follow(
+                [s for s in streams if green is None or s.green == green.ident]
+            )
+
+    def _wait_for(self, marker: Marker, device: Device, what: str) -> None:
+        """Blocks until it has come to pass, or never can."""
+        self.clock.wait(lambda: marker.done or device.fault is not None)
+        self._unfaulted(device, what)

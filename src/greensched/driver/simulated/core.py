@@ -19,13 +19,14 @@ from typing import Any, ClassVar, Protocol, TypedDict, TypeVar, Unpack
 from greensched.driver.base import VERBS, Blocks, Driver
 from greensched.driver.simulated.faults import Fault, Script
 from greensched.driver.simulated.memory import AddressSpace, DeviceMemory
-from greensched.driver.simulated.objects import SimulatedStream
+from greensched.driver.simulated.objects import Capture, Handle, SimulatedStream, Thread
 from greensched.driver.simulated.presets import DeviceModel
-from greensched.driver.simulated.timeline import Device, Span, Stream, Timeline
-from greensched.errors import CUDAError, DriverMisuse, LoopWouldBlock, from_status
+from greensched.driver.simulated.timeline import Device, Span, Timeline
+from greensched.errors import CUDAError, DriverMisuse, LoopWouldBlock, NotSupported, from_status
 from greensched.typing import CaptureMode, DeviceFacts, Feature, Mailbox, StreamHandle
 
 T = TypeVar("T")
+H = TypeVar("H", bound=Handle)
 D = TypeVar("D", bound="type[Core]")
 
 #: The version from which a simulated driver has a feature.
@@ -45,6 +46,7 @@ class DriverClock(Protocol):
     virtual: bool
 
     def attach(self) -> Timeline: ...
+    def detach(self, timeline: Timeline) -> None: ...
     def now(self) -> int: ...
     def poke(self) -> None: ...
     def wait(self, ready: Callable[[], bool]) -> None: ...
@@ -67,6 +69,7 @@ class PerThread(threading.local):
     """What the driver keeps for each thread."""
 
     def __init__(self) -> None:
+        self.me = Thread()
         self.stack: list[Any] = []
         self.capture_mode = CaptureMode.GLOBAL
 
@@ -101,9 +104,12 @@ class Core(Driver):
         self._version = options["version"]
         self._without = frozenset(options["without"])
         self._initialised = False
+        self._closed = False
         self._idents = count(1)
         self._live: Counter[tuple[int, str]] = Counter()
         self._thread = PerThread()
+        #: Captures in progress.
+        self._captures: set[Capture] = set()
         #: The device that each piece of pinned memory is counted with.
         self._pinned: dict[int, int] = {}
 
@@ -130,6 +136,12 @@ class Core(Driver):
         """Under virtual time the clock says when to look."""
         return self.clock.subscribe(look)
 
+    def close(self) -> None:
+        """Ends the clock's work for this driver: what is queued never runs. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self.clock.detach(self.timeline)
+
     def on_span(self, listener: Callable[[Span], None] | None) -> None:
         """Calls `listener` with each operation as it ends; it must be quick and not call back."""
         self.timeline.on_span = listener
@@ -137,8 +149,9 @@ class Core(Driver):
     def live(self) -> Counter[str]:
         """How many objects of each kind exist now, over all devices: for leak checks."""
         total: Counter[str] = Counter()
-        for (_, kind), number in self._live.items():
-            total[kind] += number
+        with self.timeline.lock:
+            for (_, kind), number in self._live.items():
+                total[kind] += number
         return +total
 
     # -- process and devices -------------------------------------------------------------------
@@ -164,6 +177,12 @@ class Core(Driver):
         """The facts of a device."""
         return self._device(device).model.facts(device)
 
+    def _lacks(self, what: str, needs: str) -> NotSupported:
+        """The answer where a feature is missing: of this version, or taken away."""
+        major, minor = self.version
+        without = " without it" if self._without else ""
+        return NotSupported(what, needs, f"a simulated CUDA {major}.{minor}{without}")
+
     # -- checks --------------------------------------------------------------------------------
 
     def _device(self, ordinal: int) -> Device:
@@ -172,6 +191,8 @@ class Core(Driver):
         return self.devices[ordinal]
 
     def _check(self, verb: str, blocks: Blocks, needs_context: bool) -> None:
+        if self._closed:
+            raise from_status(4, verb)
         if not self._initialised and verb != "initialise":
             raise from_status(3, verb)
         if blocks is Blocks.MAY:
@@ -190,17 +211,25 @@ class Core(Driver):
             raise LoopWouldBlock(what)
 
     def _born(self, device: int, kind: str) -> int:
-        self._live[device, kind] += 1
-        return next(self._idents)
+        with self.timeline.lock:
+            self._live[device, kind] += 1
+            return next(self._idents)
 
     def _died(self, device: int, kind: str) -> None:
-        self._live[device, kind] -= 1
+        with self.timeline.lock:
+            self._live[device, kind] -= 1
 
-    @staticmethod
-    def _expect(handle: object, kind: type[T], what: str) -> T:
-        """A handle of the right kind that is still alive."""
+    def _own(self, handle: H) -> H:
+        """A new handle of this driver."""
+        handle.owner = self
+        return handle
+
+    def _expect(self, handle: object, kind: type[T], what: str) -> T:
+        """A handle of the right kind, of this driver, that is still alive."""
         if not isinstance(handle, kind):
             raise DriverMisuse(f"{what}: expected a {kind.__name__}, got {handle!r}")
+        if getattr(handle, "owner", self) is not self:
+            raise DriverMisuse(f"{what}: of another driver: {handle!r}")
         if not getattr(handle, "alive", True):
             raise DriverMisuse(f"{what}: used after its end: {handle!r}")
         return handle
@@ -218,8 +247,10 @@ class Core(Driver):
             stream.capture.spoilt = True
             raise from_status(900, what, detail=f"{stream!r} is capturing")
 
-    def _refuse_capture(self, device: int, what: str) -> None:
+    def _refuse_capture(self, what: str) -> None:
         """A call that may be unsafe spoils the captures that the thread's mode does not allow for.
+
+        Those of every device: the rule speaks of threads.
 
         Source: cuThreadExchangeStreamCaptureMode in the driver's manual.
         """
@@ -227,15 +258,21 @@ class Core(Driver):
         if mode is CaptureMode.RELAXED:
             return
         hit = False
-        for stream in tuple(self.devices[device].streams.values()):
-            capture = stream.capture if isinstance(stream, SimulatedStream) else None
-            if capture is None or capture.mode is CaptureMode.RELAXED:
+        for capture in tuple(self._captures):
+            if capture.mode is CaptureMode.RELAXED:
                 continue
             own = capture.thread == me
             if own or (mode is CaptureMode.GLOBAL and capture.mode is CaptureMode.GLOBAL):
                 capture.spoilt = hit = True
         if hit:
             raise from_status(900, what, detail="a capture is in progress")
+
+    def _end_capture(self, stream: SimulatedStream) -> Capture | None:
+        """Ends the stream's capture, if it has one."""
+        capture, stream.capture = stream.capture, None
+        if capture is not None:
+            self._captures.discard(capture)
+        return capture
 
     @staticmethod
     def _unfaulted(device: Device, what: str) -> None:
@@ -278,8 +315,3 @@ def _with_checks(
         return method(self, *args, **kwargs)
 
     return verb
-
-
-def drained(streams: Iterable[Stream]) -> bool:
-    """Whether none of the streams has work."""
-    return all(stream.idle for stream in streams)

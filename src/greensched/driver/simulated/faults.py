@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from greensched.driver.base import VERBS
-from greensched.errors import STATUS_NAMES, InvalidRequest
+from greensched.driver.base import VERBS, Blocks
+from greensched.errors import STATUS_NAMES, STICKY, InvalidRequest
+
+#: What `bind_launch` and `bind_mark` return: each call of those counts and can fail too.
+BOUND = ("launch", "mark")
 
 
 def _status(status: int | str) -> int:
@@ -20,14 +24,18 @@ def _status(status: int | str) -> int:
     raise InvalidRequest(f"no status {status!r}: there is {', '.join(STATUS_NAMES.values())}")
 
 
-def _verb(verb: str) -> None:
-    if verb not in VERBS:
-        raise InvalidRequest(f"no driver verb {verb!r}: there is {', '.join(VERBS)}")
+def _one_of(verb: str, verbs: Iterable[str], what: str) -> None:
+    if verb not in verbs:
+        raise InvalidRequest(f"no {what} {verb!r}: there is {', '.join(verbs)}")
 
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """The `nth` call of a verb does nothing and answers a status (`last`: up to which call)."""
+    """The `nth` call of a verb does nothing and answers a status (`last`: up to which call).
+
+    Beside the verbs of the port there is `launch` and `mark`: a call of what `bind_launch` and
+    `bind_mark` return.
+    """
 
     verb: str
     nth: int = 1
@@ -35,7 +43,7 @@ class Fail:
     last: int | None = None
 
     def __post_init__(self) -> None:
-        _verb(self.verb)
+        _one_of(self.verb, (*VERBS, *BOUND), "driver verb")
         _status(self.status)
 
 
@@ -47,7 +55,8 @@ class Slow:
     seconds: float
 
     def __post_init__(self) -> None:
-        _verb(self.verb)
+        slow = [verb for verb, mark in VERBS.items() if mark.blocks is not Blocks.NEVER]
+        _one_of(self.verb, slow, "driver verb that may block")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +76,8 @@ class Crash:
     status: int | str = "ILLEGAL_ADDRESS"
 
     def __post_init__(self) -> None:
-        _status(self.status)
+        if _status(self.status) not in STICKY:
+            raise InvalidRequest(f"a kernel cannot end in {self.status!r}: it is not sticky")
 
 
 Fault = Fail | Slow | Hang | Crash
@@ -82,6 +92,7 @@ class Script:
         self._fails: dict[str, list[Fail]] = {}
         self._slow: dict[str, float] = {}
         self._kernels: dict[tuple[str, int], Hang | Crash] = {}
+        self._lock = threading.Lock()
         for fault in faults:
             self.add(fault)
 
@@ -97,8 +108,9 @@ class Script:
 
     def call(self, verb: str) -> tuple[int | None, float]:
         """Counts a call; (the status it must answer or None, the seconds it must take)."""
-        self.calls[verb] += 1
-        nth = self.calls[verb]
+        with self._lock:
+            self.calls[verb] += 1
+            nth = self.calls[verb]
         for fail in self._fails.get(verb, ()):
             if fail.nth <= nth <= (fail.last or fail.nth):
                 return _status(fail.status), self._slow.get(verb, 0.0)
@@ -106,6 +118,7 @@ class Script:
 
     def start(self, kernel: str) -> Hang | int | None:
         """Counts a kernel's start: a hang, the status it crashes with, or None."""
-        self.starts[kernel] += 1
-        fault = self._kernels.get((kernel, self.starts[kernel]))
+        with self._lock:
+            self.starts[kernel] += 1
+            fault = self._kernels.get((kernel, self.starts[kernel]))
         return _status(fault.status) if isinstance(fault, Crash) else fault

@@ -20,18 +20,19 @@ class Memories(Streams):
     def create_memory_pool(self, device: int) -> MemoryPoolHandle:
         """A pool that keeps what it has."""
         self._unfaulted(self._device(device), "create_memory_pool")
-        self._refuse_capture(device, "create_memory_pool")
+        self._refuse_capture("create_memory_pool")
         self._born(device, "memory pool")
-        return MemoryPoolHandle(MemoryPool(device))
+        return MemoryPoolHandle(MemoryPool(device, self))
 
     def destroy_memory_pool(self, pool: MemoryPoolHandle) -> None:
         """Ends a pool from which nothing is in use."""
-        gone = self._pool(pool, "destroy_memory_pool")
+        gone = self._expect(pool, MemoryPool, "destroy_memory_pool")
         faulty = self.devices[gone.device].fault is not None
-        if gone.used and not faulty:
-            raise DriverMisuse(f"a memory pool ended with {gone.used} bytes in use")
-        gone.closed = True
-        self.memory[gone.device].taken -= gone.reserved
+        with self.timeline.lock:
+            if gone.used and not faulty:
+                raise DriverMisuse(f"a memory pool ended with {gone.used} bytes in use")
+            gone.alive = False
+            self.memory[gone.device].taken -= gone.reserved
         self._died(gone.device, "memory pool")
         self._unfaulted(self.devices[gone.device], "destroy_memory_pool")
 
@@ -42,27 +43,27 @@ class Memories(Streams):
     def allocate(self, pool: MemoryPoolHandle, nbytes: int, stream: StreamHandle) -> int:
         """An address in the pool; where the pool must grow, that can block."""
         source = self._pool(pool, "allocate")
-        found = self._stream(stream, "allocate")
+        self._stream(stream, "allocate")  # may be of another device than the pool
         if nbytes <= 0:
             raise from_status(1, "allocate", detail=f"{nbytes} bytes")
-        self._refuse_capture(source.device, "allocate")
+        self._refuse_capture("allocate")
         size = _rounded(nbytes)
-        lacks = source.used + size - source.reserved
-        if lacks > 0:
-            self._may_block("allocate, where the pool grows,")
-            source.reserved += self._grow(source.device, lacks, nbytes)
-        block = self.space.new_device_block(nbytes, found.device.ordinal, source)
-        source.used += size
-        self._born(found.device.ordinal, "allocation")
+        with self.timeline.lock:
+            lacks = source.used + size - source.reserved
+            if lacks > 0:
+                self._may_block("allocate, where the pool grows,")
+                source.reserved += self._grow(source.device, lacks, nbytes)
+            block = self.space.new_device_block(nbytes, source.device, source)
+            source.used += size
+        self._born(source.device, "allocation")
         return block.base
 
     def free(self, address: int, stream: StreamHandle) -> None:
         """The address is dead to the host at once; the pool has the bytes behind the stream."""
         found = self._stream(stream, "free")
-        block = self.space.remove(address, "free")
+        block = self.space.remove(address, "free", pinned=False)
         pool = block.pool
-        if pool is None:
-            raise DriverMisuse(f"free: {address:#x} is no stream-ordered allocation")
+        assert pool is not None
         self._died(pool.device, "allocation")
 
         def give_back(_: int) -> None:
@@ -88,7 +89,7 @@ class Memories(Streams):
             raise from_status(1, "allocate_host", detail=f"{nbytes} bytes")
         device = self._thread.stack[-1].device
         self._unfaulted(self.devices[device], "allocate_host")
-        self._refuse_capture(device, "allocate_host")
+        self._refuse_capture("allocate_host")
         block = self.space.new_host_block(nbytes)
         self._born(device, "pinned memory")
         self._pinned[block.base] = device
@@ -96,12 +97,16 @@ class Memories(Streams):
 
     def free_host(self, memory: HostMemory) -> None:
         """Ends pinned memory."""
-        self.space.remove(memory.address, "free_host")
-        self._died(self._pinned.pop(memory.address), "pinned memory")
+        self.space.remove(memory.address, "free_host", pinned=True)
+        device = self._pinned.pop(memory.address)
+        self._died(device, "pinned memory")
+        self._unfaulted(self.devices[device], "free_host")
 
     def memory_info(self) -> tuple[int, int]:
         """(free, total) of the current context's device."""
-        memory = self.memory[self._thread.stack[-1].device]
+        device = self._thread.stack[-1].device
+        self._unfaulted(self.devices[device], "memory_info")
+        memory = self.memory[device]
         return memory.total - memory.taken, memory.total
 
     # -- copies ------------------------------------------------------------------------------------
@@ -121,6 +126,8 @@ class Memories(Streams):
     def set_bytes(self, address: int, value: int, nbytes: int, stream: StreamHandle) -> None:
         """Fills with one byte value, at the speed of device memory."""
         found = self._stream(stream, "set_bytes")
+        if not 0 <= value <= 0xFF:
+            raise DriverMisuse(f"set_bytes: {value} is no byte")
         target = self.space.bytes_at(address, nbytes, "set_bytes")
         bandwidth = found.device.model.dram_bandwidth
         self._move(found, "set", nbytes, bandwidth, lambda: target.fill(value))
@@ -147,8 +154,6 @@ class Memories(Streams):
 
     def _pool(self, handle: MemoryPoolHandle, what: str) -> MemoryPool:
         pool = self._expect(handle, MemoryPool, what)
-        if pool.closed:
-            raise DriverMisuse(f"{what}: the memory pool has ended")
         self._unfaulted(self.devices[pool.device], what)
         return pool
 

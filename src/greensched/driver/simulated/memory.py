@@ -6,7 +6,8 @@ other; pinned host memory has the same address on both sides, as under unified a
 
 from __future__ import annotations
 
-from bisect import bisect_right, insort
+import threading
+from bisect import bisect_left, bisect_right, insort
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -42,9 +43,10 @@ class MemoryPool:
     """A stream-ordered pool: what is freed stays reserved until the pool ends."""
 
     device: int
+    owner: object
     used: int = 0
     reserved: int = 0
-    closed: bool = False
+    alive: bool = True
 
 
 @dataclass(slots=True)
@@ -63,8 +65,9 @@ class DeviceMemory:
 
 @dataclass(slots=True)
 class AddressSpace:
-    """Every live block, found by any address inside it."""
+    """Every live block, found by any address inside it. Any thread may use it."""
 
+    _lock: threading.RLock = field(default_factory=threading.RLock)
     _bases: list[int] = field(default_factory=list)
     _blocks: dict[int, Block] = field(default_factory=dict)
     _next: int = FIRST_DEVICE_ADDRESS
@@ -77,9 +80,10 @@ class AddressSpace:
             raise OutOfMemory("simulated device memory (the host's is full)", nbytes) from None
         if nbytes <= POISON_LIMIT:
             data.fill(0xFF)
-        block = Block(self._next, nbytes, device, data, pool)
-        self._next += -(-(nbytes + 1) // ALIGNMENT) * ALIGNMENT  # never adjacent to the next
-        return self._add(block)
+        with self._lock:
+            block = Block(self._next, nbytes, device, data, pool)
+            self._next += -(-(nbytes + 1) // ALIGNMENT) * ALIGNMENT  # never adjacent to the next
+            return self._add(block)
 
     def new_host_block(self, nbytes: int) -> Block:
         """A block of pinned host memory, zeroed."""
@@ -87,22 +91,29 @@ class AddressSpace:
         return self._add(Block(data.ctypes.data, nbytes, None, data))
 
     def _add(self, block: Block) -> Block:
-        insort(self._bases, block.base)
-        self._blocks[block.base] = block
+        with self._lock:
+            insort(self._bases, block.base)
+            self._blocks[block.base] = block
         return block
 
-    def remove(self, address: int, what: str) -> Block:
-        """Forgets the block that starts at an address."""
-        block = self._blocks.pop(address, None)
-        if block is None:
-            raise DriverMisuse(f"{what}: {address:#x} is no live allocation (freed twice?)")
-        self._bases.remove(address)
+    def remove(self, address: int, what: str, *, pinned: bool) -> Block:
+        """Forgets the block that starts at an address: of pinned memory, or of a pool."""
+        with self._lock:
+            block = self._blocks.get(address)
+            if block is None:
+                raise DriverMisuse(f"{what}: {address:#x} is no live allocation (freed twice?)")
+            if pinned is not (block.device is None):
+                kind = "device memory" if pinned else "pinned memory"
+                raise DriverMisuse(f"{what}: {address:#x} is {kind}")
+            del self._blocks[address]
+            del self._bases[bisect_left(self._bases, address)]
         return block
 
     def find(self, address: int, nbytes: int, what: str) -> Block:
         """The live block that holds all of [address, address + nbytes)."""
-        at = bisect_right(self._bases, address)
-        block = self._blocks[self._bases[at - 1]] if at else None
+        with self._lock:
+            at = bisect_right(self._bases, address)
+            block = self._blocks[self._bases[at - 1]] if at else None
         if block is None or address + nbytes > block.base + block.nbytes:
             raise DriverMisuse(
                 f"{what}: {nbytes} bytes at {address:#x} lie in no live allocation "
@@ -116,7 +127,9 @@ class AddressSpace:
         offset = address - block.base
         return block.data[offset : offset + nbytes]
 
-    def to_end(self, address: int, what: str) -> Bytes:
-        """A writable view from an address to the end of its allocation."""
+    def to_end(self, address: int, device: int, what: str) -> Bytes:
+        """A writable view from an address to the end of its allocation, for a device's kernel."""
         block = self.find(address, 0, what)
+        if block.device not in (None, device):
+            raise DriverMisuse(f"{what}: {address:#x} is memory of device {block.device}")
         return block.data[address - block.base :]

@@ -3,21 +3,38 @@
 from __future__ import annotations
 
 import threading
+from weakref import WeakSet
 
 from greensched.driver.simulated.timeline import Device, Marker, Operation, Stream
 from greensched.typing import CaptureMode
 
 
-class Context:
+class Handle:
+    """What a driver gave out: refused by every other driver, and after its end."""
+
+    owner: object = None
+    alive = True
+
+
+class Thread:
+    """Stands for a thread, as long as it lives."""
+
+    def __init__(self) -> None:
+        self.name = threading.current_thread().name
+
+    def __repr__(self) -> str:
+        return repr(self.name)
+
+
+class Context(Handle):
     """What can be current on a thread: a primary context, or the view of a green one."""
 
     def __init__(self, ident: int, device: int, green: Green | None = None) -> None:
         self.ident = ident
         self.device = device
         self.green = green
-        self.alive = True
-        #: Threads it is current on.
-        self.threads: set[int] = set()
+        #: Threads it is current on; a thread that ends takes its stack with it.
+        self.threads: WeakSet[Thread] = WeakSet()
 
     def __repr__(self) -> str:
         return (
@@ -25,14 +42,13 @@ class Context:
         )
 
 
-class Green:
+class Green(Handle):
     """A green context: some SMs of a device, and the streams made from it."""
 
     def __init__(self, ident: int, device: int, mask: int) -> None:
         self.ident = ident
         self.device = device
         self.mask = mask
-        self.alive = True
         self.view = Context(ident, device, self)
         self.streams: set[SimulatedStream] = set()
 
@@ -50,16 +66,15 @@ class Capture:
         self.operations: list[Operation] = []
 
 
-class Graph:
+class Graph(Handle):
     """What a capture recorded."""
 
     def __init__(self, device: int, operations: list[Operation]) -> None:
         self.device = device
         self.operations = operations
-        self.alive = True
 
 
-class SimulatedStream(Stream):
+class SimulatedStream(Handle, Stream):
     """A stream of a context."""
 
     def __init__(self, ident: int, device: Device, context: Context, priority: int) -> None:
@@ -67,7 +82,6 @@ class SimulatedStream(Stream):
         super().__init__(ident, device, context.green.ident if context.green else 0, sms)
         self.context = context
         self.priority = priority
-        self.alive = True
         #: Its green context ended before it.
         self.detached = False
         self.capture: Capture | None = None
@@ -76,13 +90,12 @@ class SimulatedStream(Stream):
         return f"<stream {self.ident} of {self.context!r}>"
 
 
-class Event:
+class Event(Handle):
     """An event of a context, and what it captured last."""
 
     def __init__(self, context: Context, timing: bool) -> None:
         self.context = context
         self.timing = timing
-        self.alive = True
         self.marker: Marker | None = None
         self.captured = False
 

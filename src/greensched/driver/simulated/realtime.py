@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from greensched.driver.simulated.timeline import Timeline
+from greensched.errors import from_status
 from greensched.typing import Mailbox
 
 #: How often a kernel or stream held up by a word in memory is looked at.
@@ -40,6 +41,13 @@ class RealClock:
         """The timeline this clock runs; each driver has a clock of its own."""
         return self._timeline
 
+    def detach(self, timeline: Timeline) -> None:
+        """Ends the thread, once what it does now is done."""
+        with self._work:
+            self._closed = True
+            self._work.notify()
+            self._changed.notify_all()
+
     def now(self) -> int:
         """Nanoseconds since the clock was made."""
         return time.monotonic_ns() - self._origin
@@ -59,7 +67,9 @@ class RealClock:
         """Blocks the calling thread until a condition of the timeline holds."""
         with self._changed:
             self.poke()
-            self._changed.wait_for(ready)
+            self._changed.wait_for(lambda: ready() or self._closed)
+            if not ready():
+                raise from_status(4, "a wait for the device")
 
     def sleep(self, nanoseconds: int) -> None:
         """Blocks the calling thread for a time."""
@@ -78,12 +88,6 @@ class RealClock:
     def subscribe(self, look: Callable[[], None]) -> Callable[[], None] | None:
         """Real time belongs to nobody: whoever waits looks for himself."""
         return None
-
-    def close(self) -> None:
-        """Ends the thread, once what it does now is done."""
-        with self._work:
-            self._closed = True
-            self._work.notify()
 
     def _run(self) -> None:
         with self._work:

@@ -34,6 +34,7 @@ class Resource:
     minimum: int
     alignment: int
     split: int = 0
+    owner: object = None
 
     def facts(self, version: Version) -> ResourceFacts:
         """What the driver's struct says; the last two fields are declared since 13.0."""
@@ -47,6 +48,7 @@ class Descriptor:
 
     device: int
     mask: int
+    owner: object = None
 
 
 def granularity(compute_capability: tuple[int, int]) -> tuple[int, int]:
@@ -56,10 +58,11 @@ def granularity(compute_capability: tuple[int, int]) -> tuple[int, int]:
     return (4, 2) if compute_capability >= (8, 0) else (2, 2)
 
 
-def whole_device(model: DeviceModel, device: int) -> Resource:
+def whole_device(model: DeviceModel, device: int, owner: object = None) -> Resource:
     """Every SM of a device."""
     least, alignment = granularity(model.compute_capability)
-    return Resource(device, (1 << model.sm_count) - 1, "device", least, alignment)
+    every = (1 << model.sm_count) - 1
+    return Resource(device, every, "device", least, alignment, owner=owner)
 
 
 def split_by_count(
@@ -79,27 +82,28 @@ def split_by_count(
     ident = next(_split_ids)
     masks = [_union(sets[i * each : (i + 1) * each]) for i in range(made)]
     rest = source.mask & ~_union(masks)
-    cut = [Resource(source.device, mask, "group", least, alignment, ident) for mask in masks]
+    device, owner = source.device, source.owner
+    cut = [Resource(device, mask, "group", least, alignment, ident, owner) for mask in masks]
     if not rest:
         return cut, None
     # A remainder that is no whole number of sets has lost the alignment of the groups.
     left = alignment if rest.bit_count() % alignment == 0 else 2
-    return cut, Resource(source.device, rest, "remainder", left, left, ident)
+    return cut, Resource(device, rest, "remainder", left, left, ident, owner)
 
 
-def combine(resources: Sequence[Resource], version: Version) -> Descriptor:
-    """One descriptor of several resources, where the driver's version allows it."""
+def combine(resources: Sequence[Resource], version: Version, *, several: bool) -> Descriptor:
+    """One descriptor of several resources, where the driver allows it."""
     first = resources[0]
     if len(resources) > 1:
-        if version < (12, 5):
-            raise _refused("CUDA 12.4 takes one resource to a descriptor")
+        if not several:
+            raise _refused("this driver takes one resource to a descriptor (12.5 takes several)")
         if any(r.device != first.device for r in resources):
             raise _refused("resources of several devices")
         if first.split == 0 or any(r.split != first.split for r in resources):
             raise _refused("only outputs of one split call can be combined")
         if version >= (13, 1) and any(r.alignment != first.alignment for r in resources):
             raise _refused("resources of different alignment")
-    return Descriptor(first.device, _union([r.mask for r in resources]))
+    return Descriptor(first.device, _union([r.mask for r in resources]), first.owner)
 
 
 def _coscheduled_sets(model: DeviceModel, mask: int, size: int) -> list[int]:

@@ -23,7 +23,7 @@ from greensched.driver.simulated.timeline import (
     Operation,
     Wait,
 )
-from greensched.errors import DriverMisuse, NotSupported, from_status
+from greensched.errors import DriverMisuse, from_status
 from greensched.typing import (
     CaptureMode,
     EventHandle,
@@ -46,12 +46,15 @@ class Streams(Contexts):
         """A stream of a green context, or of the current context."""
         context: Context = self._thread.stack[-1]
         if green is not None:
+            if not self.supports(Feature.GREEN_STREAMS):
+                raise self._lacks("a stream made from a green context", "CUDA 12.5")
             context = self._expect(green, Green, "create_stream").view
         device = self.devices[context.device]
         self._unfaulted(device, "create_stream")
         least, greatest = self.priority_range()
         ident = self._born(context.device, "stream")
-        stream = SimulatedStream(ident, device, context, max(greatest, min(least, priority)))
+        clamped = max(greatest, min(least, priority))
+        stream = self._own(SimulatedStream(ident, device, context, clamped))
         with self.timeline.lock:
             device.streams[ident] = stream
         if context.green is not None:
@@ -64,9 +67,11 @@ class Streams(Contexts):
         if gone.detached and self.version < (13, 1):
             raise from_status(709, "destroy_stream")
         gone.alive = False
+        self._end_capture(gone)
         if gone.context.green is not None:
             gone.context.green.streams.discard(gone)
         with self.timeline.lock:
+            gone.ended = True
             if gone.idle:
                 del gone.device.streams[gone.ident]
         self._died(gone.device.ordinal, "stream")
@@ -80,7 +85,7 @@ class Streams(Contexts):
         """Whether the stream has no work."""
         found = self._stream(stream, "query_stream")
         self._refuse_own_capture(found, "query_stream")
-        self._refuse_capture(found.device.ordinal, "query_stream")
+        self._refuse_capture("query_stream")
         with self.timeline.lock:
             return found.idle
 
@@ -88,27 +93,30 @@ class Streams(Contexts):
         """Waits for the stream's work."""
         found = self._stream(stream, "synchronize_stream")
         self._refuse_own_capture(found, "synchronize_stream")
-        self._refuse_capture(found.device.ordinal, "synchronize_stream")
-        self.clock.wait(lambda: found.idle or found.device.fault is not None)
-        self._unfaulted(found.device, "synchronize_stream")
+        self._refuse_capture("synchronize_stream")
+        with self.timeline.lock:
+            marker = self.timeline.follow([found])
+        self._wait_for(marker, found.device, "synchronize_stream")
 
     def wait_event(self, stream: StreamHandle, event: EventHandle) -> None:
         """Later work waits for what the event captured."""
         found = self._stream(stream, "wait_event")
-        marker = self._expect(event, Event, "wait_event").marker
+        marker = self._uncaptured(event, "wait_event").marker
         if marker is not None:
             self._enqueue(found, Wait(marker), "wait_event")
 
     def bind_mark(self, stream: StreamHandle, address: int) -> Callable[[int], None]:
         """A function that writes a number behind the stream's work."""
         if not self.supports(Feature.WRITE_VALUE):
-            raise NotSupported("a ticket written by a stream", "write-value", "a driver without it")
+            raise self._lacks("a ticket written by a stream", "stream memory operations")
         found = self._stream(stream, "bind_mark")
-        word = self._word(address, "bind_mark")
+        self._word(address, "bind_mark")
 
         def mark(value: int) -> None:
             self._count("mark")
-            self._unfaulted(found.device, "mark")
+            self._stream(stream, "mark")
+            word = self._word(address, "mark")
+            self._in_32_bits(value, "mark")
 
             def write(_: int) -> None:
                 word[0] = value
@@ -120,6 +128,7 @@ class Streams(Contexts):
     def wait_value(self, stream: StreamHandle, address: int, value: int) -> None:
         """Later work waits until a word is at least `value`, by signed difference."""
         word = self._word(address, "wait_value")
+        self._in_32_bits(value, "wait_value")
 
         def reached() -> bool:
             return (int(word[0]) - value) & 0xFFFFFFFF < 0x80000000
@@ -140,17 +149,18 @@ class Streams(Contexts):
         if found.capture is not None:
             raise from_status(1, "begin_capture", detail="the stream is capturing already")
         found.capture = Capture(mode)
+        self._captures.add(found.capture)
 
     def end_capture(self, stream: StreamHandle) -> GraphHandle:
         """What was recorded; raises if something spoilt it."""
         found = self._stream(stream, "end_capture")
-        capture, found.capture = found.capture, None
+        capture = self._end_capture(found)
         if capture is None:
             raise from_status(1, "end_capture", detail="the stream is not capturing")
         if capture.spoilt:
             raise from_status(901, "end_capture")
         self._born(found.device.ordinal, "graph")
-        return GraphHandle(Graph(found.device.ordinal, capture.operations))
+        return GraphHandle(self._own(Graph(found.device.ordinal, capture.operations)))
 
     def is_capturing(self, stream: StreamHandle) -> bool:
         """Whether a capture is in progress, spoilt or not."""
@@ -174,7 +184,7 @@ class Streams(Contexts):
         context: Context = self._thread.stack[-1]
         self._unfaulted(self.devices[context.device], "create_event")
         self._born(context.device, "event")
-        return EventHandle(Event(context, timing))
+        return EventHandle(self._own(Event(context, timing)))
 
     def destroy_event(self, event: EventHandle) -> None:
         """Ends an event, recorded or not."""
@@ -190,11 +200,11 @@ class Streams(Contexts):
         same = target.context is found.context
         if not same and (self.strict_events or target.context.device != found.context.device):
             raise from_status(400, "record_event", detail=f"{target!r} on {found!r}")
-        marker = target.marker = Marker()
-        target.captured = found.capture is not None
+        marker, captured = Marker(), found.capture is not None
         self._enqueue(
             found, Instant("record", lambda _: self.timeline.complete(marker)), "record_event"
         )
+        target.marker, target.captured = marker, captured
 
     def record_green(self, green: GreenHandle, event: EventHandle) -> None:
         """Captures the work of every stream of a green context."""
@@ -209,38 +219,29 @@ class Streams(Contexts):
             capture.spoilt = True
         if captures:
             raise from_status(900, "record_green", detail="a stream of the context is capturing")
-        with self.timeline.lock:
-            busy = [s for s in device.streams.values() if s.green == source.ident and not s.idle]
-            marker = target.marker = Marker(len(busy))
-            marker.time = self.clock.now()
-            for stream in busy:
-                self.timeline.submit(
-                    stream, Instant("record", lambda _: self.timeline.complete(marker))
-                )
-        target.captured = False
+        target.marker, target.captured = self._work_so_far(device, source), False
 
     def query_event(self, event: EventHandle) -> bool:
         """Whether what it captured is done."""
         target = self._expect(event, Event, "query_event")
         device = self.devices[target.context.device]
         self._unfaulted(device, "query_event")
-        if target.captured:
-            raise from_status(907, "query_event")
-        self._refuse_capture(device.ordinal, "query_event")
+        self._uncaptured(event, "query_event")
+        self._refuse_capture("query_event")
         return target.marker is None or target.marker.done
 
     def synchronize_event(self, event: EventHandle) -> None:
         """Waits for what it captured."""
-        marker = self._expect(event, Event, "synchronize_event").marker
-        device = self.devices[self._expect(event, Event, "synchronize_event").context.device]
-        if marker is not None:
-            self._refuse_capture(device.ordinal, "synchronize_event")
-            self.clock.wait(lambda: marker.done or device.fault is not None)
-        self._unfaulted(device, "synchronize_event")
+        target = self._uncaptured(event, "synchronize_event")
+        device = self.devices[target.context.device]
+        self._refuse_capture("synchronize_event")
+        self._wait_for(target.marker or Marker(0), device, "synchronize_event")
 
     def elapsed(self, start: EventHandle, end: EventHandle) -> float:
         """Seconds between two timing events that are done."""
-        events = [self._expect(e, Event, "elapsed") for e in (start, end)]
+        events = [self._uncaptured(e, "elapsed") for e in (start, end)]
+        for event in events:
+            self._unfaulted(self.devices[event.context.device], "elapsed")
         markers = [e.marker for e in events if e.timing and e.marker is not None]
         if len(markers) != 2:
             raise from_status(400, "elapsed", detail="an event without timing, or never recorded")
@@ -262,6 +263,7 @@ class Streams(Contexts):
             self.clock.wait(
                 lambda: len(stream.queue) < QUEUE_DEPTH or stream.device.fault is not None
             )
+            self._unfaulted(stream.device, what)
         with self.timeline.lock:
             self.timeline.submit(stream, operation, latency)
 
@@ -269,6 +271,21 @@ class Streams(Contexts):
         if address % 4:
             raise DriverMisuse(f"{what}: {address:#x} is not aligned to 4 bytes")
         return self.space.bytes_at(address, 4, what).view(np.uint32)
+
+    @staticmethod
+    def _in_32_bits(value: int, what: str) -> None:
+        if not 0 <= value <= 0xFFFFFFFF:
+            raise DriverMisuse(f"{what}: {value} does not fit in 32 bits")
+
+    def _uncaptured(self, handle: EventHandle, what: str) -> Event:
+        """An event that captured work, not a part of a graph that is in the making.
+
+        A real stream that waits for one joins the capture; the simulated one refuses.
+        """
+        event = self._expect(handle, Event, what)
+        if event.captured:
+            raise from_status(907, what)
+        return event
 
     def _count(self, what: str) -> None:
         status, _ = self.script.call(what)

@@ -20,7 +20,7 @@ import heapq
 import math
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import count
 from typing import Protocol
@@ -114,6 +114,8 @@ class Stream:
         self.sms = sms
         self.queue: deque[Operation] = deque()
         self.current: Operation | None = None
+        #: Destroyed: its device forgets it when its work is done.
+        self.ended = False
 
     @property
     def idle(self) -> bool:
@@ -156,6 +158,10 @@ class Kernel(Operation):
         self.start = timeline.now
         if self.cost.until is not None:
             timeline.held[self] = self.cost.until
+            if self.cost.limit_ns is not None:
+                timeline.at(
+                    self.start + math.ceil(self.cost.limit_ns), lambda: timeline.let_go(self)
+                )
         elif not math.isinf(self.cost.fixed_ns):  # a kernel that hangs has no end
             timeline.at(self.start + math.ceil(self.cost.fixed_ns), lambda: timeline.work(self))
         return Begin.RUNNING
@@ -237,7 +243,8 @@ class Timeline:
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
-        self.lock = threading.Lock()
+        #: Re-entrant: a finaliser may submit work on a thread that is in here.
+        self.lock = threading.RLock()
         self.now = 0
         #: What only a word in memory holds up: nobody says when it changes, so it is looked at.
         self.held: dict[Operation, Callable[[], bool]] = {}
@@ -258,6 +265,15 @@ class Timeline:
             self.at(operation.ready, lambda: self.pump(stream))
             self.clock.poke()
 
+    def follow(self, streams: Iterable[Stream]) -> Marker:
+        """A marker behind all the work that the streams have now."""
+        busy = [stream for stream in streams if not stream.idle]
+        marker = Marker(len(busy))
+        marker.time = self.clock.now()
+        for stream in busy:
+            self.submit(stream, Instant("record", lambda _: self.complete(marker)))
+        return marker
+
     def next_time(self) -> int | None:
         """When the next thing is due, in modelled time."""
         return self._due[0][0] if self._due else None
@@ -272,6 +288,8 @@ class Timeline:
             while self._ended:
                 self._finish(self._ended.popleft())
             happened = True
+            if self.held:  # the device itself may have written the word
+                self._look_at_held(self.now)
         return happened
 
     def at(self, time: int, action: Callable[[], None]) -> None:
@@ -291,6 +309,13 @@ class Timeline:
             stream.queue.popleft()
             if answer is Begin.RUNNING:
                 stream.current = operation
+        if stream.ended and stream.idle:
+            stream.device.streams.pop(stream.ident, None)
+
+    def let_go(self, kernel: Kernel) -> None:
+        """A kernel that a word holds up ends all the same: it has waited long enough."""
+        if self.held.pop(kernel, None) is not None:
+            self._ended.append(kernel)
 
     def complete(self, marker: Marker) -> None:
         """One thing less that a marker lacks; the last one lets its waiters go."""
@@ -310,14 +335,22 @@ class Timeline:
         self.held = {op: until for op, until in self.held.items() if op.stream.device is not device}
 
     def _look_at_held(self, until: int) -> bool:
-        free = [operation for operation, condition in self.held.items() if condition()]
+        free = [operation for operation in tuple(self.held) if self._is_free(operation)]
         for operation in free:
-            del self.held[operation]
+            if self.held.pop(operation, None) is None:
+                continue  # its device failed meanwhile
             if isinstance(operation, Kernel):
                 self.at(max(self.now, until), lambda op=operation: self._ended.append(op))  # type: ignore[misc]  # as above
             else:
                 self.at(max(self.now, until), lambda op=operation: self.pump(op.stream))  # type: ignore[misc]  # as above
         return bool(free)
+
+    def _is_free(self, operation: Operation) -> bool:
+        try:
+            return operation in self.held and self.held[operation]()
+        except Exception as error:
+            self.fail(operation.stream.device, _own_bug(operation, "condition", error))
+            return True
 
     def _finish(self, operation: Operation) -> None:
         """An operation has ended, now: its effect, its trace, and whatever follows it."""
@@ -352,11 +385,7 @@ class Timeline:
         try:
             return operation.effect()
         except Exception as error:
-            # A reference's own bug is what a wild pointer is to a real kernel.
-            why = f"its reference failed: {error!r}"
-            fault = from_status(719, f"kernel {operation.name!r}", detail=why)
-            fault.__cause__ = error
-            return fault
+            return _own_bug(operation, "reference", error)
         finally:
             self.lock.acquire()
 
@@ -364,6 +393,8 @@ class Timeline:
 
     def work(self, kernel: Kernel) -> None:
         """The part of a kernel begins that more SMs would make shorter."""
+        if kernel.stream.device.fault is not None:
+            return
         if kernel.cost.sm_ns <= 0 and kernel.cost.dram_bytes <= 0:
             self._ended.append(kernel)
             return
@@ -381,6 +412,8 @@ class Timeline:
             kernel.done += kernel.speed * (self.now - kernel.since)
             kernel.since, kernel.speed = self.now, speed
             kernel.version += 1
+            if speed == 0:  # of infinite cost: it has no end
+                continue
             # The small number keeps a rounding error from costing a whole nanosecond.
             left = max(0, math.ceil((1.0 - kernel.done) / speed - 1e-6))
             self.at(
@@ -410,3 +443,11 @@ class Timeline:
         self._ended.append(copy)
         if line:
             self.move(line[0])
+
+
+def _own_bug(operation: Operation, part: str, error: Exception) -> CUDAError:
+    """A bug of a reference is what a wild pointer is to a real kernel."""
+    what = f"{operation.kind} {operation.name!r}"
+    fault = from_status(719, what, detail=f"its {part} failed: {error!r}")
+    fault.__cause__ = error
+    return fault

@@ -71,9 +71,9 @@ class Actor:
         self.nudged = False
         self._gate.release()
 
-    def wait(self) -> None:
-        """Waits for its turn."""
-        self._gate.acquire()
+    def wait(self, seconds: float = -1) -> bool:
+        """Waits for its turn; so many real seconds at most, where that is said."""
+        return self._gate.acquire(timeout=seconds)
 
 
 class VirtualClock:
@@ -88,11 +88,16 @@ class VirtualClock:
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
         self._random = random.Random(seed)
-        self._lock = threading.Lock()
+        #: Re-entrant: a finaliser may wake a loop on a thread that is in here.
+        self._lock = threading.RLock()
         self._now = 0
         self._timelines: list[Timeline] = []
         self._actors: list[Actor] = []
         self._running: Actor | None = None
+        #: Somebody works out who is next.
+        self._deciding = False
+        #: How often a loop was let listen.
+        self._listened = 0
         self._mine = threading.local()
 
     # -- for the driver ------------------------------------------------------------------------
@@ -107,7 +112,8 @@ class VirtualClock:
     def detach(self, timeline: Timeline) -> None:
         """Forgets a timeline: nothing on it comes to pass any more."""
         with self._lock:
-            self._timelines.remove(timeline)
+            if timeline in self._timelines:
+                self._timelines.remove(timeline)
 
     def now(self) -> int:
         """Nanoseconds since the clock was made."""
@@ -162,7 +168,7 @@ class VirtualClock:
         with self._lock:
             if actor is not None:
                 actor.nudged = True
-            if self._running is None:
+            if self._running is None and not self._deciding:
                 self._hand_over()
 
     # -- running a program ---------------------------------------------------------------------
@@ -232,27 +238,38 @@ class VirtualClock:
         return getattr(self._mine, "actor", None)
 
     def _pause(self, ready: Callable[[], bool], deadline: int | None) -> None:
+        def over() -> bool:
+            return ready() or (deadline is not None and deadline <= self._now)
+
+        actor = self._actor()
+        if actor is None:
+            self._pause_foreign(ready, deadline)
+            return
+        while not over():  # a loop's thread is also woken for its loop
+            with self._lock:
+                actor.ready, actor.deadline = ready, deadline
+                self._nudge_loops(but=actor)
+                self._hand_over()
+            actor.wait()
+
+    def _pause_foreign(self, ready: Callable[[], bool], deadline: int | None) -> None:
+        """A thread that takes no turns waits, and goes on beside the clock, as it came."""
         if ready():
             return
-        mine = self._actor()
-        actor = mine or Actor("a foreign thread")
+        actor = Actor("a foreign thread")
         with self._lock:
             actor.ready, actor.deadline = ready, deadline
-            if mine is None:
-                self._actors.append(actor)
-                if self._running is None:
-                    self._hand_over()
-            else:
-                self._nudge_loops()
+            self._actors.append(actor)
+            if self._running is None:
                 self._hand_over()
-        actor.wait()
-        if mine is None:  # it goes on beside the clock, as it came
-            self._leave(actor)
+        while not actor.wait(LISTEN_S):
+            self.nudge(None)  # another foreign thread may have written what a device waits for
+        self._leave(actor)
 
-    def _nudge_loops(self) -> None:
+    def _nudge_loops(self, but: Actor | None = None) -> None:
         """A thread has run: it may have left something for a loop (trio's entry queue is mute)."""
         for actor in self._actors:
-            actor.nudged = actor.nudged or actor.loop
+            actor.nudged = actor.nudged or (actor.loop and actor is not but)
 
     def _enter(self, actor: Actor) -> None:
         with self._lock:
@@ -272,18 +289,28 @@ class VirtualClock:
 
     def _hand_over(self) -> None:
         """Gives the turn to whoever can run, and lets time pass until somebody can."""
+        self._deciding = True
+        try:
+            self._running = self._next()
+        finally:
+            self._deciding = False
+        if self._running is not None:
+            self._running.open()
+
+    def _next(self) -> Actor | None:
         while True:
             can = [actor for actor in self._actors if actor.can_run(self._now)]
             if can:
-                self._running = can[0] if len(can) == 1 else self._random.choice(can)
-                self._running.open()
-                return
+                return can[0] if len(can) == 1 else self._random.choice(can)
             if not self._advance():
-                self._running = next((actor for actor in self._actors if actor.loop), None)
-                if self._running is not None:
-                    self._running.listen = True
-                    self._running.open()
-                return
+                break
+        loops = [actor for actor in self._actors if actor.loop]
+        if not loops:
+            return None
+        self._listened += 1  # each in turn: any of them may have files and sockets of its own
+        chosen = loops[self._listened % len(loops)]
+        chosen.listen = True
+        return chosen
 
     def _advance(self) -> bool:
         """Brings the devices up to now, or else time to the next thing due; false if nothing is."""
@@ -364,6 +391,10 @@ class _VirtualLoop(asyncio.SelectorEventLoop):
         """Runs, taking turns with the clock's other actors."""
         with self._virtual_clock.taking_turns(self._actor):
             super().run_forever()
+
+    async def shutdown_default_executor(self, timeout: float | None = None) -> None:
+        """As asyncio's, without its time limit: those threads live in real time."""
+        await super().shutdown_default_executor()
 
     def call_soon_threadsafe(
         self,

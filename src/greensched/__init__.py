@@ -1,0 +1,77 @@
+"""greensched: an asyncio-first scheduler for CUDA green contexts.
+
+Importing it loads neither CUDA nor numpy; each name is loaded when first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from greensched.bound import Bound as Bound
+    from greensched.context import Context as Context
+    from greensched.device import Device as Device
+    from greensched.errors import *  # noqa: F403  every error is public
+    from greensched.jobs import Job as Job
+    from greensched.kernels import Kernel as Kernel
+    from greensched.kernels import Program as Program
+    from greensched.launch import LaunchConfig as LaunchConfig
+    from greensched.launch import launch as launch
+    from greensched.memory import Buffer as Buffer
+    from greensched.memory import PinnedBuffer as PinnedBuffer
+    from greensched.partition import Partition as Partition
+    from greensched.pool import CloseReport as CloseReport
+    from greensched.pool import Pool as Pool
+    from greensched.pool import PoolState as PoolState
+    from greensched.pool import PoolStatistics as PoolStatistics
+    from greensched.resources import SMResource as SMResource
+    from greensched.stream import Event as Event
+    from greensched.stream import Stream as Stream
+    from greensched.typing import ALL as ALL
+    from greensched.typing import REST as REST
+    from greensched.typing import ServiceClass as ServiceClass
+
+#: Where each public name lives.
+_ROOMS = {
+    "ALL": "typing",
+    "Bound": "bound",
+    "Buffer": "memory",
+    "CloseReport": "pool",
+    "Context": "context",
+    "Device": "device",
+    "Event": "stream",
+    "Job": "jobs",
+    "Kernel": "kernels",
+    "LaunchConfig": "launch",
+    "Partition": "partition",
+    "PinnedBuffer": "memory",
+    "Pool": "pool",
+    "PoolState": "pool",
+    "PoolStatistics": "pool",
+    "Program": "kernels",
+    "REST": "typing",
+    "SMResource": "resources",
+    "ServiceClass": "typing",
+    "Stream": "stream",
+    "launch": "launch",
+}
+
+__all__ = [*_ROOMS]  # noqa: PLE0604  names of this module, loaded when asked for
+
+
+def __getattr__(name: str) -> Any:
+    """Loads a public name: from its room, or an error by its own name."""
+    if name in ("errors", "typing", "driver", "kernels", "testing"):
+        return import_module(f"greensched.{name}")
+    room = import_module(f"greensched.{_ROOMS.get(name, 'errors')}")
+    try:
+        value = getattr(room, name)
+    except AttributeError:
+        raise AttributeError(f"module 'greensched' has no attribute {name!r}") from None
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,162 @@
+"""Bound launches: checked and packed once, then launched at the driver's own price."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from greensched.channel import Channel, order_behind
+from greensched.errors import CUDAError, DeviceFault, PartitionClosed, Poisoned, WouldBlock
+from greensched.jobs import Job
+from greensched.launch import Plan
+from greensched.memory import Use
+from greensched.stream import MASK, Track
+
+#: Launches without a ticket, after which one is put behind them, so that they can be counted.
+BATCH = 64
+#: Launches in flight at most that have no ticket of their own: with the jobs' own entries
+#: (2 for each of lane.DEPTH) below the thousand or so that a driver's queue holds.
+MOST = 4 * BATCH
+
+
+class Bound:
+    """A launch made ready by `Partition.bind`. Lives as long as its partition's block.
+
+    `bound()` launches, at once and without a ticket: nothing tells when that one is done, but
+    whatever is submitted behind it. `bound.submit()` launches and returns a `Job`.
+
+    Its buffers count as used by the partition until the block ends; work of other partitions on
+    them is kept in order with it.
+    """
+
+    __slots__ = ("__weakref__", "_channel", "_elsewhere", "_name", "_plan", "is_closed", "track")
+
+    def __init__(self, channel: Channel, plan: Plan, name: str) -> None:
+        self._channel = channel
+        self._plan = plan
+        self._name = name
+        self.track = channel.track
+        self.is_closed = False
+        #: Uses of its buffers by others, since its last launch.
+        self._elsewhere: dict[Track, int] = {}
+        for buffer, write in plan.arguments.buffers.values():
+            for other, ticket in buffer.before(self.track, write=write):
+                self._elsewhere[other] = ticket
+            buffer.bind(self)
+
+    def __call__(self) -> None:
+        """Launches. Never waits.
+
+        Raises:
+            WouldBlock: too many launches are in flight; `await p.ready()` first.
+            PartitionClosed: its partition's block has ended.
+            Poisoned: a device fault.
+        """
+        channel = self._channel
+        holding, track = channel.holding, self.track
+        if self.is_closed or self._elsewhere or holding.unmarked >= BATCH:
+            self._catch_up()
+        if track.submitted != track.issued or self._elsewhere:
+            self._launch_later()
+            return
+        try:
+            self._plan.fire()
+        except CUDAError as error:
+            self._failed(error)
+        holding.unmarked += 1
+
+    def submit(self) -> Job[None]:
+        """Launches, and returns a job to await. Raises as a call does."""
+        channel = self._channel
+        track, holding = self.track, channel.holding
+        if self.is_closed or self._elsewhere:
+            self._catch_up()
+        full = track.in_flight >= channel.lane.depth
+        if track.submitted != track.issued or self._elsewhere or full:
+            return self._launch_later()
+        ticket = track.issue()
+        job: Job[None] = Job(track, ticket, self._name, holding.failed)
+        channel.submit_now(job, self._plan.fire, ticket)
+        holding.unmarked = 0
+        if track.watcher is None:
+            holding.completion.watch(track)
+        return job
+
+    def set(self, index: int, value: object) -> None:
+        """Patches one argument, for the launches from here on.
+
+        Raises:
+            IndexError: there is no such argument.
+            ArgumentMismatch, BufferClosed, WrongDevice: as `Partition.launch`.
+        """
+        buffers = self._plan.arguments.buffers
+        before = buffers.get(index)
+        self._plan.arguments.set(index, value)
+        after = buffers.get(index)
+        if before is not after and after is not None:
+            if before is not None:
+                before[0].unbind(self, self._next_ticket(), write=before[1])
+            for other, ticket in after[0].before(self.track, write=after[1]):
+                self._elsewhere[other] = ticket
+            after[0].bind(self)
+
+    # -- for its buffers and its partition ---------------------------------------------------------
+
+    def last_use(self) -> Use:
+        """Its buffers are in use up to this ticket, issued already or the next to be."""
+        return self.track, self._next_ticket()
+
+    def use_elsewhere(self, track: Track, ticket: int) -> None:
+        """Others use a buffer: the next launch comes behind that."""
+        if track is not self.track:
+            self._elsewhere[track] = ticket
+
+    def look_again(self) -> None:
+        """A buffer was closed: the next launch looks at all of them."""
+        self._elsewhere[self.track] = self.track.issued
+
+    def close(self) -> None:
+        """Its partition's block ends: the last launch is up to the last ticket."""
+        self.is_closed = True
+        for buffer, write in self._plan.arguments.buffers.values():
+            buffer.unbind(self, self._next_ticket(), write=write)
+
+    def _next_ticket(self) -> int:
+        issued = self.track.issued
+        return (issued + 1) & MASK if self._channel.holding.unmarked else issued
+
+    # -- the rarer ways ----------------------------------------------------------------------------
+
+    def _catch_up(self) -> None:
+        """Whatever must be seen to before the next launch."""
+        if self.is_closed:
+            raise PartitionClosed("the partition of this bound launch")
+        for buffer, _ in self._plan.arguments.buffers.values():
+            buffer.check(self._channel.ordinal)
+        holding, track = self._channel.holding, self.track
+        if holding.unmarked >= BATCH:
+            holding.mark_unmarked()
+            if holding.unmarked_in_flight() > MOST:
+                raise WouldBlock("too many launches are in flight: `await p.ready()` first")
+        elsewhere = {o: t for o, t in self._elsewhere.items() if o is not track}
+        if all(other.has_submitted(ticket) for other, ticket in elsewhere.items()):
+            behind = [other for other, ticket in elsewhere.items() if not other.reached(ticket)]
+            self._elsewhere.clear()
+            order_behind(track, (), behind)
+
+    def _launch_later(self) -> Job[None]:
+        """By the mover, with the values of now."""
+        channel = self._channel
+        channel.check()
+        uses = tuple(self._plan.arguments.buffers.values())
+        twin = self._plan.copy()
+        self._elsewhere.clear()
+        return channel.submit(self._name, lambda _: twin.fire(), uses, may_block=True)
+
+    def _failed(self, error: CUDAError) -> NoReturn:
+        if isinstance(error, DeviceFault):
+            self._channel.holding.crew.home.lost(error)
+            raise Poisoned(error) from None
+        raise error
+
+    def __repr__(self) -> str:
+        return f"<Bound {self._name}{' (closed)' if self.is_closed else ''}>"

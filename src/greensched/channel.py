@@ -1,0 +1,151 @@
+"""The way work takes to a lane somebody holds: one order, submitted at once or by the mover.
+
+Tickets are issued in the order of the calls. While everything issued has been submitted, work is
+submitted here and now, on the caller's thread. Work that may block (a kernel's first use, memory
+that must grow, a large copy) goes to the lane's mover, and so does everything after it until the
+mover has caught up: so the order of submission is the order of the calls, always.
+
+Buffers bring an order of their own across partitions. Work elsewhere that must come first is
+waited for by an event on the device; where it is not even submitted, the mover waits for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Protocol, TypeVar
+
+from greensched.errors import CUDAError, DeviceFault, InvalidRequest, Poisoned, WouldBlock
+from greensched.holding import Holding
+from greensched.jobs import Job
+from greensched.memory import Buffer, DeviceMemory, PinnedBuffer
+from greensched.stream import Track
+from greensched.transfer import Slots
+
+T = TypeVar("T")
+
+#: A buffer a piece of work uses, and whether it writes it.
+Uses = Iterable[tuple[Buffer | PinnedBuffer, bool]]
+
+
+class Site(Protocol):
+    """What is shared by the partitions of one device."""
+
+    memory: DeviceMemory
+    slots: Slots
+
+
+class Channel:
+    """How one holder submits to his lane. For the holder's loop."""
+
+    __slots__ = ("check_pool", "holding", "lane", "ordinal", "site", "track")
+
+    def __init__(self, holding: Holding, site: Site, check_pool: Callable[[], None]) -> None:
+        self.holding = holding
+        self.site = site
+        #: Raises what keeps the pool from working: closed, poisoned, forked.
+        self.check_pool = check_pool
+        self.lane = holding.crew.lane
+        self.track = self.lane.launches
+        self.ordinal = self.lane.device.ordinal
+
+    def check(self) -> None:
+        """Refuses what can be refused before anything is looked at.
+
+        Raises:
+            WouldBlock: the bound of jobs in flight.
+            InvalidRequest: the stream is capturing.
+        """
+        if not self.has_room(self.track):
+            raise WouldBlock("too many jobs are in flight: `await p.ready()` first")
+        if self.holding.is_exposed:
+            driver = self.lane.device.driver
+            if driver.is_capturing(self.track.stream.handle):
+                raise InvalidRequest("the partition's stream is capturing: end the capture first")
+
+    def has_room(self, track: Track) -> bool:
+        """Whether one more job can be in flight on a track."""
+        return track.in_flight < self.lane.depth or track.is_idle
+
+    def is_prompt(self) -> bool:
+        """Whether everything issued is submitted: what comes now can go at once."""
+        return self.track.submitted == self.track.issued
+
+    # -- submitting ------------------------------------------------------------------------------
+
+    def submit(
+        self, what: str, step: Callable[[int], T], uses: Uses = (), *, may_block: bool = False
+    ) -> Job[T]:
+        """Submits one piece of work.
+
+        Args:
+            what: for people.
+            step: gives the work to the driver, and returns the job's value. It is told its
+                ticket. A thread of ours calls it, with the primary context current, if it may
+                block or must wait its turn.
+            uses: the buffers it uses.
+        """
+        track, holding = self.track, self.holding
+        lagging, behind = self.others(track, uses)
+        at_once = self.is_prompt() and not may_block and not lagging
+        ticket = track.issue()
+        for buffer, write in uses:
+            buffer.note(track, ticket, write=write)
+        job: Job[T] = Job(track, ticket, what, holding.failed)
+
+        def whole() -> T:
+            order_behind(track, lagging, behind)
+            return step(ticket)
+
+        if track.watcher is None:
+            holding.completion.watch(track)
+        if at_once:
+            self.submit_now(job, whole, ticket)
+        else:
+            holding.crew.defer(whole, job, ticket)
+        holding.unmarked = 0
+        return job
+
+    def submit_now(self, job: Job[T], step: Callable[[], T], ticket: int) -> None:
+        """Submits on this thread. What the driver refuses is the job's failure.
+
+        The ticket is written whatever happens, or everything after it would wait for ever.
+
+        Raises:
+            Poisoned: a device fault.
+        """
+        try:
+            try:
+                job.succeed(step())
+            except DeviceFault:
+                raise
+            except Exception as error:
+                job.fail(error)
+            finally:
+                self.track.mark(ticket)
+        except CUDAError as fault:
+            self.holding.crew.home.lost(fault)
+            raise Poisoned(fault) from None
+
+    def others(self, track: Track, uses: Uses) -> tuple[list[Track], list[Track]]:
+        """Who else uses the buffers: (who has not submitted his work yet, whom to wait for).
+
+        A call of the same partition that has not returned is not among them: what is submitted
+        after a `run` is ordered behind it only once the run was awaited.
+        """
+        lagging: dict[Track, None] = {}
+        behind: dict[Track, None] = {}
+        for buffer, write in uses:
+            for other, ticket in buffer.before(track, write=write):
+                if other.has_submitted(ticket):
+                    behind[other] = None
+                elif other.crew is not track.crew:
+                    lagging[other] = behind[other] = None
+        return list(lagging), list(behind)
+
+
+def order_behind(track: Track, lagging: Iterable[Track], behind: Iterable[Track]) -> None:
+    """Orders what follows on a track behind others; blocks for those who have yet to submit."""
+    for other in lagging:
+        other.crew.wait_for_submissions(other)
+    for other in behind:
+        track.order_behind(other)

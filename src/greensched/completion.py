@@ -1,0 +1,282 @@
+"""Turns tickets into awaitables. One `Completion` for each pool and loop.
+
+How a loop learns that the device is done (figures and reasons in docs/completion.md):
+
+1. *Look first.* Reading a ticket's word costs less than asking the driver; short jobs are often
+   done before anybody waits.
+2. *Look once a turn.* While somebody waits, the loop reads the words once in each of its turns,
+   until `spin_budget` seconds of *idle* time have passed: a busy loop looks for ever at no cost,
+   an idle one does not burn a core.
+3. *Sleep.* Then a thread of the lane blocks in the driver, and the loop sleeps. A safety look
+   comes after 1 ms and backs off with how long it has been: a wake-up that starved or was lost
+   costs little, never a hang.
+
+The safety look is also the *sweep*: after a device fault no ticket is ever written, and only a
+question to the driver says so. While any ticket is outstanding, awaited or not, there is a safety
+look; while none is, there is no timer at all.
+
+Under virtual time the driver calls `_look` whenever the device progressed, and 2 and 3 are idle.
+
+Everything here runs on the loop's thread, but for `kick_threadsafe`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+
+from greensched.driver.base import Driver
+from greensched.errors import CUDAError, DeviceFault
+from greensched.loops import Door, Waiter
+from greensched.stream import HALF, MASK, Track
+from greensched.typing import CaptureMode
+
+#: A turn of the loop shorter than this had nothing else to do, and counts against the budget.
+#: 10 us: an empty turn takes 2-4 us here, a turn with work tens (docs/completion.md).
+IDLE_TURN_S = 10e-6
+#: The first safety look; asyncio cannot sleep for less than 1 ms, and uvloop spins if asked to.
+SAFETY_S = 1e-3
+#: Later ones come after this part of the time since the last progress, up to `SAFETY_MOST_S`.
+SAFETY_PART = 0.125
+SAFETY_MOST_S = 0.050
+#: While a thread of ours wants the GIL beside a busy loop it is let go of so often, for so long.
+#: Without it such a thread can starve for seconds (docs/completion.md).
+LET_GO_EVERY_S = 1e-3
+LET_GO_S = 50e-6
+
+#: What calls answer because somebody captures. Source: cuda.h, CUDA_ERROR_STREAM_CAPTURE_*.
+CAPTURE_STATUSES = range(900, 909)
+
+Wake = Callable[[], object]
+
+logger = logging.getLogger("greensched")
+
+
+class Watch:
+    """What is known of a track that has work outstanding."""
+
+    __slots__ = ("armed", "entries", "recorded")
+
+    def __init__(self) -> None:
+        #: (ticket, who to wake), by ticket.
+        self.entries: deque[tuple[int, Wake]] = deque()
+        #: A thread sleeps until this ticket.
+        self.armed: int | None = None
+        #: The track's event captured everything up to this ticket.
+        self.recorded: int | None = None
+
+    def add(self, ticket: int, wake: Wake) -> None:
+        """Keeps the entries in the order of their tickets; most come in order."""
+        entries = self.entries
+        later = []
+        while entries and (ticket - entries[-1][0]) & MASK >= HALF:
+            later.append(entries.pop())
+        entries.append((ticket, wake))
+        entries.extend(reversed(later))
+
+
+class Completion:
+    """What one loop knows of one pool's outstanding work.
+
+    Args:
+        door: the loop.
+        driver: the pool's.
+        lost: told of a device fault, once or more often.
+        tend: called while requests of this loop are queued; returns after how many seconds it
+            wants to be called again.
+    """
+
+    def __init__(
+        self,
+        door: Door,
+        driver: Driver,
+        lost: Callable[[BaseException], None],
+        tend: Callable[[], float],
+    ) -> None:
+        self.door = door
+        self.tracks: dict[Track, Watch] = {}
+        #: Requests of this loop in the queue.
+        self.waiting = 0
+        self._driver = driver
+        self._lost = lost
+        self._tend = tend
+        self._errands = 0
+        self._waiters = 0
+        self._ticker = door.create_ticker(self._step)
+        self._unsubscribe = driver.subscribe(self._look_virtual)
+        self._due = math.inf
+        self._tend_at = 0.0
+        self._kicked = False
+        self._spent = 0.0
+        self._left = 0.0
+        self._progress = 0.0
+        self._let_go = 0.0
+
+    # -- asking ----------------------------------------------------------------------------------
+
+    def wait(self, track: Track, ticket: int) -> Waiter:
+        """Something to await until a ticket is reached or its track is lost; look again then."""
+        waiter = self.door.create_waiter()
+        self.when_reached(track, ticket, waiter.wake)
+        return waiter
+
+    def when_reached(self, track: Track, ticket: int, wake: Wake) -> None:
+        """Calls `wake` on the loop's thread once a ticket is reached or its track is lost."""
+        self._watched(track).add(ticket, wake)
+        self._waiters += 1
+        self._hurry()
+
+    def watch(self, track: Track) -> None:
+        """Work is outstanding on a track: sweeps it until there is none, awaited or not."""
+        self._watched(track)
+        if self._unsubscribe is None:
+            self._appoint(SAFETY_S)
+
+    def errand(self) -> None:
+        """A thread of ours has got something to do: it may need the GIL."""
+        self._errands += 1
+        self._hurry()
+
+    def delivered(self) -> None:
+        """A thread of ours has done it."""
+        self._errands -= 1
+
+    def queued(self) -> None:
+        """A request of this loop is in the queue, until `waiting` is counted down again."""
+        self.waiting += 1
+        self._tend_again()
+
+    def kick_threadsafe(self) -> None:
+        """From another thread: there may be something to see."""
+        if not self._kicked:
+            self._kicked = True
+            self.door.call_threadsafe(self._kick)
+
+    # -- looking ---------------------------------------------------------------------------------
+
+    def _hurry(self) -> None:
+        self._spent = 0.0
+        if self._unsubscribe is None:
+            self._appoint(0.0)
+
+    def _kick(self) -> None:
+        self._kicked = False
+        self._look()
+        if self._waiters:
+            self._hurry()
+
+    def _watched(self, track: Track) -> Watch:
+        watch = self.tracks.get(track)
+        if watch is None:
+            watch = self.tracks[track] = Watch()
+            track.watcher = self
+            self._progress = self._driver.time()
+        return watch
+
+    def _look(self) -> bool:
+        """Wakes whoever's ticket is reached; forgets tracks with nothing outstanding."""
+        progressed = False
+        for track, watch in tuple(self.tracks.items()):
+            entries = watch.entries
+            while entries and (track.fault is not None or track.reached(entries[0][0])):
+                self._waiters -= 1
+                progressed = True
+                entries.popleft()[1]()
+            if not entries and (track.fault is not None or track.is_idle):
+                if track.watcher is self:
+                    track.watcher = None
+                self.tracks.pop(track, None)
+        if progressed:
+            self._progress = self._driver.time()
+            self._spent = 0.0
+        return progressed
+
+    def _look_virtual(self) -> None:
+        """The device progressed while the loop was idle, or failed."""
+        self._look()
+        for track in tuple(self.tracks):
+            self._ask(track)
+
+    def _step(self) -> None:
+        """One look of the ticker, and the next appointment."""
+        self._due = math.inf
+        began = time.perf_counter()
+        if not self._look() and began - self._left < IDLE_TURN_S:
+            self._spent += began - self._left
+        if self._errands and began - self._let_go > LET_GO_EVERY_S:
+            time.sleep(LET_GO_S)
+            self._let_go = time.perf_counter()
+        if self._unsubscribe is None:
+            if (self._waiters or self._errands) and self._spent < self._driver.spin_budget:
+                self._appoint(0.0)
+            elif self.tracks or self._errands:
+                self._sleep()
+        if self.waiting:
+            if self._driver.time() < self._tend_at:
+                self._appoint(self._tend_at - self._driver.time())
+            else:
+                self._tend_again()
+        self._left = time.perf_counter()
+
+    def _tend_again(self) -> None:
+        delay = self._tend()
+        self._tend_at = self._driver.time() + delay
+        self._appoint(delay)
+
+    def _appoint(self, delay: float) -> None:
+        """Looks again after a delay, or sooner where that was agreed already."""
+        due = 0.0 if delay <= 0 else self._driver.time() + delay
+        if due < self._due:
+            self._due = due
+            self._ticker.again(delay)
+
+    def _sleep(self) -> None:
+        """Has threads wait in the driver, sweeps, and comes back for a safety look."""
+        for track, watch in tuple(self.tracks.items()):
+            self._record(track, watch)
+            self._ask(track)
+            if watch.entries and watch.armed is None and watch.recorded is not None:
+                self._arm(track, watch)
+        since = self._driver.time() - self._progress
+        self._appoint(min(SAFETY_MOST_S, max(SAFETY_S, since * SAFETY_PART)))
+
+    def _record(self, track: Track, watch: Watch) -> None:
+        """Has the track's event capture its work, unless what it captured is still running."""
+        ticket = track.submitted
+        if watch.recorded is not None and not track.reached(watch.recorded):
+            return
+        if track.reached(ticket):
+            watch.recorded = None
+            return
+        try:
+            self._driver.record_event(track.event.handle, track.stream.handle)
+        except DeviceFault as fault:
+            self._lost(fault)
+        except CUDAError as error:  # then nobody sleeps: the safety look sees the ticket
+            logger.debug("an event could not be recorded: %s", error)
+        else:
+            watch.recorded = ticket
+
+    def _ask(self, track: Track) -> None:
+        """Asks the driver: the one thing that sees a device fault."""
+        before = self._driver.exchange_capture_mode(CaptureMode.RELAXED)
+        try:
+            self._driver.query_event(track.event.handle)
+        except CUDAError as error:
+            # A fault of a status newer than us is no `DeviceFault`; a capture's is harmless.
+            if error.status not in CAPTURE_STATUSES:
+                self._lost(error)
+        finally:
+            self._driver.exchange_capture_mode(before)
+
+    def _arm(self, track: Track, watch: Watch) -> None:
+        watch.armed = watch.recorded
+
+        def woken() -> None:
+            watch.armed = None
+            self.kick_threadsafe()
+
+        track.crew.sleep_until_done(track, woken)

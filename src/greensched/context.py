@@ -1,0 +1,184 @@
+"""Contexts, primary and green: what is current on a thread, and closing in the right order.
+
+Launches never depend on the current context: a stream knows its own. What does need one (an
+allocation, an event, a copy) happens inside one synchronous `with context.entered()`, which
+restores what the *driver* says was current before; nothing about it is remembered in Python.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Self
+
+from greensched.driver.base import Driver
+from greensched.errors import Closed, GreenschedError, InvalidRequest, run_all
+from greensched.kernels import Loader
+from greensched.resources import SMResource
+from greensched.stream import Event, Stream
+from greensched.typing import ContextHandle, DeviceFacts, EventHandle, GreenHandle, StreamHandle
+
+logger = logging.getLogger("greensched")
+
+
+class Entered:
+    """Makes a context current for a synchronous block, and restores what was current before."""
+
+    __slots__ = ("_before", "_context", "_driver")
+
+    def __init__(self, driver: Driver, context: ContextHandle) -> None:
+        self._driver = driver
+        self._context = context
+
+    def __enter__(self) -> None:
+        self._before = self._driver.current()
+        if self._before != self._context:
+            self._driver.set_current(self._context)
+
+    def __exit__(self, *_: object) -> None:
+        if self._driver.current() != self._before:
+            self._driver.set_current(self._before)
+
+
+class Context:
+    """A device's primary context, or a green one: some of its SMs.
+
+    Made by `Device.primary` and `Device.create_context`. Streams and events made from it hold it;
+    what is left of them when it closes is ended first.
+
+    Attributes:
+        device_ordinal: of its device.
+        green: the driver's green context; None on a primary.
+        resource: the SMs it was given.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        facts: DeviceFacts,
+        loader: Loader,
+        handle: ContextHandle,
+        release: Callable[[], None],
+        green: GreenHandle | None = None,
+    ) -> None:
+        self.driver = driver
+        self.facts = facts
+        self.loader = loader
+        self.handle = handle
+        self.green = green
+        self.streams: set[StreamHandle] = set()
+        self.events: set[EventHandle] = set()
+        self.is_closed = False
+        self._release = release
+        self._entered = _PerThread()
+
+    @property
+    def device_ordinal(self) -> int:
+        """The ordinal of its device."""
+        return self.facts.ordinal
+
+    @property
+    def is_green(self) -> bool:
+        """Whether it has some of the device's SMs only."""
+        return self.green is not None
+
+    @property
+    def resource(self) -> SMResource:
+        """The SMs it was given; of a green context, they can be split again."""
+        self._check()
+        handle = self.driver.context_resource(self.handle)
+        return SMResource(self.driver, self.device_ordinal, handle)
+
+    # -- being current -----------------------------------------------------------------------------
+
+    def entered(self) -> Entered:
+        """A synchronous block in which it is current on this thread; no await inside."""
+        return Entered(self.driver, self.handle)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether it is current on the calling thread."""
+        return self.driver.current() == self.handle
+
+    def __enter__(self) -> Self:
+        """Makes it current on this thread. Reentrant; each thread for itself."""
+        self._check()
+        block = self.entered()
+        block.__enter__()
+        self._entered.blocks.append(block)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Restores what was current; a failure of that is logged, and never hides the body's."""
+        try:
+            self._entered.blocks.pop().__exit__()
+        except GreenschedError as error:
+            logger.error("restoring the current context failed: %s", error)
+            if isinstance(exc[1], BaseException):
+                exc[1].add_note(f"and restoring the current context failed: {error}")
+            else:
+                raise
+
+    def synchronize(self) -> None:
+        """Blocks until all its work is done (a primary's green contexts' too)."""
+        self._check()
+        self.driver.synchronize_context(self.handle)
+
+    # -- what it makes -----------------------------------------------------------------------------
+
+    def create_stream(self, *, priority: int = 0) -> Stream:
+        """A non-blocking stream on its SMs. May block.
+
+        Args:
+            priority: a hint for kernels; smaller is more urgent, and the driver clamps it.
+        """
+        self._check()
+        return Stream(self, priority=priority)
+
+    def create_event(self, *, timing: bool = False, blocking: bool = True) -> Event:
+        """An event for its streams.
+
+        Args:
+            timing: it can be given to `Event.elapsed_since`.
+            blocking: `Event.sync` sleeps instead of spinning.
+        """
+        self._check()
+        return Event(self, timing=timing, blocking=blocking)
+
+    # -- its end -----------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Ends it: events, then streams, then itself. Idempotent. Blocks until its work is done.
+
+        Raises:
+            InvalidRequest: it is current on this thread: leave it first.
+            CUDAError: what the driver answered first; everything was tried all the same.
+        """
+        if self.is_closed:
+            return
+        if self.is_current:
+            raise InvalidRequest(f"{self!r} is current on this thread: leave its block, then close")
+        self.is_closed = True
+        driver = self.driver
+        steps: list[Callable[[], None]] = []
+        if self.is_green and self.streams:
+            steps.append(lambda: driver.synchronize_context(self.handle))
+        steps += [partial(driver.destroy_event, event) for event in self.events]
+        steps += [partial(driver.destroy_stream, stream) for stream in self.streams]
+        run_all([*steps, self._release])
+
+    def _check(self) -> None:
+        if self.is_closed:
+            raise Closed(repr(self))
+
+    def __repr__(self) -> str:
+        kind = "green" if self.is_green else "primary"
+        closed = ", closed" if self.is_closed else ""
+        return f"<Context: {kind}, device {self.device_ordinal}{closed}>"
+
+
+class _PerThread(threading.local):
+    def __init__(self) -> None:
+        self.blocks: list[Entered] = []

@@ -1,0 +1,159 @@
+"""A device: its facts, its primary context, and the front desk where everything on it is made."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from greensched import driver as drivers
+from greensched.context import Context
+from greensched.driver.base import Driver
+from greensched.errors import Closed, InvalidRequest, WrongDevice
+from greensched.kernels import Loader
+from greensched.resources import SMResource, describe
+from greensched.stream import Stream
+from greensched.typing import DeviceFacts
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceResources:
+    """What a device has to give out."""
+
+    sm: SMResource
+
+
+class Device:
+    """A GPU. Making one initialises the driver, which may block; CUDA memory is not touched.
+
+    The primary context is retained when first needed, and released by `close()`.
+
+    Args:
+        ordinal: which device, as the driver counts them.
+        driver: a driver, `"cuda"`, or `"simulated:h200"`; None: the environment's, else CUDA.
+
+    Raises:
+        DriverUnavailable: no usable driver or device; says what to install or change.
+        InvalidRequest: no such device.
+    """
+
+    def __init__(self, ordinal: int = 0, *, driver: str | Driver | None = None) -> None:
+        self.driver = drivers.open(driver)
+        self.driver.initialise()
+        count = self.driver.device_count()
+        if type(ordinal) is not int or not 0 <= ordinal < count:
+            raise InvalidRequest(f"no device {ordinal!r}: there are {count}, from 0 on")
+        #: What never changes about it.
+        self.facts: DeviceFacts = self.driver.device_facts(ordinal)
+        #: The kernels loaded on it.
+        self.loader = Loader(self.driver, self.facts)
+        self._primary: Context | None = None
+        self._closed = False
+        self._lock = threading.Lock()
+
+    @property
+    def ordinal(self) -> int:
+        """Which device, as the driver counts them."""
+        return self.facts.ordinal
+
+    @property
+    def name(self) -> str:
+        """The vendor's name of it."""
+        return self.facts.name
+
+    @property
+    def uuid(self) -> str:
+        """The same in every process, whatever ordinal it has there."""
+        return self.facts.uuid
+
+    @property
+    def compute_capability(self) -> tuple[int, int]:
+        """(major, minor)."""
+        return self.facts.compute_capability
+
+    @property
+    def sm_count(self) -> int:
+        """How many SMs it has."""
+        return self.facts.sm_count
+
+    @property
+    def resources(self) -> DeviceResources:
+        """Every SM of it, to be split."""
+        handle = self.driver.device_resource(self.ordinal)
+        return DeviceResources(sm=SMResource(self.driver, self.ordinal, handle))
+
+    @property
+    def primary(self) -> Context:
+        """Its primary context, retained from here on. The first time may block."""
+        with self._lock:
+            if self._closed:
+                raise Closed(repr(self))
+            if self._primary is None:
+                handle = self.driver.retain_primary(self.ordinal)
+                ordinal, driver = self.ordinal, self.driver
+                self._primary = Context(
+                    driver,
+                    self.facts,
+                    self.loader,
+                    handle,
+                    release=lambda: driver.release_primary(ordinal),
+                )
+            return self._primary
+
+    def set_current(self) -> None:
+        """Makes its primary context current on this thread, until something else is."""
+        self.driver.set_current(self.primary.handle)
+
+    def create_context(self, resources: Sequence[SMResource]) -> Context:
+        """A green context over outputs of one split. May block; does not become current.
+
+        The driver keeps a descriptor of each combination as long as the process lives: make
+        contexts once and reuse them.
+
+        Raises:
+            WrongDevice: resources of another device.
+            CUDAError: INVALID_RESOURCE_CONFIGURATION: outputs of different splits, or (from
+                CUDA 13.1) of different alignment.
+        """
+        for resource in resources:
+            if resource.device != self.ordinal:
+                raise WrongDevice("a resource", resource.device, self.ordinal)
+        driver, primary = self.driver, self.primary
+        green = driver.create_green(describe(driver, resources), self.ordinal)
+        return Context(
+            driver,
+            self.facts,
+            primary.loader,
+            driver.green_context(green),
+            release=lambda: driver.destroy_green(green),
+            green=green,
+        )
+
+    def create_stream(self, *, priority: int = 0) -> Stream:
+        """A non-blocking stream of the primary context: its work runs on *every* SM. May block."""
+        return self.primary.create_stream(priority=priority)
+
+    def close(self) -> None:
+        """Unloads kernels and releases the primary context. Idempotent. May block."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            primary, self._primary = self._primary, None
+        if primary is not None:
+            with primary.entered():
+                self.loader.close()
+            primary.close()
+
+    def __enter__(self) -> Self:
+        """Makes its primary context current on this thread."""
+        self.primary.__enter__()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Restores what was current before."""
+        self.primary.__exit__(*exc)
+
+    def __repr__(self) -> str:
+        return f"<Device {self.ordinal}: {self.name}, {self.sm_count} SMs>"

@@ -1,0 +1,50 @@
+"""The real driver, whole."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from greensched.driver.cuda import startup
+from greensched.driver.cuda.code import Code
+from greensched.driver.cuda.devices import Devices
+from greensched.driver.cuda.memory import Memory
+from greensched.driver.cuda.resources import Resources
+from greensched.driver.cuda.streams import Streams
+from greensched.typing import Feature
+
+
+class CudaDriver(Devices, Resources, Streams, Memory, Code):
+    """CUDA through `cuda.bindings`. Any number of these are the same driver: CUDA is the process's.
+
+    Nothing here knows of fork: in a forked child every verb answers NOT_INITIALIZED at best, and
+    the rooms above refuse first.
+    """
+
+    name: ClassVar[str] = "cuda"
+    needs_binary: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        self._features: dict[Feature, bool] = {}
+        self._version: tuple[int, int] | None = None
+        self._initialised = False
+
+    def initialise(self) -> None:
+        """`cuDriverGetVersion`, then `cuInit`. A refusal may be tried again: drivers get ready."""
+        if not self._initialised:
+            startup.initialise()
+            self._initialised = True
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """The newest CUDA the driver supports; needs no `initialise`."""
+        if self._version is None:
+            number = startup.driver_version()
+            self._version = (number // 1000, number % 1000 // 10)
+        return self._version
+
+    def supports(self, feature: Feature) -> bool:
+        """Whether driver and wheel both have it; needs no `initialise`."""
+        known = self._features.get(feature)
+        if known is None:
+            known = self._features[feature] = startup.has(feature)
+        return known

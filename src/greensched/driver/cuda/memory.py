@@ -1,0 +1,153 @@
+"""Device memory by stream order, pinned memory, copies."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from typing import TYPE_CHECKING, Any, Final
+
+from greensched import errors
+from greensched.driver.base import Driver
+from greensched.driver.cuda.status import NEWER, ask, failed, newer
+from greensched.driver.cuda.wheel import cuda
+from greensched.typing import HostMemory, MemoryPoolHandle
+
+if TYPE_CHECKING:
+    from greensched.typing import StreamHandle
+
+#: CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP: for every context, and addressable by the
+#: device, as `cuStreamWriteValue32` asks.
+_PORTABLE_DEVICEMAP: Final = 1 | 2
+#: A pool gives back at the next synchronisation what it holds beyond this; the default is 0.
+_KEEP_EVERYTHING: Final = 2**64 - 1
+
+_POOL_ATTRIBUTE: Final[Any] = cuda.CUmemPool_attribute
+
+_allocate = cuda.cuMemAllocFromPoolAsync
+_free = cuda.cuMemFreeAsync
+_to_device = cuda.cuMemcpyHtoDAsync
+_to_host = cuda.cuMemcpyDtoHAsync
+_on_device = cuda.cuMemcpyDtoDAsync
+_fill = cuda.cuMemsetD8Async
+
+
+def _pool_properties(device: int) -> Any:
+    """Plain device memory, not shared with other processes (the zeroed rest means that)."""
+    location = cuda.CUmemLocation()
+    location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    location.id = device
+    properties = cuda.CUmemPoolProps()
+    properties.allocType = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    properties.location = location
+    return properties
+
+
+class Memory(Driver):
+    """Where bytes live. Addresses are plain ints: that is what kernels' arguments are made of."""
+
+    def create_memory_pool(self, device: int) -> MemoryPoolHandle:
+        """`cuMemPoolCreate`: the device's default pool belongs to the whole process."""
+        pool = ask(cuda.cuMemPoolCreate, _pool_properties(device), detail=f"device {device}")
+        try:
+            ask(
+                cuda.cuMemPoolSetAttribute,
+                pool,
+                _POOL_ATTRIBUTE.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD,
+                cuda.cuuint64_t(_KEEP_EVERYTHING),
+            )
+        except errors.GreenschedError:
+            with contextlib.suppress(errors.GreenschedError):
+                ask(cuda.cuMemPoolDestroy, pool)
+            raise
+        return MemoryPoolHandle(pool)
+
+    def destroy_memory_pool(self, pool: MemoryPoolHandle) -> None:
+        """`cuMemPoolDestroy`; what is still allocated keeps the memory until it is freed."""
+        ask(cuda.cuMemPoolDestroy, pool)
+
+    def reserved_bytes(self, pool: MemoryPoolHandle) -> int:
+        """`cuMemPoolGetAttribute`."""
+        attribute = _POOL_ATTRIBUTE.CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT
+        return int(ask(cuda.cuMemPoolGetAttribute, pool, attribute))
+
+    def allocate(self, pool: MemoryPoolHandle, nbytes: int, stream: StreamHandle) -> int:
+        """`cuMemAllocFromPoolAsync`; of 0 bytes it is INVALID_VALUE."""
+        try:
+            status, address = _allocate(nbytes, pool, stream)
+        except NEWER as error:
+            raise newer(error, "cuMemAllocFromPoolAsync") from None
+        if status:
+            raise failed(status, "cuMemAllocFromPoolAsync", f"{nbytes} bytes", asked=nbytes)
+        return int(address)
+
+    def free(self, address: int, stream: StreamHandle) -> None:
+        """`cuMemFreeAsync`."""
+        try:
+            (status,) = _free(address, stream)
+        except NEWER as error:
+            raise newer(error, "cuMemFreeAsync") from None
+        if status:
+            raise failed(status, "cuMemFreeAsync")
+
+    def allocate_host(self, nbytes: int) -> HostMemory:
+        """`cuMemHostAlloc`. The view does not own the memory: after `free_host` it dangles."""
+        try:
+            status, address = cuda.cuMemHostAlloc(nbytes, _PORTABLE_DEVICEMAP)
+        except NEWER as error:
+            raise newer(error, "cuMemHostAlloc") from None
+        if status:
+            raise failed(status, "cuMemHostAlloc", f"{nbytes} bytes", asked=nbytes)
+        try:
+            device_address = int(ask(cuda.cuMemHostGetDevicePointer, address, 0))
+        except errors.GreenschedError:
+            with contextlib.suppress(errors.GreenschedError):
+                ask(cuda.cuMemFreeHost, address)
+            raise
+        ctypes.memset(address, 0, nbytes)
+        view = memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
+        return HostMemory(int(address), device_address, nbytes, view)
+
+    def free_host(self, memory: HostMemory) -> None:
+        """`cuMemFreeHost`."""
+        ask(cuda.cuMemFreeHost, memory.address)
+
+    def memory_info(self) -> tuple[int, int]:
+        """`cuMemGetInfo`: of the whole device and all its processes, not of a partition."""
+        free, total = ask(cuda.cuMemGetInfo)
+        return int(free), int(total)
+
+    def copy_to_device(self, address: int, host: int, nbytes: int, stream: StreamHandle) -> None:
+        """`cuMemcpyHtoDAsync`; the host memory must live until the copy is done."""
+        try:
+            (status,) = _to_device(address, host, nbytes, stream)
+        except NEWER as error:
+            raise newer(error, "cuMemcpyHtoDAsync") from None
+        if status:
+            raise failed(status, "cuMemcpyHtoDAsync", f"{nbytes} bytes")
+
+    def copy_to_host(self, host: int, address: int, nbytes: int, stream: StreamHandle) -> None:
+        """`cuMemcpyDtoHAsync`; the host memory must live until the copy is done."""
+        try:
+            (status,) = _to_host(host, address, nbytes, stream)
+        except NEWER as error:
+            raise newer(error, "cuMemcpyDtoHAsync") from None
+        if status:
+            raise failed(status, "cuMemcpyDtoHAsync", f"{nbytes} bytes")
+
+    def copy(self, target: int, source: int, nbytes: int, stream: StreamHandle) -> None:
+        """`cuMemcpyDtoDAsync`."""
+        try:
+            (status,) = _on_device(target, source, nbytes, stream)
+        except NEWER as error:
+            raise newer(error, "cuMemcpyDtoDAsync") from None
+        if status:
+            raise failed(status, "cuMemcpyDtoDAsync", f"{nbytes} bytes")
+
+    def set_bytes(self, address: int, value: int, nbytes: int, stream: StreamHandle) -> None:
+        """`cuMemsetD8Async`."""
+        try:
+            (status,) = _fill(address, value, nbytes, stream)
+        except NEWER as error:
+            raise newer(error, "cuMemsetD8Async") from None
+        if status:
+            raise failed(status, "cuMemsetD8Async", f"{nbytes} bytes")

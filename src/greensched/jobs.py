@@ -1,0 +1,115 @@
+"""Jobs: one piece of work submitted to a partition, awaitable by anybody, any number of times."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Generator
+from typing import Any, Generic
+
+from greensched.errors import Poisoned, WouldBlock
+from greensched.loops import current_door
+from greensched.stream import Track
+from greensched.typing import T
+
+
+class Job(Generic[T]):
+    """Work that was submitted: await it, ask it, or leave it to the end of the partition's block.
+
+    Any number of tasks may await it, on any loop, any number of times. Cancelling one of them
+    cancels nothing but its waiting: work on a device cannot be stopped.
+
+    A failed job raises at each await. A failure that nobody has seen when the partition's block
+    ends normally is raised there.
+    """
+
+    __slots__ = ("_error", "_failures", "_finish", "_is_seen", "_track", "_value", "ticket", "what")
+
+    def __init__(self, track: Track, ticket: int, what: str, failures: list[Job[Any]]) -> None:
+        self._failures = failures
+        self._track = track
+        #: Written by the stream when the work is done.
+        self.ticket = ticket
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self._finish: Callable[[], T] | None = None
+        self._is_seen = False
+        #: What it does, for people.
+        self.what = what
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has ended, well or not. Does not wait."""
+        return self._track.reached(self.ticket) or self._track.fault is not None
+
+    def result(self) -> T:
+        """What it gave, at once.
+
+        Raises:
+            WouldBlock: it is not done.
+            Poisoned: the device failed before it was done.
+            Exception: what the job itself failed with.
+        """
+        if not self._track.reached(self.ticket):
+            if self._track.fault is None:
+                raise WouldBlock(f"{self!r} is not done: await it")
+            self._is_seen = True
+            raise Poisoned(self._track.fault)
+        self._is_seen = True
+        if self._error is not None:
+            raise self._error
+        if self._finish is not None:
+            self.finish()
+        return self._value  # type: ignore[no-any-return]  # T, or None where T is None
+
+    def exception(self) -> BaseException | None:
+        """What it failed with, if it did. Raises `WouldBlock` while it is not done."""
+        try:
+            self.result()
+        except WouldBlock:
+            raise
+        except BaseException as error:
+            return error
+        return None
+
+    def __await__(self) -> Generator[Any, None, T]:
+        """Waits until it is done, then gives what `result` gives."""
+        track, ticket = self._track, self.ticket
+        if not track.reached(ticket):
+            completion = track.crew.home.completion()
+            while not (track.reached(ticket) or track.fault is not None):
+                yield from completion.wait(track, ticket).__await__()
+        elif asyncio._get_running_loop() is None:  # trio: an await is a checkpoint, wait or not
+            yield from current_door().checkpoint().__await__()
+        return self.result()
+
+    # -- for the partition -----------------------------------------------------------------------
+
+    def finish_with(self, finish: Callable[[], T]) -> None:
+        """What remains to be done by the host once the device is done; done once, by `finish`."""
+        self._finish = finish
+
+    def finish(self) -> None:
+        """Does what remains for the host."""
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            self._value = finish()
+
+    def succeed(self, value: T) -> None:
+        """Sets the result, before the ticket is written."""
+        self._value = value
+
+    def fail(self, error: BaseException) -> None:
+        """Sets the failure, before the ticket is written."""
+        self._error = error
+        self._failures.append(self)
+
+    @property
+    def unseen_error(self) -> BaseException | None:
+        """A failure that nobody has been told."""
+        return None if self._is_seen else self._error
+
+    def __repr__(self) -> str:
+        state = "done" if self.is_done else "running"
+        if self._error is not None:
+            state = f"failed: {type(self._error).__name__}"
+        return f"<Job {self.what}: {state}>"

@@ -1,0 +1,34 @@
+"""Kernels: source to cubin to `Kernel`, cached; and the built-in ones.
+
+Importing loads neither numpy nor NVRTC: sources are only read, and compiled when a device first
+needs them.
+"""
+
+from __future__ import annotations
+
+from greensched.kernels.builtin import (
+    fill,
+    gaussian_blur,
+    latch,
+    matmul,
+    reduce_sum,
+    saxpy,
+    smids,
+    spin,
+)
+from greensched.kernels.loader import Loader
+from greensched.kernels.program import Kernel, Program
+
+__all__ = [
+    "Kernel",
+    "Loader",
+    "Program",
+    "fill",
+    "gaussian_blur",
+    "latch",
+    "matmul",
+    "reduce_sum",
+    "saxpy",
+    "smids",
+    "spin",
+]

@@ -1,0 +1,14 @@
+"""The kernels greensched brings along: for examples, tests, measurements and `pool.verify()`.
+
+Each has its CUDA source, its numpy reference and its cost, in the same file, so it runs on a GPU
+and on the simulated driver alike. Numbers are float32; none asks for a particular grid or block.
+"""
+
+from __future__ import annotations
+
+from greensched.kernels.builtin.arrays import fill, reduce_sum, saxpy
+from greensched.kernels.builtin.blur import gaussian_blur
+from greensched.kernels.builtin.probes import latch, smids, spin
+from greensched.kernels.builtin.product import matmul
+
+__all__ = ["fill", "gaussian_blur", "latch", "matmul", "reduce_sum", "saxpy", "smids", "spin"]

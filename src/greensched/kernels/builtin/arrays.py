@@ -1,0 +1,94 @@
+"""Kernels over flat float32 arrays of `n` items: fill, saxpy, reduce_sum.
+
+Any grid and any block is right. All three are bound by memory: their costs are their bytes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from greensched.kernels.builtin.common import ITEMS, NUMBERING, blocks_for, roofline
+from greensched.kernels.program import Program
+from greensched.typing import Cost, LaunchFacts
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from greensched.kernels.builtin.common import Floats
+
+_SOURCE = (
+    NUMBERING
+    + ITEMS
+    + r"""
+extern "C" __global__ void fill(float *out, float value, size_t n) {
+    for (size_t i = first_item(); i < n; i += item_step()) out[i] = value;
+}
+
+extern "C" __global__ void saxpy(float a, const float *x, float *y, size_t n) {
+    for (size_t i = first_item(); i < n; i += item_step()) y[i] = a * x[i] + y[i];
+}
+
+extern "C" __global__ void reduce_sum(const float *x, float *out, size_t n) {
+    __shared__ float parts[1024];
+    const unsigned me = thread_number();
+    float sum = 0.0f;
+    for (size_t i = first_item(); i < n; i += item_step()) sum += x[i];
+    parts[me] = sum;
+    __syncthreads();
+    // Any number of threads: the upper half is added to the lower, an odd one in the middle waits.
+    for (unsigned live = thread_count(); live > 1; live = (live + 1) / 2) {
+        const unsigned half = (live + 1) / 2;
+        if (me + half < live) parts[me] += parts[me + half];
+        __syncthreads();
+    }
+    if (me == 0) atomicAdd(out, parts[0]);
+}
+"""
+)
+
+_program = Program(_SOURCE, name="greensched/arrays.cu")
+
+#: `fill(float *out, float value, size_t n)`: sets n items.
+fill = _program.kernel("fill")
+#: `saxpy(float a, const float *x, float *y, size_t n)`: y = a * x + y over n items.
+saxpy = _program.kernel("saxpy")
+#: `reduce_sum(const float *x, float *out, size_t n)`: adds the sum of n items to out[0]. In what
+#: order is not defined, so neither are the last bits.
+reduce_sum = _program.kernel("reduce_sum")
+
+
+@fill.reference
+def _fill(_launch: LaunchFacts, out: Floats, value: np.float32, n: np.uint64) -> None:
+    out[: int(n)] = value
+
+
+@saxpy.reference
+def _saxpy(_launch: LaunchFacts, a: np.float32, x: Floats, y: Floats, n: np.uint64) -> None:
+    y[: int(n)] += a * x[: int(n)]
+
+
+@reduce_sum.reference
+def _reduce_sum(_launch: LaunchFacts, x: Floats, out: Floats, n: np.uint64) -> None:
+    out[0] += x[: int(n)].sum()
+
+
+@fill.cost
+def _fill_cost(launch: LaunchFacts, _out: Floats, _value: np.float32, n: np.uint64) -> Cost:
+    return _streaming(launch, int(n), nbytes=4)
+
+
+@saxpy.cost
+def _saxpy_cost(launch: LaunchFacts, _a: np.float32, _x: Floats, _y: Floats, n: np.uint64) -> Cost:
+    return _streaming(launch, int(n), nbytes=12)
+
+
+@reduce_sum.cost
+def _reduce_sum_cost(launch: LaunchFacts, _x: Floats, _out: Floats, n: np.uint64) -> Cost:
+    return _streaming(launch, int(n), nbytes=4)
+
+
+def _streaming(launch: LaunchFacts, n: int, nbytes: int) -> Cost:
+    """Of so many bytes an item. At most two operations an item never matter beside them."""
+    return roofline(
+        launch, blocks=blocks_for(launch, n), flops=2.0 * n, efficiency=1.0, nbytes=nbytes * n
+    )

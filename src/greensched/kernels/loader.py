@@ -1,0 +1,122 @@
+"""`Loader`: the kernels of one open device, loaded when first used.
+
+The launch path asks `loaded`, which never blocks; where it says None a worker calls `load`, which
+compiles, loads, and compares the parameters with the code's: a launch reads as many bytes behind
+each argument as the *code* says, so a wrong parameter would read foreign memory.
+
+A kernel has one handle on a device, but each context loads its code for itself, and its first
+launch there may block. Who has several contexts calls `load` in each, and remembers where.
+"""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+
+from greensched.driver.base import Driver
+from greensched.errors import ArgumentMismatch, Closed, run_all
+from greensched.kernels.program import Kernel, Program
+from greensched.typing import DeviceFacts, KernelHandle, LibraryHandle, Parameter
+
+
+class Loader:
+    """Compiles and loads kernels for one device, each once. Thread-safe.
+
+    One library is loaded for each program, and stays until `close`. A loader keeps the kernels it
+    loaded alive.
+    """
+
+    def __init__(self, driver: Driver, facts: DeviceFacts) -> None:
+        self._driver = driver
+        self._facts = facts
+        self._lock = threading.Lock()
+        self._libraries: dict[Program, LibraryHandle] = {}
+        self._handles: dict[Kernel, KernelHandle] = {}
+        self._closed = False
+
+    def loaded(self, kernel: Kernel) -> KernelHandle | None:
+        """The kernel's handle if a `load`, in whatever context, has got it. Never blocks."""
+        return self._handles.get(kernel)
+
+    def load(self, kernel: Kernel) -> KernelHandle:
+        """The kernel's handle, compiled and loaded if it is not. Blocks.
+
+        The calling thread needs a current context of the device. The kernel is loaded in that
+        context also where it has its handle already: a launch there does not block then.
+
+        Raises:
+            CompileFailed: its source does not compile.
+            DriverUnavailable: it must be compiled, and there is no NVRTC.
+            NotSupported: it is a cubin for another architecture.
+            ArgumentMismatch: its parameters are not those of the code.
+            CUDAError: the driver refused the code, or has no such kernel in it.
+            Closed: the loader is closed.
+        """
+        handle = self._handles.get(kernel)
+        if handle is None:
+            handle = self._open(kernel)
+        self._driver.load_kernel(handle)
+        return handle
+
+    def close(self) -> None:
+        """Unloads everything, last loaded first. Blocks. Idempotent.
+
+        Raises:
+            CUDAError: the first that an unloading met; later ones are its notes. Every library
+                was tried.
+        """
+        with self._lock:
+            self._closed = True
+            self._handles.clear()
+            libraries = [self._libraries.popitem()[1] for _ in range(len(self._libraries))]
+        run_all(partial(self._driver.unload_code, library) for library in libraries)
+
+    def _open(self, kernel: Kernel) -> KernelHandle:
+        binary = self._binary(kernel.program)
+        with self._lock:
+            if self._closed:
+                raise Closed("the loader of kernels")
+            if kernel not in self._handles:
+                self._handles[kernel] = self._find(kernel, binary)
+            return self._handles[kernel]
+
+    def _binary(self, program: Program) -> bytes:
+        """Outside the lock, so that a long compilation keeps nobody from loading another kernel."""
+        if not self._driver.needs_binary or program in self._libraries:
+            return b""
+        return program.compile(self._facts.arch)
+
+    def _find(self, kernel: Kernel, binary: bytes) -> KernelHandle:
+        program = kernel.program
+        if program not in self._libraries:
+            self._libraries[program] = self._driver.load_code(program.image(binary))
+        handle = self._driver.get_kernel(self._libraries[program], kernel.name)
+        layout = self._driver.kernel_layout(handle)
+        if layout is not None:
+            _check_layout(kernel, layout)
+        return handle
+
+
+def _check_layout(kernel: Kernel, layout: tuple[tuple[int, int], ...]) -> None:
+    """Compares parameters with the (offset, size) of each in the code."""
+    parameters = kernel.parameters
+    if len(parameters) != len(layout):
+        raise ArgumentMismatch(
+            kernel.name, f"the code takes {len(layout)} parameters, and {len(parameters)} are given"
+        )
+    end = 0
+    for parameter, (offset, size) in zip(parameters, layout, strict=True):
+        expected = end + -end % parameter.size if _is_scalar(parameter) else offset
+        if (expected, parameter.size) != (offset, size):
+            raise ArgumentMismatch(
+                kernel.name,
+                f"parameter {parameter.name!r} has {parameter.size} bytes at offset {expected} "
+                f"as given ({parameter.dtype}{' *' if parameter.pointer else ''}), "
+                f"and {size} bytes at offset {offset} in the code",
+            )
+        end = offset + size
+
+
+def _is_scalar(parameter: Parameter) -> bool:
+    """Whether CUDA aligns it to its own size, as it does not a structure (`"V24"`)."""
+    return parameter.pointer or not parameter.dtype.startswith("V")

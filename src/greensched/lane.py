@@ -1,0 +1,100 @@
+"""Lanes: a green context over a set of cells, with its streams, tickets and staging.
+
+Made once, cached and reused. A lane has two tracks: launches and copies go to one, blocking
+callables have the other. Its green context is made current by its worker thread alone (a green
+context may be current on one thread at a time), so everything that needs it current (streams,
+events) is made at its birth, before anybody else knows it.
+"""
+
+from __future__ import annotations
+
+from greensched.context import Context
+from greensched.device import Device
+from greensched.errors import run_all
+from greensched.kernels import Kernel
+from greensched.launch import LaunchConfig, Plan
+from greensched.memory import Words
+from greensched.resources import SMResource
+from greensched.stream import EventTrack
+from greensched.transfer import Chunks
+
+#: Jobs in flight on a track at most, so that no launch ever blocks: a driver's launch queue is
+#: seen to hold about 1,000 (docs/completion.md), and a job is up to three entries.
+DEPTH = 256
+
+
+class Lane:
+    """A partition as it exists on the device, whoever leases it.
+
+    Args:
+        device: where.
+        resources: the SMs, outputs of one split.
+        mask: its cells, as planning counts them.
+        words: where its tickets are written.
+
+    It is made on a thread of ours: that blocks.
+    """
+
+    def __init__(
+        self, device: Device, resources: list[SMResource], mask: int, words: Words
+    ) -> None:
+        self.device = device
+        self.mask = mask
+        self.context: Context = device.create_context(resources)
+        try:
+            self.sm_count = self.context.resource.sm_count
+            #: Launches and copies.
+            self.launches = words.create_track(self.context)
+            #: Blocking callables.
+            self.runs = words.create_track(self.context)
+            #: The whole green context's work, when a lease ends that used it beyond its tracks.
+            self.whole = self.context.create_event()
+            events = self.context.create_event(), self.context.create_event()
+            self.chunks = Chunks(self.launches, events)
+        except BaseException:
+            self.context.close()  # and with it whatever was made
+            raise
+        #: Launches made ready, by kernel and geometry; their values are set at each launch.
+        self.plans: dict[tuple[Kernel, LaunchConfig], Plan] = {}
+
+    @property
+    def depth(self) -> int:
+        """Jobs in flight on a track at most."""
+        return min(DEPTH, EventTrack.DEPTH - 1 if self.uses_events else DEPTH)
+
+    @property
+    def uses_events(self) -> bool:
+        """Whether its tickets are events, because its driver's streams cannot write words."""
+        return isinstance(self.launches, EventTrack)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every ticket issued is reached."""
+        return self.launches.is_idle and self.runs.is_idle
+
+    def fail(self, fault: BaseException) -> None:
+        """After a device fault no ticket is reached any more."""
+        self.launches.fault = self.runs.fault = fault
+
+    def close(self) -> None:
+        """Ends everything in order; its work is done. Blocks.
+
+        Raises:
+            CUDAError: what the driver answered; everything was tried all the same.
+        """
+        run_all(
+            (
+                self._close_chunks,
+                self.whole.close,
+                self.launches.close,
+                self.runs.close,
+                self.context.close,
+            )
+        )
+
+    def _close_chunks(self) -> None:
+        with self.device.primary.entered():
+            self.chunks.close()
+
+    def __repr__(self) -> str:
+        return f"<Lane: {self.sm_count} SMs of device {self.device.ordinal}, cells {self.mask:b}>"

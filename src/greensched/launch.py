@@ -1,0 +1,316 @@
+"""Launching: the geometry, the arguments checked and packed once, and the launch itself.
+
+A kernel is launched on a stream, and the stream's context decides the SMs; the calling thread's
+current context plays no part. Parameters live in one buffer of slots with an array of pointers
+to them, which the driver reads during each call: so packing is paid once, and a changed value is
+one store.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from greensched.driver.base import Driver
+from greensched.errors import ArgumentMismatch, InvalidLaunch, NotSimulable
+from greensched.kernels import Kernel
+from greensched.memory import Buffer, PinnedBuffer
+from greensched.stream import Stream
+from greensched.typing import DeviceFacts, Dim3, KernelHandle, Parameter
+
+#: memoryview formats of numpy's scalar codes. Half floats and structures have none.
+_FORMATS = {
+    "f4": "f", "f8": "d", "i1": "b", "u1": "B", "i2": "h", "u2": "H", "i4": "i", "u4": "I",
+    "i8": "q", "u8": "Q",
+}  # fmt: skip
+
+#: Dynamic shared memory beyond which a kernel must be allowed it. Source: programming guide.
+UNASKED_SHARED = 48 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchConfig:
+    """How many threads a kernel is launched with.
+
+    Attributes:
+        grid: blocks in x, y, z; an int, or fewer numbers, leave the rest 1.
+        block: threads of a block, likewise.
+        shmem_size: bytes of dynamic shared memory of each block.
+
+    Raises:
+        InvalidLaunch: a number that is not a positive int (`shmem_size`: not >= 0). What is too
+            much for a device is refused where the kernel is launched.
+    """
+
+    grid: int | tuple[int, ...]
+    block: int | tuple[int, ...]
+    shmem_size: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "grid", _dim3("grid", self.grid))
+        object.__setattr__(self, "block", _dim3("block", self.block))
+        if type(self.shmem_size) is not int or self.shmem_size < 0:
+            raise InvalidLaunch("shmem_size", self.shmem_size, "a whole number of bytes, >= 0")
+
+    @property
+    def grid3(self) -> Dim3:
+        """Blocks in x, y, z."""
+        return self.grid  # type: ignore[return-value]  # made so in __post_init__
+
+    @property
+    def block3(self) -> Dim3:
+        """Threads of a block in x, y, z."""
+        return self.block  # type: ignore[return-value]  # made so in __post_init__
+
+    def check(self, facts: DeviceFacts) -> None:
+        """Refuses what is beyond a device; the message says which number and its limit.
+
+        Raises:
+            InvalidLaunch: grid, block or shared memory beyond the device.
+        """
+        for what, sizes, limits in (
+            ("grid", self.grid3, facts.max_grid),
+            ("block", self.block3, facts.max_block),
+        ):
+            for axis, size, limit in zip("xyz", sizes, limits, strict=True):
+                if size > limit:
+                    raise InvalidLaunch(f"{what}.{axis}", size, limit)
+        self.check_threads(facts.max_threads_per_block)
+        if self.shmem_size > facts.max_shared_bytes:
+            raise InvalidLaunch("shmem_size", self.shmem_size, facts.max_shared_bytes)
+
+    def check_threads(self, limit: int, whose: str = "the device") -> None:
+        """Refuses more threads to a block than the device or the kernel can have."""
+        x, y, z = self.block3
+        if x * y * z > limit:
+            raise InvalidLaunch(
+                f"threads of a block ({x} x {y} x {z}, for {whose})", x * y * z, limit
+            )
+
+
+class Arguments:
+    """The parameters of one kernel, packed for the driver.
+
+    Args:
+        kernel: whose parameters.
+        device: the ordinal the buffers must belong to.
+    """
+
+    __slots__ = ("_device", "_kernel", "_setters", "_slots", "address", "buffers")
+
+    def __init__(self, kernel: Kernel, device: int) -> None:
+        self._kernel = kernel
+        self._device = device
+        parameters = kernel.parameters
+        offsets, end = [], 0
+        for parameter in parameters:
+            offsets.append(end)
+            end += -(-parameter.size // 8) * 8
+        self._slots = (ctypes.c_uint64 * (end // 8 + len(parameters) + 1))()
+        base = ctypes.addressof(self._slots)
+        for i, offset in enumerate(offsets):
+            self._slots[end // 8 + i] = base + offset
+        #: Host address of the array of pointers to the values.
+        self.address = base + end
+        #: What stands for each pointer parameter: (buffer, does the kernel write it).
+        self.buffers: dict[int, tuple[Buffer | PinnedBuffer, bool]] = {}
+        memory = memoryview(self._slots).cast("B")
+        self._setters = tuple(
+            self._setter(i, parameter, memory, offset)
+            for i, (parameter, offset) in enumerate(zip(parameters, offsets, strict=True))
+        )
+
+    def fill(self, values: Sequence[object]) -> None:
+        """Sets all of them.
+
+        Raises:
+            ArgumentMismatch: their number, or the kind of one; says which and what it should be.
+            BufferClosed, WrongDevice: a buffer that cannot be used here.
+        """
+        setters = self._setters
+        if len(values) != len(setters):
+            wanted = ", ".join(_said(p) for p in self._kernel.parameters) or "none"
+            raise ArgumentMismatch(
+                self._kernel.name,
+                f"takes {len(setters)} arguments ({wanted}), and got {len(values)}",
+            )
+        index = 0
+        try:
+            for index, setter in enumerate(setters):
+                setter(values[index])
+        except (TypeError, ValueError, OverflowError) as error:
+            raise self._refused(index, values[index], error) from None
+
+    def copy(self) -> Arguments:
+        """The same values, at another address."""
+        twin = Arguments(self._kernel, self._device)
+        values = ctypes.sizeof(self._slots) - 8 * (len(self._setters) + 1)
+        ctypes.memmove(twin._slots, self._slots, values)
+        twin.buffers = dict(self.buffers)
+        return twin
+
+    def set(self, index: int, value: object) -> None:
+        """Sets one.
+
+        Raises:
+            IndexError: there is no such argument.
+            ArgumentMismatch, BufferClosed, WrongDevice: as for `fill`.
+        """
+        setter = self._setters[index]
+        try:
+            setter(value)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise self._refused(index, value, error) from None
+
+    def _refused(self, index: int, value: object, error: Exception) -> Exception:
+        if type(error) not in (TypeError, ValueError, OverflowError):
+            return error  # one of ours, which says more
+        parameter = self._kernel.parameters[index]
+        return ArgumentMismatch(
+            self._kernel.name,
+            f"argument {index} ({_said(parameter)}) got {_shown(value)}: {error}",
+        )
+
+    def _setter(
+        self, index: int, parameter: Parameter, memory: memoryview[int], offset: int
+    ) -> Callable[[Any], None]:
+        place = memory[offset : offset + parameter.size]
+        if parameter.pointer:
+            return self._pointer_setter(index, parameter, place.cast("Q"))
+        if parameter.dtype in _FORMATS:
+            slot = place.cast(_FORMATS[parameter.dtype])  # type: ignore[call-overload]  # any format
+
+            def scalar(value: Any) -> None:
+                slot[0] = value
+
+            return scalar
+        array = np.frombuffer(place, parameter.dtype)
+
+        def other(value: Any) -> None:
+            if parameter.dtype == "b1" and not isinstance(value, (bool, np.bool_)):
+                raise TypeError("must be True or False")
+            array[0] = value
+
+        return other
+
+    def _pointer_setter(
+        self, index: int, parameter: Parameter, slot: memoryview[int]
+    ) -> Callable[[Any], None]:
+        buffers, device, write = self.buffers, self._device, not parameter.const
+        dtype = None if parameter.dtype == "V1" else np.dtype(parameter.dtype)
+
+        def pointer(value: Any) -> None:
+            if not isinstance(value, (Buffer, PinnedBuffer)):
+                raise TypeError("must be a Buffer (see Partition.upload and Partition.empty)")
+            value.check(device)
+            if dtype is not None and value.dtype != dtype:
+                raise TypeError(f"holds {value.dtype}, and must hold {dtype}")
+            slot[0] = value.address
+            buffers[index] = (value, write)
+
+        return pointer
+
+
+class Plan:
+    """A launch made ready: `fire()` launches with what the arguments then hold; never blocks.
+
+    Args:
+        stream: where it goes.
+        handle: the kernel, loaded.
+        arguments: filled by the caller, before each `fire` or once.
+    """
+
+    __slots__ = ("_how", "arguments", "fire")
+
+    def __init__(
+        self,
+        stream: Stream,
+        config: LaunchConfig,
+        kernel: Kernel,
+        handle: KernelHandle,
+        arguments: Arguments,
+    ) -> None:
+        owner = stream.context
+        driver, facts = owner.driver, owner.facts
+        limits = driver.kernel_limits(handle, facts.ordinal)
+        config.check_threads(limits.max_threads_per_block, f"kernel {kernel.name!r}")
+        if config.shmem_size > UNASKED_SHARED:
+            most = facts.max_shared_bytes - limits.static_shared_bytes
+            if config.shmem_size > most:
+                raise InvalidLaunch("shmem_size", config.shmem_size, most)
+            driver.allow_shared(handle, facts.ordinal, config.shmem_size)
+        self._how = (stream, config, kernel, handle)
+        self.arguments = arguments
+        self.fire = driver.bind_launch(
+            stream.handle, handle, config.grid3, config.block3, config.shmem_size, arguments.address
+        )
+
+    def copy(self) -> Plan:
+        """The same launch with the values of now, whatever is set here later."""
+        return Plan(*self._how, self.arguments.copy())
+
+
+def check_runnable(kernel: Kernel, driver: Driver) -> None:
+    """Refuses, on a driver that runs references, a kernel that lacks one.
+
+    Raises:
+        NotSimulable: it has no reference or no cost; says how to give it one.
+    """
+    if driver.needs_binary:
+        return
+    if kernel.spec.reference is None:
+        raise NotSimulable(kernel.name)
+    if kernel.spec.cost is None:
+        raise NotSimulable(kernel.name, "cost")
+
+
+def launch(stream: Stream, config: LaunchConfig, kernel: Kernel, *args: object) -> None:
+    """Launches a kernel on a stream, in cuda.core's order of arguments, and does not wait for it.
+
+    Nothing here orders the launch behind work of other streams on the same buffers, or tells
+    when it is done: that is what partitions are for. The first launch of a kernel on a device
+    compiles and loads it, which blocks: not on an event-loop thread.
+
+    Raises:
+        InvalidLaunch: a geometry beyond the device or the kernel.
+        ArgumentMismatch: wrong number or kind of arguments.
+        NotSimulable: simulated, and the kernel has no reference or no cost.
+        CompileFailed: its source does not compile.
+        CUDAError: the driver refused it.
+    """
+    owner = stream.context
+    config.check(owner.facts)
+    check_runnable(kernel, owner.driver)
+    arguments = Arguments(kernel, owner.device_ordinal)
+    arguments.fill(args)
+    handle = owner.loader.loaded(kernel)
+    if handle is None:
+        with owner.entered():
+            handle = owner.loader.load(kernel)
+    Plan(stream, config, kernel, handle, arguments).fire()
+
+
+def _dim3(what: str, value: object) -> Dim3:
+    numbers = value if isinstance(value, tuple) else (value,)
+    if not 1 <= len(numbers) <= 3:
+        raise InvalidLaunch(what, value, "one to three numbers")
+    for axis, number in zip("xyz", numbers, strict=False):
+        if not isinstance(number, (int, np.integer)) or isinstance(number, bool) or number < 1:
+            raise InvalidLaunch(f"{what}.{axis}", repr(number), "a whole number, at least 1")
+    x, y, z = (*(int(n) for n in numbers), 1, 1)[:3]
+    return x, y, z
+
+
+def _said(parameter: Parameter) -> str:
+    kind = "void" if parameter.dtype == "V1" else np.dtype(parameter.dtype).name
+    star = "const " * parameter.const + kind + " *" if parameter.pointer else kind + " "
+    return f"{star}{parameter.name}"
+
+
+def _shown(value: object) -> str:
+    """A value's type, and never the contents of an array."""
+    return repr(value) if isinstance(value, (int, float, str)) else type(value).__name__

@@ -1,0 +1,516 @@
+"""The lease of a lane: what `async with pool.partition(...)` yields."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Literal, ParamSpec, Protocol, Self, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from greensched import transfer
+from greensched.bound import Bound
+from greensched.channel import Channel, order_behind
+from greensched.context import Context
+from greensched.errors import InvalidArray, PartitionClosed, Poisoned, WouldBlock
+from greensched.jobs import Job
+from greensched.kernels import Kernel
+from greensched.launch import Arguments, LaunchConfig, Plan, check_runnable
+from greensched.memory import Buffer, PinnedBuffer, dtype_of
+from greensched.stream import MASK, Stream
+from greensched.transfer import Slot
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Array = npt.NDArray[Any]
+
+#: Launches made ready that a lane keeps; beyond, it starts anew.
+PLANS = 256
+
+
+class Grantor(Protocol):
+    """What a partition needs of its pool."""
+
+    async def acquire(self, wish: Any) -> tuple[Channel, ...]: ...
+
+
+class Partition:
+    """SMs of one device, leased to one task at a time; made by `pool.partition(...)`.
+
+    Inside its `async with` block: submit work, await it or leave it. Leaving the block normally
+    waits for all of it and raises the first failure that nobody has seen; leaving it by an
+    exception or a cancellation does not wait: the SMs go back when the device is done with them.
+
+    Launches and copies happen in the order in which they are submitted. All methods that return a
+    `Job` check everything first and raise, before anything is submitted:
+
+    * `PartitionClosed` outside the block; `PoolClosed`, `Poisoned`, `ForkedPool` when too late;
+    * `WouldBlock` at the bound of jobs in flight: `await ready()` first;
+    * `BufferClosed`, `WrongDevice` for a buffer that cannot be used here;
+    * `InvalidRequest` while the partition's stream is capturing.
+
+    Everything here is for the loop that entered it.
+    """
+
+    __slots__ = ("__weakref__", "_bound", "_channel", "_grantor", "_wish")
+
+    def __init__(self, grantor: Grantor, wish: Any, granted: Channel | None = None) -> None:
+        self._grantor = grantor
+        self._wish = wish
+        self._channel = granted
+        self._bound: list[Bound] = []
+
+    # -- being leased ------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        """Waits its turn for the SMs; a checkpoint on trio, and on asyncio only if it waits.
+
+        A cancellation leaves nothing behind: no place in the queue, no SM.
+
+        Raises:
+            QueueFull: too many wait already.
+            DeadlineExceeded: the deadline passed while it was queued.
+            WouldDeadlock: this task holds what it asks for.
+            PoolClosed, Poisoned, ForkedPool: the pool grants nothing (any more).
+        """
+        if self._channel is None:  # else granted beforehand, by partition_nowait
+            (self._channel,) = await self._grantor.acquire(self._wish)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        """Ends the lease; see the class. A cancellation while it waits only stops the waiting."""
+        channel = self._open()
+        holding = channel.holding
+        for bound in self._bound:
+            bound.close()
+        self._bound.clear()
+        holding.end()
+        if kind is not None:
+            return
+        if not holding.is_over:
+            await holding.wait_until_over()
+        unseen = holding.unseen_error
+        if unseen is not None:
+            raise unseen
+        if channel.track.fault is not None:
+            raise Poisoned(channel.track.fault)
+
+    def _open(self) -> Channel:
+        channel = self._channel
+        if channel is None:
+            raise PartitionClosed("this partition", "not granted: use it with `async with`")
+        if not channel.holding.is_open:
+            raise PartitionClosed("this partition")
+        return channel
+
+    def _ready(self) -> Channel:
+        """Everything that can be wrong with submitting anything at all."""
+        channel = self._open()
+        channel.check_pool()
+        channel.check()
+        return channel
+
+    def __del__(self) -> None:
+        channel = self._channel
+        if channel is not None and channel.holding.is_open:
+            warnings.warn(
+                f"{self!r} was never left: use it with `async with`",
+                ResourceWarning,
+                stacklevel=2,
+                source=self,
+            )
+            channel.holding.completion.door.call_threadsafe(channel.holding.end)
+
+    # -- facts -------------------------------------------------------------------------------------
+
+    @property
+    def sm_count(self) -> int:
+        """The SMs it was granted: never fewer than were asked for, often a few more."""
+        return self._open().lane.sm_count
+
+    @property
+    def device(self) -> int:
+        """The ordinal of its device."""
+        return self._open().ordinal
+
+    @property
+    def stream(self) -> Stream:
+        """The stream of its launches and copies, for libraries that take one.
+
+        What others put there is waited for at the end of the lease. While it is capturing,
+        nothing can be submitted here.
+        """
+        channel = self._open()
+        channel.holding.is_exposed = True
+        return channel.track.stream
+
+    @property
+    def context(self) -> Context:
+        """Its green context. Current on one thread at a time; no `await` while it is."""
+        channel = self._open()
+        channel.holding.is_exposed = True
+        return channel.lane.context
+
+    def __cuda_stream__(self) -> tuple[Literal[0], int]:
+        """The partition stands for its stream wherever libraries take one."""
+        return self.stream.__cuda_stream__()
+
+    # -- launching ---------------------------------------------------------------------------------
+
+    def launch(self, kernel: Kernel, config: LaunchConfig, *args: object) -> Job[None]:
+        """Launches a kernel and returns at once.
+
+        A kernel's first use on these SMs goes through a thread of ours, which compiles and loads
+        it, and so does what is submitted behind it until then.
+
+        Args:
+            kernel: what to launch.
+            config: with how many threads.
+            args: as the kernel's parameters: a `Buffer` or `PinnedBuffer` for each pointer, a
+                number for each scalar.
+
+        Raises:
+            ArgumentMismatch: wrong number or kind of arguments.
+            InvalidLaunch: a grid, block or shared memory beyond the device.
+            NotSimulable: simulated, and the kernel has no reference or no cost.
+
+        What shows only later (a compile error, the driver's refusal) is the job's failure.
+        """
+        channel = self._ready()
+        plan = channel.lane.plans.get((kernel, config))
+        if plan is None or not channel.is_prompt():
+            return self._launch_later(channel, kernel, config, args)
+        arguments = plan.arguments
+        arguments.fill(args)
+        uses = tuple(arguments.buffers.values())
+        arguments.buffers.clear()
+        track, holding = channel.track, channel.holding
+        lagging, behind = channel.others(track, uses)
+        if lagging:
+            return self._launch_later(channel, kernel, config, args)
+        ticket = track.issue()
+        for buffer, write in uses:
+            buffer.note(track, ticket, write=write)
+        order_behind(track, (), behind)
+        job: Job[None] = Job(track, ticket, kernel.name, holding.failed)
+        channel.submit_now(job, plan.fire, ticket)
+        holding.unmarked = 0
+        if track.watcher is None:
+            holding.completion.watch(track)
+        return job
+
+    def _launch_later(
+        self, channel: Channel, kernel: Kernel, config: LaunchConfig, args: tuple[object, ...]
+    ) -> Job[None]:
+        """Launches by the mover: it must be loaded first, or something else submitted first."""
+        arguments = _checked(channel, kernel, config, args)
+        uses = tuple(arguments.buffers.values())
+
+        def step(_: int) -> None:
+            _plan(channel, kernel, config, arguments).fire()
+            _keep_plan(channel, kernel, config)
+
+        return channel.submit(kernel.name, step, uses, may_block=True)
+
+    def prepare(self, kernel: Kernel, config: LaunchConfig) -> Job[None]:
+        """Compiles and loads a kernel for these SMs, so that no later launch waits for that.
+
+        Raises:
+            InvalidLaunch, NotSimulable: as `launch`.
+        """
+        channel = self._ready()
+        config.check(channel.lane.device.facts)
+        check_runnable(kernel, channel.lane.device.driver)
+        return channel.submit(
+            f"prepare {kernel.name}", lambda _: _keep_plan(channel, kernel, config), may_block=True
+        )
+
+    def bind(self, kernel: Kernel, config: LaunchConfig, *args: object) -> Bound:
+        """Checks and packs a launch once, for launching often at the driver's own price.
+
+        Raises:
+            WouldBlock: the kernel was not loaded for these SMs: `await prepare(kernel, config)`.
+            ArgumentMismatch, InvalidLaunch, NotSimulable: as `launch`.
+        """
+        channel = self._ready()
+        arguments = _checked(channel, kernel, config, args)
+        if (kernel, config) not in channel.lane.plans:
+            raise WouldBlock(
+                f"kernel {kernel.name!r} was not used with this geometry on these SMs yet: "
+                "`await p.prepare(kernel, config)` first"
+            )
+        handle = channel.lane.device.loader.loaded(kernel)
+        assert handle is not None
+        plan = Plan(channel.track.stream, config, kernel, handle, arguments)
+        bound = Bound(channel, plan, kernel.name)
+        self._bound.append(bound)
+        return bound
+
+    # -- memory ------------------------------------------------------------------------------------
+
+    def empty(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike = np.float32) -> Job[Buffer]:
+        """An uninitialised buffer on the device, usable by every partition of it.
+
+        Raises:
+            InvalidArray: a dtype that device memory cannot hold, or a shape that is none.
+
+        The job fails with `OutOfMemory` where there is no room.
+        """
+        channel = self._ready()
+        wanted, found = _shape(shape), dtype_of(dtype)
+        memory, track = channel.site.memory, channel.track
+        return channel.submit(
+            "empty",
+            lambda ticket: memory.allocate(wanted, found, track, ticket),
+            may_block=memory.would_grow(_nbytes(wanted, found)),
+        )
+
+    def empty_like(self, like: Buffer | Array) -> Job[Buffer]:
+        """An uninitialised buffer of the same shape and dtype. Raises and fails as `empty`."""
+        return self.empty(like.shape, like.dtype)
+
+    def empty_pinned(
+        self, shape: int | tuple[int, ...], dtype: npt.DTypeLike = np.float32
+    ) -> Job[PinnedBuffer]:
+        """Zeroed host memory that the device reads and writes directly. Fails as `empty`."""
+        channel = self._ready()
+        wanted, found = _shape(shape), dtype_of(dtype)
+        memory = channel.site.memory
+
+        def step(_: int) -> PinnedBuffer:
+            memory.reap_host()
+            return memory.allocate_host(wanted, found)
+
+        return channel.submit("empty_pinned", step, may_block=True)
+
+    def upload(self, array: npt.ArrayLike) -> Job[Buffer]:
+        """Copies an array to new device memory, in C order, whatever its strides.
+
+        A large array must not change until the job is done; one of at most 64 KiB is read at once.
+
+        Raises:
+            InvalidArray: Python objects, big-endian numbers, or no array at all.
+
+        The job fails with `OutOfMemory` where there is no room.
+        """
+        channel = self._ready()
+        source = transfer.source_array(array)
+        memory, track = channel.site.memory, channel.track
+        slot = _staged(channel, source)
+
+        def step(ticket: int) -> Buffer:
+            try:
+                buffer = memory.allocate(source.shape, source.dtype, track, ticket)
+            except BaseException:
+                if slot is not None:
+                    channel.site.slots.put_now(slot)
+                raise
+            try:
+                _fill(channel, buffer, source, slot, ticket)
+            except BaseException:
+                buffer.close()
+                raise
+            return buffer
+
+        large = slot is None and source.nbytes > 0
+        return channel.submit("upload", step, may_block=large or memory.would_grow(source.nbytes))
+
+    def download(self, buffer: Buffer, out: Array | None = None) -> Job[Array]:
+        """Copies a buffer to a numpy array: a new one, or `out`.
+
+        `out` is in use until the job is done, also where nobody waits for it any more.
+
+        Raises:
+            InvalidArray: `out` is read-only, or of another shape or dtype.
+        """
+        channel = self._ready()
+        buffer.check(channel.ordinal)
+        target = transfer.target_array(buffer, out)
+        slots, track = channel.site.slots, channel.track
+        slot = slots.take() if 0 < target.nbytes <= transfer.SLOT else None
+        if slot is None:
+
+            def whole(_: int) -> Array:
+                if target.nbytes:
+                    channel.lane.chunks.download(buffer.address, target)
+                return target
+
+            return channel.submit("download", whole, [(buffer, False)], may_block=target.nbytes > 0)
+
+        def begin(_: int) -> Array:
+            device = channel.lane.device
+            with device.primary.entered():
+                device.driver.copy_to_host(
+                    slot.address, buffer.address, target.nbytes, track.stream.handle
+                )
+            return target
+
+        job = channel.submit("download", begin, [(buffer, False)])
+        job.finish_with(lambda: transfer.stage_out(slot, target, slots))
+        channel.holding.completion.when_reached(track, job.ticket, job.finish)
+        return job
+
+    def copy(self, dst: Buffer, src: Buffer | Array) -> Job[None]:
+        """Copies a buffer, or an array, into an existing buffer of the same shape and dtype.
+
+        An array must not change until the job is done, unless it has at most 64 KiB.
+
+        Raises:
+            InvalidArray: they differ in shape or dtype.
+        """
+        channel = self._ready()
+        dst.check(channel.ordinal)
+        if isinstance(src, Buffer):
+            return _copy_on_device(channel, dst, src)
+        source = transfer.source_array(src)
+        transfer.check_alike(source, dst, "src")
+        slot = _staged(channel, source)
+        return channel.submit(
+            "copy",
+            lambda ticket: _fill(channel, dst, source, slot, ticket),
+            [(dst, True)],
+            may_block=slot is None and source.nbytes > 0,
+        )
+
+    # -- blocking callables ------------------------------------------------------------------------
+
+    def run(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Job[T]:
+        """Calls a blocking function on the partition's own thread, on these SMs.
+
+        The green context is current there, and the run stream is ordered behind what was
+        submitted before; what is submitted later is ordered behind the call only once it was
+        awaited. The job is done when the call has returned and what it put on the run stream is
+        done. A call that nobody waits for any more runs to its end, and the SMs stay until then.
+
+        Buffers among the arguments are kept in order as in a launch, and count as written.
+        """
+        channel = self._ready()
+        runs, holding = channel.lane.runs, channel.holding
+        if not channel.has_room(runs):
+            raise WouldBlock("too many calls are in flight: `await p.ready()` first")
+        given = (*args, *kwargs.values())
+        uses = [(a, True) for a in given if isinstance(a, (Buffer, PinnedBuffer))]
+        for buffer, _ in uses:
+            buffer.check(channel.ordinal)
+        lagging, behind = channel.others(runs, uses)
+        ticket = runs.issue()
+        for buffer, write in uses:
+            buffer.note(runs, ticket, write=write)
+        job: Job[T] = Job(runs, ticket, getattr(fn, "__name__", "run"), holding.failed)
+
+        def call() -> T:
+            order_behind(runs, lagging, behind)
+            return fn(*args, **kwargs)
+
+        holding.is_exposed = True
+        if runs.watcher is None:
+            holding.completion.watch(runs)
+        holding.crew.run(call, job, ticket)
+        return job
+
+    # -- room --------------------------------------------------------------------------------------
+
+    async def ready(self) -> None:
+        """Waits until a job can be submitted. A cancellation changes nothing.
+
+        Raises:
+            PartitionClosed, PoolClosed, Poisoned: there is nothing to wait for any more.
+        """
+        channel = self._open()
+        for track in (channel.track, channel.lane.runs):
+            while not channel.has_room(track) and track.fault is None:
+                oldest = (track.issued - channel.lane.depth + 1) & MASK
+                await channel.holding.completion.wait(track, oldest)
+        channel.check_pool()
+
+    def __repr__(self) -> str:
+        channel = self._channel
+        if channel is None:
+            return f"<Partition: {self._wish}, not granted>"
+        holding, lane = channel.holding, channel.lane
+        state = "open" if holding.is_open else "closed" if holding.is_over else "draining"
+        return f"<Partition: {lane.sm_count} SMs of device {channel.ordinal}, {state}>"
+
+
+# -- the steps --------------------------------------------------------------------------------
+
+
+def _checked(
+    channel: Channel, kernel: Kernel, config: LaunchConfig, args: tuple[object, ...]
+) -> Arguments:
+    device = channel.lane.device
+    config.check(device.facts)
+    check_runnable(kernel, device.driver)
+    arguments = Arguments(kernel, device.ordinal)
+    arguments.fill(args)
+    return arguments
+
+
+def _plan(channel: Channel, kernel: Kernel, config: LaunchConfig, arguments: Arguments) -> Plan:
+    """Loads the kernel where it is not; may block then."""
+    handle = channel.lane.device.loader.load(kernel)
+    return Plan(channel.track.stream, config, kernel, handle, arguments)
+
+
+def _keep_plan(channel: Channel, kernel: Kernel, config: LaunchConfig) -> None:
+    """From here on a launch is submitted at once."""
+    plans = channel.lane.plans
+    if (kernel, config) not in plans:
+        if len(plans) >= PLANS:
+            plans.clear()
+        arguments = Arguments(kernel, channel.ordinal)
+        plans[kernel, config] = _plan(channel, kernel, config, arguments)
+
+
+def _staged(channel: Channel, source: Array) -> Slot | None:
+    """A small array in a slot; None: it is too large, empty, or every slot is under way."""
+    slot = channel.site.slots.take() if 0 < source.nbytes <= transfer.SLOT else None
+    if slot is not None:
+        transfer.stage_in(slot, source)
+    return slot
+
+
+def _fill(channel: Channel, buffer: Buffer, source: Array, slot: Slot | None, ticket: int) -> None:
+    if slot is None:
+        if source.nbytes:
+            channel.lane.chunks.upload(source, buffer.address)
+        return
+    device, slots, track = channel.lane.device, channel.site.slots, channel.track
+    try:
+        with device.primary.entered():
+            device.driver.copy_to_device(
+                buffer.address, slot.address, source.nbytes, track.stream.handle
+            )
+    finally:
+        slots.put(slot, track, ticket)
+
+
+def _copy_on_device(channel: Channel, dst: Buffer, src: Buffer) -> Job[None]:
+    src.check(channel.ordinal)
+    if dst.shape != src.shape or dst.dtype != src.dtype:
+        raise InvalidArray(f"{src!r} does not fit {dst!r}")
+    device, track = channel.lane.device, channel.track
+
+    def step(_: int) -> None:
+        if dst.nbytes and dst is not src:
+            with device.primary.entered():
+                device.driver.copy(dst.address, src.address, dst.nbytes, track.stream.handle)
+
+    return channel.submit("copy", step, [(src, False), (dst, True)])
+
+
+def _shape(shape: object) -> tuple[int, ...]:
+    numbers = shape if isinstance(shape, tuple) else (shape,)
+    for number in numbers:
+        if not isinstance(number, (int, np.integer)) or isinstance(number, bool) or number < 0:
+            raise InvalidArray(f"{shape!r} is no shape: whole numbers, none below 0")
+    return tuple(int(number) for number in numbers)
+
+
+def _nbytes(shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
+    return math.prod(shape) * dtype.itemsize

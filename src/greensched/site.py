@@ -1,0 +1,180 @@
+"""One device as a pool uses it: how it is cut, the lanes over it, its memory and its staging.
+
+The device is cut once, by one split, so its cells are disjoint by construction; a lane is a
+green context over a set of them. Lanes are made beforehand from a menu (aligned blocks and their
+complements), or when a shape is first granted; those that are no longer wanted go least recently
+used first, and never with work in flight.
+
+Making and ending lanes blocks: it happens on the pool's builder thread, and is entered by it
+alone. `find`, `touch` and `statistics` are entered under the pool's lock.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from greensched.device import Device
+from greensched.errors import CUDAError, run_all
+from greensched.lane import Lane
+from greensched.memory import DeviceMemory, Words
+from greensched.planning.cells import Cells
+from greensched.resources import SMResource
+from greensched.transfer import Slots
+from greensched.worker import Crew, Home
+
+logger = logging.getLogger("greensched")
+
+#: Lanes made beforehand at most. The menu of 16 cells has 55; what a driver can hold is not
+#: documented, so the menu ends quietly where the driver says it is enough.
+MENU = 64
+#: Lanes of other shapes kept at most.
+EXTRA = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A device cut into cells: its equal groups, and what was left over."""
+
+    whole: SMResource
+    groups: tuple[SMResource, ...]
+    remainder: SMResource | None
+    cells: Cells
+
+
+class Site:
+    """A device of a pool.
+
+    Args:
+        device: opened by the pool, closed here.
+        home: the pool.
+    """
+
+    def __init__(self, device: Device, home: Home) -> None:
+        self.device = device
+        self._home = home
+        self.crews: OrderedDict[int, Crew] = OrderedDict()
+        self.lanes_made = 0
+        try:
+            self.words = Words(device.primary)
+            self.cut = cut(device)
+            self.menu = frozenset(self.cells.menu(MENU))
+            self.slots = Slots(device.primary)
+            self.memory = DeviceMemory(device.primary, self.words)
+            self._make_menu()
+        except BaseException:
+            self.abandon()
+            raise
+
+    @property
+    def cells(self) -> Cells:
+        """What planning counts with."""
+        return self.cut.cells
+
+    def _make_menu(self) -> None:
+        for mask in self.cells.menu(MENU):
+            try:
+                self.make(mask)
+            except CUDAError as error:
+                if not self.crews:
+                    raise
+                logger.info("%r holds %d lanes: %s", self.device, len(self.crews), error)
+                return
+
+    # -- lanes -------------------------------------------------------------------------------------
+
+    def find(self, mask: int) -> Crew | None:
+        """The lane over a set of cells, if it is made; counts as used now."""
+        crew = self.crews.get(mask)
+        if crew is not None:
+            self.crews.move_to_end(mask)
+        return crew
+
+    def make(self, mask: int) -> Crew:
+        """Makes a lane. Blocks.
+
+        Raises:
+            CUDAError: the driver could not.
+        """
+        crew = self.crews.get(mask)
+        if crew is None:
+            lane = Lane(self.device, self._resources(mask), mask, self.words)
+            crew = self.crews[mask] = Crew(lane, self._home)
+            self.lanes_made += 1
+        return crew
+
+    def surplus(self) -> list[int]:
+        """Lanes to end, least recently used first: beside the menu, not leased, too many."""
+        extra = [m for m, crew in self.crews.items() if m not in self.menu]
+        idle = [m for m in extra if not self.crews[m].is_leased and self.crews[m].lane.is_idle]
+        return idle[: max(0, len(extra) - EXTRA)]
+
+    def _resources(self, mask: int) -> list[SMResource]:
+        cut = self.cut
+        if mask == self.cells.every:
+            return [cut.whole]
+        chosen = [group for i, group in enumerate(cut.groups) if mask >> i & 1]
+        if mask & self.cells.leftover and cut.remainder is not None:
+            chosen.append(cut.remainder)
+        return chosen
+
+    # -- its end -----------------------------------------------------------------------------------
+
+    def close(self) -> list[str]:
+        """Ends everything that has no work; returns what had, and was left as it is. Blocks."""
+        abandoned = [repr(crew.lane) for crew in self.crews.values() if not crew.lane.is_idle]
+        idle = [crew for crew in self.crews.values() if crew.lane.is_idle]
+        steps = [crew.close for crew in idle]
+        if not abandoned:  # else the device still works in this memory
+            steps += [self.memory.close, self.slots.close, self.words.close, self.device.close]
+        try:
+            run_all(steps)
+        except CUDAError as error:
+            logger.warning("closing %r: %s", self.device, error)
+            abandoned.append(f"{self.device!r}: {error}")
+        return abandoned
+
+    def abandon(self) -> None:
+        """Ends what was made of it, when opening failed half way. Blocks."""
+        steps = [crew.close for crew in self.crews.values()]
+        made = [getattr(self, name, None) for name in ("memory", "slots", "words")]
+        steps += [part.close for part in made if part is not None]
+        try:
+            run_all([*steps, self.device.close])
+        except CUDAError as error:
+            logger.warning("closing %r after a failure: %s", self.device, error)
+
+    def fail(self, fault: BaseException) -> None:
+        """After a device fault: no ticket is reached any more, and no memory comes back."""
+        for crew in self.crews.values():
+            crew.lane.fail(fault)
+        self.memory.is_closed = True
+
+
+def cut(device: Device) -> Cut:
+    """Cuts a device into its smallest cells, and finds out whether the remainder joins them.
+
+    One split only: a second one would overlap the first.
+    """
+    whole = device.resources.sm
+    minimum = whole.min_partition_size or _smallest_group(whole)
+    groups, remainder = whole.split_by_count(minimum)
+    left = remainder.sm_count if remainder is not None else 0
+    joins = remainder is not None and _joins(device, groups[0], remainder)
+    cells = Cells(size=groups[0].sm_count, count=len(groups), remainder=left, joins=joins)
+    return Cut(whole, tuple(groups), remainder, cells)
+
+
+def _smallest_group(whole: SMResource) -> int:
+    """For drivers that do not say: a trial split, rounded up to what can be."""
+    return whole.split_by_count(1, 1)[0][0].sm_count
+
+
+def _joins(device: Device, group: SMResource, remainder: SMResource) -> bool:
+    """Tried once: from CUDA 13.1 on resources of unequal alignment are refused."""
+    try:
+        device.create_context([group, remainder]).close()
+    except CUDAError:
+        return False
+    return True

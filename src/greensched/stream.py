@@ -1,0 +1,324 @@
+"""Streams and events, with their owners, and tracks: a stream that counts its work in tickets.
+
+A child holds its parent: a `Stream` keeps its context alive, so a handle that exists is valid.
+Whoever is forgotten warns, and its handle is destroyed when its context closes; no destructor
+ever calls CUDA, on whatever thread it may run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import warnings
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Literal, Protocol, TypeVar
+
+from greensched.driver.base import Driver
+from greensched.errors import Closed, run_all
+from greensched.typing import (
+    CaptureMode,
+    ContextHandle,
+    DeviceFacts,
+    EventHandle,
+    GreenHandle,
+    StreamHandle,
+)
+
+#: Tickets are 32-bit and wrap; one is behind another by signed difference.
+MASK = 0xFFFFFFFF
+HALF = 0x80000000
+
+C = TypeVar("C", "Event", "Stream")
+
+
+class Owner(Protocol):
+    """What a stream or event needs of the context that made it: all of it is `Context`'s."""
+
+    driver: Driver
+    handle: ContextHandle
+    green: GreenHandle | None
+    facts: DeviceFacts
+    loader: Any
+    streams: set[StreamHandle]
+    events: set[EventHandle]
+    is_closed: bool
+
+    @property
+    def device_ordinal(self) -> int: ...
+
+    def entered(self) -> AbstractContextManager[None]: ...
+
+
+class Event:
+    """A point in a stream's work. Made by `Context.create_event` or `Stream.record`."""
+
+    __slots__ = ("context", "handle", "is_closed")
+
+    def __init__(self, owner: Owner, *, timing: bool = False, blocking: bool = True) -> None:
+        self.is_closed = True  # until there is a handle: __del__ runs after a failed create too
+        #: The context it belongs to, which it keeps alive.
+        self.context = owner
+        with owner.entered():
+            self.handle = owner.driver.create_event(timing=timing, blocking=blocking)
+        owner.events.add(self.handle)
+        self.is_closed = False
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the work it captured is done; does not block. True before any record."""
+        return self.context.driver.query_event(_open(self, "event").handle)
+
+    def sync(self) -> None:
+        """Blocks until the work it captured is done; not for an event-loop thread."""
+        self.context.driver.synchronize_event(_open(self, "event").handle)
+
+    def elapsed_since(self, start: Event) -> float:
+        """Seconds of device time from `start` to this; both made with `timing`, and done.
+
+        Resolution is about 0.5 us (driver API, cuEventElapsedTime).
+        """
+        return self.context.driver.elapsed(
+            _open(start, "event").handle, _open(self, "event").handle
+        )
+
+    def close(self) -> None:
+        """Ends it, whether or not its work is done. Idempotent; does not block."""
+        if not self.is_closed:
+            self.is_closed = True
+            self.context.events.discard(self.handle)
+            self.context.driver.destroy_event(self.handle)
+
+    def __del__(self) -> None:
+        if not self.is_closed and not self.context.is_closed:
+            _forgotten(self)
+
+    def __repr__(self) -> str:
+        return f"<Event{' (closed)' if self.is_closed else ''}>"
+
+
+class Stream:
+    """A non-blocking stream of a context: work on it runs in order, on its context's SMs.
+
+    Made by `Context.create_stream` or `Device.create_stream`. It may be used from any thread.
+    """
+
+    __slots__ = ("context", "handle", "is_closed")
+
+    def __init__(self, context: Owner, *, priority: int = 0) -> None:
+        self.is_closed = True
+        #: The context it belongs to, which it keeps alive.
+        self.context = context
+        with context.entered():
+            self.handle = context.driver.create_stream(context.green, priority)
+        context.streams.add(self.handle)
+        self.is_closed = False
+
+    def record(self, event: Event | None = None) -> Event:
+        """Captures the work submitted so far in an event (a new one if none is given)."""
+        driver = _open(self, "stream").context.driver
+        event = Event(self.context) if event is None else event
+        driver.record_event(event.handle, self.handle)
+        return event
+
+    def wait(self, event: Event) -> None:
+        """Later work on this stream waits for what the event captured; the host does not."""
+        _open(self, "stream").context.driver.wait_event(self.handle, _open(event, "event").handle)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all its work is done; does not block."""
+        return _open(self, "stream").context.driver.query_stream(self.handle)
+
+    def sync(self) -> None:
+        """Blocks until all its work is done; not for an event-loop thread."""
+        _open(self, "stream").context.driver.synchronize_stream(self.handle)
+
+    def close(self) -> None:
+        """Ends it; its work goes on. Idempotent. May block: not for an event-loop thread."""
+        if not self.is_closed:
+            self.is_closed = True
+            self.context.streams.discard(self.handle)
+            self.context.driver.destroy_stream(self.handle)
+
+    def __cuda_stream__(self) -> tuple[Literal[0], int]:
+        """The protocol by which cuda.core, torch, CuPy and numba take foreign streams."""
+        return 0, self.context.driver.stream_address(_open(self, "stream").handle)
+
+    def __del__(self) -> None:
+        if not self.is_closed and not self.context.is_closed:
+            _forgotten(self)
+
+    def __repr__(self) -> str:
+        state = "closed" if self.is_closed else f"of {self.context!r}"
+        return f"<Stream {state}>"
+
+
+class Track:
+    """A stream and the word its tickets are written to.
+
+    Each piece of work is followed by a *ticket*, a growing number that the stream itself writes
+    into a word of pinned memory. Who wants to know whether the work is done reads the word:
+    no driver call, no thread, and one read covers everything before it. Tickets are issued, and
+    their marks submitted, in one order; `issued` runs ahead of `submitted` while a thread of ours
+    still has to submit.
+
+    Args:
+        stream: where the work goes.
+        event: of the stream's context.
+        word: one element of pinned memory, as 32-bit unsigned.
+        address: the same word, for the device.
+        release: takes the word back when the track closes.
+        first: the ticket before the first (for tests of the wrap).
+    """
+
+    __slots__ = (
+        "_release",
+        "_write",
+        "crew",
+        "event",
+        "fault",
+        "issued",
+        "stream",
+        "submitted",
+        "watcher",
+        "word",
+    )
+
+    def __init__(
+        self,
+        stream: Stream,
+        event: Event,
+        word: memoryview[int],
+        address: int,
+        release: Callable[[], None],
+        first: int = 0,
+    ) -> None:
+        self.stream = stream
+        self.word = word
+        word[0] = first
+        self._release = release
+        #: Recorded behind the work, for whoever must block or order another stream behind it.
+        self.event = event
+        self.issued = self.submitted = first
+        #: What ended everything: no ticket after it is ever reached.
+        self.fault: BaseException | None = None
+        #: Who looks at this track now and then, and whose threads work on it: the service floor's.
+        self.watcher: Any = None
+        self.crew: Any = None
+        self._write = self._bind(address)
+
+    def _bind(self, address: int) -> Callable[[int], None]:
+        return self.stream.context.driver.bind_mark(self.stream.handle, address)
+
+    def issue(self) -> int:
+        """The next ticket, for work about to be submitted."""
+        self.issued = ticket = (self.issued + 1) & MASK
+        return ticket
+
+    def mark(self, ticket: int) -> None:
+        """Has the stream write a ticket behind its work."""
+        self._write(ticket)
+        self.submitted = ticket
+
+    def mark_here(self, ticket: int) -> None:
+        """Writes a ticket from the host: only for a stream with no work on it."""
+        self.word[0] = ticket
+        self.submitted = ticket
+
+    def reached(self, ticket: int) -> bool:
+        """Whether the work of a ticket is done, and everything before it."""
+        return (self.word[0] - ticket) & MASK < HALF
+
+    def has_submitted(self, ticket: int) -> bool:
+        """Whether the work of a ticket is on the stream, so that an event can capture it."""
+        return (self.submitted - ticket) & MASK < HALF
+
+    @property
+    def in_flight(self) -> int:
+        """Tickets issued and not reached."""
+        return (self.issued - self.word[0]) & MASK
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every ticket issued is reached."""
+        return self.reached(self.issued)
+
+    def order_behind(self, other: Track) -> None:
+        """Later work here waits for everything submitted to the other track so far."""
+        driver = self.stream.context.driver
+        driver.record_event(other.event.handle, other.stream.handle)
+        driver.wait_event(self.stream.handle, other.event.handle)
+
+    def close(self) -> None:
+        """Ends its event and its stream, which has no work any more. May block."""
+        run_all((self.event.close, self.stream.close, self._release))
+
+
+class EventTrack(Track):
+    """A track on a driver whose streams cannot write words: events stand for the tickets.
+
+    Looking costs an event query, and a query can spoil somebody's capture: so the thread's
+    capture mode is relaxed around it.
+    """
+
+    #: Tickets in flight at most; each has an event of its own, made beforehand.
+    DEPTH = 64
+
+    __slots__ = ("_lock", "_pending", "_ring")
+
+    def __init__(self, stream: Stream, event: Event, first: int = 0) -> None:
+        self._ring = [Event(stream.context) for _ in range(self.DEPTH)]
+        self._pending: deque[int] = deque()
+        self._lock = threading.Lock()  # loops of several threads may look
+        word = memoryview((ctypes.c_uint32 * 1)()).cast("B").cast("I")
+        super().__init__(stream, event, word, 0, lambda: None, first)
+
+    def _bind(self, address: int) -> Callable[[int], None]:  # noqa: ARG002  no word to write
+        driver, handle = self.stream.context.driver, self.stream.handle
+
+        def write(ticket: int) -> None:
+            driver.record_event(self._event_of(ticket).handle, handle)
+            self._pending.append(ticket)
+
+        return write
+
+    def reached(self, ticket: int) -> bool:
+        """Whether the work of a ticket is done; asks the driver where that is not known yet."""
+        return super().reached(ticket) or (self._look() and super().reached(ticket))
+
+    def _look(self) -> bool:
+        driver = self.stream.context.driver
+        before = driver.exchange_capture_mode(CaptureMode.RELAXED)
+        try:
+            with self._lock:
+                while self._pending and driver.query_event(self._event_of(self._pending[0]).handle):
+                    self.word[0] = self._pending.popleft()
+        finally:
+            driver.exchange_capture_mode(before)
+        return True
+
+    def _event_of(self, ticket: int) -> Event:
+        return self._ring[ticket % self.DEPTH]
+
+    def close(self) -> None:
+        """Ends its events and its stream."""
+        run_all((*(event.close for event in self._ring), super().close))
+
+
+def _open(child: C, kind: str) -> C:
+    if child.is_closed:
+        raise Closed(f"this {kind}")
+    if child.context.is_closed:
+        raise Closed(f"this {kind}", f"dead: its context is gone ({child.context!r})")
+    return child
+
+
+def _forgotten(child: object) -> None:
+    warnings.warn(
+        f"{child!r} was never closed; it is ended with its context",
+        ResourceWarning,
+        stacklevel=2,
+        source=child,
+    )

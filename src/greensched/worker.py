@@ -1,0 +1,252 @@
+"""Threads of our own: what blocks happens here, never on an event loop's thread.
+
+A lane has a *worker* for blocking callables, a *mover* for what must be submitted in order but
+cannot be submitted at once (large copies, a kernel's first use, memory that must grow), and one
+*sleeper* for each of its streams, which blocks in the driver. Each is a thread that starts when
+it is first needed and is the lane's alone: one hung kernel holds up nobody else.
+
+A thread of ours enters its context for each item and restores what the driver says was current
+before, whatever the item did; its capture mode is relaxed, so that it spoils nobody's capture.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, Protocol
+
+from greensched.completion import Completion
+from greensched.context import Context
+from greensched.driver.base import Driver
+from greensched.errors import CUDAError, DeviceFault, run_all
+from greensched.jobs import Job
+from greensched.lane import Lane
+from greensched.stream import Track
+from greensched.typing import CaptureMode, Mailbox
+
+logger = logging.getLogger("greensched")
+
+Item = Callable[[], object]
+
+
+class Home(Protocol):
+    """What a lane's threads need of the pool."""
+
+    def completion(self) -> Completion: ...
+
+    def lost(self, fault: BaseException) -> None: ...
+
+
+class Worker:
+    """One thread, started when first needed, that does one item after another.
+
+    Args:
+        driver: whose threads these are.
+        name: of the thread.
+        context: entered for each item; None: no context.
+    """
+
+    def __init__(self, driver: Driver, name: str, context: Context | None = None) -> None:
+        self._driver = driver
+        self._name = name
+        self._context = context
+        self._lock = threading.Lock()
+        self._mailbox: Mailbox[Item | _Stop] | None = None
+
+    def submit(self, item: Item) -> None:
+        """Has an item done, after those before it. Never waits. Items catch what they raise."""
+        mailbox = self._mailbox
+        if mailbox is None:
+            mailbox = self._start()
+        mailbox.put(item)
+
+    def stop(self) -> None:
+        """Ends the thread once it has done what it has; waits for that. Idempotent."""
+        mailbox, self._mailbox = self._mailbox, None
+        if mailbox is not None:
+            ended: Mailbox[None] = self._driver.create_mailbox()
+            mailbox.put(_Stop(ended))
+            ended.get()
+
+    def dismiss(self) -> None:
+        """Ends the thread once it has done what it has; does not wait for that."""
+        mailbox, self._mailbox = self._mailbox, None
+        if mailbox is not None:
+            mailbox.put(_Stop(self._driver.create_mailbox()))
+
+    def _start(self) -> Mailbox[Item | _Stop]:
+        with self._lock:
+            if self._mailbox is None:
+                mailbox: Mailbox[Any] = self._driver.create_mailbox()
+                self._driver.start_thread(lambda: self._run(mailbox), self._name)
+                self._mailbox = mailbox
+            return self._mailbox
+
+    def _run(self, mailbox: Mailbox[Any]) -> None:
+        relaxed = False
+        while True:
+            item = mailbox.get()
+            if isinstance(item, _Stop):
+                item.ended.put(None)
+                return
+            try:
+                if not relaxed:
+                    self._driver.initialise()  # the builder may be the first to touch the driver
+                    self._driver.exchange_capture_mode(CaptureMode.RELAXED)
+                    relaxed = True
+                with self._context.entered() if self._context else nullcontext():
+                    item()
+            except Exception:
+                logger.exception("%s: an item failed outside its own care", self._name)
+            del item  # nothing of it may live until the next one comes
+
+
+class _Stop:
+    """The last item of a worker."""
+
+    def __init__(self, ended: Mailbox[None]) -> None:
+        self.ended = ended
+
+
+class Crew:
+    """A lane and its threads."""
+
+    def __init__(self, lane: Lane, home: Home) -> None:
+        self.lane = lane
+        self.home = home
+        self.is_leased = False
+        driver, primary = lane.device.driver, lane.device.primary
+        self.driver = driver
+        name = f"greensched {lane.device.ordinal}:{lane.mask:x}"
+        self._worker = Worker(driver, f"{name} worker", lane.context)
+        self._mover = Worker(driver, f"{name} mover", primary)
+        self._sleepers = {
+            lane.launches: Worker(driver, f"{name} sleeper"),
+            lane.runs: Worker(driver, f"{name} run sleeper"),
+        }
+        #: Callables on their way to the worker through the mover: later ones must not overtake.
+        self._on_the_way: deque[None] = deque()
+        lane.launches.crew = lane.runs.crew = self
+
+    def sleep_until_done(self, track: Track, then: Callable[[], object]) -> None:
+        """Has a thread block until what the track's event captured is done."""
+
+        def sleep() -> None:
+            try:
+                self.driver.synchronize_event(track.event.handle)
+            except DeviceFault as fault:
+                self.home.lost(fault)
+            except CUDAError as error:  # the safety look sees the ticket
+                logger.debug("a thread could not wait: %s", error)
+            then()
+
+        self._sleepers[track].submit(sleep)
+
+    # -- deferred submissions ----------------------------------------------------------------------
+
+    def defer(self, step: Callable[[], Any], job: Job[Any], ticket: int) -> None:
+        """Has the mover submit work, in the order of tickets, and then its ticket.
+
+        `step` returns the job's result, or raises what it fails with.
+        """
+        completion: Completion = self.lane.launches.watcher
+        completion.errand()
+
+        def move() -> None:
+            self._attempt(step, job)
+            try:
+                self.lane.launches.mark(ticket)
+            except CUDAError as error:
+                self.home.lost(error)
+            completion.door.call_threadsafe(completion.delivered)
+            completion.kick_threadsafe()
+
+        self._mover.submit(move)
+
+    def wait_for_submissions(self, track: Track) -> None:
+        """Blocks, on another lane's thread, until what was issued on a track is submitted."""
+        passed: Mailbox[None] = self.driver.create_mailbox()
+
+        def answer() -> None:
+            passed.put(None)
+
+        if track is self.lane.runs:
+            self._mover.submit(lambda: self._worker.submit(answer))
+        else:
+            self._mover.submit(answer)
+        passed.get()
+
+    # -- blocking callables ------------------------------------------------------------------------
+
+    def run(self, function: Callable[[], Any], job: Job[Any], ticket: int) -> None:
+        """Has the worker call a function, on the run stream, with the lane's context current.
+
+        It begins behind what was submitted before: on the device by an event, and where that is
+        not submitted yet, behind the mover.
+        """
+        launches = self.lane.launches
+        completion: Completion = self.lane.runs.watcher
+        completion.errand()
+
+        def call() -> None:
+            self._attempt(lambda: self._call(function), job)
+            self._mark_run(ticket)
+            completion.door.call_threadsafe(completion.delivered)
+            completion.kick_threadsafe()
+
+        def forward() -> None:
+            self._worker.submit(call)
+            self._on_the_way.popleft()
+
+        if launches.submitted == launches.issued and not self._on_the_way:
+            self._worker.submit(call)
+        else:
+            self._on_the_way.append(None)
+            self._mover.submit(forward)
+
+    def after_runs(self, item: Item) -> None:
+        """Has the mover do something after all callables and all that was deferred before."""
+        self._mover.submit(lambda: self._worker.submit(lambda: self._mover.submit(item)))
+
+    def _call(self, function: Callable[[], Any]) -> Any:
+        lane = self.lane
+        if not lane.launches.is_idle:
+            lane.runs.order_behind(lane.launches)
+        return function()
+
+    def _mark_run(self, ticket: int) -> None:
+        """The callable has returned: its ticket comes when what it left on the stream is done."""
+        runs = self.lane.runs
+        try:
+            if self.driver.is_capturing(runs.stream.handle):
+                self._abandon_capture()
+            if self.driver.query_stream(runs.stream.handle):
+                runs.mark_here(ticket)
+            else:
+                runs.mark(ticket)
+        except CUDAError as error:
+            self.home.lost(error)
+
+    def _abandon_capture(self) -> None:
+        """A callable returned in the middle of a capture: there is nobody left to end it."""
+        logger.warning("a callable left a capture open on its partition's stream; it is dropped")
+        try:
+            self.driver.destroy_graph(self.driver.end_capture(self.lane.runs.stream.handle))
+        except CUDAError as error:
+            logger.warning("the capture was spoilt already: %s", error)
+
+    def _attempt(self, step: Callable[[], Any], job: Job[Any]) -> None:
+        try:
+            job.succeed(step())
+        except BaseException as error:
+            job.fail(error)
+
+    # -- its end -----------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Ends the threads, then the lane, which has no work. Blocks."""
+        threads = (self._worker, self._mover, *self._sleepers.values())
+        run_all((*(thread.stop for thread in threads), self.lane.close))

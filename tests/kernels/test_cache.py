@@ -1,0 +1,343 @@
+"""The cache of cubins: what it keeps, and what it refuses."""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from pathlib import Path
+
+import pytest
+
+from greensched.driver import nvrtc
+from greensched.errors import CompileFailed
+from greensched.kernels import cache
+from greensched.kernels.cache import Cache
+
+KEY = "0" * 64
+
+
+class Maker:
+    """Counts how often something was made."""
+
+    def __init__(self, binary: bytes = b"cubin") -> None:
+        self.binary = binary
+        self.calls = 0
+
+    def __call__(self) -> bytes:
+        self.calls += 1
+        return self.binary
+
+
+# -- the key ----------------------------------------------------------------------------------
+
+
+def test_the_key_covers_everything() -> None:
+    """Each thing that decides the machine code changes the key, the order of options included."""
+
+    def key(
+        source: str = "s",
+        name: str = "n",
+        arch: str = "sm_90",
+        options: tuple[str, ...] = ("a", "b"),
+        nvrtc: tuple[int, int] = (13, 0),
+    ) -> str:
+        return cache.key_of(source, name=name, arch=arch, options=options, nvrtc=nvrtc)
+
+    different = [
+        key(),
+        key(source="t"),
+        key(name="m"),
+        key(arch="sm_80"),
+        key(options=("b", "a")),
+        key(options=("a b",)),
+        key(options=("ab",)),
+        key(options=()),
+        key(nvrtc=(13, 1)),
+        key(nvrtc=(130, 0)),
+    ]
+    assert len(set(different)) == len(different)
+    assert key() == key()
+
+
+def test_the_key_covers_the_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of another format are not found."""
+    before = cache.key_of("s", name="n", arch="sm_90", options=(), nvrtc=(13, 0))
+    monkeypatch.setattr(cache, "FORMAT", cache.FORMAT + 1)
+    assert before != cache.key_of("s", name="n", arch="sm_90", options=(), nvrtc=(13, 0))
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "expected"),
+    [
+        ("int x;", (), True),
+        ("#include <cuda_fp16.h>\n", ("--std=c++20",), True),
+        ('#include "mine.h"\n', (), False),
+        ('int x;\n  #  include "mine.h"', (), False),
+        ("#include HEADER", (), False),
+        ("#include <mine.h>", ("-I/here",), False),
+        ("#include <mine.h>", ("-I", "/here"), False),
+        ("#include <mine.h>", ("--include-path=/here",), False),
+        ("int x;", ("-include=mine.h",), False),
+        ("int x;", ("--pre-include=mine.h",), False),
+    ],
+)
+def test_what_a_key_cannot_see(source: str, options: tuple[str, ...], expected: bool) -> None:
+    """Headers of the user's own make a source unfit for the cache, those of the toolkit do not."""
+    assert cache.is_self_contained(source, options) is expected
+
+
+# -- memory and disk --------------------------------------------------------------------------
+
+
+def test_it_is_made_once(tmp_path: Path) -> None:
+    """What was made is not made again: neither by this cache nor by one that starts later."""
+    make = Maker()
+    first = Cache(tmp_path)
+    assert [first.get(KEY, make), first.get(KEY, make)] == [b"cubin"] * 2
+    assert Cache(tmp_path).get(KEY, make) == b"cubin"
+    assert make.calls == 1
+
+
+def test_memory_alone(tmp_path: Path) -> None:
+    """Without a directory it works, and each cache keeps its own."""
+    make = Maker()
+    alone = Cache(None)
+    alone.get(KEY, make)
+    alone.get(KEY, make)
+    Cache(None).get(KEY, make)
+    assert make.calls == 2
+
+
+def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The least recently used leaves first."""
+    monkeypatch.setattr(cache, "_MOST_IN_MEMORY", 2)
+    makers = {key: Maker() for key in "abc"}
+    bounded = Cache(None)
+    for key in "abacab":
+        bounded.get(key, makers[key])
+    assert {key: maker.calls for key, maker in makers.items()} == {"a": 1, "b": 2, "c": 1}
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: b"",
+        lambda content: content[:-1],
+        lambda content: content + b"x",
+        lambda content: content[:20] + b"?" + content[21:],
+        lambda content: content[:-1] + b"?",
+        lambda content: b"cubin",
+    ],
+)
+def test_a_damaged_file_is_replaced(tmp_path: Path, damage: object) -> None:
+    """A file that is not what was written is made anew, and is good from then on."""
+    assert callable(damage)
+    make = Maker()
+    Cache(tmp_path).get(KEY, make)
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(damage(path.read_bytes()))
+    assert Cache(tmp_path).get(KEY, make) == b"cubin"
+    assert make.calls == 2
+    Cache(tmp_path).get(KEY, make)
+    assert make.calls == 2
+
+
+def test_a_file_under_another_name_is_replaced(tmp_path: Path) -> None:
+    """A good file of another key is not taken for this one's."""
+    Cache(tmp_path).get("a" * 64, Maker(b"another"))
+    (tmp_path / f"{'a' * 64}.cubin").rename(tmp_path / f"{KEY}.cubin")
+    assert Cache(tmp_path).get(KEY, Maker()) == b"cubin"
+
+
+def test_nothing_else_is_left_on_disk(tmp_path: Path) -> None:
+    """Writing leaves one file for a key, and no temporary ones."""
+    for key in ("a", "b", "a"):
+        Cache(tmp_path).get(key, Maker())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.cubin", "b.cubin"]
+
+
+def test_a_failure_is_not_cached(tmp_path: Path) -> None:
+    """An error of the compiler goes to the caller, and the next call tries again."""
+
+    def fail() -> bytes:
+        raise CompileFailed("x.cu", "sm_90", "no")
+
+    kept = Cache(tmp_path)
+    with pytest.raises(CompileFailed):
+        kept.get(KEY, fail)
+    assert kept.get(KEY, Maker()) == b"cubin"
+
+
+def test_a_disk_that_fails_is_no_failure(tmp_path: Path) -> None:
+    """A directory that vanishes or cannot be written to costs only the caching."""
+    kept = Cache(tmp_path / "cubins")
+    (tmp_path / "cubins").rmdir()
+    make = Maker()
+    assert kept.get(KEY, make) == b"cubin"
+    assert kept.get(KEY, make) == b"cubin"
+    assert make.calls == 1
+
+
+def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
+    """Where the finished file cannot be moved to its name, its temporary file goes too."""
+    (tmp_path / f"{KEY}.cubin").mkdir()
+    assert Cache(tmp_path).get(KEY, Maker()) == b"cubin"
+    assert [path.name for path in tmp_path.iterdir()] == [f"{KEY}.cubin"]
+
+
+# -- the directory ----------------------------------------------------------------------------
+
+
+def test_the_directory_is_made_for_us_alone(tmp_path: Path) -> None:
+    """A missing directory is made, with its parents, and nobody else may enter it."""
+    made = Cache(tmp_path / "a" / "b").directory
+    assert made == tmp_path / "a" / "b"
+    assert made.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o702, 0o777])
+def test_a_directory_open_to_others_is_refused(tmp_path: Path, mode: int) -> None:
+    """Where others can write they could plant code: memory only, and one warning says so."""
+    tmp_path.chmod(mode)
+    with pytest.warns(RuntimeWarning, match="can be written to by others") as caught:
+        refused = Cache(tmp_path)
+    assert len(caught) == 1
+    assert refused.directory is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        refused.get(KEY, Maker())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_others_may_read_is_used(tmp_path: Path) -> None:
+    """Reading does no harm."""
+    tmp_path.chmod(0o755)
+    assert Cache(tmp_path).directory == tmp_path
+
+
+def test_a_directory_of_somebody_else_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever owns the directory could change what is in it."""
+    monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+    with pytest.warns(RuntimeWarning, match="belongs to somebody else"):
+        assert Cache(tmp_path).directory is None
+
+
+def test_a_path_that_is_no_directory_means_memory_only(tmp_path: Path) -> None:
+    """A directory that cannot be made is no failure and no warning."""
+    (tmp_path / "file").write_text("")
+    assert Cache(tmp_path / "file").directory is None
+    assert Cache(tmp_path / "file" / "below").directory is None
+
+
+def test_where_the_directory_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our own variable comes first, then XDG's if it is absolute, then the home directory."""
+    monkeypatch.setenv("HOME", "/home/somebody")
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setenv("GREENSCHED_CACHE_DIR", "")
+    assert cache.default_directory() == Path("/home/somebody/.cache/greensched")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
+    assert cache.default_directory() == Path("/xdg/greensched")
+    monkeypatch.setenv("GREENSCHED_CACHE_DIR", "/own")
+    assert cache.default_directory() == Path("/own")
+
+
+def test_no_home_means_memory_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process without a home directory still compiles."""
+
+    def home() -> Path:
+        raise RuntimeError("could not determine home directory")
+
+    monkeypatch.delenv("GREENSCHED_CACHE_DIR", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", home)
+    assert cache.default_directory() is None
+    assert Cache(cache.default_directory()).directory is None
+
+
+# -- threads ----------------------------------------------------------------------------------
+
+
+def test_threads_that_want_the_same_make_it_once() -> None:
+    """Those who come while it is being made wait, and get what was made."""
+    shared = Cache(None)
+    inside, finish = threading.Event(), threading.Event()
+    make = Maker()
+    results: list[bytes] = []
+
+    def slow() -> bytes:
+        inside.set()
+        finish.wait()
+        return make()
+
+    threads = [
+        threading.Thread(target=lambda: results.append(shared.get(KEY, slow))) for _ in range(4)
+    ]
+    threads[0].start()
+    inside.wait()
+    for thread in threads[1:]:
+        thread.start()
+    finish.set()
+    for thread in threads:
+        thread.join()
+    assert results == [b"cubin"] * 4
+    assert make.calls == 1
+
+
+def test_threads_that_want_different_things_do_not_wait() -> None:
+    """A long compilation holds up nobody who wants another cubin."""
+    shared = Cache(None)
+
+    def slow() -> bytes:
+        other = threading.Thread(target=lambda: shared.get("b", Maker()))
+        other.start()
+        other.join()
+        return b"cubin"
+
+    assert shared.get("a", slow) == b"cubin"
+
+
+# -- through the compiler's door ----------------------------------------------------------------
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A compiler that notes what it compiles."""
+    compiled: list[str] = []
+
+    def note(source: str, *, name: str, arch: str, options: object = ()) -> bytes:
+        compiled.append(source)
+        return f"{source} {name} {arch} {options}".encode()
+
+    monkeypatch.setattr(nvrtc, "compile", note)
+    monkeypatch.setattr(nvrtc, "version", lambda: (13, 0))
+    return compiled
+
+
+def test_compiling_goes_through_the_cache(cache_directory: Path, compiler: list[str]) -> None:
+    """The same source is compiled once, and the compiler gets all it was asked with."""
+    cubins = {
+        cache.compiled("int x;", name="x.cu", arch="sm_90", options=("-G",)) for _ in range(3)
+    }
+    assert cubins == {b"int x; x.cu sm_90 ('-G',)"}
+    assert compiler == ["int x;"]
+    assert len(list(cache_directory.iterdir())) == 1
+
+
+def test_what_includes_its_own_headers_is_not_cached(
+    cache_directory: Path, compiler: list[str]
+) -> None:
+    """A source whose headers the key cannot see is compiled each time, and not kept on disk."""
+    for _ in range(2):
+        cache.compiled('#include "mine.h"\n', name="x.cu", arch="sm_90")
+    assert len(compiler) == 2
+    assert not cache_directory.exists()
+
+
+def test_the_process_has_one_cache(cache_directory: Path) -> None:
+    """It is made at its first use, in the directory of the environment."""
+    assert not cache_directory.exists()
+    assert cache.shared() is cache.shared()
+    assert cache.shared().directory == cache_directory

@@ -1,0 +1,301 @@
+"""Loading kernels onto a device."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, cast
+
+import pytest
+
+from greensched.errors import ArgumentMismatch, Closed, CUDAError, NotSupported, from_status
+from greensched.kernels import Loader, Program, cache
+from greensched.typing import DeviceFacts, KernelHandle, LibraryHandle, Parameter
+
+if TYPE_CHECKING:
+    from greensched.driver.base import Driver
+    from greensched.typing import CodeImage
+
+SOURCE = """
+extern "C" __global__ void f(float *x, int n, double by) { }
+extern "C" __global__ void g() { }
+"""
+LAYOUTS = {"f": ((0, 8), (8, 4), (16, 8)), "g": ()}
+
+
+class FakeDriver:
+    """The verbs a loader uses, and a list of what was called."""
+
+    def __init__(self, *, needs_binary: bool = True) -> None:
+        self.needs_binary = needs_binary
+        self.calls: list[tuple[str, object]] = []
+        self.images: list[CodeImage] = []
+        self.layouts: dict[str, tuple[tuple[int, int], ...] | None] = dict(LAYOUTS)
+        self.failing: set[object] = set()
+
+    def _call(self, verb: str, what: object) -> None:
+        self.calls.append((verb, what))
+        if verb in self.failing or what in self.failing:
+            raise from_status(200, f"{verb} {what}")
+
+    def load_code(self, image: CodeImage) -> LibraryHandle:
+        self._call("load_code", image.name)
+        self.images.append(image)
+        return LibraryHandle(image.name)
+
+    def unload_code(self, library: LibraryHandle) -> None:
+        self._call("unload_code", library)
+
+    def get_kernel(self, library: LibraryHandle, name: str) -> KernelHandle:
+        self._call("get_kernel", name)
+        return KernelHandle(name)
+
+    def kernel_layout(self, kernel: KernelHandle) -> tuple[tuple[int, int], ...] | None:
+        return self.layouts[str(kernel)]
+
+    def load_kernel(self, kernel: KernelHandle) -> None:
+        self._call("load_kernel", kernel)
+
+
+@pytest.fixture(autouse=True)
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Instead of a compiler: notes for which architecture what was compiled."""
+    names: list[str] = []
+
+    def compiled(source: str, *, name: str, arch: str, options: object) -> bytes:
+        names.append(f"{name} {arch}")
+        return name.encode()
+
+    monkeypatch.setattr(cache, "compiled", compiled)
+    return names
+
+
+def loader_of(driver: FakeDriver, facts: DeviceFacts) -> Loader:
+    return Loader(cast("Driver", driver), facts)
+
+
+def test_a_kernel_is_compiled_and_loaded(facts: DeviceFacts, compiled: list[str]) -> None:
+    """The first load compiles for the device, loads the code and the kernel, in this order."""
+    driver = FakeDriver()
+    loader = loader_of(driver, facts)
+    assert loader.load(Program(SOURCE, name="p").kernel("f")) == KernelHandle("f")
+    assert compiled == ["p sm_90"]
+    assert driver.images[0].binary == b"p"
+    assert driver.calls == [("load_code", "p"), ("get_kernel", "f"), ("load_kernel", "f")]
+
+
+def test_loaded_never_loads(facts: DeviceFacts) -> None:
+    """`loaded` tells what is there and calls nothing, before and after."""
+    driver = FakeDriver()
+    loader = loader_of(driver, facts)
+    kernel = Program(SOURCE).kernel("f")
+    assert loader.loaded(kernel) is None
+    assert driver.calls == []
+    handle = loader.load(kernel)
+    calls = list(driver.calls)
+    assert loader.loaded(kernel) is handle
+    assert driver.calls == calls
+
+
+def test_each_load_is_for_the_current_context(facts: DeviceFacts, compiled: list[str]) -> None:
+    """A second load, in another context say, loads the kernel there and does nothing else again."""
+    driver = FakeDriver()
+    loader = loader_of(driver, facts)
+    kernel = Program(SOURCE).kernel("f")
+    handle = loader.load(kernel)
+    driver.calls.clear()
+    assert loader.load(kernel) is handle
+    assert driver.calls == [("load_kernel", "f")]
+    assert len(compiled) == 1
+
+
+def test_a_program_is_loaded_once(facts: DeviceFacts, compiled: list[str]) -> None:
+    """Kernels of one program come from one library; another program is another library."""
+    driver = FakeDriver()
+    loader = loader_of(driver, facts)
+    program = Program(SOURCE)
+    loader.load(program.kernel("f"))
+    loader.load(program.kernel("g"))
+    loader.load(Program(SOURCE).kernel("f"))
+    assert [verb for verb, _ in driver.calls].count("load_code") == 2
+    assert len(compiled) == 2
+
+
+def test_a_driver_that_needs_no_binary_gets_none(facts: DeviceFacts, compiled: list[str]) -> None:
+    """Simulating compiles nothing, so it needs no compiler, and no cubin for the device."""
+    driver = FakeDriver(needs_binary=False)
+    loader = loader_of(driver, facts)
+    loader.load(Program(SOURCE).kernel("f"))
+    loader.load(Program.from_cubin(b"c", arch="sm_120", parameters={"g": ()}).kernel("g"))
+    assert compiled == []
+    assert [image.binary for image in driver.images] == [b"", b""]
+    assert list(driver.images[0].kernels) == ["f"]
+
+
+def test_a_cubin_for_another_device_is_refused(facts: DeviceFacts) -> None:
+    """Where code is needed, that of another architecture is refused before the driver sees it."""
+    driver = FakeDriver()
+    kernel = Program.from_cubin(b"c", arch="sm_120", parameters={"g": ()}).kernel("g")
+    with pytest.raises(NotSupported):
+        loader_of(driver, facts).load(kernel)
+    assert driver.calls == []
+
+
+# -- parameters against the code ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layout", "problem"),
+    [
+        (((0, 8), (8, 4)), "the code takes 2 parameters, and 3 are given"),
+        (
+            ((0, 8), (8, 8), (16, 8)),
+            "'n' has 4 bytes at offset 8 as given .i4.*8 bytes at offset 8",
+        ),
+        (((0, 8), (8, 4), (12, 4)), "'by' has 8 bytes at offset 16 as given .f8.*4 bytes .* 12"),
+        (((0, 4), (4, 4), (8, 8)), r"'x' has 8 bytes at offset 0 as given \(f4 \*\)"),
+        (((0, 8), (12, 4), (16, 8)), "'n' has 4 bytes at offset 8 .* at offset 12"),
+    ],
+)
+def test_parameters_unlike_the_code_are_refused(
+    facts: DeviceFacts, layout: tuple[tuple[int, int], ...], problem: str
+) -> None:
+    """A parameter of another size or place than in the code is named, and nothing is loaded."""
+    driver = FakeDriver()
+    driver.layouts["f"] = layout
+    loader = loader_of(driver, facts)
+    kernel = Program(SOURCE).kernel("f")
+    with pytest.raises(ArgumentMismatch, match=problem):
+        loader.load(kernel)
+    assert loader.loaded(kernel) is None
+    assert "load_kernel" not in dict(driver.calls)
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "layout"),
+    [
+        (["u1", "u2", "u1", "f8", "b1"], ((0, 1), (2, 2), (4, 1), (8, 8), (16, 1))),
+        (["u1", "V24", "u1", "c16"], ((0, 1), (8, 24), (32, 1), (48, 16))),
+        (["i4", "V6", "i2"], ((0, 4), (4, 6), (10, 2))),
+    ],
+)
+def test_cudas_alignment_is_accepted(
+    facts: DeviceFacts, dtypes: list[str], layout: tuple[tuple[int, int], ...]
+) -> None:
+    """Scalars are aligned to their size; where a structure begins is the code's to say."""
+    driver = FakeDriver()
+    driver.layouts["h"] = layout
+    given = [Parameter(f"p{index}", dtype) for index, dtype in enumerate(dtypes)]
+    assert loader_of(driver, facts).load(Program("").kernel("h", parameters=given)) == KernelHandle(
+        "h"
+    )
+
+
+def test_a_driver_that_cannot_tell_is_trusted(facts: DeviceFacts) -> None:
+    """Where the code cannot be asked, the parameters are taken as given."""
+    driver = FakeDriver()
+    driver.layouts["f"] = None
+    assert loader_of(driver, facts).load(Program(SOURCE).kernel("f")) == KernelHandle("f")
+
+
+# -- failures, threads, the end -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verb", ["load_code", "get_kernel"])
+def test_a_failed_load_can_be_tried_again(facts: DeviceFacts, verb: str) -> None:
+    """Whatever step fails, there is no handle, and a later try does what is missing."""
+    driver = FakeDriver()
+    driver.failing = {verb}
+    loader = loader_of(driver, facts)
+    kernel = Program(SOURCE).kernel("f")
+    with pytest.raises(CUDAError):
+        loader.load(kernel)
+    assert loader.loaded(kernel) is None
+    driver.failing = set()
+    assert loader.load(kernel) == KernelHandle("f")
+    assert len(driver.images) == 1
+
+
+def test_a_context_that_cannot_load_is_told(facts: DeviceFacts) -> None:
+    """A failure to load in one context is that caller's, and another context can still load."""
+    driver = FakeDriver()
+    driver.failing = {"load_kernel"}
+    loader = loader_of(driver, facts)
+    kernel = Program(SOURCE).kernel("f")
+    with pytest.raises(CUDAError):
+        loader.load(kernel)
+    driver.failing = set()
+    assert loader.load(kernel) == KernelHandle("f")
+    assert len(driver.images) == 1
+
+
+def test_threads_load_once(facts: DeviceFacts) -> None:
+    """Threads that want the same kernel at once get one handle, each loaded in its context."""
+    driver = FakeDriver()
+    loader = loader_of(driver, facts)
+    kernel = Program(SOURCE).kernel("f")
+    start = threading.Barrier(8)
+    handles: list[KernelHandle] = []
+
+    def load() -> None:
+        start.wait()
+        handles.append(loader.load(kernel))
+
+    threads = [threading.Thread(target=load) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert handles == [KernelHandle("f")] * 8
+    assert sorted(verb for verb, _ in driver.calls) == [
+        "get_kernel",
+        "load_code",
+        *["load_kernel"] * 8,
+    ]
+
+
+def test_a_compilation_keeps_nobody_from_loading(
+    facts: DeviceFacts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While one program is compiled, a kernel of another can be loaded."""
+    loader = loader_of(FakeDriver(), facts)
+    other = Program.from_cubin(b"c", arch="sm_90", parameters={"g": ()}).kernel("g")
+
+    def compiled(source: str, *, name: str, arch: str, options: object) -> bytes:
+        thread = threading.Thread(target=loader.load, args=[other])
+        thread.start()
+        thread.join()
+        return b""
+
+    monkeypatch.setattr(cache, "compiled", compiled)
+    loader.load(Program(SOURCE).kernel("f"))
+    assert loader.loaded(other) == KernelHandle("g")
+
+
+def test_closing_unloads_in_reverse(facts: DeviceFacts) -> None:
+    """Libraries are unloaded last loaded first, once; then nothing is loaded or can be."""
+    driver = FakeDriver()
+    loader = loader_of(driver, facts)
+    first = Program(SOURCE, name="first").kernel("f")
+    loader.load(first)
+    loader.load(Program(SOURCE, name="second").kernel("f"))
+    loader.close()
+    loader.close()
+    assert driver.calls[-2:] == [("unload_code", "second"), ("unload_code", "first")]
+    assert [verb for verb, _ in driver.calls].count("unload_code") == 2
+    assert loader.loaded(first) is None
+    with pytest.raises(Closed):
+        loader.load(first)
+
+
+def test_closing_tries_every_library(facts: DeviceFacts) -> None:
+    """A library that cannot be unloaded keeps no other from it; the first error is raised."""
+    driver = FakeDriver()
+    loader = loader_of(driver, facts)
+    for name in "abc":
+        loader.load(Program(SOURCE, name=name).kernel("f"))
+    driver.failing = {"a", "c"}
+    with pytest.raises(CUDAError, match="unload_code c") as caught:
+        loader.close()
+    assert caught.value.__notes__ == ["and then: unload_code a: INVALID_IMAGE (200)"]
+    assert [what for verb, what in driver.calls if verb == "unload_code"] == ["c", "b", "a"]
+    loader.close()

@@ -1,0 +1,203 @@
+"""Programs and kernels."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from greensched.errors import InvalidRequest, NotSupported
+from greensched.kernels import Program, cache
+from greensched.typing import Cost, LaunchFacts, Parameter
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+SOURCE = """
+extern "C" __global__ void scale(float *x, float by, int n) { }
+extern "C" __global__ void transform(Matrix m) { }
+"""
+MATRIX = (Parameter("m", "V24"),)
+
+
+def test_a_kernel_is_read_from_the_source() -> None:
+    """A kernel has its name, its program, and the parameters the source gives it."""
+    program = Program(SOURCE)
+    kernel = program.kernel("scale")
+    assert kernel.name == "scale"
+    assert kernel.program is program
+    assert kernel.parameters == (
+        Parameter("x", "f4", pointer=True),
+        Parameter("by", "f4"),
+        Parameter("n", "i4"),
+    )
+    assert kernel.spec.name == "scale"
+    assert kernel.spec.parameters == kernel.parameters
+    assert repr(kernel) == "<Kernel scale(f4 *x, f4 by, i4 n) of 'program.cu'>"
+
+
+def test_a_program_says_what_it_is() -> None:
+    """Name, source, options and kernels can be read, also of kernels that cannot be used."""
+    program = Program(SOURCE, name="mine.cu", options=["--std=c++20"])
+    assert (program.name, program.source) == ("mine.cu", SOURCE)
+    assert program.options == ("--std=c++20",)
+    assert program.kernel_names == ("scale", "transform")
+    assert repr(program) == "<Program 'mine.cu': scale, transform>"
+
+
+def test_the_same_name_is_the_same_kernel() -> None:
+    """A reference given to a kernel is there for everybody who asks for it."""
+    program = Program(SOURCE)
+    assert program.kernel("scale") is program.kernel("scale")
+    assert program.kernel("scale") is not Program(SOURCE).kernel("scale")
+
+
+def test_parameters_can_be_given() -> None:
+    """What the source does not say can be said, once; contradicting it later is refused."""
+    program = Program(SOURCE)
+    with pytest.raises(InvalidRequest, match="Matrix m"):
+        program.kernel("transform")
+    kernel = program.kernel("transform", parameters=MATRIX)
+    assert kernel.parameters == MATRIX
+    assert program.kernel("transform") is kernel
+    assert program.kernel("transform", parameters=list(MATRIX)) is kernel
+    with pytest.raises(InvalidRequest, match="has these parameters"):
+        program.kernel("transform", parameters=())
+
+
+def test_a_kernel_outside_the_source_needs_parameters() -> None:
+    """A name that a macro makes is taken on trust, with parameters, and refused without."""
+    program = Program(SOURCE)
+    with pytest.raises(InvalidRequest, match="scale, transform"):
+        program.kernel("hidden")
+    assert program.kernel("hidden", parameters=()).parameters == ()
+
+
+@pytest.mark.parametrize("wrong", ["float x", Parameter("x", "float32"), Parameter("x", "")])
+def test_wrong_parameters_are_refused(wrong: object) -> None:
+    """Only parameters with numpy's codes are taken."""
+    given: Sequence[Parameter] = [wrong]  # type: ignore[list-item]  # the mistake under test
+    with pytest.raises(InvalidRequest, match="is no parameter"):
+        Program(SOURCE).kernel("transform", parameters=given)
+
+
+def test_options_are_no_string() -> None:
+    """One string in place of a sequence would be taken letter by letter."""
+    with pytest.raises(InvalidRequest, match="one string"):
+        Program(SOURCE, options="--use_fast_math")
+
+
+# -- meaning ----------------------------------------------------------------------------------
+
+
+def test_a_kernel_is_given_its_meaning() -> None:
+    """The decorators store the functions and return them unchanged."""
+    kernel = Program(SOURCE).kernel("scale")
+    assert (kernel.spec.reference, kernel.spec.cost) == (None, None)
+
+    def reference(launch: LaunchFacts, x: object, by: object, n: object) -> None: ...
+
+    def cost(launch: LaunchFacts, x: object, by: object, n: object) -> Cost:
+        return Cost(sm_ns=1)
+
+    assert kernel.reference(reference) is reference
+    assert kernel.cost(cost) is cost
+    assert (kernel.spec.reference, kernel.spec.cost) == (reference, cost)
+
+
+def test_a_meaning_is_given_once() -> None:
+    """A second reference or cost is refused, and the first one stays."""
+    kernel = Program(SOURCE).kernel("scale")
+
+    @kernel.reference
+    def first(launch: LaunchFacts) -> None: ...
+
+    @kernel.cost
+    def free(launch: LaunchFacts) -> Cost:
+        return Cost()
+
+    with pytest.raises(InvalidRequest, match="already has a reference"):
+        kernel.reference(lambda launch: None)
+    with pytest.raises(InvalidRequest, match="already has a cost"):
+        kernel.cost(lambda launch: Cost())
+    assert (kernel.spec.reference, kernel.spec.cost) == (first, free)
+
+
+def test_the_image_is_live() -> None:
+    """What `load_code` gets knows the kernels, also those asked for after it was made."""
+    program = Program(SOURCE, name="mine.cu")
+    scale = program.kernel("scale")
+    image = program.image(b"cubin")
+    assert (image.name, image.binary) == ("mine.cu", b"cubin")
+    assert dict(image.kernels) == {"scale": scale.spec}
+    late = program.kernel("late", parameters=())
+    assert image.kernels["late"] is late.spec
+
+
+def test_compiling_asks_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program is compiled with its own source, name and options for the architecture asked."""
+
+    def compiled(source: str, *, name: str, arch: str, options: tuple[str, ...]) -> bytes:
+        return repr((source, name, arch, options)).encode()
+
+    monkeypatch.setattr(cache, "compiled", compiled)
+    cubin = Program("int x;", name="x.cu", options=("-G",)).compile("sm_90")
+    assert cubin == b"('int x;', 'x.cu', 'sm_90', ('-G',))"
+
+
+# -- cubins -----------------------------------------------------------------------------------
+
+
+def test_a_cubin_is_a_program() -> None:
+    """A cubin's kernels are those whose parameters are given; it needs no compiler."""
+    program = Program.from_cubin(b"cubin", arch="sm_90", parameters={"_Z1fP6Matrix": MATRIX})
+    assert program.kernel_names == ("_Z1fP6Matrix",)
+    assert program.kernel("_Z1fP6Matrix").parameters == MATRIX
+    assert program.compile("sm_90") == b"cubin"
+    with pytest.raises(InvalidRequest, match=r"'g' is not in <Program 'program.cubin'"):
+        program.kernel("g")
+
+
+@pytest.mark.parametrize(
+    ("arch", "device", "runs"),
+    [
+        ("sm_80", "sm_80", True),
+        ("sm_80", "sm_89", True),
+        ("sm_89", "sm_80", False),
+        ("sm_80", "sm_90", False),
+        ("sm_90a", "sm_90", True),
+        ("sm_100a", "sm_103", False),
+        ("sm_100f", "sm_103", True),
+        ("sm_100", "sm_120", False),
+    ],
+)
+def test_a_cubin_serves_its_architecture(arch: str, device: str, runs: bool) -> None:
+    """A cubin runs on the same major architecture, as new or newer, unless it is specific."""
+    program = Program.from_cubin(b"cubin", arch=arch, parameters={})
+    if runs:
+        assert program.compile(device) == b"cubin"
+    else:
+        with pytest.raises(NotSupported, match=f"needs {arch}; this is {device}"):
+            program.compile(device)
+
+
+def test_a_cubin_is_checked_when_made() -> None:
+    """A wrong architecture or parameter is refused at once, not at the first launch."""
+    with pytest.raises(InvalidRequest, match="no architecture"):
+        Program.from_cubin(b"cubin", arch="compute_90", parameters={})
+    with pytest.raises(InvalidRequest, match="is no parameter"):
+        Program.from_cubin(b"cubin", arch="sm_90", parameters={"f": [Parameter("x", "float")]})
+
+
+# -- the house --------------------------------------------------------------------------------
+
+
+def test_importing_is_light() -> None:
+    """Importing loads neither numpy, nor the CUDA bindings, nor an event loop."""
+    script = "import sys, greensched.kernels; print(*sys.modules)"
+    modules = subprocess.run(
+        [sys.executable, "-c", script], check=True, capture_output=True, text=True
+    ).stdout.split()
+    assert not {"numpy", "cuda", "asyncio", "anyio", "greensched.driver.nvrtc"} & set(modules)

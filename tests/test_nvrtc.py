@@ -1,0 +1,154 @@
+"""The compiler's door: source in, cubin or a log out."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from greensched import errors
+from greensched.driver import nvrtc
+
+SAXPY = """
+extern "C" __global__ void saxpy(float a, const float *x, float *y, int n) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) y[i] += a * x[i];
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Any:
+    """The door, where NVRTC is installed."""
+    try:
+        nvrtc.version()
+    except errors.DriverUnavailable as error:
+        pytest.skip(str(error))
+    return nvrtc
+
+
+def test_source_becomes_a_cubin(compiler: Any) -> None:
+    """Good source becomes an ELF image that holds the kernel under its name."""
+    cubin = compiler.compile(SAXPY, name="saxpy.cu", arch="sm_90")
+    assert cubin[:4] == b"\x7fELF"
+    assert b".text.saxpy\0" in cubin
+
+
+def test_the_architecture_is_the_one_asked(compiler: Any) -> None:
+    """The same source gives different machine code for different architectures."""
+    images = {compiler.compile(SAXPY, name="saxpy.cu", arch=arch) for arch in ("sm_80", "sm_90")}
+    assert len(images) == 2
+
+
+def test_a_mistake_is_told_with_its_line(compiler: Any) -> None:
+    """Source that does not compile raises the compiler's log, with name and line."""
+    with pytest.raises(errors.CompileFailed) as raised:
+        compiler.compile("\n\n__global__ void k() { x = 1; }", name="bad.cu", arch="sm_90")
+    assert (raised.value.name, raised.value.arch) == ("bad.cu", "sm_90")
+    assert 'bad.cu(3): error: identifier "x" is undefined' in raised.value.log
+    assert "\0" not in raised.value.log
+
+
+@pytest.mark.parametrize("arch", ["sm_1", "compute_90", "no such thing"])
+def test_an_architecture_without_machine_code_is_told(compiler: Any, arch: str) -> None:
+    """What is no real architecture of this compiler raises CompileFailed, and says so."""
+    with pytest.raises(errors.CompileFailed, match=r"arch|real architecture"):
+        compiler.compile(SAXPY, name="saxpy.cu", arch=arch)
+
+
+def test_options_reach_the_compiler(compiler: Any) -> None:
+    """Options are passed on, and a folder given there is searched for headers."""
+    cubin = compiler.compile(
+        '#ifdef KERNEL\nextern "C" __global__ void KERNEL() {}\n#endif',
+        name="named.cu",
+        arch="sm_90",
+        options=["-DKERNEL=given"],
+    )
+    assert b".text.given\0" in cubin
+
+
+def test_a_folder_of_headers_may_be_given(compiler: Any, tmp_path: Path) -> None:
+    """A header in a folder named by the options is found, and before the runtime's own."""
+    (tmp_path / "cuda_fp16.h").write_text('extern "C" __global__ void mine() {}\n')
+    cubin = compiler.compile(
+        "#include <cuda_fp16.h>",
+        name="mine.cu",
+        arch="sm_90",
+        options=[f"--include-path={tmp_path}"],
+    )
+    assert b".text.mine\0" in cubin
+
+
+def test_the_runtimes_headers_are_found(compiler: Any) -> None:
+    """A source may include cuda_fp16.h without saying where it is."""
+    if not compiler._header_options():
+        pytest.skip("the CUDA runtime's headers are not installed")
+    source = """
+    #include <cuda_fp16.h>
+    extern "C" __global__ void one(__half *x) { x[0] = __float2half(1.0f); }
+    """
+    assert compiler.compile(source, name="half.cu", arch="sm_90")
+
+
+def test_no_headers_are_no_error(compiler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no headers are installed, or cuda-pathfinder is too old to look, none are offered."""
+    find = compiler._header_options.__wrapped__
+    monkeypatch.setattr(nvrtc.pathfinder, "find_nvidia_header_directory", lambda name: None)
+    assert find() == ()
+    monkeypatch.delattr(nvrtc.pathfinder, "find_nvidia_header_directory")
+    assert find() == ()
+
+
+def test_the_version_is_a_pair(compiler: Any) -> None:
+    """The compiler tells its version as two numbers."""
+    major, minor = compiler.version()
+    assert major >= 12
+    assert minor >= 0
+
+
+def test_an_unknown_status_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A status the wheel has no name for is a CompileFailed, not a KeyError."""
+
+    class Newer:
+        @staticmethod
+        def nvrtcCreateProgram(*arguments: Any) -> Any:  # noqa: N802
+            raise KeyError(99)
+
+    monkeypatch.setattr(nvrtc, "_nvrtc", Newer)
+    with pytest.raises(errors.CompileFailed, match="99"):
+        nvrtc.compile(SAXPY, name="saxpy.cu", arch="sm_90")
+
+
+def test_a_missing_compiler_is_told() -> None:
+    """Without NVRTC every call says what to install, and importing the door does not fail."""
+    code = """
+        import cuda.pathfinder
+
+        def find(name):
+            raise cuda.pathfinder.DynamicLibNotFoundError(name)
+
+        cuda.pathfinder.load_nvidia_dynamic_lib = find
+        from greensched import errors
+        from greensched.driver import nvrtc
+
+        for call in (nvrtc.version, lambda: nvrtc.compile("", name="a.cu", arch="sm_90")):
+            try:
+                call()
+            except errors.DriverUnavailable as error:
+                print(error.problem)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    answers = done.stdout.splitlines()
+    assert len(answers) == 2
+    assert all("pip install 'greensched[nvrtc]'" in answer for answer in answers)
