@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from greensched.bound import Bound as Bound
     from greensched.context import Context as Context
+    from greensched.desk import PoolState as PoolState
     from greensched.device import Device as Device
     from greensched.errors import *  # noqa: F403  every error is public
     from greensched.jobs import Job as Job
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from greensched.partition import Partition as Partition
     from greensched.pool import CloseReport as CloseReport
     from greensched.pool import Pool as Pool
-    from greensched.pool import PoolState as PoolState
     from greensched.pool import PoolStatistics as PoolStatistics
     from greensched.resources import SMResource as SMResource
     from greensched.stream import Event as Event
@@ -47,7 +47,7 @@ _ROOMS = {
     "Partition": "partition",
     "PinnedBuffer": "memory",
     "Pool": "pool",
-    "PoolState": "pool",
+    "PoolState": "desk",
     "PoolStatistics": "pool",
     "Program": "kernels",
     "REST": "typing",

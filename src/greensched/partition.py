@@ -84,17 +84,31 @@ class Partition:
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         """Ends the lease; see the class. A cancellation while it waits only stops the waiting."""
+        self.end()
+        if kind is None:
+            await self.finish()
+            self.raise_unseen()
+
+    def end(self) -> None:
+        """Nothing more is submitted; the SMs go back when the work is done. Does not wait."""
         channel = self._open()
-        holding = channel.holding
         for bound in self._bound:
             bound.close()
         self._bound.clear()
-        holding.end()
-        if kind is not None:
+        channel.holding.end()
+
+    async def finish(self) -> None:
+        """Waits until all work of an ended lease is done."""
+        channel = self._channel
+        if channel is not None and not channel.holding.is_over:
+            await channel.holding.wait_until_over()
+
+    def raise_unseen(self) -> None:
+        """Raises the first failure of a job that nobody has seen, or what ended everything."""
+        channel = self._channel
+        if channel is None:
             return
-        if not holding.is_over:
-            await holding.wait_until_over()
-        unseen = holding.unseen_error
+        unseen = channel.holding.unseen_error
         if unseen is not None:
             raise unseen
         if channel.track.fault is not None:

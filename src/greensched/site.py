@@ -6,7 +6,7 @@ complements), or when a shape is first granted; those that are no longer wanted 
 used first, and never with work in flight.
 
 Making and ending lanes blocks: it happens on the pool's builder thread, and is entered by it
-alone. `find`, `touch` and `statistics` are entered under the pool's lock.
+alone. `take` and `surplus` are entered under the pool's lock.
 """
 
 from __future__ import annotations
@@ -84,11 +84,11 @@ class Site:
 
     # -- lanes -------------------------------------------------------------------------------------
 
-    def find(self, mask: int) -> Crew | None:
-        """The lane over a set of cells, if it is made; counts as used now."""
-        crew = self.crews.get(mask)
-        if crew is not None:
-            self.crews.move_to_end(mask)
+    def take(self, mask: int) -> Crew:
+        """The lane over a set of cells, which is made; leased and used from now on."""
+        crew = self.crews[mask]
+        crew.is_leased = True
+        self.crews.move_to_end(mask)
         return crew
 
     def make(self, mask: int) -> Crew:
@@ -104,11 +104,11 @@ class Site:
             self.lanes_made += 1
         return crew
 
-    def surplus(self) -> list[int]:
+    def surplus(self, keep: int) -> list[int]:
         """Lanes to end, least recently used first: beside the menu, not leased, too many."""
-        extra = [m for m, crew in self.crews.items() if m not in self.menu]
+        extra = [m for m in self.crews if m not in self.menu and m != keep]
         idle = [m for m in extra if not self.crews[m].is_leased and self.crews[m].lane.is_idle]
-        return idle[: max(0, len(extra) - EXTRA)]
+        return idle[: max(0, len(extra) + 1 - EXTRA)]
 
     def _resources(self, mask: int) -> list[SMResource]:
         cut = self.cut

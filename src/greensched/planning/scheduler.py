@@ -423,7 +423,7 @@ class Scheduler:
     def _refuse(self, request: Request) -> None:
         """Refuses what can never be granted, or not while its holder holds what he has."""
         able = [d for d in request.devices if self._fits_ever(request, d, 0)]
-        asked = sum(part.least for part in request.parts)
+        asked = self._asked(request)
         if not able:
             raise TooManySMs(asked, self.most(request.devices))
         held = self._held_by(request.holder)
@@ -431,6 +431,13 @@ class Scheduler:
             most = max(self.devices[d].sms(self.devices[d].every & ~held.get(d, 0)) for d in able)
             holds = sum(self.devices[d].sms(mask) for d, mask in held.items())
             raise WouldDeadlock(holds, asked or most, most)
+
+    def _asked(self, request: Request) -> int:
+        """SMs asked for; by several parts in whole cells, which is what they cost."""
+        if len(request.parts) == 1:
+            return request.parts[0].least
+        largest = max((self.devices[d] for d in request.devices), key=lambda cells: cells.total)
+        return sum(max(1, -(-part.least // largest.size)) for part in request.parts) * largest.size
 
     def _fits_ever(self, request: Request, device: int, without: int) -> bool:
         cells = self.devices[device]

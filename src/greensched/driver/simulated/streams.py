@@ -79,7 +79,12 @@ class Streams(Contexts):
 
     def stream_address(self, stream: StreamHandle) -> int:
         """A number that stands for the stream."""
-        return 0x5100_0000 + self._expect(stream, SimulatedStream, "stream_address").ident
+        return self.address_of(self._expect(stream, SimulatedStream, "stream_address").ident)
+
+    @staticmethod
+    def address_of(ident: int) -> int:
+        """The number that stands for the stream of a `Span`."""
+        return 0x5100_0000 + ident
 
     def query_stream(self, stream: StreamHandle) -> bool:
         """Whether the stream has no work."""

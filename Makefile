@@ -1,0 +1,65 @@
+# Everything sets up what it needs in .venv; nothing else is required but Python >= 3.11 and make.
+#
+#   make demo           the main job, on a GPU or a simulated one
+#   make test           the tests, on simulated GPUs
+#   make check          lint, format, types, import contracts
+#   make test-standin   the conformance suite and more, with the real cuda.bindings on a stand-in
+#                       driver built from STANDIN=<folder with a Makefile>
+#   make test-gpu       the same suite and all gpu tests, on the GPU of this machine, with the
+#                       Python (PYTHON=...) and packages found there
+#   make bench          benchmarks on the simulated driver; STANDIN=... adds the real bindings
+#   make soak           200,000 leases: memory, threads and files must not grow
+
+PYTHON ?= $(firstword $(foreach v,python3.11 python3.12 python3.13 python3.14 python3,$(if $(shell $(v) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo ok),$(v))))
+VENV   := .venv
+BIN    := $(VENV)/bin
+STANDIN ?=
+BUILT  := .build/standin
+
+.PHONY: demo test check format test-standin test-gpu bench soak clean
+
+demo: $(VENV)/.ready
+	$(BIN)/greensched demo $(ARGS)
+
+test: $(VENV)/.ready
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/.ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.ready
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test-standin: $(VENV)/.ready standin-built
+	$(BIN)/python tests/run_standin.py $(BUILT)/build $(ARGS)
+
+test-gpu:
+	PYTHONPATH=src $(or $(GPU_PYTHON),python3) -m pytest -p no:cacheprovider tests/conformance tests/gpu --driver cuda -m "not standin" $(ARGS)
+
+bench: $(VENV)/.ready $(if $(STANDIN),standin-built)
+	$(BIN)/python -m benchmarks $(if $(STANDIN),--standin $(BUILT)/build) $(ARGS)
+
+soak: $(VENV)/.ready
+	$(BIN)/python -m benchmarks.soak $(ARGS)
+
+# The stand-in is built in a copy of its folder. Where its Makefile finds no cuda.h, the headers
+# come from the runtime package of the nvrtc extra.
+.PHONY: standin-built
+standin-built: $(VENV)/.ready
+	@test -n "$(STANDIN)" && test -f "$(STANDIN)/Makefile" || { echo "give STANDIN=<folder with a Makefile>"; exit 2; }
+	@rm -rf $(BUILT) && mkdir -p $(BUILT) && cp -R "$(STANDIN)/." $(BUILT)/ && chmod -R u+w $(BUILT)
+	@include=$$($(BIN)/python tests/cuda_headers.py); $(MAKE) -C $(BUILT) $${include:+CUDA_INC=$$include}
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed, and none was found"; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "pip>=25.1"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e . --group dev
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

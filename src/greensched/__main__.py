@@ -1,0 +1,5 @@
+"""`python -m greensched`."""
+
+from greensched.cli import main
+
+raise SystemExit(main())

@@ -1,0 +1,150 @@
+"""The command line: prints, never decides."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from greensched import driver as drivers
+from greensched.driver.base import Driver
+from greensched.errors import DriverUnavailable, GreenschedError
+
+#: What the demo runs on where there is no GPU.
+STAND_IN = "simulated:h200"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command; returns the exit code: 0, 1 if a result was wrong, 2 if it could not run."""
+    options = _parser().parse_args(arguments)
+    try:
+        return int(options.command(options))
+    except GreenschedError as error:
+        print(f"greensched: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="greensched", description=__doc__)
+    parser.add_argument("--version", action="version", version=version("greensched"))
+    commands = parser.add_subparsers(title="commands", required=True)
+    demo = commands.add_parser(
+        "demo", help="a small service under load, with and without partitions"
+    )
+    demo.add_argument("--seconds", type=float, default=4.0, help="of load, for each arrangement")
+    demo.add_argument("--image", type=Path, help="what clients send: .npy, or what Pillow reads")
+    demo.add_argument("--driver", help=f'"cuda", or "{STAND_IN}" (default: CUDA, else that)')
+    demo.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    demo.set_defaults(command=_demo)
+    return parser
+
+
+# -- demo -------------------------------------------------------------------------------------
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from greensched import demo
+
+    image = demo.read_image(options.image) if options.image else None
+    driver = _demo_driver(options.driver)
+    bar = _Bar()
+    work = demo.run(driver, seconds=options.seconds, image=image, progress=bar.show)
+    outcome = asyncio.run(work)
+    bar.end()
+    rows = [row.as_dict() for row in outcome.rows]
+    if options.json:
+        facts = {"device": outcome.device, "simulated": outcome.simulated, "rows": rows}
+        print(json.dumps(facts, indent=1))
+    else:
+        print(_table(outcome.device, outcome.simulated, rows))
+    return 1 if outcome.wrong else 0
+
+
+def _demo_driver(spec: str | None) -> Driver:
+    """CUDA where there is a GPU; else a simulated one, and it says so."""
+    driver = drivers.open(spec)
+    if spec is not None:
+        return driver
+    try:
+        driver.initialise()
+    except DriverUnavailable as error:
+        print(f"No GPU here ({error.problem}).\nUsing {STAND_IN} instead.", file=sys.stderr)
+        return drivers.open(STAND_IN)
+    return driver
+
+
+_COLUMNS = (
+    ("arrangement", "arrangement", "{}"),
+    ("SMs", "critical_sms", "{}"),
+    ("p50 ms", "p50", "{:.3f}"),
+    ("p99 ms", "p99", "{:.3f}"),
+    ("p50 ms", "latency_p50_ms", "{:.2f}"),
+    ("p99 ms", "latency_p99_ms", "{:.2f}"),
+    ("host late p99", "host_late_p99_ms", "{:.2f}"),
+    ("batch SMs", "batch_sms", "{}"),
+    ("jobs/s", "batch_jobs_per_s", "{}"),
+)
+
+
+def _table(device: str, simulated: bool, rows: list[dict[str, Any]]) -> str:
+    columns = [c for c in _COLUMNS if simulated or c[1] not in ("p50", "p99", "host_late_p99_ms")]
+    cells = [[head for head, _, _ in columns]]
+    for row in rows:
+        row |= {"p50": row["device_p50_ms"], "p99": row["device_p99_ms"]}
+        cells.append(["-" if row[k] is None else f.format(row[k]) for _, k, f in columns])
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    lines = [
+        "  ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)) for line in cells
+    ]
+    lines.insert(0, device)
+    if simulated:
+        lines.insert(1, _over("on the device", "in the client's hands", widths))
+        lines += ["", *_simulated_words(rows)]
+    verified, results = (sum(row[k] for row in rows) for k in ("verified", "results"))
+    lines += ["", f"verified {verified} of {results} results against numpy"]
+    return "\n".join(lines)
+
+
+def _over(left: str, right: str, widths: list[int]) -> str:
+    """A heading over the two pairs of latency columns."""
+    start = sum(widths[:2]) + 4
+    first, second = widths[2] + widths[3] + 2, widths[4] + widths[5] + widths[6] + 4
+    return " " * start + left.center(first) + "  " + right.center(second)
+
+
+def _simulated_words(rows: list[dict[str, Any]]) -> list[str]:
+    alone, shared, apart = (row["device_p99_ms"] for row in rows[1:])
+    if not (alone and shared and apart):
+        return ["(too short a run for percentiles)"]
+    return [
+        f"Beside the batch job the p99 is {apart / alone:.2f} x alone in a partition of its own, and "
+        f"{shared / alone:.2f} x that where all share all SMs.",
+        "A simulator says so: its times are modelled, on SMs that are shared first come, first served;",
+        "memory bandwidth, L2 and power on a real GPU are shared by everybody.",
+    ]
+
+
+class _Bar:
+    """A progress bar on standard error, where that is a terminal or a log."""
+
+    WIDTH = 30
+
+    def __init__(self) -> None:
+        self._last = ""
+
+    def show(self, done: float, what: str) -> None:
+        """Draws it anew if it changed."""
+        full = int(done * self.WIDTH)
+        line = f"[{'#' * full}{'.' * (self.WIDTH - full)}] {what:30}"
+        if line != self._last:
+            self._last = line
+            print(f"\r{line}", end="", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        """Leaves the line."""
+        print("\r" + " " * (len(self._last)) + "\r", end="", file=sys.stderr, flush=True)

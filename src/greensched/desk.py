@@ -1,0 +1,386 @@
+"""The desk: where the head's decisions meet the loops. One for each open pool.
+
+The scheduler decides, under one short lock; whoever made it decide delivers what it granted,
+outside the lock, each waiter through the door of its own loop. A lease belongs to one loop from
+its grant until its work is done; what a closed loop leaves behind is taken over by whichever loop
+next waits for it, and what it was granted goes to others.
+
+Nothing is lost by a cancellation: a request that was queued leaves the queue, and one that was
+granted in the meantime gives its cells back.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import anyio
+
+from greensched.channel import Channel
+from greensched.completion import Completion
+from greensched.driver.base import Driver
+from greensched.errors import (
+    DeadlineExceeded,
+    ForkedPool,
+    GreenschedError,
+    InvalidRequest,
+    Poisoned,
+    PoolClosed,
+    WouldBlock,
+)
+from greensched.holding import Holding
+from greensched.loops import Door, Errand, Waiter, current_door
+from greensched.planning.cells import Demand
+from greensched.planning.policy import Policy
+from greensched.planning.scheduler import Lease, Request, Scheduler, State
+from greensched.site import Site
+from greensched.typing import Size
+from greensched.worker import Crew, Worker
+
+logger = logging.getLogger("greensched")
+
+#: While requests wait, closed loops are looked for so often.
+TEND_S = 0.050
+
+
+class PoolState(enum.Enum):
+    """Where a pool is in its life."""
+
+    NEW = "not open"
+    OPENING = "opening"
+    OPEN = "open"
+    CLOSING = "closing"
+    CLOSED = "closed"
+    POISONED = "poisoned"
+    FORKED = "forked"
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a partition is asked for: checked, and not yet requested."""
+
+    parts: tuple[Demand, ...]
+    sizes: tuple[Size, ...]
+    device: int | None
+    priority: int
+    deadline: float | None
+
+    def __str__(self) -> str:
+        return "sms=" + ", ".join(repr(size) for size in self.sizes)
+
+
+class Queued:
+    """A task that waits to be told something, on its own loop."""
+
+    __slots__ = ("completion", "error", "thread", "waiter")
+
+    def __init__(self, completion: Completion) -> None:
+        self.completion = completion
+        self.thread = threading.get_ident()
+        self.waiter: Waiter = completion.door.create_waiter()
+        self.error: GreenschedError | None = None
+
+    def tell(self, error: GreenschedError | None = None) -> bool:
+        """Wakes it, from whatever thread; False if its loop is closed."""
+        self.error = error
+        door = self.completion.door
+        if threading.get_ident() == self.thread and not door.is_closed:
+            self.waiter.wake()
+            return True
+        return door.call_threadsafe(self.waiter.wake)
+
+
+class Desk:
+    """Grants leases, and keeps account of who holds what, until the pool ends.
+
+    Made closed; `start` opens it.
+    """
+
+    def __init__(self, driver: Driver, builder: Worker) -> None:
+        self.driver = driver
+        self.builder = builder
+        self.lock = threading.Lock()
+        self.state = PoolState.OPENING
+        self.fault: BaseException | None = None
+        self.sites: tuple[Site, ...] = ()
+        self.scheduler: Scheduler
+        self.holdings: set[Holding] = set()
+        self._completions: dict[Door, Completion] = {}
+        self._waiting_for_none: list[Queued] = []
+
+    def start(self, sites: Sequence[Site], policy: Policy, max_waiting: int) -> None:
+        """Opens the desk over the sites."""
+        scheduler = Scheduler([site.cells for site in sites], policy, max_waiting)
+        for site, warm in zip(sites, scheduler.warm, strict=True):
+            for mask in site.crews:
+                warm.setdefault(mask.bit_count(), {})[mask] = None
+        with self.lock:
+            self.sites, self.scheduler = tuple(sites), scheduler
+            self.state = PoolState.OPEN
+
+    # -- asking ----------------------------------------------------------------------------------
+
+    async def acquire(self, wish: Wish) -> tuple[Channel, ...]:
+        """Waits for a grant; a checkpoint on trio. A cancellation leaves nothing behind.
+
+        Raises:
+            TooManySMs, WouldDeadlock: it can never be.
+            QueueFull, DeadlineExceeded: it cannot be now.
+            PoolClosed, Poisoned, ForkedPool: nothing is granted any more.
+            CUDAError: no lane over the cells could be made.
+        """
+        completion = self.completion()
+        if completion.door.always_yields:
+            await completion.door.checkpoint()
+        with self.lock:
+            request = self._request(wish, completion, wait=True)
+            if request.state is State.GRANTED and self._missing(request) is None:
+                return self._claim(request, completion)
+        if request.state is State.QUEUED:
+            await self._wait(request, completion)
+        return await self._prepare(request, completion)
+
+    def acquire_nowait(self, wish: Wish) -> tuple[Channel, ...]:
+        """A grant at once, on lanes that are made; raises `WouldBlock` and what `acquire` does."""
+        completion = self.completion()
+        with self.lock:
+            request = self._request(wish, completion, wait=False)
+            if self._missing(request) is None:
+                return self._claim(request, completion)
+        self._leave(request)
+        raise WouldBlock("the SMs are free, but no lane over just these is made yet")
+
+    def _request(self, wish: Wish, completion: Completion, *, wait: bool) -> Request:
+        """Asks the scheduler. Holds the lock."""
+        if self.state is not PoolState.OPEN:
+            raise self.refusal()
+        now = self.driver.time()
+        request = self.scheduler.request(
+            now,
+            wish.parts,
+            devices=None if wish.device is None else (self._index(wish.device),),
+            priority=wish.priority,
+            deadline=None if wish.deadline is None else now + wish.deadline,
+            holder=completion.door.current_task(),
+            wait=wait,
+        )
+        if request.state is State.QUEUED:
+            request.owner = Queued(completion)
+        return request
+
+    async def _wait(self, request: Request, completion: Completion) -> None:
+        queued = request.owner
+        assert isinstance(queued, Queued)
+        completion.queued()
+        try:
+            await queued.waiter
+        except BaseException:
+            self._leave(request)
+            raise
+        finally:
+            completion.waiting -= 1
+        if queued.error is not None:
+            raise queued.error
+
+    async def _prepare(self, request: Request, completion: Completion) -> tuple[Channel, ...]:
+        """Has lanes made where there are none yet, then claims them."""
+        try:
+            while True:
+                with self.lock:
+                    self.check()
+                    lease = self._missing(request)
+                    if lease is None:
+                        return self._claim(request, completion)
+                errand = Errand(lambda lease=lease: self._make(lease.device, lease.mask))  # type: ignore[misc]  # a lambda's default is not inferred
+                completion.errand()
+                self.builder.submit(errand.do)
+                try:
+                    await errand.wait()
+                finally:
+                    completion.delivered()
+        except BaseException:
+            self._leave(request)
+            raise
+
+    def _make(self, index: int, mask: int) -> None:
+        """On the builder: makes a lane, and ends those that are too many."""
+        site, warm = self.sites[index], self.scheduler.warm[index]
+        site.make(mask)
+        surplus: list[Crew] = []
+        with self.lock:
+            warm.setdefault(mask.bit_count(), {})[mask] = None
+            for other in site.surplus(keep=mask):
+                surplus.append(site.crews.pop(other))
+                del warm[other.bit_count()][other]
+        for crew in surplus:
+            crew.close()
+
+    def _missing(self, request: Request) -> Lease | None:
+        """A lease over whose cells no lane is made yet. Holds the lock."""
+        for lease in request.leases:
+            if lease.mask not in self.sites[lease.device].crews:
+                return lease
+        return None
+
+    def _claim(self, request: Request, completion: Completion) -> tuple[Channel, ...]:
+        """The lanes of a grant are in this loop's hands from here on. Holds the lock."""
+        channels = []
+        for lease in request.leases:
+            site = self.sites[lease.device]
+            crew = site.take(lease.mask)
+            holding = Holding(lease, crew, completion, self)
+            self.holdings.add(holding)
+            channels.append(Channel(holding, site, self.check))
+        return tuple(channels)
+
+    # -- giving back -----------------------------------------------------------------------------
+
+    def _leave(self, request: Request) -> None:
+        """Somebody does not want his request any more, queued or granted."""
+        with self.lock:
+            now = self.driver.time()
+            granted = self.scheduler.cancel(now, request)
+            if request.state is State.GRANTED:
+                for lease in request.leases:
+                    granted += self.scheduler.drained(now, lease)
+        self._deliver(granted)
+
+    def draining(self, holding: Holding) -> None:
+        """A lease has ended, and its work has not: nobody holds it, and nobody gets it yet."""
+        with self.lock:
+            self.scheduler.release(holding.lease)
+
+    def over(self, holding: Holding) -> None:
+        """All work of a lease is done: its cells are free."""
+        with self.lock:
+            holding.crew.is_leased = False
+            self.holdings.discard(holding)
+            granted = self.scheduler.drained(self.driver.time(), holding.lease)
+            none_left = self._waiting_for_none if not self.holdings else []
+        self._deliver(granted)
+        for queued in none_left:
+            queued.tell()
+
+    def _deliver(self, granted: list[Request]) -> None:
+        """Tells those who were granted; what a closed loop was granted goes to others."""
+        while granted:
+            request = granted.pop()
+            if isinstance(request.owner, Queued) and not request.owner.tell():
+                with self.lock:
+                    for lease in request.leases:
+                        granted += self.scheduler.drained(self.driver.time(), lease)
+
+    def _tend(self) -> float:
+        """While requests wait: passed deadlines, and loops that closed with leases in hand."""
+        self._adopt(self.completion())
+        with self.lock:
+            now = self.driver.time()
+            granted, expired = self.scheduler.tick(now)
+            deadline = self.scheduler.next_deadline()
+        for request in expired:
+            _tell(request, DeadlineExceeded((request.deadline or now) - request.arrived))
+        self._deliver(granted)
+        return TEND_S if deadline is None else max(0.0, min(TEND_S, deadline - now))
+
+    def _adopt(self, completion: Completion) -> None:
+        """Takes over what closed loops left: their leases end, their lanes drain."""
+        with self.lock:
+            closed = [door for door in self._completions if door.is_closed]
+            for door in closed:
+                del self._completions[door]
+            orphans = [h for h in self.holdings if h.completion.door.is_closed]
+        for holding in orphans:
+            holding.adopt(completion)
+
+    # -- for lanes and their threads -------------------------------------------------------------
+
+    def completion(self) -> Completion:
+        """The running loop's view of the outstanding work.
+
+        Raises:
+            NoLoop: no loop is running on this thread.
+        """
+        door = current_door()
+        completion = self._completions.get(door)
+        if completion is None:
+            completion = Completion(door, self.driver, self.lost, self._tend)
+            with self.lock:
+                self._completions[door] = completion
+            self._adopt(completion)
+        return completion
+
+    def lost(self, fault: BaseException) -> None:
+        """A device fault, met by anybody, on any thread: the first one ends everything."""
+        with self.lock:
+            if self.fault is not None or self.state is PoolState.CLOSED:
+                return
+            self.fault = fault
+            self.state = PoolState.POISONED
+            waiting = self.scheduler.close() if self.sites else []
+            completions = list(self._completions.values())
+            for site in self.sites:
+                site.fail(fault)
+        logger.error("the GPU is unusable until this process is replaced: %s", fault)
+        for request in waiting:
+            _tell(request, Poisoned(fault))
+        for completion in completions:
+            completion.kick_threadsafe()
+
+    def check(self) -> None:
+        """Raises what keeps a granted partition from working: closed, poisoned, forked."""
+        if self.state is not PoolState.OPEN and self.state is not PoolState.CLOSING:
+            raise self.refusal()
+
+    def refusal(self) -> GreenschedError:
+        """Why nothing is granted."""
+        if self.fault is not None:
+            return Poisoned(self.fault)
+        if self.state is PoolState.FORKED:
+            return ForkedPool("this pool")
+        return PoolClosed("this pool", self.state.value)
+
+    def _index(self, ordinal: int) -> int:
+        for index, site in enumerate(self.sites):
+            if site.device.ordinal == ordinal:
+                return index
+        mine = ", ".join(str(site.device.ordinal) for site in self.sites)
+        raise InvalidRequest(f"device {ordinal} is not in this pool, which has {mine}")
+
+    # -- its end ---------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """Grants nothing more; who is queued is told."""
+        with self.lock:
+            if self.state is not PoolState.OPEN:
+                return
+            self.state = PoolState.CLOSING
+            waiting = self.scheduler.close()
+        for request in waiting:
+            _tell(request, PoolClosed("this pool", "closing"))
+
+    async def wait_for_leases(self, grace: float) -> None:
+        """Waits until no lease is held or drains, or the grace has passed."""
+        completion = self.completion()
+        self._adopt(completion)
+        with anyio.move_on_after(grace):
+            while self.holdings and self.fault is None:
+                queued = Queued(completion)
+                self._waiting_for_none.append(queued)
+                await queued.waiter
+
+    def close(self) -> list[str]:
+        """On the builder: ends every site that has no work; says what was left. Blocks."""
+        with self.lock:
+            if self.fault is not None:  # no more CUDA calls: the process is to be replaced
+                return [repr(site.device) for site in self.sites]
+            self.state = PoolState.CLOSED
+        return [left for site in self.sites for left in site.close()]
+
+
+def _tell(request: Request, error: GreenschedError) -> None:
+    """Tells whoever waits for a request that it will not be granted."""
+    if isinstance(request.owner, Queued):
+        request.owner.tell(error)
