@@ -1,8 +1,28 @@
-"""Settings of the whole suite: Hypothesis is deterministic, so that a failure comes again."""
+"""Settings of the whole suite, and on which drivers the conformance suite runs."""
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 
+# Deterministic, so that a failure comes again.
 settings.register_profile("greensched", derandomize=True, deadline=None, max_examples=60)
 settings.load_profile("greensched")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--driver",
+        choices=("simulated", "cuda"),
+        default="simulated",
+        help="what tests/conformance runs on: simulated (both clocks), or the CUDA driver found",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what needs another driver than the one chosen."""
+    if config.getoption("--driver") == "simulated":
+        skip = pytest.mark.skip(reason="needs a GPU: make test-gpu")
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(skip)

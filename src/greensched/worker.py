@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from greensched.completion import Completion
 from greensched.context import Context
 from greensched.driver.base import Driver
-from greensched.errors import CUDAError, DeviceFault, run_all
+from greensched.errors import CUDAError, DeviceFault, GreenschedError, run_all
 from greensched.jobs import Job
 from greensched.lane import Lane
 from greensched.stream import Track
@@ -92,16 +92,21 @@ class Worker:
             if isinstance(item, _Stop):
                 item.ended.put(None)
                 return
+            relaxed = relaxed or self._relax()
             try:
-                if not relaxed:
-                    self._driver.initialise()  # the builder may be the first to touch the driver
-                    self._driver.exchange_capture_mode(CaptureMode.RELAXED)
-                    relaxed = True
                 with self._context.entered() if self._context else nullcontext():
                     item()
             except Exception:
                 logger.exception("%s: an item failed outside its own care", self._name)
             del item  # nothing of it may live until the next one comes
+
+    def _relax(self) -> bool:
+        """Relaxes the thread's capture mode; not before the builder's first item is possible."""
+        try:
+            self._driver.exchange_capture_mode(CaptureMode.RELAXED)
+        except GreenschedError:  # not initialised yet
+            return False
+        return True
 
 
 class _Stop:

@@ -17,21 +17,21 @@ from .naive import possible, sms
 from .naive_scheduler import NaiveScheduler
 from .strategies import devices, joint_demands, plain_demands
 
-PARTS = st.one_of(
-    plain_demands().map(lambda part: (part,)),
-    st.sampled_from([(Demand(0, 0, ALL),), (Demand(0, 0, REST),)]),
-    joint_demands(),
-)
-HOLDERS = st.sampled_from([None, "a", "b"])
-SOON = st.integers(1, 12)
-AGEING = 4
+HOLDERS = st.sampled_from([None, None, "a", "b"])
+PRIORITIES = st.sampled_from([0, 0, -1, 1])
+NAMED = st.sampled_from([(Demand(0, 0, ALL),), (Demand(0, 0, REST),)])
+AGEING = 3
 
 
 class SchedulerMachine(RuleBasedStateMachine):
     """Requests, cancellations, leases and time, in any order."""
 
-    @initialize(cells=st.lists(devices(4), min_size=1, max_size=3), bound=st.integers(0, 6))
-    def open(self, cells: list, bound: int) -> None:
+    @initialize(
+        cells=st.lists(devices(4), min_size=1, max_size=3),
+        bound=st.sampled_from([8, 8, 3, 0]),
+        data=st.data(),
+    )
+    def open(self, cells: list, bound: int, data: st.DataObject) -> None:
         self.scheduler = Scheduler(cells, Fifo(ageing=AGEING), bound)
         self.twin = Scheduler(cells, Fifo(ageing=AGEING), bound)
         self.naive = NaiveScheduler(cells, AGEING)
@@ -39,13 +39,37 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.requests: list[Request] = []
         self.twins: dict[Request, Request] = {}
         self.counts = dict.fromkeys(("requested", "granted", "cancelled", "expired", "refused"), 0)
+        for device, mask in data.draw(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 31)))):
+            if device < len(cells) and possible(cells[device], mask):
+                for scheduler in (self.scheduler, self.twin):
+                    scheduler.warm[device].setdefault(mask.bit_count(), {})[mask] = None
 
     # -- rules ---------------------------------------------------------------------------------
 
-    @rule(data=st.data(), parts=PARTS, priority=st.integers(-1, 1), holder=HOLDERS)
+    # Most steps are requests: only then is there somebody to serve in the right order.
+
+    @rule(data=st.data(), priority=PRIORITIES, holder=HOLDERS)
+    def request_small(self, data: st.DataObject, priority: int, holder: str | None) -> None:
+        self.request(data, (data.draw(plain_demands(3)),), priority, holder)
+
+    @rule(data=st.data(), priority=PRIORITIES, holder=HOLDERS)
+    def request_large(self, data: st.DataObject, priority: int, holder: str | None) -> None:
+        most = max(cells.total for cells in self.scheduler.devices)
+        self.request(data, (data.draw(plain_demands(most + 1)),), priority, holder)
+
+    @rule(data=st.data(), priority=PRIORITIES, holder=HOLDERS)
+    def request_several(self, data: st.DataObject, priority: int, holder: str | None) -> None:
+        self.request(data, data.draw(joint_demands()), priority, holder)
+
+    @rule(data=st.data(), priority=PRIORITIES, holder=HOLDERS)
+    def request_named(self, data: st.DataObject, priority: int, holder: str | None) -> None:
+        self.request(data, data.draw(NAMED), priority, holder)
+
     def request(self, data: st.DataObject, parts: tuple, priority: int, holder: str | None) -> None:
-        where = data.draw(st.none() | st.just((0,)) | st.permutations(self.everywhere).map(tuple))
-        deadline = data.draw(st.none() | SOON.map(lambda soon: self.now + soon))
+        anywhere = st.none() | st.permutations(self.everywhere).map(tuple)
+        where = data.draw(anywhere | st.sampled_from(self.everywhere).map(lambda one: (one,)))
+        soon = st.integers(1, 20).map(lambda later: self.now + later)
+        deadline = data.draw(st.sampled_from([None, None, None, data.draw(soon)]))
         wait = data.draw(st.sampled_from([True, True, True, False]))
         wish = Request(parts, where or self.everywhere, priority, self.now, -1, holder=holder)
         if self.naive.waiting:
@@ -109,7 +133,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.counts["granted"] += len(granted)
         self.naive.dispatch(self.now, granted)
 
-    @rule(later=SOON)
+    @rule(later=st.integers(1, 4))
     def tick(self, later: int) -> None:
         waited = list(self.naive.waiting)
         deadlines = [r.deadline for r in waited if r.deadline is not None]
@@ -126,16 +150,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.counts["expired"] += len(expired)
         self.left(expired, granted)
 
-    @rule(data=st.data())
-    def warm(self, data: st.DataObject) -> None:
-        device = data.draw(st.sampled_from(self.everywhere))
-        cells = self.scheduler.devices[device]
-        mask = data.draw(st.integers(1, cells.every))
-        if possible(cells, mask):
-            for scheduler in (self.scheduler, self.twin):
-                scheduler.warm[device].setdefault(mask.bit_count(), {})[mask] = None
-
-    @precondition(lambda self: len(self.naive.waiting) > 2)
+    @precondition(lambda self: len(self.naive.waiting) > 5)
     @rule()
     def close(self) -> None:
         waited = self.scheduler.close()
@@ -248,4 +263,4 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=150, stateful_step_count=40)
+TestScheduler.settings = settings(max_examples=120, stateful_step_count=60)

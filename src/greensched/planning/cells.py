@@ -179,9 +179,7 @@ class Cells:
             left &= ~self.leftover
         for i in sorted(needs, key=lambda i: -needs[i]):
             if needs[i]:
-                chosen = self._choose(
-                    left & self.equal, needs[i], NOTHING_WARM if masks[i] else warm
-                )
+                chosen = self._choose(left & self.equal, needs[i], warm)
                 masks[i] |= chosen
                 left &= ~chosen
         if rest is None:

@@ -7,8 +7,8 @@ Synchronous and deterministic: every call takes `now` and returns who is granted
 2. A request is QUEUED, then GRANTED, or GONE (cancelled, expired). Only a QUEUED one is granted.
    Whoever stops wanting a GRANTED one gives its leases back: `release`, then `drained`.
 3. Cells come free by `drained` alone.
-4. Requests that want the same (sizes, devices, priority) stand in one line, and only the first of
-   a line is ever tried: where it does not fit, nobody behind it does. So a decision costs as
+4. Requests that want the same (sizes, devices) stand in one line, and only the first of a line
+   is ever tried: where it does not fit, nobody behind it does. So a decision costs as
    much as there are different wishes, however many wait.
 5. The first request of all that does not fit lets others pass as long as the policy says; then
    one device is kept for it: it goes before everybody, and nobody else is granted there, whatever
@@ -382,7 +382,7 @@ class Scheduler:
 
     def _queue(self, request: Request) -> None:
         request.rank = self.policy.rank(request)
-        key = (request.parts, request.devices, request.priority)
+        key = (request.parts, request.devices)
         self._lines.setdefault(key, _Line()).add(request)
         if not self.waiting:
             self._moved = request.arrived

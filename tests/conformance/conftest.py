@@ -1,0 +1,26 @@
+"""The conformance suite: one suite, unchanged, on every driver and clock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from helpers.world import CUDA, SIMULATED, World, standin_library
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "world" in metafunc.fixturenames:
+        chosen = CUDA if metafunc.config.getoption("--driver") == "cuda" else SIMULATED
+        ids = ["-".join(world) for world in chosen]
+        metafunc.parametrize("world", chosen, ids=ids, indirect=True)
+
+
+@pytest.fixture
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    kind, backend = request.param
+    device_code = request.node.get_closest_marker("runs_device_code") is not None
+    if device_code and kind == "cuda" and standin_library() is not None:
+        pytest.skip("the stand-in runs no device code")
+    world = World(kind, backend)
+    yield world
+    world.check_nothing_left()

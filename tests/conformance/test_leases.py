@@ -1,0 +1,346 @@
+"""Leases: what is granted, to whom, in which order, and what is refused."""
+
+from __future__ import annotations
+
+import anyio
+import pytest
+from helpers.gate import Gate
+from helpers.waiting import until
+from helpers.world import World
+
+import greensched
+from greensched import ALL, REST, Pool, ServiceClass
+
+
+@pytest.mark.parametrize("sms", [1, 8, 9, 16, 24, 64, 100, 120])
+def test_granted_is_at_least_what_was_asked_and_visible(world: World, sms: int) -> None:
+    """A partition has at least the SMs asked for, in whole cells, and says how many."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(sms) as p:
+            assert p.sm_count >= sms
+            assert p.sm_count - sms < 16
+            assert pool.statistics().sms_leased == p.sm_count
+
+    world.run(main)
+
+
+def test_all_is_every_sm(world: World) -> None:
+    """ALL is every SM of the device, remainder included, and nothing is free beside it."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(ALL) as p:
+            assert p.sm_count == pool.devices[0].sm_count
+            assert pool.statistics().sms_free == 0
+            with pytest.raises(greensched.WouldBlock):
+                pool.partition_nowait(1)
+
+    world.run(main)
+
+
+def test_joint_request_is_granted_as_one(world: World) -> None:
+    """partitions(16, REST) yields both in the order of its arguments, on one device."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partitions(16, REST) as (a, b):
+            assert a.sm_count == 16
+            assert a.device == b.device
+            assert b.sm_count >= 132 - 16 - 12
+            assert pool.statistics().leases == 2
+
+    world.run(main)
+
+
+def test_rest_comes_first_when_written_first(world: World) -> None:
+    """The order of the tuple is the order of the arguments, wherever REST stands."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partitions(REST, 8, 16) as (rest, small, larger):
+            assert (small.sm_count, larger.sm_count) == (8, 16)
+            assert rest.sm_count > 90
+
+    world.run(main)
+
+
+def test_elastic_size_takes_what_is_free(world: World) -> None:
+    """(8, 64) is granted as soon as 8 are free, with as many up to 64 as are free then."""
+
+    async def main() -> None:
+        async with world.pool() as pool:
+            async with pool.partition((8, 64)) as p:
+                assert p.sm_count == 64
+            most = pool.devices[0].sm_count
+            async with pool.partition(most - 32), pool.partition((8, 64)) as p:
+                assert 8 <= p.sm_count <= 32
+
+    world.run(main)
+
+
+NO_SIZES = [0, -1, True, 1.5, "16", None, (8,), (64, 8), (0, 8), (8, "x"), float("nan")]
+
+
+@pytest.mark.parametrize("sms", NO_SIZES)
+def test_what_is_no_size_is_refused(world: World, sms: object) -> None:
+    """A size that can never be is refused when the partition is asked for, with what would be."""
+    pool = world.pool()
+    with pytest.raises(greensched.InvalidSize, match="positive int"):
+        pool.partition(sms)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("sms", [133, 10**9])
+def test_more_than_can_ever_be_is_refused_at_once(world: World, sms: int) -> None:
+    """A request beyond every device says the most there can be, and never waits."""
+
+    async def main() -> None:
+        async with world.pool() as pool:
+            with pytest.raises(greensched.TooManySMs) as refused:
+                async with pool.partition(sms):
+                    pass
+            assert refused.value.most == pool.devices[0].sm_count
+            assert str(refused.value.most) in str(refused.value)
+
+    world.run(main)
+
+
+async def follow(pool: Pool, sms: object, name: object, order: list[object]) -> None:
+    async with pool.partition(sms):  # type: ignore[arg-type]
+        order.append(name)
+
+
+def test_who_waits_is_granted_in_order(world: World) -> None:
+    """Requests of one size are granted in the order in which they came."""
+    order: list[object] = []
+
+    async def main() -> None:
+        async with world.pool() as pool, anyio.create_task_group() as tasks:
+            async with pool.partition(ALL):
+                for number in range(5):
+                    tasks.start_soon(follow, pool, ALL, number, order)
+                    await until(lambda number=number: pool.statistics().waiting > number)
+        assert order == [0, 1, 2, 3, 4]
+
+    world.run(main)
+
+
+def test_larger_priority_goes_first(world: World) -> None:
+    """A request of a service class with a larger priority is granted before earlier ones."""
+    order: list[object] = []
+    services = [ServiceClass(name="batch"), ServiceClass(name="decode", priority=10)]
+
+    async def one(pool: Pool, service: str) -> None:
+        async with pool.partition(ALL, service=service):
+            order.append(service)
+
+    async def main() -> None:
+        async with world.pool(services=services) as pool, anyio.create_task_group() as tasks:
+            async with pool.partition(ALL):
+                for waiting, service in enumerate(("batch", "batch", "decode")):
+                    tasks.start_soon(one, pool, service)
+                    await until(lambda waiting=waiting: pool.statistics().waiting > waiting)
+            assert pool.statistics().waiting
+        assert order == ["decode", "batch", "batch"]
+
+    world.run(main)
+
+
+def test_queue_is_bounded(world: World) -> None:
+    """At the bound of the queue a request is refused at once, with a hint when to come again."""
+
+    async def main() -> None:
+        order: list[object] = []
+        async with world.pool(max_waiting=2) as pool, anyio.create_task_group() as tasks:
+            async with pool.partition(ALL):
+                for number in range(2):
+                    tasks.start_soon(follow, pool, 8, number, order)
+                await until(lambda: pool.statistics().waiting == 2)
+                async with anyio.create_task_group() as others:
+                    others.start_soon(_refused_full, pool)
+        assert sorted(order) == [0, 1]
+
+    world.run(main)
+
+
+async def _refused_full(pool: Pool) -> None:
+    with pytest.raises(greensched.QueueFull) as refused:
+        await follow(pool, 8, None, [])
+    assert refused.value.waiting == 2
+    assert refused.value.retry_after > 0
+
+
+def test_deadline_passes_while_queued(world: World) -> None:
+    """Not granted by its deadline, a request raises DeadlineExceeded and leaves the queue."""
+
+    async def late(pool: Pool) -> None:
+        with pytest.raises(greensched.DeadlineExceeded):
+            async with pool.partition(8, deadline=0.02):
+                pass
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(ALL):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(late, pool)
+            statistics = pool.statistics()
+            assert (statistics.waiting, statistics.expired) == (0, 1)
+
+    world.run(main)
+
+
+def test_deadline_means_nothing_once_granted(world: World) -> None:
+    """A deadline is for the queue: a granted lease outlives it."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8, deadline=0.001) as p:
+            await anyio.sleep(0.002)
+            assert p.sm_count == 8
+
+    world.run(main)
+
+
+def test_asking_for_what_one_holds_is_told(world: World) -> None:
+    """A task that holds and asks for what can never come meanwhile gets WouldDeadlock."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(64):
+            with pytest.raises(greensched.WouldDeadlock) as refused:
+                async with pool.partition(ALL):
+                    pass
+            assert refused.value.holds == 64
+            async with pool.partition(8) as inner:  # what can come, comes
+                assert inner.sm_count == 8
+
+    world.run(main)
+
+
+def test_nowait_is_granted_or_refused(world: World) -> None:
+    """partition_nowait is granted when it returns, or raises WouldBlock and takes nothing."""
+
+    async def main() -> None:
+        async with world.pool() as pool:
+            p = pool.partition_nowait(16)
+            assert p.sm_count == 16
+            assert pool.statistics().sms_leased == 16
+            async with p:
+                before = pool.statistics().sms_free
+                with pytest.raises(greensched.WouldBlock):
+                    pool.partition_nowait(ALL)
+                assert pool.statistics().sms_free == before
+            assert pool.statistics().sms_leased == 0
+
+    world.run(main)
+
+
+def test_other_shapes_are_made_when_asked_for(world: World) -> None:
+    """A size outside the menu gets a lane of its own, made once and warm from then on."""
+
+    async def main() -> None:
+        async with world.pool() as pool:
+            with pytest.raises(greensched.WouldBlock, match="no lane"):
+                pool.partition_nowait(24)
+            made = pool.statistics().lanes_made
+            for _ in range(3):
+                async with pool.partition(24) as p:
+                    assert p.sm_count == 24
+            assert pool.statistics().lanes_made == made + 1
+            async with pool.partition_nowait(24) as p:
+                assert p.sm_count == 24
+
+    world.run(main)
+
+
+def test_partition_outside_its_block_is_refused(world: World) -> None:
+    """Before and after its block a partition raises PartitionClosed, and touches nothing."""
+
+    async def main() -> None:
+        async with world.pool() as pool:
+            p = pool.partition(8)
+            with pytest.raises(greensched.PartitionClosed, match="async with"):
+                _ = p.sm_count
+            async with p:
+                pass
+            for use in (lambda: p.sm_count, lambda: p.run(int), lambda: p.upload([1.0])):
+                with pytest.raises(greensched.PartitionClosed):
+                    use()
+
+    world.run(main)
+
+
+def test_pool_outside_its_life_is_refused(world: World) -> None:
+    """A pool that is not open, or not any more, says so, and how to open it."""
+
+    async def main() -> None:
+        pool = world.pool()
+        with pytest.raises(greensched.PoolClosed, match="async with pool"):
+            async with pool.partition(8):
+                pass
+        async with pool:
+            pass
+        with pytest.raises(greensched.PoolClosed):
+            async with pool.partition(8):
+                pass
+        with pytest.raises(greensched.PoolClosed):
+            await pool.open()
+        assert "closed" in repr(pool)
+
+    world.run(main)
+
+
+def test_second_pool_on_a_device_is_refused(world: World) -> None:
+    """Two pools would cut a device into overlapping partitions: the second is refused."""
+
+    async def main() -> None:
+        driver = world.driver()
+        async with Pool(driver=driver):
+            with pytest.raises(greensched.DeviceTaken):
+                await Pool(driver=driver).open()
+        async with Pool(driver=driver) as after:
+            assert after.is_ready
+
+    world.run(main)
+
+
+def test_big_request_is_not_starved_by_small_ones(world: World) -> None:
+    """While small requests keep coming, a request for ALL is granted within the ageing bound."""
+
+    async def main() -> None:
+        async with world.pool() as pool, anyio.create_task_group() as tasks:
+            small = [0]
+
+            async def keep_coming() -> None:
+                while True:
+                    async with pool.partition(8):
+                        small[0] += 1
+                        await anyio.sleep(0.002)
+
+            for _ in range(12):
+                tasks.start_soon(keep_coming)
+            await until(lambda: small[0] > 20)
+            with anyio.fail_after(10):
+                async with pool.partition(ALL) as p:
+                    assert p.sm_count == pool.devices[0].sm_count
+            tasks.cancel_scope.cancel()
+
+    world.run(main)
+
+
+def test_statistics_and_repr_tell_the_truth(world: World) -> None:
+    """What is leased, draining and free adds up at every step, and repr says the same."""
+
+    async def main() -> None:
+        async with world.pool() as pool:
+            async with pool.partition(16) as p:
+                with await Gate.closed(p):
+                    s = pool.statistics()
+                    assert (s.sms_leased, s.sms_draining) == (16, 0)
+                    with pytest.raises(RuntimeError, match="mine"):
+                        async with pool.partition(8) as q:
+                            held = await Gate.closed(q)
+                            raise RuntimeError("mine")
+                    s = pool.statistics()
+                    assert (s.sms_leased, s.sms_draining) == (16, 8)
+                    assert s.sms_free + s.sms_leased + s.sms_draining == s.sms_total
+                    assert "16 leased, 8 draining" in repr(pool)
+                    held.open()
+                    await until(lambda: pool.statistics().sms_draining == 0)
+                    held._word.close()
+
+    world.run(main)

@@ -1,0 +1,45 @@
+"""Holding a partition's stream until a test says so: the honest way to have work in flight."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from greensched import Partition, PinnedBuffer
+
+
+class Gate:
+    """While closed, nothing submitted to the partition after it begins.
+
+    A stream wait on a word of pinned memory: every driver honours it, with device code or without.
+    Opened at the end of its block at the latest, so that no test hangs the device.
+    """
+
+    def __init__(self, word: PinnedBuffer) -> None:
+        self._word = word
+
+    @classmethod
+    async def closed(cls, p: Partition) -> Gate:
+        """Closes the partition's stream, behind what was submitted before."""
+        gate = cls(await p.empty_pinned(1, np.uint32))
+        channel = p._open()
+        track = channel.track
+        track.stream.context.driver.wait_value(track.stream.handle, gate._word.address, 1)
+        gate._word.note(track, (track.issued + 1) & 0xFFFFFFFF, write=False)
+        channel.holding.unmarked += 1  # something is on the stream that has no ticket
+        return gate
+
+    def open(self) -> None:
+        """Lets the work behind it begin."""
+        self._word.array[0] = 1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self.open()
+        self._word.close()

@@ -1,0 +1,94 @@
+"""The worlds the conformance suite runs in: a driver, a clock and an event loop."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import anyio
+
+import greensched
+from greensched import driver as drivers
+from greensched.driver import simulated
+from greensched.driver.base import Driver
+
+T = TypeVar("T")
+
+#: Worlds without a GPU: both clocks, each on what its loops can be.
+SIMULATED = (
+    ("real", "asyncio"),
+    ("real", "uvloop"),
+    ("real", "trio"),
+    ("virtual", "asyncio"),
+    ("virtual", "trio"),
+)
+#: Worlds of the CUDA driver, real or stood in for.
+CUDA = (("cuda", "asyncio"), ("cuda", "uvloop"), ("cuda", "trio"))
+
+
+class World:
+    """One of them. Every driver it made is checked for leaks when the test is over."""
+
+    def __init__(self, kind: str, backend: str) -> None:
+        self.kind = kind
+        self.backend = backend
+        self.clock = simulated.VirtualClock(seed=1) if kind == "virtual" else None
+        self._drivers: list[Driver] = []
+
+    @property
+    def is_simulated(self) -> bool:
+        return self.kind != "cuda"
+
+    def driver(self, spec: str = "h200", **options: Any) -> Driver:
+        """A driver: a fresh simulated machine, or the process's CUDA driver."""
+        if self.kind == "cuda":
+            standin_library()  # before the first driver call, if there is one
+            found = drivers.open("cuda")
+        else:
+            found = simulated.open(spec, clock=self.clock, **options)
+        self._drivers.append(found)
+        return found
+
+    def pool(self, spec: str = "h200", **options: Any) -> greensched.Pool:
+        """A pool on a driver of its own."""
+        faults = {k: options.pop(k) for k in ("faults", "without") if k in options}
+        return greensched.Pool(driver=self.driver(spec, **faults), **options)
+
+    def run(self, main: Callable[..., Awaitable[T]], *args: object) -> T:
+        """Runs an async function on this world's loop and clock."""
+        if self.clock is not None:
+            return self.clock.run(main, *args, backend=self.backend)  # type: ignore[arg-type]
+        if self.backend == "uvloop":
+            return anyio.run(main, *args, backend="asyncio", backend_options={"use_uvloop": True})
+        return anyio.run(main, *args, backend=self.backend)
+
+    def check_nothing_left(self) -> None:
+        """After a test: no object alive, no misuse, no thread of ours."""
+        gc.collect()
+        for driver in self._drivers:
+            if isinstance(driver, simulated.SimulatedDriver):
+                assert not driver.live(), driver.live()
+        standin = standin_library()
+        if self.kind == "cuda" and standin is not None:
+            assert standin.stubcuda_live(None) == 0
+            assert standin.stubcuda_misuse(None) == 0
+            assert standin.stubcuda_overlaps() == 0
+        for thread in threading.enumerate():
+            if thread.name.startswith("greensched") and not thread.name.endswith("simulated-gpu"):
+                thread.join(5)  # it was told to end, and nobody waited for that
+                assert not thread.is_alive(), thread.name
+
+
+def standin_library() -> ctypes.CDLL | None:
+    """The stand-in driver, where the suite runs on it."""
+    folder = os.environ.get("GREENSCHED_STANDIN_LIB")
+    if not folder:
+        return None
+    library = ctypes.CDLL(f"{folder}/libcuda.so.1", ctypes.RTLD_GLOBAL)
+    for counter in ("live", "misuse", "overlaps"):
+        getattr(library, f"stubcuda_{counter}").restype = ctypes.c_longlong
+    return library
