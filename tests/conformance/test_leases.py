@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import anyio
 import pytest
-from helpers.gate import Gate
-from helpers.waiting import until
-from helpers.world import World
 
 import greensched
 from greensched import ALL, REST, Pool, ServiceClass
+from helpers.gate import Gate
+from helpers.waiting import until
+from helpers.world import World
 
 
 @pytest.mark.parametrize("sms", [1, 8, 9, 16, 24, 64, 100, 120])

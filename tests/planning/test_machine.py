@@ -249,8 +249,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         """When everybody has left, the scheduler is as new."""
         if not hasattr(self, "scheduler"):
             return
-        for request in list(self.naive.waiting):
-            self.naive.waiting.remove(request)
+        while self.naive.waiting:
+            request = self.naive.waiting.pop(0)
             for other in self.scheduler.cancel(self.now, request):
                 self.naive.waiting.remove(other)
                 self.naive.leases.extend(other.leases)
@@ -262,5 +262,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert getattr(self.scheduler, name) == getattr(fresh, name), name
 
 
-TestScheduler = SchedulerMachine.TestCase
+#: It takes seconds; a failure is shrunk for five minutes at most.
+TestScheduler = pytest.mark.timeout(360)(SchedulerMachine.TestCase)
 TestScheduler.settings = settings(max_examples=120, stateful_step_count=60)

@@ -1,0 +1,305 @@
+"""Jobs: what they give, in which order, who may await them, and what leaving them means."""
+
+from __future__ import annotations
+
+import anyio
+import numpy as np
+import pytest
+
+import greensched
+from greensched import ALL, Job, LaunchConfig
+from greensched.kernels import fill, saxpy
+from helpers.gate import Gate
+from helpers.waiting import turns, until
+from helpers.world import World
+
+CONFIG = LaunchConfig(grid=4, block=128)
+
+
+@pytest.mark.runs_device_code
+def test_a_launch_gives_the_right_answer(world: World) -> None:
+    """The main job: upload, launch, download, and the numbers are right."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(16) as p:
+            a = np.arange(1000, dtype=np.float32)
+            with await p.upload(a) as x, await p.upload(np.ones_like(a)) as y:
+                p.launch(saxpy, CONFIG, 2.0, x, y, x.size)
+                out = await p.download(y)
+            np.testing.assert_array_equal(out, 2 * a + 1)
+
+    world.run(main)
+
+
+@pytest.mark.runs_device_code
+def test_work_happens_in_the_order_of_submission(world: World) -> None:
+    """Launches and copies run in the order in which they were submitted, first use or not."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p, pool.partition(8) as other:
+            for lane in (p, other):  # the kernels are loaded for p by its first use, in between
+                with await lane.empty(64) as b:
+                    lane.launch(fill, CONFIG, b, 1.0, b.size)
+                    first = lane.download(b)
+                    lane.copy(b, np.full(64, 5, np.float32))
+                    second = lane.download(b)
+                    lane.launch(saxpy, CONFIG, 2.0, b, b, b.size)
+                    third = lane.download(b)
+                    lane.launch(fill, CONFIG, b, 7.0, b.size)
+                    values = [(await job)[0] for job in (first, second, third)]
+                    assert values == [1.0, 5.0, 15.0]
+                    assert (await lane.download(b))[63] == 7.0
+
+    world.run(main)
+
+
+def test_a_job_can_be_awaited_by_many_and_often(world: World) -> None:
+    """Any number of tasks may await a job, any number of times, and all get its result."""
+
+    async def main() -> None:
+        results: list[float] = []
+
+        async def wait_for(job: Job[greensched.Buffer]) -> None:
+            results.append((await job).size)
+
+        async with world.pool() as pool, pool.partition(8) as p:
+            with await Gate.closed(p) as gate:
+                job = p.upload(np.zeros(10))
+                async with anyio.create_task_group() as tasks:
+                    for _ in range(5):
+                        tasks.start_soon(wait_for, job)
+                    await turns()
+                    assert not job.is_done
+                    assert not results
+                    gate.open()
+            assert job.is_done
+            assert await job is await job is job.result()
+            (await job).close()
+        assert results == [10] * 5
+
+    world.run(main)
+
+
+def test_cancelling_an_awaiter_never_cancels_the_job(world: World) -> None:
+    """Whoever stops waiting for a job leaves it as it is: others still get its result."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            with await Gate.closed(p) as gate:
+                job = p.upload(np.ones(10))
+                with anyio.move_on_after(0.01) as scope:
+                    await job
+                assert scope.cancelled_caught
+                gate.open()
+            with await job as buffer:
+                np.testing.assert_array_equal(await p.download(buffer), np.ones(10))
+
+    world.run(main)
+
+
+def test_asking_a_job_too_early_is_told(world: World) -> None:
+    """result() and exception() never wait: before the end they raise WouldBlock."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            with await Gate.closed(p):
+                job = p.empty(10)
+                for ask in (job.result, job.exception):
+                    with pytest.raises(greensched.WouldBlock):
+                        ask()
+                assert "running" in repr(job)
+            with await job:
+                assert job.exception() is None
+                assert "done" in repr(job)
+
+    world.run(main)
+
+
+def test_leaving_the_block_waits_for_jobs_left_behind(world: World) -> None:
+    """Leaving normally waits for everything that was submitted and not awaited."""
+
+    async def main() -> None:
+        async with world.pool() as pool, anyio.create_task_group() as tasks:
+            gates: list[Gate] = []
+            left: list[bool] = []
+
+            async def leave() -> None:
+                async with pool.partition(8) as p:
+                    gates.append(await Gate.closed(p))
+                    job = p.empty(10)
+                left.append(job.is_done)
+                job.result().close()
+
+            tasks.start_soon(leave)
+            await until(lambda: bool(gates))
+            await turns()
+            assert not left
+            with gates[0]:
+                gates[0].open()
+                await until(lambda: bool(left))
+            assert left == [True]
+
+    world.run(main)
+
+
+def test_unseen_failure_is_raised_at_the_end(world: World) -> None:
+    """The first failure of a job nobody awaited is raised where the block ends normally."""
+
+    def fail(why: str) -> None:
+        raise LookupError(why)
+
+    async def main() -> None:
+        async with world.pool() as pool:
+            with pytest.raises(LookupError, match="unseen"):
+                async with pool.partition(8) as p:
+                    seen = p.run(fail, "seen")
+                    with pytest.raises(LookupError, match="seen"):
+                        await seen
+                    p.run(fail, "unseen")
+            async with pool.partition(8) as p:  # seen: nothing is raised
+                with pytest.raises(LookupError):
+                    await p.run(fail, "once")
+            with pytest.raises(ZeroDivisionError):  # the body's own error goes first
+                async with pool.partition(8) as p:
+                    p.run(fail, "unseen")
+                    raise ZeroDivisionError
+
+    world.run(main)
+
+
+def test_leaving_by_an_exception_does_not_wait(world: World) -> None:
+    """An exception leaves at once; the SMs stay held until the device is done with them."""
+
+    async def main() -> None:
+        async with world.pool() as pool:
+            with pytest.raises(ZeroDivisionError):
+                async with pool.partition(16) as p:
+                    gate = await Gate.closed(p)
+                    raise ZeroDivisionError
+            with gate:
+                assert pool.statistics().sms_draining == 16
+                with pytest.raises(greensched.WouldBlock):
+                    pool.partition_nowait(ALL)
+                gate.open()
+                async with pool.partition(ALL) as p:
+                    assert p.sm_count == pool.devices[0].sm_count
+
+    world.run(main)
+
+
+def test_jobs_in_flight_are_bounded(world: World) -> None:
+    """At the bound of jobs in flight submitting raises WouldBlock, and ready() waits for room."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            with await p.empty(4) as b:
+                with await Gate.closed(p) as gate:
+                    number = 0
+                    with pytest.raises(greensched.WouldBlock, match="ready"):
+                        while number < 10_000:
+                            p.copy(b, b)
+                            number += 1
+                    assert 32 <= number <= 1000
+                    with anyio.move_on_after(0.01) as scope:
+                        await p.ready()
+                    assert scope.cancelled_caught
+                    gate.open()
+                await p.ready()
+                await p.copy(b, b)
+
+    world.run(main)
+
+
+BAD_ARGUMENTS = [
+    ("takes 3 arguments", (1.0,)),
+    ("takes 3 arguments", ()),
+    ("argument 1", (None, "one", 8)),
+    ("argument 2", (None, 1.0, 1.5)),
+    ("argument 2", (None, 1.0, -1)),
+    ("argument 2", (None, 1.0, 2**64)),
+    ("argument 0", (0, 1.0, 8)),
+    ("argument 0", (np.zeros(8), 1.0, 8)),
+]
+
+
+@pytest.mark.parametrize(("said", "args"), BAD_ARGUMENTS)
+def test_wrong_arguments_are_refused_before_anything_is_submitted(
+    world: World, said: str, args: tuple[object, ...]
+) -> None:
+    """Arguments of the wrong number or kind raise, and say which and what it should be."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            with await p.empty(8) as b:
+                given = (b, *args[1:]) if args and args[0] is None else args
+                with pytest.raises(greensched.ArgumentMismatch, match=said):
+                    p.launch(fill, CONFIG, *given)
+                await p.launch(fill, CONFIG, b, 1.0, b.size)
+                with pytest.raises(greensched.ArgumentMismatch, match=said):
+                    p.launch(fill, CONFIG, *given)
+
+    world.run(main)
+
+
+def test_a_buffer_of_another_dtype_is_refused(world: World) -> None:
+    """A pointer parameter takes a buffer of its own dtype only."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            with (
+                await p.empty(8, np.float64) as b,
+                pytest.raises(greensched.ArgumentMismatch, match="float64"),
+            ):
+                p.launch(fill, CONFIG, b, 1.0, b.size)
+
+    world.run(main)
+
+
+@pytest.mark.parametrize(
+    ("said", "options"),
+    [
+        ("grid.x", {"grid": 2**31, "block": 1}),
+        ("grid.y", {"grid": (1, 65536), "block": 1}),
+        ("grid.z", {"grid": (1, 1, 65536), "block": 1}),
+        ("block.x", {"grid": 1, "block": 1025}),
+        ("block.z", {"grid": 1, "block": (1, 1, 65)}),
+        ("threads of a block", {"grid": 1, "block": (32, 33)}),
+        ("shmem_size", {"grid": 1, "block": 1, "shmem_size": 10**9}),
+    ],
+)
+def test_geometry_beyond_the_device_is_refused(
+    world: World, said: str, options: dict[str, object]
+) -> None:
+    """A grid, block or shared memory beyond the device raises, and says which and the limit."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            with await p.empty(8) as b, pytest.raises(greensched.InvalidLaunch, match=said):
+                p.launch(fill, LaunchConfig(**options), b, 1.0, b.size)  # type: ignore[arg-type]
+
+    world.run(main)
+
+
+@pytest.mark.parametrize("bad", [0, -1, True, 1.5, "8", (1, 2, 3, 4), ()])
+def test_what_is_no_geometry_is_refused(bad: object) -> None:
+    """A grid or block that is not one to three positive ints is refused where it is made."""
+    with pytest.raises(greensched.InvalidLaunch, match="grid"):
+        LaunchConfig(grid=bad, block=1)  # type: ignore[arg-type]
+    with pytest.raises(greensched.InvalidLaunch, match="block"):
+        LaunchConfig(grid=1, block=bad)  # type: ignore[arg-type]
+
+
+def test_pool_launch_and_run_lease_do_and_return(world: World) -> None:
+    """pool.launch and pool.run take their SMs, do the work, wait, and give the SMs back."""
+
+    async def main() -> None:
+        async with world.pool() as pool:
+            async with pool.partition(8) as p:
+                b = await p.empty(8)
+            with b:
+                await pool.launch(fill, CONFIG, b, 1.0, b.size, sms=16)
+                assert await pool.run(divmod, 7, 2, sms=8) == (3, 1)
+            s = pool.statistics()
+            assert (s.granted, s.sms_free) == (3, s.sms_total)
+
+    world.run(main)

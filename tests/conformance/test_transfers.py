@@ -1,0 +1,299 @@
+"""Transfers: every layout arrives, and buffers bring their own order across partitions."""
+
+from __future__ import annotations
+
+import anyio
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import greensched
+from greensched import BufferClosed, InvalidArray
+from greensched.transfer import CHUNK, SLOT
+from helpers.gate import Gate
+from helpers.waiting import until
+from helpers.world import World
+
+BIG = (CHUNK * 2 + SLOT) // 8
+RNG = np.random.default_rng(7)
+
+
+def layouts() -> dict[str, npt.NDArray[np.generic]]:
+    """Arrays of every kind of layout; the large ones take several chunks."""
+    cube = RNG.random((20, 30, 40))
+    large = RNG.random((BIG // 100, 100))
+    return {
+        "contiguous": cube,
+        "fortran": np.asfortranarray(cube),
+        "strided": cube[::2, 1::3, ::-1],
+        "transposed": cube.T,
+        "broadcast": np.broadcast_to(RNG.random(7), (5, 7)),
+        "read-only": _read_only(RNG.random(9)),
+        "scalar": np.float64(3.5) * np.ones(()),
+        "one": np.ones(1),
+        "zero size": np.empty((3, 0, 2)),
+        "a slot": RNG.random(SLOT // 8),
+        "a slot and one": RNG.random(SLOT // 8 + 1),
+        "a chunk": RNG.random(CHUNK // 8),
+        "chunks": RNG.random(BIG),
+        "chunks, strided": np.repeat(RNG.random(BIG), 2)[::2],
+        "chunks, fortran": np.asfortranarray(large),
+        "chunks, rows": large[::2, ::-1],
+        "one long row": RNG.random((1, BIG)),
+    }
+
+
+def _read_only(array: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    array.flags.writeable = False
+    return array
+
+
+@pytest.mark.parametrize("layout", layouts())
+def test_every_layout_arrives(world: World, layout: str) -> None:
+    """Whatever its order, strides and size, an array comes back from the device as it went."""
+    array = layouts()[layout]
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            with await p.upload(array) as buffer:
+                assert (buffer.shape, buffer.dtype) == (array.shape, array.dtype)
+                assert (buffer.size, buffer.nbytes) == (array.size, array.nbytes)
+                out = await p.download(buffer)
+                np.testing.assert_array_equal(out, array)
+                into = np.full_like(array, 9, order="F", subok=False)
+                assert await p.download(buffer, out=into) is into
+                np.testing.assert_array_equal(into, array)
+                if array.ndim:
+                    spread = np.empty((*array.shape[:-1], array.shape[-1] * 2), array.dtype)
+                    view = spread[..., ::2]
+                    await p.download(buffer, out=view)
+                    np.testing.assert_array_equal(view, array)
+
+    world.run(main)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        "?",
+        "i1",
+        "u2",
+        "i8",
+        "f2",
+        "f4",
+        "c8",
+        "c16",
+        "M8[ns]",
+        "S5",
+        "U3",
+        "V7",
+        [("a", "f4"), ("b", "i2", (3,))],
+    ],
+)
+def test_every_dtype_arrives(world: World, dtype: npt.DTypeLike) -> None:
+    """Any dtype of plain bytes goes and comes, structured ones included."""
+    array = np.frombuffer(RNG.bytes(np.dtype(dtype).itemsize * 50), np.dtype(dtype))
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            with await p.upload(array) as buffer:
+                out = await p.download(buffer)
+                assert out.dtype == array.dtype
+                assert out.tobytes() == array.tobytes()
+
+    world.run(main)
+
+
+def test_what_is_no_array_is_refused(world: World) -> None:
+    """Objects, foreign byte order and bad shapes raise InvalidArray, and say why."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            with pytest.raises(InvalidArray, match="big-endian"):
+                p.upload(np.zeros(3, ">f4"))
+            with pytest.raises(InvalidArray, match="Python objects"):
+                p.upload(np.array([object()]))
+            with pytest.raises(InvalidArray, match="Python objects"):
+                p.empty(3, object)
+            for shape in (-1, (2, -3), 1.5, "3", True):
+                with pytest.raises(InvalidArray, match="shape"):
+                    p.empty(shape)  # type: ignore[arg-type]
+            with await p.empty(3) as buffer, pytest.raises(InvalidArray, match="device memory"):
+                p.upload(buffer)  # type: ignore[arg-type]
+
+    world.run(main)
+
+
+def test_where_a_download_cannot_go_is_refused(world: World) -> None:
+    """`out` must be a writable array of the same shape and dtype; else nothing is submitted."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            with await p.upload(np.zeros((2, 3))) as buffer:
+                for out, said in (
+                    (np.zeros((3, 2)), "3, 2"),
+                    (np.zeros((2, 3), np.float32), "float32"),
+                    (_read_only(np.zeros((2, 3))), "read-only"),
+                    ([[0.0] * 3] * 2, "list"),
+                ):
+                    with pytest.raises(InvalidArray, match=said):
+                        p.download(buffer, out=out)  # type: ignore[arg-type]
+
+    world.run(main)
+
+
+def test_closed_buffer_is_refused(world: World) -> None:
+    """A buffer used after its close() or its pool's raises BufferClosed; closing is idempotent."""
+
+    async def main() -> None:
+        async with world.pool() as pool:
+            async with pool.partition(8) as p:
+                b, kept = await p.empty(4), await p.empty(4)
+                b.close()
+                b.close()
+                for use in (lambda: p.download(b), lambda: p.copy(b, kept), lambda: p.run(id, b)):
+                    with pytest.raises(BufferClosed):
+                        use()
+        with pytest.raises(BufferClosed):
+            kept.check(0)
+
+    world.run(main)
+
+
+def test_copy_fills_an_existing_buffer(world: World) -> None:
+    """A copy takes a buffer or an array of the same shape and dtype, and nothing else."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            for size in (100, BIG):
+                source = RNG.random(size)
+                with await p.empty(size, np.float64) as a, await p.empty_like(a) as b:
+                    p.copy(a, source)
+                    p.copy(b, a)
+                    np.testing.assert_array_equal(await p.download(b), source)
+                    for other in (np.zeros(size + 1), np.zeros(size, np.float32)):
+                        with pytest.raises(InvalidArray):
+                            p.copy(a, other)
+
+    world.run(main)
+
+
+def test_small_upload_reads_its_array_at_once(world: World) -> None:
+    """An array of a slot or less may change as soon as upload has returned."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            with await Gate.closed(p) as gate:
+                array = np.ones(100)
+                job = p.upload(array)
+                array.fill(5)
+                gate.open()
+            with await job as buffer:
+                np.testing.assert_array_equal(await p.download(buffer), np.ones(100))
+
+    world.run(main)
+
+
+@pytest.mark.parametrize("size", [100, BIG])
+def test_another_partition_waits_for_the_writer(world: World, size: int) -> None:
+    """A reader on another partition sees what was written before it was submitted, however late."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as a, pool.partition(8) as b:
+            with await a.upload(np.zeros(size)) as buffer:
+                with await Gate.closed(a) as gate:
+                    a.copy(buffer, np.ones(size))
+                    read = b.download(buffer)
+                    with anyio.move_on_after(0.01) as scope:
+                        await read
+                    assert scope.cancelled_caught
+                    gate.open()
+                np.testing.assert_array_equal(await read, np.ones(size))
+
+    world.run(main)
+
+
+def test_another_partition_waits_for_the_readers(world: World) -> None:
+    """A writer on another partition does not overwrite what is still being read."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as a, pool.partition(8) as b:
+            with await a.upload(np.zeros(100)) as buffer:
+                with await Gate.closed(a) as gate:
+                    read = a.download(buffer)
+                    write = b.copy(buffer, np.ones(100))
+                    with anyio.move_on_after(0.01) as scope:
+                        await write
+                    assert scope.cancelled_caught
+                    gate.open()
+                np.testing.assert_array_equal(await read, np.zeros(100))
+                np.testing.assert_array_equal(await b.download(buffer), np.ones(100))
+
+    world.run(main)
+
+
+def test_memory_is_given_back_behind_its_last_user(world: World) -> None:
+    """A buffer closed while work uses it is freed when that work is done, and not before."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            memory = p._open().site.memory
+            with await p.upload(np.zeros(100)) as kept:
+                used = memory.used_bytes
+                with await Gate.closed(p) as gate:
+                    extra = p.copy(kept, kept)
+                    kept.close()
+                    memory.reap()
+                    assert memory.used_bytes == used
+                    gate.open()
+                await extra
+
+            await until(lambda: memory.reap() is None and memory.used_bytes == 0)
+
+    world.run(main)
+
+
+def test_running_out_of_memory_fails_one_job(world: World) -> None:
+    """OutOfMemory says what was asked, free and there in all; the pool stays usable."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            with pytest.raises(greensched.OutOfMemory) as refused:
+                await p.empty(10**13, np.uint8)
+            assert refused.value.asked == 10**13
+            assert refused.value.free is not None
+            assert refused.value.total is not None
+            assert 0 < refused.value.free <= refused.value.total
+            with await p.upload(np.ones(5)) as buffer:
+                np.testing.assert_array_equal(await p.download(buffer), np.ones(5))
+
+    world.run(main)
+
+
+def test_forgotten_buffer_warns_and_is_given_back(world: World) -> None:
+    """A buffer nobody closed warns with ResourceWarning, and its memory comes back."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            buffer = await p.empty(1000)
+            del_and_collect = [buffer]
+            del buffer
+            with pytest.warns(ResourceWarning, match="never closed"):
+                del_and_collect.clear()
+
+    world.run(main)
+
+
+def test_pinned_memory_is_shared_with_the_device(world: World) -> None:
+    """empty_pinned gives zeroed host memory as a numpy array with a device address."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            with await p.empty_pinned((3, 4), np.int32) as pinned:
+                assert pinned.array.shape == (3, 4)
+                assert not pinned.array.any()
+                assert pinned.address
+            with pytest.raises(BufferClosed):
+                pinned.check(0)
+
+    world.run(main)
