@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from greensched.errors import InvalidRequest, InvalidSize
@@ -220,6 +220,7 @@ def test_a_remainder_that_joins_by_hand() -> None:
 # -- several at once ----------------------------------------------------------------------------
 
 
+@settings(max_examples=300)
 @given(free_cells(), joint_demands())
 def test_a_joint_request_fits_exactly_when_disjoint_sets_exist(
     device: tuple[Cells, int], parts: tuple[Demand, ...]

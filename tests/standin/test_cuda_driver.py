@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import gc
 import re
 import threading
@@ -350,26 +351,35 @@ def test_bytes_go_there_and_back(driver: Driver, stream: StreamHandle) -> None:
 
 def test_pinned_memory(driver: Driver, primary: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pinned memory is portable and mapped, zeroed, and writable through its view."""
-    allocate = cuda.cuMemHostAlloc
+    register = cuda.cuMemHostRegister
     asked: list[tuple[int, int]] = []
 
-    def used_before(nbytes: int, flags: int) -> Any:
+    def noted(address: int, nbytes: int, flags: int) -> Any:
         asked.append((nbytes, flags))
-        failure, address = allocate(nbytes, flags)
-        ctypes.memset(address, 0xFF, nbytes)
-        return failure, address
+        return register(address, nbytes, flags)
 
-    monkeypatch.setattr(cuda, "cuMemHostAlloc", used_before)
-    memory = driver.allocate_host(4096)
-    assert asked == [(4096, cuda.CU_MEMHOSTALLOC_PORTABLE | cuda.CU_MEMHOSTALLOC_DEVICEMAP)]
-    assert memory.nbytes == len(memory.view) == 4096
+    monkeypatch.setattr(cuda, "cuMemHostRegister", noted)
+    memory = driver.allocate_host(100)
+    flags = cuda.CU_MEMHOSTREGISTER_PORTABLE | cuda.CU_MEMHOSTREGISTER_DEVICEMAP
+    assert asked == [(mmap.PAGESIZE, flags)]
+    assert memory.nbytes == len(memory.view) == 100
     assert memory.view.format == "B"
     assert not memory.view.readonly
-    assert bytes(memory.view) == bytes(4096)
+    assert bytes(memory.view) == bytes(100)
     memory.view[7] = 9
     assert ctypes.c_ubyte.from_address(memory.address + 7).value == 9
     assert memory.device_address
     driver.free_host(memory)
+
+
+def test_a_view_outlives_its_pinned_memory(driver: Driver, primary: Any) -> None:
+    """Whoever still has the view after free_host reads bytes, and not a hole."""
+    memory = driver.allocate_host(64)
+    view = memory.view.cast("I")
+    view[3] = 7
+    driver.free_host(memory)
+    del memory
+    assert view[3] == 7
 
 
 def test_memory_runs_out(driver: Driver, stream: StreamHandle) -> None:
@@ -388,7 +398,7 @@ def test_memory_runs_out(driver: Driver, stream: StreamHandle) -> None:
 
 def test_pinned_memory_runs_out(driver: Driver, standin: Standin, primary: Any) -> None:
     """Pinned memory that cannot be had is an OutOfMemory that says what was asked."""
-    standin.fail("cuMemHostAlloc:1:2")
+    standin.fail("cuMemHostRegister:1:2")
     with pytest.raises(errors.OutOfMemory) as raised:
         driver.allocate_host(1024)
     assert raised.value.asked == 1024

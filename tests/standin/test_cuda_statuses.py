@@ -39,7 +39,7 @@ HOT: dict[str, Callable[[Driver, StreamHandle, Any, Any], object]] = {
     "cuEventQuery": lambda d, s, e, g: d.query_event(e),
     "cuMemAllocFromPoolAsync": lambda d, s, e, g: d.allocate(g, 64, s),
     "cuMemFreeAsync": lambda d, s, e, g: d.free(64, s),
-    "cuMemHostAlloc": lambda d, s, e, g: d.allocate_host(64),
+    "cuMemHostRegister": lambda d, s, e, g: d.allocate_host(64),
     "cuMemcpyHtoDAsync": lambda d, s, e, g: d.copy_to_device(64, 64, 1, s),
     "cuMemcpyDtoHAsync": lambda d, s, e, g: d.copy_to_host(64, 64, 1, s),
     "cuMemcpyDtoDAsync": lambda d, s, e, g: d.copy(64, 64, 1, s),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import mmap
 from typing import TYPE_CHECKING, Any, Final
 
 from greensched import errors
@@ -15,7 +16,7 @@ from greensched.typing import HostMemory, MemoryPoolHandle
 if TYPE_CHECKING:
     from greensched.typing import StreamHandle
 
-#: CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP: for every context, and addressable by the
+#: CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP: for every context, and addressable by the
 #: device, as `cuStreamWriteValue32` asks.
 _PORTABLE_DEVICEMAP: Final = 1 | 2
 #: A pool gives back at the next synchronisation what it holds beyond this; the default is 0.
@@ -90,26 +91,31 @@ class Memory(Driver):
             raise failed(status, "cuMemFreeAsync")
 
     def allocate_host(self, nbytes: int) -> HostMemory:
-        """`cuMemHostAlloc`. The view does not own the memory: after `free_host` it dangles."""
+        """A mapping of our own, registered by `cuMemHostRegister`: portable, and zero at first.
+
+        Not `cuMemHostAlloc`: whoever still has the view after `free_host` (a job asked whether it
+        is done, an array somebody kept) then reads memory of ours, and not a hole.
+        """
+        mapping = mmap.mmap(-1, nbytes)
+        size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
         try:
-            status, address = cuda.cuMemHostAlloc(nbytes, _PORTABLE_DEVICEMAP)
+            (status,) = cuda.cuMemHostRegister(address, size, _PORTABLE_DEVICEMAP)
         except NEWER as error:
-            raise newer(error, "cuMemHostAlloc") from None
+            raise newer(error, "cuMemHostRegister") from None
         if status:
-            raise failed(status, "cuMemHostAlloc", f"{nbytes} bytes", asked=nbytes)
+            raise failed(status, "cuMemHostRegister", f"{nbytes} bytes", asked=nbytes)
         try:
             device_address = int(ask(cuda.cuMemHostGetDevicePointer, address, 0))
         except errors.GreenschedError:
             with contextlib.suppress(errors.GreenschedError):
-                ask(cuda.cuMemFreeHost, address)
+                ask(cuda.cuMemHostUnregister, address)
             raise
-        ctypes.memset(address, 0, nbytes)
-        view = memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
-        return HostMemory(int(address), device_address, nbytes, view)
+        return HostMemory(address, device_address, nbytes, memoryview(mapping))
 
     def free_host(self, memory: HostMemory) -> None:
-        """`cuMemFreeHost`."""
-        ask(cuda.cuMemFreeHost, memory.address)
+        """`cuMemHostUnregister`; the bytes live as long as somebody has the view."""
+        ask(cuda.cuMemHostUnregister, memory.address)
 
     def memory_info(self) -> tuple[int, int]:
         """`cuMemGetInfo`: of the whole device and all its processes, not of a partition."""

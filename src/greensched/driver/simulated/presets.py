@@ -17,6 +17,9 @@ from greensched.typing import DeviceFacts
 GB = 10**9
 MIB = 2**20
 
+#: Where it is not 2048. Source: programming guide, table of technical specifications.
+THREADS_PER_SM = {(7, 5): 1024, (8, 9): 1536, (12, 0): 1536}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceModel:
@@ -56,7 +59,7 @@ class DeviceModel:
             l2_bytes=self.l2_bytes,
             warp_size=32,
             max_threads_per_block=1024,
-            max_threads_per_sm=1536 if self.compute_capability in ((8, 9), (12, 0)) else 2048,
+            max_threads_per_sm=THREADS_PER_SM.get(self.compute_capability, 2048),
             max_block=(1024, 1024, 64),
             max_grid=(2**31 - 1, 65535, 65535),
             max_shared_bytes=self.max_shared_bytes,

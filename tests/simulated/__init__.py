@@ -1,0 +1,1 @@
+"""The simulated driver: its rules, its time, its faults."""
