@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from greensched.jobs import Job as Job
     from greensched.kernels import Kernel as Kernel
     from greensched.kernels import Program as Program
-    from greensched.launch import LaunchConfig as LaunchConfig
-    from greensched.launch import launch as launch
+    from greensched.launcher import LaunchConfig as LaunchConfig
+    from greensched.launcher import launch as launch
     from greensched.memory import Buffer as Buffer
     from greensched.memory import PinnedBuffer as PinnedBuffer
     from greensched.partition import Partition as Partition
@@ -43,7 +43,7 @@ _ROOMS = {
     "Event": "stream",
     "Job": "jobs",
     "Kernel": "kernels",
-    "LaunchConfig": "launch",
+    "LaunchConfig": "launcher",
     "Partition": "partition",
     "PinnedBuffer": "memory",
     "Pool": "pool",
@@ -54,7 +54,7 @@ _ROOMS = {
     "SMResource": "resources",
     "ServiceClass": "typing",
     "Stream": "stream",
-    "launch": "launch",
+    "launch": "launcher",
 }
 
 __all__ = [*_ROOMS]  # noqa: PLE0604  names of this module, loaded when asked for

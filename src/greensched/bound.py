@@ -7,7 +7,7 @@ from typing import NoReturn
 from greensched.channel import Channel, order_behind
 from greensched.errors import CUDAError, DeviceFault, PartitionClosed, Poisoned, WouldBlock
 from greensched.jobs import Job
-from greensched.launch import Plan
+from greensched.launcher import Plan
 from greensched.memory import Use
 from greensched.stream import MASK, Track
 

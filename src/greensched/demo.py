@@ -29,7 +29,7 @@ from greensched.driver.base import Driver
 from greensched.driver.simulated import SimulatedDriver, Span
 from greensched.errors import InvalidRequest
 from greensched.kernels import gaussian_blur, matmul
-from greensched.launch import LaunchConfig, launch
+from greensched.launcher import LaunchConfig, launch
 from greensched.memory import Buffer
 from greensched.partition import Partition
 from greensched.pool import Pool

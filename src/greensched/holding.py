@@ -97,7 +97,7 @@ class Holding:
             self.crew.home.lost(error)
         if launches.fault is not None:
             self._finish()
-        elif self.is_exposed:
+        elif self.is_exposed or not self.crew.lane.runs.is_idle:
             self.completion.errand()
             self.crew.after_runs(self._settle)
         else:

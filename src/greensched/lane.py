@@ -12,7 +12,7 @@ from greensched.context import Context
 from greensched.device import Device
 from greensched.errors import run_all
 from greensched.kernels import Kernel
-from greensched.launch import LaunchConfig, Plan
+from greensched.launcher import LaunchConfig, Plan
 from greensched.memory import Words
 from greensched.resources import SMResource
 from greensched.stream import EventTrack

@@ -259,7 +259,7 @@ class Errand(Generic[T]):
     """
 
     def __init__(self, function: Callable[[], T]) -> None:
-        self._function = function
+        self._function: Callable[[], T] | None = function
         self._lock = threading.Lock()
         self._waiting: list[tuple[Door, Waiter]] = []
         self._is_done = False
@@ -268,8 +268,10 @@ class Errand(Generic[T]):
 
     def do(self) -> None:
         """Does it, on the calling thread, and wakes whoever waits."""
+        function, self._function = self._function, None  # it may hold whoever holds this
+        assert function is not None
         try:
-            self._value = self._function()
+            self._value = function()
         except BaseException as error:
             self._error = error
         with self._lock:

@@ -18,7 +18,7 @@ from greensched.context import Context
 from greensched.errors import InvalidArray, PartitionClosed, Poisoned, WouldBlock
 from greensched.jobs import Job
 from greensched.kernels import Kernel
-from greensched.launch import Arguments, LaunchConfig, Plan, check_runnable
+from greensched.launcher import Arguments, LaunchConfig, Plan, check_runnable
 from greensched.memory import Buffer, PinnedBuffer, dtype_of
 from greensched.stream import MASK, Stream
 from greensched.transfer import Slot
@@ -234,15 +234,22 @@ class Partition:
     def prepare(self, kernel: Kernel, config: LaunchConfig) -> Job[None]:
         """Compiles and loads a kernel for these SMs, so that no later launch waits for that.
 
+        It happens on the partition's own thread, behind the calls submitted before.
+
         Raises:
             InvalidLaunch, NotSimulable: as `launch`.
         """
         channel = self._ready()
         config.check(channel.lane.device.facts)
         check_runnable(kernel, channel.lane.device.driver)
-        return channel.submit(
-            f"prepare {kernel.name}", lambda _: _keep_plan(channel, kernel, config), may_block=True
+        runs = channel.lane.runs
+        job: Job[None] = Job(
+            runs, runs.issue(), f"prepare {kernel.name}", channel.holding.failed
         )
+        if runs.watcher is None:
+            channel.holding.completion.watch(runs)
+        channel.holding.crew.run(lambda: _keep_plan(channel, kernel, config), job, job.ticket)
+        return job
 
     def bind(self, kernel: Kernel, config: LaunchConfig, *args: object) -> Bound:
         """Checks and packs a launch once, for launching often at the driver's own price.
@@ -466,7 +473,7 @@ def _checked(
 
 
 def _plan(channel: Channel, kernel: Kernel, config: LaunchConfig, arguments: Arguments) -> Plan:
-    """Loads the kernel where it is not; may block then."""
+    """Loads the kernel in the current context where it is not; may block then."""
     handle = channel.lane.device.loader.load(kernel)
     return Plan(channel.track.stream, config, kernel, handle, arguments)
 

@@ -27,7 +27,7 @@ from greensched.device import Device
 from greensched.driver.base import Driver
 from greensched.errors import DeviceTaken, GreenschedError, InvalidRequest, PoolClosed
 from greensched.kernels import Kernel
-from greensched.launch import LaunchConfig
+from greensched.launcher import LaunchConfig
 from greensched.loops import Errand
 from greensched.partition import Partition
 from greensched.planning.cells import demands

@@ -232,7 +232,12 @@ class Track:
         return (self.word[0] - ticket) & MASK < HALF
 
     def has_submitted(self, ticket: int) -> bool:
-        """Whether the work of a ticket is on the stream, so that an event can capture it."""
+        """Whether the work of a ticket is on the stream, so that an event can capture it.
+
+        Of a ticket still to be issued (a bound launch's next): whether all before it is.
+        """
+        if (self.issued - ticket) & MASK >= HALF:
+            ticket = self.issued
         return (self.submitted - ticket) & MASK < HALF
 
     @property

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from greensched.device import Device
 from greensched.errors import VerificationFailed
 from greensched.kernels import smids
-from greensched.launch import LaunchConfig
+from greensched.launcher import LaunchConfig
 from greensched.partition import Partition
 from greensched.typing import REST, Size
 

@@ -206,7 +206,7 @@ def on_thread(function: Callable[[], Any]) -> Any:
 def caught(function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
     try:
         return function(), None
-    except BaseException as error:  # noqa: BLE001  it is raised again where it is looked at
+    except BaseException as error:
         return None, error
 
 

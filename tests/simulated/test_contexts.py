@@ -137,7 +137,7 @@ def test_a_thread_that_ends_takes_its_current_context_with_it(machine: Machine) 
 def test_a_verb_that_needs_a_current_context_says_so(machine: Machine, name: str) -> None:
     """Without one it answers INVALID_CONTEXT, whatever it was given."""
     with pytest.raises(CUDAError, match="INVALID_CONTEXT"):
-        on_thread(lambda: getattr(machine.driver, name)())
+        on_thread(getattr(machine.driver, name))
 
 
 @pytest.mark.parametrize("name", sorted(set(VERBS) - {"initialise"}))

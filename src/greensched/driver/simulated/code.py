@@ -153,7 +153,7 @@ class Code(Memories):
         reference = spec.reference
         fault = self.script.start(spec.name)
         if isinstance(fault, Hang):
-            cost = Cost(fixed_ns=math.inf)
+            cost = Cost(sm_ns=math.inf)  # it keeps its SMs busy
 
         def body() -> CUDAError | None:
             if isinstance(fault, int):

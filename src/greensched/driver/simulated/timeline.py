@@ -162,7 +162,7 @@ class Kernel(Operation):
                 timeline.at(
                     self.start + math.ceil(self.cost.limit_ns), lambda: timeline.let_go(self)
                 )
-        elif not math.isinf(self.cost.fixed_ns):  # a kernel that hangs has no end
+        elif not math.isinf(self.cost.fixed_ns):
             timeline.at(self.start + math.ceil(self.cost.fixed_ns), lambda: timeline.work(self))
         return Begin.RUNNING
 

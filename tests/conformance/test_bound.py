@@ -1,0 +1,160 @@
+"""Bound launches: ready once, launched often, in order with everything else."""
+
+from __future__ import annotations
+
+import anyio
+import numpy as np
+import pytest
+
+import greensched
+from greensched import LaunchConfig
+from greensched.kernels import fill, saxpy
+from helpers.gate import Gate
+from helpers.world import World
+
+CONFIG = LaunchConfig(grid=4, block=128)
+
+
+@pytest.mark.runs_device_code
+def test_bound_launches_count(world: World) -> None:
+    """Each call of a bound launch runs the kernel once more, patched arguments included."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            with await p.upload(np.ones(64, np.float32)) as x:
+                with await p.upload(np.zeros(64, np.float32)) as y:
+                    await p.prepare(saxpy, CONFIG)
+                    bound = p.bind(saxpy, CONFIG, 1.0, x, y, x.size)
+                    for _ in range(200):
+                        bound()
+                    assert (await p.download(y))[0] == 200
+                    bound.set(0, 10.0)
+                    bound()
+                    await bound.submit()
+                    assert (await p.download(y))[63] == 220
+
+    world.run(main)
+
+
+def test_bound_needs_its_kernel_loaded(world: World) -> None:
+    """Binding a kernel that was never loaded for these SMs says how to load it."""
+
+    async def bind() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            with await p.empty(8) as b:
+                with pytest.raises(greensched.WouldBlock, match="prepare"):
+                    p.bind(fill, CONFIG, b, 1.0, 8)
+                await p.prepare(fill, CONFIG)
+                bound = p.bind(fill, CONFIG, b, 1.0, 8)
+                with pytest.raises(greensched.ArgumentMismatch):
+                    bound.set(1, "x")
+                with pytest.raises(IndexError):
+                    bound.set(9, 1)
+
+    world.run(bind)
+
+
+def test_bound_ends_with_its_block(world: World) -> None:
+    """After its partition's block a bound launch raises PartitionClosed."""
+
+    async def main() -> None:
+        async with world.pool() as pool:
+            async with pool.partition(8) as p:
+                b = await p.empty(8)
+                await p.prepare(fill, CONFIG)
+                bound = p.bind(fill, CONFIG, b, 1.0, 8)
+                bound()
+            with b, pytest.raises(greensched.PartitionClosed):
+                bound()
+            with pytest.raises(greensched.PartitionClosed):
+                bound.submit()
+
+    world.run(main)
+
+
+def test_bound_refuses_a_closed_buffer(world: World) -> None:
+    """A bound launch whose buffer was closed raises BufferClosed instead of using it."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            b = await p.empty(8)
+            await p.prepare(fill, CONFIG)
+            bound = p.bind(fill, CONFIG, b, 1.0, 8)
+            bound()
+            b.close()
+            with pytest.raises(greensched.BufferClosed):
+                bound()
+
+    world.run(main)
+
+
+def test_the_end_of_the_block_waits_for_bound_launches(world: World) -> None:
+    """Launches without a ticket of their own are waited for all the same."""
+
+    async def main() -> None:
+        async with world.pool() as pool:
+            with pytest.raises(ZeroDivisionError):
+                async with pool.partition(8) as p:
+                    b = await p.empty(8)
+                    await p.prepare(fill, CONFIG)
+                    bound = p.bind(fill, CONFIG, b, 1.0, 8)
+                    gate = await Gate.closed(p)
+                    bound()
+                    raise ZeroDivisionError
+            with gate, b:
+                assert pool.statistics().sms_draining == 8
+                gate.open()
+                async with pool.partition(greensched.ALL):
+                    pass
+
+    world.run(main)
+
+
+def test_bound_launches_in_flight_are_bounded(world: World) -> None:
+    """However many are launched without waiting, the driver's queue is never filled."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            with await p.empty(8) as b:
+                await p.prepare(fill, CONFIG)
+                bound = p.bind(fill, CONFIG, b, 1.0, 8)
+                with await Gate.closed(p) as gate:
+                    number = 0
+                    with pytest.raises(greensched.WouldBlock):
+                        while number < 5000:
+                            bound()
+                            number += 1
+                    assert 100 < number < 900
+                    gate.open()
+                await bound.submit()
+                bound()
+
+    world.run(main)
+
+
+def test_other_partitions_are_ordered_with_bound_launches(world: World) -> None:
+    """Work elsewhere on a bound buffer waits for the launches, and the next launch for it."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as a, pool.partition(8) as b:
+            with await a.empty(8) as buffer:
+                await a.prepare(fill, CONFIG)
+                bound = a.bind(fill, CONFIG, buffer, 1.0, 8)
+                with await Gate.closed(a) as gate:
+                    bound()
+                    read = b.download(buffer)
+                    with anyio.move_on_after(0.01) as scope:
+                        await read
+                    assert scope.cancelled_caught
+                    gate.open()
+                await read
+                with await Gate.closed(b) as gate:
+                    b.copy(buffer, np.zeros(8, np.float32))
+                    job = bound.submit()
+                    with anyio.move_on_after(0.01) as scope:
+                        await job
+                    assert scope.cancelled_caught
+                    gate.open()
+                await job
+
+    world.run(main)

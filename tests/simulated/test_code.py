@@ -1,0 +1,272 @@
+"""Kernels: what their references are given, and what is refused."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from greensched.errors import CUDAError, DriverMisuse, NotSimulable
+from greensched.typing import CodeImage, Cost, KernelSpec, LaunchFacts, Parameter
+
+from .machine import Machine, Packed
+
+Make = Callable[..., Machine]
+
+SAXPY = (
+    Parameter("a", "f4"),
+    Parameter("x", "f4", pointer=True, const=True),
+    Parameter("y", "f4", pointer=True),
+    Parameter("n", "u8"),
+)
+
+
+def saxpy(launch: LaunchFacts, a: Any, x: Any, y: Any, n: Any) -> None:
+    y[:n] += a * x[:n]
+
+
+def array(machine: Machine, values: Any) -> tuple[int, np.ndarray]:
+    """Pinned memory with these values: its address, and its bytes as they are."""
+    data = np.asarray(values)
+    memory = machine.pinned(data.nbytes)
+    view = np.frombuffer(memory.view, data.dtype)
+    view[:] = data
+    return memory.device_address, view
+
+
+# -- running ------------------------------------------------------------------------------------
+
+
+def test_a_reference_runs_on_real_bytes(machine: Machine) -> None:
+    """Scalars and arrays arrive as CUDA passes them, and what is written stays written."""
+    x, _ = array(machine, np.arange(100, dtype=np.float32))
+    y, result = array(machine, np.ones(100, np.float32))
+    machine.launch(machine.stream(), machine.kernel("saxpy", SAXPY, saxpy), 2.0, x, y, 50)
+    assert result[49] == 1
+    machine.finish()
+    np.testing.assert_array_equal(result[:50], 1 + 2 * np.arange(50))
+    np.testing.assert_array_equal(result[50:], 1)
+
+
+def test_what_a_reference_is_given(machine: Machine) -> None:
+    """Typed scalars, writable arrays to the end of their allocation, const ones read-only."""
+    seen: dict[str, Any] = {}
+
+    def reference(launch: LaunchFacts, *arguments: Any) -> None:
+        seen.update(launch=launch, arguments=arguments)
+
+    parameters = (
+        Parameter("small", "i1"),
+        Parameter("large", "u8"),
+        Parameter("const", "f4", pointer=True, const=True),
+        Parameter("out", "i8", pointer=True),
+        Parameter("raw", "V1", pointer=True),
+        Parameter("null", "f4", pointer=True),
+    )
+    x, _ = array(machine, np.zeros(10, np.float32))
+    stream = machine.stream(machine.green(16))
+    kernel = machine.kernel("look", parameters, reference)
+    memory = machine.pinned(30)
+    machine.launch(
+        stream, kernel, -3, 2**64 - 1, x + 8, memory.address, memory.address + 7, 0, blocks=7
+    )
+    machine.finish()
+    small, large, const, out, raw, null = seen["arguments"]
+    assert (small, large) == (-3, 2**64 - 1)
+    assert (small.dtype, large.dtype) == (np.int8, np.uint64)
+    assert (const.dtype, len(const), const.flags.writeable) == (np.float32, 8, False)
+    assert (out.dtype, len(out), out.flags.writeable) == (np.int64, 3, True)
+    assert (raw.dtype.itemsize, len(raw)) == (1, 23)
+    assert (len(null), null.dtype) == (0, np.float32)
+    launch = seen["launch"]
+    assert (launch.grid, launch.block, launch.shared_bytes) == ((7, 1, 1), (128, 1, 1), 0)
+    assert launch.device == machine.driver.device_facts(0)
+    assert len(launch.sms) == 16
+
+
+def test_a_kernel_that_writes_to_what_it_only_reads_is_a_fault(machine: Machine) -> None:
+    """A const parameter cannot be written, by mistake or otherwise."""
+
+    def reference(launch: LaunchFacts, x: Any) -> None:
+        x[0] = 1
+
+    x, data = array(machine, np.zeros(4, np.float32))
+    kernel = machine.kernel("writes", [Parameter("x", "f4", pointer=True, const=True)], reference)
+    machine.launch(machine.stream(), kernel, x)
+    with pytest.raises(CUDAError, match="LAUNCH_FAILED"):
+        machine.finish()
+    assert data[0] == 0
+
+
+def test_values_are_read_at_each_launch(machine: Machine) -> None:
+    """Between launches of what was bound once, values may be patched in place."""
+    y, result = array(machine, np.zeros(3, np.int32))
+
+    def reference(launch: LaunchFacts, y: Any, i: Any) -> None:
+        y[i] = i + 10
+
+    parameters = [Parameter("y", "i4", pointer=True), Parameter("i", "i4")]
+    packed = Packed(parameters, (y, 0))
+    kernel = machine.kernel("put", parameters, reference)
+    one = (1, 1, 1)
+    launch = machine.driver.bind_launch(machine.stream(), kernel, one, one, 0, packed.address)
+    for i in range(3):
+        ctypes.c_int32.from_buffer(packed.cells[1]).value = i
+        launch()
+    machine.finish()
+    assert result.tolist() == [10, 11, 12]
+
+
+def test_what_a_launch_was_given_when_it_was_made_counts(machine: Machine) -> None:
+    """The cost is asked at the launch with the bytes of that moment; the reference runs later."""
+    y, data = array(machine, np.zeros(1, np.int32))
+    asked: list[int] = []
+
+    def cost(launch: LaunchFacts, y: Any) -> Cost:
+        asked.append(int(y[0]))
+        return Cost(fixed_ns=10)
+
+    def reference(launch: LaunchFacts, y: Any) -> None:
+        y[0] += 1
+
+    kernel = machine.kernel("count", [Parameter("y", "i4", pointer=True)], reference, cost)
+    stream = machine.stream()
+    for _ in range(3):
+        machine.launch(stream, kernel, y)
+    machine.finish()
+    assert asked == [0, 0, 0]
+    assert data[0] == 3
+
+
+# -- refusals -----------------------------------------------------------------------------------
+
+
+def test_a_kernel_without_reference_or_cost_cannot_run(machine: Machine) -> None:
+    """It says which is missing, and how to give it."""
+    driver = machine.driver
+    bare = KernelSpec("bare", ())
+    with_reference = KernelSpec("half", (), reference=lambda launch: None)
+    library = driver.load_code(CodeImage("test", {"bare": bare, "half": with_reference}))
+    for name, lacks in (("bare", "reference"), ("half", "cost")):
+        kernel = driver.get_kernel(library, name)
+        with pytest.raises(NotSimulable, match=f"has no {lacks}.*@kernel.{lacks}"):
+            driver.bind_launch(machine.stream(), kernel, (1, 1, 1), (1, 1, 1), 0, 0)
+    with_reference.cost = lambda launch: Cost()
+    bound = driver.bind_launch(
+        machine.stream(), driver.get_kernel(library, "half"), (1, 1, 1), (1, 1, 1), 0, 0
+    )
+    bound()
+
+
+@pytest.mark.parametrize(
+    ("grid", "block", "shared"),
+    [
+        ((0, 1, 1), (1, 1, 1), 0),
+        ((2**31, 1, 1), (1, 1, 1), 0),
+        ((1, 65536, 1), (1, 1, 1), 0),
+        ((1, 1, 65536), (1, 1, 1), 0),
+        ((1, 1, 1), (0, 1, 1), 0),
+        ((1, 1, 1), (1025, 1, 1), 0),
+        ((1, 1, 1), (32, 33, 1), 0),
+        ((1, 1, 1), (1, 1, 65), 0),
+        ((1, 1, 1), (-1, -1, 1), 0),
+        ((1, 1, 1), (1, 1, 1), -1),
+        ((1, 1, 1), (1, 1, 1), 48 * 1024 + 1),
+    ],
+)
+def test_a_geometry_beyond_the_limits_is_invalid(
+    machine: Machine, grid: Any, block: Any, shared: int
+) -> None:
+    """Grids, blocks and shared memory beyond what the device has answer INVALID_VALUE."""
+    with pytest.raises(CUDAError, match="INVALID_VALUE"):
+        machine.driver.bind_launch(machine.stream(), machine.kernel(), grid, block, shared, 0)
+
+
+def test_the_largest_geometry_is_valid(machine: Machine) -> None:
+    """The limits themselves are allowed, and more shared memory once it was asked for."""
+    driver, stream, kernel = machine.driver, machine.stream(), machine.kernel()
+    most = driver.device_facts(0).max_shared_bytes
+    driver.bind_launch(stream, kernel, (2**31 - 1, 65535, 65535), (1024, 1, 1), 48 * 1024, 0)
+    driver.bind_launch(stream, kernel, (1, 1, 1), (4, 4, 64), 0, 0)
+    with pytest.raises(CUDAError, match="INVALID_VALUE"):
+        driver.allow_shared(kernel, 0, most + 1)
+    driver.allow_shared(kernel, 0, most)
+    driver.bind_launch(stream, kernel, (1, 1, 1), (1, 1, 1), most, 0)
+
+
+def test_arguments_that_are_no_memory_are_refused(machine: Machine) -> None:
+    """Freed, foreign and misaligned pointers are refused at the launch, naming the argument."""
+    driver, stream = machine.driver, machine.stream()
+    kernel = machine.kernel("take", [Parameter("x", "f8", pointer=True)])
+    address = machine.device_memory(64, stream)
+    machine.launch(stream, kernel, address)
+    with pytest.raises(DriverMisuse, match="'take', argument 'x'.*not aligned to 8"):
+        machine.launch(stream, kernel, address + 4)
+    driver.free(address, stream)
+    for wrong in (address, np.zeros(8).ctypes.data, 8):
+        with pytest.raises(DriverMisuse, match="'take', argument 'x'"):
+            machine.launch(stream, kernel, wrong)
+
+
+def test_memory_of_another_device_is_refused(make: Make) -> None:
+    """A kernel reaches its own device's memory and pinned memory, and no other device's."""
+    machine = make("h200x2")
+    driver = machine.driver
+    kernel = machine.kernel("take", [Parameter("x", "f8", pointer=True)])
+    there = machine.stream(machine.green(device=1))
+    pool = driver.create_memory_pool(1)
+    machine.launch(there, kernel, driver.allocate(pool, 64, there))
+    machine.launch(there, kernel, machine.pinned(64).address)
+    with pytest.raises(DriverMisuse, match="memory of device 0"):
+        machine.launch(there, kernel, machine.device_memory(64, machine.stream()))
+    with pytest.raises(DriverMisuse, match="memory of device 1"):
+        machine.launch(machine.stream(), kernel, driver.allocate(pool, 64, there))
+
+
+# -- libraries ----------------------------------------------------------------------------------
+
+
+def test_kernels_of_a_library(machine: Machine) -> None:
+    """A kernel is found by name, the same one each time, until its library ends."""
+    driver = machine.driver
+    spec = KernelSpec("k", (), lambda launch: None, lambda launch: Cost())
+    library = driver.load_code(CodeImage("lib", {"k": spec}))
+    kernel = driver.get_kernel(library, "k")
+    assert driver.get_kernel(library, "k") is kernel
+    with pytest.raises(CUDAError, match="NOT_FOUND.*no 'other' in lib"):
+        driver.get_kernel(library, "other")
+    launch = driver.bind_launch(machine.stream(), kernel, (1, 1, 1), (1, 1, 1), 0, 0)
+    launch()
+    machine.finish()
+    driver.unload_code(library)
+    for call in (
+        launch,
+        lambda: driver.get_kernel(library, "k"),
+        lambda: driver.load_kernel(kernel),
+        lambda: driver.unload_code(library),
+    ):
+        with pytest.raises(DriverMisuse, match="after its end"):
+            call()
+
+
+def test_parameters_lie_as_cuda_lays_them(machine: Machine) -> None:
+    """Each parameter stands at a multiple of its own size."""
+    parameters = [
+        Parameter("a", "i1"),
+        Parameter("b", "f8"),
+        Parameter("c", "i2"),
+        Parameter("d", "f4", pointer=True),
+        Parameter("e", "i4"),
+    ]
+    layout = machine.driver.kernel_layout(machine.kernel("k", parameters))
+    assert layout == ((0, 1), (8, 8), (16, 2), (24, 8), (32, 4))
+    assert machine.driver.kernel_layout(machine.kernel()) == ()
+
+
+def test_limits_of_a_kernel(machine: Machine) -> None:
+    """They are the device's: a reference needs no registers and no static shared memory."""
+    limits = machine.driver.kernel_limits(machine.kernel(), 0)
+    assert (limits.max_threads_per_block, limits.static_shared_bytes) == (1024, 0)

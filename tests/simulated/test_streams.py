@@ -1,0 +1,410 @@
+"""Streams and events: order, marks, waits, host functions."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from greensched.driver import simulated
+from greensched.driver.simulated.streams import QUEUE_DEPTH
+from greensched.errors import CUDAError, DriverMisuse, NotSupported
+from greensched.typing import Feature
+
+from .machine import LAUNCH_NS, Machine, Word
+
+Make = Callable[..., Machine]
+LIBC = ctypes.CDLL(None)
+SEM_POST = ctypes.cast(LIBC.sem_post, ctypes.c_void_p).value or 0
+
+
+class Semaphore:
+    """A counter that native code can count up."""
+
+    def __init__(self) -> None:
+        self._memory = ctypes.create_string_buffer(64)
+        self.address = ctypes.addressof(self._memory)
+        assert LIBC.sem_init(ctypes.c_void_p(self.address), 0, 0) == 0
+
+    @property
+    def value(self) -> int:
+        value = ctypes.c_int()
+        assert LIBC.sem_getvalue(ctypes.c_void_p(self.address), ctypes.byref(value)) == 0
+        return value.value
+
+
+# -- order --------------------------------------------------------------------------------------
+
+
+def test_a_stream_does_one_thing_after_another(machine: Machine) -> None:
+    """Work of one stream never overlaps and keeps the order of its submission."""
+    stream = machine.stream()
+    for i in range(5):
+        machine.run(stream, f"k{i}", fixed_ns=1_000 * (5 - i))
+    machine.finish()
+    times = machine.times()
+    assert list(times) == [f"k{i}" for i in range(5)]
+    starts = [times[f"k{i}"][0] for i in range(1, 5)]
+    ends = [times[f"k{i}"][1] for i in range(4)]
+    assert starts == ends
+
+
+def test_streams_are_independent(machine: Machine) -> None:
+    """A stream that is held up holds up no other, of the same context or another."""
+    driver = machine.driver
+    green, other = machine.greens(2)
+    word = machine.word()
+    held, beside, elsewhere = machine.stream(green), machine.stream(green), machine.stream(other)
+
+    def body() -> None:
+        driver.wait_value(held, word.address, 1)
+        for stream in (beside, elsewhere):
+            machine.run(stream, "free", fixed_ns=10)
+            driver.synchronize_stream(stream)
+            assert driver.query_stream(stream)
+        assert not driver.query_stream(held)
+        word.value = 1
+        driver.synchronize_stream(held)
+        assert driver.query_stream(held)
+
+    machine.inside(body)
+
+
+def test_a_destroyed_streams_work_still_runs(machine: Machine) -> None:
+    """What was queued is done, and the stream is forgotten with the last of it."""
+    driver = machine.driver
+    word, stream = machine.word(), machine.stream()
+    machine.run(stream, "before", fixed_ns=1_000)
+    driver.bind_mark(stream, word.address)(5)
+    driver.destroy_stream(stream)
+    machine.finish()
+    assert word.value == 5
+    assert driver.devices[0].streams == {}
+
+
+def test_a_full_stream_blocks(machine: Machine) -> None:
+    """Behind as many operations as a launch queue holds, submitting waits for room."""
+    driver = machine.driver
+    word, stream = machine.word(), machine.stream()
+    mark = driver.bind_mark(stream, word.address)
+
+    def body() -> None:
+        gate = machine.word()
+        driver.wait_value(stream, gate.address, 1)
+        for i in range(QUEUE_DEPTH - 1):
+            mark(i)
+        assert word.value == 0
+        gate.value = 1  # seen as soon as this thread waits
+        mark(QUEUE_DEPTH)
+        assert word.value == QUEUE_DEPTH - 2
+        driver.synchronize_stream(stream)
+        assert word.value == QUEUE_DEPTH
+
+    machine.inside(body)
+
+
+# -- marks and waits ----------------------------------------------------------------------------
+
+
+def test_a_mark_comes_behind_the_streams_work(machine: Machine) -> None:
+    """The word has the number when everything before the mark is done, and not earlier."""
+    driver = machine.driver
+    word, stream = machine.word(), machine.stream()
+    mark = driver.bind_mark(stream, word.address)
+
+    def body() -> None:
+        for ticket in (1, 2, 3):
+            machine.run(stream, f"k{ticket}", fixed_ns=1_000)
+            mark(ticket)
+        for ticket in (1, 2, 3):
+            driver.clock.sleep(LAUNCH_NS + 1_000 * ticket - 1 - driver.clock.now())
+            assert word.value == ticket - 1
+            driver.clock.sleep(1)
+            assert word.value == ticket
+
+    machine.inside(body)
+
+
+def test_a_mark_wraps_where_its_numbers_do(machine: Machine) -> None:
+    """The largest 32-bit number and 0 after it are written; no other number is taken."""
+    driver = machine.driver
+    word, stream = machine.word(), machine.stream()
+    mark = driver.bind_mark(stream, word.address)
+    mark(0xFFFFFFFF)
+    machine.finish()
+    assert word.value == 0xFFFFFFFF
+    mark(0)
+    machine.finish()
+    assert word.value == 0
+    for wrong in (-1, 1 << 32):
+        with pytest.raises(DriverMisuse, match="32 bits"):
+            mark(wrong)
+        with pytest.raises(DriverMisuse, match="32 bits"):
+            driver.wait_value(stream, word.address, wrong)
+
+
+def test_marks_need_a_live_aligned_word(machine: Machine) -> None:
+    """A word is 4 aligned bytes of live memory, when it is bound and at each mark."""
+    driver = machine.driver
+    stream, memory = machine.stream(), machine.pinned(8)
+    for address in (memory.address + 2, memory.address + 8, 4096):
+        with pytest.raises(DriverMisuse):
+            driver.bind_mark(stream, address)
+        with pytest.raises(DriverMisuse):
+            driver.wait_value(stream, address, 1)
+    mark = driver.bind_mark(stream, memory.address + 4)
+    mark(1)
+    machine.finish()
+    driver.free_host(memory)
+    with pytest.raises(DriverMisuse, match="freed"):
+        mark(2)
+
+
+def test_a_driver_may_lack_marks(make: Make) -> None:
+    """Without the feature, binding a mark is refused."""
+    machine = make(without=[Feature.WRITE_VALUE])
+    with pytest.raises(NotSupported):
+        machine.driver.bind_mark(machine.stream(), machine.word().address)
+
+
+@given(value=st.integers(0, 0xFFFFFFFF), ahead=st.integers(-(1 << 31), (1 << 31) - 1))
+def test_wait_value_compares_by_signed_difference(value: int, ahead: int) -> None:
+    """A stream goes on exactly when the word is at least the value, also where counters wrap."""
+    machine = Machine(clock=simulated.VirtualClock())
+    word, stream = machine.word(), machine.stream()
+    word.value = (value + ahead) & 0xFFFFFFFF
+    machine.driver.wait_value(stream, word.address, value)
+    machine.inside(lambda: machine.driver.clock.sleep(1_000))
+    assert machine.driver.query_stream(stream) is (ahead >= 0)
+    machine.close()
+
+
+def test_a_stream_can_wait_for_another_through_memory(machine: Machine) -> None:
+    """A word that one stream writes lets another go on, in the same instant of device time."""
+    driver = machine.driver
+    word, writer, waiter = machine.word(), machine.stream(), machine.stream()
+    driver.wait_value(waiter, word.address, 1)
+    machine.run(waiter, "after", fixed_ns=10)
+    machine.run(writer, "before", fixed_ns=50_000)
+    driver.bind_mark(writer, word.address)(1)
+    machine.finish()
+    assert machine.times()["after"][0] == machine.times()["before"][1] == LAUNCH_NS + 50_000
+
+
+# -- host functions -----------------------------------------------------------------------------
+
+
+def test_a_host_function_is_called_in_its_turn(machine: Machine) -> None:
+    """The native function is called with its data, once, when what is before it is done."""
+    driver = machine.driver
+    semaphore, word, stream = Semaphore(), machine.word(), machine.stream()
+    driver.wait_value(stream, word.address, 1)
+    driver.host_function(stream, SEM_POST, semaphore.address)
+    machine.inside(lambda: driver.clock.sleep(1_000))
+    assert semaphore.value == 0
+    word.value = 1
+    driver.synchronize_stream(stream)
+    assert semaphore.value == 1
+
+
+# -- events -------------------------------------------------------------------------------------
+
+
+def test_an_event_is_done_when_what_it_captured_is(machine: Machine) -> None:
+    """Not before, and whatever the stream is given afterwards."""
+    driver = machine.driver
+    stream, event = machine.stream(), machine.event()
+
+    def body() -> None:
+        machine.run(stream, "captured", fixed_ns=1_000)
+        driver.record_event(event, stream)
+        gate = machine.word()
+        driver.wait_value(stream, gate.address, 1)
+        assert not driver.query_event(event)
+        driver.synchronize_event(event)
+        assert driver.query_event(event)
+        assert list(machine.times()) == ["captured"]
+        assert not driver.query_stream(stream)
+        gate.value = 1
+        driver.synchronize_stream(stream)
+
+    machine.inside(body)
+
+
+def test_an_event_never_recorded_is_done(machine: Machine) -> None:
+    """Asking, waiting and having a stream wait for it all pass at once."""
+    driver = machine.driver
+    event, stream = machine.event(), machine.stream()
+    assert driver.query_event(event)
+    driver.synchronize_event(event)
+    driver.wait_event(stream, event)
+    driver.synchronize_stream(stream)
+
+
+def test_recording_again_captures_anew(machine: Machine) -> None:
+    """A new record forgets the old one for whoever asks; who waits already waits for the old."""
+    driver = machine.driver
+    stream, waiter, event = machine.stream(), machine.stream(), machine.event()
+    first, second = machine.word(), machine.word()
+
+    def body() -> None:
+        driver.wait_value(stream, first.address, 1)
+        driver.record_event(event, stream)
+        driver.wait_event(waiter, event)
+        driver.wait_value(stream, second.address, 1)
+        driver.record_event(event, stream)
+        first.value = 1
+        driver.synchronize_stream(waiter)
+        assert not driver.query_event(event)
+        second.value = 1
+        driver.synchronize_event(event)
+
+    machine.inside(body)
+
+
+def test_a_stream_waits_for_an_event_of_another(machine: Machine) -> None:
+    """Across streams, contexts and devices: the later work begins when the event comes."""
+    driver = machine.driver
+    one, two = machine.greens(2)
+    before, after = machine.stream(one), machine.stream(two)
+    event = machine.event(one)
+    machine.run(before, "before", fixed_ns=20_000)
+    driver.record_event(event, before)
+    driver.wait_event(after, event)
+    machine.run(after, "after", fixed_ns=10)
+    machine.finish()
+    assert machine.times()["after"][0] == machine.times()["before"][1]
+
+
+def test_a_stream_waits_for_an_event_of_another_device(make: Make) -> None:
+    """Events order work across devices too."""
+    machine = make("h200x2")
+    driver = machine.driver
+    here, there = machine.stream(), machine.stream(machine.green(device=1))
+    event = machine.event()
+    machine.run(here, "before", fixed_ns=20_000)
+    driver.record_event(event, here)
+    driver.wait_event(there, event)
+    machine.run(there, "after", fixed_ns=10)
+    driver.synchronize_stream(there)
+    assert machine.times()["after"][0] == machine.times()["before"][1]
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_where_an_event_may_be_recorded(make: Make, strict: bool) -> None:
+    """Strictly, on streams of the context it was made in; permissively, anywhere on its device."""
+    machine = make("h200x2", strict_events=strict)
+    driver = machine.driver
+    one, two = machine.greens(2)
+    streams = [machine.stream(one), machine.stream(two), machine.stream()]
+    events = [machine.event(one), machine.event(two), machine.event()]
+    for i, event in enumerate(events):
+        for j, stream in enumerate(streams):
+            if i == j or not strict:
+                driver.record_event(event, stream)
+                driver.synchronize_event(event)
+            else:
+                with pytest.raises(CUDAError, match="INVALID_HANDLE"):
+                    driver.record_event(event, stream)
+                assert driver.query_event(event)
+    there = machine.stream(machine.green(device=1))
+    with pytest.raises(CUDAError, match="INVALID_HANDLE"):
+        driver.record_event(events[0], there)
+
+
+def test_recording_a_green_context_captures_all_its_streams(machine: Machine) -> None:
+    """The event comes with the last of its streams' work, and waits for no other context."""
+    driver = machine.driver
+    green, other = machine.greens(2)
+    for i in range(3):
+        machine.run(machine.stream(green), f"k{i}", fixed_ns=1_000 * (i + 1))
+    gate, elsewhere = machine.word(), machine.stream(other)
+    driver.wait_value(elsewhere, gate.address, 1)
+    event = machine.event()  # of the primary: that suffices
+
+    def body() -> None:
+        driver.record_green(green, event)
+        assert not driver.query_event(event)
+        driver.synchronize_event(event)
+        assert list(machine.times()) == ["k0", "k1", "k2"]
+        driver.record_green(green, event)
+        assert driver.query_event(event), "nothing is left to do"
+
+    machine.inside(body)
+    gate.value = 1
+
+
+def test_an_event_of_another_device_records_no_green_context(make: Make) -> None:
+    """It is an invalid handle there."""
+    machine = make("h200x2")
+    with pytest.raises(CUDAError, match="INVALID_HANDLE"):
+        machine.driver.record_green(machine.green(device=1), machine.event())
+
+
+def test_elapsed_time(machine: Machine) -> None:
+    """Two timing events that are done tell the device's time between them, in seconds."""
+    driver = machine.driver
+    stream = machine.stream()
+    start, end = machine.event(timing=True), machine.event(timing=True)
+
+    def body() -> None:
+        driver.record_event(start, stream)
+        machine.run(stream, "timed", fixed_ns=1_000_000)
+        driver.record_event(end, stream)
+        with pytest.raises(CUDAError, match="NOT_READY"):
+            driver.elapsed(start, end)
+        driver.synchronize_event(end)
+        assert driver.elapsed(start, end) == pytest.approx((1_000_000 + LAUNCH_NS) / 1e9)
+        assert driver.elapsed(end, start) == -driver.elapsed(start, end)
+
+    machine.inside(body)
+    plain, never = machine.event(), machine.event(timing=True)
+    driver.record_event(plain, stream)
+    machine.finish()
+    for first, second in ((plain, end), (start, plain), (never, end)):
+        with pytest.raises(CUDAError, match="INVALID_HANDLE"):
+            driver.elapsed(first, second)
+
+
+def test_an_event_can_be_destroyed_while_somebody_waits(machine: Machine) -> None:
+    """The wait stays; the handle is dead."""
+    driver = machine.driver
+    gate, stream, waiter, event = (
+        machine.word(),
+        machine.stream(),
+        machine.stream(),
+        machine.event(),
+    )
+
+    def body() -> None:
+        driver.wait_value(stream, gate.address, 1)
+        driver.record_event(event, stream)
+        driver.wait_event(waiter, event)
+        driver.destroy_event(event)
+        with pytest.raises(DriverMisuse, match="after its end"):
+            driver.query_event(event)
+        assert not driver.query_stream(waiter)
+        gate.value = 1
+        driver.synchronize_stream(waiter)
+
+    machine.inside(body)
+
+
+def test_events_and_words_leave_nothing_behind(machine: Machine) -> None:
+    """After thousands of records, waits and marks the timeline holds nothing of them."""
+    driver = machine.driver
+    one, two, event, word = machine.stream(), machine.stream(), machine.event(), machine.word()
+    mark = driver.bind_mark(one, word.address)
+    for i in range(2_000):
+        driver.record_event(event, one)
+        driver.wait_event(two, event)
+        mark(i)
+        if i % 100 == 0:
+            machine.finish()
+    machine.finish()
+    timeline = driver.timeline
+    assert (timeline.held, timeline._due, list(timeline._ended)) == ({}, [], [])
+    assert Word(machine.pinned()).value == 0
