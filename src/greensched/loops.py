@@ -78,9 +78,12 @@ class Door(abc.ABC):
     def current_task(self) -> object:
         """The running task: who holds what it is granted."""
 
-    @abc.abstractmethod
     def checkpoint(self) -> Awaitable[None]:
-        """Yields a turn of the loop, and is where a cancellation arrives."""
+        """Yields a turn of the loop, and is where a cancellation arrives.
+
+        Only where `always_yields`: elsewhere nobody yields who need not wait.
+        """
+        raise AssertionError(self)
 
 
 # -- asyncio ----------------------------------------------------------------------------------
@@ -143,9 +146,6 @@ class AsyncioDoor(Door):
     def current_task(self) -> object:
         return asyncio.current_task(self.loop)
 
-    async def checkpoint(self) -> None:
-        await asyncio.sleep(0)
-
 
 # -- trio -------------------------------------------------------------------------------------
 
@@ -165,12 +165,9 @@ class _TaskWaiter(Waiter):
             self._trio.lowlevel.reschedule(task)
 
     def __await__(self) -> Generator[Any, None, None]:
-        return self._wait().__await__()
-
-    async def _wait(self) -> None:
         lowlevel = self._trio.lowlevel
         if self._woken:
-            await lowlevel.checkpoint()
+            yield from lowlevel.checkpoint().__await__()
             return
 
         def abort(_: object) -> Any:
@@ -178,7 +175,7 @@ class _TaskWaiter(Waiter):
             return lowlevel.Abort.SUCCEEDED
 
         self._task = lowlevel.current_task()
-        await lowlevel.wait_task_rescheduled(abort)
+        yield from lowlevel.wait_task_rescheduled(abort).__await__()
 
 
 class _TaskTicker(Ticker):

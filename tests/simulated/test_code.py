@@ -203,7 +203,7 @@ def test_arguments_that_are_no_memory_are_refused(machine: Machine) -> None:
     kernel = machine.kernel("take", [Parameter("x", "f8", pointer=True)])
     address = machine.device_memory(64, stream)
     machine.launch(stream, kernel, address)
-    with pytest.raises(DriverMisuse, match="'take', argument 'x'.*not aligned to 8"):
+    with pytest.raises(DriverMisuse, match=r"'take', argument 'x'.*not aligned to 8"):
         machine.launch(stream, kernel, address + 4)
     driver.free(address, stream)
     for wrong in (address, np.zeros(8).ctypes.data, 8):
@@ -236,7 +236,7 @@ def test_kernels_of_a_library(machine: Machine) -> None:
     library = driver.load_code(CodeImage("lib", {"k": spec}))
     kernel = driver.get_kernel(library, "k")
     assert driver.get_kernel(library, "k") is kernel
-    with pytest.raises(CUDAError, match="NOT_FOUND.*no 'other' in lib"):
+    with pytest.raises(CUDAError, match=r"NOT_FOUND.*no 'other' in lib"):
         driver.get_kernel(library, "other")
     launch = driver.bind_launch(machine.stream(), kernel, (1, 1, 1), (1, 1, 1), 0, 0)
     launch()

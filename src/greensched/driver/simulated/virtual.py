@@ -197,6 +197,8 @@ class VirtualClock:
     @contextmanager
     def taking_turns(self, actor: Actor) -> Iterator[None]:
         """The calling thread is this actor, and holds the turn when the block begins."""
+        if self._actor() is not None:
+            raise DriverMisuse("this thread takes turns already: run a loop on a thread of its own")
         self._enter(actor)
         self._mine.actor = actor
         try:
