@@ -271,6 +271,7 @@ class Errand(Generic[T]):
             self._value = function()
         except BaseException as error:
             self._error = error
+        del function
         with self._lock:
             self._is_done = True
             waiting, self._waiting = self._waiting, []

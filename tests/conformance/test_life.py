@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import anyio
 import pytest
 
@@ -146,8 +148,10 @@ def test_a_forgotten_pool_warns(world: World) -> None:
         pool = Pool(driver=driver)
         await pool.open()
         world.leftover = pool._desk
+        seen = weakref.ref(pool)
         with pytest.warns(ResourceWarning, match="never closed"):
             del pool
+            await until(lambda: seen() is None)
 
     world.run(main)
     desk = world.leftover

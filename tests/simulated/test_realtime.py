@@ -41,6 +41,8 @@ def test_modelled_time_does_not_depend_on_references(machine: Machine) -> None:
     driver.wait_value(stream, gate.address, 1)
     for name in ("one", "two", "three"):
         machine.launch(stream, machine.kernel(name, (), slow, Cost(fixed_ns=10_000)))
+    while not driver.timeline.held:  # the device has come to the gate
+        pass
     gate.value = 1
     driver.synchronize_stream(stream)
     one, two, three = machine.spans
@@ -99,6 +101,8 @@ def test_a_word_written_by_the_device_is_seen_at_once(machine: Machine) -> None:
     machine.run(waiter, "after", fixed_ns=10)
     machine.run(writer, "before", fixed_ns=5_000_000)
     driver.bind_mark(writer, word.address)(1)
+    while len(driver.timeline.held) < 2:
+        pass
     gate.value = 1
     machine.finish()
     assert machine.times()["after"][0] == machine.times()["before"][1]
@@ -180,7 +184,7 @@ def test_the_devices_thread_ends_and_begins_again(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With nothing to do it ends by itself; the next work starts another."""
-    monkeypatch.setattr(realtime, "IDLE_S", 0.0)
+    monkeypatch.setattr(realtime, "IDLE_S", 1e-6)
     clock = machine.driver.clock
     for i in range(3):
         machine.run(machine.stream(), f"k{i}", fixed_ns=10)

@@ -7,7 +7,7 @@ import functools
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any, Literal
 
 import pytest
@@ -48,7 +48,7 @@ def test_an_hour_takes_no_time(backend: Backend) -> None:
 
 
 def test_timers_fire_in_their_order() -> None:
-    """asyncio's sleeps, timeouts and call_at follow the clock, whatever they were started in."""
+    """The sleeps, timeouts and calls of asyncio follow the clock, whatever they were started in."""
     clock, log = VirtualClock(), []
 
     async def main() -> None:
@@ -283,33 +283,24 @@ def test_workers_go_one_at_a_time() -> None:
 def test_two_loops_share_a_clock() -> None:
     """Two asyncio loops in two threads see one time, and neither holds the other up."""
     clock, log = VirtualClock(), []
-    boxes = [simulated.open(clock=clock).create_mailbox() for _ in range(2)]
+    started: list[str] = []
 
     async def main(name: str, step: float) -> None:
+        started.append(name)
+        # The clock stands while a task is ready. (An event would belong to one of the loops.)
+        while len(started) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0)
         for _ in range(4):
             await asyncio.sleep(step)
             log.append((clock.seconds(), name))
 
-    def other() -> None:
-        clock.run(functools.partial(both, "b", 2.0))
-
-    async def both(name: str, step: float) -> None:
-        started.append(name)
-        while len(started) < 2:  # the clock stands while a task is ready
-            await asyncio.sleep(0)
-        await main(name, step)
-
-    started: list[str] = []
-    thread = threading.Thread(target=other)
+    thread = threading.Thread(target=lambda: clock.run(main, "b", 2.0))
     thread.start()
-    clock.run(functools.partial(both, "a", 3.0))
+    clock.run(main, "a", 3.0)
     thread.join(10)
     assert not thread.is_alive()
-    assert [name for _, name in log] == ["b", "a", "b", "a", "b", "b", "a", "a"] or [
-        name for _, name in log
-    ] == ["b", "a", "b", "b", "a", "b", "a", "a"]
     assert [at for at, _ in log] == pytest.approx(sorted([2, 4, 6, 8, 3, 6, 9, 12]))
-    assert len(boxes) == 2
+    assert [at for at, name in log if name == "a"] == pytest.approx([3, 6, 9, 12])
 
 
 @BACKENDS
@@ -342,7 +333,7 @@ def test_a_foreign_thread_wakes_a_loop(backend: Backend) -> None:
     clock = VirtualClock()
 
     def foreign(wake: Callable[[], object]) -> None:
-        while clock._running is None:
+        while not clock._listened:
             pass
         wake()
 
@@ -586,7 +577,3 @@ def test_a_service_of_an_hour(make: Make) -> None:
     began = time.monotonic()
     assert clock.run(main) == 3_600
     assert time.monotonic() - began < 10
-
-
-def waits_for(function: Callable[[], Awaitable[Any]]) -> Callable[[], Awaitable[Any]]:
-    return function

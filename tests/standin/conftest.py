@@ -40,6 +40,7 @@ class Standin:
         for counter in ("live", "misuse", "calls", "injected", "overlaps", "fallible_calls"):
             getattr(self._library, f"stubcuda_{counter}").restype = ctypes.c_longlong
         self._library.stubcuda_fail_nth.argtypes = [ctypes.c_longlong, ctypes.c_int]
+        self._library.stubcuda_trace.argtypes = [ctypes.c_char_p]
         self._library.stubcuda_set.argtypes = [ctypes.c_char_p, ctypes.c_double]
 
     def live(self, what: str | None = None) -> int:
@@ -71,6 +72,15 @@ class Standin:
     def fail_nth(self, nth: int, status: int) -> None:
         """Lets the n-th fallible call from now fail; 0: none."""
         self._library.stubcuda_fail_nth(nth, status)
+
+    def overlaps(self) -> int:
+        """Kernels of different green contexts that ran on a common SM at the same time."""
+        return int(self._library.stubcuda_overlaps())
+
+    def trace(self, path: Path | None) -> None:
+        """Writes a line for each operation from now on; None: no more, and all is written."""
+        self._library.stubcuda_flush()
+        self._library.stubcuda_trace(str(path).encode() if path is not None else None)
 
     def set(self, name: str, value: float) -> None:
         """Sets one of the stand-in's numbers."""

@@ -18,7 +18,7 @@ from greensched.driver.cuda.wheel import cuda
 from greensched.typing import CaptureMode, CodeImage, Feature, StreamHandle
 
 if TYPE_CHECKING:
-    from conftest import Arguments, Standin
+    from standin.conftest import Arguments, Standin
 
 pytestmark = pytest.mark.standin
 

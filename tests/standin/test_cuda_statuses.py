@@ -15,7 +15,7 @@ from greensched.driver.cuda import status
 from greensched.typing import CaptureMode, CodeImage, StreamHandle
 
 if TYPE_CHECKING:
-    from conftest import Arguments, Standin
+    from standin.conftest import Arguments, Standin
 
 pytestmark = pytest.mark.standin
 

@@ -280,7 +280,7 @@ class Timeline:
 
     def run(self, until: int) -> bool:
         """Brings the timeline up to `until`; true if anything happened."""
-        happened = self._look_at_held(until)
+        happened = self._look_at_held(by_host=True)
         while self._due and self._due[0][0] <= until:
             time, _, action = heapq.heappop(self._due)
             self.now = max(self.now, time)
@@ -289,7 +289,7 @@ class Timeline:
                 self._finish(self._ended.popleft())
             happened = True
             if self.held:  # the device itself may have written the word
-                self._look_at_held(self.now)
+                self._look_at_held(by_host=False)
         return happened
 
     def at(self, time: int, action: Callable[[], None]) -> None:
@@ -334,15 +334,17 @@ class Timeline:
             stream.queue.clear()
         self.held = {op: until for op, until in self.held.items() if op.stream.device is not device}
 
-    def _look_at_held(self, until: int) -> bool:
+    def _look_at_held(self, *, by_host: bool) -> bool:
         free = [operation for operation in tuple(self.held) if self._is_free(operation)]
+        # The host's time is read after its words: nothing goes on before somebody let it.
+        when = max(self.now, self.clock.now()) if by_host else self.now
         for operation in free:
             if self.held.pop(operation, None) is None:
                 continue  # its device failed meanwhile
             if isinstance(operation, Kernel):
-                self.at(max(self.now, until), lambda op=operation: self._ended.append(op))  # type: ignore[misc]  # as above
+                self.at(when, lambda op=operation: self._ended.append(op))  # type: ignore[misc]  # as above
             else:
-                self.at(max(self.now, until), lambda op=operation: self.pump(op.stream))  # type: ignore[misc]  # as above
+                self.at(when, lambda op=operation: self.pump(op.stream))  # type: ignore[misc]  # as above
         return bool(free)
 
     def _is_free(self, operation: Operation) -> bool:

@@ -180,6 +180,7 @@ class VirtualClock:
         backend: Literal["asyncio", "trio"] = "asyncio",
     ) -> T:
         """Runs an async function to its end under this clock, as `asyncio.run` would."""
+        self._refuse_actors()
         if backend == "asyncio":
             with asyncio.Runner(loop_factory=self.new_event_loop) as runner:
                 return runner.run(_call(main, args))
@@ -197,8 +198,7 @@ class VirtualClock:
     @contextmanager
     def taking_turns(self, actor: Actor) -> Iterator[None]:
         """The calling thread is this actor, and holds the turn when the block begins."""
-        if self._actor() is not None:
-            raise DriverMisuse("this thread takes turns already: run a loop on a thread of its own")
+        self._refuse_actors()
         self._enter(actor)
         self._mine.actor = actor
         try:
@@ -238,6 +238,10 @@ class VirtualClock:
 
     def _actor(self) -> Actor | None:
         return getattr(self._mine, "actor", None)
+
+    def _refuse_actors(self) -> None:
+        if self._actor() is not None:
+            raise DriverMisuse("this thread takes turns already: run a loop on a thread of its own")
 
     def _pause(self, ready: Callable[[], bool], deadline: int | None) -> None:
         def over() -> bool:
