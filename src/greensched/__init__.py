@@ -62,7 +62,7 @@ __all__ = [*_ROOMS]  # noqa: PLE0604  names of this module, loaded when asked fo
 
 def __getattr__(name: str) -> Any:
     """Loads a public name: from its room, or an error by its own name."""
-    if name in ("errors", "typing", "driver", "kernels", "testing"):
+    if name in ("errors", "typing", "driver", "kernels"):
         return import_module(f"greensched.{name}")
     room = import_module(f"greensched.{_ROOMS.get(name, 'errors')}")
     try:

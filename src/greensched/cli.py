@@ -122,9 +122,9 @@ def _simulated_words(rows: list[dict[str, Any]]) -> list[str]:
     if not (alone and shared and apart):
         return ["(too short a run for percentiles)"]
     return [
-        f"Beside the batch job the p99 is {apart / alone:.2f} x alone in a partition of its own, and "
-        f"{shared / alone:.2f} x that where all share all SMs.",
-        "A simulator says so: its times are modelled, on SMs that are shared first come, first served;",
+        f"Beside the batch job the p99 is {apart / alone:.2f} x alone in a partition of its own,",
+        f"and {shared / alone:.2f} x that where all share all SMs.",
+        "A simulator says so: its times are modelled, SMs are given first come, first served;",
         "memory bandwidth, L2 and power on a real GPU are shared by everybody.",
     ]
 

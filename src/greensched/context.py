@@ -34,12 +34,18 @@ class Entered:
 
     def __enter__(self) -> None:
         self._before = self._driver.current()
-        if self._before != self._context:
-            self._driver.set_current(self._context)
+        self._make_current(self._context)
 
     def __exit__(self, *_: object) -> None:
-        if self._driver.current() != self._before:
-            self._driver.set_current(self._before)
+        self._make_current(self._before)
+
+    def _make_current(self, context: ContextHandle | None) -> None:
+        if self._driver.current() == context:
+            return
+        try:
+            self._driver.set_current(context)
+        except GreenschedError:  # once more: what is left current would be in everybody's way
+            self._driver.set_current(context)
 
 
 class Context:
@@ -71,6 +77,8 @@ class Context:
         self.streams: set[StreamHandle] = set()
         self.events: set[EventHandle] = set()
         self.is_closed = False
+        #: Its end was given up, because it still works or the device is lost: nobody warns of it.
+        self.is_abandoned = False
         self._release = release
         self._entered = _PerThread()
 
@@ -163,7 +171,7 @@ class Context:
         self.is_closed = True
         driver = self.driver
         steps: list[Callable[[], None]] = []
-        if self.is_green and self.streams:
+        if self.is_green:
             steps.append(lambda: driver.synchronize_context(self.handle))
         steps += [partial(driver.destroy_event, event) for event in self.events]
         steps += [partial(driver.destroy_stream, stream) for stream in self.streams]

@@ -366,7 +366,7 @@ def read_image(path: Path) -> Image:
         if path.suffix == ".npy":
             array = np.load(path)
         else:
-            from PIL import Image as Pillow
+            from PIL import Image as Pillow  # type: ignore[import-not-found,unused-ignore]  # optional
 
             array = np.asarray(Pillow.open(path).convert("RGB"))
     except ImportError:

@@ -375,6 +375,8 @@ class Desk:
         """On the builder: ends every site that has no work; says what was left. Blocks."""
         with self.lock:
             if self.fault is not None:  # no more CUDA calls: the process is to be replaced
+                for site in self.sites:
+                    site.forget()
                 return [repr(site.device) for site in self.sites]
             self.state = PoolState.CLOSED
         return [left for site in self.sites for left in site.close()]

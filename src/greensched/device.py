@@ -121,11 +121,16 @@ class Device:
                 raise WrongDevice("a resource", resource.device, self.ordinal)
         driver, primary = self.driver, self.primary
         green = driver.create_green(describe(driver, resources), self.ordinal)
+        try:
+            handle = driver.green_context(green)
+        except BaseException:
+            driver.destroy_green(green)
+            raise
         return Context(
             driver,
             self.facts,
             primary.loader,
-            driver.green_context(green),
+            handle,
             release=lambda: driver.destroy_green(green),
             green=green,
         )

@@ -49,8 +49,9 @@ class Lane:
             self.runs = words.create_track(self.context)
             #: The whole green context's work, when a lease ends that used it beyond its tracks.
             self.whole = self.context.create_event()
-            events = self.context.create_event(), self.context.create_event()
-            self.chunks = Chunks(self.launches, events)
+            first = self.context.create_event()
+            second = self.context.create_event()
+            self.chunks = Chunks(self.launches, (first, second))
         except BaseException:
             self.context.close()  # and with it whatever was made
             raise

@@ -19,12 +19,22 @@ import math
 import threading
 import warnings
 from collections import deque
+from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 
 from greensched.driver.base import Driver
-from greensched.errors import BufferClosed, InvalidArray, OutOfMemory, WrongDevice
+from greensched.errors import (
+    BufferClosed,
+    CUDAError,
+    DeviceFault,
+    InvalidArray,
+    OutOfMemory,
+    WrongDevice,
+    run_all,
+)
 from greensched.stream import Event, EventTrack, Stream, Track
 from greensched.typing import Feature, HostMemory
 
@@ -300,6 +310,8 @@ class Words:
 
     def __init__(self, primary: Owner) -> None:
         self._primary = primary
+        #: Whether streams write them; `try_writing` finds out.
+        self.are_written = True
         self._pages: list[HostMemory] = []
         self._free: list[tuple[memoryview[int], int]] = []
 
@@ -317,11 +329,40 @@ class Words:
 
     def create_track(self, context: Owner) -> Track:
         """A new stream of a context, and the tickets of its work. May block."""
-        stream, event = context.create_stream(), context.create_event()
-        if not context.driver.supports(Feature.WRITE_VALUE):
+        with ExitStack() as undo:
+            stream = context.create_stream()
+            undo.callback(stream.close)
+            event = context.create_event()
+            undo.callback(event.close)
+            track = self._track(stream, event)
+            undo.pop_all()
+        return track
+
+    def _track(self, stream: Stream, event: Event) -> Track:
+        if not self.are_written:
             return EventTrack(stream, event)
         word, address = self._take()
         return Track(stream, event, word, address, lambda: self._free.append((word, address)))
+
+    def try_writing(self, context: Owner) -> None:
+        """Finds out, once, whether streams of a context write words; else events stand for them.
+
+        A driver may have the call and refuse it (virtual GPUs), or not do it. Blocks.
+        """
+        self.are_written = context.driver.supports(Feature.WRITE_VALUE)
+        if not self.are_written:
+            return
+        track = self.create_track(context)
+        try:
+            track.mark(track.issue())
+            track.stream.sync()
+            self.are_written = track.is_idle
+        except DeviceFault:
+            raise
+        except CUDAError:
+            self.are_written = False
+        finally:
+            track.close()
 
     def close(self) -> None:
         """Ends all pages. May block."""
@@ -339,8 +380,11 @@ class DeviceMemory:
         self.is_closed = False
         self._primary = primary
         self._driver = primary.driver
-        self._pool = self._driver.create_memory_pool(self.device)
-        self._janitor = words.create_track(primary)
+        with ExitStack() as undo:
+            self._pool = self._driver.create_memory_pool(self.device)
+            undo.callback(self._driver.destroy_memory_pool, self._pool)
+            self._janitor = words.create_track(primary)
+            undo.pop_all()
         self._lock = threading.Lock()
         self._used = 0
         self._reserved = 0
@@ -462,16 +506,26 @@ class DeviceMemory:
         """Ends the pool and every buffer of it; no work may be left on the device. May block."""
         with self._lock:
             self.is_closed = True
-            with self._primary.entered():
-                for address in self._live:
-                    self._driver.free(address, self._janitor.stream.handle)
-                self._janitor.stream.sync()
-                for host in self._live_host.values():
-                    self._driver.free_host(host)
-            self._live.clear()
-            self._live_host.clear()
-            self._janitor.close()
-            self._driver.destroy_memory_pool(self._pool)
+        run_all(
+            (
+                self._free_everything,
+                self._janitor.stream.sync,
+                self._free_hosts,
+                self._janitor.close,
+                lambda: self._driver.destroy_memory_pool(self._pool),
+            )
+        )
+
+    def _free_everything(self) -> None:
+        janitor = self._janitor.stream.handle
+        with self._primary.entered():
+            run_all(partial(self._driver.free, address, janitor) for address in self._live)
+        self._live.clear()
+
+    def _free_hosts(self) -> None:
+        with self._primary.entered():
+            run_all(partial(self._driver.free_host, host) for host in self._live_host.values())
+        self._live_host.clear()
 
     @property
     def used_bytes(self) -> int:

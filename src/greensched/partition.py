@@ -243,9 +243,7 @@ class Partition:
         config.check(channel.lane.device.facts)
         check_runnable(kernel, channel.lane.device.driver)
         runs = channel.lane.runs
-        job: Job[None] = Job(
-            runs, runs.issue(), f"prepare {kernel.name}", channel.holding.failed
-        )
+        job: Job[None] = Job(runs, runs.issue(), f"prepare {kernel.name}", channel.holding.failed)
         if runs.watcher is None:
             channel.holding.completion.watch(runs)
         channel.holding.crew.run(lambda: _keep_plan(channel, kernel, config), job, job.ticket)

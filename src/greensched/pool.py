@@ -34,7 +34,7 @@ from greensched.planning.cells import demands
 from greensched.planning.policy import Policy, policy_named
 from greensched.planning.scheduler import validate_bound
 from greensched.site import Site
-from greensched.typing import ServiceClass, Size
+from greensched.typing import CaptureMode, ServiceClass, Size
 from greensched.verification import Verification, verify
 from greensched.worker import Worker
 
@@ -151,6 +151,7 @@ class Pool:
         taken: list[int] = []
         try:
             desk.driver.initialise()
+            desk.driver.exchange_capture_mode(CaptureMode.RELAXED)
             everything = range(desk.driver.device_count())
             for ordinal in everything if self._wanted is None else self._wanted:
                 device = Device(ordinal, driver=desk.driver)

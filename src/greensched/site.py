@@ -59,6 +59,7 @@ class Site:
         try:
             self.words = Words(device.primary)
             self.cut = cut(device)
+            self._try_words()
             self.menu = frozenset(self.cells.menu(MENU))
             self.slots = Slots(device.primary)
             self.memory = DeviceMemory(device.primary, self.words)
@@ -71,6 +72,14 @@ class Site:
     def cells(self) -> Cells:
         """What planning counts with."""
         return self.cut.cells
+
+    def _try_words(self) -> None:
+        """On a green context, as the lanes are."""
+        context = self.device.create_context(self.cut.groups[:1])
+        try:
+            self.words.try_writing(context)
+        finally:
+            context.close()
 
     def _make_menu(self) -> None:
         for mask in self.cells.menu(MENU):
@@ -123,11 +132,13 @@ class Site:
 
     def close(self) -> list[str]:
         """Ends everything that has no work; returns what had, and was left as it is. Blocks."""
-        abandoned = [repr(crew.lane) for crew in self.crews.values() if not crew.lane.is_idle]
-        idle = [crew for crew in self.crews.values() if crew.lane.is_idle]
-        steps = [crew.close for crew in idle]
-        if not abandoned:  # else the device still works in this memory
+        busy = [crew.lane for crew in self.crews.values() if not crew.lane.is_idle]
+        abandoned = [repr(lane) for lane in busy]
+        steps = [crew.close for crew in self.crews.values() if crew.lane.is_idle]
+        if not busy:  # else the device still works in this memory
             steps += [self.memory.close, self.slots.close, self.words.close, self.device.close]
+        for context in (*(lane.context for lane in busy), self.device.primary):
+            context.is_abandoned = bool(busy)
         try:
             run_all(steps)
         except CUDAError as error:
@@ -144,6 +155,11 @@ class Site:
             run_all([*steps, self.device.close])
         except CUDAError as error:
             logger.warning("closing %r after a failure: %s", self.device, error)
+
+    def forget(self) -> None:
+        """After a device fault nothing is ended: it is all dead, and the process's end frees it."""
+        for context in (*(crew.lane.context for crew in self.crews.values()), self.device.primary):
+            context.is_abandoned = True
 
     def fail(self, fault: BaseException) -> None:
         """After a device fault: no ticket is reached any more, and no memory comes back."""

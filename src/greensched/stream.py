@@ -12,7 +12,7 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Literal, Protocol, TypeVar
 
 from greensched.driver.base import Driver
@@ -44,6 +44,7 @@ class Owner(Protocol):
     streams: set[StreamHandle]
     events: set[EventHandle]
     is_closed: bool
+    is_abandoned: bool
 
     @property
     def device_ordinal(self) -> int: ...
@@ -62,7 +63,7 @@ class Event:
         self.context = owner
         with owner.entered():
             self.handle = owner.driver.create_event(timing=timing, blocking=blocking)
-        owner.events.add(self.handle)
+            owner.events.add(self.handle)
         self.is_closed = False
 
     @property
@@ -91,7 +92,7 @@ class Event:
             self.context.driver.destroy_event(self.handle)
 
     def __del__(self) -> None:
-        if not self.is_closed and not self.context.is_closed:
+        if not self.is_closed:
             _forgotten(self)
 
     def __repr__(self) -> str:
@@ -112,7 +113,7 @@ class Stream:
         self.context = context
         with context.entered():
             self.handle = context.driver.create_stream(context.green, priority)
-        context.streams.add(self.handle)
+            context.streams.add(self.handle)
         self.is_closed = False
 
     def record(self, event: Event | None = None) -> Event:
@@ -147,7 +148,7 @@ class Stream:
         return 0, self.context.driver.stream_address(_open(self, "stream").handle)
 
     def __del__(self) -> None:
-        if not self.is_closed and not self.context.is_closed:
+        if not self.is_closed:
             _forgotten(self)
 
     def __repr__(self) -> str:
@@ -274,7 +275,12 @@ class EventTrack(Track):
     __slots__ = ("_lock", "_pending", "_ring")
 
     def __init__(self, stream: Stream, event: Event, first: int = 0) -> None:
-        self._ring = [Event(stream.context) for _ in range(self.DEPTH)]
+        self._ring: list[Event] = []
+        with ExitStack() as undo:
+            for _ in range(self.DEPTH):
+                self._ring.append(Event(stream.context))
+                undo.callback(self._ring[-1].close)
+            undo.pop_all()
         self._pending: deque[int] = deque()
         self._lock = threading.Lock()  # loops of several threads may look
         word = memoryview((ctypes.c_uint32 * 1)()).cast("B").cast("I")
@@ -320,10 +326,11 @@ def _open(child: C, kind: str) -> C:
     return child
 
 
-def _forgotten(child: object) -> None:
-    warnings.warn(
-        f"{child!r} was never closed; it is ended with its context",
-        ResourceWarning,
-        stacklevel=2,
-        source=child,
-    )
+def _forgotten(child: Event | Stream) -> None:
+    if not child.context.is_closed and not child.context.is_abandoned:
+        warnings.warn(
+            f"{child!r} was never closed; it is ended with its context",
+            ResourceWarning,
+            stacklevel=3,
+            source=child,
+        )

@@ -15,13 +15,13 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, suppress
 from typing import Any, Protocol
 
 from greensched.completion import Completion
 from greensched.context import Context
 from greensched.driver.base import Driver
-from greensched.errors import CUDAError, DeviceFault, GreenschedError, run_all
+from greensched.errors import CUDAError, DeviceFault, run_all
 from greensched.jobs import Job
 from greensched.lane import Lane
 from greensched.stream import Track
@@ -46,7 +46,7 @@ class Worker:
     Args:
         driver: whose threads these are.
         name: of the thread.
-        context: entered for each item; None: no context.
+        context: entered for each item; None: the items see to that themselves.
     """
 
     def __init__(self, driver: Driver, name: str, context: Context | None = None) -> None:
@@ -86,27 +86,29 @@ class Worker:
             return self._mailbox
 
     def _run(self, mailbox: Mailbox[Any]) -> None:
-        relaxed = False
+        if self._context is not None:  # else the driver may not be initialised yet
+            with suppress(CUDAError):
+                self._driver.exchange_capture_mode(CaptureMode.RELAXED)
         while True:
             item = mailbox.get()
             if isinstance(item, _Stop):
                 item.ended.put(None)
                 return
-            relaxed = relaxed or self._relax()
             try:
-                with self._context.entered() if self._context else nullcontext():
-                    item()
+                self._do(item)
             except Exception:
                 logger.exception("%s: an item failed outside its own care", self._name)
             del item  # nothing of it may live until the next one comes
 
-    def _relax(self) -> bool:
-        """Relaxes the thread's capture mode; not before the builder's first item is possible."""
-        try:
-            self._driver.exchange_capture_mode(CaptureMode.RELAXED)
-        except GreenschedError:  # not initialised yet
-            return False
-        return True
+    def _do(self, item: Item) -> None:
+        """An item is done whatever happens: somebody waits for it. Without its context it fails."""
+        with ExitStack() as block:
+            if self._context is not None:
+                try:
+                    block.enter_context(self._context.entered())
+                except CUDAError as error:
+                    logger.error("%s: its context cannot be entered: %s", self._name, error)
+            item()
 
 
 class _Stop:
@@ -129,8 +131,8 @@ class Crew:
         self._worker = Worker(driver, f"{name} worker", lane.context)
         self._mover = Worker(driver, f"{name} mover", primary)
         self._sleepers = {
-            lane.launches: Worker(driver, f"{name} sleeper"),
-            lane.runs: Worker(driver, f"{name} run sleeper"),
+            lane.launches: Worker(driver, f"{name} sleeper", primary),
+            lane.runs: Worker(driver, f"{name} run sleeper", primary),
         }
         #: Callables on their way to the worker through the mover: later ones must not overtake.
         self._on_the_way: deque[None] = deque()

@@ -172,10 +172,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             return TooManySMs
         if self.naive.where_fits(wish):
             return None
-        if not self.naive.where_fits_ever(wish, beside_own=True):
-            return WouldDeadlock
         if not wait:
             return WouldBlock
+        if not self.naive.where_fits_ever(wish, beside_own=True):
+            return WouldDeadlock
         return QueueFull if len(self.naive.waiting) >= self.scheduler.max_waiting else None
 
     def check_refusal(self, error: Exception, wish: Request) -> None:

@@ -349,6 +349,16 @@ def test_who_waits_for_himself_is_told(sizes: tuple[Size, ...]) -> None:
     assert ask(scheduler, 0.0, *sizes, holder="task").state is State.QUEUED, "it drains by itself"
 
 
+def test_who_does_not_wait_cannot_wait_for_himself() -> None:
+    """`wait=False` is refused as not possible now, whoever holds the cells."""
+    scheduler = make()
+    ask(scheduler, 0.0, 16, holder="task")
+    with pytest.raises(WouldBlock):
+        ask(scheduler, 0.0, ALL, holder="task", wait=False)
+    with pytest.raises(TooManySMs):
+        ask(scheduler, 0.0, 33, holder="task", wait=False)
+
+
 def test_another_device_is_no_deadlock() -> None:
     """A holder of one device may wait for another."""
     scheduler = make(SMALL, SMALL)

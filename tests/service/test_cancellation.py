@@ -17,14 +17,14 @@ from typing import Any, Literal
 import anyio
 import numpy as np
 import pytest
-from helpers.gate import Gate
-from helpers.stepping import Place, Steps, awaits_in
-from helpers.waiting import turns, until
 
 import greensched
 from greensched import ALL, LaunchConfig, Pool
 from greensched.driver import simulated
 from greensched.kernels import spin
+from helpers.gate import Gate
+from helpers.stepping import Place, Steps, awaits_in
+from helpers.waiting import turns, until
 
 SOURCE = Path(greensched.__file__).parent
 #: The rooms that await. loops.py has the leaves: what a task really waits on.
@@ -271,8 +271,7 @@ def test_every_place_that_can_wait_is_reached() -> None:
     for coroutine, number in sorted(coroutines.items()):
         mine = [place for place in found if f"{place[0]}:{place[1]}" == coroutine]
         hit = [place for place in mine if reached[place]]
-        print(
-            f"{coroutine}: {number} found, {len(hit)} reached, {sum(reached[p] for p in mine)} injected"
-        )
+        injected = sum(reached[place] for place in mine)
+        print(f"{coroutine}: {number} found, {len(hit)} reached, {injected} injected")
     missed = [place for place in found if not reached[place]]
     assert not missed, missed

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
 import gc
+import mmap
 import re
 import threading
 import time

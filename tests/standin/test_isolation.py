@@ -14,7 +14,6 @@ import pytest
 import greensched
 from greensched import Device, LaunchConfig, Pool, launch
 from greensched.kernels import smids, spin
-
 from standin.conftest import Standin
 
 LEASES = 10_000

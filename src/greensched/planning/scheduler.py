@@ -195,8 +195,9 @@ class Scheduler:
 
         Raises:
             TooManySMs: it can never fit.
-            WouldDeadlock: it can never fit while `holder` holds what he has.
             WouldBlock: `wait` is false and it does not fit now.
+            WouldDeadlock: it would have to wait, and can never fit while `holder` holds what he
+                has.
             QueueFull: it would have to wait, and too many do.
         """
         where = self._everywhere if devices is None else devices
@@ -205,10 +206,11 @@ class Scheduler:
         if fits:
             self._requested += 1
             return request
-        self._refuse(request)
+        able = self._able(request)
         if not wait:
             self._refused += 1
             raise WouldBlock("no cells are free for it now")
+        self._refuse_deadlock(request, able)
         if self.waiting >= self.max_waiting:
             self._refused += 1
             raise QueueFull(self.waiting, self.retry_after())
@@ -420,17 +422,20 @@ class Scheduler:
             self._deadlines = _still_waiting(self._deadlines)
             self._entries = self.waiting
 
-    def _refuse(self, request: Request) -> None:
-        """Refuses what can never be granted, or not while its holder holds what he has."""
+    def _able(self, request: Request) -> list[int]:
+        """The devices on which it fits when everybody has left; refuses what fits on none."""
         able = [d for d in request.devices if self._fits_ever(request, d, 0)]
-        asked = self._asked(request)
         if not able:
-            raise TooManySMs(asked, self.most(request.devices))
+            raise TooManySMs(self._asked(request), self.most(request.devices))
+        return able
+
+    def _refuse_deadlock(self, request: Request, able: list[int]) -> None:
+        """Refuses what cannot be granted while its holder holds what he has."""
         held = self._held_by(request.holder)
         if held and not any(self._fits_ever(request, d, held.get(d, 0)) for d in able):
             most = max(self.devices[d].sms(self.devices[d].every & ~held.get(d, 0)) for d in able)
             holds = sum(self.devices[d].sms(mask) for d, mask in held.items())
-            raise WouldDeadlock(holds, asked or most, most)
+            raise WouldDeadlock(holds, self._asked(request) or most, most)
 
     def _asked(self, request: Request) -> int:
         """SMs asked for; by several parts in whole cells, which is what they cost."""

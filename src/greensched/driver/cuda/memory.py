@@ -16,8 +16,8 @@ from greensched.typing import HostMemory, MemoryPoolHandle
 if TYPE_CHECKING:
     from greensched.typing import StreamHandle
 
-#: CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP: for every context, and addressable by the
-#: device, as `cuStreamWriteValue32` asks.
+#: CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP: for every context, and addressable
+#: by the device, as `cuStreamWriteValue32` asks.
 _PORTABLE_DEVICEMAP: Final = 1 | 2
 #: A pool gives back at the next synchronisation what it holds beyond this; the default is 0.
 _KEEP_EVERYTHING: Final = 2**64 - 1

@@ -1,0 +1,280 @@
+"""Faults: what fails one job, what ends everything, and that nothing ever hangs or is lost."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+
+import greensched
+from greensched import ALL, LaunchConfig, Pool, PoolState
+from greensched.driver import simulated
+from greensched.driver.base import VERBS
+from greensched.driver.simulated import Crash, Fail, Hang
+from greensched.driver.simulated.presets import PRESETS, DeviceModel
+from greensched.kernels import fill, saxpy, spin
+from greensched.typing import Feature
+from helpers.waiting import turns, until
+
+ONE = LaunchConfig(grid=1, block=1)
+#: A device so small that its whole menu is three lanes: so every call can fail in turn.
+SMALL = DeviceModel(
+    name="small",
+    compute_capability=(9, 0),
+    gpcs=(8, 8),
+    memory_bytes=2**30,
+    dram_bandwidth=1e12,
+    l2_bytes=2**20,
+)
+
+
+@pytest.fixture(params=["asyncio", "trio"])
+def clock(request: pytest.FixtureRequest) -> Any:
+    """A virtual clock that runs on each kind of loop."""
+    clock = simulated.VirtualClock()
+    run = clock.run
+    clock.run = lambda main: run(main, backend=request.param)  # type: ignore[method-assign,assignment]
+    return clock
+
+
+def test_a_device_fault_ends_everything_within_a_second(clock: Any) -> None:
+    """After a fault every job, waiter and request fails with the first cause, and at once."""
+    driver = simulated.open("h200", clock=clock, faults=[Crash("saxpy")])
+    seen: list[BaseException] = []
+
+    async def main() -> None:
+        pool = Pool(driver=driver)
+        await pool.open()
+
+        async def queued() -> None:
+            with pytest.raises(greensched.Poisoned) as refused:
+                async with pool.partition(ALL):
+                    pass
+            seen.append(refused.value)
+
+        async def beside() -> None:
+            with pytest.raises(greensched.Poisoned) as refused:
+                async with pool.partition(8) as p:
+                    await p.launch(spin, ONE, 10**12)
+            seen.append(refused.value)
+
+        async with anyio.create_task_group() as tasks:
+            with pytest.raises(greensched.Poisoned) as met:
+                async with pool.partition(8) as p:
+                    tasks.start_soon(beside)
+                    tasks.start_soon(queued)
+                    await turns()
+                    x = await p.empty(8)
+                    began = driver.time()
+                    await p.launch(saxpy, ONE, 1.0, x, x, 8)
+            seen.append(met.value)
+        assert driver.time() - began < 1.0
+        assert not pool.is_ready
+        assert pool.state is PoolState.POISONED
+        assert len(seen) == 3
+        for error in seen:
+            assert isinstance(error, greensched.Poisoned)
+            assert error.cause is pool.fault
+            assert "ILLEGAL_ADDRESS" in str(error)
+        calls = sum(driver.script.calls.values())
+        with pytest.raises(greensched.Poisoned):
+            async with pool.partition(8):
+                pass
+        x.close()
+        await pool.aclose()
+        assert sum(driver.script.calls.values()) == calls  # no CUDA call after it
+
+    clock.run(main)
+
+
+def test_a_fault_is_noticed_though_nobody_waits(clock: Any) -> None:
+    """Work that was left finds its fault all the same: readiness turns red within a second."""
+    driver = simulated.open("h200", clock=clock, faults=[Crash("spin")])
+
+    async def main() -> None:
+        pool = Pool(driver=driver)
+        await pool.open()
+        with pytest.raises(greensched.Poisoned):
+            async with pool.partition(8) as p:
+                p.launch(spin, ONE, 1000)
+                began = driver.time()
+                await until(lambda: not pool.is_ready)
+                assert driver.time() - began < 1.0
+        await pool.aclose()
+
+    clock.run(main)
+
+
+def test_a_fault_on_the_real_clock_is_noticed() -> None:
+    """With a loop of its own clock the sweep finds the fault, whoever waits or not."""
+    driver = simulated.open("h200", faults=[Crash("spin")])
+
+    async def main() -> None:
+        pool = Pool(driver=driver)
+        await pool.open()
+        with pytest.raises(greensched.Poisoned):
+            async with pool.partition(8) as p:
+                p.launch(spin, ONE, 1000)
+                await until(lambda: not pool.is_ready)
+        await pool.aclose()
+
+    anyio.run(main)
+
+
+def test_a_hung_kernel_holds_its_own_sms_only(clock: Any) -> None:
+    """Beside a kernel that never ends others are served; closing reports it and does not hang."""
+    driver = simulated.open("h200", clock=clock, faults=[Hang("spin")])
+
+    async def main() -> None:
+        pool = Pool(driver=driver)
+        await pool.open()
+        with anyio.move_on_after(0.1):
+            async with pool.partition(16) as p:
+                await p.launch(spin, ONE, 1000)
+        assert pool.statistics().sms_draining == 16
+        for _ in range(20):
+            async with pool.partition(100) as p:
+                await p.launch(spin, ONE, 1000)
+        with pytest.raises(greensched.DeadlineExceeded):
+            async with pool.partition(ALL, deadline=1.0):
+                pass
+        report = await pool.aclose(grace=2.0)
+        assert len(report.abandoned) == 1
+
+    clock.run(main)
+
+
+@pytest.mark.parametrize("verb", ["launch", "copy_to_device", "allocate"])
+def test_an_ordinary_failure_fails_one_job(clock: Any, verb: str) -> None:
+    """A refused launch, copy or allocation fails its own job, and the pool goes on."""
+    fault = Fail(verb, nth=2, status="INVALID_VALUE")
+    driver = simulated.open("h200", clock=clock, faults=[fault])
+
+    async def main() -> None:
+        async with Pool(driver=driver) as pool, pool.partition(8) as p:
+            failures = []
+            for _ in range(4):
+                try:
+                    with await p.upload(np.ones(8, np.float32)) as b:
+                        await p.launch(fill, ONE, b, 2.0, 8)
+                        assert (await p.download(b))[0] == 2.0
+                except greensched.CUDAError as error:
+                    failures.append(error.name)
+            assert failures == ["INVALID_VALUE"]
+            assert pool.is_ready
+
+    clock.run(main)
+
+
+def test_without_write_value_events_stand_for_tickets(clock: Any) -> None:
+    """Where streams cannot write words everything works by events, and statistics say so."""
+    driver = simulated.open("h200", clock=clock, without=[Feature.WRITE_VALUE])
+
+    async def main() -> None:
+        async with Pool(driver=driver) as pool:
+            assert pool.statistics().completion == "event"
+            async with pool.partition(8) as p:
+                for size in (10, 100_000):
+                    array = np.arange(size, dtype=np.float32)
+                    with await p.upload(array) as b:
+                        for _ in range(200):
+                            await p.launch(spin, ONE, 1000)
+                        assert await p.run(lambda: 7) == 7
+                        np.testing.assert_array_equal(await p.download(b), array)
+            async with pool.partition(ALL):
+                pass
+
+    clock.run(main)
+    assert not driver.live()
+
+
+def test_without_write_value_on_the_real_clock() -> None:
+    """The same where time is nobody's: events are asked once a turn, then a thread sleeps."""
+    driver = simulated.open("h200", without=[Feature.WRITE_VALUE])
+
+    async def main() -> None:
+        async with Pool(driver=driver) as pool, pool.partition(8) as p:
+            for duration in (1000, 3_000_000):
+                await p.launch(spin, ONE, duration)
+            assert await p.run(lambda: 7) == 7
+
+    anyio.run(main)
+    assert not driver.live()
+
+
+async def whole_road(driver: simulated.SimulatedDriver) -> None:
+    """Everything the pool does, once."""
+    async with Pool(driver=driver) as pool:
+        async with pool.partition(8) as p:
+            with await p.upload(np.ones(8, np.float32)) as b:
+                await p.prepare(fill, ONE)
+                bound = p.bind(fill, ONE, b, 3.0, 8)
+                bound()
+                await bound.submit()
+                await p.launch(fill, ONE, b, 2.0, 8)
+                await p.run(lambda: None)
+                await p.download(b)
+            with await p.upload(np.ones(50_000, np.float32)) as large:
+                await p.download(large)
+            with await p.empty_pinned(4):
+                pass
+        async with pool.partitions(8, greensched.REST) as (a, other):
+            with await a.upload(np.ones(8)) as b:
+                await other.download(b)
+
+
+def calls_of_the_whole_road() -> dict[str, int]:
+    clock = simulated.VirtualClock()
+    driver = simulated.open([SMALL], clock=clock)
+    clock.run(whole_road, driver)
+    assert not driver.live()
+    return dict(driver.script.calls)
+
+
+CALLS = calls_of_the_whole_road()
+#: Verbs that end something: what they refuse to end stays alive, and is reported.
+ENDING = {"destroy_stream", "destroy_event", "destroy_green", "release_primary", "free_host",
+          "destroy_memory_pool", "unload_code", "free", "destroy_graph", "synchronize_stream",
+          "synchronize_context"}  # fmt: skip
+
+
+#: Pure queries, which cannot fail where the driver works at all.
+NEVER_FAIL = {"initialise", "current", "device_count", "device_facts", "resource_facts"}
+
+
+@pytest.mark.parametrize("status", ["INVALID_VALUE", "OUT_OF_MEMORY", "ILLEGAL_ADDRESS"])
+@pytest.mark.parametrize("verb", sorted(set(CALLS) - NEVER_FAIL))
+def test_every_driver_call_fails_in_turn(
+    verb: str, status: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whichever call fails, on whatever road: a typed error or none, no hang, nothing lost."""
+    caplog.set_level(logging.CRITICAL, "greensched")
+    for nth in range(1, CALLS[verb] + 1):
+        clock = simulated.VirtualClock()
+        driver = simulated.open([SMALL], clock=clock, faults=[Fail(verb, nth, status)])
+
+        async def main(driver: simulated.SimulatedDriver = driver) -> None:
+            with anyio.fail_after(100):
+                await whole_road(driver)
+
+        poisoned = False
+        try:
+            clock.run(main)
+        except greensched.GreenschedError as error:
+            poisoned = isinstance(error, (greensched.Poisoned, greensched.DeviceFault))
+        where = (verb, nth, status)
+        if verb not in ENDING and not poisoned:
+            assert not driver.live(), (where, driver.live())
+
+
+def test_the_verbs_are_covered() -> None:
+    """The road above calls the driver's verbs, but for those that only other roads use."""
+    elsewhere = {"primary_state", "stream_resource", "stream_address", "synchronize_stream",
+                 "host_function", "begin_capture", "end_capture", "destroy_graph", "elapsed",
+                 "set_bytes", "copy", "synchronize_context", "priority_range", "wait_value",
+                 "allow_shared", "memory_info", "synchronize_event"}  # fmt: skip
+    assert set(VERBS) - set(CALLS) <= elsewhere, set(VERBS) - set(CALLS) - elsewhere
+    assert "h200" in PRESETS

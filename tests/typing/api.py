@@ -1,0 +1,54 @@
+"""What type checkers see of the public API: never run, checked by mypy with the rest."""
+
+from __future__ import annotations
+
+from typing import assert_type
+
+import numpy as np
+import numpy.typing as npt
+
+import greensched
+from greensched import ALL, REST, Buffer, Job, LaunchConfig, Partition, Pool
+from greensched.kernels import fill
+
+
+def model(x: int, *, scale: float) -> str:
+    """Some blocking function of a user's."""
+    return f"{x * scale}"
+
+
+async def leases(pool: Pool) -> None:
+    """A lease is a partition, several are a tuple, and REST and ALL are sizes."""
+    async with pool.partition(16) as p:
+        assert_type(p, Partition)
+        assert_type(p.sm_count, int)
+    async with pool.partitions(16, REST) as both:
+        assert_type(both, tuple[Partition, ...])
+    assert_type(pool.partition_nowait((8, 64)), Partition)
+    assert_type(pool.partition(ALL, deadline=0.1), Partition)
+
+
+async def jobs(p: Partition, host: npt.NDArray[np.float32]) -> None:
+    """Each operation is a job of what it gives."""
+    assert_type(p.upload(host), Job[Buffer])
+    buffer = await p.upload(host)
+    assert_type(buffer, Buffer)
+    assert_type(p.launch(fill, LaunchConfig(grid=1, block=32), buffer, 1.0, 8), Job[None])
+    assert_type(p.run(model, 3, scale=0.5), Job[str])
+    assert_type(await p.run(model, 3, scale=0.5), str)
+    bound = p.bind(fill, LaunchConfig(grid=1, block=32), buffer, 1.0, 8)
+    bound()
+    assert_type(bound.submit(), Job[None])
+
+
+async def mistakes(p: Partition, pool: Pool) -> None:
+    """What a checker is to refuse."""
+    p.run(model, "x", scale=0.5)  # type: ignore[arg-type]
+    p.run(model, 3)  # type: ignore[call-arg]
+    pool.partition("16")  # type: ignore[arg-type]
+
+
+async def pools(pool: Pool) -> None:
+    """The pool's own one-shot forms give what the function gives."""
+    assert_type(await pool.run(model, 3, sms=8), str)
+    assert_type(await pool.aclose(), greensched.CloseReport)
