@@ -132,13 +132,14 @@ class Site:
 
     def close(self) -> list[str]:
         """Ends everything that has no work; returns what had, and was left as it is. Blocks."""
-        busy = [crew.lane for crew in self.crews.values() if not crew.lane.is_idle]
-        abandoned = [repr(lane) for lane in busy]
+        busy = [crew for crew in self.crews.values() if not crew.lane.is_idle]
+        abandoned = [repr(crew.lane) for crew in busy]
         steps = [crew.close for crew in self.crews.values() if crew.lane.is_idle]
         if not busy:  # else the device still works in this memory
             steps += [self.memory.close, self.slots.close, self.words.close, self.device.close]
-        for context in (*(lane.context for lane in busy), self.device.primary):
-            context.is_abandoned = bool(busy)
+        self.device.primary.is_abandoned = bool(busy)
+        for crew in busy:
+            crew.abandon()
         try:
             run_all(steps)
         except CUDAError as error:
@@ -158,8 +159,9 @@ class Site:
 
     def forget(self) -> None:
         """After a device fault nothing is ended: it is all dead, and the process's end frees it."""
-        for context in (*(crew.lane.context for crew in self.crews.values()), self.device.primary):
-            context.is_abandoned = True
+        self.device.primary.is_abandoned = True
+        for crew in self.crews.values():
+            crew.abandon()
 
     def fail(self, fault: BaseException) -> None:
         """After a device fault: no ticket is reached any more, and no memory comes back."""

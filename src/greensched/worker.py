@@ -253,7 +253,16 @@ class Crew:
 
     # -- its end -----------------------------------------------------------------------------------
 
+    @property
+    def _threads(self) -> tuple[Worker, ...]:
+        return self._worker, self._mover, *self._sleepers.values()
+
     def close(self) -> None:
         """Ends the threads, then the lane, which has no work. Blocks."""
-        threads = (self._worker, self._mover, *self._sleepers.values())
-        run_all((*(thread.stop for thread in threads), self.lane.close))
+        run_all((*(thread.stop for thread in self._threads), self.lane.close))
+
+    def abandon(self) -> None:
+        """Leaves the lane as it is, and lets each thread end as soon as it can. Never waits."""
+        self.lane.context.is_abandoned = True
+        for thread in self._threads:
+            thread.dismiss()

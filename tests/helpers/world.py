@@ -38,6 +38,7 @@ class World:
         self.backend = backend
         self.clock = simulated.VirtualClock(seed=1) if kind == "virtual" else None
         self._drivers: list[Driver] = []
+        self._threads_before = set(threading.enumerate())
 
     @property
     def is_simulated(self) -> bool:
@@ -77,7 +78,7 @@ class World:
             assert standin.stubcuda_live(None) == 0
             assert standin.stubcuda_misuse(None) == 0
             assert standin.stubcuda_overlaps() == 0
-        for thread in threading.enumerate():
+        for thread in set(threading.enumerate()) - self._threads_before:
             if thread.name.startswith("greensched") and not thread.name.endswith("simulated-gpu"):
                 thread.join(5)  # it was told to end, and nobody waited for that
                 assert not thread.is_alive(), thread.name
