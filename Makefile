@@ -6,7 +6,7 @@
 #   make test-standin   the conformance suite and more, with the real cuda.bindings on a stand-in
 #                       driver built from STANDIN=<folder with a Makefile>
 #   make test-gpu       the same suite and all gpu tests, on the GPU of this machine, with the
-#                       Python (PYTHON=...) and packages found there
+#                       Python (GPU_PYTHON=...) and packages found there
 #   make bench          benchmarks on the simulated driver; STANDIN=... adds the real bindings
 #   make soak           200,000 leases: memory, threads and files must not grow
 
@@ -38,7 +38,7 @@ test-standin: $(VENV)/.ready standin-built
 	$(BIN)/python tests/run_standin.py $(BUILT)/build $(ARGS)
 
 test-gpu:
-	PYTHONPATH=src $(or $(GPU_PYTHON),python3) -m pytest -p no:cacheprovider tests/conformance tests/gpu --driver cuda -m "not standin" $(ARGS)
+	PYTHONPATH=src:$$PYTHONPATH $(or $(GPU_PYTHON),python3) -m pytest -c tests/gpu.ini --rootdir . -p no:cacheprovider tests/conformance tests/gpu --driver cuda $(ARGS)
 
 bench: $(VENV)/.ready $(if $(STANDIN),standin-built)
 	$(BIN)/python -m benchmarks $(if $(STANDIN),--standin $(BUILT)/build) $(ARGS)

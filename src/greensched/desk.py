@@ -16,6 +16,7 @@ import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import anyio
 
@@ -119,7 +120,8 @@ class Desk:
                 warm.setdefault(mask.bit_count(), {})[mask] = None
         with self.lock:
             self.sites, self.scheduler = tuple(sites), scheduler
-            self.state = PoolState.OPEN
+            if self.state is PoolState.OPENING:  # else it is closed as soon as it is open
+                self.state = PoolState.OPEN
 
     # -- asking ----------------------------------------------------------------------------------
 
@@ -194,9 +196,11 @@ class Desk:
                     lease = self._missing(request)
                     if lease is None:
                         return self._claim(request, completion)
-                errand = Errand(lambda lease=lease: self._make(lease.device, lease.mask))  # type: ignore[misc]  # a lambda's default is not inferred
-                completion.errand()
-                self.builder.submit(errand.do)
+                    if self.state is not PoolState.OPEN:  # the builder may be on its last errand
+                        raise self.refusal()
+                    errand = Errand(partial(self._make, lease.device, lease.mask))
+                    completion.errand()
+                    self.builder.submit(errand.do)
                 try:
                     await errand.wait()
                 finally:
@@ -354,10 +358,9 @@ class Desk:
     def stop(self) -> None:
         """Grants nothing more; who is queued is told."""
         with self.lock:
-            if self.state is not PoolState.OPEN:
-                return
-            self.state = PoolState.CLOSING
-            waiting = self.scheduler.close()
+            waiting = self.scheduler.close() if self.state is PoolState.OPEN else []
+            if self.state in (PoolState.OPENING, PoolState.OPEN):
+                self.state = PoolState.CLOSING
         for request in waiting:
             _tell(request, PoolClosed("this pool", "closing"))
 

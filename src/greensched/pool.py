@@ -169,8 +169,12 @@ class Pool:
         desk.start(sites, self._policy, self._max_waiting)
 
     async def __aenter__(self) -> Self:
-        """Opens it; see `open`."""
-        await self.open()
+        """Opens it; see `open`. Cancelled meanwhile, it closes it again: there is no block to."""
+        try:
+            await self.open()
+        except anyio.get_cancelled_exc_class():
+            await self.__aexit__(None, None, None)
+            raise
         return self
 
     async def __aexit__(
@@ -327,6 +331,7 @@ class Pool:
                 await desk.wait_for_leases(grace)
         finally:
             desk.builder.submit(closing.do)
+            desk.builder.dismiss()  # when that is done
 
     def _end(self) -> CloseReport:
         """On the builder, behind whatever it still does: ends every site."""
@@ -335,7 +340,6 @@ class Pool:
             return CloseReport()
         abandoned = desk.close()
         _release_devices(desk.driver, [site.device.ordinal for site in desk.sites])
-        desk.builder.dismiss()
         if abandoned:
             logger.warning("the pool was closed with work in flight: %s", ", ".join(abandoned))
         return CloseReport(tuple(abandoned))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import pytest
 
@@ -11,7 +12,9 @@ from helpers.world import CUDA, SIMULATED, World, standin_library
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "world" in metafunc.fixturenames:
-        chosen = CUDA if metafunc.config.getoption("--driver") == "cuda" else SIMULATED
+        everything = CUDA if metafunc.config.getoption("--driver") == "cuda" else SIMULATED
+        # A GPU's machine may lack a kind of loop; `make test` has them all.
+        chosen = [world for world in everything if find_spec(world[1]) is not None]
         ids = ["-".join(world) for world in chosen]
         metafunc.parametrize("world", chosen, ids=ids, indirect=True)
 

@@ -126,6 +126,7 @@ def test_bound_launches_in_flight_are_bounded(world: World) -> None:
                             number += 1
                     assert 100 < number < 900
                     gate.open()
+                await p.ready()
                 await bound.submit()
                 bound()
 

@@ -106,6 +106,7 @@ def test_what_still_works_after_the_grace_is_abandoned_and_reported(world: World
         world.leftover = desk.sites
 
     world.run(main)
+    world.join_threads()  # they may still be on their way out of the driver
     for site in world.leftover:
         site.close()
 
@@ -119,6 +120,23 @@ def test_a_cancelled_block_still_closes_the_pool(world: World) -> None:
             async with pool, pool.partition(8):
                 await anyio.sleep_forever()
         assert pool.state is PoolState.CLOSED
+
+    world.run(main)
+
+
+def test_a_cancelled_opening_closes_the_pool(world: World) -> None:
+    """Who is cancelled on the way into `async with pool` leaves the devices to others."""
+    driver = world.driver()
+
+    async def main() -> None:
+        pool = Pool(driver=driver)
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            async with pool:
+                raise AssertionError("it was cancelled")
+        assert pool.state is PoolState.CLOSED
+        async with Pool(driver=driver) as other, other.partition(8):
+            pass
 
     world.run(main)
 

@@ -78,9 +78,13 @@ class World:
             assert standin.stubcuda_live(None) == 0
             assert standin.stubcuda_misuse(None) == 0
             assert standin.stubcuda_overlaps() == 0
+        self.join_threads()
+
+    def join_threads(self) -> None:
+        """Waits for this world's threads: they were told to end, and nobody waited for that."""
         for thread in set(threading.enumerate()) - self._threads_before:
             if thread.name.startswith("greensched") and not thread.name.endswith("simulated-gpu"):
-                thread.join(5)  # it was told to end, and nobody waited for that
+                thread.join(5)
                 assert not thread.is_alive(), thread.name
 
 

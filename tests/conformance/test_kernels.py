@@ -1,0 +1,155 @@
+"""The built-in kernels give what numpy gives, by device code or by their reference."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from greensched import LaunchConfig, Partition, Pool
+from greensched.kernels import (
+    Kernel,
+    fill,
+    gaussian_blur,
+    latch,
+    matmul,
+    reduce_sum,
+    saxpy,
+    smids,
+    spin,
+)
+from helpers.world import World
+
+pytestmark = pytest.mark.runs_device_code
+
+Floats = npt.NDArray[np.float32]
+
+SHAPES = [LaunchConfig(grid=1, block=1), LaunchConfig(grid=(3, 2), block=(7, 5, 3))]
+
+
+async def through(
+    p: Partition, kernel: Kernel, config: LaunchConfig, out: Floats, *inputs: object
+) -> Floats:
+    """What a kernel leaves in its one output, marked by None among its arguments."""
+    buffers = [await p.upload(i) if isinstance(i, np.ndarray) else i for i in inputs]
+    with await p.upload(out) as result:
+        p.launch(kernel, config, *(result if b is None else b for b in buffers))
+        found = await p.download(result)
+    for buffer in buffers:
+        if hasattr(buffer, "close"):
+            buffer.close()
+    return found
+
+
+@pytest.mark.parametrize("config", SHAPES, ids=str)
+def test_flat_kernels(world: World, config: LaunchConfig) -> None:
+    """fill, saxpy and reduce_sum are right for any grid and block, and touch nothing beyond n."""
+
+    async def main() -> None:
+        rng = np.random.default_rng(1)
+        x, y = (rng.standard_normal(1003, dtype=np.float32) for _ in range(2))
+        async with world.pool() as pool, pool.partition(8) as p:
+            found = await through(p, fill, config, y, None, 2.5, 1000)
+            np.testing.assert_array_equal(found, [2.5] * 1000 + [*y[1000:]])
+            found = await through(p, saxpy, config, y, 3.0, x, None, 1000)
+            wanted = np.concatenate([np.float32(3) * x[:1000] + y[:1000], y[1000:]])
+            np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)
+            found = await through(p, reduce_sum, config, np.ones(1, np.float32), x, None, 1000)
+            np.testing.assert_allclose(found[0], 1 + math.fsum(x[:1000]), rtol=1e-4)
+
+    world.run(main)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (37, 53, 3), (64, 64, 1)], ids=str)
+@pytest.mark.parametrize("sigma", [0.0, 0.7, 3.0])
+def test_gaussian_blur(world: World, shape: tuple[int, int, int], sigma: float) -> None:
+    """A blur is the weighted mean of the neighbourhood, with edges clamped."""
+
+    async def main() -> None:
+        image = np.random.default_rng(2).random(shape, dtype=np.float32)
+        config = LaunchConfig(grid=8, block=(16, 8))
+        async with world.pool() as pool, pool.partition(8) as p:
+            arguments = (image, None, *shape, sigma)
+            found = await through(p, gaussian_blur, config, np.zeros_like(image), *arguments)
+        np.testing.assert_allclose(found, _blurred(image, sigma), rtol=1e-4, atol=1e-5)
+
+    world.run(main)
+
+
+def _blurred(image: Floats, sigma: float) -> npt.NDArray[np.float64]:
+    """The definition, one direction after the other, in double precision."""
+    radius = math.ceil(3 * sigma)
+    if radius == 0:
+        return image.astype(float)
+    at = np.arange(-radius, radius + 1)
+    weights = np.exp(-0.5 * (at / sigma) ** 2)
+    weights /= weights.sum()
+    result = image.astype(float)
+    for axis in (0, 1):
+        last = image.shape[axis] - 1
+        index = np.clip(np.arange(image.shape[axis])[:, None] + at, 0, last)
+        taken = np.take(result, index, axis=axis)
+        result = np.moveaxis(np.tensordot(taken, weights, axes=([axis + 1], [0])), 0, 0)
+    return result
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (33, 65, 17), (128, 96, 64)], ids=str)
+def test_matmul(world: World, sizes: tuple[int, int, int]) -> None:
+    """A product is numpy's, times the number of passes."""
+    m, n, k = sizes
+
+    async def main() -> None:
+        rng = np.random.default_rng(3)
+        a = rng.standard_normal((m, k), dtype=np.float32)
+        b = rng.standard_normal((k, n), dtype=np.float32)
+        config = LaunchConfig(grid=4, block=(16, 16))
+        async with world.pool() as pool, pool.partition(8) as p:
+            out = np.full((m, n), np.nan, np.float32)
+            found = await through(p, matmul, config, out, a, b, None, m, n, k, 3)
+        np.testing.assert_allclose(found, 3 * (a.astype(float) @ b), rtol=1e-4, atol=1e-4)
+
+    world.run(main)
+
+
+def test_spin_takes_its_time(world: World) -> None:
+    """A spin of two milliseconds is not over before them, by the device's own clock or ours."""
+
+    async def main() -> None:
+        driver = world.driver()
+        async with Pool(driver=driver) as pool, pool.partition(8) as p:
+            await p.launch(spin, LaunchConfig(grid=1, block=1), 0)  # loaded
+            began = driver.time()
+            await p.launch(spin, LaunchConfig(grid=8, block=32), 2_000_000)
+            assert driver.time() - began > 0.0019  # the device's clock ticks in microseconds
+
+    world.run(main)
+
+
+def test_latch_waits_for_the_host_or_its_limit(world: World) -> None:
+    """A latch runs until the host sets its word, and no longer than its limit."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            with await p.empty_pinned(1, np.uint32) as word:
+                config = LaunchConfig(grid=2, block=32)
+                await p.launch(latch, config, word, 1_000_000)
+                held = p.launch(latch, config, word, 10_000_000_000)
+                assert not held.is_done
+                word.array[0] = 1
+                await held
+
+    world.run(main)
+
+
+def test_smids_names_the_partitions_sms(world: World) -> None:
+    """As many SMs are seen as the partition has, with blocks that fill them."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(16) as p:
+            config = LaunchConfig(grid=2 * p.sm_count, block=1024)
+            seen = await through(p, smids, config, np.zeros(64, np.uint32), None, 200_000)
+            assert int(np.unpackbits(seen.view(np.uint8)).sum()) == p.sm_count
+
+    world.run(main)

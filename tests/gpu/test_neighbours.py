@@ -1,0 +1,85 @@
+"""On a real GPU: memory comes back, large things travel whole, and torch finds its own device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+
+from greensched import LaunchConfig, Pool
+from greensched.kernels import saxpy
+
+pytestmark = pytest.mark.gpu
+
+
+def free_bytes() -> int:
+    """What the driver says is free on the device 0."""
+    from cuda.bindings import driver
+
+    driver.cuInit(0)
+    context: Any = driver.cuDevicePrimaryCtxRetain(0)[1]
+    driver.cuCtxPushCurrent(context)
+    free = driver.cuMemGetInfo()[1]
+    driver.cuCtxPopCurrent()
+    driver.cuDevicePrimaryCtxRelease(0)
+    return int(free)
+
+
+def test_a_gigabyte_goes_there_and_back() -> None:
+    """A large array is uploaded, worked on and downloaded whole, beside a loop that goes on."""
+    beats = 0
+
+    async def beat() -> None:
+        nonlocal beats
+        while True:
+            await anyio.sleep(0.001)
+            beats += 1
+
+    async def main() -> None:
+        a = np.random.default_rng(1).integers(0, 1000, 2**28).astype(np.float32)
+        async with Pool() as pool, anyio.create_task_group() as group:
+            group.start_soon(beat)
+            async with pool.partition(32) as p:
+                with await p.upload(a) as x:
+                    p.launch(saxpy, LaunchConfig(grid=1024, block=256), 1.0, x, x, x.size)
+                    found = await p.download(x)
+            group.cancel_scope.cancel()
+        np.testing.assert_array_equal(found, 2 * a)
+
+    anyio.run(main)
+    assert beats > 20
+
+
+def test_a_pool_gives_its_memory_back() -> None:
+    """After the second pool as much is free as after the first: pools leave nothing behind."""
+
+    async def main() -> None:
+        async with Pool() as pool, pool.partition(16) as p:
+            with await p.upload(np.ones(2**24, np.float32)) as x:
+                await p.launch(saxpy, LaunchConfig(grid=64, block=256), 1.0, x, x, x.size)
+
+    anyio.run(main)
+    first = free_bytes()
+    anyio.run(main)
+    assert abs(free_bytes() - first) <= 2**21
+
+
+def test_torch_works_in_a_partition_and_beside_it() -> None:
+    """Torch computes in p.run, on the partition's stream, and outside as ever."""
+    torch = pytest.importorskip("torch")
+
+    async def main() -> None:
+        async with Pool() as pool, pool.partition(16) as p:
+
+            def product(stream: int) -> Any:
+                with torch.cuda.stream(torch.cuda.ExternalStream(stream)):
+                    a = torch.arange(65536, device="cuda", dtype=torch.float64).reshape(256, 256)
+                    return (a @ a).sum().item()
+
+            a = np.arange(65536, dtype=np.float64).reshape(256, 256)
+            assert await p.run(product, int(p.stream.handle)) == pytest.approx((a @ a).sum())
+            assert torch.ones(8, device="cuda").sum().item() == 8
+
+    anyio.run(main)
