@@ -1,0 +1,134 @@
+"""The examples, run as a reader runs them. More of the service is in test_async_service.py."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+#: What each prints when all is well.
+SAID = {
+    "01_hello_partition": ["16 of 132 SMs are ours", "2 x + y = 1.000 ... 3.000: right"],
+    "02_two_at_once": ["16 SMs for short requests", "the product is right"],
+    "03_cancelling": [
+        "16 leased,   0 draining",
+        "0 leased,  16 draining",
+        "nothing came back too early, and nothing was lost",
+    ],
+    "04_your_own_kernel": ["below 100,000 is that of 77,031: 350 steps"],
+}
+
+#: Run first, these make a result wrong: kernels that do nothing, an account that loses SMs.
+SABOTAGE = {
+    "01_hello_partition": ["kernels.saxpy.spec.reference = lambda *_: None"],
+    "02_two_at_once": [
+        "kernels.matmul.spec.reference = lambda *_: None",
+        "kernels.gaussian_blur.spec.reference = lambda *_: None",
+    ],
+    "03_cancelling": [
+        (
+            "from dataclasses import replace; old = Pool.statistics; "
+            "Pool.statistics = lambda pool: replace(old(pool), sms_draining=0)"
+        )
+    ],
+    "04_your_own_kernel": ["numpy.flatnonzero = lambda _: numpy.empty(0, int)"],
+}
+
+#: The interpreter, with warnings as errors.
+PYTHON = (sys.executable, "-W", "error")
+
+
+def without_gpu(**variables: str) -> dict[str, str]:
+    """The environment, with no GPU to be seen and no driver chosen."""
+    others = {name: value for name, value in os.environ.items() if name != "GREENSCHED_DRIVER"}
+    return others | {"CUDA_VISIBLE_DEVICES": ""} | variables
+
+
+def python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*PYTHON, *arguments],
+        env=without_gpu(PYTHONPATH=str(EXAMPLES), **variables),
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_an_example_says_on_what_it_runs_and_what_it_found(name: str) -> None:
+    """It exits with 0, says that its GPU is simulated and what it found, and nothing else."""
+    done = python(str(EXAMPLES / f"{name}.py"))
+    assert (done.returncode, done.stderr) == (0, "")
+    for text in ("No GPU here", "runs on a simulated one (simulated:h200)", *SAID[name]):
+        assert text in done.stdout
+
+
+@pytest.mark.parametrize(("name", "sabotage"), [(n, s) for n in SABOTAGE for s in SABOTAGE[n]])
+def test_an_example_with_a_wrong_result_fails(name: str, sabotage: str) -> None:
+    """Its exit code is 1 where the result is wrong: it does check."""
+    imports = (
+        "import numpy, runpy; from dataclasses import replace; from greensched import Pool, kernels"
+    )
+    run = f"runpy.run_path({str(EXAMPLES / name) + '.py'!r}, run_name='__main__')"
+    done = python("-c", f"{imports}; {sabotage}; {run}")
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_an_example_runs_on_what_was_chosen() -> None:
+    """GREENSCHED_DRIVER decides where it is set, also for a driver that is not there."""
+    example = str(EXAMPLES / "01_hello_partition.py")
+    chosen = python(example, GREENSCHED_DRIVER="simulated:a100")
+    assert chosen.returncode == 0
+    assert "of 108 SMs are ours" in chosen.stdout
+    assert "No GPU" not in chosen.stdout
+    absent = python(example, GREENSCHED_DRIVER="cuda")
+    assert absent.returncode == 1
+    assert "DriverUnavailable" in absent.stderr
+
+
+def test_the_service_runs_as_a_program() -> None:
+    """It says on what it runs, serves on its port, and ends by SIGTERM without a traceback."""
+    with subprocess.Popen(
+        [*PYTHON, str(EXAMPLES / "05_async_service.py"), "0"],
+        env=without_gpu(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as service:
+        assert service.stdout is not None
+        said = ""
+        while (address := re.search(r"running on (http://127.0.0.1:\d+)", said)) is None:
+            line = service.stdout.readline()
+            assert line, said
+            said += line
+        even = np.full((8, 8), 0.5, np.float32)
+        body = io.BytesIO()
+        np.save(body, even)
+        answer = httpx.post(f"{address[1]}/blur", content=body.getvalue(), timeout=20)
+        np.testing.assert_allclose(np.load(io.BytesIO(answer.content)), even, rtol=1e-5)
+        service.send_signal(signal.SIGTERM)
+        said += service.stdout.read()
+    assert service.returncode in (0, -signal.SIGTERM)  # uvicorn ends by the signal it was sent
+    assert "runs on a simulated one" in said
+    assert "Finished server process" in said
+    assert "Traceback" not in said
+
+
+def test_every_example_is_listed_and_tested() -> None:
+    """The README has a line for each, and each numbered one is run by a test."""
+    readme = (EXAMPLES / "README.md").read_text()
+    for path in EXAMPLES.glob("*.py"):
+        assert f"[{path.name}]({path.name})" in readme
+    numbered = {path.stem for path in EXAMPLES.glob("[0-9]*.py")}
+    assert numbered == {*SAID, "05_async_service"}
