@@ -9,9 +9,9 @@ import asyncio
 import sys
 
 import numpy as np
-from _driver import choose
 
 from greensched import LaunchConfig, Pool
+from greensched.demo import choose_driver
 from greensched.kernels import saxpy
 
 N = 1 << 20
@@ -20,7 +20,7 @@ N = 1 << 20
 async def main() -> bool:
     x = np.linspace(0, 1, N, dtype=np.float32)
     y = np.ones(N, np.float32)
-    async with Pool(driver=choose()) as pool, pool.partition(16) as p:
+    async with Pool(driver=choose_driver()) as pool, pool.partition(16) as p:
         # Never fewer than asked for; more where the GPU cannot be cut so finely.
         print(f"{p.sm_count} of {pool.statistics().sms_total} SMs are ours")
 

@@ -9,9 +9,9 @@ import asyncio
 import sys
 
 import numpy as np
-from _driver import choose
 
 from greensched import REST, LaunchConfig, Partition, Pool
+from greensched.demo import choose_driver
 from greensched.kernels import gaussian_blur, matmul
 
 SIDE, PASSES, ROUNDS = 256, 1_000, 20  # of the long job: sizes that keep a GPU busy for a while
@@ -42,7 +42,7 @@ async def blur(p: Partition) -> bool:
 
 async def main() -> bool:
     # One request for both: two in a row could each wait for what another task holds.
-    async with Pool(driver=choose()) as pool, pool.partitions(16, REST) as (few, rest):
+    async with Pool(driver=choose_driver()) as pool, pool.partitions(16, REST) as (few, rest):
         print(f"{few.sm_count} SMs for short requests, {rest.sm_count} for the long job")
         async with asyncio.TaskGroup() as tasks:
             job = tasks.create_task(multiply(rest))

@@ -9,9 +9,9 @@ import asyncio
 import sys
 
 import numpy as np
-from _driver import choose
 
 from greensched import ALL, LaunchConfig, PinnedBuffer, Pool
+from greensched.demo import choose_driver
 from greensched.kernels import latch
 
 ONE = LaunchConfig(grid=1, block=1)
@@ -34,7 +34,7 @@ def account(pool: Pool, when: str) -> tuple[int, int, int]:
 
 
 async def main() -> bool:
-    async with Pool(driver=choose()) as pool, asyncio.TaskGroup() as tasks:
+    async with Pool(driver=choose_driver()) as pool, asyncio.TaskGroup() as tasks:
         async with pool.partition(8) as p:  # memory outlives the partition that asked for it
             word = await p.empty_pinned(1, np.uint32)
         with word:

@@ -9,9 +9,9 @@ import asyncio
 import sys
 
 import numpy as np
-from _driver import choose
 
 from greensched import LaunchConfig, Pool, Program
+from greensched.demo import choose_driver
 from greensched.typing import Cost, LaunchFacts
 
 N = 100_000
@@ -52,7 +52,7 @@ def _cost(_: LaunchFacts, _steps: np.ndarray, n: np.uint32) -> Cost:
 
 async def main() -> bool:
     config = LaunchConfig(grid=-(-N // 256), block=256)
-    async with Pool(driver=choose()) as pool, pool.partition(16) as p:
+    async with Pool(driver=choose_driver()) as pool, pool.partition(16) as p:
         with await p.empty(N, np.uint32) as buffer:
             p.launch(collatz, config, buffer, N)  # no await: what follows comes behind it
             steps = await p.download(buffer)

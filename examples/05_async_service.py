@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import uvicorn
-from _driver import choose
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
@@ -24,6 +23,7 @@ from starlette.routing import Route
 
 import greensched
 from greensched import LaunchConfig, Pool
+from greensched.demo import choose_driver
 from greensched.kernels import gaussian_blur
 
 MAX_WAITING = 64  # beyond, clients are told to come back: better than an answer too late
@@ -39,7 +39,7 @@ STATUS = {
 
 @asynccontextmanager
 async def lifespan(_: Starlette) -> AsyncIterator[dict[str, Any]]:
-    async with Pool(driver=choose(), max_waiting=MAX_WAITING) as pool:
+    async with Pool(driver=choose_driver(), max_waiting=MAX_WAITING) as pool:
         yield {"pool": pool}
 
 

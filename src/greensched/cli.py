@@ -7,16 +7,11 @@ import asyncio
 import json
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from greensched import driver as drivers
-from greensched.driver.base import Driver
-from greensched.errors import DriverUnavailable, GreenschedError
-
-#: What the demo runs on where there is no GPU.
-STAND_IN = "simulated:h200"
+from greensched.errors import GreenschedError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,17 +26,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="greensched", description=__doc__)
-    parser.add_argument("--version", action="version", version=version("greensched"))
+    parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(title="commands", required=True)
     demo = commands.add_parser(
         "demo", help="a small service under load, with and without partitions"
     )
     demo.add_argument("--seconds", type=float, default=4.0, help="of load, for each arrangement")
     demo.add_argument("--image", type=Path, help="what clients send: .npy, or what Pillow reads")
-    demo.add_argument("--driver", help=f'"cuda", or "{STAND_IN}" (default: CUDA, else that)')
+    demo.add_argument("--driver", help='"cuda", or a simulation such as "simulated:h200"')
     demo.add_argument("--json", action="store_true", help="print JSON instead of a table")
     demo.set_defaults(command=_demo)
     return parser
+
+
+def _version() -> str:
+    try:
+        return version("greensched")
+    except PackageNotFoundError:  # run from its sources, as where nothing can be installed
+        return "not installed"
 
 
 # -- demo -------------------------------------------------------------------------------------
@@ -51,7 +53,7 @@ def _demo(options: argparse.Namespace) -> int:
     from greensched import demo
 
     image = demo.read_image(options.image) if options.image else None
-    driver = _demo_driver(options.driver)
+    driver = demo.choose_driver(options.driver)
     bar = _Bar()
     work = demo.run(driver, seconds=options.seconds, image=image, progress=bar.show)
     outcome = asyncio.run(work)
@@ -63,19 +65,6 @@ def _demo(options: argparse.Namespace) -> int:
     else:
         print(_table(outcome.device, outcome.simulated, rows))
     return 1 if outcome.wrong else 0
-
-
-def _demo_driver(spec: str | None) -> Driver:
-    """CUDA where there is a GPU; else a simulated one, and it says so."""
-    driver = drivers.open(spec)
-    if spec is not None:
-        return driver
-    try:
-        driver.initialise()
-    except DriverUnavailable as error:
-        print(f"No GPU here ({error.problem}).\nUsing {STAND_IN} instead.", file=sys.stderr)
-        return drivers.open(STAND_IN)
-    return driver
 
 
 _COLUMNS = (

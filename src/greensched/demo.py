@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import random
+import sys
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -25,9 +27,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from greensched import driver as drivers
 from greensched.driver.base import Driver
 from greensched.driver.simulated import SimulatedDriver, Span
-from greensched.errors import InvalidRequest
+from greensched.errors import DriverUnavailable, InvalidRequest
 from greensched.kernels import gaussian_blur, matmul
 from greensched.launcher import LaunchConfig, launch
 from greensched.memory import Buffer
@@ -40,6 +43,8 @@ Image = npt.NDArray[np.float32]
 #: Told the part done, from 0 to 1, and what is being done.
 Progress = Callable[[float, str], None]
 
+#: What the demo and the examples run on where there is no GPU.
+STAND_IN = "simulated:h200"
 #: The critical class gets so many SMs.
 CRITICAL_SMS = 16
 #: Requests a second, on average: each takes well under a millisecond of the device.
@@ -47,11 +52,12 @@ RATE = 40.0
 SIGMA = 4.0
 #: Sides of the clients' images, in pixels.
 SIDES = (96, 128, 160, 192, 224, 256)
-#: The batch job multiplies so large square matrices, adding the product up so many times: some
-#: 6 ms on the rest of an H200, at a millisecond and a half of the host that simulates it.
-MATRIX = 512
+#: The batch job multiplies matrices of (M, K) and (K, M), adding the product up so many times:
+#: some 6 ms on the rest of an H200, at a few milliseconds of the host that simulates it. Tiles of
+#: 32 x 32 make 2304 blocks, of which an H200 holds 1056 at once: it is full, as a batch job's is.
+M, K = 1536, 64
 PASSES = 256
-MATMUL = LaunchConfig(grid=(MATRIX // 16, MATRIX // 16), block=(16, 16))
+MATMUL = LaunchConfig(grid=(M // 32, M // 32), block=(16, 16))
 #: Jobs the batch keeps in flight, so that the device never waits for the host.
 DEPTH = 2
 
@@ -151,7 +157,7 @@ class Service:
         own = [rng.random((side, side, 1), np.float32) for side in SIDES]
         self._images = [image] if image is not None else own
         self._blurred = [blurred(sent) for sent in self._images]
-        self._factors = [rng.random((MATRIX, MATRIX), np.float32) for _ in range(2)]
+        self._factors = [rng.random(shape, np.float32) for shape in ((M, K), (K, M))]
         self._product = PASSES * (self._factors[0] @ self._factors[1])
 
     async def warm_up(self) -> None:
@@ -161,7 +167,7 @@ class Service:
                 for p in partitions:
                     await self._request(p, self._images[0])
                     async with self._matrices(p) as (a, b, c):
-                        await p.launch(matmul, MATMUL, a, b, c, MATRIX, MATRIX, MATRIX, 1)
+                        await p.launch(matmul, MATMUL, a, b, c, M, M, K, 1)
 
     # -- the four arrangements -------------------------------------------------------------------
 
@@ -243,7 +249,7 @@ class Service:
     @asynccontextmanager
     async def _matrices(self, p: Partition) -> AsyncIterator[tuple[Buffer, Buffer, Buffer]]:
         a, b = [await p.upload(factor) for factor in self._factors]
-        c = await p.empty_like(a)
+        c = await p.empty((M, M))
         with a, b, c:
             yield a, b, c
 
@@ -253,7 +259,7 @@ class Service:
         """Multiplies without pause: the next job is in flight before the last is awaited."""
         in_flight = deque[Any]()
         while not stop.is_set():
-            in_flight.append(p.launch(matmul, MATMUL, *buffers, MATRIX, MATRIX, MATRIX, PASSES))
+            in_flight.append(p.launch(matmul, MATMUL, *buffers, M, M, K, PASSES))
             if len(in_flight) >= DEPTH:
                 await in_flight.popleft()
                 row.batch_jobs += 1
@@ -274,7 +280,7 @@ class Service:
         stream.wait(p.stream.record())
         events = deque[Any]()
         while not stop.is_set():
-            launch(stream, MATMUL, matmul, *buffers, MATRIX, MATRIX, MATRIX, PASSES)
+            launch(stream, MATMUL, matmul, *buffers, M, M, K, PASSES)
             events.append(stream.record())
             if len(events) >= DEPTH:
                 await asyncio.to_thread(events[0].sync)
@@ -289,6 +295,24 @@ class Service:
     async def _check_product(self, p: Partition, product: Buffer, row: Row) -> None:
         row.results += 1
         row.verified += bool(np.allclose(await p.download(product), self._product, rtol=1e-3))
+
+
+def choose_driver(spec: str | None = None) -> Driver:
+    """What `spec` or `GREENSCHED_DRIVER` names; else CUDA, or a simulated GPU, and it says so.
+
+    For the demo and the examples. A program's `Pool()` never chooses: what is not there must be
+    an error.
+    """
+    driver = drivers.open(spec)
+    if spec is not None or os.environ.get(drivers.VARIABLE):
+        return driver
+    try:
+        driver.initialise()
+    except DriverUnavailable as error:
+        print(f"No GPU here: {error.problem}.", file=sys.stderr)  # noqa: T201  a choice is told
+        print(f"This runs on a simulated one ({STAND_IN}).", file=sys.stderr)  # noqa: T201
+        return drivers.open(STAND_IN)
+    return driver
 
 
 # -- the device's timeline --------------------------------------------------------------------

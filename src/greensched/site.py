@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from greensched.device import Device
@@ -131,21 +132,26 @@ class Site:
     # -- its end -----------------------------------------------------------------------------------
 
     def close(self) -> list[str]:
-        """Ends everything that has no work; returns what had, and was left as it is. Blocks."""
-        busy = [crew for crew in self.crews.values() if not crew.lane.is_idle]
-        abandoned = [repr(crew.lane) for crew in busy]
-        steps = [crew.close for crew in self.crews.values() if crew.lane.is_idle]
-        if not busy:  # else the device still works in this memory
-            steps += [self.memory.close, self.slots.close, self.words.close, self.device.close]
-        self.device.primary.is_abandoned = bool(busy)
-        for crew in busy:
-            crew.abandon()
+        """Ends everything, if nothing works any more; else leaves all as it is. Blocks.
+
+        Beside work that does not end, ending even an idle stream can wait for it: seen on an H200
+        with driver 580, in cuStreamDestroy and cuGreenCtxCreate.
+
+        Returns:
+            What still has work, or could not be ended.
+        """
+        busy = [repr(crew.lane) for crew in self.crews.values() if not crew.lane.is_idle]
+        if busy:
+            self.forget()
+            return busy
+        steps: list[Callable[[], object]] = [crew.close for crew in self.crews.values()]
+        steps += [self.memory.close, self.slots.close, self.words.close, self.device.close]
         try:
             run_all(steps)
         except CUDAError as error:
             logger.warning("closing %r: %s", self.device, error)
-            abandoned.append(f"{self.device!r}: {error}")
-        return abandoned
+            return [f"{self.device!r}: {error}"]
+        return []
 
     def abandon(self) -> None:
         """Ends what was made of it, when opening failed half way. Blocks."""
@@ -158,7 +164,7 @@ class Site:
             logger.warning("closing %r after a failure: %s", self.device, error)
 
     def forget(self) -> None:
-        """After a device fault nothing is ended: it is all dead, and the process's end frees it."""
+        """Leaves all as it is, dead or at work, until the process ends. Never waits."""
         self.device.primary.is_abandoned = True
         for crew in self.crews.values():
             crew.abandon()

@@ -43,7 +43,7 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     driver = simulated.open()
-    monkeypatch.setattr(module, "choose", lambda: driver)
+    monkeypatch.setattr(module, "choose_driver", lambda: driver)
     yield module
     gc.collect()
     assert not driver.live()
@@ -252,7 +252,7 @@ async def test_a_device_fault_ends_readiness(
 ) -> None:
     """After a device fault /blur and /readyz answer 503, so that the process is replaced."""
     driver = simulated.open(faults=[simulated.Crash(gaussian_blur.name)])
-    monkeypatch.setattr(example, "choose", lambda: driver)
+    monkeypatch.setattr(example, "choose_driver", lambda: driver)
     async with serving(example) as service:
         for _ in range(2):
             answer = await service.post()

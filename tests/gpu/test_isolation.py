@@ -96,11 +96,12 @@ def test_work_in_one_partition_does_not_wait_for_another() -> None:
     async def main() -> None:
         async with Pool() as pool, pool.partitions(16, greensched.REST) as (p, rest):
             word = await rest.empty_pinned(1, np.uint32)
-            config = LaunchConfig(grid=rest.sm_count * 64, block=1024)
+            config = LaunchConfig(grid=rest.sm_count * 2, block=1024)
+            grid = LaunchConfig(grid=64, block=(16, 16))
+            await p.prepare(matmul, grid)  # a first use would wait for whatever runs on the device
             held = rest.launch(latch, config, word, 20_000_000_000)
             a = np.random.default_rng(1).standard_normal((256, 256), dtype=np.float32)
             with await p.upload(a) as x, await p.empty(a.shape) as y:
-                grid = LaunchConfig(grid=64, block=(16, 16))
                 await p.launch(matmul, grid, x, x, y, 256, 256, 256, 1)
                 product = await p.download(y)
             assert not held.is_done

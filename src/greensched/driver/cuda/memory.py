@@ -24,6 +24,10 @@ _KEEP_EVERYTHING: Final = 2**64 - 1
 
 _POOL_ATTRIBUTE: Final[Any] = cuda.CUmemPool_attribute
 
+#: Every registered mapping, by its address. Who forgets one (a pool abandoned at work) must not
+#: have it unmapped under the device, nor its address given to another mapping.
+_registered: Final[dict[int, mmap.mmap]] = {}
+
 _allocate = cuda.cuMemAllocFromPoolAsync
 _free = cuda.cuMemFreeAsync
 _to_device = cuda.cuMemcpyHtoDAsync
@@ -111,11 +115,13 @@ class Memory(Driver):
             with contextlib.suppress(errors.GreenschedError):
                 ask(cuda.cuMemHostUnregister, address)
             raise
+        _registered[address] = mapping
         return HostMemory(address, device_address, nbytes, memoryview(mapping))
 
     def free_host(self, memory: HostMemory) -> None:
         """`cuMemHostUnregister`; the bytes live as long as somebody has the view."""
         ask(cuda.cuMemHostUnregister, memory.address)
+        _registered.pop(memory.address, None)
 
     def memory_info(self) -> tuple[int, int]:
         """`cuMemGetInfo`: of the whole device and all its processes, not of a partition."""
