@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -131,9 +132,12 @@ class Machine:
         grid, block = (blocks, 1, 1), (threads, 1, 1)
         self.driver.bind_launch(stream, kernel, grid, block, 0, packed.address)()
 
-    def run(self, stream: StreamHandle, name: str, blocks: int = 1024, **cost: Any) -> None:
+    def run(
+        self, stream: StreamHandle, name: str, blocks: int = 1024, threads: int = 128, **cost: Any
+    ) -> None:
         """Launches a kernel that only takes time."""
-        self.launch(stream, self.kernel(name, cost=Cost(**cost)), blocks=blocks)
+        kernel = self.kernel(name, cost=Cost(**cost))
+        self.launch(stream, kernel, blocks=blocks, threads=threads)
 
     def inside(self, function: Callable[[], Any]) -> Any:
         """Calls a function on a thread of the driver's: while it runs no virtual time passes.
@@ -159,6 +163,11 @@ class Machine:
     def times(self) -> dict[str, tuple[int, int]]:
         """(start, end) of what has run, by name."""
         return {span.name: (span.start, span.end) for span in self.spans}
+
+    def lengths(self) -> dict[str, int]:
+        """How long each kernel or copy took, once it had begun; waits for everything."""
+        self.finish()
+        return {name: end - start for name, (start, end) in self.times().items()}
 
 
 class Word:
@@ -194,10 +203,17 @@ class Packed:
         self.address = ctypes.addressof(self._pointers) if values else 0
 
 
+def spin(until: Callable[[], object]) -> None:
+    """Waits for another thread without sleeping, for ten seconds at most."""
+    last = time.monotonic() + 10
+    while not until():
+        assert time.monotonic() < last, "it never came"
+
+
 def on_thread(function: Callable[[], Any]) -> Any:
     """What a function returns, or raises, on a thread of its own."""
     outcome: list[Any] = []
-    thread = threading.Thread(target=lambda: outcome.append(caught(function)))
+    thread = threading.Thread(target=lambda: outcome.append(caught(function)), daemon=True)
     thread.start()
     thread.join(30)
     return result_of(outcome)

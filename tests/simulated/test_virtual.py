@@ -17,7 +17,7 @@ from greensched.driver import simulated
 from greensched.driver.simulated import Slow, Span, VirtualClock, takes
 from greensched.errors import DriverMisuse
 
-from .machine import LAUNCH_NS, Machine, on_thread
+from .machine import LAUNCH_NS, Machine, on_thread, spin
 
 Make = Callable[..., Machine]
 Backend = Literal["asyncio", "trio"]
@@ -294,7 +294,7 @@ def test_two_loops_share_a_clock() -> None:
             await asyncio.sleep(step)
             log.append((clock.seconds(), name))
 
-    thread = threading.Thread(target=lambda: clock.run(main, "b", 2.0))
+    thread = threading.Thread(target=lambda: clock.run(main, "b", 2.0), daemon=True)
     thread.start()
     clock.run(main, "a", 3.0)
     thread.join(10)
@@ -333,20 +333,19 @@ def test_a_foreign_thread_wakes_a_loop(backend: Backend) -> None:
     clock = VirtualClock()
 
     def foreign(wake: Callable[[], object]) -> None:
-        while not clock._listened:
-            pass
+        spin(lambda: clock._listened)
         wake()
 
     async def on_asyncio() -> str:
         loop, future = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
         wake = functools.partial(loop.call_soon_threadsafe, future.set_result, "woken")
-        threading.Thread(target=foreign, args=(wake,)).start()
+        threading.Thread(target=foreign, args=(wake,), daemon=True).start()
         return await future
 
     async def on_trio() -> str:
         event, token = trio.Event(), trio.lowlevel.current_trio_token()
         wake = functools.partial(token.run_sync_soon, event.set)
-        threading.Thread(target=foreign, args=(wake,)).start()
+        threading.Thread(target=foreign, args=(wake,), daemon=True).start()
         await event.wait()
         return "woken"
 
@@ -384,14 +383,21 @@ def test_every_loop_gets_to_listen() -> None:
 
     async def second() -> bytes:
         ready.set()
+        clock._listened = 0
         data = await asyncio.get_running_loop().sock_recv(near, 10)
         finished[0]()
         return data
 
-    thread = threading.Thread(target=lambda: clock.run(first))
+    thread = threading.Thread(target=lambda: clock.run(first), daemon=True)
     thread.start()
     assert first_waits.wait(10)
-    sender = threading.Thread(target=lambda: (ready.wait(10), far.send(b"hello")))
+
+    def send() -> None:
+        ready.wait(10)
+        spin(lambda: clock._listened >= 4)
+        far.send(b"hello")
+
+    sender = threading.Thread(target=send, daemon=True)
     sender.start()
     try:
         assert clock.run(second) == b"hello"
@@ -431,11 +437,11 @@ def test_a_foreign_thread_lets_a_foreign_thread_go_on(machine: Machine) -> None:
 
     def write() -> None:
         waiting.wait(10)
-        while not any(actor.name == "a foreign thread" for actor in driver.clock._actors):  # type: ignore[attr-defined]
-            pass
+        actors = driver.clock._actors  # type: ignore[attr-defined]
+        spin(lambda: any(actor.name == "a foreign thread" for actor in actors))
         word.value = 1
 
-    writer = threading.Thread(target=write)
+    writer = threading.Thread(target=write, daemon=True)
     writer.start()
     waiting.set()
     driver.synchronize_stream(stream)
