@@ -184,16 +184,17 @@ class LaunchFacts:
 class Cost:
     """What a kernel asks of a device, for the simulated clock.
 
-    Alone on S SMs it takes `fixed_ns + max(sm_ns / min(S, sms), dram_bytes / bandwidth)`.
+    Alone on S SMs it takes `fixed_ns + max(sm_ns / min(S, sms), dram_bytes / bandwidth)`, counted
+    from when its first blocks have room: those of earlier kernels on the same SMs may leave none.
 
     Attributes:
         sm_ns: work, in nanoseconds of one SM.
-        sms: the most SMs it can use (None: as many as it has blocks).
+        sms: the most SMs it can use, and take up (None: as many as it has blocks).
         dram_bytes: bytes it must move through device memory.
         fixed_ns: what takes as long on any number of SMs.
         until: instead of an end in time: it runs until this is true (looked at a few thousand
             times a second of real time, and whenever virtual time would pass).
-        limit_ns: with `until`: it ends then at the latest.
+        limit_ns: with `until`: so long after its start it ends at the latest.
     """
 
     sm_ns: float = 0.0

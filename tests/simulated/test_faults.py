@@ -129,7 +129,7 @@ def test_scripts_count_from_many_threads() -> None:
 
 
 def test_a_hung_kernel_never_ends(make: Make) -> None:
-    """The nth start of a kernel keeps its SMs busy for ever; other streams go on."""
+    """The nth start of a kernel keeps its room for ever; other streams go on in what is left."""
     machine = make(faults=[Hang("k", nth=2)])
     one, two = machine.greens(2)
     stream, beside, elsewhere = machine.stream(one), machine.stream(one), machine.stream(two)
@@ -138,7 +138,7 @@ def test_a_hung_kernel_never_ends(make: Make) -> None:
     def body() -> None:
         machine.launch(stream, kernel)
         machine.driver.synchronize_stream(stream)
-        machine.launch(stream, kernel)
+        machine.launch(stream, kernel, blocks=128)  # half of the room
         machine.run(beside, "beside", sm_ns=16_000)
         machine.run(elsewhere, "elsewhere", sm_ns=16_000)
         for each in (beside, elsewhere):
@@ -258,8 +258,9 @@ def test_after_a_fault_nothing_comes_to_pass(machine: Machine) -> None:
     """Words never advance, host functions are not called, copies do not arrive."""
     driver = machine.driver
     word, semaphore, target = machine.word(), Semaphore(), machine.pinned(4)
-    one, two = machine.stream(), machine.stream()
-    address = machine.device_memory(4, two)
+    one, two, three = machine.stream(), machine.stream(), machine.stream()
+    address, large = machine.device_memory(4, two), machine.pinned(1 << 20)
+    driver.copy_to_host(large.address, machine.device_memory(1 << 20, three), 1 << 20, three)
     driver.script.add(Crash("bad"))
     machine.run(two, "busy", fixed_ns=5_000)
     for stream in (one, two):
@@ -272,6 +273,7 @@ def test_after_a_fault_nothing_comes_to_pass(machine: Machine) -> None:
         machine.finish()
     machine.inside(lambda: driver.clock.sleep(10**9))
     assert (word.value, semaphore.value, bytes(target.view)) == (0, 0, bytes(4))
+    assert not any(large.view), "it was in flight"
     assert machine.spans == []
 
 

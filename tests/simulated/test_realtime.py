@@ -15,7 +15,7 @@ from greensched.driver.simulated.core import current_clock
 from greensched.errors import CUDAError, DeviceFault
 from greensched.typing import Cost, LaunchFacts, Parameter
 
-from .machine import LAUNCH_NS, Machine, on_thread
+from .machine import LAUNCH_NS, Machine, on_thread, spin
 
 Make = Callable[..., Machine]
 
@@ -41,8 +41,7 @@ def test_modelled_time_does_not_depend_on_references(machine: Machine) -> None:
     driver.wait_value(stream, gate.address, 1)
     for name in ("one", "two", "three"):
         machine.launch(stream, machine.kernel(name, (), slow, Cost(fixed_ns=10_000)))
-    while not driver.timeline.held:  # the device has come to the gate
-        pass
+    spin(lambda: driver.timeline.held)  # the device has come to the gate
     gate.value = 1
     driver.synchronize_stream(stream)
     one, two, three = machine.spans
@@ -101,8 +100,7 @@ def test_a_word_written_by_the_device_is_seen_at_once(machine: Machine) -> None:
     machine.run(waiter, "after", fixed_ns=10)
     machine.run(writer, "before", fixed_ns=5_000_000)
     driver.bind_mark(writer, word.address)(1)
-    while len(driver.timeline.held) < 2:
-        pass
+    spin(lambda: len(driver.timeline.held) == 2)
     gate.value = 1
     machine.finish()
     assert machine.times()["after"][0] == machine.times()["before"][1]
@@ -280,3 +278,40 @@ def test_each_driver_has_a_clock_of_its_own() -> None:
     assert two.times()["k"][0] >= LAUNCH_NS
     two.close()
     assert simulated.open("h200").clock.virtual is False
+
+
+def test_kernels_share_as_on_the_virtual_clock(machine: Machine) -> None:
+    """What the model says of kernels that come together holds on the real clock, to the ns.
+
+    The first two have half of the room each; the last has none until the short one ends.
+    """
+    driver, gate, green = machine.driver, machine.word(), machine.green(16)
+    for name, blocks, work in (("long", 128, 16_000), ("short", 128, 4_000), ("last", 256, 16_000)):
+        stream = machine.stream(green)
+        driver.wait_value(stream, gate.address, 1)
+        machine.run(stream, name, blocks=blocks, sm_ns=work)
+    spin(lambda: len(driver.timeline.held) == 3)
+    gate.value = 1
+    machine.finish()
+    begin = machine.times()["long"][0]
+    assert {name: (a - begin, b - begin) for name, (a, b) in machine.times().items()} == {
+        "long": (0, 2_000),
+        "short": (0, 500),
+        "last": (500, 2_250),
+    }
+
+
+def test_a_limit_is_kept_to_the_nanosecond(machine: Machine) -> None:
+    """A kernel whose word never comes ends at its limit, and who waits for its SMs goes on then."""
+    driver, gate, green = machine.driver, machine.word(), machine.green(16)
+    costs = {"latch": {"until": lambda: False, "limit_ns": 1_000_000}, "after": {"fixed_ns": 10}}
+    for name, cost in costs.items():
+        stream = machine.stream(green)
+        driver.wait_value(stream, gate.address, 1)
+        machine.run(stream, name, **cost)
+    spin(lambda: len(driver.timeline.held) == 2)
+    gate.value = 1
+    machine.finish()
+    times = machine.times()
+    assert times["latch"][1] - times["latch"][0] == 1_000_000
+    assert times["after"][0] == times["latch"][1]

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from greensched.driver.simulated.engines import Kernel as KernelOperation
 from greensched.driver.simulated.faults import Hang
 from greensched.driver.simulated.memories import Memories
 from greensched.driver.simulated.objects import Handle, SimulatedStream
 from greensched.driver.simulated.sharing import bits
-from greensched.driver.simulated.timeline import Kernel as KernelOperation
 from greensched.errors import CUDAError, DriverMisuse, NotSimulable, from_status
 from greensched.typing import (
     CodeImage,
@@ -153,7 +153,7 @@ class Code(Memories):
         reference = spec.reference
         fault = self.script.start(spec.name)
         if isinstance(fault, Hang):
-            cost = Cost(sm_ns=math.inf)  # it keeps its SMs busy
+            cost = Cost(sm_ns=math.inf)  # it keeps its room on its SMs
 
         def body() -> CUDAError | None:
             if isinstance(fault, int):
@@ -162,7 +162,8 @@ class Code(Memories):
             return None
 
         blocks = math.prod(facts.grid)
-        operation = KernelOperation(spec.name, cost, blocks, stream.sms, body)
+        part = math.prod(facts.block) / facts.device.max_threads_per_sm
+        operation = KernelOperation(spec.name, cost, blocks, part, stream.sms, body)
         self._enqueue(stream, operation, "launch", stream.device.model.launch_latency_ns)
 
     def _arguments(self, spec: KernelSpec, device: int, parameters: int) -> list[Any]:

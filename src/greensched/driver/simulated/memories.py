@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from greensched.driver.simulated.engines import Copy
 from greensched.driver.simulated.memory import ALIGNMENT, POOL_STEP, Bytes, MemoryPool
 from greensched.driver.simulated.objects import SimulatedStream
 from greensched.driver.simulated.streams import Streams
-from greensched.driver.simulated.timeline import Copy, Instant
+from greensched.driver.simulated.timeline import Instant
 from greensched.errors import DriverMisuse, OutOfMemory, from_status
 from greensched.typing import HostMemory, MemoryPoolHandle, StreamHandle
 

@@ -1,9 +1,8 @@
 """The simulated device's timeline: streams, and the work on them, in modelled nanoseconds.
 
 A discrete-event simulation. Each stream is a FIFO; its head begins when everything before it is
-done and what it waits for has come. Kernels share SMs and memory bandwidth (`sharing`); copies
-share one engine for each direction, one copy at a time. SMs are all that a green context
-isolates: the copy engines and the memory system belong to everybody.
+done and what it waits for has come. Here is what holds for any work; what takes time, kernels and
+copies, is in `engines`.
 
 Two times are never mixed: the *modelled* time of an event decides what follows on the timeline;
 how long the host takes to compute a kernel's reference does not, it only delays when the host
@@ -17,18 +16,18 @@ from __future__ import annotations
 
 import enum
 import heapq
-import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import count
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from greensched.driver.simulated.presets import DeviceModel
-from greensched.driver.simulated.sharing import speeds
 from greensched.errors import CUDAError, from_status
-from greensched.typing import Cost
+
+if TYPE_CHECKING:
+    from greensched.driver.simulated.engines import Copy, Kernel
 
 
 class Clock(Protocol):
@@ -100,6 +99,10 @@ class Operation:
         """Its turn has come, at `timeline.now`."""
         raise AssertionError(self)
 
+    def resume(self, timeline: Timeline, when: int) -> None:
+        """What held it up (`Timeline.held`) has come to pass, at `when`."""
+        raise AssertionError(self)
+
     def effect(self) -> CUDAError | None:
         """What it does to memory, without the lock, once it has ended; or the fault it ends in."""
 
@@ -124,68 +127,15 @@ class Stream:
 
 
 class Device:
-    """What shares one device: its streams, running kernels, copy engines, and its fault."""
+    """What shares one device: its streams, kernels (as they came), copy engines, and its fault."""
 
     def __init__(self, ordinal: int, model: DeviceModel) -> None:
         self.ordinal = ordinal
         self.model = model
         self.streams: dict[int, Stream] = {}
-        self.running: dict[Kernel, None] = {}
+        self.kernels: dict[Kernel, None] = {}
         self.engines: dict[str, deque[Copy]] = {}
         self.fault: CUDAError | None = None
-
-
-class Kernel(Operation):
-    """A kernel: so much work on the SMs of its stream, shared with whoever runs there too."""
-
-    kind = "kernel"
-
-    def __init__(
-        self, name: str, cost: Cost, blocks: int, sms: int, body: Callable[[], CUDAError | None]
-    ) -> None:
-        super().__init__(name)
-        self.cost = cost
-        self.cap = min(cost.sms or blocks, blocks, sms.bit_count())
-        self.sms = sms
-        self.effect = body  # type: ignore[method-assign]  # one call less for each kernel
-        self.done = 0.0  # of its work, from 0 to 1
-        self.speed = 0.0  # done per nanosecond
-        self.since = 0  # when `done` was last brought up to date
-        self.version = 0  # of its scheduled end: a change of speed makes the older one void
-
-    def begin(self, timeline: Timeline) -> Begin:
-        """Starts with its fixed time, which is as long on any number of SMs."""
-        self.start = timeline.now
-        if self.cost.until is not None:
-            timeline.held[self] = self.cost.until
-            if self.cost.limit_ns is not None:
-                timeline.at(
-                    self.start + math.ceil(self.cost.limit_ns), lambda: timeline.let_go(self)
-                )
-        elif not math.isinf(self.cost.fixed_ns):
-            timeline.at(self.start + math.ceil(self.cost.fixed_ns), lambda: timeline.work(self))
-        return Begin.RUNNING
-
-
-class Copy(Operation):
-    """Bytes over one of the device's engines, one copy at a time."""
-
-    kind = "copy"
-
-    def __init__(self, path: str, nbytes: int, bandwidth: float, body: Callable[[], None]) -> None:
-        super().__init__(path)
-        self.path = path
-        self.nbytes = nbytes
-        self.bandwidth = bandwidth
-        self.effect = body  # type: ignore[method-assign]  # as for kernels
-
-    def begin(self, timeline: Timeline) -> Begin:
-        """Joins the queue of its engine."""
-        line = self.stream.device.engines.setdefault(self.path, deque())
-        line.append(self)
-        if len(line) == 1:
-            timeline.move(self)
-        return Begin.RUNNING
 
 
 class Instant(Operation):
@@ -236,6 +186,10 @@ class Hold(Operation):
             return Begin.DONE
         timeline.held[self] = self.until
         return Begin.WAITING
+
+    def resume(self, timeline: Timeline, when: int) -> None:
+        """Its stream is looked at again."""
+        timeline.at(when, lambda: timeline.pump(self.stream))
 
 
 class Timeline:
@@ -312,10 +266,9 @@ class Timeline:
         if stream.ended and stream.idle:
             stream.device.streams.pop(stream.ident, None)
 
-    def let_go(self, kernel: Kernel) -> None:
-        """A kernel that a word holds up ends all the same: it has waited long enough."""
-        if self.held.pop(kernel, None) is not None:
-            self._ended.append(kernel)
+    def end(self, operation: Operation) -> None:
+        """An operation that takes time has ended, now."""
+        self._ended.append(operation)
 
     def complete(self, marker: Marker) -> None:
         """One thing less that a marker lacks; the last one lets its waiters go."""
@@ -329,7 +282,7 @@ class Timeline:
     def fail(self, device: Device, fault: CUDAError) -> None:
         """A device fault: what is queued or running never ends, and nothing begins again."""
         device.fault = device.fault or fault
-        device.running.clear()
+        device.kernels.clear()
         for stream in device.streams.values():
             stream.queue.clear()
         self.held = {op: until for op, until in self.held.items() if op.stream.device is not device}
@@ -339,12 +292,8 @@ class Timeline:
         # The host's time is read after its words: nothing goes on before somebody let it.
         when = max(self.now, self.clock.now()) if by_host else self.now
         for operation in free:
-            if self.held.pop(operation, None) is None:
-                continue  # its device failed meanwhile
-            if isinstance(operation, Kernel):
-                self.at(when, lambda op=operation: self._ended.append(op))  # type: ignore[misc]  # as above
-            else:
-                self.at(when, lambda op=operation: self.pump(op.stream))  # type: ignore[misc]  # as above
+            if self.held.pop(operation, None) is not None:  # else its device failed meanwhile
+                operation.resume(self, when)
         return bool(free)
 
     def _is_free(self, operation: Operation) -> bool:
@@ -390,61 +339,6 @@ class Timeline:
             return _own_bug(operation, "reference", error)
         finally:
             self.lock.acquire()
-
-    # -- kernels share SMs and bandwidth ---------------------------------------------------------
-
-    def work(self, kernel: Kernel) -> None:
-        """The part of a kernel begins that more SMs would make shorter."""
-        if kernel.stream.device.fault is not None:
-            return
-        if kernel.cost.sm_ns <= 0 and kernel.cost.dram_bytes <= 0:
-            self._ended.append(kernel)
-            return
-        kernel.since = self.now
-        kernel.stream.device.running[kernel] = None
-        self._share(kernel.stream.device)
-
-    def _share(self, device: Device) -> None:
-        """Gives every running kernel its speed, now that who runs has changed."""
-        kernels = list(device.running)
-        given = speeds(kernels, device.model.dram_bandwidth)
-        for kernel, speed in zip(kernels, given, strict=True):
-            if speed == kernel.speed:
-                continue
-            kernel.done += kernel.speed * (self.now - kernel.since)
-            kernel.since, kernel.speed = self.now, speed
-            kernel.version += 1
-            if speed == 0:  # of infinite cost: it has no end
-                continue
-            # The small number keeps a rounding error from costing a whole nanosecond.
-            left = max(0, math.ceil((1.0 - kernel.done) / speed - 1e-6))
-            self.at(
-                self.now + left,
-                lambda kernel=kernel, version=kernel.version: self._worked(kernel, version),  # type: ignore[misc]  # as above
-            )
-
-    def _worked(self, kernel: Kernel, version: int) -> None:
-        device = kernel.stream.device
-        if kernel.version != version or kernel not in device.running:
-            return
-        del device.running[kernel]
-        self._ended.append(kernel)
-        self._share(device)
-
-    # -- copies share engines -------------------------------------------------------------------
-
-    def move(self, copy: Copy) -> None:
-        """The copy at the head of its engine begins to move."""
-        copy.start = self.now
-        took = math.ceil(copy.nbytes / copy.bandwidth * 1e9)
-        self.at(self.now + took, lambda: self._moved(copy))
-
-    def _moved(self, copy: Copy) -> None:
-        line = copy.stream.device.engines[copy.path]
-        line.popleft()
-        self._ended.append(copy)
-        if line:
-            self.move(line[0])
 
 
 def _own_bug(operation: Operation, part: str, error: Exception) -> CUDAError:
