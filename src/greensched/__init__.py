@@ -74,4 +74,10 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    errors = import_module("greensched.errors")
+    mine = (
+        n
+        for n, v in vars(errors).items()
+        if isinstance(v, type) and v.__module__ == errors.__name__
+    )
+    return sorted({*__all__, *mine, "errors", "kernels", "typing"})

@@ -57,7 +57,8 @@ class InvalidLaunch(InvalidRequest):
         self.what = what
         self.value = value
         self.limit = limit
-        super().__init__(f"{what} is {value}, and the limit is {limit}")
+        rule = f"must be {limit}" if isinstance(limit, str) else f"at most {limit} is possible here"
+        super().__init__(f"{what} is {value}, and {rule}")
 
 
 class ArgumentMismatch(GreenschedError, TypeError):

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from greensched.driver.base import Driver
-from greensched.errors import ArgumentMismatch, InvalidLaunch, NotSimulable
+from greensched.errors import ArgumentMismatch, InvalidLaunch, InvalidRequest, NotSimulable
 from greensched.kernels import Kernel
 from greensched.memory import Buffer, PinnedBuffer
 from greensched.stream import Stream
@@ -170,9 +170,13 @@ class Arguments:
         if type(error) not in (TypeError, ValueError, OverflowError):
             return error  # one of ours, which says more
         parameter = self._kernel.parameters[index]
+        problem = str(error)
+        if not parameter.pointer and parameter.dtype in _FORMATS:  # memoryview speaks of formats
+            kind = np.dtype(parameter.dtype).name
+            problem = f"must be a {'' if kind.startswith('float') else 'whole '}number, of {kind}"
         return ArgumentMismatch(
             self._kernel.name,
-            f"argument {index} ({_said(parameter)}) got {_shown(value)}: {error}",
+            f"argument {index} ({_said(parameter)}) got {_shown(value)}: {problem}",
         )
 
     def _setter(
@@ -205,7 +209,8 @@ class Arguments:
 
         def pointer(value: Any) -> None:
             if not isinstance(value, (Buffer, PinnedBuffer)):
-                raise TypeError("must be a Buffer (see Partition.upload and Partition.empty)")
+                hint = "did you forget `await`?" if hasattr(value, "__await__") else "see p.upload"
+                raise TypeError(f"must be a Buffer ({hint})")
             value.check(device)
             if dtype is not None and value.dtype != dtype:
                 raise TypeError(f"holds {value.dtype}, and must hold {dtype}")
@@ -254,7 +259,25 @@ class Plan:
         return Plan(*self._how, self.arguments.copy())
 
 
-def check_runnable(kernel: Kernel, driver: Driver) -> None:
+def check_launch(kernel: Kernel, config: LaunchConfig, facts: DeviceFacts, driver: Driver) -> None:
+    """Refuses what can be seen to be wrong before anything is loaded or queued.
+
+    Raises:
+        InvalidRequest: no kernel, or no launch configuration.
+        InvalidLaunch: a geometry beyond the device.
+        NotSimulable: the driver runs references, and the kernel lacks one, or its cost.
+    """
+    if not isinstance(kernel, Kernel):
+        raise InvalidRequest(f"a Kernel is launched, and {_shown(kernel)} is none")
+    if not isinstance(config, LaunchConfig):
+        raise InvalidRequest(
+            f"a LaunchConfig(grid=..., block=...) is needed, and {_shown(config)} is none"
+        )
+    config.check(facts)
+    _check_runnable(kernel, driver)
+
+
+def _check_runnable(kernel: Kernel, driver: Driver) -> None:
     """Refuses, on a driver that runs references, a kernel that lacks one.
 
     Raises:
@@ -283,8 +306,7 @@ def launch(stream: Stream, config: LaunchConfig, kernel: Kernel, *args: object) 
         CUDAError: the driver refused it.
     """
     owner = stream.context
-    config.check(owner.facts)
-    check_runnable(kernel, owner.driver)
+    check_launch(kernel, config, owner.facts, owner.driver)
     arguments = Arguments(kernel, owner.device_ordinal)
     arguments.fill(args)
     handle = owner.loader.loaded(kernel)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
 from collections.abc import Callable
@@ -15,10 +16,10 @@ from greensched import transfer
 from greensched.bound import Bound
 from greensched.channel import Channel, order_behind
 from greensched.context import Context
-from greensched.errors import InvalidArray, PartitionClosed, Poisoned, WouldBlock
+from greensched.errors import InvalidArray, InvalidRequest, PartitionClosed, Poisoned, WouldBlock
 from greensched.jobs import Job
 from greensched.kernels import Kernel
-from greensched.launcher import Arguments, LaunchConfig, Plan, check_runnable
+from greensched.launcher import Arguments, LaunchConfig, Plan, check_launch
 from greensched.memory import Buffer, PinnedBuffer, dtype_of
 from greensched.stream import MASK, Stream
 from greensched.transfer import Slot
@@ -196,7 +197,10 @@ class Partition:
         What shows only later (a compile error, the driver's refusal) is the job's failure.
         """
         channel = self._ready()
-        plan = channel.lane.plans.get((kernel, config))
+        try:
+            plan = channel.lane.plans.get((kernel, config))
+        except TypeError:  # of a kind that cannot even be looked up; refused below, by name
+            plan = None
         if plan is None or not channel.is_prompt():
             return self._launch_later(channel, kernel, config, args)
         arguments = plan.arguments
@@ -234,14 +238,16 @@ class Partition:
     def prepare(self, kernel: Kernel, config: LaunchConfig) -> Job[None]:
         """Compiles and loads a kernel for these SMs, so that no later launch waits for that.
 
-        It happens on the partition's own thread, behind the calls submitted before.
+        It happens on the partition's own thread, behind the calls submitted before. A driver may
+        hold a kernel's first loading up until everything that runs on the device is done (seen
+        on an H200, driver 580): prepare what a service needs before it serves.
 
         Raises:
             InvalidLaunch, NotSimulable: as `launch`.
         """
         channel = self._ready()
-        config.check(channel.lane.device.facts)
-        check_runnable(kernel, channel.lane.device.driver)
+        device = channel.lane.device
+        check_launch(kernel, config, device.facts, device.driver)
         runs = channel.lane.runs
         job: Job[None] = Job(runs, runs.issue(), f"prepare {kernel.name}", channel.holding.failed)
         if runs.watcher is None:
@@ -348,7 +354,7 @@ class Partition:
             InvalidArray: `out` is read-only, or of another shape or dtype.
         """
         channel = self._ready()
-        buffer.check(channel.ordinal)
+        _check_buffer(buffer, channel)
         target = transfer.target_array(buffer, out)
         slots, track = channel.site.slots, channel.track
         slot = slots.take() if 0 < target.nbytes <= transfer.SLOT else None
@@ -383,7 +389,7 @@ class Partition:
             InvalidArray: they differ in shape or dtype.
         """
         channel = self._ready()
-        dst.check(channel.ordinal)
+        _check_buffer(dst, channel)
         if isinstance(src, Buffer):
             return _copy_on_device(channel, dst, src)
         source = transfer.source_array(src)
@@ -409,6 +415,8 @@ class Partition:
         Buffers among the arguments are kept in order as in a launch, and count as written.
         """
         channel = self._ready()
+        if inspect.iscoroutinefunction(fn):
+            raise InvalidRequest("run calls blocking functions, on a thread: await this one")
         runs, holding = channel.lane.runs, channel.holding
         if not channel.has_room(runs):
             raise WouldBlock("too many calls are in flight: `await p.ready()` first")
@@ -463,11 +471,17 @@ def _checked(
     channel: Channel, kernel: Kernel, config: LaunchConfig, args: tuple[object, ...]
 ) -> Arguments:
     device = channel.lane.device
-    config.check(device.facts)
-    check_runnable(kernel, device.driver)
+    check_launch(kernel, config, device.facts, device.driver)
     arguments = Arguments(kernel, device.ordinal)
     arguments.fill(args)
     return arguments
+
+
+def _check_buffer(buffer: object, channel: Channel) -> None:
+    if not isinstance(buffer, Buffer):
+        hint = ": did you forget `await`?" if hasattr(buffer, "__await__") else ""
+        raise InvalidArray(f"a Buffer is needed, and this is a {type(buffer).__name__}{hint}")
+    buffer.check(channel.ordinal)
 
 
 def _plan(channel: Channel, kernel: Kernel, config: LaunchConfig, arguments: Arguments) -> Plan:

@@ -12,7 +12,7 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from types import TracebackType
@@ -107,15 +107,15 @@ class Pool:
         policy: str | Policy = "fifo",
         max_waiting: int = MAX_WAITING,
     ) -> None:
+        self._desk: Desk | None = None
+        self._opening: Errand[None] | None = None
+        self._closing: Errand[CloseReport] | None = None
         self._wanted = None if devices is None else _ordinals(devices)
         self._driver_spec = driver
         self._services = {service.name: service for service in services}
         self._policy = policy_named(policy)
         self._max_waiting = validate_bound(max_waiting)
         self._lock = threading.Lock()
-        self._desk: Desk | None = None
-        self._opening: Errand[None] | None = None
-        self._closing: Errand[CloseReport] | None = None
         _pools.add(self)
 
     # -- opening ---------------------------------------------------------------------------------
@@ -293,7 +293,9 @@ class Pool:
             raise InvalidRequest(f"device={device!r} is no ordinal of a device")
         if service is not None and service not in self._services:
             known = ", ".join(self._services) or "none"
-            raise InvalidRequest(f"no service {service!r}: this pool has {known}")
+            raise InvalidRequest(
+                f"no service {service!r}: this pool has {known} (name it in Pool(services=[...]))"
+            )
         if deadline is not None and not deadline > 0:
             raise InvalidRequest(f"deadline={deadline!r} is no number of seconds from now")
         priority = self._services[service].priority if service is not None else 0
@@ -465,10 +467,13 @@ def _release_devices(driver: Driver, ordinals: Sequence[int]) -> None:
             _taken.pop((id(driver), ordinal), None)
 
 
-def _ordinals(devices: Sequence[int]) -> tuple[int, ...]:
-    chosen = tuple(devices)
-    if not chosen or len(set(chosen)) != len(chosen):
-        raise InvalidRequest(f"devices={devices!r}: give each ordinal once, and at least one")
+def _ordinals(devices: object) -> tuple[int, ...]:
+    chosen = tuple(devices) if isinstance(devices, Iterable) else ()
+    whole = all(type(ordinal) is int and ordinal >= 0 for ordinal in chosen)
+    if not chosen or not whole or len(set(chosen)) != len(chosen):
+        raise InvalidRequest(
+            f"devices={devices!r}: give the ordinals, each once and at least one, such as [0, 1]"
+        )
     return chosen
 
 

@@ -18,10 +18,14 @@ from greensched.kernels.builtin import (
 )
 from greensched.kernels.loader import Loader
 from greensched.kernels.program import Kernel, Program
+from greensched.typing import Cost, LaunchFacts, Parameter
 
 __all__ = [
+    "Cost",
     "Kernel",
+    "LaunchFacts",
     "Loader",
+    "Parameter",
     "Program",
     "fill",
     "gaussian_blur",

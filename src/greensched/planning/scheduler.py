@@ -435,7 +435,8 @@ class Scheduler:
         if held and not any(self._fits_ever(request, d, held.get(d, 0)) for d in able):
             most = max(self.devices[d].sms(self.devices[d].every & ~held.get(d, 0)) for d in able)
             holds = sum(self.devices[d].sms(mask) for d, mask in held.items())
-            raise WouldDeadlock(holds, self._asked(request) or most, most)
+            everything = max(self.devices[d].total for d in able)
+            raise WouldDeadlock(holds, self._asked(request) or everything, most)
 
     def _asked(self, request: Request) -> int:
         """SMs asked for; by several parts in whole cells, which is what they cost."""

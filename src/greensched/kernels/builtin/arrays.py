@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from greensched.kernels.builtin.common import ITEMS, NUMBERING, blocks_for, roofline
+from greensched.kernels.builtin.common import ITEMS, NUMBERING, blocks_for, first, roofline
 from greensched.kernels.program import Program
 from greensched.typing import Cost, LaunchFacts
 
@@ -59,17 +59,17 @@ reduce_sum = _program.kernel("reduce_sum")
 
 @fill.reference
 def _fill(_launch: LaunchFacts, out: Floats, value: np.float32, n: np.uint64) -> None:
-    out[: int(n)] = value
+    first(out, n)[:] = value
 
 
 @saxpy.reference
 def _saxpy(_launch: LaunchFacts, a: np.float32, x: Floats, y: Floats, n: np.uint64) -> None:
-    y[: int(n)] += a * x[: int(n)]
+    first(y, n)[:] += a * first(x, n)
 
 
 @reduce_sum.reference
 def _reduce_sum(_launch: LaunchFacts, x: Floats, out: Floats, n: np.uint64) -> None:
-    out[0] += x[: int(n)].sum()
+    out[0] += first(x, n).sum()
 
 
 @fill.cost

@@ -8,7 +8,7 @@ and between partition sizes matter; the rates are an H200's, whatever the device
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from greensched.typing import Cost, LaunchFacts
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     Floats: TypeAlias = NDArray[np.float32]
     Words: TypeAlias = NDArray[np.uint32]
+    Item = TypeVar("Item", bound=np.generic)
 
 #: Arithmetic of one SM: float32 operations in a nanosecond, a fused multiply-add counting as two.
 #: Source: NVIDIA H200 data sheet, 67 TFLOP/s of FP32, over its 132 SMs.
@@ -45,6 +46,17 @@ ITEMS = r"""
 static __device__ size_t first_item() { return block_number() * thread_count() + thread_number(); }
 static __device__ size_t item_step() { return block_count() * thread_count(); }
 """
+
+
+def first(array: NDArray[Item], n: int | np.integer[Any]) -> NDArray[Item]:
+    """Its first n items; going beyond a buffer is a fault here as on a GPU.
+
+    Raises:
+        IndexError: it has fewer.
+    """
+    if n > array.size:
+        raise IndexError(f"{n} items of a buffer that holds {array.size}")
+    return array[: int(n)]
 
 
 def roofline(

@@ -57,7 +57,7 @@ spin = _program.kernel("spin")
 #: or more blocks for each SM are enough.
 smids = _program.kernel("smids")
 #: `latch(const unsigned *word, unsigned long long timeout_ns)`: runs until the word, in pinned host
-#: memory, is not 0, or the timeout has passed (0: none). A simulated latch ends by its word only.
+#: memory, is not 0, or the timeout has passed (0: none).
 latch = _program.kernel("latch")
 
 #: Most blocks on an SM at once, by compute capability; 32 where none is listed. Source: CUDA C++
@@ -93,8 +93,8 @@ def _smids_cost(launch: LaunchFacts, _seen: Words, ns: np.uint64) -> Cost:
 
 
 @latch.cost
-def _latch_cost(_launch: LaunchFacts, word: Words, _timeout_ns: np.uint64) -> Cost:
-    return Cost(until=lambda: bool(word[0]))
+def _latch_cost(_launch: LaunchFacts, word: Words, timeout_ns: np.uint64) -> Cost:
+    return Cost(until=lambda: bool(word[0]), limit_ns=float(timeout_ns) or None)
 
 
 def _rounds(launch: LaunchFacts) -> int:
