@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from greensched.bound import Bound as Bound
+    from greensched.buffers import Buffer as Buffer
+    from greensched.buffers import PinnedBuffer as PinnedBuffer
     from greensched.context import Context as Context
     from greensched.desk import PoolState as PoolState
     from greensched.device import Device as Device
@@ -19,8 +21,6 @@ if TYPE_CHECKING:
     from greensched.kernels import Program as Program
     from greensched.launcher import LaunchConfig as LaunchConfig
     from greensched.launcher import launch as launch
-    from greensched.memory import Buffer as Buffer
-    from greensched.memory import PinnedBuffer as PinnedBuffer
     from greensched.partition import Partition as Partition
     from greensched.pool import CloseReport as CloseReport
     from greensched.pool import Pool as Pool
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _ROOMS = {
     "ALL": "typing",
     "Bound": "bound",
-    "Buffer": "memory",
+    "Buffer": "buffers",
     "CloseReport": "pool",
     "Context": "context",
     "Device": "device",
@@ -45,7 +45,7 @@ _ROOMS = {
     "Kernel": "kernels",
     "LaunchConfig": "launcher",
     "Partition": "partition",
-    "PinnedBuffer": "memory",
+    "PinnedBuffer": "buffers",
     "Pool": "pool",
     "PoolState": "desk",
     "PoolStatistics": "pool",

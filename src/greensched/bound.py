@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import NoReturn
 
+from greensched.buffers import Use
 from greensched.channel import Channel, order_behind
 from greensched.errors import CUDAError, DeviceFault, PartitionClosed, Poisoned, WouldBlock
 from greensched.jobs import Job
 from greensched.launcher import Plan
-from greensched.memory import Use
 from greensched.stream import MASK, Track
 
 #: Launches without a ticket, after which one is put behind them, so that they can be counted.

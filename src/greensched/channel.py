@@ -14,10 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Protocol, TypeVar
 
+from greensched.buffers import Buffer, PinnedBuffer
 from greensched.errors import CUDAError, DeviceFault, InvalidRequest, Poisoned, WouldBlock
 from greensched.holding import Holding
 from greensched.jobs import Job
-from greensched.memory import Buffer, DeviceMemory, PinnedBuffer
+from greensched.memory import DeviceMemory, PinnedMemory
 from greensched.stream import Track
 from greensched.transfer import Slots
 
@@ -31,6 +32,7 @@ class Site(Protocol):
     """What is shared by the partitions of one device."""
 
     memory: DeviceMemory
+    pinned: PinnedMemory
     slots: Slots
 
 

@@ -13,10 +13,10 @@ from greensched.device import Device
 from greensched.errors import run_all
 from greensched.kernels import Kernel
 from greensched.launcher import LaunchConfig, Plan
-from greensched.memory import Words
 from greensched.resources import SMResource
 from greensched.stream import EventTrack
 from greensched.transfer import Chunks
+from greensched.words import Words
 
 #: Jobs in flight on a track at most, so that no launch ever blocks: a driver's launch queue is
 #: seen to hold about 1,000 (docs/completion.md), and a job is up to three entries.

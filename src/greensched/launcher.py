@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from greensched.buffers import Buffer, PinnedBuffer
 from greensched.driver.base import Driver
 from greensched.errors import ArgumentMismatch, InvalidLaunch, InvalidRequest, NotSimulable
 from greensched.kernels import Kernel
-from greensched.memory import Buffer, PinnedBuffer
 from greensched.stream import Stream
 from greensched.typing import DeviceFacts, Dim3, KernelHandle, Parameter
 

@@ -14,13 +14,13 @@ import numpy.typing as npt
 
 from greensched import transfer
 from greensched.bound import Bound
+from greensched.buffers import Buffer, PinnedBuffer, dtype_of
 from greensched.channel import Channel, order_behind
 from greensched.context import Context
 from greensched.errors import InvalidArray, InvalidRequest, PartitionClosed, Poisoned, WouldBlock
 from greensched.jobs import Job
 from greensched.kernels import Kernel
 from greensched.launcher import Arguments, LaunchConfig, Plan, check_launch
-from greensched.memory import Buffer, PinnedBuffer, dtype_of
 from greensched.stream import MASK, Stream
 from greensched.transfer import Slot
 
@@ -305,11 +305,10 @@ class Partition:
         """Zeroed host memory that the device reads and writes directly. Fails as `empty`."""
         channel = self._ready()
         wanted, found = _shape(shape), dtype_of(dtype)
-        memory = channel.site.memory
+        pinned = channel.site.pinned
 
         def step(_: int) -> PinnedBuffer:
-            memory.reap_host()
-            return memory.allocate_host(wanted, found)
+            return pinned.allocate(wanted, found)
 
         return channel.submit("empty_pinned", step, may_block=True)
 

@@ -483,7 +483,7 @@ def _forked() -> None:
         if pool._desk is not None:
             pool._desk.state = PoolState.FORKED
             for site in pool._desk.sites:
-                site.memory.is_closed = True
+                site.memory.is_closed = site.pinned.is_closed = True
 
 
 if hasattr(os, "register_at_fork"):

@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from greensched.device import Device
 from greensched.errors import CUDAError, run_all
 from greensched.lane import Lane
-from greensched.memory import DeviceMemory, Words
+from greensched.memory import DeviceMemory, PinnedMemory
 from greensched.planning.cells import Cells
 from greensched.resources import SMResource
 from greensched.transfer import Slots
+from greensched.words import Words
 from greensched.worker import Crew, Home
 
 logger = logging.getLogger("greensched")
@@ -64,6 +65,7 @@ class Site:
             self.menu = frozenset(self.cells.menu(MENU))
             self.slots = Slots(device.primary)
             self.memory = DeviceMemory(device.primary, self.words)
+            self.pinned = PinnedMemory(device.primary)
             self._make_menu()
         except BaseException:
             self.abandon()
@@ -145,7 +147,8 @@ class Site:
             self.forget()
             return busy
         steps: list[Callable[[], object]] = [crew.close for crew in self.crews.values()]
-        steps += [self.memory.close, self.slots.close, self.words.close, self.device.close]
+        parts = self.memory, self.pinned, self.slots, self.words, self.device
+        steps += [part.close for part in parts]
         try:
             run_all(steps)
         except CUDAError as error:
@@ -156,7 +159,7 @@ class Site:
     def abandon(self) -> None:
         """Ends what was made of it, when opening failed half way. Blocks."""
         steps = [crew.close for crew in self.crews.values()]
-        made = [getattr(self, name, None) for name in ("memory", "slots", "words")]
+        made = [getattr(self, name, None) for name in ("memory", "pinned", "slots", "words")]
         steps += [part.close for part in made if part is not None]
         try:
             run_all([*steps, self.device.close])
@@ -173,7 +176,7 @@ class Site:
         """After a device fault: no ticket is reached any more, and no memory comes back."""
         for crew in self.crews.values():
             crew.lane.fail(fault)
-        self.memory.is_closed = True
+        self.memory.is_closed = self.pinned.is_closed = True
 
 
 def cut(device: Device) -> Cut:

@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from greensched.buffers import Buffer, dtype_of
 from greensched.errors import InvalidArray
-from greensched.memory import Buffer, Owner, dtype_of
 from greensched.stream import Event, Track
 from greensched.typing import HostMemory, StreamHandle
+from greensched.words import Owner
 
 #: A slot: what a loop may copy itself. 64 KiB take some 6 us at 10 GB/s.
 SLOT = 64 << 10

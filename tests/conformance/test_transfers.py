@@ -8,10 +8,11 @@ import numpy.typing as npt
 import pytest
 
 import greensched
-from greensched import BufferClosed, InvalidArray
+from greensched import BufferClosed, InvalidArray, LaunchConfig
+from greensched.kernels import fill
 from greensched.transfer import CHUNK, SLOT
 from helpers.gate import Gate
-from helpers.waiting import until
+from helpers.waiting import turns, until
 from helpers.world import World
 
 BIG = (CHUNK * 2 + SLOT) // 8
@@ -294,5 +295,30 @@ def test_pinned_memory_is_shared_with_the_device(world: World) -> None:
                 assert pinned.address
             with pytest.raises(BufferClosed):
                 pinned.check(0)
+
+    world.run(main)
+
+
+def test_pinned_memory_is_used_again_once_its_work_is_done(world: World) -> None:
+    """What was closed at work goes to nobody before that is done; then it comes again, zeroed."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            await p.prepare(fill, LaunchConfig(grid=1, block=32))
+            first = await p.empty_pinned(2000, np.float32)
+            address = first.address
+            first.array[:] = 7.0
+            async with pool.partition(8) as held:
+                with await Gate.closed(held) as gate:
+                    job = held.launch(fill, LaunchConfig(grid=1, block=32), first, 1.0, 2000)
+                    await turns()
+                    first.close()
+                    other = await p.empty_pinned(2000, np.float32)
+                    assert other.address != address
+                    gate.open()
+                await job
+            with other, await p.empty_pinned(2000, np.float32) as again:
+                assert again.address == address
+                assert not again.array.any()
 
     world.run(main)

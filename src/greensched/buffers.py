@@ -1,0 +1,299 @@
+"""Buffers on the device and pinned ones on the host; who wrote them last and who uses them.
+
+A buffer belongs to a device, not to a partition: it outlives leases, and work of any partition
+may use it. It knows the last ticket of everybody who uses it, so that work elsewhere is ordered
+behind its writer, and its memory is given back behind its last user.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+import numpy as np
+
+from greensched.errors import BufferClosed, InvalidArray, WrongDevice
+from greensched.stream import Track
+from greensched.typing import HostMemory
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+#: (who, the ticket up to which).
+Use = tuple[Track, int]
+
+
+class Giver(Protocol):
+    """Where a buffer's memory is from, and goes back to."""
+
+    device: int
+    is_closed: bool
+
+    def give_back(self, address: int, nbytes: int, uses: tuple[Use, ...]) -> None: ...
+
+
+class PinnedGiver(Protocol):
+    """The same for pinned memory."""
+
+    device: int
+    is_closed: bool
+
+    def give_back(self, host: HostMemory, uses: tuple[Use, ...]) -> None: ...
+
+
+class BoundUser(Protocol):
+    """What a buffer needs to know of a bound launch, which uses it without a ticket each time."""
+
+    track: Track
+
+    def last_use(self) -> Use: ...
+
+    def use_elsewhere(self, track: Track, ticket: int) -> None: ...
+
+    def look_again(self) -> None: ...
+
+
+class Buffer:
+    """An array in device memory, in C order.
+
+    Made by `Partition.upload`, `empty` and `empty_like`. Usable by any partition of its device,
+    in this thread and others, one at a time. `close()` it, or use it in a `with` block; a
+    forgotten one warns and is given back all the same.
+
+    Attributes:
+        shape, dtype: as in numpy; `size` counts elements, `nbytes` bytes.
+        address: in device memory; 0 if it has no bytes.
+        device: the ordinal of its device.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_bound",
+        "_memory",
+        "_readers",
+        "_writer",
+        "address",
+        "dtype",
+        "is_closed",
+        "nbytes",
+        "shape",
+    )
+
+    def __init__(
+        self, memory: Giver, address: int, shape: tuple[int, ...], dtype: np.dtype[Any]
+    ) -> None:
+        self._memory = memory
+        self.address = address
+        self.shape = shape
+        self.dtype = dtype
+        self.nbytes = math.prod(shape) * dtype.itemsize
+        self.is_closed = False
+        self._writer: Use | None = None
+        self._readers: dict[Track, int] = {}
+        self._bound: dict[BoundUser, None] = {}
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+    @property
+    def device(self) -> int:
+        """The ordinal of its device."""
+        return self._memory.device
+
+    # -- who uses it -----------------------------------------------------------------------------
+
+    def before(self, track: Track, *, write: bool) -> list[Use]:
+        """Work elsewhere that work on `track` must be ordered behind."""
+        uses = self.uses() if write else self._written()
+        return [
+            (who, ticket) for who, ticket in uses if who is not track and not who.reached(ticket)
+        ]
+
+    def note(self, track: Track, ticket: int, *, write: bool) -> None:
+        """Work on `track` up to `ticket` uses it, ordered behind what `before` said."""
+        if write:
+            self._writer = (track, ticket)
+            self._readers.clear()
+        else:
+            self._readers[track] = ticket
+        for bound in self._bound:
+            bound.use_elsewhere(track, ticket)
+
+    def bind(self, bound: BoundUser) -> None:
+        """A bound launch uses it, time and again, until `unbind`."""
+        self._bound[bound] = None
+
+    def unbind(self, bound: BoundUser, ticket: int, *, write: bool) -> None:
+        """The bound launch is over; its last use has this ticket."""
+        if self._bound.pop(bound, self) is None:
+            self.note(bound.track, ticket, write=write)
+
+    def _written(self) -> tuple[Use, ...]:
+        last = (self._writer,) if self._writer is not None else ()
+        return (*last, *(bound.last_use() for bound in self._bound))
+
+    def uses(self) -> tuple[Use, ...]:
+        """Everybody who uses it, and up to which ticket."""
+        return (*self._readers.items(), *self._written())
+
+    def check(self, device: int) -> None:
+        """Refuses a closed buffer, and one of another device.
+
+        Raises:
+            BufferClosed: after `close()`, or after its pool was closed.
+            WrongDevice: it belongs to another device.
+        """
+        if self.is_closed or self._memory.is_closed:
+            raise BufferClosed("this buffer")
+        if device != self._memory.device:
+            raise WrongDevice("this buffer", self._memory.device, device)
+
+    # -- its end ---------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Gives its memory back behind its last user. Idempotent; does not wait."""
+        if not self.is_closed:
+            self.is_closed = True
+            for bound in self._bound:
+                bound.look_again()
+            if self.address:
+                self._memory.give_back(self.address, self.nbytes, self.uses())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if not self.is_closed and not self._memory.is_closed:
+            warnings.warn(f"{self!r} was never closed", ResourceWarning, stacklevel=2, source=self)
+            self.close()
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """Version 3, for libraries that take device arrays without a copy.
+
+        The stream is that of the last writer while its work is not done: whoever takes the array
+        orders itself behind it.
+        """
+        self.check(self.device)
+        pending = self._writer is not None and not self._writer[0].reached(self._writer[1])
+        stream = self._writer[0].stream.__cuda_stream__()[1] if self._writer and pending else None
+        return {
+            "shape": self.shape,
+            "typestr": self.dtype.str,
+            "data": (self.address, False),
+            "strides": None,
+            "version": 3,
+            "stream": stream,
+        }
+
+    def __repr__(self) -> str:
+        state = "closed" if self.is_closed else f"device {self.device}"
+        return f"<Buffer {self.shape} {self.dtype} ({state})>"
+
+
+class PinnedBuffer:
+    """Host memory that the device reads and writes directly, as a numpy array.
+
+    Made by `Partition.empty_pinned`. Its bytes are shared with the device: nothing orders the
+    host's accesses but waiting for jobs.
+
+    Attributes:
+        array: the memory, as numpy sees it; not to be used after `close()`, when it may become
+            somebody else's.
+        address: for the device.
+    """
+
+    __slots__ = ("_host", "_memory", "_uses", "address", "array", "is_closed")
+
+    def __init__(
+        self, memory: PinnedGiver, host: HostMemory, shape: tuple[int, ...], dtype: np.dtype[Any]
+    ) -> None:
+        self._memory = memory
+        self._host = host
+        self._uses: dict[Track, int] = {}
+        self.address = host.device_address
+        self.array: npt.NDArray[Any] = np.frombuffer(
+            host.view, dtype, count=math.prod(shape)
+        ).reshape(shape)
+        self.is_closed = False
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """As of its array."""
+        return self.array.dtype
+
+    @property
+    def device(self) -> int:
+        """The ordinal of its device."""
+        return self._memory.device
+
+    def before(self, track: Track, *, write: bool) -> list[Use]:  # noqa: ARG002  as Buffer's
+        """Nothing: the host shares it, so no order of work on the device would be the whole one."""
+        return []
+
+    def note(self, track: Track, ticket: int, *, write: bool) -> None:  # noqa: ARG002  as Buffer's
+        """Work on `track` up to `ticket` uses it."""
+        self._uses[track] = ticket
+
+    def bind(self, bound: BoundUser) -> None:
+        """A bound launch uses it: it is noted when that is over."""
+
+    def unbind(self, bound: BoundUser, ticket: int, *, write: bool) -> None:
+        """The bound launch is over; its last use has this ticket."""
+        self.note(bound.track, ticket, write=write)
+
+    def check(self, device: int) -> None:
+        """Refuses a closed buffer, and one of another device."""
+        if self.is_closed or self._memory.is_closed:
+            raise BufferClosed("this pinned buffer")
+        if device != self._memory.device:
+            raise WrongDevice("this pinned buffer", self._memory.device, device)
+
+    def close(self) -> None:
+        """Gives it back behind its last user. Idempotent; does not wait."""
+        if not self.is_closed:
+            self.is_closed = True
+            self._memory.give_back(self._host, tuple(self._uses.items()))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if not self.is_closed and not self._memory.is_closed:
+            warnings.warn(f"{self!r} was never closed", ResourceWarning, stacklevel=2, source=self)
+            self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self.is_closed else f"device {self.device}"
+        return f"<PinnedBuffer {self.array.shape} {self.array.dtype} ({state})>"
+
+
+def dtype_of(dtype: npt.DTypeLike) -> np.dtype[Any]:
+    """A dtype that device memory can hold.
+
+    Raises:
+        InvalidArray: it holds Python objects, or its bytes are in the other order; says which.
+    """
+    found = np.dtype(dtype)
+    if found.hasobject:
+        raise InvalidArray(f"dtype {found} holds Python objects, which have no bytes to move")
+    if not found.isnative:
+        raise InvalidArray(
+            f"dtype {found} is big-endian, and kernels read little-endian: convert it first with "
+            "array.astype(array.dtype.newbyteorder('='))"
+        )
+    return found
