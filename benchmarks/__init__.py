@@ -1,0 +1,1 @@
+"""What greensched costs, measured beside what one would write without it: `make bench`."""

@@ -1,0 +1,72 @@
+"""`python -m benchmarks [--standin DIR] [--json]`: all benchmarks; exit code 1 if a bar fails."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks import cuda, heartbeat, importing, launching, leasing
+from benchmarks.measure import Bystanders, Row, table
+from greensched import driver as drivers
+
+
+def main() -> int:
+    options = _parser().parse_args()
+    bystanders = Bystanders()
+    parts: dict[str, Callable[[], list[Row]]] = {
+        "import": importing.measure,
+        "event loop": heartbeat.measure,
+        "simulated H200, real clock": _simulated,
+    }
+    if options.standin:
+        parts["cuda.bindings on the stand-in driver"] = lambda: cuda.measure(options.standin)
+    found: dict[str, list[Row]] = {}
+    for name, measure in parts.items():
+        print(f"measuring: {name}", file=sys.stderr)
+        found[name] = measure()
+    _print(found, str(bystanders), as_json=options.json)
+    return int(any(row.passed is False for rows in found.values() for row in rows))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument(
+        "--standin", type=_folder, help="the folder of a stand-in libcuda.so.1, to run on it too"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    return parser
+
+
+def _folder(name: str) -> str:
+    folder = Path(name).resolve()
+    if not (folder / "libcuda.so.1").is_file():
+        raise argparse.ArgumentTypeError(f"there is no libcuda.so.1 in {folder}")
+    return str(folder)
+
+
+def _simulated() -> list[Row]:
+    async def both() -> list[Row]:
+        return [
+            *await leasing.measure(drivers.open("simulated:h200")),
+            *await launching.measure(drivers.open("simulated:h200")),
+        ]
+
+    return asyncio.run(both())
+
+
+def _print(found: dict[str, list[Row]], machine: str, *, as_json: bool) -> None:
+    if as_json:
+        rows = {name: [row.as_dict() for row in part] for name, part in found.items()}
+        print(json.dumps({"machine": machine, **rows}, indent=1))
+        return
+    print(machine)
+    for name, part in found.items():
+        print(f"\n{name}\n{table(part)}")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

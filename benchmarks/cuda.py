@@ -1,0 +1,54 @@
+"""Leasing and launching on the CUDA driver, beside raw `cuda.bindings`.
+
+`python -m benchmarks.cuda [--json]` runs on the GPU of the machine; `measure` runs the same in
+processes of their own, whose driver is a stand-in `libcuda.so.1`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+from benchmarks import launching, leasing
+from benchmarks.measure import Row, table
+from greensched import driver as drivers
+
+#: The stand-in's settings. With a device that takes no time, and does its work within the call,
+#: what is left is the host's part: the binding and us. With a kernel that takes some, submitting
+#: measures how a thread of the stand-in wakes, so only what waits is worth a look.
+_NO_TIME = {"STUBCUDA_KERNEL_US": "0", "STUBCUDA_INLINE": "1"}
+_SOME_TIME = {"STUBCUDA_KERNEL_US": "20"}
+
+
+def measure(folder: str) -> list[Row]:
+    """On the stand-in that a folder holds.
+
+    Raises:
+        CalledProcessError: a process failed; it has said why.
+    """
+    waiting = [row for row in _in_a_process(folder, _SOME_TIME) if "await" in row.what]
+    return [
+        *(replace(row, what=f"0 us: {row.what}") for row in _in_a_process(folder, _NO_TIME)),
+        *(replace(row, what=f"20 us: {row.what}") for row in waiting),
+    ]
+
+
+def _in_a_process(folder: str, settings: dict[str, str]) -> list[Row]:
+    environment = os.environ | settings | {"LD_LIBRARY_PATH": folder}
+    command = [sys.executable, "-m", "benchmarks.cuda", "--json"]
+    ran = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True)
+    return [Row.from_dict(found) for found in json.loads(ran.stdout)]
+
+
+async def _rows() -> list[Row]:
+    driver = drivers.open("cuda")
+    return [*await leasing.measure(driver), *await launching.measure(driver)]
+
+
+if __name__ == "__main__":
+    found = asyncio.run(_rows())
+    print(json.dumps([row.as_dict() for row in found]) if "--json" in sys.argv else table(found))

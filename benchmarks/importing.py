@@ -1,0 +1,50 @@
+"""What `import greensched` costs, beside `import asyncio`: each in a fresh interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+
+from benchmarks.measure import Comparison, Row, table
+
+#: Interpreters of each.
+NUMBER = 25
+#: Ours, as a multiple of theirs at most (issue 2).
+MOST = 4.0
+
+#: In the interpreter, around the import alone: its start is not ours.
+_PROGRAM = """
+from time import perf_counter
+start = perf_counter()
+{statement}
+print(perf_counter() - start)
+"""
+
+
+def measure() -> list[Row]:
+    """The import itself, and what comes with the first use of a name: there, no bar."""
+    alone, used = Comparison("import greensched | asyncio"), Comparison("...and its Pool | asyncio")
+    statements = ("import greensched", "from greensched import Pool", "import asyncio")
+    for statement in statements:
+        _seconds(statement)  # fills the file caches, and writes the bytecode
+    for _ in range(NUMBER):
+        ours, with_pool, theirs = (np.array([_seconds(s)]) for s in statements)
+        alone.ours.append(ours)
+        used.ours.append(with_pool)
+        alone.theirs.append(theirs)
+        used.theirs.append(theirs)
+    return [alone.row(0.5, "ms", most=MOST), used.row(0.5, "ms")]
+
+
+def _seconds(statement: str) -> float:
+    command = [sys.executable, "-c", _PROGRAM.format(statement=statement)]
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    ran = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True)
+    return float(ran.stdout)
+
+
+if __name__ == "__main__":
+    print(table(measure()))

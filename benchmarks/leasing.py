@@ -1,0 +1,68 @@
+"""What a lease of a warm lane costs, beside a semaphore; and with a launch inside."""
+
+from __future__ import annotations
+
+import asyncio
+from time import perf_counter
+
+from benchmarks.byhand import CONFIG, ITEMS, SMS, arguments, by_hand
+from benchmarks.measure import Comparison, Row, compare, table
+from greensched import Pool
+from greensched import driver as drivers
+from greensched.driver.base import Driver
+from greensched.kernels import fill
+
+
+async def measure(driver: Driver) -> list[Row]:
+    """Median and p99 of both."""
+    async with Pool([0], driver=driver) as pool:
+        comparisons = (await _bare(pool), await _with_launch(driver, pool))
+    return [c.row(part, "us") for c in comparisons for part in (0.5, 0.99)]
+
+
+async def _bare(pool: Pool) -> Comparison:
+    semaphore = asyncio.Semaphore(1)
+
+    async def ours() -> float:
+        start = perf_counter()
+        async with pool.partition(SMS):
+            pass
+        return perf_counter() - start
+
+    async def theirs() -> float:
+        start = perf_counter()
+        async with semaphore:
+            pass
+        return perf_counter() - start
+
+    return await compare("lease | semaphore", ours, theirs)
+
+
+async def _with_launch(driver: Driver, pool: Pool) -> Comparison:
+    semaphore = asyncio.Semaphore(1)
+    async with by_hand(driver, pool) as hand:
+        async with pool.partition(SMS) as p:
+            buffer = await p.empty(ITEMS)
+
+        async def ours() -> float:
+            start = perf_counter()
+            async with pool.partition(SMS) as q:
+                await q.launch(fill, CONFIG, *arguments(buffer))
+            return perf_counter() - start
+
+        async def theirs() -> float:
+            start = perf_counter()
+            async with semaphore:
+                hand.pack_and_launch()
+                hand.record()
+                await hand.poll()
+            return perf_counter() - start
+
+        with buffer:
+            return await compare(
+                "lease, launch, await | semaphore, launch, polled event", ours, theirs
+            )
+
+
+if __name__ == "__main__":
+    print(table(asyncio.run(measure(drivers.open("simulated:h200")))))

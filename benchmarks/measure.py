@@ -1,0 +1,174 @@
+"""Measuring two things beside each other: rounds, percentiles, intervals, and the table.
+
+Ours and theirs are measured in turns, in the same process and the same minute, because a machine's
+speed changes from minute to minute. A *round* is a handful of samples of each. Samples of one
+round are alike, so the bootstrap resamples rounds, not samples: the interval is then as wide as
+the machine's moods make it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Samples = npt.NDArray[np.float64]
+#: Does the thing once; returns the seconds it took, by a stopwatch held as closely as can be.
+Work = Callable[[], Awaitable[float]]
+
+#: Of each thing: so many rounds of so many samples, after a round that is thrown away.
+ROUNDS = 30
+PER_ROUND = 50
+#: Resamplings for an interval: the ends of a 95 % interval move by about 1 % of it from more.
+RESAMPLINGS = 1000
+
+SCALES = {"s": 1.0, "ms": 1e3, "us": 1e6}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A line of the table. Times in `unit`; `interval` is a 95 % interval of the ratio."""
+
+    what: str
+    ours: float
+    theirs: float
+    unit: str
+    interval: tuple[float, float] | None = None
+    bar: str = ""
+    passed: bool | None = None
+
+    @property
+    def ratio(self) -> float:
+        """Ours over theirs."""
+        return self.ours / self.theirs
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON; `Row(**...)` of it less the ratio is the row again."""
+        return dataclasses.asdict(self) | {"ratio": self.ratio}
+
+    @classmethod
+    def from_dict(cls, found: dict[str, Any]) -> Row:
+        """A row that another process measured."""
+        return cls(**{key: value for key, value in found.items() if key != "ratio"})
+
+
+@dataclass(slots=True)
+class Comparison:
+    """Seconds of ours and theirs, by rounds."""
+
+    what: str
+    ours: list[Samples] = field(default_factory=list)
+    theirs: list[Samples] = field(default_factory=list)
+
+    def at(self, part: float) -> tuple[float, float]:
+        """A percentile of each."""
+        return percentile(self.ours, part), percentile(self.theirs, part)
+
+    def interval(self, part: float, of: Callable[[float, float], float]) -> tuple[float, float]:
+        """A 95 % bootstrap interval of something made of both percentiles."""
+        rng = np.random.default_rng(1)
+        found = []
+        for _ in range(RESAMPLINGS):
+            ours, theirs = (
+                [rounds[i] for i in rng.integers(len(rounds), size=len(rounds))]
+                for rounds in (self.ours, self.theirs)
+            )
+            found.append(of(percentile(ours, part), percentile(theirs, part)))
+        low, high = np.quantile(found, (0.025, 0.975))
+        return float(low), float(high)
+
+    def row(self, part: float, unit: str, *, most: float | None = None) -> Row:
+        """The row of a percentile; `most` is a bar on the ratio."""
+        ours, theirs = self.at(part)
+        return Row(
+            f"{self.what}, {name_of(part)}",
+            ours * SCALES[unit],
+            theirs * SCALES[unit],
+            unit,
+            self.interval(part, lambda a, b: a / b),
+            "" if most is None else f"<= {most:g} x",
+            None if most is None else ours <= most * theirs,
+        )
+
+
+def percentile(rounds: Sequence[Samples], part: float) -> float:
+    """Of all samples: the smallest that so large a part does not exceed."""
+    return float(np.quantile(np.concatenate(rounds), part, method="inverted_cdf"))
+
+
+def name_of(part: float) -> str:
+    """As people say it: median, p99, p99.9, max."""
+    return {0.5: "median", 1.0: "max"}.get(part, f"p{100 * part:g}")
+
+
+async def compare(what: str, ours: Work, theirs: Work) -> Comparison:
+    """Measures both in turns; who goes first changes from round to round."""
+    comparison = Comparison(what)
+    await _round(ours)
+    await _round(theirs)
+    for number in range(ROUNDS):
+        sides = [(ours, comparison.ours), (theirs, comparison.theirs)]
+        for work, rounds in sides[:: 1 if number % 2 else -1]:
+            rounds.append(await _round(work))
+    return comparison
+
+
+async def _round(work: Work) -> Samples:
+    return np.array([await work() for _ in range(PER_ROUND)])
+
+
+# -- printing ---------------------------------------------------------------------------------
+
+
+class Bystanders:
+    """What other processes take of the machine meanwhile: it widens every figure here."""
+
+    def __init__(self) -> None:
+        self._start = self._now()
+
+    def __str__(self) -> str:
+        wall, busy, own = (a - b for a, b in zip(self._now(), self._start, strict=True))
+        return (
+            f"{platform.python_implementation()} {platform.python_version()}, {os.cpu_count()} "
+            f"cores, of which other processes used {max(0.0, busy - own) / wall:.1f} meanwhile"
+        )
+
+    @staticmethod
+    def _now() -> tuple[float, float, float]:
+        """Wall clock, all processes' seconds of CPU, and ours with our children's."""
+        ticks = [int(n) for n in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+        busy = sum(ticks) - ticks[3] - ticks[4]  # all but idle and waiting for I/O
+        return time.monotonic(), busy / os.sysconf("SC_CLK_TCK"), sum(os.times()[:4])
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows, aligned."""
+    cells = [("what", "ours", "theirs", "ratio [95 %]", "bar"), *(_cells(row) for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(5)]
+    lines = []
+    for line in cells:
+        first, *numbers, bar = line
+        right = (number.rjust(width) for number, width in zip(numbers, widths[1:], strict=False))
+        lines.append("  ".join((first.ljust(widths[0]), *right, bar)).rstrip())
+    lines.insert(1, "-" * max(map(len, lines)))
+    return "\n".join(lines)
+
+
+def _cells(row: Row) -> tuple[str, str, str, str, str]:
+    between = "" if row.interval is None else " [{:.3g} {:.3g}]".format(*row.interval)
+    verdict = {None: "", True: ": PASS", False: ": FAIL"}[row.passed]
+    return (
+        row.what,
+        f"{row.ours:.3g} {row.unit}",
+        f"{row.theirs:.3g} {row.unit}",
+        f"{row.ratio:.3g}{between}",
+        row.bar + verdict,
+    )

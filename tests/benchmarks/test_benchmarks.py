@@ -1,0 +1,75 @@
+"""The benchmarks run: a few samples of each, whatever the figures."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+from benchmarks.leases import KINDS
+from benchmarks.measure import Comparison, Row
+
+from benchmarks import launching, leasing, measure, soak
+from greensched.driver import simulated
+from greensched.driver.base import Driver
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "ROUNDS", 2)
+    monkeypatch.setattr(measure, "PER_ROUND", 2)
+
+
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("benchmark", [leasing, launching])
+def test_both_sides_are_measured(benchmark: object) -> None:
+    """Each row has a time of ours, one of theirs, and an interval around their ratio."""
+    driver: Driver = simulated.open("h200")
+    rows: list[Row] = asyncio.run(benchmark.measure(driver))  # type: ignore[attr-defined]  # a module
+    driver.close()
+    assert rows
+    for row in rows:
+        assert row.ours > 0
+        assert row.theirs > 0
+        assert row.interval is not None
+        assert Row.from_dict(row.as_dict()) == row
+
+
+def test_a_bar_is_judged() -> None:
+    """A ratio over its bar fails, one on it passes, and the table says which."""
+    comparison = Comparison("a | b", [np.array([4.0, 4.0])], [np.array([1.0, 1.0])])
+    met, missed = comparison.row(0.5, "s", most=4), comparison.row(0.5, "s", most=3.9)
+    assert (met.passed, missed.passed) == (True, False)
+    assert met.ratio == 4
+    assert [line.split()[-1] for line in measure.table([met, missed]).splitlines()[2:]] == [
+        "PASS",
+        "FAIL",
+    ]
+
+
+def test_the_percentile_is_a_sample() -> None:
+    """Of a thousand samples in two rounds, one lies beyond the p99.9."""
+    samples = np.arange(1000.0)
+    assert measure.percentile([samples[500:], samples[:500]], 0.999) == 998
+    assert measure.name_of(0.999) == "p99.9"
+
+
+def test_a_short_soak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rounds of leases of every kind leave nothing on the device, and are counted."""
+    monkeypatch.setattr(soak, "ROUND", 160)
+    monkeypatch.setattr(soak, "WEIGHTS", [1] * len(KINDS))
+    run = soak.Soak(seed=1)
+    looks = list(run.run(320))
+    assert [look.leases for look in looks] == [160, 320]
+    assert run.kinds.total() == 320
+
+
+def test_growth_is_seen() -> None:
+    """Whatever was more at any look after things had settled has grown."""
+    looks = [soak.Look(10_000, 9, 9, 9), soak.Look(20_000, 1, 2, 3), soak.Look(30_000, 5, 2, 4)]
+    looks.append(soak.Look(40_000, 1, 2, 3))
+    assert soak.grown(looks) == {
+        "memory (bytes)": (4, soak.MOST_BYTES),
+        "threads": (0, 0),
+        "files": (1, 0),
+    }
