@@ -107,9 +107,9 @@ def test_every_split_is_disjoint_equal_and_complete(
     assert {0} != set(every)
 
 
-@pytest.mark.parametrize(("groups", "minimum"), [(1, 133), (None, 133), (0, 8), (1, 127)])
+@pytest.mark.parametrize(("groups", "minimum"), [(1, 133), (None, 133), (0, 8), (-1, 8), (1, 129)])
 def test_what_cannot_be_cut_is_refused(machine: Machine, groups: int | None, minimum: int) -> None:
-    """More SMs than there are, or than lie in whole co-scheduled sets, are no group."""
+    """More SMs than there are, as asked or rounded up to the alignment, are no group."""
     with pytest.raises(CUDAError, match="INVALID_RESOURCE_CONFIGURATION"):
         counts(machine, groups, minimum)
 

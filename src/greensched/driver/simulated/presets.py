@@ -2,14 +2,15 @@
 
 SM counts, memory and bandwidth are the vendor's data sheets, except where a comment says measured.
 How a chip's SMs lie in GPCs is not published and differs from chip to chip; a layout here is one
-that gives every split answer published for that model (driver-facts: H100 SXM gave 15 groups of
-8 and 12 left over; GH200 gave 6 x 16 + 36, 1 x 72 + 60), or an even one where none is known.
+that gives every split answer known of that model, or an even one where none is known. Measured
+means: asked of an H200 under driver 580 (docs/measurements/h200-580/probe.json).
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from itertools import count
 
 from greensched.errors import InvalidRequest
 from greensched.typing import DeviceFacts
@@ -27,7 +28,7 @@ class DeviceModel:
 
     name: str
     compute_capability: tuple[int, int]
-    #: SMs of each GPC, in the order of their ids.
+    #: SMs of each GPC.
     gpcs: tuple[int, ...]
     memory_bytes: int
     dram_bandwidth: float
@@ -46,6 +47,18 @@ class DeviceModel:
     def sm_count(self) -> int:
         """How many SMs it has."""
         return sum(self.gpcs)
+
+    def sms_of_gpcs(self) -> list[list[int]]:
+        """The SM ids of each GPC: they count in rows, one TPC (2 SMs) of each GPC that has it.
+
+        Source: the SMs that the groups of one split ran on (`disjoint` of the probe).
+        """
+        ids: list[list[int]] = [[] for _ in self.gpcs]
+        number = count()
+        for row in range(0, max(self.gpcs), 2):
+            for gpc, sms in zip(ids, self.gpcs, strict=True):
+                gpc += [next(number) for _ in range(row, min(row + 2, sms))]
+        return ids
 
     def facts(self, ordinal: int) -> DeviceFacts:
         """What a driver would say of it as device number `ordinal`."""
@@ -73,8 +86,10 @@ def even(sms: int, gpcs: int) -> tuple[int, ...]:
     return tuple(2 * (tpcs // gpcs + (i < tpcs % gpcs)) for i in range(gpcs))
 
 
-#: 15 whole groups of 8 and 12 SMs over, as published for an H100 SXM.
-HOPPER_SXM = (18, 18, 18, 18, 16, 16, 16, 12)
+#: Read off the SM ids of an H200 (`disjoint`: their rows are of 8, then of 7, then of 6 TPCs). It
+#: gives what was published of the others too: 15 x 8 + 12 of an H100 SXM, 6 x 16 + 36 and
+#: 1 x 72 + 60 of a GH200.
+HOPPER_SXM = (18, 18, 18, 18, 18, 18, 16, 8)
 HOPPER_SHARED = 227 * 1024
 
 PRESETS: dict[str, DeviceModel] = {
@@ -82,9 +97,9 @@ PRESETS: dict[str, DeviceModel] = {
         name="H200",
         compute_capability=(9, 0),
         gpcs=HOPPER_SXM,
-        memory_bytes=143_771 * MIB,  # measured: nvidia-smi on an H200
+        memory_bytes=143_771 * MIB,  # measured: nvidia-smi
         dram_bandwidth=4.8e12,
-        l2_bytes=60 * MIB,  # measured: torch on an H200
+        l2_bytes=60 * MIB,  # measured (`device`)
         max_shared_bytes=HOPPER_SHARED,
     ),
     "h100": DeviceModel(

@@ -1,9 +1,12 @@
 """SM resources of a simulated device, and the driver's rules for cutting and combining them.
 
-The rules, by version (driver-facts, section 2):
+The rules, as an H200 answered under CUDA 13.0 (docs/measurements/h200-580, `splits`, `disjoint`,
+`nested_split`) and, for other versions, as driver-facts has them in section 2:
 
-* Only whole co-scheduled sets inside one GPC make groups, dealt from the first SMs on: so a
-  count of groups is not total / size, and two independent splits overlap.
+* A group of one co-scheduled set lies in one GPC: so there are 15 of 8 SMs, and 12 left over.
+* A larger group takes the SMs of one GPC after the other, so there are total / size of them; of
+  32 SMs cut so only three sets of 8 can be cut again.
+* Every split starts from the same first SMs: two independent ones overlap.
 * A group or a remainder cannot be split again; the resource of a context can.
 * 12.4: one resource to a descriptor. 12.5: several outputs of the *same* split. 13.1: and of
   equal alignment.
@@ -13,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import chain, count, zip_longest
 from typing import Literal
 
 from greensched.driver.simulated.presets import DeviceModel
@@ -73,14 +76,11 @@ def split_by_count(
         raise _refused("the output of a split cannot be split again: make a context of it first")
     least, alignment = (2, 2) if fine else (source.minimum, source.alignment)
     size = -(-max(minimum, least) // alignment) * alignment
-    sets = _coscheduled_sets(model, source.mask, alignment)
-    each = size // alignment
-    possible = len(sets) // each
-    made = possible if groups is None else min(groups, possible)
-    if made < 1 or minimum > source.mask.bit_count():
+    possible = _groups(model, source.mask, size, whole_sets=size == alignment and not fine)
+    masks = possible if groups is None else possible[: max(0, groups)]
+    if not masks or minimum > source.mask.bit_count():
         raise _refused(f"no group of {size} SMs fits")
     ident = next(_split_ids)
-    masks = [_union(sets[i * each : (i + 1) * each]) for i in range(made)]
     rest = source.mask & ~_union(masks)
     device, owner = source.device, source.owner
     cut = [Resource(device, mask, "group", least, alignment, ident, owner) for mask in masks]
@@ -106,16 +106,19 @@ def combine(resources: Sequence[Resource], version: Version, *, several: bool) -
     return Descriptor(first.device, _union([r.mask for r in resources]), first.owner)
 
 
-def _coscheduled_sets(model: DeviceModel, mask: int, size: int) -> list[int]:
-    """Whole sets of `size` SMs, none across two GPCs, in the order of SM ids."""
-    sets, first = [], 0
-    for gpc in model.gpcs:
-        ids = [sm for sm in range(first, first + gpc) if mask >> sm & 1]
-        sets += [
-            sum(1 << sm for sm in ids[i : i + size]) for i in range(0, len(ids) - size + 1, size)
-        ]
-        first += gpc
-    return sets
+def _groups(model: DeviceModel, mask: int, size: int, *, whole_sets: bool) -> list[int]:
+    """Every group of `size` SMs there can be, in the order in which they are given out."""
+    gpcs = [[sm for sm in gpc if mask >> sm & 1] for gpc in model.sms_of_gpcs()]
+    if whole_sets:  # one of each GPC, then another of each
+        rows = zip_longest(*(_chunks(gpc, size) for gpc in gpcs), fillvalue=0)
+        return [group for group in chain.from_iterable(rows) if group]
+    return _chunks(list(chain.from_iterable(gpcs)), size)
+
+
+def _chunks(sms: Sequence[int], size: int) -> list[int]:
+    """Masks of `size` SMs each; what is left over is in none."""
+    starts = range(0, len(sms) - size + 1, size)
+    return [_union([1 << sm for sm in sms[i : i + size]]) for i in starts]
 
 
 def _union(masks: Sequence[int]) -> int:
