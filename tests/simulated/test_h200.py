@@ -16,7 +16,7 @@ import pytest
 
 from greensched.driver.simulated.sharing import bits
 from greensched.driver.simulated.splits import Resource
-from greensched.typing import ResourceHandle
+from greensched.typing import ResourceHandle, StreamHandle
 
 from .machine import Machine
 
@@ -35,6 +35,15 @@ def h200(make: Callable[..., Machine]) -> Machine:
 def sms(resource: ResourceHandle) -> list[int]:
     assert isinstance(resource, Resource)
     return bits(resource.mask)
+
+
+def sms_seen(machine: Machine, stream: StreamHandle) -> list[int]:
+    """The SMs on which a kernel finds itself."""
+    seen: list[int] = []
+    kernel = machine.kernel("smids", (), lambda launch: seen.extend(launch.sms))
+    machine.launch(stream, kernel)
+    machine.driver.synchronize_stream(stream)
+    return seen
 
 
 def split(
@@ -89,3 +98,28 @@ def test_a_group_cut_again(h200: Machine) -> None:
     assert (len(parts), rest and len(sms(rest))) == (seen["inner_groups"], seen["rest"])
     assert (len(sms(inner)), len(sms(parts[0]))) == (seen["outer"], seen["inner"])
     assert (set(sms(parts[0])) <= set(sms(inner))) is seen["inner_within_outer"]
+
+
+def test_combining(h200: Machine) -> None:
+    """Each combination makes a context or is refused as seen, with the SMs said and the SMs had."""
+    driver = h200.driver
+    groups, rest = split(h200, 8)
+    again, _ = split(h200, 8)
+    assert rest is not None
+    cases = {
+        "two neighbours": [groups[0], groups[1]],
+        "first and last": [groups[0], groups[-1]],
+        "one group and the remainder": [groups[0], rest],
+        "all groups": groups,
+        "all groups and the remainder": [*groups, rest],
+        "the remainder alone": [rest],
+        "outputs of two splits": [groups[0], again[1]],
+        "the same group twice": [groups[0], groups[0]],
+    }
+    answers = {}
+    for name, resources in cases.items():
+        green = driver.create_green(driver.describe(resources), 0)
+        said = driver.resource_facts(driver.context_resource(driver.green_context(green)))
+        seen = len(sms_seen(h200, h200.stream(green)))
+        answers[name] = {"sm_count": said.sm_count, "smids_seen": seen}
+    assert answers == PROBE["combine"]

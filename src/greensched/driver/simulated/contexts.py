@@ -119,7 +119,10 @@ class Contexts(Core):
         whole = splits.whole_device(self.devices[ctx.device].model, ctx.device, self)
         if ctx.green is None:
             return ResourceHandle(whole)
-        return ResourceHandle(replace(whole, mask=ctx.green.mask, origin="green"))
+        green = ctx.green
+        return ResourceHandle(
+            replace(whole, mask=green.mask, origin="green", sm_count=green.sm_count)
+        )
 
     def stream_resource(self, stream: StreamHandle) -> ResourceHandle:
         """The SMs a stream's context was given."""
@@ -159,7 +162,8 @@ class Contexts(Core):
         if made_of.device != device:
             raise from_status(101, "create_green")
         self._retain(device)
-        green = self._own(Green(self._born(device, "green context"), device, made_of.mask))
+        ident = self._born(device, "green context")
+        green = self._own(Green(ident, device, made_of.mask, made_of.sm_count))
         self._own(green.view)
         return GreenHandle(green)
 

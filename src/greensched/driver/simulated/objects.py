@@ -43,12 +43,16 @@ class Context(Handle):
 
 
 class Green(Handle):
-    """A green context: some SMs of a device, and the streams made from it."""
+    """A green context: some SMs of a device, and the streams made from it.
 
-    def __init__(self, ident: int, device: int, mask: int) -> None:
+    `sm_count` is what the driver says they are.
+    """
+
+    def __init__(self, ident: int, device: int, mask: int, sm_count: int) -> None:
         self.ident = ident
         self.device = device
         self.mask = mask
+        self.sm_count = sm_count
         self.view = Context(ident, device, self)
         self.streams: set[SimulatedStream] = set()
 

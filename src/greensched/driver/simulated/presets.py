@@ -194,6 +194,10 @@ PRESETS: dict[str, DeviceModel] = {
 #: The CUDA versions a simulated driver can be, as in `simulated:h200@13.1`.
 VERSIONS = ((12, 4), (12, 5), (13, 0), (13, 1), (13, 2), (13, 3), (13, 4))
 
+#: The one whose driver was asked, and allowed more than is documented. What the others allow is
+#: known from their documentation alone.
+MEASURED = (13, 0)
+
 _SPEC = re.compile(r"(?P<devices>[^@]+?)(?:@(?P<major>\d+)\.(?P<minor>\d+))?")
 _SEVERAL = re.compile(r"(?P<name>.+)x(?P<count>[1-9]\d*)")
 

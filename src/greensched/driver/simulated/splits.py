@@ -8,8 +8,9 @@ The rules, as an H200 answered under CUDA 13.0 (docs/measurements/h200-580, `spl
   32 SMs cut so only three sets of 8 can be cut again.
 * Every split starts from the same first SMs: two independent ones overlap.
 * A group or a remainder cannot be split again; the resource of a context can.
-* 12.4: one resource to a descriptor. 12.5: several outputs of the *same* split. 13.1: and of
-  equal alignment.
+* 12.4: one resource to a descriptor. 12.5: several outputs of the *same* split. 13.0, as seen
+  (`combine`): of several splits too, documented or not. 13.1: of one, and of equal alignment.
+* A descriptor has every SM of its resources once, and counts one in two of them twice.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from itertools import chain, count, zip_longest
 from typing import Literal
 
-from greensched.driver.simulated.presets import DeviceModel
+from greensched.driver.simulated.presets import MEASURED, DeviceModel
 from greensched.errors import CUDAError, from_status
 from greensched.typing import ResourceFacts
 
@@ -29,7 +30,10 @@ _split_ids = count(1)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Resource:
-    """Some SMs of a device, as a bit mask of SM ids, and where they came from."""
+    """Some SMs of a device, as a bit mask of SM ids, and where they came from.
+
+    `sm_count` is what the driver says they are; 0 is as many as there are.
+    """
 
     device: int
     mask: int
@@ -38,11 +42,12 @@ class Resource:
     alignment: int
     split: int = 0
     owner: object = None
+    sm_count: int = 0
 
     def facts(self, version: Version) -> ResourceFacts:
         """What the driver's struct says; the last two fields are declared since 13.0."""
         said = (self.minimum, self.alignment) if version >= (13, 0) else (0, 0)
-        return ResourceFacts(self.mask.bit_count(), *said)
+        return ResourceFacts(self.sm_count or self.mask.bit_count(), *said)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,6 +56,7 @@ class Descriptor:
 
     device: int
     mask: int
+    sm_count: int
     owner: object = None
 
 
@@ -99,11 +105,14 @@ def combine(resources: Sequence[Resource], version: Version, *, several: bool) -
             raise _refused("this driver takes one resource to a descriptor (12.5 takes several)")
         if any(r.device != first.device for r in resources):
             raise _refused("resources of several devices")
-        if first.split == 0 or any(r.split != first.split for r in resources):
+        splits = {r.split for r in resources}
+        if 0 in splits or (len(splits) > 1 and version != MEASURED):
             raise _refused("only outputs of one split call can be combined")
         if version >= (13, 1) and any(r.alignment != first.alignment for r in resources):
             raise _refused("resources of different alignment")
-    return Descriptor(first.device, _union([r.mask for r in resources]), first.owner)
+    masks = [r.mask for r in resources]
+    said = sum(mask.bit_count() for mask in masks)
+    return Descriptor(first.device, _union(masks), said, first.owner)
 
 
 def _groups(model: DeviceModel, mask: int, size: int, *, whole_sets: bool) -> list[int]:
