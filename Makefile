@@ -46,8 +46,8 @@ bench: $(VENV)/.ready $(if $(STANDIN),standin-built)
 soak: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.soak $(ARGS)
 
-# The stand-in is built in a copy of its folder. Where its Makefile finds no cuda.h, the headers
-# come from the runtime package of the nvrtc extra.
+# The stand-in is built in a copy of its folder, with the headers of the runtime package of the
+# nvrtc extra: an nvcc on the path may have none beside it.
 .PHONY: standin-built
 standin-built: $(VENV)/.ready
 	@test -n "$(STANDIN)" && test -f "$(STANDIN)/Makefile" || { echo "give STANDIN=<folder with a Makefile>"; exit 2; }
