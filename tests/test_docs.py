@@ -1,0 +1,179 @@
+"""README and docs say what is so.
+
+Their programs run, their links lead somewhere, and the drawing of the house is the one that the
+import contracts enforce.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted(
+    [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+    + list(ROOT.glob("docs/**/*.md"))
+)
+#: Programs of all pages run at once, so many at a time.
+AT_ONCE = 4
+
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+_LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+_RUNG = re.compile(r"\[ ([a-z_| ]+) \]")
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def blocks(page: Path, kind: str) -> list[str]:
+    """The fenced blocks of a page that are of one kind."""
+    return [text for found, text in _FENCE.findall(page.read_text()) if found == kind]
+
+
+def programs() -> list[tuple[str, str]]:
+    """Every program of every page, with a name."""
+    return [
+        (f"{name_of(page)} {number}", text)
+        for page in PAGES
+        for number, text in enumerate(blocks(page, "python"))
+    ]
+
+
+def run(program: str) -> subprocess.CompletedProcess[str]:
+    """Runs it as a reader would, on a simulated GPU, with warnings as errors."""
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", program],
+        env=os.environ | {"GREENSCHED_DRIVER": "simulated:h200", "PYTHONPATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+
+
+def contracts() -> list[dict[str, object]]:
+    """The import contracts that are drawings: layers."""
+    tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    return [c for c in tools["importlinter"]["contracts"] if c["type"] == "layers"]
+
+
+# -- programs ---------------------------------------------------------------------------------
+
+
+def test_every_program_of_the_pages_runs() -> None:
+    """Each block fenced as python is a whole program, and ends well on a simulated GPU."""
+    found = programs()
+    assert len(found) >= 7
+    with ThreadPoolExecutor(AT_ONCE) as several:
+        done = list(several.map(run, (text for _, text in found)))
+    wrong = {
+        name: ended.stderr
+        for (name, _), ended in zip(found, done, strict=True)
+        if ended.returncode != 0
+    }
+    assert not wrong, "\n".join(f"{name}:\n{error}" for name, error in wrong.items())
+
+
+def test_the_readme_has_ten_lines_that_run() -> None:
+    """README's first program is ten lines, and prints what its comment says."""
+    first = blocks(ROOT / "README.md", "python")[0]
+    assert len([line for line in first.splitlines() if line.strip()]) == 10
+    promised = re.findall(r"print\(.*# (.*)", first)
+    assert promised == [run(first).stdout.strip()]
+
+
+# -- pages ------------------------------------------------------------------------------------
+
+
+def test_the_readme_is_short() -> None:
+    """README is under 110 lines."""
+    assert len((ROOT / "README.md").read_text().splitlines()) < 110
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    """A relative link names a file that exists, and a heading in it if it names one."""
+    for link in _LINK.findall(page.read_text()):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, heading = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{name_of(page)}: {link}"
+        if heading:
+            heads = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+            assert heading in {re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in heads}
+
+
+def test_every_page_is_reached() -> None:
+    """Whoever begins with README finds every page by following links."""
+    seen: set[Path] = set()
+    left = [ROOT / "README.md"]
+    while left:
+        page = left.pop()
+        seen.add(page)
+        linked = {(page.parent / link.partition("#")[0]).resolve() for link in _links(page)}
+        left += [other for other in linked & set(PAGES) if other not in seen]
+    assert set(PAGES) <= seen
+
+
+def _links(page: Path) -> list[str]:
+    return [link for link in _LINK.findall(page.read_text()) if ":" not in link]
+
+
+@pytest.mark.parametrize("target", ["demo", "test", "check", "test-standin", "test-gpu", "bench"])
+def test_a_command_that_is_named_exists(target: str) -> None:
+    """README and CONTRIBUTING name the commands of the Makefile, and no others."""
+    makefile = (ROOT / "Makefile").read_text()
+    assert re.search(rf"^{target}:", makefile, re.MULTILINE)
+    for name in ("README.md", "CONTRIBUTING.md"):
+        named = set(re.findall(r"make ([a-z]+(?:-[a-z]+)*)", _code(ROOT / name)))
+        assert target in named
+        for other in named:
+            assert re.search(rf"^{other}:", makefile, re.MULTILINE), f"{name}: make {other}"
+
+
+def _code(page: Path) -> str:
+    """What of a page is code: in backquotes, or indented."""
+    text = page.read_text()
+    return "\n".join(
+        re.findall(r"`([^`\n]+)`", text) + re.findall(r"^ {4,}(\S.*)$", text, re.MULTILINE)
+    )
+
+
+# -- the house --------------------------------------------------------------------------------
+
+
+def test_the_drawing_is_the_contract() -> None:
+    """The drawings name the rooms of the contracts of layers, in the contracts' order."""
+    drawings = blocks(ROOT / "docs/architecture.md", "text")
+    drawn = [_RUNG.findall(drawing) for drawing in drawings]
+    assert drawn == [contract["layers"] for contract in contracts()]
+
+
+def test_the_drawing_has_every_room() -> None:
+    """Every room of src/greensched stands in the drawing once, and is spoken of below it."""
+    page = ROOT / "docs/architecture.md"
+    drawn = [room for rung in _RUNG.findall(blocks(page, "text")[0]) for room in rung.split(" | ")]
+    rooms = {
+        path.stem
+        for path in (ROOT / "src/greensched").iterdir()
+        if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
+    assert sorted(drawn) == sorted(rooms - {"__init__", "__main__"})
+    for room in drawn:
+        assert f"**{room}**" in page.read_text(), room
+
+
+def test_places_the_sources_refer_to_exist() -> None:
+    """Where a source names a page or a measurement in docs, it is there."""
+    for source in [*ROOT.glob("src/**/*.py"), *ROOT.glob("tests/**/*.py")]:
+        for named in re.findall(r"docs/[\w./-]+\.\w+", source.read_text()):
+            assert (ROOT / named).exists(), f"{name_of(source)}: {named}"
