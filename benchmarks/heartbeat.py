@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from benchmarks.measure import Comparison, Row, Samples, name_of, percentile, table
 from greensched import Pool
-from greensched.demo import Service, _Device
+from greensched.demo import Service
 from greensched.driver import simulated
 
 #: Windows of each kind, and how long each is: some 15,000 beats a kind, so that fifteen gaps lie
@@ -76,7 +76,7 @@ async def _windows(account: BinaryIO) -> tuple[Samples, list[Window], list[Windo
     busy: list[Window] = []
     idle: list[Window] = []
     async with Pool(driver=driver) as pool:
-        service = Service(pool, _Device(driver), None, seed=1)
+        service = Service(pool, driver, None, seed=1)
         await service.warm_up()
         heart = asyncio.create_task(_beat(beats, account))
         for _ in range(WINDOWS):

@@ -127,7 +127,7 @@ async def run(
         progress: told the part done, from 0 to 1, and what is being done.
     """
     async with Pool([0], driver=driver) as pool:
-        service = Service(pool, _Device(driver), image, seed)
+        service = Service(pool, driver, image, seed)
         await service.warm_up()
         arrangements = (
             service.critical_on_all,
@@ -149,9 +149,9 @@ async def run(
 class Service:
     """The clients, the batch job, and the four ways to put them on one GPU."""
 
-    def __init__(self, pool: Pool, device: _Device, image: Image | None, seed: int) -> None:
+    def __init__(self, pool: Pool, driver: Driver, image: Image | None, seed: int) -> None:
         self._pool = pool
-        self._device = device
+        self._device = _Device(driver)
         self._seed = seed
         rng = np.random.default_rng(seed)
         own = [rng.random((side, side, 1), np.float32) for side in SIDES]
@@ -294,7 +294,9 @@ class Service:
 
     async def _check_product(self, p: Partition, product: Buffer, row: Row) -> None:
         row.results += 1
-        row.verified += bool(np.allclose(await p.download(product), self._product, rtol=1e-3))
+        found = await p.download(product)
+        right = await asyncio.to_thread(np.allclose, found, self._product, rtol=1e-3)  # 10 ms of it
+        row.verified += bool(right)
 
 
 async def _until(when: float) -> None:

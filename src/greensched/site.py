@@ -31,8 +31,10 @@ logger = logging.getLogger("greensched")
 #: Lanes made beforehand at most. The menu of 16 cells has 55; what a driver can hold is not
 #: documented, so the menu ends quietly where the driver says it is enough.
 MENU = 64
-#: Lanes of other shapes kept at most.
-EXTRA = 32
+#: Lanes of other shapes kept at most, some 5 MiB each on an H200. Generous, because making one
+#: waits there until nothing runs on the device, and driver 580 takes 4 of the 5 MiB back only with
+#: the primary context (docs/measurements/h200-580/stuck-and-lost.json).
+EXTRA = 96
 
 
 @dataclass(frozen=True, slots=True)
