@@ -104,8 +104,12 @@ class Machine:
         parameters: Sequence[Parameter] = (),
         reference: Callable[..., None] | None = None,
         cost: Cost | Callable[..., Cost] = Cost(),  # noqa: B008  a frozen value
+        loaded: bool = True,
     ) -> KernelHandle:
-        """A kernel of a library of its own; without a reference it does nothing."""
+        """A kernel of a library of its own; without a reference it does nothing.
+
+        It is `loaded` as if it had been used before: a first use waits for what runs.
+        """
 
         def nothing(launch: LaunchFacts, *arguments: object) -> None:
             pass
@@ -118,7 +122,10 @@ class Machine:
             name, tuple(parameters), reference or nothing, cost if callable(cost) else constant
         )
         library = self.driver.load_code(CodeImage("test", {name: spec}))
-        return self.driver.get_kernel(library, name)
+        kernel = self.driver.get_kernel(library, name)
+        if loaded:
+            kernel.loaded.update(p.ident for p in self.driver._primaries.values())  # type: ignore[attr-defined]
+        return kernel
 
     def launch(
         self,

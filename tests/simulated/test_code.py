@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
+from greensched.driver.simulated import Crash, VirtualClock
 from greensched.errors import CUDAError, DriverMisuse, NotSimulable
 from greensched.typing import CodeImage, Cost, KernelSpec, LaunchFacts, Parameter
 
-from .machine import Machine, Packed
+from .machine import LAUNCH_NS, Machine, Packed, spin
 
 Make = Callable[..., Machine]
 
@@ -139,6 +141,107 @@ def test_what_a_launch_was_given_when_it_was_made_counts(machine: Machine) -> No
     machine.finish()
     assert asked == [0, 0, 0]
     assert data[0] == 3
+
+
+# -- the first use ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clock", [VirtualClock, lambda: None])
+def test_a_first_use_waits_for_the_kernels_that_run(make: Make, clock: Callable[[], Any]) -> None:
+    """A kernel is loaded when every kernel of the device has ended, queued ones not; then at once.
+
+    On either clock: the kernel ends only when somebody who saw the load begin says so.
+    """
+    machine = make(clock=clock())
+    driver = machine.driver
+    one, two = (machine.stream(green) for green in machine.greens(2))
+    again, released = machine.word(), []
+    machine.run(one, "latch", until=lambda: bool(released))
+    driver.wait_value(one, again.address, 1)
+    machine.run(one, "behind")
+    kernel = machine.kernel("fresh", loaded=False)
+
+    def release() -> None:
+        spin(lambda: driver.script.calls["load_kernel"])
+        released.append(True)
+
+    thread = driver.start_thread(release, "release")
+    driver.load_kernel(kernel)
+    assert released
+    machine.launch(two, kernel)
+    driver.synchronize_stream(two)
+    assert {*machine.times()} == {"latch", "fresh"}
+    again.value = 1
+    machine.finish()
+    thread.join(10)
+
+
+def test_a_first_launch_counts_what_was_launched_before_it(machine: Machine) -> None:
+    """Also a kernel that has not begun yet is waited for, and one that waits for room."""
+    green = machine.green()
+    one, two, three = (machine.stream(green) for _ in range(3))
+    machine.run(one, "full", threads=1024, fixed_ns=1_000)
+    machine.run(two, "next", threads=1024, fixed_ns=1_000)
+    machine.launch(three, machine.kernel("fresh", loaded=False))
+    machine.finish()
+    times = machine.times()
+    assert times["fresh"][0] == times["next"][1] + LAUNCH_NS
+
+
+def test_a_first_use_does_not_wait_for_streams_that_wait(machine: Machine) -> None:
+    """A stream held by a word, and what is queued behind it, keep no kernel from being loaded."""
+    driver, word = machine.driver, machine.word()
+    held, free = (machine.stream(green) for green in machine.greens(2))
+    driver.wait_value(held, word.address, 1)
+    machine.run(held, "behind")
+    machine.launch(free, machine.kernel("fresh", loaded=False))
+    driver.synchronize_stream(free)
+    assert list(machine.times()) == ["fresh"]
+    word.value = 1
+    machine.finish()
+
+
+def test_a_first_use_is_one_of_each_device(make: Make) -> None:
+    """What runs on another device is not waited for, and each device loads for itself."""
+    machine = make("h200x2")
+    driver = machine.driver
+    here, there = machine.stream(machine.green()), machine.stream(machine.green(device=1))
+    kernel = machine.kernel("fresh", loaded=False)
+
+    def body() -> None:
+        machine.run(here, "busy", fixed_ns=1e6)
+        machine.launch(there, kernel)
+        driver.synchronize_stream(there)
+        machine.launch(here, kernel)
+        machine.finish()
+
+    machine.inside(body)
+    assert [span.name for span in machine.spans] == ["fresh", "busy", "fresh"]
+    assert machine.spans[2].enqueued == machine.spans[1].end
+
+
+def test_a_first_use_ends_with_its_device(make: Make) -> None:
+    """A device that fails meanwhile lets nobody wait, and says what became of it."""
+    machine = make(faults=[Crash("wild")])
+    one, two = machine.stream(), machine.stream()
+    machine.run(two, "endless", sm_ns=math.inf)
+    machine.run(one, "wild", fixed_ns=1_000)
+    with pytest.raises(CUDAError, match="ILLEGAL_ADDRESS"):
+        machine.driver.load_kernel(machine.kernel("fresh", loaded=False))
+
+
+def test_a_first_use_comes_again_with_a_new_primary(machine: Machine) -> None:
+    """Code ends with the context that had it: the next primary loads it anew."""
+    driver = machine.driver
+    kernel = machine.kernel("kernel", loaded=False)
+    driver.load_kernel(kernel)
+    driver.set_current(None)
+    driver.release_primary(0)
+    driver.set_current(driver.retain_primary(0))
+    stream = machine.stream()
+    machine.run(stream, "busy", fixed_ns=1e6)
+    driver.load_kernel(kernel)
+    assert driver.query_stream(stream)
 
 
 # -- refusals -----------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from greensched.driver.simulated.faults import Hang
 from greensched.driver.simulated.memories import Memories
 from greensched.driver.simulated.objects import Handle, SimulatedStream
 from greensched.driver.simulated.sharing import bits
+from greensched.driver.simulated.timeline import Device
 from greensched.errors import CUDAError, DriverMisuse, NotSimulable, from_status
 from greensched.typing import (
     CodeImage,
@@ -41,12 +42,17 @@ class Library(Handle):
 
 
 class Kernel:
-    """A kernel of a library. `warm` holds the contexts on which it was loaded or launched."""
+    """A kernel of a library.
+
+    `warm` holds the contexts on which it was loaded or launched, `loaded` the primary ones that
+    have its code: green contexts share that.
+    """
 
     def __init__(self, spec: KernelSpec, library: Library) -> None:
         self.spec = spec
         self.library = library
         self.warm: set[int] = set()
+        self.loaded: set[int] = set()
         self.shared: dict[int, int] = {}
 
     @property
@@ -86,7 +92,9 @@ class Code(Memories):
         """Makes the first launch on the current context one that cannot block."""
         context = self._thread.stack[-1]
         self._unfaulted(self.devices[context.device], "load_kernel")
-        self._expect(kernel, Kernel, "load_kernel").warm.add(context.ident)
+        found = self._expect(kernel, Kernel, "load_kernel")
+        self._load(found, self.devices[context.device], "load_kernel")
+        found.warm.add(context.ident)
 
     def kernel_layout(self, kernel: KernelHandle) -> tuple[tuple[int, int], ...] | None:
         """Where each parameter stands, by CUDA's rules of alignment."""
@@ -136,6 +144,28 @@ class Code(Memories):
 
     # -- a launch --------------------------------------------------------------------------------
 
+    def _load(self, kernel: Kernel, device: Device, what: str) -> None:
+        """Code comes to a device at a kernel's first use, and waits for the kernels there.
+
+        Source: the probe's `first_launch_beside_a_latch`: a first launch took the 2 s for which a
+        kernel ran in another green context; one of a kernel used before, no time. That it was used
+        in any other green context is enough: in `many_lanes`, kernels begin on contexts just made,
+        beside a loaded one, without delay.
+
+        Not asked, so waits for nothing here: streams that wait, and what is queued behind others.
+        """
+        primary = self._primaries[device.ordinal].ident
+        if primary in kernel.loaded:
+            return
+        with self.timeline.lock:
+            heads = [stream.head for stream in device.streams.values()]
+        running = [head for head in heads if isinstance(head, KernelOperation)]
+        self.clock.wait(
+            lambda: device.fault is not None or all(op.stream.head is not op for op in running)
+        )
+        self._unfaulted(device, what)
+        kernel.loaded.add(primary)
+
     def _launch(
         self, stream: SimulatedStream, kernel: Kernel, facts: LaunchFacts, parameters: int
     ) -> None:
@@ -145,6 +175,7 @@ class Code(Memories):
         spec = kernel.spec
         if stream.context.ident not in kernel.warm:
             self._may_block(f"the first launch of {spec.name!r} on a context")
+            self._load(kernel, stream.device, "launch")
             kernel.warm.add(stream.context.ident)
         arguments = self._arguments(spec, facts.device.ordinal, parameters)
         assert spec.reference is not None
