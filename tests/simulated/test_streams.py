@@ -293,10 +293,21 @@ def test_a_stream_waits_for_an_event_of_another_device(make: Make) -> None:
     assert machine.times()["after"][0] == machine.times()["before"][1]
 
 
-@pytest.mark.parametrize("strict", [True, False])
-def test_where_an_event_may_be_recorded(make: Make, strict: bool) -> None:
-    """Strictly, on streams of the context it was made in; permissively, anywhere on its device."""
-    machine = make("h200x2", strict_events=strict)
+@pytest.mark.parametrize(
+    ("version", "option", "strict"),
+    [
+        ("13.4", None, True),
+        ("13.0", None, False),
+        ("12.5", None, True),
+        ("13.4", False, False),
+        ("13.0", True, True),
+    ],
+)
+def test_where_an_event_may_be_recorded(
+    make: Make, version: str, option: bool | None, strict: bool
+) -> None:
+    """Strictly, on streams of the context it was made in; as of 13.0, anywhere on its device."""
+    machine = make(f"h200x2@{version}", strict_events=option)
     driver = machine.driver
     one, two = machine.greens(2)
     streams = [machine.stream(one), machine.stream(two), machine.stream()]

@@ -13,7 +13,7 @@ from typing import ParamSpec, TypeVar
 from greensched.driver.simulated.code import Code
 from greensched.driver.simulated.core import checked, current_clock
 from greensched.driver.simulated.faults import Crash, Fail, Fault, Hang, Slow
-from greensched.driver.simulated.presets import PRESETS, VERSIONS, DeviceModel, parse
+from greensched.driver.simulated.presets import MEASURED, PRESETS, VERSIONS, DeviceModel, parse
 from greensched.driver.simulated.realtime import RealClock
 from greensched.driver.simulated.timeline import Span
 from greensched.driver.simulated.virtual import VirtualClock
@@ -50,7 +50,7 @@ def open(  # noqa: A001  the module is used by its name: simulated.open("h200")
     clock: VirtualClock | None = None,
     faults: Iterable[Fault] = (),
     without: Iterable[Feature] = (),
-    strict_events: bool = True,
+    strict_events: bool | None = None,
 ) -> SimulatedDriver:
     """A new simulated machine.
 
@@ -59,7 +59,9 @@ def open(  # noqa: A001  the module is used by its name: simulated.open("h200")
         clock: a virtual clock; None is real time.
         faults: what shall go wrong: `Fail`, `Slow`, `Hang`, `Crash`.
         without: features it shall lack.
-        strict_events: an event can be recorded only on streams of the context it was made in.
+        strict_events: an event can be recorded only on streams of the context it was made in. None:
+            by the version. 13.0 takes any stream of the device, as an H200 was seen to do; of the
+            others only that rule is known.
 
     Raises:
         InvalidRequest: an unknown device or version; the message names those there are.
@@ -71,7 +73,7 @@ def open(  # noqa: A001  the module is used by its name: simulated.open("h200")
         clock=clock or RealClock(),
         faults=faults,
         without=without,
-        strict_events=strict_events,
+        strict_events=version != MEASURED if strict_events is None else strict_events,
     )
 
 

@@ -103,7 +103,7 @@ class Contexts(Core):
         self._wait_for(self._work_so_far(device, ctx.green), device, "synchronize_context")
 
     def priority_range(self) -> tuple[int, int]:
-        """(least, greatest). Source: [-5, 0] measured inside a green context on a GH200."""
+        """(least, greatest), as an H200 said (`device`)."""
         self._unfaulted(self.devices[self._thread.stack[-1].device], "priority_range")
         return 0, -5
 
@@ -168,7 +168,13 @@ class Contexts(Core):
         return GreenHandle(green)
 
     def destroy_green(self, green: GreenHandle) -> None:
-        """Ends a green context: its streams first, and nothing in flight."""
+        """Ends a green context: its streams first, and nothing in flight.
+
+        An H200 ends one also while it is current, or with work in flight (`driver_edges`,
+        `destroy_in_flight`), and its streams can never be ended then. That is refused here: the
+        port forbids it, and nothing good comes of it. After a device fault it does not answer
+        that (`poison`).
+        """
         gone = self._expect(green, Green, "destroy_green")
         device = self.devices[gone.device]
         faulty = device.fault is not None
@@ -184,7 +190,6 @@ class Contexts(Core):
         gone.alive = gone.view.alive = False
         self._died(gone.device, "green context")
         self._release(gone.device)
-        self._unfaulted(device, "destroy_green")
 
     def green_context(self, green: GreenHandle) -> ContextHandle:
         """The same view each time."""
