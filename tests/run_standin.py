@@ -2,9 +2,10 @@
 
     python tests/run_standin.py FOLDER [pytest arguments]
 
-FOLDER holds its libcuda.so.1. The suites run once for each driver version in turn; afterwards
-nothing may be alive, nothing misused, no thread may have been left with a context it did not
-start with, and no call may have blocked the main thread for long.
+FOLDER holds its libcuda.so.1. Each suite runs once for each driver version in turn; afterwards
+nothing may be alive, nothing misused, and no thread may have been left with a context it did not
+start with. In the conformance suite, whose main thread runs the loops, no driver call may have
+blocked that thread for long; the other one tests the driver itself, also where it blocks.
 """
 
 from __future__ import annotations
@@ -18,43 +19,46 @@ from pathlib import Path
 from typing import Any
 
 VERSIONS = (13000, 13010)
-TESTS = ("tests/standin", "tests/conformance")
+CONFORMANCE = "tests/conformance"
+SUITES = ("tests/standin", CONFORMANCE)
 #: A driver call on an event loop's thread may take so long (the issue's bar).
 MOST_NS = 5_000_000
 
 
 def main(folder: str, *arguments: str) -> int:
     for version in VERSIONS:
-        with tempfile.TemporaryDirectory() as work:
-            report = Path(work, "report.json")
-            environment = os.environ | {
-                "GREENSCHED_STANDIN_LIB": str(Path(folder).resolve()),
-                "STUBCUDA_DRIVER_VERSION": str(version),
-                "STUBCUDA_REPORT": str(report),
-                "LD_LIBRARY_PATH": str(Path(folder).resolve()),
-            }
-            command = [sys.executable, "-m", "pytest", "--driver", "cuda", *TESTS, *arguments]
-            code = subprocess.run(command, env=environment, check=False).returncode
-            if code:
-                return code
-            if not judge(version, json.loads(report.read_text())):
-                return 1
+        for suite in SUITES:
+            with tempfile.TemporaryDirectory() as work:
+                report = Path(work, "report.json")
+                environment = os.environ | {
+                    "GREENSCHED_STANDIN_LIB": str(Path(folder).resolve()),
+                    "STUBCUDA_DRIVER_VERSION": str(version),
+                    "STUBCUDA_REPORT": str(report),
+                    "LD_LIBRARY_PATH": str(Path(folder).resolve()),
+                }
+                command = [sys.executable, "-m", "pytest", "--driver", "cuda", suite, *arguments]
+                code = subprocess.run(command, env=environment, check=False).returncode
+                if code:
+                    return code
+                if not judge(version, suite, json.loads(report.read_text())):
+                    return 1
     return 0
 
 
-def judge(version: int, report: dict[str, Any]) -> bool:
+def judge(version: int, suite: str, report: dict[str, Any]) -> bool:
     """Prints the account of one run; true if it is clean."""
-    blocking = max(
-        (row["max_ns"] for row in report["blocking"].values() if row["main_thread_n"]), default=0
-    )
     checks = {
         "alive at the end": {k: n for k, n in report["live"].items() if n},
         "misuse": report["misuse_by_kind"],
         "threads that ended with a context": report["threads"]["left"],
         "threads with a context now": [t for t in report["threads"]["current"] if t["context"]],
-        "blocking calls on the main thread over 5 ms": blocking if blocking > MOST_NS else 0,
     }
-    print(f"\nstand-in driver {version}: its account of the run")
+    if suite == CONFORMANCE:  # the sum over the whole suite: then no single call was longer
+        waits = {name: row["main_thread_ns"] for name, row in report["blocking"].items()}
+        checks["calls that held the main thread over 5 ms"] = {
+            name: ns for name, ns in waits.items() if ns > MOST_NS
+        }
+    print(f"\n{suite} on the stand-in driver {version}: its account")
     for what, found in checks.items():
         print(f"  {what}: {found or 'none'}")
     return not any(checks.values())

@@ -12,8 +12,9 @@ How a loop learns that the device is done (figures and reasons in docs/completio
    costs little, never a hang.
 
 The safety look is also the *sweep*: after a device fault no ticket is ever written, and only a
-question to the driver says so. While any ticket is outstanding, awaited or not, there is a safety
-look; while none is, there is no timer at all.
+question to the driver says so. A busy loop, which looks every turn and never sleeps, sweeps
+every 50 ms. While any ticket is outstanding, awaited or not, there is a safety look; while none
+is, there is no timer at all.
 
 Under virtual time the driver calls `_look` whenever the device progressed, and 2 and 3 are idle.
 
@@ -114,6 +115,7 @@ class Completion:
         self._left = 0.0
         self._progress = 0.0
         self._let_go = 0.0
+        self._swept = 0.0
 
     # -- asking ----------------------------------------------------------------------------------
 
@@ -197,8 +199,7 @@ class Completion:
     def _look_virtual(self) -> None:
         """The device progressed while the loop was idle, or failed."""
         self._look()
-        for track in tuple(self.tracks):
-            self._ask(track)
+        self._sweep()
 
     def _step(self) -> None:
         """One look of the ticker, and the next appointment."""
@@ -211,6 +212,8 @@ class Completion:
             self._let_go = time.perf_counter()
         if self._unsubscribe is None:
             if (self._waiters or self._errands) and self._spent < self._driver.spin_budget:
+                if began - self._swept > SAFETY_MOST_S:  # a busy loop may look for ever
+                    self._sweep()
                 self._appoint(0.0)
             elif self.tracks or self._errands:
                 self._sleep()
@@ -237,11 +240,16 @@ class Completion:
         """Has threads wait in the driver, sweeps, and comes back for a safety look."""
         for track, watch in tuple(self.tracks.items()):
             self._record(track, watch)
-            self._ask(track)
             if watch.entries and watch.armed is None and watch.recorded is not None:
                 self._arm(track, watch)
+        self._sweep()
         since = self._driver.time() - self._progress
         self._appoint(min(SAFETY_MOST_S, max(SAFETY_S, since * SAFETY_PART)))
+
+    def _sweep(self) -> None:
+        self._swept = time.perf_counter()
+        for track in tuple(self.tracks):
+            self._ask(track)
 
     def _record(self, track: Track, watch: Watch) -> None:
         """Has the track's event capture its work, unless what it captured is still running."""

@@ -28,9 +28,10 @@ from greensched.worker import Crew, Home
 
 logger = logging.getLogger("greensched")
 
-#: Lanes made beforehand at most. The menu of 16 cells has 55; what a driver can hold is not
-#: documented, so the menu ends quietly where the driver says it is enough.
-MENU = 64
+#: Lanes made beforehand at most, some 5 MiB and 1 ms each on an H200, whose menu has 87: the first
+#: lease of any size then makes none. What a driver can hold is not documented, so the menu ends
+#: quietly where the driver says it is enough.
+MENU = 96
 #: Lanes of other shapes kept at most, some 5 MiB each on an H200. Generous, because making one
 #: waits there until nothing runs on the device, and driver 580 takes 4 of the 5 MiB back only with
 #: the primary context (docs/measurements/h200-580/stuck-and-lost.json).
@@ -138,8 +139,8 @@ class Site:
     def close(self) -> list[str]:
         """Ends everything, if nothing works any more; else leaves all as it is. Blocks.
 
-        Beside work that does not end, ending even an idle stream can wait for it: seen on an H200
-        with driver 580, in cuStreamDestroy and cuGreenCtxCreate.
+        Beside work that does not end, much of it would wait for that: cuMemHostUnregister and
+        cuLibraryUnload do, on an H200 with driver 580.
 
         Returns:
             What still has work, or could not be ended.

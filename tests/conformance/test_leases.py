@@ -230,10 +230,10 @@ def test_nowait_is_granted_or_refused(world: World) -> None:
 
 
 def test_other_shapes_are_made_when_asked_for(world: World) -> None:
-    """A size outside the menu gets a lane of its own, made once and warm from then on."""
+    """Cells that are not in the menu together get a lane, made once and warm from then on."""
 
     async def main() -> None:
-        async with world.pool() as pool:
+        async with world.pool() as pool, pool.partitions(24, 24, 24, 24):
             with pytest.raises(greensched.WouldBlock, match="no lane"):
                 pool.partition_nowait(24)
             made = pool.statistics().lanes_made
@@ -342,5 +342,21 @@ def test_statistics_and_repr_tell_the_truth(world: World) -> None:
                     held.open()
                     await until(lambda: pool.statistics().sms_draining == 0)
                     held._word.close()
+
+    world.run(main)
+
+
+def test_the_first_lease_of_any_size_makes_no_lane(world: World) -> None:
+    """Whatever size is asked for first, alone or beside the rest, its lane is there already."""
+
+    async def main() -> None:
+        async with world.pool() as pool:
+            made = pool.statistics().lanes_made
+            for sms in range(8, pool.devices[0].sm_count - 16, 8):
+                async with pool.partition_nowait(sms):
+                    pass
+                async with pool.partitions(sms, greensched.REST):
+                    pass
+            assert pool.statistics().lanes_made == made
 
     world.run(main)

@@ -118,10 +118,10 @@ def test_menu_has_what_a_pair_needs(cells: Cells) -> None:
 
 
 def test_menu_of_an_h100_fits_the_bound() -> None:
-    """The menu of a real device stays within the 64 lanes the design allows."""
-    menu = H100.menu(64)
-    assert len(menu) == 1 + 2 * (15 + 7 + 3 + 1)
-    assert {mask.bit_count() for mask in menu if mask & H100.leftover == 0} >= {1, 2, 4, 8}
+    """The menu of a real device has every number of cells, and needs no more than 96 lanes."""
+    menu = H100.menu(1000)
+    assert len(menu) <= 96
+    assert {mask.bit_count() for mask in menu} >= set(range(1, H100.count + 1))
 
 
 @given(devices(), st.data())

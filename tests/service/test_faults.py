@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any
 
 import anyio
@@ -64,6 +65,7 @@ def test_a_device_fault_ends_everything_within_a_second(clock: Any) -> None:
         async with anyio.create_task_group() as tasks:
             with pytest.raises(greensched.Poisoned) as met:
                 async with pool.partition(8) as p:
+                    await p.prepare(saxpy, ONE)  # beside a running kernel it would wait for that
                     tasks.start_soon(beside)
                     tasks.start_soon(queued)
                     await turns()
@@ -278,3 +280,35 @@ def test_the_verbs_are_covered() -> None:
                  "allow_shared", "memory_info", "synchronize_event"}  # fmt: skip
     assert set(VERBS) - set(CALLS) <= elsewhere, set(VERBS) - set(CALLS) - elsewhere
     assert "h200" in PRESETS
+
+
+async def _busy() -> None:
+    """A loop whose every turn takes longer than an idle one."""
+    while True:
+        until = time.perf_counter() + 50e-6
+        while time.perf_counter() < until:
+            pass
+        await anyio.sleep(0)
+
+
+@pytest.mark.parametrize("without", [[], [Feature.WRITE_VALUE]], ids=["words", "events"])
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
+def test_a_busy_loop_hears_of_a_fault(without: list[Feature], busy: bool) -> None:
+    """A waiter beside tasks that never pause is told of a fault, by words and by events."""
+    driver = simulated.open("h200", faults=[Crash("fill")], without=without)
+
+    async def main() -> None:
+        pool = Pool(driver=driver)
+        await pool.open()
+        async with anyio.create_task_group() as group:
+            if busy:
+                group.start_soon(_busy)
+            with anyio.fail_after(5), pytest.raises(greensched.Poisoned):
+                async with pool.partition(8) as p:
+                    with await p.empty(8) as buffer:
+                        await p.launch(fill, ONE, buffer, 1.0, 8)
+            group.cancel_scope.cancel()
+        assert pool.state is greensched.PoolState.POISONED
+        await pool.aclose()
+
+    anyio.run(main)

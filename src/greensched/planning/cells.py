@@ -118,14 +118,17 @@ class Cells:
     def menu(self, limit: int) -> list[int]:
         """The partitions worth making beforehand: everything, aligned blocks, and complements.
 
-        The complement of a block is what `pool.partitions(n, REST)` needs beside it.
+        The complement of a block is what `pool.partitions(n, REST)` needs beside it. Powers of two
+        come first, then the other numbers of cells.
         """
         wanted: dict[int, None] = {self.every: None}
-        for cells in (1 << power for power in range(self.count.bit_length())):
-            aligned = [m for m in self.blocks(cells) if (m.bit_length() - cells) % cells == 0]
-            for mask in aligned:
-                wanted[mask] = None
-                wanted[self.complement(mask)] = None
+        powers = [1 << power for power in range(self.count.bit_length())]
+        for cells in dict.fromkeys((*powers, *range(1, self.count + 1))):
+            step = 1 << (cells - 1).bit_length()
+            for mask in self.blocks(cells):
+                if (mask.bit_length() - cells) % step == 0:
+                    wanted[mask] = None
+                    wanted[self.complement(mask)] = None
         return [mask for mask in wanted if self.possible(mask)][:limit]
 
     def complement(self, mask: int) -> int:
