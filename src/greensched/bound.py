@@ -9,7 +9,7 @@ from greensched.channel import Channel, order_behind
 from greensched.errors import CUDAError, DeviceFault, PartitionClosed, Poisoned, WouldBlock
 from greensched.jobs import Job
 from greensched.launcher import Plan
-from greensched.stream import MASK, Track
+from greensched.stream import Track
 
 #: Launches without a ticket, after which one is put behind them, so that they can be counted.
 BATCH = 64
@@ -77,8 +77,7 @@ class Bound:
         job: Job[None] = Job(track, ticket, self._name, holding.failed)
         channel.submit_now(job, self._plan.fire, ticket)
         holding.unmarked = 0
-        if track.watcher is None:
-            holding.completion.watch(track)
+        holding.completion.watch(track)
         return job
 
     def set(self, index: int, value: object) -> None:
@@ -122,7 +121,7 @@ class Bound:
 
     def _next_ticket(self) -> int:
         issued = self.track.issued
-        return (issued + 1) & MASK if self._channel.holding.unmarked else issued
+        return issued + 1 if self._channel.holding.unmarked else issued
 
     # -- the rarer ways ----------------------------------------------------------------------------
 
@@ -141,7 +140,7 @@ class Bound:
         if all(other.has_submitted(ticket) for other, ticket in elsewhere.items()):
             behind = [other for other, ticket in elsewhere.items() if not other.reached(ticket)]
             self._elsewhere.clear()
-            order_behind(track, (), behind)
+            order_behind(track, {}, behind)
 
     def _launch_later(self) -> Job[None]:
         """By the mover, with the values of now."""

@@ -120,8 +120,10 @@ class Buffer:
     def note(self, track: Track, ticket: int, *, write: bool) -> None:
         """Work on `track` up to `ticket` uses it, ordered behind what `before` said."""
         if write:
+            # A call of the same partition that has not returned was not waited for.
+            kept = [use for use in self._noted() if _goes_on_beside(use, track)]
             self._writer = (track, ticket)
-            self._readers.clear()
+            self._readers = dict(kept)
         else:
             self._readers[track] = ticket
         for bound in self._bound:
@@ -135,6 +137,9 @@ class Buffer:
         """The bound launch is over; its last use has this ticket."""
         if self._bound.pop(bound, self) is None:
             self.note(bound.track, ticket, write=write)
+
+    def _noted(self) -> tuple[Use, ...]:
+        return (*self._readers.items(), *((self._writer,) if self._writer is not None else ()))
 
     def _written(self) -> tuple[Use, ...]:
         last = (self._writer,) if self._writer is not None else ()
@@ -200,6 +205,12 @@ class Buffer:
     def __repr__(self) -> str:
         state = "closed" if self.is_closed else f"device {self.device}"
         return f"<Buffer {self.shape} {self.dtype} ({state})>"
+
+
+def _goes_on_beside(use: Use, track: Track) -> bool:
+    """Whether work on a track was not ordered behind this use; see `Channel.others`."""
+    who, ticket = use
+    return who is not track and who.crew is track.crew and not who.has_submitted(ticket)
 
 
 class PinnedBuffer:

@@ -11,7 +11,7 @@ waited for by an event on the device; where it is not even submitted, the mover 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol, TypeVar
 
 from greensched.buffers import Buffer, PinnedBuffer
@@ -26,6 +26,8 @@ T = TypeVar("T")
 
 #: A buffer a piece of work uses, and whether it writes it.
 Uses = Iterable[tuple[Buffer | PinnedBuffer, bool]]
+#: Up to which ticket somebody has yet to submit.
+Lagging = Mapping[Track, int]
 
 
 class Site(Protocol):
@@ -98,12 +100,11 @@ class Channel:
             order_behind(track, lagging, behind)
             return step(ticket)
 
-        if track.watcher is None:
-            holding.completion.watch(track)
+        holding.completion.watch(track)
         if at_once:
             self.submit_now(job, whole, ticket)
         else:
-            holding.crew.defer(whole, job, ticket)
+            holding.crew.defer(whole, job, ticket, holding.completion)
         holding.unmarked = 0
         return job
 
@@ -128,26 +129,27 @@ class Channel:
             self.holding.crew.home.lost(fault)
             raise Poisoned(fault) from None
 
-    def others(self, track: Track, uses: Uses) -> tuple[list[Track], list[Track]]:
-        """Who else uses the buffers: (who has not submitted his work yet, whom to wait for).
+    def others(self, track: Track, uses: Uses) -> tuple[Lagging, list[Track]]:
+        """Who else uses the buffers: (who has not submitted a ticket yet, whom to wait for).
 
         A call of the same partition that has not returned is not among them: what is submitted
         after a `run` is ordered behind it only once the run was awaited.
         """
-        lagging: dict[Track, None] = {}
+        lagging: dict[Track, int] = {}
         behind: dict[Track, None] = {}
         for buffer, write in uses:
             for other, ticket in buffer.before(track, write=write):
                 if other.has_submitted(ticket):
                     behind[other] = None
                 elif other.crew is not track.crew:
-                    lagging[other] = behind[other] = None
-        return list(lagging), list(behind)
+                    lagging[other] = max(ticket, lagging.get(other, ticket))
+                    behind[other] = None
+        return lagging, list(behind)
 
 
-def order_behind(track: Track, lagging: Iterable[Track], behind: Iterable[Track]) -> None:
+def order_behind(track: Track, lagging: Lagging, behind: Iterable[Track]) -> None:
     """Orders what follows on a track behind others; blocks for those who have yet to submit."""
-    for other in lagging:
-        other.crew.wait_for_submissions(other)
+    for other, ticket in lagging.items():
+        other.wait_until_submitted(ticket)
     for other in behind:
         track.order_behind(other)

@@ -32,7 +32,7 @@ from collections.abc import Callable
 from greensched.driver.base import Driver
 from greensched.errors import CUDAError, DeviceFault
 from greensched.loops import Door, Waiter
-from greensched.stream import HALF, MASK, Track
+from greensched.stream import Track
 from greensched.typing import CaptureMode
 
 #: A turn of the loop shorter than this had nothing else to do, and counts against the budget.
@@ -73,7 +73,7 @@ class Watch:
         """Keeps the entries in the order of their tickets; most come in order."""
         entries = self.entries
         later = []
-        while entries and (ticket - entries[-1][0]) & MASK >= HALF:
+        while entries and ticket < entries[-1][0]:
             later.append(entries.pop())
         entries.append((ticket, wake))
         entries.extend(reversed(later))
@@ -133,9 +133,10 @@ class Completion:
 
     def watch(self, track: Track) -> None:
         """Work is outstanding on a track: sweeps it until there is none, awaited or not."""
-        self._watched(track)
-        if self._unsubscribe is None:
-            self._appoint(SAFETY_S)
+        if track not in self.tracks:
+            self._watched(track)
+            if self._unsubscribe is None:
+                self._appoint(SAFETY_S)
 
     def errand(self) -> None:
         """A thread of ours has got something to do: it may need the GIL."""
@@ -174,7 +175,6 @@ class Completion:
         watch = self.tracks.get(track)
         if watch is None:
             watch = self.tracks[track] = Watch()
-            track.watcher = self
             self._progress = self._driver.time()
         return watch
 
@@ -188,8 +188,6 @@ class Completion:
                 progressed = True
                 entries.popleft()[1]()
             if not entries and (track.fault is not None or track.is_idle):
-                if track.watcher is self:
-                    track.watcher = None
                 self.tracks.pop(track, None)
         if progressed:
             self._progress = self._driver.time()
@@ -254,6 +252,8 @@ class Completion:
     def _record(self, track: Track, watch: Watch) -> None:
         """Has the track's event capture its work, unless what it captured is still running."""
         ticket = track.submitted
+        if track.stream.is_closed:  # done, and its lane was ended since we looked
+            return
         if watch.recorded is not None and not track.reached(watch.recorded):
             return
         if track.reached(ticket):
@@ -270,6 +270,8 @@ class Completion:
 
     def _ask(self, track: Track) -> None:
         """Asks the driver: the one thing that sees a device fault."""
+        if track.stream.is_closed:
+            return
         before = self._driver.exchange_capture_mode(CaptureMode.RELAXED)
         try:
             self._driver.query_event(track.event.handle)

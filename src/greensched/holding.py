@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from functools import partial
 from typing import Any, Protocol
 
 from greensched.completion import Completion
@@ -68,12 +69,12 @@ class Holding:
         ticket = launches.issue()
         self._batches.append((ticket, self.unmarked))
         self.unmarked = 0
-        if launches.watcher is None:
-            self.completion.watch(launches)
+        self.completion.watch(launches)
         if at_once:
             launches.mark(ticket)
         else:
-            self.crew.defer(lambda: None, Job(launches, ticket, "mark", self.failed), ticket)
+            job: Job[None] = Job(launches, ticket, "mark", self.failed)
+            self.crew.defer(lambda: None, job, ticket, self.completion)
 
     def unmarked_in_flight(self) -> int:
         """Bound launches that are not done, as far as their tickets tell."""
@@ -99,7 +100,7 @@ class Holding:
             self._finish()
         elif self.is_exposed or not self.crew.lane.runs.is_idle:
             self.completion.errand()
-            self.crew.after_runs(self._settle)
+            self.crew.after_runs(partial(self._settle, self.completion))
         else:
             self._last = launches.issued
             self._await_last()
@@ -122,10 +123,11 @@ class Holding:
             self._waiters.append(waiter)
             await waiter
 
-    def _settle(self) -> None:
+    def _settle(self, asked: Completion) -> None:
         """On the mover, after everything else of the lease: the whole green context's last ticket.
 
-        Libraries put work on streams of their own; only the context knows them all.
+        Libraries put work on streams of their own; only the context knows them all. `asked` is
+        of the loop that ended the lease, which may be closed by now.
         """
         launches = self.crew.lane.launches
         try:
@@ -135,9 +137,8 @@ class Holding:
             self._last = ticket
         except CUDAError as error:
             self.crew.home.lost(error)
-        completion = self.completion
-        completion.door.call_threadsafe(completion.delivered)
-        completion.door.call_threadsafe(self._await_last)
+        asked.door.call_threadsafe(asked.delivered)
+        self.completion.door.call_threadsafe(self._await_last)
 
     def _record_whole(self) -> None:
         lane, driver = self.crew.lane, self.crew.driver

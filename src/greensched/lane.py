@@ -75,7 +75,9 @@ class Lane:
 
     def fail(self, fault: BaseException) -> None:
         """After a device fault no ticket is reached any more."""
-        self.launches.fault = self.runs.fault = fault
+        for track in (self.launches, self.runs):
+            track.fault = fault
+            track.pass_lagging()
 
     def close(self) -> None:
         """Ends everything in order; its work is done. Blocks.

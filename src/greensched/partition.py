@@ -6,6 +6,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, ParamSpec, Protocol, Self, TypeVar
 
@@ -21,7 +22,7 @@ from greensched.errors import InvalidArray, InvalidRequest, PartitionClosed, Poi
 from greensched.jobs import Job
 from greensched.kernels import Kernel
 from greensched.launcher import Arguments, LaunchConfig, Plan, check_launch
-from greensched.stream import MASK, Stream
+from greensched.stream import Stream
 from greensched.transfer import Slot
 
 P = ParamSpec("P")
@@ -214,12 +215,15 @@ class Partition:
         ticket = track.issue()
         for buffer, write in uses:
             buffer.note(track, ticket, write=write)
-        order_behind(track, (), behind)
         job: Job[None] = Job(track, ticket, kernel.name, holding.failed)
-        channel.submit_now(job, plan.fire, ticket)
+
+        def fire() -> None:
+            order_behind(track, lagging, behind)
+            plan.fire()
+
+        channel.submit_now(job, fire if behind else plan.fire, ticket)
         holding.unmarked = 0
-        if track.watcher is None:
-            holding.completion.watch(track)
+        holding.completion.watch(track)
         return job
 
     def _launch_later(
@@ -250,9 +254,11 @@ class Partition:
         check_launch(kernel, config, device.facts, device.driver)
         runs = channel.lane.runs
         job: Job[None] = Job(runs, runs.issue(), f"prepare {kernel.name}", channel.holding.failed)
-        if runs.watcher is None:
-            channel.holding.completion.watch(runs)
-        channel.holding.crew.run(lambda: _keep_plan(channel, kernel, config), job, job.ticket)
+        channel.holding.completion.watch(runs)
+        holding = channel.holding
+        holding.crew.run(
+            partial(_keep_plan, channel, kernel, config), job, job.ticket, holding.completion
+        )
         return job
 
     def bind(self, kernel: Kernel, config: LaunchConfig, *args: object) -> Bound:
@@ -323,9 +329,8 @@ class Partition:
         The job fails with `OutOfMemory` where there is no room.
         """
         channel = self._ready()
-        source = transfer.source_array(array)
         memory, track = channel.site.memory, channel.track
-        slot = _staged(channel, source)
+        slot, source = _staged(channel, transfer.source_array(array))
 
         def step(ticket: int) -> Buffer:
             try:
@@ -393,7 +398,7 @@ class Partition:
             return _copy_on_device(channel, dst, src)
         source = transfer.source_array(src)
         transfer.check_alike(source, dst, "src")
-        slot = _staged(channel, source)
+        slot, source = _staged(channel, source)
         return channel.submit(
             "copy",
             lambda ticket: _fill(channel, dst, source, slot, ticket),
@@ -434,9 +439,8 @@ class Partition:
             return fn(*args, **kwargs)
 
         holding.is_exposed = True
-        if runs.watcher is None:
-            holding.completion.watch(runs)
-        holding.crew.run(call, job, ticket)
+        holding.completion.watch(runs)
+        holding.crew.run(call, job, ticket, holding.completion)
         return job
 
     # -- room --------------------------------------------------------------------------------------
@@ -450,7 +454,7 @@ class Partition:
         channel = self._open()
         for track in (channel.track, channel.lane.runs):
             while not channel.has_room(track) and track.fault is None:
-                oldest = (track.issued - channel.lane.depth + 1) & MASK
+                oldest = track.issued - channel.lane.depth + 1
                 await channel.holding.completion.wait(track, oldest)
         channel.check_pool()
 
@@ -499,12 +503,18 @@ def _keep_plan(channel: Channel, kernel: Kernel, config: LaunchConfig) -> None:
         plans[kernel, config] = _plan(channel, kernel, config, arguments)
 
 
-def _staged(channel: Channel, source: Array) -> Slot | None:
-    """A small array in a slot; None: it is too large, empty, or every slot is under way."""
-    slot = channel.site.slots.take() if 0 < source.nbytes <= transfer.SLOT else None
-    if slot is not None:
-        transfer.stage_in(slot, source)
-    return slot
+def _staged(channel: Channel, source: Array) -> tuple[Slot | None, Array]:
+    """A small array in a slot, read here and now; where every slot is under way, a copy of it.
+
+    A large one as it is: that is read while the job is done.
+    """
+    if not 0 < source.nbytes <= transfer.SLOT:
+        return None, source
+    slot = channel.site.slots.take()
+    if slot is None:
+        return None, source.copy()
+    transfer.stage_in(slot, source)
+    return slot, source
 
 
 def _fill(channel: Channel, buffer: Buffer, source: Array, slot: Slot | None, ticket: int) -> None:

@@ -23,12 +23,12 @@ from greensched.typing import (
     DeviceFacts,
     EventHandle,
     GreenHandle,
+    Mailbox,
     StreamHandle,
 )
 
-#: Tickets are 32-bit and wrap; one is behind another by signed difference.
+#: What streams write of a ticket: its lowest 32 bits. There are never 2**32 in flight.
 MASK = 0xFFFFFFFF
-HALF = 0x80000000
 
 C = TypeVar("C", "Event", "Stream")
 
@@ -159,11 +159,11 @@ class Stream:
 class Track:
     """A stream and the word its tickets are written to.
 
-    Each piece of work is followed by a *ticket*, a growing number that the stream itself writes
-    into a word of pinned memory. Who wants to know whether the work is done reads the word:
-    no driver call, no thread, and one read covers everything before it. Tickets are issued, and
-    their marks submitted, in one order; `issued` runs ahead of `submitted` while a thread of ours
-    still has to submit.
+    Each piece of work is followed by a *ticket*, a growing number whose lowest 32 bits the stream
+    itself writes into a word of pinned memory. Who wants to know whether the work is done reads
+    the word: no driver call, no thread, and one read covers everything before it. Tickets are
+    issued, and their marks submitted, in one order; `issued` runs ahead of `submitted` while a
+    thread of ours still has to submit.
 
     Args:
         stream: where the work goes.
@@ -175,6 +175,7 @@ class Track:
     """
 
     __slots__ = (
+        "_lagging",
         "_release",
         "_write",
         "crew",
@@ -183,7 +184,6 @@ class Track:
         "issued",
         "stream",
         "submitted",
-        "watcher",
         "word",
     )
 
@@ -198,16 +198,17 @@ class Track:
     ) -> None:
         self.stream = stream
         self.word = word
-        word[0] = first
+        word[0] = first & MASK
         self._release = release
         #: Recorded behind the work, for whoever must block or order another stream behind it.
         self.event = event
         self.issued = self.submitted = first
         #: What ended everything: no ticket after it is ever reached.
         self.fault: BaseException | None = None
-        #: Who looks at this track now and then, and whose threads work on it: the service floor's.
-        self.watcher: Any = None
+        #: Whose threads work on it: the service floor's.
         self.crew: Any = None
+        #: Threads that wait until a ticket is submitted.
+        self._lagging: list[tuple[int, Mailbox[None]]] = []
         self._write = self._bind(address)
 
     def _bind(self, address: int) -> Callable[[int], None]:
@@ -215,36 +216,60 @@ class Track:
 
     def issue(self) -> int:
         """The next ticket, for work about to be submitted."""
-        self.issued = ticket = (self.issued + 1) & MASK
+        self.issued = ticket = self.issued + 1
         return ticket
 
     def mark(self, ticket: int) -> None:
         """Has the stream write a ticket behind its work."""
-        self._write(ticket)
+        self._write(ticket & MASK)
         self.submitted = ticket
+        if self._lagging:
+            self.pass_lagging()
 
     def mark_here(self, ticket: int) -> None:
         """Writes a ticket from the host: only for a stream with no work on it."""
-        self.word[0] = ticket
+        self.word[0] = ticket & MASK
         self.submitted = ticket
+        if self._lagging:
+            self.pass_lagging()
 
     def reached(self, ticket: int) -> bool:
         """Whether the work of a ticket is done, and everything before it."""
-        return (self.word[0] - ticket) & MASK < HALF
+        written = self.word[0]  # before `issued`, which it then cannot be ahead of
+        issued = self.issued
+        return ticket <= issued - ((issued - written) & MASK)
 
     def has_submitted(self, ticket: int) -> bool:
         """Whether the work of a ticket is on the stream, so that an event can capture it.
 
         Of a ticket still to be issued (a bound launch's next): whether all before it is.
         """
-        if (self.issued - ticket) & MASK >= HALF:
-            ticket = self.issued
-        return (self.submitted - ticket) & MASK < HALF
+        return self.submitted >= min(ticket, self.issued)
+
+    def wait_until_submitted(self, ticket: int) -> None:
+        """Blocks until a ticket is submitted, or its track is lost. Not on a loop's thread.
+
+        Tickets are issued in one order over all tracks, and whoever submits waits for earlier
+        ones only: so nobody waits in a circle.
+        """
+        passed: Mailbox[None] = self.stream.context.driver.create_mailbox()
+        self._lagging.append((ticket, passed))
+        self.pass_lagging()  # it may have been submitted just before
+        passed.get()
+
+    def pass_lagging(self) -> None:
+        """Lets go on who waited for what is submitted by now, or never will be."""
+        for entry in tuple(self._lagging):
+            if self.fault is not None or self.has_submitted(entry[0]):
+                with suppress(ValueError):  # another thread was here at the same time
+                    self._lagging.remove(entry)
+                    entry[1].put(None)
 
     @property
     def in_flight(self) -> int:
         """Tickets issued and not reached."""
-        return (self.issued - self.word[0]) & MASK
+        written = self.word[0]
+        return (self.issued - written) & MASK
 
     @property
     def is_idle(self) -> bool:
@@ -258,7 +283,12 @@ class Track:
         driver.wait_event(self.stream.handle, other.event.handle)
 
     def close(self) -> None:
-        """Ends its event and its stream, which has no work any more. May block."""
+        """Ends its event and its stream, which has no work any more. May block.
+
+        Whoever still looks at it, an old job or buffer, reads a word of its own: the one it had
+        goes to another track.
+        """
+        self.word = _private_word(self.issued)
         run_all((self.event.close, self.stream.close, self._release))
 
 
@@ -283,8 +313,7 @@ class EventTrack(Track):
             undo.pop_all()
         self._pending: deque[int] = deque()
         self._lock = threading.Lock()  # loops of several threads may look
-        word = memoryview((ctypes.c_uint32 * 1)()).cast("B").cast("I")
-        super().__init__(stream, event, word, 0, lambda: None, first)
+        super().__init__(stream, event, _private_word(first), 0, lambda: None, first)
 
     def _bind(self, address: int) -> Callable[[int], None]:  # noqa: ARG002  no word to write
         driver, handle = self.stream.context.driver, self.stream.handle
@@ -294,6 +323,12 @@ class EventTrack(Track):
             self._pending.append(ticket)
 
         return write
+
+    def mark_here(self, ticket: int) -> None:
+        """Writes a ticket from the host: the events before it are done."""
+        with self._lock:
+            self._pending.clear()
+            super().mark_here(ticket)
 
     def reached(self, ticket: int) -> bool:
         """Whether the work of a ticket is done; asks the driver where that is not known yet."""
@@ -317,7 +352,13 @@ class EventTrack(Track):
 
     def close(self) -> None:
         """Ends its events and its stream."""
+        self._pending.clear()
         run_all((*(event.close for event in self._ring), super().close))
+
+
+def _private_word(ticket: int) -> memoryview[int]:
+    """A word that no stream writes."""
+    return memoryview((ctypes.c_uint32 * 1)(ticket & MASK)).cast("B").cast("I")
 
 
 def _open(child: C, kind: str) -> C:

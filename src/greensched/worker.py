@@ -16,6 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any, Protocol
 
 from greensched.completion import Completion
@@ -154,16 +155,18 @@ class Crew:
 
     # -- deferred submissions ----------------------------------------------------------------------
 
-    def defer(self, step: Callable[[], Any], job: Job[Any], ticket: int) -> None:
+    def defer(
+        self, step: Callable[[], Any], job: Job[Any], ticket: int, completion: Completion
+    ) -> None:
         """Has the mover submit work, in the order of tickets, and then its ticket.
 
-        `step` returns the job's result, or raises what it fails with.
+        `step` returns the job's result, or raises what it fails with. `completion` is the
+        holder's.
         """
-        completion: Completion = self.lane.launches.watcher
         completion.errand()
 
-        def move() -> None:
-            self._attempt(step, job)
+        def move(refused: Exception | None) -> None:
+            self._attempt(step, job, refused)
             try:
                 self.lane.launches.mark(ticket)
             except CUDAError as error:
@@ -171,52 +174,47 @@ class Crew:
             completion.door.call_threadsafe(completion.delivered)
             completion.kick_threadsafe()
 
-        self._mover.submit(move)
-
-    def wait_for_submissions(self, track: Track) -> None:
-        """Blocks, on another lane's thread, until what was issued on a track is submitted."""
-        passed: Mailbox[None] = self.driver.create_mailbox()
-
-        def answer() -> None:
-            passed.put(None)
-
-        if track is self.lane.runs:
-            self._mover.submit(lambda: self._worker.submit(answer))
-        else:
-            self._mover.submit(answer)
-        passed.get()
+        _hand(self._mover, move)
 
     # -- blocking callables ------------------------------------------------------------------------
 
-    def run(self, function: Callable[[], Any], job: Job[Any], ticket: int) -> None:
+    def run(
+        self, function: Callable[[], Any], job: Job[Any], ticket: int, completion: Completion
+    ) -> None:
         """Has the worker call a function, on the run stream, with the lane's context current.
 
         It begins behind what was submitted before: on the device by an event, and where that is
-        not submitted yet, behind the mover.
+        not submitted yet, behind the mover. `completion` is the holder's.
         """
         launches = self.lane.launches
-        completion: Completion = self.lane.runs.watcher
         completion.errand()
 
-        def call() -> None:
-            self._attempt(lambda: self._call(function), job)
+        def call(refused: Exception | None) -> None:
+            self._attempt(lambda: self._call(function), job, refused)
             self._mark_run(ticket)
             completion.door.call_threadsafe(completion.delivered)
             completion.kick_threadsafe()
 
-        def forward() -> None:
-            self._worker.submit(call)
+        def forward(_: Exception | None) -> None:
+            _hand(self._worker, call)
             self._on_the_way.popleft()
 
         if launches.submitted == launches.issued and not self._on_the_way:
-            self._worker.submit(call)
+            _hand(self._worker, call)
         else:
             self._on_the_way.append(None)
-            self._mover.submit(forward)
+            _hand(self._mover, forward)
 
     def after_runs(self, item: Item) -> None:
         """Has the mover do something after all callables and all that was deferred before."""
-        self._mover.submit(lambda: self._worker.submit(lambda: self._mover.submit(item)))
+
+        def after_deferred(_: Exception | None) -> None:
+            _hand(self._worker, after_calls)
+
+        def after_calls(_: Exception | None) -> None:
+            _hand(self._mover, lambda _: item())
+
+        _hand(self._mover, after_deferred)
 
     def _call(self, function: Callable[[], Any]) -> Any:
         lane = self.lane
@@ -245,8 +243,10 @@ class Crew:
         except CUDAError as error:
             logger.warning("the capture was spoilt already: %s", error)
 
-    def _attempt(self, step: Callable[[], Any], job: Job[Any]) -> None:
+    def _attempt(self, step: Callable[[], Any], job: Job[Any], refused: Exception | None) -> None:
         try:
+            if refused is not None:
+                raise refused
             job.succeed(step())
         except BaseException as error:
             job.fail(error)
@@ -266,3 +266,14 @@ class Crew:
         self.lane.context.is_abandoned = True
         for thread in self._threads:
             thread.dismiss()
+
+
+def _hand(worker: Worker, item: Callable[[Exception | None], object]) -> None:
+    """Has a worker do something. Where no thread can be started it is told so, here and now.
+
+    It must come to its end all the same: a ticket that is never written holds its lane for ever.
+    """
+    try:
+        worker.submit(partial(item, None))
+    except RuntimeError as error:
+        item(error)
