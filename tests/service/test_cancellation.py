@@ -103,7 +103,7 @@ async def _warm(stage: Stage) -> None:
 
 @scenario("lease a lane to be made", opened)
 async def _cold(stage: Stage) -> None:
-    async with stage.pool.partition(24):
+    async with stage.pool.partition(24):  # see `small_menu`
         pass
 
 
@@ -243,6 +243,12 @@ async def as_before(stage: Stage) -> None:
         crews = [crew for site in stage.abandoned for crew in site.crews.values()]
         await until(lambda: all(crew.lane.is_idle for crew in crews))
     await turns()
+
+
+@pytest.fixture(autouse=True)
+def small_menu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lanes of powers of two alone are made beforehand."""
+    monkeypatch.setattr("greensched.site.MENU", 32)
 
 
 @pytest.mark.filterwarnings("ignore:.*was never closed:ResourceWarning")

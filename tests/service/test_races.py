@@ -83,8 +83,12 @@ Script = Callable[[Race], Awaitable[None]]
 
 
 @pytest.fixture(params=[(b, s) for b in ("asyncio", "trio") for s in range(2)], ids=str)
-def race(request: pytest.FixtureRequest) -> Any:
-    """Runs a script on each kind of loop, threads going in several orders."""
+def race(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs a script on each kind of loop, threads going in several orders.
+
+    A lane of 24 SMs is not made beforehand.
+    """
+    monkeypatch.setattr("greensched.site.MENU", 32)
     backend, seed = request.param
     clock = simulated.VirtualClock(seed=seed)
     driver = simulated.open("h200", clock=clock)
