@@ -1,0 +1,199 @@
+"""What outlives a lane, a loop or 2**32 tickets is told the truth; nobody waits in a circle."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+
+from greensched import LaunchConfig, Pool
+from greensched.driver import simulated
+from greensched.driver.simulated import Fail
+from greensched.kernels import fill, spin
+from helpers.gate import Gate
+from helpers.waiting import turns, until
+
+ONE = LaunchConfig(grid=1, block=32)
+BIG = np.ones(1 << 20, np.float32)
+
+
+def test_partitions_that_exchange_buffers_do_not_wait_in_a_circle() -> None:
+    """Each waits for the other's earlier work only, never for what was queued behind it since."""
+
+    async def main() -> None:
+        async with Pool(driver="simulated:h200") as pool, pool.partitions(8, 8) as (a, b):
+            x, y, z = [await a.upload(BIG) for _ in range(3)]
+            with x, y, z, anyio.fail_after(10):
+                jobs = b.copy(x, BIG + 1), a.copy(y, x), b.copy(z, y)
+                for job in jobs:
+                    await job
+                np.testing.assert_array_equal(await a.download(z), BIG + 1)
+
+    anyio.run(main)
+
+
+def test_what_outlives_its_lane_reads_a_word_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job and a buffer of a lane that was ended are done with it, whoever has its word now."""
+    monkeypatch.setattr("greensched.site.MENU", 32)
+    monkeypatch.setattr("greensched.site.EXTRA", 1)
+
+    async def main() -> None:
+        async with Pool(driver="simulated:h200") as pool:
+            async with pool.partition(24) as p:
+                buffer = await p.upload(np.zeros(8, np.float32))
+                for number in range(20):
+                    job = p.copy(buffer, np.full(8, number, np.float32))
+                    await job
+                old = p._open().track
+            for sms in (40, 48, 56):  # each a new lane, for which an old one goes
+                async with pool.partition(sms):
+                    pass
+            assert old.stream.is_closed
+            assert job.is_done
+            await job
+            async with pool.partition(8) as p:
+                with buffer, anyio.fail_after(5):
+                    assert (await p.download(buffer))[0] == 19
+
+    anyio.run(main)
+
+
+def test_small_arrays_are_read_at_once_however_many() -> None:
+    """An array of at most 64 KiB may change as soon as upload has returned, also the hundredth."""
+
+    async def main() -> None:
+        async with Pool(driver="simulated:h200") as pool, pool.partition(8) as p:
+            array = np.zeros(16, np.float32)
+            jobs = []
+            with await Gate.closed(p) as gate:
+                for number in range(150):
+                    array[:] = number
+                    jobs.append(p.upload(array))
+                gate.open()
+                buffers = [await job for job in jobs]
+            for number, buffer in enumerate(buffers):
+                with buffer:
+                    assert (await p.download(buffer))[0] == number
+
+    anyio.run(main)
+
+
+def test_a_call_in_flight_is_not_forgotten_by_a_later_launch() -> None:
+    """A buffer that a call uses is written elsewhere only once the call has returned."""
+
+    async def main() -> None:
+        async with (
+            Pool(driver="simulated:h200") as pool,
+            pool.partition(8) as p,
+            pool.partition(8) as q,
+        ):
+            await p.prepare(fill, ONE)
+            go = threading.Event()
+            with await p.upload(np.ones(64, np.float32)) as x:
+                call = p.run(lambda _: go.wait(), x)
+                await p.launch(fill, ONE, x, 2.0, 64)
+                copy = q.copy(x, np.zeros(64, np.float32))
+                await turns()
+                assert not copy.is_done
+                go.set()
+                await call
+                await copy
+
+    anyio.run(main)
+
+
+def test_a_loop_that_only_awaited_leaves_nothing_behind() -> None:
+    """A job awaited once by a loop that then closed does not tie its lane to that loop."""
+
+    async def main() -> None:
+        async with Pool(driver="simulated:h200") as pool:
+            async with pool.partition(8) as p:
+                await p.prepare(spin, ONE)
+                with await Gate.closed(p) as gate:
+                    job = p.launch(spin, ONE, 1000)
+
+                    async def give_up() -> None:
+                        with anyio.move_on_after(0.02):
+                            await job
+
+                    await asyncio.to_thread(lambda: asyncio.run(give_up()))
+                    gate.open()
+                await job
+            async with pool.partition(8) as p:
+                with await p.upload(BIG) as x:
+                    assert (await p.run(lambda: 7)) == 7
+                    assert (await p.download(x))[0] == 1
+
+    anyio.run(main)
+
+
+@pytest.mark.parametrize("first", [2**31 - 3, 2**32 - 3], ids=["half", "whole"])
+def test_tickets_never_wrap(first: int) -> None:
+    """After 2**31 and after 2**32 tickets old work is done, and new work is waited for."""
+
+    async def main() -> None:
+        async with Pool(driver="simulated:h200") as pool, pool.partition(8) as p:
+            old = p.upload(np.ones(8, np.float32))
+            buffer = await old
+            track = p._open().track
+            track.issued = track.submitted = first
+            track.word[0] = first & 0xFFFFFFFF
+            with buffer, await Gate.closed(p) as gate:
+                assert old.is_done
+                jobs = [p.copy(buffer, np.full(8, n, np.float32)) for n in range(6)]
+                await turns()
+                assert not any(job.is_done for job in jobs)
+                gate.open()
+                for job in jobs:
+                    await job
+                assert (await p.download(buffer))[0] == 5
+
+    anyio.run(main)
+
+
+def test_a_refused_order_fails_one_job() -> None:
+    """Where the driver refuses to order a launch behind another lane, that job alone fails."""
+    driver = simulated.open("h200", faults=[])
+
+    async def main() -> None:
+        async with Pool(driver=driver) as pool, pool.partitions(8, 8) as (p, q):
+            for lane in (p, q):
+                await lane.prepare(fill, ONE)
+            with await p.upload(np.zeros(8, np.float32)) as x:
+                with await Gate.closed(q) as gate:
+                    behind = q.launch(fill, ONE, x, 1.0, 8)
+                    driver.script.add(Fail("record_event", nth=1, status="INVALID_VALUE"))
+                    refused = p.launch(fill, ONE, x, 2.0, 8)
+                    gate.open()
+                await behind
+                with pytest.raises(Exception, match="INVALID_VALUE"):
+                    await refused
+                await p.launch(fill, ONE, x, 3.0, 8)
+                assert (await p.download(x))[0] == 3
+
+    anyio.run(main)
+
+
+def test_no_thread_fails_one_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no thread can be started what needs one fails, and the lane goes on."""
+    driver = simulated.open("h200")
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def main() -> None:
+        async with Pool(driver=driver) as pool, pool.partition(8) as p:
+            with monkeypatch.context() as patch:
+                patch.setattr(driver, "start_thread", refuse)
+                upload, call = p.upload(BIG), p.run(lambda: 1)
+            for job in (upload, call):
+                with pytest.raises(RuntimeError, match="new thread"):
+                    await job
+            assert await p.run(lambda: 2) == 2
+        await until(lambda: pool.statistics().leases == 0)
+
+    anyio.run(main)
