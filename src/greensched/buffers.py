@@ -214,7 +214,7 @@ class PinnedBuffer:
         address: for the device.
     """
 
-    __slots__ = ("_host", "_memory", "_uses", "address", "array", "is_closed")
+    __slots__ = ("_bound", "_host", "_memory", "_uses", "address", "array", "is_closed")
 
     def __init__(
         self, memory: PinnedGiver, host: HostMemory, shape: tuple[int, ...], dtype: np.dtype[Any]
@@ -222,6 +222,7 @@ class PinnedBuffer:
         self._memory = memory
         self._host = host
         self._uses: dict[Track, int] = {}
+        self._bound: dict[BoundUser, None] = {}
         self.address = host.device_address
         self.array: npt.NDArray[Any] = np.frombuffer(
             host.view, dtype, count=math.prod(shape)
@@ -247,11 +248,13 @@ class PinnedBuffer:
         self._uses[track] = ticket
 
     def bind(self, bound: BoundUser) -> None:
-        """A bound launch uses it: it is noted when that is over."""
+        """A bound launch uses it, time and again, until `unbind`."""
+        self._bound[bound] = None
 
     def unbind(self, bound: BoundUser, ticket: int, *, write: bool) -> None:
         """The bound launch is over; its last use has this ticket."""
-        self.note(bound.track, ticket, write=write)
+        if self._bound.pop(bound, self) is None:
+            self.note(bound.track, ticket, write=write)
 
     def check(self, device: int) -> None:
         """Refuses a closed buffer, and one of another device."""
@@ -264,7 +267,10 @@ class PinnedBuffer:
         """Gives it back behind its last user. Idempotent; does not wait."""
         if not self.is_closed:
             self.is_closed = True
-            self._memory.give_back(self._host, tuple(self._uses.items()))
+            for bound in self._bound:
+                bound.look_again()
+            uses = (*self._uses.items(), *(bound.last_use() for bound in self._bound))
+            self._memory.give_back(self._host, uses)
 
     def __enter__(self) -> Self:
         return self

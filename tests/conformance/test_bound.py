@@ -72,18 +72,41 @@ def test_bound_ends_with_its_block(world: World) -> None:
     world.run(main)
 
 
-def test_bound_refuses_a_closed_buffer(world: World) -> None:
+@pytest.mark.parametrize("kind", ["empty", "empty_pinned"])
+def test_bound_refuses_a_closed_buffer(world: World, kind: str) -> None:
     """A bound launch whose buffer was closed raises BufferClosed instead of using it."""
 
     async def main() -> None:
         async with world.pool() as pool, pool.partition(8) as p:
-            b = await p.empty(8)
+            b = await getattr(p, kind)(8)
             await p.prepare(fill, CONFIG)
             bound = p.bind(fill, CONFIG, b, 1.0, 8)
             bound()
             b.close()
-            with pytest.raises(greensched.BufferClosed):
+            for launch in (bound, bound.submit, bound):
+                with pytest.raises(greensched.BufferClosed):
+                    launch()
+
+    world.run(main)
+
+
+def test_pinned_memory_outlives_its_bound_launches(world: World) -> None:
+    """Pinned memory closed under a bound launch in flight goes to nobody before that is done."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p, pool.partition(8) as q:
+            await p.prepare(fill, CONFIG)
+            first = await p.empty_pinned(2000)
+            bound = p.bind(fill, CONFIG, first, 1.0, 2000)
+            with await Gate.closed(p) as gate:
                 bound()
+                first.close()
+                with await q.empty_pinned(2000) as other:
+                    assert other.address != first.address
+                    gate.open()
+            (await p.empty(1)).close()  # behind the bound launch
+            with await q.empty_pinned(2000) as other, await q.empty_pinned(2000) as again:
+                assert first.address in (other.address, again.address)
 
     world.run(main)
 
