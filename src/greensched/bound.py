@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from greensched.buffers import Use
+from greensched.buffers import Buffer, PinnedBuffer, Use
 from greensched.channel import Channel, order_behind
 from greensched.errors import CUDAError, DeviceFault, PartitionClosed, Poisoned, WouldBlock
 from greensched.jobs import Job
@@ -39,9 +39,7 @@ class Bound:
         #: Uses of its buffers by others, since its last launch.
         self._elsewhere: dict[Track, int] = {}
         for buffer, write in plan.arguments.buffers.values():
-            for other, ticket in buffer.before(self.track, write=write):
-                self._elsewhere[other] = ticket
-            buffer.bind(self)
+            self._use(buffer, write=write)
 
     def __call__(self) -> None:
         """Launches. Never waits.
@@ -91,13 +89,11 @@ class Bound:
         buffers = self._plan.arguments.buffers
         before = buffers.get(index)
         self._plan.arguments.set(index, value)
-        after = buffers.get(index)
-        if before is not after and after is not None:
-            if before is not None:
-                before[0].unbind(self, self._next_ticket(), write=before[1])
-            for other, ticket in after[0].before(self.track, write=after[1]):
-                self._elsewhere[other] = ticket
-            after[0].bind(self)
+        if before is not None:
+            buffer, write = buffers[index]
+            self._use(buffer, write=write)
+            if all(kept is not before[0] for kept, _ in buffers.values()):
+                before[0].unbind(self, self._next_ticket())
 
     # -- for its buffers and its partition ---------------------------------------------------------
 
@@ -117,8 +113,13 @@ class Bound:
     def close(self) -> None:
         """Its partition's block ends: the last launch is up to the last ticket."""
         self.is_closed = True
-        for buffer, write in self._plan.arguments.buffers.values():
-            buffer.unbind(self, self._next_ticket(), write=write)
+        for buffer, _ in self._plan.arguments.buffers.values():
+            buffer.unbind(self, self._next_ticket())
+
+    def _use(self, buffer: Buffer | PinnedBuffer, *, write: bool) -> None:
+        for other, ticket in buffer.before(self.track, write=write):
+            self._elsewhere[other] = ticket
+        buffer.bind(self, write=write)
 
     def _next_ticket(self) -> int:
         issued = self.track.issued

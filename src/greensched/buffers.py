@@ -72,7 +72,7 @@ class Buffer:
         "_bound",
         "_memory",
         "_readers",
-        "_writer",
+        "_writers",
         "address",
         "dtype",
         "is_closed",
@@ -89,9 +89,11 @@ class Buffer:
         self.dtype = dtype
         self.nbytes = math.prod(shape) * dtype.itemsize
         self.is_closed = False
-        self._writer: Use | None = None
+        #: Several only where bound launches ended that others were not ordered behind yet.
+        self._writers: dict[Track, int] = {}
         self._readers: dict[Track, int] = {}
-        self._bound: dict[BoundUser, None] = {}
+        #: Bound launches that use it, and whether they write it.
+        self._bound: dict[BoundUser, bool] = {}
 
     @property
     def size(self) -> int:
@@ -120,29 +122,37 @@ class Buffer:
     def note(self, track: Track, ticket: int, *, write: bool) -> None:
         """Work on `track` up to `ticket` uses it, ordered behind what `before` said."""
         if write:
-            self._writer = (track, ticket)
+            self._writers.clear()
             self._readers.clear()
-        else:
-            self._readers[track] = ticket
-        for bound in self._bound:
-            bound.use_elsewhere(track, ticket)
+        self._add(track, ticket, write=write)
 
-    def bind(self, bound: BoundUser) -> None:
-        """A bound launch uses it, time and again, until `unbind`."""
-        self._bound[bound] = None
+    def bind(self, bound: BoundUser, *, write: bool) -> None:
+        """A bound launch uses it, time and again, until `unbind`; in one argument or several."""
+        self._bound[bound] = write or self._bound.get(bound, False)
 
-    def unbind(self, bound: BoundUser, ticket: int, *, write: bool) -> None:
-        """The bound launch is over; its last use has this ticket."""
-        if self._bound.pop(bound, self) is None:
-            self.note(bound.track, ticket, write=write)
+    def unbind(self, bound: BoundUser, ticket: int) -> None:
+        """The bound launch is over; its last use has this ticket.
+
+        It was not ordered behind everybody who came since: they are not forgotten.
+        """
+        write = self._bound.pop(bound, None)
+        if write is not None:
+            self._add(bound.track, ticket, write=write)
+
+    def _add(self, track: Track, ticket: int, *, write: bool) -> None:
+        (self._writers if write else self._readers)[track] = ticket
+        for bound, writes in self._bound.items():
+            if write or writes:
+                bound.use_elsewhere(track, ticket)
 
     def _written(self) -> tuple[Use, ...]:
-        last = (self._writer,) if self._writer is not None else ()
-        return (*last, *(bound.last_use() for bound in self._bound))
+        bound = (bound.last_use() for bound, writes in self._bound.items() if writes)
+        return (*self._writers.items(), *bound)
 
     def uses(self) -> tuple[Use, ...]:
         """Everybody who uses it, and up to which ticket."""
-        return (*self._readers.items(), *self._written())
+        reading = (bound.last_use() for bound, writes in self._bound.items() if not writes)
+        return (*self._readers.items(), *reading, *self._written())
 
     def check(self, device: int) -> None:
         """Refuses a closed buffer, and one of another device.
@@ -186,8 +196,8 @@ class Buffer:
         orders itself behind it.
         """
         self.check(self.device)
-        pending = self._writer is not None and not self._writer[0].reached(self._writer[1])
-        stream = self._writer[0].stream.__cuda_stream__()[1] if self._writer and pending else None
+        pending = [track for track, ticket in self._written() if not track.reached(ticket)]
+        stream = pending[-1].stream.__cuda_stream__()[1] if pending else None
         return {
             "shape": self.shape,
             "typestr": self.dtype.str,
@@ -247,14 +257,14 @@ class PinnedBuffer:
         """Work on `track` up to `ticket` uses it."""
         self._uses[track] = ticket
 
-    def bind(self, bound: BoundUser) -> None:
+    def bind(self, bound: BoundUser, *, write: bool) -> None:  # noqa: ARG002  as Buffer's
         """A bound launch uses it, time and again, until `unbind`."""
         self._bound[bound] = None
 
-    def unbind(self, bound: BoundUser, ticket: int, *, write: bool) -> None:
+    def unbind(self, bound: BoundUser, ticket: int) -> None:
         """The bound launch is over; its last use has this ticket."""
         if self._bound.pop(bound, self) is None:
-            self.note(bound.track, ticket, write=write)
+            self._uses[bound.track] = ticket
 
     def check(self, device: int) -> None:
         """Refuses a closed buffer, and one of another device."""

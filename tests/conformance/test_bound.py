@@ -90,6 +90,54 @@ def test_bound_refuses_a_closed_buffer(world: World, kind: str) -> None:
     world.run(main)
 
 
+def test_a_buffer_in_two_arguments_stays_in_use(world: World) -> None:
+    """Patching one of two arguments that are the same buffer leaves the other one in use."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p, pool.partition(8) as q:
+            await p.prepare(saxpy, CONFIG)
+            x, z = await p.empty(8), await p.empty(8)
+            bound = p.bind(saxpy, CONFIG, 1.0, x, x, 8)  # read as one, written as the other
+            bound.set(1, z)
+            with await Gate.closed(p) as gate:
+                bound()
+                read = q.download(x)
+                with anyio.move_on_after(0.01) as scope:
+                    await read
+                assert scope.cancelled_caught
+                gate.open()
+            await read
+            x.close()
+            with z, pytest.raises(greensched.BufferClosed):
+                bound()
+
+    world.run(main)
+
+
+def test_the_end_of_a_bound_launch_forgets_no_other_user(world: World) -> None:
+    """Who used a buffer after a bound launch, elsewhere, is still waited for when that ends."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as q, pool.partition(8) as r:
+            with await r.empty(8) as buffer:
+                async with pool.partition(8) as p:
+                    await p.prepare(fill, CONFIG)
+                    bound = p.bind(fill, CONFIG, buffer, 1.0, 8)
+                    bound()
+                    gate = await Gate.closed(q)
+                    read = q.download(buffer)
+                with gate:
+                    write = r.copy(buffer, np.zeros(8, np.float32))
+                    with anyio.move_on_after(0.01) as scope:
+                        await write
+                    assert scope.cancelled_caught
+                    gate.open()
+                await read
+                await write
+
+    world.run(main)
+
+
 def test_pinned_memory_outlives_its_bound_launches(world: World) -> None:
     """Pinned memory closed under a bound launch in flight goes to nobody before that is done."""
 
