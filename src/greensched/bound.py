@@ -11,12 +11,6 @@ from greensched.jobs import Job
 from greensched.launcher import Plan
 from greensched.stream import MASK, Track
 
-#: Launches without a ticket, after which one is put behind them, so that they can be counted.
-BATCH = 64
-#: Launches in flight at most that have no ticket of their own: with the jobs' own entries
-#: (2 for each of lane.DEPTH) below the thousand or so that a driver's queue holds.
-MOST = 4 * BATCH
-
 
 class Bound:
     """A launch made ready by `Partition.bind`. Lives as long as its partition's block.
@@ -51,8 +45,9 @@ class Bound:
         """
         channel = self._channel
         holding, track = channel.holding, self.track
-        if self.is_closed or self._elsewhere or holding.unmarked >= BATCH:
+        if self.is_closed or self._elsewhere or holding.room <= 0:
             self._catch_up()
+            self._check_room()
         if track.submitted != track.issued or self._elsewhere:
             self._launch_later()
             return
@@ -61,6 +56,7 @@ class Bound:
         except CUDAError as error:
             self._failed(error)
         holding.unmarked += 1
+        holding.room -= 1
 
     def submit(self) -> Job[None]:
         """Launches, and returns a job to await. Raises as a call does."""
@@ -133,16 +129,18 @@ class Bound:
             raise PartitionClosed("the partition of this bound launch")
         for buffer, _ in self._plan.arguments.buffers.values():
             buffer.check(self._channel.ordinal)
-        holding, track = self._channel.holding, self.track
-        if holding.unmarked >= BATCH:
-            holding.mark_unmarked()
-            if holding.unmarked_in_flight() > MOST:
-                raise WouldBlock("too many launches are in flight: `await p.ready()` first")
+        track = self.track
         elsewhere = {o: t for o, t in self._elsewhere.items() if o is not track}
         if all(other.has_submitted(ticket) for other, ticket in elsewhere.items()):
             behind = [other for other, ticket in elsewhere.items() if not other.reached(ticket)]
             self._elsewhere.clear()
             order_behind(track, (), behind)
+
+    def _check_room(self) -> None:
+        if not self._channel.holding.make_room():
+            if self.track.fault is not None:
+                raise Poisoned(self.track.fault)
+            raise WouldBlock("too many launches are in flight: `await p.ready()` first")
 
     def _launch_later(self) -> Job[None]:
         """By the mover, with the values of now."""

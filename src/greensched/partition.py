@@ -442,7 +442,7 @@ class Partition:
     # -- room --------------------------------------------------------------------------------------
 
     async def ready(self) -> None:
-        """Waits until a job can be submitted. A cancellation changes nothing.
+        """Waits until a job or a bound launch can be submitted. A cancellation changes nothing.
 
         Raises:
             PartitionClosed, PoolClosed, Poisoned: there is nothing to wait for any more.
@@ -452,6 +452,7 @@ class Partition:
             while not channel.has_room(track) and track.fault is None:
                 oldest = (track.issued - channel.lane.depth + 1) & MASK
                 await channel.holding.completion.wait(track, oldest)
+        await channel.holding.wait_for_room()
         channel.check_pool()
 
     def __repr__(self) -> str:

@@ -8,6 +8,7 @@ import pytest
 
 import greensched
 from greensched import LaunchConfig
+from greensched.holding import BATCH, MOST
 from greensched.kernels import fill, saxpy
 from helpers.gate import Gate
 from helpers.world import World
@@ -181,25 +182,37 @@ def test_the_end_of_the_block_waits_for_bound_launches(world: World) -> None:
     world.run(main)
 
 
-def test_bound_launches_in_flight_are_bounded(world: World) -> None:
-    """However many are launched without waiting, the driver's queue is never filled."""
+@pytest.mark.parametrize("jobs_between", [False, True])
+def test_bound_launches_in_flight_are_bounded(world: World, jobs_between: bool) -> None:
+    """Beyond the bound each launch is refused until there is room, which `ready` waits for."""
 
     async def main() -> None:
         async with world.pool() as pool, pool.partition(8) as p:
             with await p.empty(8) as b:
                 await p.prepare(fill, CONFIG)
                 bound = p.bind(fill, CONFIG, b, 1.0, 8)
+                for _ in range(3 * MOST):  # what is done counts no more
+                    await p.ready()
+                    bound()
+                await bound.submit()
                 with await Gate.closed(p) as gate:
-                    number = 0
+                    for number in range(MOST - BATCH):
+                        bound()
+                        if jobs_between and number % (BATCH - 1) == 0:
+                            bound.submit()
                     with pytest.raises(greensched.WouldBlock):
-                        while number < 5000:
+                        for _ in range(2 * BATCH):
                             bound()
-                            number += 1
-                    assert 100 < number < 900
+                    for _ in range(2 * BATCH):
+                        with pytest.raises(greensched.WouldBlock):
+                            bound()
+                    with anyio.move_on_after(0.01) as scope:
+                        await p.ready()
+                    assert scope.cancelled_caught
                     gate.open()
                 await p.ready()
-                await bound.submit()
                 bound()
+                await bound.submit()
 
     world.run(main)
 
