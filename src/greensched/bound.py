@@ -19,10 +19,22 @@ class Bound:
     whatever is submitted behind it. `bound.submit()` launches and returns a `Job`.
 
     Its buffers count as used by the partition until the block ends; work of other partitions on
-    them is kept in order with it.
+    them is kept in order with it. So are bound launches of other partitions, where one of them
+    writes a buffer they share: but then each asks for the other every time, which costs about as
+    much as a launch that is not bound. Buffers that both only read cost nothing.
     """
 
-    __slots__ = ("__weakref__", "_channel", "_elsewhere", "_name", "_plan", "is_closed", "track")
+    __slots__ = (
+        "__weakref__",
+        "_channel",
+        "_elsewhere",
+        "_is_shared",
+        "_is_wary",
+        "_name",
+        "_plan",
+        "is_closed",
+        "track",
+    )
 
     def __init__(self, channel: Channel, plan: Plan, name: str) -> None:
         self._channel = channel
@@ -30,6 +42,10 @@ class Bound:
         self._name = name
         self.track = channel.track
         self.is_closed = False
+        #: Bound launches elsewhere use its buffers, without telling.
+        self._is_shared = False
+        #: Closed or shared: one thing to look at in each launch.
+        self._is_wary = False
         #: Uses of its buffers by others, since its last launch.
         self._elsewhere: dict[Track, int] = {}
         for buffer, write in plan.arguments.buffers.values():
@@ -45,7 +61,7 @@ class Bound:
         """
         channel = self._channel
         holding, track = channel.holding, self.track
-        if self.is_closed or self._elsewhere or holding.room <= 0:
+        if self._is_wary or self._elsewhere or holding.room <= 0:
             self._catch_up()
             self._check_room()
         if track.submitted != track.issued or self._elsewhere:
@@ -62,7 +78,7 @@ class Bound:
         """Launches, and returns a job to await. Raises as a call does."""
         channel = self._channel
         track, holding = self.track, channel.holding
-        if self.is_closed or self._elsewhere:
+        if self._is_wary or self._elsewhere:
             self._catch_up()
         full = track.in_flight >= channel.lane.depth
         if track.submitted != track.issued or self._elsewhere or full:
@@ -106,15 +122,18 @@ class Bound:
         """A buffer was closed: the next launch looks at all of them."""
         self._elsewhere[self.track] = self.track.issued
 
+    def share(self) -> None:
+        """A bound launch elsewhere uses a buffer too: each launch asks what came before it."""
+        self._is_shared = self._is_wary = True
+
     def close(self) -> None:
         """Its partition's block ends: the last launch is up to the last ticket."""
-        self.is_closed = True
+        self.is_closed = self._is_wary = True
         for buffer, _ in self._plan.arguments.buffers.values():
             buffer.unbind(self, self._next_ticket())
 
     def _use(self, buffer: Buffer | PinnedBuffer, *, write: bool) -> None:
-        for other, ticket in buffer.before(self.track, write=write):
-            self._elsewhere[other] = ticket
+        self._elsewhere.update(buffer.before(self.track, write=write))
         buffer.bind(self, write=write)
 
     def _next_ticket(self) -> int:
@@ -127,8 +146,10 @@ class Bound:
         """Whatever must be seen to before the next launch."""
         if self.is_closed:
             raise PartitionClosed("the partition of this bound launch")
-        for buffer, _ in self._plan.arguments.buffers.values():
+        for buffer, write in self._plan.arguments.buffers.values():
             buffer.check(self._channel.ordinal)
+            if self._is_shared:
+                self._elsewhere.update(buffer.before(self.track, write=write))
         track = self.track
         elsewhere = {o: t for o, t in self._elsewhere.items() if o is not track}
         if all(other.has_submitted(ticket) for other, ticket in elsewhere.items()):

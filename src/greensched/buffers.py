@@ -53,6 +53,8 @@ class BoundUser(Protocol):
 
     def look_again(self) -> None: ...
 
+    def share(self) -> None: ...
+
 
 class Buffer:
     """An array in device memory, in C order.
@@ -128,6 +130,10 @@ class Buffer:
 
     def bind(self, bound: BoundUser, *, write: bool) -> None:
         """A bound launch uses it, time and again, until `unbind`; in one argument or several."""
+        for other, writes in self._bound.items():
+            if other.track is not bound.track and (write or writes):
+                other.share()
+                bound.share()
         self._bound[bound] = write or self._bound.get(bound, False)
 
     def unbind(self, bound: BoundUser, ticket: int) -> None:

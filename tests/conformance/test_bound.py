@@ -243,3 +243,52 @@ def test_other_partitions_are_ordered_with_bound_launches(world: World) -> None:
                 await job
 
     world.run(main)
+
+
+@pytest.mark.parametrize("submit", [False, True])
+def test_bound_launches_of_two_partitions_are_ordered(world: World, submit: bool) -> None:
+    """Of two launches bound to one buffer elsewhere, each waits for what was launched before."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p, pool.partition(8) as q:
+            with await p.empty(8) as x, await p.empty(8) as unrelated:
+                await p.prepare(fill, CONFIG)
+                await q.prepare(fill, CONFIG)
+                first = p.bind(fill, CONFIG, x, 1.0, 8)
+                second = q.bind(fill, CONFIG, x, 2.0, 8)
+                for here, there, a, b in ((p, q, first, second), (q, p, second, first)):
+                    a()
+                    b()
+                    await there.copy(unrelated, unrelated)
+                    with await Gate.closed(here) as gate:
+                        a()
+                        if submit:
+                            job = b.submit()
+                        else:
+                            b()
+                            job = there.copy(unrelated, unrelated)
+                        with anyio.move_on_after(0.01) as scope:
+                            await job
+                        assert scope.cancelled_caught
+                        gate.open()
+                    await job
+
+    world.run(main)
+
+
+def test_bound_launches_that_only_read_are_not_ordered(world: World) -> None:
+    """Launches bound to one buffer in two partitions that both only read it run side by side."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p, pool.partition(8) as q:
+            with await p.empty(8) as x, await p.empty(8) as y, await q.empty(8) as z:
+                await p.prepare(saxpy, CONFIG)
+                await q.prepare(saxpy, CONFIG)
+                first = p.bind(saxpy, CONFIG, 1.0, x, y, 8)
+                second = q.bind(saxpy, CONFIG, 1.0, x, z, 8)
+                with await Gate.closed(p) as gate:
+                    first()
+                    await second.submit()
+                    gate.open()
+
+    world.run(main)
