@@ -10,6 +10,7 @@ import pytest
 import greensched
 from greensched import BufferClosed, InvalidArray, LaunchConfig
 from greensched.kernels import fill
+from greensched.memory import PinnedMemory
 from greensched.transfer import CHUNK, SLOT
 from helpers.gate import Gate
 from helpers.waiting import turns, until
@@ -322,3 +323,26 @@ def test_pinned_memory_is_used_again_once_its_work_is_done(world: World) -> None
                 assert not again.array.any()
 
     world.run(main)
+
+
+def test_pinned_memory_may_be_asked_for_by_many_at_once(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One thread at a time sorts out which pinned memory is free again."""
+    reap = PinnedMemory._reap
+    unlocked = []
+
+    def watched(memory: PinnedMemory) -> None:
+        if not memory._lock.locked():
+            unlocked.append(memory)
+        reap(memory)
+
+    monkeypatch.setattr(PinnedMemory, "_reap", watched)
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p, pool.partition(8) as q:
+            for job in [partition.empty_pinned(4) for partition in (p, q) * 5]:
+                (await job).close()
+
+    world.run(main)
+    assert not unlocked
