@@ -191,8 +191,9 @@ class Buffer:
 
     def __del__(self) -> None:
         if not self.is_closed and not self._memory.is_closed:
-            warnings.warn(f"{self!r} was never closed", ResourceWarning, stacklevel=2, source=self)
-            self.close()
+            said = f"{self!r} was never closed"
+            self.close()  # first: where warnings are errors, nothing after one is done
+            warnings.warn(said, ResourceWarning, stacklevel=2, source=self)
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -296,8 +297,9 @@ class PinnedBuffer:
 
     def __del__(self) -> None:
         if not self.is_closed and not self._memory.is_closed:
-            warnings.warn(f"{self!r} was never closed", ResourceWarning, stacklevel=2, source=self)
-            self.close()
+            said = f"{self!r} was never closed"
+            self.close()  # first: where warnings are errors, nothing after one is done
+            warnings.warn(said, ResourceWarning, stacklevel=2, source=self)
 
     def __repr__(self) -> str:
         state = "closed" if self.is_closed else f"device {self.device}"

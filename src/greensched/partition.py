@@ -133,13 +133,10 @@ class Partition:
     def __del__(self) -> None:
         channel = self._channel
         if channel is not None and channel.holding.is_open:
-            warnings.warn(
-                f"{self!r} was never left: use it with `async with`",
-                ResourceWarning,
-                stacklevel=2,
-                source=self,
-            )
+            said = f"{self!r} was never left: use it with `async with`"
+            # First: where warnings are errors, nothing after one is done.
             channel.holding.completion.door.call_threadsafe(channel.holding.end)
+            warnings.warn(said, ResourceWarning, stacklevel=2, source=self)
 
     # -- facts -------------------------------------------------------------------------------------
 
