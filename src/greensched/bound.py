@@ -97,7 +97,10 @@ class Bound:
         Raises:
             IndexError: there is no such argument.
             ArgumentMismatch, BufferClosed, WrongDevice: as `Partition.launch`.
+            PartitionClosed: its partition's block has ended.
         """
+        if self.is_closed:
+            raise PartitionClosed("the partition of this bound launch")
         buffers = self._plan.arguments.buffers
         before = buffers.get(index)
         self._plan.arguments.set(index, value)
@@ -127,7 +130,7 @@ class Bound:
         self._is_shared = self._is_wary = True
 
     def close(self) -> None:
-        """Its partition's block ends: the last launch is up to the last ticket."""
+        """The lease ends, however it does: the last launch is up to the last ticket."""
         self.is_closed = self._is_wary = True
         for buffer, _ in self._plan.arguments.buffers.values():
             buffer.unbind(self, self._next_ticket())

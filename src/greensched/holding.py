@@ -35,6 +35,12 @@ class Keeper(Protocol):
     def over(self, holding: Holding) -> None: ...
 
 
+class Closable(Protocol):
+    """A bound launch: over with the lease."""
+
+    def close(self) -> None: ...
+
+
 class Holding:
     """One lease of a crew, by one loop.
 
@@ -54,6 +60,8 @@ class Holding:
         self.is_over = False
         #: Something beyond our own tickets may have work on the lane: `run`, `stream`, `context`.
         self.is_exposed = False
+        #: What is bound, and must not launch once the cells are somebody else's.
+        self.bound: list[Closable] = []
         #: Bound launches since the last ticket.
         self.unmarked = 0
         #: Bound launches until they must be counted again, by `make_room`.
@@ -119,6 +127,9 @@ class Holding:
         if not self.is_open:
             return
         self.is_open = False
+        for bound in self.bound:
+            bound.close()
+        self.bound.clear()
         launches = self.crew.lane.launches
         if self.unmarked and launches.fault is None:
             self._mark_unmarked()

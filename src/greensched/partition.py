@@ -56,13 +56,12 @@ class Partition:
     Everything here is for the loop that entered it.
     """
 
-    __slots__ = ("__weakref__", "_bound", "_channel", "_grantor", "_wish")
+    __slots__ = ("__weakref__", "_channel", "_grantor", "_wish")
 
     def __init__(self, grantor: Grantor, wish: Any, granted: Channel | None = None) -> None:
         self._grantor = grantor
         self._wish = wish
         self._channel = granted
-        self._bound: list[Bound] = []
 
     # -- being leased ------------------------------------------------------------------------------
 
@@ -92,11 +91,7 @@ class Partition:
 
     def end(self) -> None:
         """Nothing more is submitted; the SMs go back when the work is done. Does not wait."""
-        channel = self._open()
-        for bound in self._bound:
-            bound.close()
-        self._bound.clear()
-        channel.holding.end()
+        self._open().holding.end()
 
     async def finish(self) -> None:
         """Waits until all work of an ended lease is done."""
@@ -270,7 +265,7 @@ class Partition:
         assert handle is not None
         plan = Plan(channel.track.stream, config, kernel, handle, arguments)
         bound = Bound(channel, plan, kernel.name)
-        self._bound.append(bound)
+        channel.holding.bound.append(bound)
         return bound
 
     # -- memory ------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from greensched import LaunchConfig
 from greensched.holding import BATCH, MOST
 from greensched.kernels import fill, saxpy
 from helpers.gate import Gate
+from helpers.waiting import until
 from helpers.world import World
 
 CONFIG = LaunchConfig(grid=4, block=128)
@@ -69,6 +70,28 @@ def test_bound_ends_with_its_block(world: World) -> None:
                 bound()
             with pytest.raises(greensched.PartitionClosed):
                 bound.submit()
+
+    world.run(main)
+
+
+def test_bound_ends_with_a_lost_lease(world: World) -> None:
+    """A bound launch that outlives its forgotten partition raises PartitionClosed."""
+
+    async def main() -> None:
+        async with world.pool() as pool:
+            held = [pool.partition_nowait(8)]
+            await held[0].prepare(fill, CONFIG)
+            with await held[0].empty(8) as b:
+                bound = held[0].bind(fill, CONFIG, b, 1.0, 8)
+                bound()
+                with pytest.warns(ResourceWarning, match="never left") as seen:
+                    held.clear()
+                    await until(lambda: len(seen) > 0)  # a thread of ours may still hold it
+                await until(lambda: pool.statistics().sms_leased == 0)
+                async with pool.partition(greensched.ALL):
+                    for launch in (bound, bound.submit, lambda: bound.set(0, b)):
+                        with pytest.raises(greensched.PartitionClosed):
+                            launch()
 
     world.run(main)
 
