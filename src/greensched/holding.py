@@ -66,7 +66,7 @@ class Holding:
         self.unmarked = 0
         #: Bound launches until they must be counted again, by `make_room`.
         self.room = BATCH
-        #: Jobs that failed, for the end of the block.
+        #: Jobs that failed and nobody saw, for the end of the block.
         self.failed: list[Job[Any]] = []
         self._keeper = keeper
         self._waiters: list[Waiter] = []
@@ -212,5 +212,5 @@ class Holding:
     @property
     def unseen_error(self) -> BaseException | None:
         """The first failure of a job that nobody has been told."""
-        errors = (job.unseen_error for job in self.failed)
+        errors = (job.unseen_error for job in tuple(self.failed))
         return next((error for error in errors if error is not None), None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Generator
+from contextlib import suppress
 from typing import Any, Generic
 
 from greensched.errors import Poisoned, WouldBlock
@@ -52,13 +53,13 @@ class Job(Generic[T]):
         if not self._track.reached(self.ticket):
             if self._track.fault is None:
                 raise WouldBlock(f"{self!r} is not done: await it")
-            self._is_seen = True
+            self._was_seen()
             raise Poisoned(self._track.fault)
-        self._is_seen = True
-        if self._error is not None:
-            raise self._error
         if self._finish is not None:
             self.finish()
+        if self._error is not None:
+            self._was_seen()
+            raise self._error
         return self._value  # type: ignore[no-any-return]  # T, or None where T is None
 
     def exception(self) -> BaseException | None:
@@ -102,6 +103,12 @@ class Job(Generic[T]):
         """Sets the failure, before the ticket is written."""
         self._error = error
         self._failures.append(self)
+
+    def _was_seen(self) -> None:
+        """Its lease keeps it no longer, with all that its traceback holds."""
+        self._is_seen = True
+        with suppress(ValueError):  # seen before, or by another thread at the same time
+            self._failures.remove(self)
 
     @property
     def unseen_error(self) -> BaseException | None:
