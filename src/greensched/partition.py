@@ -367,7 +367,10 @@ class Partition:
             return target
 
         job = channel.submit("download", begin, [(buffer, False)])
-        job.finish_with(lambda: transfer.stage_out(slot, target, slots))
+        job.finish_with(
+            lambda: transfer.stage_out(slot, target),
+            lambda: slots.put_now(slot),
+        )
         channel.holding.completion.when_reached(track, job.ticket, job.finish)
         return job
 
