@@ -4,18 +4,12 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from greensched.buffers import Use
+from greensched.buffers import Buffer, PinnedBuffer, Use
 from greensched.channel import Channel, order_behind
 from greensched.errors import CUDAError, DeviceFault, PartitionClosed, Poisoned, WouldBlock
 from greensched.jobs import Job
 from greensched.launcher import Plan
 from greensched.stream import Track
-
-#: Launches without a ticket, after which one is put behind them, so that they can be counted.
-BATCH = 64
-#: Launches in flight at most that have no ticket of their own: with the jobs' own entries
-#: (2 for each of lane.DEPTH) below the thousand or so that a driver's queue holds.
-MOST = 4 * BATCH
 
 
 class Bound:
@@ -25,10 +19,22 @@ class Bound:
     whatever is submitted behind it. `bound.submit()` launches and returns a `Job`.
 
     Its buffers count as used by the partition until the block ends; work of other partitions on
-    them is kept in order with it.
+    them is kept in order with it. So are bound launches of other partitions, where one of them
+    writes a buffer they share: but then each asks for the other every time, which costs about as
+    much as a launch that is not bound. Buffers that both only read cost nothing.
     """
 
-    __slots__ = ("__weakref__", "_channel", "_elsewhere", "_name", "_plan", "is_closed", "track")
+    __slots__ = (
+        "__weakref__",
+        "_channel",
+        "_elsewhere",
+        "_is_shared",
+        "_is_wary",
+        "_name",
+        "_plan",
+        "is_closed",
+        "track",
+    )
 
     def __init__(self, channel: Channel, plan: Plan, name: str) -> None:
         self._channel = channel
@@ -36,12 +42,14 @@ class Bound:
         self._name = name
         self.track = channel.track
         self.is_closed = False
+        #: Bound launches elsewhere use its buffers, without telling.
+        self._is_shared = False
+        #: Closed or shared: one thing to look at in each launch.
+        self._is_wary = False
         #: Uses of its buffers by others, since its last launch.
         self._elsewhere: dict[Track, int] = {}
         for buffer, write in plan.arguments.buffers.values():
-            for other, ticket in buffer.before(self.track, write=write):
-                self._elsewhere[other] = ticket
-            buffer.bind(self)
+            self._use(buffer, write=write)
 
     def __call__(self) -> None:
         """Launches. Never waits.
@@ -53,8 +61,9 @@ class Bound:
         """
         channel = self._channel
         holding, track = channel.holding, self.track
-        if self.is_closed or self._elsewhere or holding.unmarked >= BATCH:
+        if self._is_wary or self._elsewhere or holding.room <= 0:
             self._catch_up()
+            self._check_room()
         if track.submitted != track.issued or self._elsewhere:
             self._launch_later()
             return
@@ -63,12 +72,13 @@ class Bound:
         except CUDAError as error:
             self._failed(error)
         holding.unmarked += 1
+        holding.room -= 1
 
     def submit(self) -> Job[None]:
         """Launches, and returns a job to await. Raises as a call does."""
         channel = self._channel
         track, holding = self.track, channel.holding
-        if self.is_closed or self._elsewhere:
+        if self._is_wary or self._elsewhere:
             self._catch_up()
         full = track.in_flight >= channel.lane.depth
         if track.submitted != track.issued or self._elsewhere or full:
@@ -86,17 +96,18 @@ class Bound:
         Raises:
             IndexError: there is no such argument.
             ArgumentMismatch, BufferClosed, WrongDevice: as `Partition.launch`.
+            PartitionClosed: its partition's block has ended.
         """
+        if self.is_closed:
+            raise PartitionClosed("the partition of this bound launch")
         buffers = self._plan.arguments.buffers
         before = buffers.get(index)
         self._plan.arguments.set(index, value)
-        after = buffers.get(index)
-        if before is not after and after is not None:
-            if before is not None:
-                before[0].unbind(self, self._next_ticket(), write=before[1])
-            for other, ticket in after[0].before(self.track, write=after[1]):
-                self._elsewhere[other] = ticket
-            after[0].bind(self)
+        if before is not None:
+            buffer, write = buffers[index]
+            self._use(buffer, write=write)
+            if all(kept is not before[0] for kept, _ in buffers.values()):
+                before[0].unbind(self, self._next_ticket())
 
     # -- for its buffers and its partition ---------------------------------------------------------
 
@@ -113,11 +124,19 @@ class Bound:
         """A buffer was closed: the next launch looks at all of them."""
         self._elsewhere[self.track] = self.track.issued
 
+    def share(self) -> None:
+        """A bound launch elsewhere uses a buffer too: each launch asks what came before it."""
+        self._is_shared = self._is_wary = True
+
     def close(self) -> None:
-        """Its partition's block ends: the last launch is up to the last ticket."""
-        self.is_closed = True
-        for buffer, write in self._plan.arguments.buffers.values():
-            buffer.unbind(self, self._next_ticket(), write=write)
+        """The lease ends, however it does: the last launch is up to the last ticket."""
+        self.is_closed = self._is_wary = True
+        for buffer, _ in self._plan.arguments.buffers.values():
+            buffer.unbind(self, self._next_ticket())
+
+    def _use(self, buffer: Buffer | PinnedBuffer, *, write: bool) -> None:
+        self._elsewhere.update(buffer.before(self.track, write=write))
+        buffer.bind(self, write=write)
 
     def _next_ticket(self) -> int:
         issued = self.track.issued
@@ -129,18 +148,22 @@ class Bound:
         """Whatever must be seen to before the next launch."""
         if self.is_closed:
             raise PartitionClosed("the partition of this bound launch")
-        for buffer, _ in self._plan.arguments.buffers.values():
+        for buffer, write in self._plan.arguments.buffers.values():
             buffer.check(self._channel.ordinal)
-        holding, track = self._channel.holding, self.track
-        if holding.unmarked >= BATCH:
-            holding.mark_unmarked()
-            if holding.unmarked_in_flight() > MOST:
-                raise WouldBlock("too many launches are in flight: `await p.ready()` first")
+            if self._is_shared:
+                self._elsewhere.update(buffer.before(self.track, write=write))
+        track = self.track
         elsewhere = {o: t for o, t in self._elsewhere.items() if o is not track}
         if all(other.has_submitted(ticket) for other, ticket in elsewhere.items()):
             behind = [other for other, ticket in elsewhere.items() if not other.reached(ticket)]
             self._elsewhere.clear()
             order_behind(track, {}, behind)
+
+    def _check_room(self) -> None:
+        if not self._channel.holding.make_room():
+            if self.track.fault is not None:
+                raise Poisoned(self.track.fault)
+            raise WouldBlock("too many launches are in flight: `await p.ready()` first")
 
     def _launch_later(self) -> Job[None]:
         """By the mover, with the values of now."""

@@ -53,6 +53,8 @@ class BoundUser(Protocol):
 
     def look_again(self) -> None: ...
 
+    def share(self) -> None: ...
+
 
 class Buffer:
     """An array in device memory, in C order.
@@ -72,7 +74,7 @@ class Buffer:
         "_bound",
         "_memory",
         "_readers",
-        "_writer",
+        "_writers",
         "address",
         "dtype",
         "is_closed",
@@ -89,9 +91,11 @@ class Buffer:
         self.dtype = dtype
         self.nbytes = math.prod(shape) * dtype.itemsize
         self.is_closed = False
-        self._writer: Use | None = None
+        #: Several only where bound launches ended that others were not ordered behind yet.
+        self._writers: dict[Track, int] = {}
         self._readers: dict[Track, int] = {}
-        self._bound: dict[BoundUser, None] = {}
+        #: Bound launches that use it, and whether they write it.
+        self._bound: dict[BoundUser, bool] = {}
 
     @property
     def size(self) -> int:
@@ -120,34 +124,43 @@ class Buffer:
     def note(self, track: Track, ticket: int, *, write: bool) -> None:
         """Work on `track` up to `ticket` uses it, ordered behind what `before` said."""
         if write:
-            # A call of the same partition that has not returned was not waited for.
-            kept = [use for use in self._noted() if _goes_on_beside(use, track)]
-            self._writer = (track, ticket)
-            self._readers = dict(kept)
-        else:
-            self._readers[track] = ticket
-        for bound in self._bound:
-            bound.use_elsewhere(track, ticket)
+            for uses in (self._writers, self._readers):
+                for use in tuple(uses.items()):
+                    if not _goes_on_beside(use, track):
+                        del uses[use[0]]
+        self._add(track, ticket, write=write)
 
-    def bind(self, bound: BoundUser) -> None:
-        """A bound launch uses it, time and again, until `unbind`."""
-        self._bound[bound] = None
+    def bind(self, bound: BoundUser, *, write: bool) -> None:
+        """A bound launch uses it, time and again, until `unbind`; in one argument or several."""
+        for other, writes in self._bound.items():
+            if other.track is not bound.track and (write or writes):
+                other.share()
+                bound.share()
+        self._bound[bound] = write or self._bound.get(bound, False)
 
-    def unbind(self, bound: BoundUser, ticket: int, *, write: bool) -> None:
-        """The bound launch is over; its last use has this ticket."""
-        if self._bound.pop(bound, self) is None:
-            self.note(bound.track, ticket, write=write)
+    def unbind(self, bound: BoundUser, ticket: int) -> None:
+        """The bound launch is over; its last use has this ticket.
 
-    def _noted(self) -> tuple[Use, ...]:
-        return (*self._readers.items(), *((self._writer,) if self._writer is not None else ()))
+        It was not ordered behind everybody who came since: they are not forgotten.
+        """
+        write = self._bound.pop(bound, None)
+        if write is not None:
+            self._add(bound.track, ticket, write=write)
+
+    def _add(self, track: Track, ticket: int, *, write: bool) -> None:
+        (self._writers if write else self._readers)[track] = ticket
+        for bound, writes in self._bound.items():
+            if write or writes:
+                bound.use_elsewhere(track, ticket)
 
     def _written(self) -> tuple[Use, ...]:
-        last = (self._writer,) if self._writer is not None else ()
-        return (*last, *(bound.last_use() for bound in self._bound))
+        bound = (bound.last_use() for bound, writes in self._bound.items() if writes)
+        return (*self._writers.items(), *bound)
 
     def uses(self) -> tuple[Use, ...]:
         """Everybody who uses it, and up to which ticket."""
-        return (*self._readers.items(), *self._written())
+        reading = (bound.last_use() for bound, writes in self._bound.items() if not writes)
+        return (*self._readers.items(), *reading, *self._written())
 
     def check(self, device: int) -> None:
         """Refuses a closed buffer, and one of another device.
@@ -180,8 +193,9 @@ class Buffer:
 
     def __del__(self) -> None:
         if not self.is_closed and not self._memory.is_closed:
-            warnings.warn(f"{self!r} was never closed", ResourceWarning, stacklevel=2, source=self)
-            self.close()
+            said = f"{self!r} was never closed"
+            self.close()  # first: where warnings are errors, nothing after one is done
+            warnings.warn(said, ResourceWarning, stacklevel=2, source=self)
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -191,8 +205,8 @@ class Buffer:
         orders itself behind it.
         """
         self.check(self.device)
-        pending = self._writer is not None and not self._writer[0].reached(self._writer[1])
-        stream = self._writer[0].stream.__cuda_stream__()[1] if self._writer and pending else None
+        pending = [track for track, ticket in self._written() if not track.reached(ticket)]
+        stream = pending[-1].stream.__cuda_stream__()[1] if pending else None
         return {
             "shape": self.shape,
             "typestr": self.dtype.str,
@@ -208,7 +222,10 @@ class Buffer:
 
 
 def _goes_on_beside(use: Use, track: Track) -> bool:
-    """Whether work on a track was not ordered behind this use; see `Channel.others`."""
+    """Whether work on a track was not ordered behind this use; see `Channel.others`.
+
+    So it is with a call of the same partition that has not returned.
+    """
     who, ticket = use
     return who is not track and who.crew is track.crew and not who.has_submitted(ticket)
 
@@ -225,7 +242,7 @@ class PinnedBuffer:
         address: for the device.
     """
 
-    __slots__ = ("_host", "_memory", "_uses", "address", "array", "is_closed")
+    __slots__ = ("_bound", "_host", "_memory", "_uses", "address", "array", "is_closed")
 
     def __init__(
         self, memory: PinnedGiver, host: HostMemory, shape: tuple[int, ...], dtype: np.dtype[Any]
@@ -233,6 +250,7 @@ class PinnedBuffer:
         self._memory = memory
         self._host = host
         self._uses: dict[Track, int] = {}
+        self._bound: dict[BoundUser, None] = {}
         self.address = host.device_address
         self.array: npt.NDArray[Any] = np.frombuffer(
             host.view, dtype, count=math.prod(shape)
@@ -257,12 +275,14 @@ class PinnedBuffer:
         """Work on `track` up to `ticket` uses it."""
         self._uses[track] = ticket
 
-    def bind(self, bound: BoundUser) -> None:
-        """A bound launch uses it: it is noted when that is over."""
+    def bind(self, bound: BoundUser, *, write: bool) -> None:  # noqa: ARG002  as Buffer's
+        """A bound launch uses it, time and again, until `unbind`."""
+        self._bound[bound] = None
 
-    def unbind(self, bound: BoundUser, ticket: int, *, write: bool) -> None:
+    def unbind(self, bound: BoundUser, ticket: int) -> None:
         """The bound launch is over; its last use has this ticket."""
-        self.note(bound.track, ticket, write=write)
+        if self._bound.pop(bound, self) is None:
+            self._uses[bound.track] = ticket
 
     def check(self, device: int) -> None:
         """Refuses a closed buffer, and one of another device."""
@@ -275,7 +295,10 @@ class PinnedBuffer:
         """Gives it back behind its last user. Idempotent; does not wait."""
         if not self.is_closed:
             self.is_closed = True
-            self._memory.give_back(self._host, tuple(self._uses.items()))
+            for bound in self._bound:
+                bound.look_again()
+            uses = (*self._uses.items(), *(bound.last_use() for bound in self._bound))
+            self._memory.give_back(self._host, uses)
 
     def __enter__(self) -> Self:
         return self
@@ -285,8 +308,9 @@ class PinnedBuffer:
 
     def __del__(self) -> None:
         if not self.is_closed and not self._memory.is_closed:
-            warnings.warn(f"{self!r} was never closed", ResourceWarning, stacklevel=2, source=self)
-            self.close()
+            said = f"{self!r} was never closed"
+            self.close()  # first: where warnings are errors, nothing after one is done
+            warnings.warn(said, ResourceWarning, stacklevel=2, source=self)
 
     def __repr__(self) -> str:
         state = "closed" if self.is_closed else f"device {self.device}"

@@ -21,6 +21,12 @@ from greensched.worker import Crew
 
 logger = logging.getLogger("greensched")
 
+#: Bound launches after which a ticket must lie behind them, so that they can be counted.
+BATCH = 64
+#: Bound launches in flight at most: with the jobs' own entries (2 for each of lane.DEPTH) below
+#: the thousand or so that a driver's queue holds.
+MOST = 4 * BATCH
+
 
 class Keeper(Protocol):
     """Who is told how a holding ends: the pool."""
@@ -28,6 +34,12 @@ class Keeper(Protocol):
     def draining(self, holding: Holding) -> None: ...
 
     def over(self, holding: Holding) -> None: ...
+
+
+class Closable(Protocol):
+    """A bound launch: over with the lease."""
+
+    def close(self) -> None: ...
 
 
 class Holding:
@@ -49,39 +61,65 @@ class Holding:
         self.is_over = False
         #: Something beyond our own tickets may have work on the lane: `run`, `stream`, `context`.
         self.is_exposed = False
+        #: What is bound, and must not launch once the cells are somebody else's.
+        self.bound: list[Closable] = []
         #: Bound launches since the last ticket.
         self.unmarked = 0
-        #: Jobs that failed, for the end of the block.
+        #: Bound launches until they must be counted again, by `make_room`.
+        self.room = BATCH
+        #: Jobs that failed and nobody saw, for the end of the block.
         self.failed: list[Job[Any]] = []
         self._keeper = keeper
         self._waiters: list[Waiter] = []
-        #: Tickets put behind bound launches, and how many launches each covers.
-        self._batches: deque[tuple[int, int]] = deque()
+        #: Tickets behind bound launches in flight, one for each batch of them.
+        self._batches: deque[int] = deque()
         #: The last ticket of all, once it is known.
         self._last: int | None = None
 
     # -- while it is held --------------------------------------------------------------------------
 
-    def mark_unmarked(self) -> None:
+    def make_room(self) -> bool:
+        """Whether one more bound launch can be in flight."""
+        if self.room == 0:
+            if self.unmarked:
+                self._mark_unmarked()
+            self._batches.append(self.crew.lane.launches.issued)
+            self.room = -1  # counted, and not granted yet
+        if self.room < 0 and self._batches_in_flight() < MOST // BATCH:
+            self.room = BATCH
+        return self.room > 0
+
+    async def wait_for_room(self) -> None:
+        """Waits until a bound launch can be submitted, or never will be."""
+        launches = self.crew.lane.launches
+        while not self.make_room() and launches.fault is None:
+            await self.completion.wait(launches, self._batches[0])
+
+    def _batches_in_flight(self) -> int:
+        batches, launches = self._batches, self.crew.lane.launches
+        while batches and launches.reached(batches[0]):
+            batches.popleft()
+        return len(batches)
+
+    def _mark_unmarked(self) -> None:
         """Puts a ticket behind bound launches, which have none of their own."""
         launches = self.crew.lane.launches
         at_once = launches.submitted == launches.issued
         ticket = launches.issue()
-        self._batches.append((ticket, self.unmarked))
         self.unmarked = 0
         self.completion.watch(launches)
         if at_once:
-            launches.mark(ticket)
+            self._mark(ticket)
         else:
             job: Job[None] = Job(launches, ticket, "mark", self.failed)
             self.crew.defer(lambda: None, job, ticket, self.completion)
 
-    def unmarked_in_flight(self) -> int:
-        """Bound launches that are not done, as far as their tickets tell."""
-        batches, launches = self._batches, self.crew.lane.launches
-        while batches and launches.reached(batches[0][0]):
-            batches.popleft()
-        return sum(number for _, number in batches)
+    def _mark(self, ticket: int) -> None:
+        """A ticket that cannot be written would be waited for for ever: that ends everything."""
+        try:
+            self.crew.lane.launches.mark(ticket)
+        except CUDAError as error:
+            self.crew.home.lost(error)
 
     # -- its end -----------------------------------------------------------------------------------
 
@@ -90,12 +128,12 @@ class Holding:
         if not self.is_open:
             return
         self.is_open = False
+        for bound in self.bound:
+            bound.close()
+        self.bound.clear()
         launches = self.crew.lane.launches
-        try:
-            if self.unmarked and launches.fault is None:
-                self.mark_unmarked()
-        except CUDAError as error:
-            self.crew.home.lost(error)
+        if self.unmarked and launches.fault is None:
+            self._mark_unmarked()
         if launches.fault is not None:
             self._finish()
         elif self.is_exposed or not self.crew.lane.runs.is_idle:
@@ -175,5 +213,5 @@ class Holding:
     @property
     def unseen_error(self) -> BaseException | None:
         """The first failure of a job that nobody has been told."""
-        errors = (job.unseen_error for job in self.failed)
+        errors = (job.unseen_error for job in tuple(self.failed))
         return next((error for error in errors if error is not None), None)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Generator
+from contextlib import suppress
 from typing import Any, Generic
 
 from greensched.errors import Poisoned, WouldBlock
@@ -22,7 +24,18 @@ class Job(Generic[T]):
     ends normally is raised there.
     """
 
-    __slots__ = ("_error", "_failures", "_finish", "_is_seen", "_track", "_value", "ticket", "what")
+    __slots__ = (
+        "_drop",
+        "_error",
+        "_failures",
+        "_finish",
+        "_finishing",
+        "_is_seen",
+        "_track",
+        "_value",
+        "ticket",
+        "what",
+    )
 
     def __init__(self, track: Track, ticket: int, what: str, failures: list[Job[Any]]) -> None:
         self._failures = failures
@@ -52,13 +65,13 @@ class Job(Generic[T]):
         if not self._track.reached(self.ticket):
             if self._track.fault is None:
                 raise WouldBlock(f"{self!r} is not done: await it")
-            self._is_seen = True
+            self._was_seen()
             raise Poisoned(self._track.fault)
-        self._is_seen = True
-        if self._error is not None:
-            raise self._error
         if self._finish is not None:
             self.finish()
+        if self._error is not None:
+            self._was_seen()
+            raise self._error
         return self._value  # type: ignore[no-any-return]  # T, or None where T is None
 
     def exception(self) -> BaseException | None:
@@ -84,15 +97,34 @@ class Job(Generic[T]):
 
     # -- for the partition -----------------------------------------------------------------------
 
-    def finish_with(self, finish: Callable[[], T]) -> None:
-        """What remains to be done by the host once the device is done; done once, by `finish`."""
+    def finish_with(self, finish: Callable[[], T], drop: Callable[[], object]) -> None:
+        """What remains to be done by the host once the device is done; done once, by `finish`.
+
+        Args:
+            finish: gives the job's value.
+            drop: called behind it, or instead of it where the job failed: the device is done.
+        """
+        self._finishing, self._drop = threading.Lock(), drop
         self._finish = finish
 
     def finish(self) -> None:
-        """Does what remains for the host."""
-        finish, self._finish = self._finish, None
-        if finish is not None:
-            self._value = finish()
+        """Does what remains for the host; who asks meanwhile, in another thread, waits for that.
+
+        Never raises: what goes wrong is the job's failure. If the device failed, nothing is done:
+        it may still be writing.
+        """
+        with self._finishing:
+            finish = self._finish
+            if finish is None or not self._track.reached(self.ticket):
+                return
+            try:
+                if self._error is None:
+                    self._value = finish()
+            except BaseException as error:
+                self.fail(error)
+            finally:
+                self._finish = None  # last: until then nobody takes the value for whole
+                self._drop()
 
     def succeed(self, value: T) -> None:
         """Sets the result, before the ticket is written."""
@@ -102,6 +134,12 @@ class Job(Generic[T]):
         """Sets the failure, before the ticket is written."""
         self._error = error
         self._failures.append(self)
+
+    def _was_seen(self) -> None:
+        """Its lease keeps it no longer, with all that its traceback holds."""
+        self._is_seen = True
+        with suppress(ValueError):  # seen before, or by another thread at the same time
+            self._failures.remove(self)
 
     @property
     def unseen_error(self) -> BaseException | None:

@@ -180,10 +180,10 @@ class PinnedMemory:
         """Zeroed. May block."""
         nbytes = math.prod(shape) * dtype.itemsize
         size = max(PAGE, 1 << (nbytes - 1).bit_length())
-        self._reap()
         with self._lock:
             if self.is_closed:
                 raise BufferClosed("the pinned memory of this device")
+            self._reap()
             free = self._free.get(size)
             host = free.pop() if free else None
         if host is None:
@@ -199,11 +199,11 @@ class PinnedMemory:
         self._closed.append((host, uses))
 
     def _reap(self) -> None:
+        """With the lock held: the threads of several lanes come here."""
         for _ in range(len(self._closed)):
             host, uses = self._closed.popleft()
             if all(track.reached(ticket) for track, ticket in uses):
-                with self._lock:
-                    self._free.setdefault(host.nbytes, []).append(host)
+                self._free.setdefault(host.nbytes, []).append(host)
             else:
                 self._closed.append((host, uses))
 

@@ -57,13 +57,12 @@ class Partition:
     Everything here is for the loop that entered it.
     """
 
-    __slots__ = ("__weakref__", "_bound", "_channel", "_grantor", "_wish")
+    __slots__ = ("__weakref__", "_channel", "_grantor", "_wish")
 
     def __init__(self, grantor: Grantor, wish: Any, granted: Channel | None = None) -> None:
         self._grantor = grantor
         self._wish = wish
         self._channel = granted
-        self._bound: list[Bound] = []
 
     # -- being leased ------------------------------------------------------------------------------
 
@@ -93,11 +92,7 @@ class Partition:
 
     def end(self) -> None:
         """Nothing more is submitted; the SMs go back when the work is done. Does not wait."""
-        channel = self._open()
-        for bound in self._bound:
-            bound.close()
-        self._bound.clear()
-        channel.holding.end()
+        self._open().holding.end()
 
     async def finish(self) -> None:
         """Waits until all work of an ended lease is done."""
@@ -134,13 +129,10 @@ class Partition:
     def __del__(self) -> None:
         channel = self._channel
         if channel is not None and channel.holding.is_open:
-            warnings.warn(
-                f"{self!r} was never left: use it with `async with`",
-                ResourceWarning,
-                stacklevel=2,
-                source=self,
-            )
+            said = f"{self!r} was never left: use it with `async with`"
+            # First: where warnings are errors, nothing after one is done.
             channel.holding.completion.door.call_threadsafe(channel.holding.end)
+            warnings.warn(said, ResourceWarning, stacklevel=2, source=self)
 
     # -- facts -------------------------------------------------------------------------------------
 
@@ -279,7 +271,7 @@ class Partition:
         assert handle is not None
         plan = Plan(channel.track.stream, config, kernel, handle, arguments)
         bound = Bound(channel, plan, kernel.name)
-        self._bound.append(bound)
+        channel.holding.bound.append(bound)
         return bound
 
     # -- memory ------------------------------------------------------------------------------------
@@ -380,7 +372,10 @@ class Partition:
             return target
 
         job = channel.submit("download", begin, [(buffer, False)])
-        job.finish_with(lambda: transfer.stage_out(slot, target, slots))
+        job.finish_with(
+            lambda: transfer.stage_out(slot, target),
+            lambda: slots.put_now(slot),
+        )
         channel.holding.completion.when_reached(track, job.ticket, job.finish)
         return job
 
@@ -446,7 +441,7 @@ class Partition:
     # -- room --------------------------------------------------------------------------------------
 
     async def ready(self) -> None:
-        """Waits until a job can be submitted. A cancellation changes nothing.
+        """Waits until a job or a bound launch can be submitted. A cancellation changes nothing.
 
         Raises:
             PartitionClosed, PoolClosed, Poisoned: there is nothing to wait for any more.
@@ -456,6 +451,7 @@ class Partition:
             while not channel.has_room(track) and track.fault is None:
                 oldest = track.issued - channel.lane.depth + 1
                 await channel.holding.completion.wait(track, oldest)
+        await channel.holding.wait_for_room()
         channel.check_pool()
 
     def __repr__(self) -> str:

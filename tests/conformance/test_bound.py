@@ -8,8 +8,10 @@ import pytest
 
 import greensched
 from greensched import LaunchConfig
+from greensched.holding import BATCH, MOST
 from greensched.kernels import fill, saxpy
 from helpers.gate import Gate
+from helpers.waiting import until
 from helpers.world import World
 
 CONFIG = LaunchConfig(grid=4, block=128)
@@ -72,18 +74,111 @@ def test_bound_ends_with_its_block(world: World) -> None:
     world.run(main)
 
 
-def test_bound_refuses_a_closed_buffer(world: World) -> None:
+def test_bound_ends_with_a_lost_lease(world: World) -> None:
+    """A bound launch that outlives its forgotten partition raises PartitionClosed."""
+
+    async def main() -> None:
+        async with world.pool() as pool:
+            held = [pool.partition_nowait(8)]
+            await held[0].prepare(fill, CONFIG)
+            with await held[0].empty(8) as b:
+                bound = held[0].bind(fill, CONFIG, b, 1.0, 8)
+                bound()
+                with pytest.warns(ResourceWarning, match="never left") as seen:
+                    held.clear()
+                    await until(lambda: len(seen) > 0)  # a thread of ours may still hold it
+                await until(lambda: pool.statistics().sms_leased == 0)
+                async with pool.partition(greensched.ALL):
+                    for launch in (bound, bound.submit, lambda: bound.set(0, b)):
+                        with pytest.raises(greensched.PartitionClosed):
+                            launch()
+
+    world.run(main)
+
+
+@pytest.mark.parametrize("kind", ["empty", "empty_pinned"])
+def test_bound_refuses_a_closed_buffer(world: World, kind: str) -> None:
     """A bound launch whose buffer was closed raises BufferClosed instead of using it."""
 
     async def main() -> None:
         async with world.pool() as pool, pool.partition(8) as p:
-            b = await p.empty(8)
+            b = await getattr(p, kind)(8)
             await p.prepare(fill, CONFIG)
             bound = p.bind(fill, CONFIG, b, 1.0, 8)
             bound()
             b.close()
-            with pytest.raises(greensched.BufferClosed):
+            for launch in (bound, bound.submit, bound):
+                with pytest.raises(greensched.BufferClosed):
+                    launch()
+
+    world.run(main)
+
+
+def test_a_buffer_in_two_arguments_stays_in_use(world: World) -> None:
+    """Patching one of two arguments that are the same buffer leaves the other one in use."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p, pool.partition(8) as q:
+            await p.prepare(saxpy, CONFIG)
+            x, z = await p.empty(8), await p.empty(8)
+            bound = p.bind(saxpy, CONFIG, 1.0, x, x, 8)  # read as one, written as the other
+            bound.set(1, z)
+            with await Gate.closed(p) as gate:
                 bound()
+                read = q.download(x)
+                with anyio.move_on_after(0.01) as scope:
+                    await read
+                assert scope.cancelled_caught
+                gate.open()
+            await read
+            x.close()
+            with z, pytest.raises(greensched.BufferClosed):
+                bound()
+
+    world.run(main)
+
+
+def test_the_end_of_a_bound_launch_forgets_no_other_user(world: World) -> None:
+    """Who used a buffer after a bound launch, elsewhere, is still waited for when that ends."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as q, pool.partition(8) as r:
+            with await r.empty(8) as buffer:
+                async with pool.partition(8) as p:
+                    await p.prepare(fill, CONFIG)
+                    bound = p.bind(fill, CONFIG, buffer, 1.0, 8)
+                    bound()
+                    gate = await Gate.closed(q)
+                    read = q.download(buffer)
+                with gate:
+                    write = r.copy(buffer, np.zeros(8, np.float32))
+                    with anyio.move_on_after(0.01) as scope:
+                        await write
+                    assert scope.cancelled_caught
+                    gate.open()
+                await read
+                await write
+
+    world.run(main)
+
+
+def test_pinned_memory_outlives_its_bound_launches(world: World) -> None:
+    """Pinned memory closed under a bound launch in flight goes to nobody before that is done."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p, pool.partition(8) as q:
+            await p.prepare(fill, CONFIG)
+            first = await p.empty_pinned(2000)
+            bound = p.bind(fill, CONFIG, first, 1.0, 2000)
+            with await Gate.closed(p) as gate:
+                bound()
+                first.close()
+                with await q.empty_pinned(2000) as other:
+                    assert other.address != first.address
+                    gate.open()
+            (await p.empty(1)).close()  # behind the bound launch
+            with await q.empty_pinned(2000) as other, await q.empty_pinned(2000) as again:
+                assert first.address in (other.address, again.address)
 
     world.run(main)
 
@@ -110,25 +205,37 @@ def test_the_end_of_the_block_waits_for_bound_launches(world: World) -> None:
     world.run(main)
 
 
-def test_bound_launches_in_flight_are_bounded(world: World) -> None:
-    """However many are launched without waiting, the driver's queue is never filled."""
+@pytest.mark.parametrize("jobs_between", [False, True])
+def test_bound_launches_in_flight_are_bounded(world: World, jobs_between: bool) -> None:
+    """Beyond the bound each launch is refused until there is room, which `ready` waits for."""
 
     async def main() -> None:
         async with world.pool() as pool, pool.partition(8) as p:
             with await p.empty(8) as b:
                 await p.prepare(fill, CONFIG)
                 bound = p.bind(fill, CONFIG, b, 1.0, 8)
+                for _ in range(3 * MOST):  # what is done counts no more
+                    await p.ready()
+                    bound()
+                await bound.submit()
                 with await Gate.closed(p) as gate:
-                    number = 0
+                    for number in range(MOST - BATCH):
+                        bound()
+                        if jobs_between and number % (BATCH - 1) == 0:
+                            bound.submit()
                     with pytest.raises(greensched.WouldBlock):
-                        while number < 5000:
+                        for _ in range(2 * BATCH):
                             bound()
-                            number += 1
-                    assert 100 < number < 900
+                    for _ in range(2 * BATCH):
+                        with pytest.raises(greensched.WouldBlock):
+                            bound()
+                    with anyio.move_on_after(0.01) as scope:
+                        await p.ready()
+                    assert scope.cancelled_caught
                     gate.open()
                 await p.ready()
-                await bound.submit()
                 bound()
+                await bound.submit()
 
     world.run(main)
 
@@ -157,5 +264,54 @@ def test_other_partitions_are_ordered_with_bound_launches(world: World) -> None:
                     assert scope.cancelled_caught
                     gate.open()
                 await job
+
+    world.run(main)
+
+
+@pytest.mark.parametrize("submit", [False, True])
+def test_bound_launches_of_two_partitions_are_ordered(world: World, submit: bool) -> None:
+    """Of two launches bound to one buffer elsewhere, each waits for what was launched before."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p, pool.partition(8) as q:
+            with await p.empty(8) as x, await p.empty(8) as unrelated:
+                await p.prepare(fill, CONFIG)
+                await q.prepare(fill, CONFIG)
+                first = p.bind(fill, CONFIG, x, 1.0, 8)
+                second = q.bind(fill, CONFIG, x, 2.0, 8)
+                for here, there, a, b in ((p, q, first, second), (q, p, second, first)):
+                    a()
+                    b()
+                    await there.copy(unrelated, unrelated)
+                    with await Gate.closed(here) as gate:
+                        a()
+                        if submit:
+                            job = b.submit()
+                        else:
+                            b()
+                            job = there.copy(unrelated, unrelated)
+                        with anyio.move_on_after(0.01) as scope:
+                            await job
+                        assert scope.cancelled_caught
+                        gate.open()
+                    await job
+
+    world.run(main)
+
+
+def test_bound_launches_that_only_read_are_not_ordered(world: World) -> None:
+    """Launches bound to one buffer in two partitions that both only read it run side by side."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p, pool.partition(8) as q:
+            with await p.empty(8) as x, await p.empty(8) as y, await q.empty(8) as z:
+                await p.prepare(saxpy, CONFIG)
+                await q.prepare(saxpy, CONFIG)
+                first = p.bind(saxpy, CONFIG, 1.0, x, y, 8)
+                second = q.bind(saxpy, CONFIG, 1.0, x, z, 8)
+                with await Gate.closed(p) as gate:
+                    first()
+                    await second.submit()
+                    gate.open()
 
     world.run(main)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import anyio
 import numpy as np
 import pytest
@@ -163,6 +166,28 @@ def test_unseen_failure_is_raised_at_the_end(world: World) -> None:
                 async with pool.partition(8) as p:
                     p.run(fail, "unseen")
                     raise ZeroDivisionError
+
+    world.run(main)
+
+
+def test_a_failure_that_was_seen_is_not_kept(world: World) -> None:
+    """Once its failure was seen, what a failed job was given is let go of before the lease ends."""
+
+    class Request:
+        pass
+
+    def refuse(_: Request) -> None:
+        raise ZeroDivisionError
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            requests = [Request() for _ in range(5)]
+            kept = [weakref.ref(request) for request in requests]
+            while requests:
+                with pytest.raises(ZeroDivisionError):
+                    await p.run(refuse, requests.pop())
+            await p.run(lambda: None)  # behind which the worker holds the last no longer
+            await until(lambda: gc.collect() >= 0 and not any(ref() for ref in kept))
 
     world.run(main)
 

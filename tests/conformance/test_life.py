@@ -156,6 +156,29 @@ def test_a_forgotten_partition_warns_and_comes_back(world: World) -> None:
     world.run(main)
 
 
+def test_what_is_forgotten_comes_back_where_warnings_are_errors(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A forgotten lease or buffer is given back whatever becomes of its warning."""
+    refused: list[BaseException | None] = []
+    monkeypatch.setattr("sys.unraisablehook", lambda found: refused.append(found.exc_value))
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            site = p._open().site
+            held = [pool.partition_nowait(16), await p.empty(1), await p.empty_pinned(3000)]
+            address = held[2].address
+            held.clear()
+            await until(lambda: len(refused) == 3)  # a thread of ours may still let go of some
+            assert all(isinstance(warning, ResourceWarning) for warning in refused)
+            await until(lambda: pool.statistics().sms_leased == 8)
+            await until(lambda: site.memory.reap() is None and site.memory.used_bytes == 0)
+            with await p.empty_pinned(3000) as again:
+                assert again.address == address
+
+    world.run(main)
+
+
 def test_a_forgotten_pool_warns(world: World) -> None:
     """A pool that is dropped open warns."""
     driver = world.driver()

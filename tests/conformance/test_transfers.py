@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import anyio
 import numpy as np
 import numpy.typing as npt
@@ -10,7 +12,8 @@ import pytest
 import greensched
 from greensched import BufferClosed, InvalidArray, LaunchConfig
 from greensched.kernels import fill
-from greensched.transfer import CHUNK, SLOT
+from greensched.memory import PinnedMemory
+from greensched.transfer import CHUNK, SLOT, SLOTS, Slot, stage_out
 from helpers.gate import Gate
 from helpers.waiting import turns, until
 from helpers.world import World
@@ -322,3 +325,92 @@ def test_pinned_memory_is_used_again_once_its_work_is_done(world: World) -> None
                 assert not again.array.any()
 
     world.run(main)
+
+
+def test_pinned_memory_may_be_asked_for_by_many_at_once(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One thread at a time sorts out which pinned memory is free again."""
+    reap = PinnedMemory._reap
+    unlocked = []
+
+    def watched(memory: PinnedMemory) -> None:
+        if not memory._lock.locked():
+            unlocked.append(memory)
+        reap(memory)
+
+    monkeypatch.setattr(PinnedMemory, "_reap", watched)
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p, pool.partition(8) as q:
+            for job in [partition.empty_pinned(4) for partition in (p, q) * 5]:
+                (await job).close()
+
+    world.run(main)
+    assert not unlocked
+
+
+def test_a_download_that_cannot_be_delivered_fails(world: World) -> None:
+    """If the host cannot fill `out`, that job fails, unseen ones too, and nothing else is hurt."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as other:
+            with await other.upload(np.ones(64)) as buffer:
+                slots = other._open().site.slots
+                for see in (True, False):
+                    with pytest.raises(ValueError, match="read-only"):
+                        async with pool.partition(8) as p:
+                            out = np.zeros(64)
+                            with await Gate.closed(p) as gate:
+                                job = p.download(buffer, out)
+                                _read_only(out)
+                                bystander = other.copy(buffer, buffer)
+                                gate.open()
+                            if see:
+                                await job
+                    await bystander
+                assert len(list(iter(slots.take, None))) == SLOTS
+
+    world.run(main)
+
+
+def test_a_download_is_whole_for_every_thread(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that asks for a download while the loop's delivers it waits for all of it."""
+    asked = threading.Event()
+    found = []
+
+    class Announcing:
+        """The lock, which tells when the second comes for it."""
+
+        def __init__(self) -> None:
+            self._lock = threading.Lock()
+
+        def __enter__(self) -> None:
+            if self._lock.locked():
+                asked.set()
+            self._lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            self._lock.release()
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            with await p.upload(np.ones(64)) as buffer, await Gate.closed(p) as gate:
+                job = p.download(buffer)
+                job._finishing = Announcing()  # type: ignore[assignment]
+                thread = threading.Thread(target=lambda: found.append(job.result().copy()))
+
+                def slowly(slot: Slot, out: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
+                    thread.start()
+                    assert asked.wait(10)
+                    return stage_out(slot, out)
+
+                monkeypatch.setattr("greensched.transfer.stage_out", slowly)
+                gate.open()
+                await job
+                thread.join()
+
+    world.run(main)
+    np.testing.assert_array_equal(found[0], np.ones(64))

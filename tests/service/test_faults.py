@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import suppress
 from typing import Any
 
 import anyio
@@ -124,6 +125,30 @@ def test_a_fault_on_the_real_clock_is_noticed() -> None:
         await pool.aclose()
 
     anyio.run(main)
+
+
+@pytest.mark.parametrize("fault", [Fail("copy_to_host", status="INVALID_VALUE"), Crash("saxpy")])
+def test_a_failed_download_leaves_its_array_alone(clock: Any, fault: Fail | Crash) -> None:
+    """Where the copy was refused, or the device failed before it, `out` holds what it held."""
+    driver = simulated.open("h200", clock=clock, faults=[fault])
+
+    async def main() -> None:
+        pool = Pool(driver=driver)
+        await pool.open()
+        out = np.full(8, 3, np.float32)
+        with suppress(greensched.Poisoned):
+            async with pool.partition(8) as p:
+                await p.prepare(saxpy, ONE)
+                x = await p.upload(np.ones(8, np.float32))
+                p.launch(saxpy, ONE, 1.0, x, x, 8)
+                job = p.download(x, out)
+                with pytest.raises(greensched.GreenschedError):
+                    await job
+        x.close()
+        await pool.aclose()
+        np.testing.assert_array_equal(out, 3)
+
+    clock.run(main)
 
 
 def test_a_hung_kernel_holds_its_own_sms_only(clock: Any) -> None:
