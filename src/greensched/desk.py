@@ -375,14 +375,25 @@ class Desk:
                 await queued.waiter
 
     def close(self) -> list[str]:
-        """On the builder: ends every site that has no work; says what was left. Blocks."""
+        """On the builder: ends every site that is not used; says what was left. Blocks."""
         with self.lock:
             if self.fault is not None:  # no more CUDA calls: the process is to be replaced
                 for site in self.sites:
                     site.forget()
                 return [repr(site.device) for site in self.sites]
             self.state = PoolState.CLOSED
-        return [left for site in self.sites for left in site.close()]
+        abandoned = [left for site in self.sites for left in site.close()]
+        self._let_go()
+        return abandoned
+
+    def _let_go(self) -> None:
+        """Whoever waits for work that was left behind hears of the end instead."""
+        with self.lock:
+            holdings, completions = tuple(self.holdings), tuple(self._completions.values())
+        for holding in holdings:
+            holding.completion.door.call_threadsafe(holding.let_go)
+        for completion in completions:
+            completion.kick_threadsafe()
 
 
 def _tell(request: Request, error: GreenschedError) -> None:

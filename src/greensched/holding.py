@@ -115,6 +115,14 @@ class Holding:
         elif self._last is not None:
             self._await_last()
 
+    def let_go(self) -> None:
+        """Its pool is closed over it: an ended lease waits for nothing. An open one may still end.
+
+        On its loop's thread. What it waited for may be a call that never returns.
+        """
+        if not self.is_open:
+            self._finish()
+
     async def wait_until_over(self) -> None:
         """Waits for `over`. A cancellation leaves it as it is: it comes all the same."""
         while not self.is_over:

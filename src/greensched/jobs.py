@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Generator
 from typing import Any, Generic
 
-from greensched.errors import Poisoned, WouldBlock
+from greensched.errors import WouldBlock, too_late
 from greensched.loops import current_door
 from greensched.stream import Track
 from greensched.typing import T
@@ -47,13 +47,14 @@ class Job(Generic[T]):
         Raises:
             WouldBlock: it is not done.
             Poisoned: the device failed before it was done.
+            PoolClosed, ForkedPool: its pool ended before it was done.
             Exception: what the job itself failed with.
         """
         if not self._track.reached(self.ticket):
             if self._track.fault is None:
                 raise WouldBlock(f"{self!r} is not done: await it")
             self._is_seen = True
-            raise Poisoned(self._track.fault)
+            raise too_late(self._track.fault)
         self._is_seen = True
         if self._error is not None:
             raise self._error

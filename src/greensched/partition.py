@@ -17,7 +17,13 @@ from greensched.bound import Bound
 from greensched.buffers import Buffer, PinnedBuffer, dtype_of
 from greensched.channel import Channel, order_behind
 from greensched.context import Context
-from greensched.errors import InvalidArray, InvalidRequest, PartitionClosed, Poisoned, WouldBlock
+from greensched.errors import (
+    InvalidArray,
+    InvalidRequest,
+    PartitionClosed,
+    WouldBlock,
+    too_late,
+)
 from greensched.jobs import Job
 from greensched.kernels import Kernel
 from greensched.launcher import Arguments, LaunchConfig, Plan, check_launch
@@ -113,7 +119,7 @@ class Partition:
         if unseen is not None:
             raise unseen
         if channel.track.fault is not None:
-            raise Poisoned(channel.track.fault)
+            raise too_late(channel.track.fault)
 
     def _open(self) -> Channel:
         channel = self._channel

@@ -78,7 +78,7 @@ class PoolStatistics:
 
 @dataclass(frozen=True, slots=True)
 class CloseReport:
-    """How a pool ended: what it had to leave behind because it still had work after the grace."""
+    """How a pool ended: what it had to leave behind, leased or at work after the grace."""
 
     abandoned: tuple[str, ...] = ()
 
@@ -307,8 +307,9 @@ class Pool:
         """Closes the pool: grants nothing more, lets leases end, then ends everything.
 
         Whoever is queued gets `PoolClosed`; whoever holds a lease may finish within the grace.
-        What still has work then is left as it is, and reported. Idempotent; any number may wait
-        for it. A cancellation ends the grace at once, and the closing goes on, on a thread.
+        What is still leased or has work then is left as it is, and reported, and whoever waits
+        for it gets `PoolClosed`. Idempotent; any number may wait for it. A cancellation ends the
+        grace at once, and the closing goes on, on a thread.
 
         Args:
             grace: seconds to wait for leases to end and lanes to drain.
@@ -343,7 +344,7 @@ class Pool:
         abandoned = desk.close()
         _release_devices(desk.driver, [site.device.ordinal for site in desk.sites])
         if abandoned:
-            logger.warning("the pool was closed with work in flight: %s", ", ".join(abandoned))
+            logger.warning("the pool was closed over leases or work: %s", ", ".join(abandoned))
         return CloseReport(tuple(abandoned))
 
     def __del__(self) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from greensched.device import Device
-from greensched.errors import CUDAError, run_all
+from greensched.errors import CUDAError, PoolClosed, run_all
 from greensched.lane import Lane
 from greensched.memory import DeviceMemory, PinnedMemory
 from greensched.planning.cells import Cells
@@ -140,13 +140,16 @@ class Site:
         """Ends everything, if nothing works any more; else leaves all as it is. Blocks.
 
         Beside work that does not end, much of it would wait for that: cuMemHostUnregister and
-        cuLibraryUnload do, on an H200 with driver 580.
+        cuLibraryUnload do, on an H200 with driver 580. A leased lane counts as one that works:
+        what its holder put there without a ticket shows nowhere.
 
         Returns:
-            What still has work, or could not be ended.
+            What still is leased or has work, or could not be ended.
         """
-        busy = [repr(crew.lane) for crew in self.crews.values() if not crew.lane.is_idle]
+        crews = self.crews.values()
+        busy = [repr(crew.lane) for crew in crews if crew.is_leased or not crew.lane.is_idle]
         if busy:
+            self.fail(PoolClosed("this pool"))
             self.forget()
             return busy
         steps: list[Callable[[], object]] = [crew.close for crew in self.crews.values()]
@@ -176,7 +179,7 @@ class Site:
             crew.abandon()
 
     def fail(self, fault: BaseException) -> None:
-        """After a device fault: no ticket is reached any more, and no memory comes back."""
+        """After what ends its use: no ticket is waited for any more, and no memory comes back."""
         for crew in self.crews.values():
             crew.lane.fail(fault)
         self.memory.is_closed = self.pinned.is_closed = True

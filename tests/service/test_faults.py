@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from typing import Any
 
@@ -147,6 +148,104 @@ def test_a_hung_kernel_holds_its_own_sms_only(clock: Any) -> None:
         assert len(report.abandoned) == 1
 
     clock.run(main)
+
+
+@pytest.mark.parametrize("exposed", [False, True], ids=["own", "exposed"])
+def test_a_pool_closed_over_an_idle_lease_leaves_its_lane(clock: Any, exposed: bool) -> None:
+    """An open lease past the grace is reported, and its end makes no CUDA call and hangs not."""
+    driver = simulated.open("h200", clock=clock)
+
+    async def main() -> None:
+        pool = Pool(driver=driver)
+        await pool.open()
+        p = await pool.partition(16).__aenter__()
+        if exposed:
+            await p.run(lambda: None)
+        report = await pool.aclose(grace=0.0)
+        assert len(report.abandoned) == 1
+        assert "16 SMs" in report.abandoned[0]
+        calls = sum(driver.script.calls.values())
+        with pytest.raises(greensched.PoolClosed):
+            p.launch(spin, ONE, 1000)
+        with anyio.fail_after(10), pytest.raises(greensched.PoolClosed):
+            await p.__aexit__(None, None, None)
+        assert sum(driver.script.calls.values()) == calls
+
+    clock.run(main)
+
+
+@pytest.mark.parametrize("leaves", [False, True], ids=["open", "draining"])
+def test_a_hung_bound_launch_does_not_hold_up_the_closing(clock: Any, leaves: bool) -> None:
+    """A bound launch that has no ticket and never ends is abandoned like any other work."""
+    driver = simulated.open("h200", clock=clock, faults=[Hang("spin")])
+
+    async def main() -> None:
+        pool = Pool(driver=driver)
+        await pool.open()
+        p = await pool.partition(8).__aenter__()
+        await p.prepare(spin, ONE)
+        p.bind(spin, ONE, 1000)()
+        if leaves:
+            p.end()
+        with anyio.fail_after(10):
+            report = await pool.aclose(grace=0.1)
+        assert len(report.abandoned) == 1
+        if not leaves:
+            p.end()
+
+    clock.run(main)
+
+
+def test_who_waits_for_abandoned_work_is_told(clock: Any) -> None:
+    """Awaiting a job, or the end of a block, that the pool left behind raises PoolClosed."""
+    driver = simulated.open("h200", clock=clock, faults=[Hang("spin")])
+
+    async def main() -> None:
+        pool = Pool(driver=driver)
+        await pool.open()
+        p = await pool.partition(8).__aenter__()
+        job = p.launch(spin, ONE, 1000)
+
+        async def wait() -> None:
+            with pytest.raises(greensched.PoolClosed):
+                await job
+
+        async def leave() -> None:
+            with pytest.raises(greensched.PoolClosed):
+                await p.__aexit__(None, None, None)
+
+        with anyio.fail_after(10):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(wait)
+                tasks.start_soon(leave)
+                await turns()
+                assert len((await pool.aclose(grace=0.1)).abandoned) == 1
+
+    clock.run(main)
+
+
+def test_who_waits_for_a_call_that_never_returns_is_told() -> None:
+    """The end of a block whose blocking call hangs ends with its pool."""
+    driver = simulated.open("h200")
+    hung = threading.Event()
+
+    async def main() -> None:
+        pool = Pool(driver=driver)
+        await pool.open()
+
+        async def use() -> None:
+            with pytest.raises(greensched.PoolClosed):
+                async with pool.partition(8) as p:
+                    p.run(hung.wait)
+
+        with anyio.fail_after(10):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(use)
+                await until(lambda: pool.statistics().sms_draining == 8)
+                assert len((await pool.aclose(grace=0.01)).abandoned) == 1
+        hung.set()
+
+    anyio.run(main)
 
 
 @pytest.mark.parametrize("verb", ["launch", "copy_to_device", "allocate"])
