@@ -91,14 +91,29 @@ class Partition:
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         """Ends the lease; see the class. A cancellation while it waits only stops the waiting."""
-        self.end()
+        self.leave(kind)
         if kind is None:
             await self.finish()
             self.raise_unseen()
 
+    def leave(self, kind: type[BaseException] | None) -> None:
+        """Ends it where its block is left.
+
+        By a `GeneratorExit` the collector may leave it, at any allocation of any thread, perhaps
+        while a lock is held that the end needs. Then its loop ends it in a turn of its own, or
+        whichever loop takes over from a closed one.
+        """
+        if kind is GeneratorExit and self._channel is not None:
+            self._channel.holding.completion.door.call_threadsafe(self.end)
+        else:
+            self.end()
+
     def end(self) -> None:
-        """Nothing more is submitted; the SMs go back when the work is done. Does not wait."""
-        channel = self._open()
+        """Nothing more is submitted; the SMs go back when the work is done. Does not wait.
+
+        Idempotent: the lease may have ended already, with its loop.
+        """
+        channel = self._granted()
         for bound in self._bound:
             bound.close()
         self._bound.clear()
@@ -121,10 +136,13 @@ class Partition:
         if channel.track.fault is not None:
             raise too_late(channel.track.fault)
 
-    def _open(self) -> Channel:
-        channel = self._channel
-        if channel is None:
+    def _granted(self) -> Channel:
+        if self._channel is None:
             raise PartitionClosed("this partition", "not granted: use it with `async with`")
+        return self._channel
+
+    def _open(self) -> Channel:
+        channel = self._granted()
         if not channel.holding.is_open:
             raise PartitionClosed("this partition")
         return channel

@@ -440,7 +440,7 @@ class _Together:
     ) -> None:
         """Ends all of them, then waits for them as each would; raises the first failure."""
         for partition in self._partitions:
-            partition.end()
+            partition.leave(kind)
         if kind is None:
             for partition in self._partitions:
                 await partition.finish()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import logging
 import threading
 import time
+from contextlib import AsyncExitStack
 from typing import Any
 
 import anyio
@@ -411,3 +414,78 @@ def test_a_busy_loop_hears_of_a_fault(without: list[Feature], busy: bool) -> Non
         await pool.aclose()
 
     anyio.run(main)
+
+
+class StrictLock:
+    """A lock that notes where a thread that holds it asks for it again, and would freeze."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self.depth = self.deepest = 0
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self.depth += 1
+        self.deepest = max(self.deepest, self.depth)
+
+    def __exit__(self, *_: object) -> None:
+        self.depth -= 1
+        self._lock.release()
+
+
+@pytest.mark.parametrize("leased", [0, 132], ids=["in its block", "queued"])
+def test_a_task_collected_while_the_lock_is_held_takes_no_lock(
+    leased: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a closed loop left is given back once, though the collector runs under the lock."""
+    driver = simulated.open("h200")
+    pool = Pool(driver=driver)
+
+    async def use() -> None:
+        async with pool.partition(8):
+            await asyncio.get_running_loop().create_future()
+
+    def leave_a_task_behind() -> None:
+        loop = asyncio.new_event_loop()
+        loop.set_exception_handler(lambda *_: None)
+
+        async def start() -> None:
+            task = loop.create_task(use())
+            await until(lambda: pool.statistics().requested == before + 1)
+            assert not task.done()
+
+        before = pool.statistics().requested
+        loop.run_until_complete(start())
+        loop.close()
+
+    async def main() -> None:
+        await pool.open()
+        desk = pool._desk
+        assert desk is not None
+        async with AsyncExitStack() as stack:
+            if leased:
+                await stack.enter_async_context(pool.partition(leased))
+            await asyncio.to_thread(leave_a_task_behind)
+        lock = desk.lock = StrictLock()  # type: ignore[assignment]
+        request = desk.scheduler.request
+
+        def collect_and_request(*args: Any, **options: Any) -> Any:
+            gc.collect()  # as the collector may at any allocation
+            return request(*args, **options)
+
+        monkeypatch.setattr(desk.scheduler, "request", collect_and_request)
+        async with pool.partition(8):
+            pass
+        async with pool.partition(ALL):
+            pass
+        assert lock.deepest == 1
+        s = pool.statistics()
+        assert (s.sms_free, s.leases) == (s.sms_total, 0)
+        assert not (await pool.aclose()).abandoned
+
+    gc.collect()
+    gc.disable()
+    try:
+        asyncio.run(main())
+    finally:
+        gc.enable()
