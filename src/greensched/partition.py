@@ -62,12 +62,21 @@ class Partition:
     Everything here is for the loop that entered it.
     """
 
-    __slots__ = ("__weakref__", "_bound", "_channel", "_grantor", "_wish")
+    __slots__ = ("__weakref__", "_bound", "_channel", "_grantor", "_is_entered", "_wish")
 
-    def __init__(self, grantor: Grantor, wish: Any, granted: Channel | None = None) -> None:
+    def __init__(
+        self,
+        grantor: Grantor,
+        wish: Any,
+        granted: Channel | None = None,
+        *,
+        is_entered: bool = False,
+    ) -> None:
         self._grantor = grantor
         self._wish = wish
         self._channel = granted
+        #: Somebody's block is entered, or about to be.
+        self._is_entered = is_entered
         self._bound: list[Bound] = []
 
     # -- being leased ------------------------------------------------------------------------------
@@ -82,9 +91,21 @@ class Partition:
             DeadlineExceeded: the deadline passed while it was queued.
             WouldDeadlock: this task holds what it asks for.
             PoolClosed, Poisoned, ForkedPool: the pool grants nothing (any more).
+            InvalidRequest: it is entered already, by whatever task; a second one would end its
+                lease, or lose one.
+            PartitionClosed: its block has ended.
         """
+        if self._is_entered:
+            if self._channel is not None:
+                self._open()
+            raise InvalidRequest("this partition is entered already: ask for another")
+        self._is_entered = True
         if self._channel is None:  # else granted beforehand, by partition_nowait
-            (self._channel,) = await self._grantor.acquire(self._wish)
+            try:
+                (self._channel,) = await self._grantor.acquire(self._wish)
+            except BaseException:  # it may be tried again
+                self._is_entered = False
+                raise
         return self
 
     async def __aexit__(

@@ -226,8 +226,9 @@ class Pool:
     ) -> AbstractAsyncContextManager[tuple[Partition, ...]]:
         """Several leases on one device, granted together, in the order of the arguments.
 
-        One request: nobody holds one part and waits for another. `REST` stands for every SM of
-        the device that is not in the same request. Arguments and errors as `partition`.
+        One request: nobody holds one part and waits for another. They are entered together, and
+        end together: `async with` on one of them is refused. `REST` stands for every SM of the
+        device that is not in the same request. Arguments and errors as `partition`.
         """
         return _Together(self, self._wish(sizes, device, service, deadline))
 
@@ -429,10 +430,20 @@ class _Together:
         self._pool = pool
         self._wish = wish
         self._partitions: tuple[Partition, ...] = ()
+        self._is_entered = False
 
     async def __aenter__(self) -> tuple[Partition, ...]:
-        channels = await self._pool.acquire(self._wish)
-        self._partitions = tuple(Partition(self._pool, self._wish, c) for c in channels)
+        if self._is_entered:
+            raise InvalidRequest("these partitions were entered already: ask for others")
+        self._is_entered = True
+        try:
+            channels = await self._pool.acquire(self._wish)
+        except BaseException:  # it may be tried again
+            self._is_entered = False
+            raise
+        self._partitions = tuple(
+            Partition(self._pool, self._wish, channel, is_entered=True) for channel in channels
+        )
         return self._partitions
 
     async def __aexit__(
