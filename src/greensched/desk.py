@@ -256,6 +256,8 @@ class Desk:
 
     def _leave(self, request: Request) -> None:
         """Somebody does not want his request any more, queued or granted."""
+        if self.state is PoolState.FORKED:
+            return
         with self.lock:
             granted = self.scheduler.cancel(self.driver.time(), request)
             granted += self._give_back(request)
@@ -283,6 +285,8 @@ class Desk:
 
     def over(self, holding: Holding) -> None:
         """All work of a lease is done: its cells are free."""
+        if self.state is PoolState.FORKED:  # nobody asks, and a lost thread may hold the lock
+            return
         with self.lock:
             holding.crew.is_leased = False
             self.holdings.discard(holding)

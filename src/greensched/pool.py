@@ -25,7 +25,7 @@ from greensched.channel import Channel
 from greensched.desk import Desk, PoolState, Wish
 from greensched.device import Device
 from greensched.driver.base import Driver
-from greensched.errors import DeviceTaken, GreenschedError, InvalidRequest, PoolClosed
+from greensched.errors import DeviceTaken, ForkedPool, GreenschedError, InvalidRequest, PoolClosed
 from greensched.kernels import Kernel
 from greensched.launcher import LaunchConfig
 from greensched.loops import Errand
@@ -495,7 +495,7 @@ def _forked() -> None:
         if pool._desk is not None:
             pool._desk.state = PoolState.FORKED
             for site in pool._desk.sites:
-                site.memory.is_closed = site.pinned.is_closed = True
+                site.fail(ForkedPool("this pool"))
 
 
 if hasattr(os, "register_at_fork"):

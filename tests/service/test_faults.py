@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
+import signal
 import threading
 import time
 from contextlib import AsyncExitStack
@@ -489,3 +491,45 @@ def test_a_task_collected_while_the_lock_is_held_takes_no_lock(
         asyncio.run(main())
     finally:
         gc.enable()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+@pytest.mark.parametrize("failed", [False, True], ids=["normally", "by an error"])
+def test_a_forked_child_leaves_its_block_at_once(failed: bool) -> None:
+    """In a child the end of a block takes no lock and makes no call: it raises ForkedPool."""
+
+    def leave(block: Any) -> int:
+        signal.alarm(10)  # a hang ends it, and is seen by its status
+        error = KeyError() if failed else None
+        try:
+            block.__aexit__(type(error) if error else None, error, None).send(None)
+        except StopIteration:  # left without a wait or an error of its own
+            return 0 if failed else 1
+        except greensched.ForkedPool:
+            return 1 if failed else 0
+        return 2
+
+    def left_in_child(pool: Pool, block: Any) -> int:
+        assert pool._desk is not None
+        with pool._desk.lock:  # as a thread may that the child does not have
+            child = os.fork()
+            if child == 0:
+                status = 3
+                try:
+                    status = leave(block)
+                finally:
+                    os._exit(status)
+        return os.waitpid(child, 0)[1]
+
+    async def main() -> None:
+        async with Pool(driver="simulated:h200") as pool:
+            one, several = pool.partition(8), pool.partitions(8, 16)
+            p = await one.__aenter__()
+            await several.__aenter__()
+            await p.run(lambda: None)
+            for block in (one, several):
+                assert left_in_child(pool, block) == 0
+                await block.__aexit__(None, None, None)
+
+    anyio.run(main)
