@@ -153,6 +153,7 @@ class Desk:
     def acquire_nowait(self, wish: Wish) -> tuple[Channel, ...]:
         """A grant at once, on lanes that are made; raises `WouldBlock` and what `acquire` does."""
         completion = self.completion()
+        self._adopt(completion)  # nobody else may come by to do it
         self._give_up_forsaken()
         with self.lock:
             request = self._request(wish, completion, wait=False)
@@ -224,9 +225,10 @@ class Desk:
     def _make(self, index: int, mask: int) -> None:
         """On the builder: makes a lane, and ends those that are too many."""
         site, warm = self.sites[index], self.scheduler.warm[index]
-        site.make(mask)
+        crew = site.make(mask)
         surplus: list[Crew] = []
         with self.lock:
+            site.add(crew)
             warm.setdefault(mask.bit_count(), {})[mask] = None
             for other in site.surplus(keep=mask):
                 surplus.append(site.crews.pop(other))

@@ -6,7 +6,8 @@ complements), or when a shape is first granted; those that are no longer wanted 
 used first, and never with work in flight.
 
 Making and ending lanes blocks: it happens on the pool's builder thread, and is entered by it
-alone. `take` and `surplus` are entered under the pool's lock.
+alone. `add`, `take` and `surplus` are entered under the pool's lock, once it is open: others look
+through the lanes under it.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class Site:
     def _make_menu(self) -> None:
         for mask in self.cells.menu(MENU):
             try:
-                self.make(mask)
+                self.add(self.make(mask))
             except CUDAError as error:
                 if not self.crews:
                     raise
@@ -107,17 +108,20 @@ class Site:
         return crew
 
     def make(self, mask: int) -> Crew:
-        """Makes a lane. Blocks.
+        """Makes a lane, to be added, unless there is one. Blocks.
 
         Raises:
             CUDAError: the driver could not.
         """
         crew = self.crews.get(mask)
         if crew is None:
-            lane = Lane(self.device, self._resources(mask), mask, self.words)
-            crew = self.crews[mask] = Crew(lane, self._home)
+            crew = Crew(Lane(self.device, self._resources(mask), mask, self.words), self._home)
             self.lanes_made += 1
         return crew
+
+    def add(self, crew: Crew) -> None:
+        """A lane that was made can be taken from here on."""
+        self.crews[crew.lane.mask] = crew
 
     def surplus(self, keep: int) -> list[int]:
         """Lanes to end, least recently used first: beside the menu, not leased, too many."""

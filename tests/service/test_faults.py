@@ -23,6 +23,7 @@ from greensched.driver.base import VERBS
 from greensched.driver.simulated import Crash, Fail, Hang
 from greensched.driver.simulated.presets import PRESETS, DeviceModel
 from greensched.kernels import fill, saxpy, spin
+from greensched.site import Site
 from greensched.typing import Feature
 from helpers.waiting import turns, until
 
@@ -533,3 +534,40 @@ def test_a_forked_child_leaves_its_block_at_once(failed: bool) -> None:
                 await block.__aexit__(None, None, None)
 
     anyio.run(main)
+
+
+def test_what_a_closed_loop_leased_can_be_had_without_waiting() -> None:
+    """SMs that a closed loop held are granted to one who does not wait."""
+    pool = Pool(driver="simulated:h200")
+    kept: list[greensched.Partition] = []
+
+    async def take() -> None:
+        kept.append(pool.partition_nowait(ALL))
+
+    async def main() -> None:
+        async with pool:
+            await asyncio.to_thread(asyncio.run, take())
+            async with pool.partition_nowait(ALL):
+                pass
+
+    anyio.run(main)
+
+
+def test_statistics_are_told_while_lanes_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lane joins the others under the lock under which they are counted."""
+    pool = Pool(driver="simulated:h200")
+    add, held = Site.add, list[bool]()
+
+    def watched(site: Site, crew: Any) -> None:
+        held.append(pool._desk.lock.locked())  # type: ignore[union-attr]
+        add(site, crew)
+
+    async def main() -> None:
+        async with pool:
+            monkeypatch.setattr(Site, "add", watched)
+            async with pool.partitions(24, 24, 24, 24), pool.partition(24):  # cells off the menu
+                pass
+
+    anyio.run(main)
+    assert held
+    assert all(held)
