@@ -6,7 +6,14 @@ from typing import NoReturn
 
 from greensched.buffers import Buffer, PinnedBuffer, Use
 from greensched.channel import Channel, order_behind
-from greensched.errors import CUDAError, DeviceFault, PartitionClosed, Poisoned, WouldBlock
+from greensched.errors import (
+    CUDAError,
+    DeviceFault,
+    PartitionClosed,
+    Poisoned,
+    WouldBlock,
+    too_late,
+)
 from greensched.jobs import Job
 from greensched.launcher import Plan
 from greensched.stream import Track
@@ -147,6 +154,8 @@ class Bound:
     def _catch_up(self) -> None:
         """Whatever must be seen to before the next launch."""
         if self.is_closed:
+            if self.track.fault is not None:
+                raise too_late(self.track.fault)
             raise PartitionClosed("the partition of this bound launch")
         for buffer, write in self._plan.arguments.buffers.values():
             buffer.check(self._channel.ordinal)

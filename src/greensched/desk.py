@@ -14,7 +14,9 @@ from __future__ import annotations
 import enum
 import logging
 import threading
+from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -111,6 +113,8 @@ class Desk:
         self.holdings: set[Holding] = set()
         self._completions: dict[Door, Completion] = {}
         self._waiting_for_none: list[Queued] = []
+        #: Requests of tasks that were collected while they waited: the next caller gives them up.
+        self._forsaken: deque[Request] = deque()
 
     def start(self, sites: Sequence[Site], policy: Policy, max_waiting: int) -> None:
         """Opens the desk over the sites."""
@@ -137,6 +141,7 @@ class Desk:
         completion = self.completion()
         if completion.door.always_yields:
             await completion.door.checkpoint()
+        self._give_up_forsaken()
         with self.lock:
             request = self._request(wish, completion, wait=True)
             if request.state is State.GRANTED and self._missing(request) is None:
@@ -148,6 +153,8 @@ class Desk:
     def acquire_nowait(self, wish: Wish) -> tuple[Channel, ...]:
         """A grant at once, on lanes that are made; raises `WouldBlock` and what `acquire` does."""
         completion = self.completion()
+        self._adopt(completion)  # nobody else may come by to do it
+        self._give_up_forsaken()
         with self.lock:
             request = self._request(wish, completion, wait=False)
             if self._missing(request) is None:
@@ -179,6 +186,9 @@ class Desk:
         completion.queued()
         try:
             await queued.waiter
+        except GeneratorExit:
+            self._forsaken.append(request)
+            raise
         except BaseException:
             self._leave(request)
             raise
@@ -205,6 +215,9 @@ class Desk:
                     await errand.wait()
                 finally:
                     completion.delivered()
+        except GeneratorExit:
+            self._forsaken.append(request)
+            raise
         except BaseException:
             self._leave(request)
             raise
@@ -212,9 +225,10 @@ class Desk:
     def _make(self, index: int, mask: int) -> None:
         """On the builder: makes a lane, and ends those that are too many."""
         site, warm = self.sites[index], self.scheduler.warm[index]
-        site.make(mask)
+        crew = site.make(mask)
         surplus: list[Crew] = []
         with self.lock:
+            site.add(crew)
             warm.setdefault(mask.bit_count(), {})[mask] = None
             for other in site.surplus(keep=mask):
                 surplus.append(site.crews.pop(other))
@@ -244,13 +258,27 @@ class Desk:
 
     def _leave(self, request: Request) -> None:
         """Somebody does not want his request any more, queued or granted."""
+        if self.state is PoolState.FORKED:
+            return
         with self.lock:
-            now = self.driver.time()
-            granted = self.scheduler.cancel(now, request)
-            if request.state is State.GRANTED:
-                for lease in request.leases:
-                    granted += self.scheduler.drained(now, lease)
+            granted = self.scheduler.cancel(self.driver.time(), request)
+            granted += self._give_back(request)
         self._deliver(granted)
+
+    def _give_up_forsaken(self) -> None:
+        """Sees to what finalisers left, which must not: they may run while the lock is held.
+
+        The collector calls them at any allocation, on any thread, so they append and no more.
+        """
+        while self._forsaken:
+            with suppress(IndexError):  # another thread was first
+                self._leave(self._forsaken.popleft())
+
+    def _give_back(self, request: Request) -> list[Request]:
+        """Cells that were granted and not claimed; once, whoever comes first. Holds the lock."""
+        leases, request.leases = request.leases, ()
+        now = self.driver.time()
+        return [other for lease in leases for other in self.scheduler.drained(now, lease)]
 
     def draining(self, holding: Holding) -> None:
         """A lease has ended, and its work has not: nobody holds it, and nobody gets it yet."""
@@ -259,6 +287,8 @@ class Desk:
 
     def over(self, holding: Holding) -> None:
         """All work of a lease is done: its cells are free."""
+        if self.state is PoolState.FORKED:  # nobody asks, and a lost thread may hold the lock
+            return
         with self.lock:
             holding.crew.is_leased = False
             self.holdings.discard(holding)
@@ -267,6 +297,7 @@ class Desk:
         self._deliver(granted)
         for queued in none_left:
             queued.tell()
+        self._give_up_forsaken()
 
     def _deliver(self, granted: list[Request]) -> None:
         """Tells those who were granted; what a closed loop was granted goes to others."""
@@ -274,12 +305,12 @@ class Desk:
             request = granted.pop()
             if isinstance(request.owner, Queued) and not request.owner.tell():
                 with self.lock:
-                    for lease in request.leases:
-                        granted += self.scheduler.drained(self.driver.time(), lease)
+                    granted += self._give_back(request)
 
     def _tend(self) -> float:
         """While requests wait: passed deadlines, and loops that closed with leases in hand."""
         self._adopt(self.completion())
+        self._give_up_forsaken()
         with self.lock:
             now = self.driver.time()
             granted, expired = self.scheduler.tick(now)
@@ -327,6 +358,8 @@ class Desk:
             completions = list(self._completions.values())
             for site in self.sites:
                 site.fail(fault)
+            for holding in self.holdings:
+                holding.end_bound()
         logger.error("the GPU is unusable until this process is replaced: %s", fault)
         for request in waiting:
             _tell(request, Poisoned(fault))
@@ -375,14 +408,26 @@ class Desk:
                 await queued.waiter
 
     def close(self) -> list[str]:
-        """On the builder: ends every site that has no work; says what was left. Blocks."""
+        """On the builder: ends every site that is not used; says what was left. Blocks."""
         with self.lock:
             if self.fault is not None:  # no more CUDA calls: the process is to be replaced
                 for site in self.sites:
                     site.forget()
                 return [repr(site.device) for site in self.sites]
             self.state = PoolState.CLOSED
-        return [left for site in self.sites for left in site.close()]
+        abandoned = [left for site in self.sites for left in site.close()]
+        self._let_go()
+        return abandoned
+
+    def _let_go(self) -> None:
+        """Whoever waits for work that was left behind hears of the end instead."""
+        with self.lock:
+            holdings, completions = tuple(self.holdings), tuple(self._completions.values())
+        for holding in holdings:
+            holding.end_bound()
+            holding.completion.door.call_threadsafe(holding.let_go)
+        for completion in completions:
+            completion.kick_threadsafe()
 
 
 def _tell(request: Request, error: GreenschedError) -> None:

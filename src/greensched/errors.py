@@ -298,6 +298,15 @@ class Poisoned(GreenschedError, RuntimeError):
         self.__cause__ = cause
 
 
+def too_late(cause: BaseException) -> GreenschedError:
+    """What work is told that nobody waits for any more; a new one each time, for its traceback."""
+    if isinstance(cause, ForkedPool):
+        return ForkedPool(cause.what)
+    if isinstance(cause, PoolClosed):
+        return PoolClosed(cause.what, cause.state)
+    return Poisoned(cause)
+
+
 # -- several failures ---------------------------------------------------------------------------
 
 

@@ -128,9 +128,7 @@ class Holding:
         if not self.is_open:
             return
         self.is_open = False
-        for bound in self.bound:
-            bound.close()
-        self.bound.clear()
+        self.end_bound()
         launches = self.crew.lane.launches
         if self.unmarked and launches.fault is None:
             self._mark_unmarked()
@@ -145,6 +143,12 @@ class Holding:
         if not self.is_over:
             self._keeper.draining(self)
 
+    def end_bound(self) -> None:
+        """No bound launch is fired any more: the lease is over, or the pool under it."""
+        for bound in self.bound:
+            bound.close()
+        self.bound.clear()
+
     def adopt(self, completion: Completion) -> None:
         """The loop that held it is closed: another looks after it, and an open lease ends."""
         self.completion = completion
@@ -153,6 +157,14 @@ class Holding:
             self.end()
         elif self._last is not None:
             self._await_last()
+
+    def let_go(self) -> None:
+        """Its pool is closed over it: an ended lease waits for nothing. An open one may still end.
+
+        On its loop's thread. What it waited for may be a call that never returns.
+        """
+        if not self.is_open:
+            self._finish()
 
     async def wait_until_over(self) -> None:
         """Waits for `over`. A cancellation leaves it as it is: it comes all the same."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator
 from contextlib import suppress
 from typing import Any, Generic
 
-from greensched.errors import Poisoned, WouldBlock
+from greensched.errors import WouldBlock, too_late
 from greensched.loops import current_door
 from greensched.stream import Track
 from greensched.typing import T
@@ -60,13 +60,14 @@ class Job(Generic[T]):
         Raises:
             WouldBlock: it is not done.
             Poisoned: the device failed before it was done.
+            PoolClosed, ForkedPool: its pool ended before it was done.
             Exception: what the job itself failed with.
         """
         if not self._track.reached(self.ticket):
             if self._track.fault is None:
                 raise WouldBlock(f"{self!r} is not done: await it")
             self._was_seen()
-            raise Poisoned(self._track.fault)
+            raise too_late(self._track.fault)
         if self._finish is not None:
             self.finish()
         if self._error is not None:
@@ -87,7 +88,7 @@ class Job(Generic[T]):
     def __await__(self) -> Generator[Any, None, T]:
         """Waits until it is done, then gives what `result` gives."""
         track, ticket = self._track, self.ticket
-        if not track.reached(ticket):
+        if track.fault is None and not track.reached(ticket):
             completion = track.crew.home.completion()
             while not (track.reached(ticket) or track.fault is not None):
                 yield from completion.wait(track, ticket).__await__()

@@ -74,7 +74,7 @@ class Lane:
         return self.launches.is_idle and self.runs.is_idle
 
     def fail(self, fault: BaseException) -> None:
-        """After a device fault no ticket is reached any more."""
+        """After a device fault, or the end of the pool over it, no ticket is waited for."""
         for track in (self.launches, self.runs):
             track.fault = fault
             track.pass_lagging()

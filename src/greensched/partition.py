@@ -18,7 +18,13 @@ from greensched.bound import Bound
 from greensched.buffers import Buffer, PinnedBuffer, dtype_of
 from greensched.channel import Channel, order_behind
 from greensched.context import Context
-from greensched.errors import InvalidArray, InvalidRequest, PartitionClosed, Poisoned, WouldBlock
+from greensched.errors import (
+    InvalidArray,
+    InvalidRequest,
+    PartitionClosed,
+    WouldBlock,
+    too_late,
+)
 from greensched.jobs import Job
 from greensched.kernels import Kernel
 from greensched.launcher import Arguments, LaunchConfig, Plan, check_launch
@@ -57,12 +63,21 @@ class Partition:
     Everything here is for the loop that entered it.
     """
 
-    __slots__ = ("__weakref__", "_channel", "_grantor", "_wish")
+    __slots__ = ("__weakref__", "_channel", "_grantor", "_is_entered", "_wish")
 
-    def __init__(self, grantor: Grantor, wish: Any, granted: Channel | None = None) -> None:
+    def __init__(
+        self,
+        grantor: Grantor,
+        wish: Any,
+        granted: Channel | None = None,
+        *,
+        is_entered: bool = False,
+    ) -> None:
         self._grantor = grantor
         self._wish = wish
         self._channel = granted
+        #: Somebody's block is entered, or about to be.
+        self._is_entered = is_entered
 
     # -- being leased ------------------------------------------------------------------------------
 
@@ -76,23 +91,50 @@ class Partition:
             DeadlineExceeded: the deadline passed while it was queued.
             WouldDeadlock: this task holds what it asks for.
             PoolClosed, Poisoned, ForkedPool: the pool grants nothing (any more).
+            InvalidRequest: it is entered already, by whatever task; a second one would end its
+                lease, or lose one.
+            PartitionClosed: its block has ended.
         """
+        if self._is_entered:
+            if self._channel is not None:
+                self._open()
+            raise InvalidRequest("this partition is entered already: ask for another")
+        self._is_entered = True
         if self._channel is None:  # else granted beforehand, by partition_nowait
-            (self._channel,) = await self._grantor.acquire(self._wish)
+            try:
+                (self._channel,) = await self._grantor.acquire(self._wish)
+            except BaseException:  # it may be tried again
+                self._is_entered = False
+                raise
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         """Ends the lease; see the class. A cancellation while it waits only stops the waiting."""
-        self.end()
+        self.leave(kind)
         if kind is None:
             await self.finish()
             self.raise_unseen()
 
+    def leave(self, kind: type[BaseException] | None) -> None:
+        """Ends it where its block is left.
+
+        By a `GeneratorExit` the collector may leave it, at any allocation of any thread, perhaps
+        while a lock is held that the end needs. Then its loop ends it in a turn of its own, or
+        whichever loop takes over from a closed one.
+        """
+        if kind is GeneratorExit and self._channel is not None:
+            self._channel.holding.completion.door.call_threadsafe(self.end)
+        else:
+            self.end()
+
     def end(self) -> None:
-        """Nothing more is submitted; the SMs go back when the work is done. Does not wait."""
-        self._open().holding.end()
+        """Nothing more is submitted; the SMs go back when the work is done. Does not wait.
+
+        Idempotent: the lease may have ended already, with its loop.
+        """
+        self._granted().holding.end()
 
     async def finish(self) -> None:
         """Waits until all work of an ended lease is done."""
@@ -109,12 +151,15 @@ class Partition:
         if unseen is not None:
             raise unseen
         if channel.track.fault is not None:
-            raise Poisoned(channel.track.fault)
+            raise too_late(channel.track.fault)
+
+    def _granted(self) -> Channel:
+        if self._channel is None:
+            raise PartitionClosed("this partition", "not granted: use it with `async with`")
+        return self._channel
 
     def _open(self) -> Channel:
-        channel = self._channel
-        if channel is None:
-            raise PartitionClosed("this partition", "not granted: use it with `async with`")
+        channel = self._granted()
         if not channel.holding.is_open:
             raise PartitionClosed("this partition")
         return channel

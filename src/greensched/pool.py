@@ -25,7 +25,7 @@ from greensched.channel import Channel
 from greensched.desk import Desk, PoolState, Wish
 from greensched.device import Device
 from greensched.driver.base import Driver
-from greensched.errors import DeviceTaken, GreenschedError, InvalidRequest, PoolClosed
+from greensched.errors import DeviceTaken, ForkedPool, GreenschedError, InvalidRequest, PoolClosed
 from greensched.kernels import Kernel
 from greensched.launcher import LaunchConfig
 from greensched.loops import Errand
@@ -78,7 +78,7 @@ class PoolStatistics:
 
 @dataclass(frozen=True, slots=True)
 class CloseReport:
-    """How a pool ended: what it had to leave behind because it still had work after the grace."""
+    """How a pool ended: what it had to leave behind, leased or at work after the grace."""
 
     abandoned: tuple[str, ...] = ()
 
@@ -226,8 +226,9 @@ class Pool:
     ) -> AbstractAsyncContextManager[tuple[Partition, ...]]:
         """Several leases on one device, granted together, in the order of the arguments.
 
-        One request: nobody holds one part and waits for another. `REST` stands for every SM of
-        the device that is not in the same request. Arguments and errors as `partition`.
+        One request: nobody holds one part and waits for another. They are entered together, and
+        end together: `async with` on one of them is refused. `REST` stands for every SM of the
+        device that is not in the same request. Arguments and errors as `partition`.
         """
         return _Together(self, self._wish(sizes, device, service, deadline))
 
@@ -307,8 +308,9 @@ class Pool:
         """Closes the pool: grants nothing more, lets leases end, then ends everything.
 
         Whoever is queued gets `PoolClosed`; whoever holds a lease may finish within the grace.
-        What still has work then is left as it is, and reported. Idempotent; any number may wait
-        for it. A cancellation ends the grace at once, and the closing goes on, on a thread.
+        What is still leased or has work then is left as it is, and reported, and whoever waits
+        for it gets `PoolClosed`. Idempotent; any number may wait for it. A cancellation ends the
+        grace at once, and the closing goes on, on a thread.
 
         Args:
             grace: seconds to wait for leases to end and lanes to drain.
@@ -343,7 +345,7 @@ class Pool:
         abandoned = desk.close()
         _release_devices(desk.driver, [site.device.ordinal for site in desk.sites])
         if abandoned:
-            logger.warning("the pool was closed with work in flight: %s", ", ".join(abandoned))
+            logger.warning("the pool was closed over leases or work: %s", ", ".join(abandoned))
         return CloseReport(tuple(abandoned))
 
     def __del__(self) -> None:
@@ -428,10 +430,20 @@ class _Together:
         self._pool = pool
         self._wish = wish
         self._partitions: tuple[Partition, ...] = ()
+        self._is_entered = False
 
     async def __aenter__(self) -> tuple[Partition, ...]:
-        channels = await self._pool.acquire(self._wish)
-        self._partitions = tuple(Partition(self._pool, self._wish, c) for c in channels)
+        if self._is_entered:
+            raise InvalidRequest("these partitions were entered already: ask for others")
+        self._is_entered = True
+        try:
+            channels = await self._pool.acquire(self._wish)
+        except BaseException:  # it may be tried again
+            self._is_entered = False
+            raise
+        self._partitions = tuple(
+            Partition(self._pool, self._wish, channel, is_entered=True) for channel in channels
+        )
         return self._partitions
 
     async def __aexit__(
@@ -439,7 +451,7 @@ class _Together:
     ) -> None:
         """Ends all of them, then waits for them as each would; raises the first failure."""
         for partition in self._partitions:
-            partition.end()
+            partition.leave(kind)
         if kind is None:
             for partition in self._partitions:
                 await partition.finish()
@@ -483,7 +495,9 @@ def _forked() -> None:
         if pool._desk is not None:
             pool._desk.state = PoolState.FORKED
             for site in pool._desk.sites:
-                site.memory.is_closed = site.pinned.is_closed = True
+                site.fail(ForkedPool("this pool"))
+            for holding in tuple(pool._desk.holdings):
+                holding.end_bound()
 
 
 if hasattr(os, "register_at_fork"):

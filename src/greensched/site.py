@@ -6,7 +6,8 @@ complements), or when a shape is first granted; those that are no longer wanted 
 used first, and never with work in flight.
 
 Making and ending lanes blocks: it happens on the pool's builder thread, and is entered by it
-alone. `take` and `surplus` are entered under the pool's lock.
+alone. `add`, `take` and `surplus` are entered under the pool's lock, once it is open: others look
+through the lanes under it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from greensched.device import Device
-from greensched.errors import CUDAError, run_all
+from greensched.errors import CUDAError, PoolClosed, run_all
 from greensched.lane import Lane
 from greensched.memory import DeviceMemory, PinnedMemory
 from greensched.planning.cells import Cells
@@ -90,7 +91,7 @@ class Site:
     def _make_menu(self) -> None:
         for mask in self.cells.menu(MENU):
             try:
-                self.make(mask)
+                self.add(self.make(mask))
             except CUDAError as error:
                 if not self.crews:
                     raise
@@ -107,17 +108,20 @@ class Site:
         return crew
 
     def make(self, mask: int) -> Crew:
-        """Makes a lane. Blocks.
+        """Makes a lane, to be added, unless there is one. Blocks.
 
         Raises:
             CUDAError: the driver could not.
         """
         crew = self.crews.get(mask)
         if crew is None:
-            lane = Lane(self.device, self._resources(mask), mask, self.words)
-            crew = self.crews[mask] = Crew(lane, self._home)
+            crew = Crew(Lane(self.device, self._resources(mask), mask, self.words), self._home)
             self.lanes_made += 1
         return crew
+
+    def add(self, crew: Crew) -> None:
+        """A lane that was made can be taken from here on."""
+        self.crews[crew.lane.mask] = crew
 
     def surplus(self, keep: int) -> list[int]:
         """Lanes to end, least recently used first: beside the menu, not leased, too many."""
@@ -140,13 +144,16 @@ class Site:
         """Ends everything, if nothing works any more; else leaves all as it is. Blocks.
 
         Beside work that does not end, much of it would wait for that: cuMemHostUnregister and
-        cuLibraryUnload do, on an H200 with driver 580.
+        cuLibraryUnload do, on an H200 with driver 580. A leased lane counts as one that works:
+        what its holder put there without a ticket shows nowhere.
 
         Returns:
-            What still has work, or could not be ended.
+            What still is leased or has work, or could not be ended.
         """
-        busy = [repr(crew.lane) for crew in self.crews.values() if not crew.lane.is_idle]
+        crews = self.crews.values()
+        busy = [repr(crew.lane) for crew in crews if crew.is_leased or not crew.lane.is_idle]
         if busy:
+            self.fail(PoolClosed("this pool"))
             self.forget()
             return busy
         steps: list[Callable[[], object]] = [crew.close for crew in self.crews.values()]
@@ -176,7 +183,7 @@ class Site:
             crew.abandon()
 
     def fail(self, fault: BaseException) -> None:
-        """After a device fault: no ticket is reached any more, and no memory comes back."""
+        """After what ends its use: no ticket is waited for any more, and no memory comes back."""
         for crew in self.crews.values():
             crew.lane.fail(fault)
         self.memory.is_closed = self.pinned.is_closed = True

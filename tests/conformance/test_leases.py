@@ -264,6 +264,72 @@ def test_partition_outside_its_block_is_refused(world: World) -> None:
     world.run(main)
 
 
+def test_a_partition_is_entered_once(world: World) -> None:
+    """A second task that enters a partition, queued or granted, is refused, and no SM is lost."""
+
+    async def main() -> None:
+        async with world.pool() as pool:
+            p = pool.partition(8)
+            entered, left = anyio.Event(), anyio.Event()
+
+            async def use() -> None:
+                async with p:
+                    entered.set()
+                    await left.wait()
+
+            async with anyio.create_task_group() as tasks:
+                async with pool.partition(ALL):
+                    tasks.start_soon(use)
+                    await until(lambda: pool.statistics().waiting == 1)
+                    with pytest.raises(greensched.InvalidRequest, match="entered already"):
+                        await p.__aenter__()
+                await entered.wait()
+                with pytest.raises(greensched.InvalidRequest, match="entered already"):
+                    await p.__aenter__()
+                assert p.sm_count == 8
+                left.set()
+            with pytest.raises(greensched.PartitionClosed):
+                await p.__aenter__()
+            assert pool.statistics().sms_leased == 0
+
+    world.run(main)
+
+
+def test_a_refused_partition_may_be_entered_again(world: World) -> None:
+    """A partition whose entering failed is as it was before."""
+
+    async def main() -> None:
+        async with world.pool() as pool:
+            p, both = pool.partition(8), pool.partitions(8, REST)
+            async with pool.partition(ALL):
+                for refused in (p, both):
+                    with pytest.raises(greensched.WouldDeadlock):
+                        await refused.__aenter__()
+            async with p:
+                pass
+            async with both:
+                with pytest.raises(greensched.InvalidRequest, match="entered already"):
+                    await both.__aenter__()
+
+    world.run(main)
+
+
+def test_a_member_of_a_joint_grant_is_not_entered_by_itself(world: World) -> None:
+    """Entering one is refused; one that ended early hides no error, and the others end too."""
+
+    async def main() -> None:
+        async with world.pool() as pool:
+            with pytest.raises(KeyError):
+                async with pool.partitions(16, 8) as (a, b):
+                    with pytest.raises(greensched.InvalidRequest, match="entered already"):
+                        await b.__aenter__()
+                    a.end()
+                    raise KeyError
+            await until(lambda: pool.statistics().leases == 0)
+
+    world.run(main)
+
+
 def test_pool_outside_its_life_is_refused(world: World) -> None:
     """A pool that is not open, or not any more, says so, and how to open it."""
 

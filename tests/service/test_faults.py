@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import logging
+import os
+import signal
+import threading
 import time
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 import anyio
@@ -18,6 +23,7 @@ from greensched.driver.base import VERBS
 from greensched.driver.simulated import Crash, Fail, Hang
 from greensched.driver.simulated.presets import PRESETS, DeviceModel
 from greensched.kernels import fill, saxpy, spin
+from greensched.site import Site
 from greensched.typing import Feature
 from helpers.waiting import turns, until
 
@@ -172,6 +178,104 @@ def test_a_hung_kernel_holds_its_own_sms_only(clock: Any) -> None:
         assert len(report.abandoned) == 1
 
     clock.run(main)
+
+
+@pytest.mark.parametrize("exposed", [False, True], ids=["own", "exposed"])
+def test_a_pool_closed_over_an_idle_lease_leaves_its_lane(clock: Any, exposed: bool) -> None:
+    """An open lease past the grace is reported, and its end makes no CUDA call and hangs not."""
+    driver = simulated.open("h200", clock=clock)
+
+    async def main() -> None:
+        pool = Pool(driver=driver)
+        await pool.open()
+        p = await pool.partition(16).__aenter__()
+        if exposed:
+            await p.run(lambda: None)
+        report = await pool.aclose(grace=0.0)
+        assert len(report.abandoned) == 1
+        assert "16 SMs" in report.abandoned[0]
+        calls = sum(driver.script.calls.values())
+        with pytest.raises(greensched.PoolClosed):
+            p.launch(spin, ONE, 1000)
+        with anyio.fail_after(10), pytest.raises(greensched.PoolClosed):
+            await p.__aexit__(None, None, None)
+        assert sum(driver.script.calls.values()) == calls
+
+    clock.run(main)
+
+
+@pytest.mark.parametrize("leaves", [False, True], ids=["open", "draining"])
+def test_a_hung_bound_launch_does_not_hold_up_the_closing(clock: Any, leaves: bool) -> None:
+    """A bound launch that has no ticket and never ends is abandoned like any other work."""
+    driver = simulated.open("h200", clock=clock, faults=[Hang("spin")])
+
+    async def main() -> None:
+        pool = Pool(driver=driver)
+        await pool.open()
+        p = await pool.partition(8).__aenter__()
+        await p.prepare(spin, ONE)
+        p.bind(spin, ONE, 1000)()
+        if leaves:
+            p.end()
+        with anyio.fail_after(10):
+            report = await pool.aclose(grace=0.1)
+        assert len(report.abandoned) == 1
+        if not leaves:
+            p.end()
+
+    clock.run(main)
+
+
+def test_who_waits_for_abandoned_work_is_told(clock: Any) -> None:
+    """Awaiting a job, or the end of a block, that the pool left behind raises PoolClosed."""
+    driver = simulated.open("h200", clock=clock, faults=[Hang("spin")])
+
+    async def main() -> None:
+        pool = Pool(driver=driver)
+        await pool.open()
+        p = await pool.partition(8).__aenter__()
+        job = p.launch(spin, ONE, 1000)
+
+        async def wait() -> None:
+            with pytest.raises(greensched.PoolClosed):
+                await job
+
+        async def leave() -> None:
+            with pytest.raises(greensched.PoolClosed):
+                await p.__aexit__(None, None, None)
+
+        with anyio.fail_after(10):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(wait)
+                tasks.start_soon(leave)
+                await turns()
+                assert len((await pool.aclose(grace=0.1)).abandoned) == 1
+
+    clock.run(main)
+
+
+def test_who_waits_for_a_call_that_never_returns_is_told() -> None:
+    """The end of a block whose blocking call hangs ends with its pool."""
+    driver = simulated.open("h200")
+    hung = threading.Event()
+
+    async def main() -> None:
+        pool = Pool(driver=driver)
+        await pool.open()
+
+        async def use() -> None:
+            with pytest.raises(greensched.PoolClosed):
+                async with pool.partition(8) as p:
+                    p.run(hung.wait)
+
+        with anyio.fail_after(10):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(use)
+                await until(lambda: pool.statistics().sms_draining == 8)
+                assert len((await pool.aclose(grace=0.01)).abandoned) == 1
+        hung.set()
+
+    anyio.run(main)
 
 
 @pytest.mark.parametrize("verb", ["launch", "copy_to_device", "allocate"])
@@ -337,3 +441,157 @@ def test_a_busy_loop_hears_of_a_fault(without: list[Feature], busy: bool) -> Non
         await pool.aclose()
 
     anyio.run(main)
+
+
+class StrictLock:
+    """A lock that notes where a thread that holds it asks for it again, and would freeze."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self.depth = self.deepest = 0
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self.depth += 1
+        self.deepest = max(self.deepest, self.depth)
+
+    def __exit__(self, *_: object) -> None:
+        self.depth -= 1
+        self._lock.release()
+
+
+@pytest.mark.parametrize("leased", [0, 132], ids=["in its block", "queued"])
+def test_a_task_collected_while_the_lock_is_held_takes_no_lock(
+    leased: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a closed loop left is given back once, though the collector runs under the lock."""
+    driver = simulated.open("h200")
+    pool = Pool(driver=driver)
+
+    async def use() -> None:
+        async with pool.partition(8):
+            await asyncio.get_running_loop().create_future()
+
+    def leave_a_task_behind() -> None:
+        loop = asyncio.new_event_loop()
+        loop.set_exception_handler(lambda *_: None)
+
+        async def start() -> None:
+            task = loop.create_task(use())
+            await until(lambda: pool.statistics().requested == before + 1)
+            assert not task.done()
+
+        before = pool.statistics().requested
+        loop.run_until_complete(start())
+        loop.close()
+
+    async def main() -> None:
+        await pool.open()
+        desk = pool._desk
+        assert desk is not None
+        async with AsyncExitStack() as stack:
+            if leased:
+                await stack.enter_async_context(pool.partition(leased))
+            await asyncio.to_thread(leave_a_task_behind)
+        lock = desk.lock = StrictLock()  # type: ignore[assignment]
+        request = desk.scheduler.request
+
+        def collect_and_request(*args: Any, **options: Any) -> Any:
+            gc.collect()  # as the collector may at any allocation
+            return request(*args, **options)
+
+        monkeypatch.setattr(desk.scheduler, "request", collect_and_request)
+        async with pool.partition(8):
+            pass
+        async with pool.partition(ALL):
+            pass
+        assert lock.deepest == 1
+        s = pool.statistics()
+        assert (s.sms_free, s.leases) == (s.sms_total, 0)
+        assert not (await pool.aclose()).abandoned
+
+    gc.collect()
+    gc.disable()
+    try:
+        asyncio.run(main())
+    finally:
+        gc.enable()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+@pytest.mark.parametrize("failed", [False, True], ids=["normally", "by an error"])
+def test_a_forked_child_leaves_its_block_at_once(failed: bool) -> None:
+    """In a child the end of a block takes no lock and makes no call: it raises ForkedPool."""
+
+    def leave(block: Any) -> int:
+        signal.alarm(10)  # a hang ends it, and is seen by its status
+        error = KeyError() if failed else None
+        try:
+            block.__aexit__(type(error) if error else None, error, None).send(None)
+        except StopIteration:  # left without a wait or an error of its own
+            return 0 if failed else 1
+        except greensched.ForkedPool:
+            return 1 if failed else 0
+        return 2
+
+    def left_in_child(pool: Pool, block: Any) -> int:
+        assert pool._desk is not None
+        with pool._desk.lock:  # as a thread may that the child does not have
+            child = os.fork()
+            if child == 0:
+                status = 3
+                try:
+                    status = leave(block)
+                finally:
+                    os._exit(status)
+        return os.waitpid(child, 0)[1]
+
+    async def main() -> None:
+        async with Pool(driver="simulated:h200") as pool:
+            one, several = pool.partition(8), pool.partitions(8, 16)
+            p = await one.__aenter__()
+            await several.__aenter__()
+            await p.run(lambda: None)
+            for block in (one, several):
+                assert left_in_child(pool, block) == 0
+                await block.__aexit__(None, None, None)
+
+    anyio.run(main)
+
+
+def test_what_a_closed_loop_leased_can_be_had_without_waiting() -> None:
+    """SMs that a closed loop held are granted to one who does not wait."""
+    pool = Pool(driver="simulated:h200")
+    kept: list[greensched.Partition] = []
+
+    async def take() -> None:
+        kept.append(pool.partition_nowait(ALL))
+
+    async def main() -> None:
+        async with pool:
+            await asyncio.to_thread(asyncio.run, take())
+            async with pool.partition_nowait(ALL):
+                pass
+
+    anyio.run(main)
+
+
+def test_statistics_are_told_while_lanes_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lane joins the others under the lock under which they are counted."""
+    pool = Pool(driver="simulated:h200")
+    add, held = Site.add, list[bool]()
+
+    def watched(site: Site, crew: Any) -> None:
+        held.append(pool._desk.lock.locked())  # type: ignore[union-attr]
+        add(site, crew)
+
+    async def main() -> None:
+        async with pool:
+            monkeypatch.setattr(Site, "add", watched)
+            async with pool.partitions(24, 24, 24, 24), pool.partition(24):  # cells off the menu
+                pass
+
+    anyio.run(main)
+    assert held
+    assert all(held)

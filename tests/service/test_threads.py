@@ -1,0 +1,565 @@
+"""Loops in several threads share a pool: nothing lost, nothing granted twice, closed loops too."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+import sys
+import threading
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+
+import greensched
+from greensched import ALL, Job, LaunchConfig, Partition, Pool
+from greensched.driver import simulated
+from greensched.driver.simulated import Span
+from greensched.kernels import spin
+from helpers.gate import Gate
+from helpers.waiting import until
+
+ONE = LaunchConfig(grid=1, block=1)
+#: Whole device of the preset used here.
+EVERY_SM = 132
+WORKERS = 6
+SIZES = (1, 8, 8, 8, 16, 16, 24, 32, (8, 48))
+KERNEL_NS = 20_000
+SEED = 20261130
+
+
+class Left(Exception):
+    """A holder leaves with a kernel in flight."""
+
+
+class Account:
+    """Which SMs are held at this moment, by what the holders' own streams can use."""
+
+    def __init__(self) -> None:
+        self.ended: Counter[str] = Counter()
+        self.double: list[str] = []
+        self.most = 0
+        self._lock = threading.Lock()
+        self._held: dict[Partition, tuple[str, int]] = {}
+        self._union = 0
+
+    def take(self, loop: str, p: Partition) -> None:
+        sms = sms_of(p)
+        with self._lock:
+            if sms & self._union:
+                self.double.append(f"{sms:x} of {self._union:x} by {loop}")
+            self._held[p] = (loop, sms)
+            self._union |= sms
+            self.most = max(self.most, len(self._held))
+
+    def give(self, p: Partition) -> None:
+        with self._lock:
+            loop, sms = self._held.pop(p)
+            self._union &= ~sms
+            self.ended[loop] += 1
+
+    def forget(self, loop: str) -> None:
+        """A loop is about to be closed: what it holds is for others from then on."""
+        with self._lock:
+            for p in [p for p, (whose, _) in self._held.items() if whose == loop]:
+                self._union &= ~self._held.pop(p)[1]
+
+    @property
+    def leases(self) -> int:
+        return self.ended.total()
+
+
+def sms_of(p: Partition) -> int:
+    """The SMs a partition's stream has, as the driver has them: a bit mask."""
+    return p._open().track.stream.handle.sms  # type: ignore[attr-defined,no-any-return]
+
+
+async def lease(pool: Pool, account: Account, loop: str, rng: random.Random) -> None:
+    """One lease: its work is awaited, waited for by the end of the block, or left behind."""
+    size = ALL if rng.random() < 0.005 else rng.choice(SIZES)
+    async with pool.partition(size) as p:
+        account.take(loop, p)
+        what = rng.random()
+        if what < 0.8:
+            job = p.launch(spin, ONE, KERNEL_NS)
+            if what < 0.3:
+                await job
+        account.give(p)
+        if what < 0.5:
+            raise Left
+
+
+async def work(
+    pool: Pool, account: Account, loop: str, rng: random.Random, enough: Callable[[], bool]
+) -> None:
+    while not enough():
+        with suppress(Left):
+            await lease(pool, account, loop, rng)
+
+
+class Doomed:
+    """A loop that is closed with leases in hand, requests queued and work in flight.
+
+    As by a crash: nobody cancels its tasks.
+    """
+
+    HELD = 3
+
+    def __init__(self, pool: Pool, account: Account, leases: int) -> None:
+        self.leases = leases
+        self.closed = threading.Event()
+        self.gates: list[Gate] = []
+        self.queued = 0
+        self.in_flight = 0
+        self._pool = pool
+        self._account = account
+        self._jobs: list[Job[None]] = []
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def run(self) -> None:
+        """What its thread does."""
+        loop = asyncio.new_event_loop()
+        loop.set_exception_handler(lambda *_: None)  # "Task was destroyed but it is pending!"
+        loop.run_until_complete(self._main())
+        self._account.forget("doomed")
+        loop.close()
+        self.closed.set()
+
+    async def _main(self) -> None:
+        account, pool = self._account, self._pool
+        rngs = [random.Random(f"{SEED} doomed {i}") for i in range(WORKERS)]
+        enough = lambda: account.ended["doomed"] >= self.leases  # noqa: E731
+        await asyncio.gather(*(work(pool, account, "doomed", rng, enough) for rng in rngs))
+        for number in range(self.HELD):
+            self._start(self._hold())
+            await until(lambda number=number: len(self._jobs) > number)
+        for _ in range(self.HELD):
+            self._start(self._wait_for_all())
+        completion = pool._desk.completion()  # type: ignore[union-attr]
+        await until(lambda: completion.waiting == self.HELD)
+        self.queued = completion.waiting
+        self.in_flight = sum(not job.is_done for job in self._jobs)
+
+    def collect(self) -> None:
+        """Its tasks go, as garbage does."""
+        self._tasks.clear()
+        self._jobs.clear()
+
+    def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        self._tasks.append(asyncio.create_task(coroutine))
+
+    async def _hold(self) -> None:
+        async with self._pool.partition(16) as p:
+            self._account.take("doomed", p)
+            self.gates.append(await Gate.closed(p))
+            self._jobs.append(p.launch(spin, ONE, KERNEL_NS))
+            await asyncio.get_running_loop().create_future()
+
+    async def _wait_for_all(self) -> None:
+        async with self._pool.partition(ALL):
+            raise AssertionError("granted to a closed loop")
+
+
+@contextmanager
+def unheard() -> Iterator[None]:
+    """For collecting the tasks of a closed loop: what that says is another test's matter."""
+    hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    try:
+        yield
+        gc.collect()
+    finally:
+        sys.unraisablehook = hook
+
+
+def overlaps(spans: list[Span]) -> int:
+    """Pairs of kernels of different green contexts on a common SM at the same time."""
+    found, running = 0, list[Span]()
+    for span in sorted((s for s in spans if s.kind == "kernel"), key=lambda s: s.start):
+        running = [r for r in running if r.end > span.start]
+        found += sum(bool(r.sms & span.sms) and r.green != span.green for r in running)
+        running.append(span)
+    return found
+
+
+@pytest.mark.parametrize(("survivor", "leases"), [("asyncio", 10_000)])
+def test_two_loops_share_a_pool_and_one_is_closed(survivor: str, leases: int) -> None:
+    """Over 10,000 leases by two loops, one closed in the middle, no SM is lost or granted twice."""
+    driver = simulated.open("h200")
+    spans: list[Span] = []
+    driver.on_span(spans.append)
+    account, pool = Account(), Pool(driver=driver)
+    doomed = Doomed(pool, account, leases // 3)
+    thread = threading.Thread(target=doomed.run, name="the doomed loop")
+
+    async def open_the_gates() -> None:
+        await until(doomed.closed.is_set)
+        await until(lambda: pool.statistics().sms_draining >= 16 * Doomed.HELD)
+        for gate in doomed.gates:
+            gate.open()
+
+    async def main() -> None:
+        await pool.open()
+        thread.start()
+        enough = lambda: doomed.closed.is_set() and account.leases >= leases  # noqa: E731
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(open_the_gates)
+            for i in range(WORKERS):
+                rng = random.Random(f"{SEED} survivor {i}")
+                tasks.start_soon(work, pool, account, survivor, rng, enough)
+        async with pool.partition(ALL) as p:
+            assert p.sm_count == EVERY_SM
+        s = pool.statistics()
+        assert (s.sms_free, s.sms_leased, s.sms_draining) == (EVERY_SM, 0, 0)
+        assert (s.leases, s.waiting, s.requested) == (0, 0, s.granted)
+        for gate in doomed.gates:
+            gate._word.close()
+        assert not (await pool.aclose()).abandoned
+
+    anyio.run(main, backend=survivor)
+    thread.join(10)
+    with unheard():
+        doomed.collect()
+    print(
+        f"{account.leases} leases (seed {SEED}): {dict(account.ended)}, at most {account.most} at "
+        f"once; the closed loop left {Doomed.HELD} in hand, {doomed.in_flight} jobs in flight, "
+        f"{doomed.queued} queued; {len(spans)} operations, {overlaps(spans)} overlaps"
+    )
+    assert not thread.is_alive()
+    assert account.leases >= leases
+    assert account.ended["doomed"] >= leases // 3
+    assert account.ended[survivor] >= leases // 3
+    assert (doomed.in_flight, doomed.queued) == (Doomed.HELD, Doomed.HELD)
+    assert account.most >= 4
+    assert not account.double
+    assert not overlaps(spans)
+    assert not driver.live()
+
+
+# -- one thing at a time ----------------------------------------------------------------------
+
+
+class Loops:
+    """Two asyncio loops, run in turns by one thread, so that a test chooses what happens when."""
+
+    def __init__(self) -> None:
+        self.here, self.there = asyncio.new_event_loop(), asyncio.new_event_loop()
+        for loop in (self.here, self.there):
+            loop.set_exception_handler(lambda *_: None)
+
+    def on_here(self, main: Awaitable[Any]) -> Any:
+        return self.here.run_until_complete(asyncio.wait_for(main, 20))
+
+    def on_there(self, main: Awaitable[Any]) -> Any:
+        return self.there.run_until_complete(asyncio.wait_for(main, 20))
+
+    def close(self) -> None:
+        self.here.close()
+        self.there.close()
+
+
+@pytest.fixture
+def loops() -> Any:
+    loops = Loops()
+    yield loops
+    loops.close()
+
+
+async def lease_once(pool: Pool, sms: Any, served: list[int]) -> None:
+    async with pool.partition(sms) as p:
+        served.append(p.sm_count)
+
+
+def test_what_is_granted_to_a_closed_loop_goes_to_the_next(loops: Loops) -> None:
+    """Cells that come free for a request of a closed loop are granted to who stands behind it."""
+    pool, served = Pool(driver="simulated:h200"), list[int]()
+
+    async def ask(sms: Any) -> asyncio.Task[None]:
+        waiting = pool.statistics().waiting
+        task = asyncio.create_task(lease_once(pool, sms, served))
+        await until(lambda: pool.statistics().waiting > waiting)
+        return task
+
+    async def wait_and_close(task: asyncio.Task[None]) -> None:
+        await task
+        s = pool.statistics()
+        assert (s.sms_free, s.leases, s.waiting) == (EVERY_SM, 0, 0)
+        await pool.aclose()
+
+    loops.on_here(pool.open())
+    held = pool.partition(ALL)
+    loops.on_here(held.__aenter__())
+    lost = loops.on_there(ask(ALL))
+    mine = loops.on_here(ask(ALL))
+    loops.there.close()
+    loops.on_here(held.__aexit__(None, None, None))
+    loops.on_here(wait_and_close(mine))
+    assert served == [EVERY_SM]
+    assert not lost.done()
+    with unheard():
+        del lost
+
+
+def test_a_closed_loops_lease_ends_when_its_work_is_done(loops: Loops) -> None:
+    """What a closed loop held drains in another loop's care, and not a moment before its work."""
+    pool, gates = Pool(driver="simulated:h200"), list[Gate]()
+
+    async def take() -> Partition:
+        p = await pool.partition(16).__aenter__()
+        gates.append(await Gate.closed(p))
+        p.launch(spin, ONE, KERNEL_NS)
+        return p
+
+    async def follow() -> None:
+        with pytest.raises(greensched.DeadlineExceeded):
+            async with pool.partition(ALL, deadline=0.06):
+                pass
+        assert pool.statistics().sms_draining == 16
+        gates[0].open()
+        async with pool.partition(ALL) as q:
+            assert q.sm_count == EVERY_SM
+        gates[0]._word.close()
+        await pool.aclose()
+
+    loops.on_here(pool.open())
+    p = loops.on_there(take())
+    loops.there.close()
+    loops.on_here(follow())
+    with pytest.raises(greensched.PartitionClosed):
+        p.launch(spin, ONE, 1)
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_one_loop_after_another(backend: str) -> None:
+    """A pool outlives the loop that opened it: the next one goes on with all its SMs."""
+    driver = simulated.open("h200")
+    pool = Pool(driver=driver)
+
+    async def leave_something(p_ended: list[Job[Any]]) -> None:
+        await pool.open()
+        with pytest.raises(Left):
+            async with pool.partition(16) as p:
+                p_ended.append(p.run(int))
+                p_ended.append(p.launch(spin, ONE, KERNEL_NS))
+                raise Left
+
+    async def go_on() -> None:
+        async with pool.partition(ALL) as p:
+            assert p.sm_count == EVERY_SM
+            await p.launch(spin, ONE, KERNEL_NS)
+
+    for _ in range(3):
+        jobs: list[Job[Any]] = []
+        anyio.run(leave_something, jobs, backend=backend)
+        anyio.run(go_on, backend=backend)
+        assert all(job.is_done for job in jobs)
+    anyio.run(pool.aclose, backend=backend)
+    assert not driver.live()
+
+
+def in_thread(main: Callable[[], Awaitable[Any]], **options: Any) -> threading.Thread:
+    """Runs an async function on a loop of its own, in a thread of its own."""
+    thread = threading.Thread(target=lambda: anyio.run(main, **options))
+    thread.start()
+    return thread
+
+
+def test_each_loop_hears_on_its_own_thread() -> None:
+    """Grants, results and the pool's end reach every loop on its own thread: asyncio checks."""
+    pool, each = Pool(driver="simulated:h200"), 40
+    debug = {"backend_options": {"debug": True}}
+    served, refused = Counter[int](), list[int]()
+
+    async def serve() -> None:
+        me = threading.get_ident()
+        while True:
+            async with pool.partition(ALL) as p:
+                await p.launch(spin, ONE, KERNEL_NS)
+                assert await p.run(threading.get_ident) != me
+                served[me] += 1
+
+    async def serve_until_closed() -> None:
+        with pytest.raises(greensched.PoolClosed):
+            await serve()
+        refused.append(threading.get_ident())
+
+    async def main() -> None:
+        await pool.open()
+        threads = [in_thread(serve_until_closed, **debug) for _ in range(2)]
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(serve_until_closed)
+            await until(lambda: len(served) == 3 and min(served.values()) >= each)
+            await pool.aclose()
+        await until(lambda: not any(thread.is_alive() for thread in threads))
+
+    anyio.run(main, **debug)
+    assert set(refused) == set(served)
+
+
+def test_opened_and_closed_by_two_loops_at_once() -> None:
+    """Loops that open a pool together, and close it together, all see the same one and its end."""
+    driver = simulated.open("h200")
+    pool, meet, reports = Pool(driver=driver), threading.Barrier(3, timeout=20), []
+
+    async def main() -> None:
+        meet.wait()
+        await pool.open()
+        async with pool.partition(16):
+            pass
+        meet.wait()
+        reports.append(await pool.aclose())
+
+    threads = [in_thread(main) for _ in range(3)]
+    for thread in threads:
+        thread.join(20)
+    assert len(reports) == 3
+    assert all(report is reports[0] for report in reports)
+    assert not reports[0].abandoned
+    assert not driver.live()
+
+
+def test_closing_waits_for_another_loops_lease() -> None:
+    """Aclose on one loop waits, within its grace, for what a second loop in a thread still does."""
+    pool, held, go = Pool(driver="simulated:h200"), threading.Event(), threading.Event()
+    told: list[str] = []
+
+    async def hold() -> None:
+        async with pool.partition(16) as p:
+            held.set()
+            await until(go.is_set)
+            with await p.upload(np.ones(8)) as b:
+                told.append(f"held {(await p.download(b)).sum()}")
+
+    async def close() -> None:
+        report = await pool.aclose(grace=20)
+        told.append(f"closed {report.abandoned}")
+
+    async def main() -> None:
+        await pool.open()
+        thread = in_thread(hold)
+        await until(held.is_set)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(close)
+            await until(lambda: pool.state is greensched.PoolState.CLOSING)
+            go.set()
+        await until(lambda: not thread.is_alive())
+
+    anyio.run(main)
+    assert told == ["held 8.0", "closed ()"]
+
+
+def test_a_job_may_be_awaited_on_another_loop() -> None:
+    """A job's result, and its failure, reach whoever awaits it, on whatever loop in any thread."""
+    pool, results = Pool(driver="simulated:h200"), list[Any]()
+
+    async def main() -> None:
+        async with pool, pool.partition(16) as p:
+            gate = await Gate.closed(p)
+            upload, failing = p.upload(np.ones(10)), p.run(divmod, 1, 0)
+
+            async def wait() -> None:
+                results.append((await upload).size)
+                with pytest.raises(ZeroDivisionError):
+                    await failing
+                results.append("failed")
+
+            threads = [in_thread(wait), in_thread(wait, backend="trio")]
+            gate.open()
+            await until(lambda: not any(thread.is_alive() for thread in threads))
+            (await upload).close()
+            gate._word.close()
+
+    anyio.run(main)
+    assert sorted(results, key=str) == [10, 10, "failed", "failed"]
+
+
+def test_buffers_keep_their_order_across_loops() -> None:
+    """What a partition of one loop wrote is read by one of another loop behind the write."""
+    pool = Pool(driver="simulated:h200")
+    shared: list[greensched.Buffer] = []
+    reading, done = threading.Event(), list[float]()
+
+    async def read() -> None:
+        async with pool.partition(16) as p:
+            job = p.download(shared[0])
+            assert not job.is_done
+            reading.set()
+            done.append(float((await job).sum()))
+
+    async def main() -> None:
+        async with pool, pool.partition(16) as p:
+            with await p.upload(np.zeros(10)) as buffer:
+                shared.append(buffer)
+                gate = await Gate.closed(p)
+                p.copy(buffer, np.ones(10))
+                thread = in_thread(read)
+                await until(reading.is_set)
+                gate.open()
+                await until(lambda: not thread.is_alive())
+            gate._word.close()
+
+    anyio.run(main)
+    assert done == [10.0]
+
+
+def test_without_a_loop_waiting_is_refused() -> None:
+    """Asking for SMs or awaiting a job on a thread without a loop raises, and takes nothing."""
+    pool, refused = Pool(driver="simulated:h200"), list[str]()
+
+    async def main() -> None:
+        async with pool, pool.partition(16) as p:
+            gate = await Gate.closed(p)
+            job = p.upload(np.ones(10))
+            coroutine = pool.partition(8).__aenter__()
+
+            def use() -> None:
+                for call in (
+                    lambda: pool.partition_nowait(8),
+                    lambda: coroutine.send(None),
+                    lambda: next(job.__await__()),
+                ):
+                    with pytest.raises(greensched.GreenschedError, match="no asyncio or trio loop"):
+                        call()
+                    refused.append("told")
+
+            thread = threading.Thread(target=use)
+            thread.start()
+            await until(lambda: not thread.is_alive())
+            assert pool.statistics().requested == 1
+            gate.open()
+            (await job).close()
+            gate._word.close()
+
+    anyio.run(main)
+    assert refused == ["told"] * 3
+
+
+def test_a_green_context_is_current_on_one_thread_only() -> None:
+    """Entering a partition's context where it is current on another thread raises, and says so."""
+    refused: list[str] = []
+
+    async def main() -> None:
+        async with Pool(driver="simulated:h200") as pool, pool.partition(16) as p:
+            context = p.context
+
+            def second() -> None:
+                with pytest.raises(greensched.GreenschedError, match="another thread"):
+                    context.__enter__()
+                refused.append("told")
+                assert not context.is_current
+
+            def first() -> bool:
+                with context:
+                    thread = threading.Thread(target=second)
+                    thread.start()
+                    thread.join(10)
+                    return context.is_current
+
+            assert await p.run(first)
+
+    anyio.run(main)
+    assert refused == ["told"]
