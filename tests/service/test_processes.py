@@ -316,31 +316,46 @@ def test_a_forked_child_is_told() -> None:
     assert alive == "[1. 1. 1. 1. 1. 1. 1. 1. 1. 1.]"
 
 
-def test_a_forked_childs_end_is_its_own() -> None:
-    """A forked child may end as it likes, `sys.exit` included: it is quiet, and ends soon."""
+def test_a_forked_child_that_leaves_the_block_is_told() -> None:
+    """The end of a block raises ForkedPool in a child, and takes nothing from the parent."""
     said = quiet(
         """
         async def main():
-            async with pool, pool.partition(16) as p:
-                b = await p.upload(np.ones(10))
-                child = os.fork()
-                if child == 0:
-                    os.environ["CHILD"] = "1"
-                    return
-                print("child:", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-                b.close()
+            async with pool:
+                told = 0
+                try:
+                    async with pool.partition(16) as p:
+                        child = os.fork()
+                        if child:
+                            print("child:", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+                            with await p.upload(np.ones(4)) as b:
+                                print(await p.download(b))
+                except greensched.ForkedPool:
+                    told = 7
+                finally:
+                    if not child:
+                        os._exit(told)
+                print(pool.statistics().granted)
 
-        async def in_child():
-            await main()
-
-        try:
-            asyncio.run(main())
-        except greensched.ForkedPool:
-            assert "CHILD" in os.environ
-            os._exit(0)
+        asyncio.run(main())
         """
     )
-    assert said == "child: 0\n"
+    assert said == "child: 7\n[1. 1. 1. 1.]\n1\n"
+
+
+def test_a_forked_child_ends_quietly() -> None:
+    """A child forked with a pool open ends as any program does: soon, quietly, with code 0."""
+    said = quiet(
+        """
+        asyncio.run(pool.open())
+        child = os.fork()
+        if child:
+            print("child:", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+            asyncio.run(pool.aclose())
+            print(pool.state.value)
+        """
+    )
+    assert said == "child: 0\nclosed\n"
 
 
 def test_a_forked_child_may_have_a_pool_of_its_own() -> None:
