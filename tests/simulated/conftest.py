@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from .h200 import SPEC
 from .machine import Machine
 
 
@@ -28,3 +29,9 @@ def make() -> Iterator[Callable[..., Machine]]:
 def machine(make: Callable[..., Machine]) -> Machine:
     """An H200 on virtual time."""
     return make()
+
+
+@pytest.fixture
+def h200(make: Callable[..., Machine]) -> Machine:
+    """The H200 that was asked, on virtual time."""
+    return make(SPEC)

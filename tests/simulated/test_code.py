@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import math
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from greensched.driver.simulated import Crash, VirtualClock
-from greensched.errors import CUDAError, DriverMisuse, NotSimulable
+from greensched.errors import CUDAError, DriverMisuse, LoopWouldBlock, NotSimulable
 from greensched.typing import CodeImage, Cost, KernelSpec, LaunchFacts, Parameter
 
 from .machine import LAUNCH_NS, Machine, Packed, spin
@@ -147,31 +148,32 @@ def test_what_a_launch_was_given_when_it_was_made_counts(machine: Machine) -> No
 
 
 @pytest.mark.parametrize("clock", [VirtualClock, lambda: None])
-def test_a_first_use_waits_for_the_kernels_that_run(make: Make, clock: Callable[[], Any]) -> None:
-    """A kernel is loaded when every kernel of the device has ended, queued ones not; then at once.
+def test_a_first_use_waits_until_nothing_runs(make: Make, clock: Callable[[], Any]) -> None:
+    """A kernel is loaded when all work of the device is done, and used at once from then on.
 
-    On either clock: the kernel ends only when somebody who saw the load begin says so.
+    On either clock: the work ends only when somebody who saw the load begin lets it.
     """
     machine = make(clock=clock())
-    driver = machine.driver
+    driver, word = machine.driver, machine.word()
     one, two = (machine.stream(green) for green in machine.greens(2))
-    again, released = machine.word(), []
-    machine.run(one, "latch", until=lambda: bool(released))
-    driver.wait_value(one, again.address, 1)
-    machine.run(one, "behind")
     kernel = machine.kernel("fresh", loaded=False)
+    driver.wait_value(one, word.address, 1)
+    machine.run(one, "behind", until=lambda: word.value == 2)
 
     def release() -> None:
-        spin(lambda: driver.script.calls["load_kernel"])
-        released.append(True)
+        for value in (1, 2):
+            spin(lambda: driver.script.calls["load_kernel"])
+            word.value = value
 
     thread = driver.start_thread(release, "release")
     driver.load_kernel(kernel)
-    assert released
+    assert word.value == 2
+    machine.run(one, "again", until=lambda: word.value == 3)
     machine.launch(two, kernel)
+    driver.load_kernel(kernel)
     driver.synchronize_stream(two)
-    assert {*machine.times()} == {"latch", "fresh"}
-    again.value = 1
+    assert {*machine.times()} == {"behind", "fresh"}
+    word.value = 3
     machine.finish()
     thread.join(10)
 
@@ -188,17 +190,17 @@ def test_a_first_launch_counts_what_was_launched_before_it(machine: Machine) -> 
     assert times["fresh"][0] == times["next"][1] + LAUNCH_NS
 
 
-def test_a_first_use_does_not_wait_for_streams_that_wait(machine: Machine) -> None:
-    """A stream held by a word, and what is queued behind it, keep no kernel from being loaded."""
-    driver, word = machine.driver, machine.word()
-    held, free = (machine.stream(green) for green in machine.greens(2))
-    driver.wait_value(held, word.address, 1)
-    machine.run(held, "behind")
-    machine.launch(free, machine.kernel("fresh", loaded=False))
-    driver.synchronize_stream(free)
-    assert list(machine.times()) == ["fresh"]
-    word.value = 1
-    machine.finish()
+def test_asking_for_parameters_is_a_first_use(machine: Machine) -> None:
+    """Of a kernel that was never used it may block, and so is refused on a loop; then no more."""
+    kernel = machine.kernel("fresh", loaded=False)
+
+    async def on_loop() -> object:
+        return machine.driver.kernel_layout(kernel)
+
+    with pytest.raises(LoopWouldBlock, match="kernel_layout: the first use of 'fresh'"):
+        asyncio.run(on_loop())
+    assert machine.driver.kernel_layout(kernel) == ()
+    assert asyncio.run(on_loop()) == ()
 
 
 def test_a_first_use_is_one_of_each_device(make: Make) -> None:

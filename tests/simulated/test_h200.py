@@ -1,15 +1,9 @@
-"""What a real H200 answered, and whether the simulated one answers the same.
-
-The judge is the answers as they were recorded: docs/measurements/h200-580/probe.json, driver 580
-(CUDA 13.0). Where the two disagree, the simulated driver is wrong.
-"""
+"""What a real H200 answered, and whether the simulated one answers the same."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,20 +12,10 @@ from greensched.driver.simulated import Crash
 from greensched.driver.simulated.sharing import bits
 from greensched.driver.simulated.splits import Resource
 from greensched.errors import CUDAError, DriverMisuse
-from greensched.typing import CaptureMode, Feature, KernelHandle, ResourceHandle, StreamHandle
+from greensched.typing import CaptureMode, Feature, ResourceHandle, StreamHandle
 
+from .h200 import PROBE
 from .machine import Machine
-
-PROBE: dict[str, Any] = json.loads(
-    (Path(__file__).parents[2] / "docs/measurements/h200-580/probe.json").read_text()
-)
-
-
-@pytest.fixture
-def h200(make: Callable[..., Machine]) -> Machine:
-    """The machine that was asked, simulated."""
-    major, minor = divmod(PROBE["device"]["driver"], 1000)
-    return make(f"h200@{major}.{minor // 10}")
 
 
 def sms(resource: ResourceHandle) -> list[int]:
@@ -125,58 +109,6 @@ def test_combining(h200: Machine) -> None:
         seen = len(sms_seen(h200, h200.stream(green)))
         answers[name] = {"sm_count": said.sm_count, "smids_seen": seen}
     assert answers == PROBE["combine"]
-
-
-# -- the first use of a kernel ------------------------------------------------------------------
-
-
-def test_a_first_launch_beside_a_running_kernel(h200: Machine) -> None:
-    """It waits as long as it was seen to wait; that of a kernel used before, no longer than that.
-
-    The times are compared to a millisecond: those seen have the host's calls in them.
-    """
-    driver, seen = h200.driver, PROBE["first_launch_beside_a_latch"]
-    held, free = (h200.stream(green) for green in h200.greens(2, 8))
-    warm, fresh = h200.kernel("warm"), h200.kernel("fresh", loaded=False)
-
-    def timed(call: Callable[[], object]) -> int:
-        began = driver.time()
-        call()
-        return round((driver.time() - began) * 1e3)
-
-    def launch_and_wait(kernel: KernelHandle) -> None:
-        h200.launch(free, kernel)
-        driver.synchronize_stream(free)
-
-    def body() -> dict[str, int]:
-        h200.run(held, "latch", fixed_ns=2e9)
-        return {
-            "warm kernel ms": timed(lambda: launch_and_wait(warm)),
-            "first launch ms": timed(lambda: h200.launch(free, fresh)),
-            "alloc and free ms": timed(lambda: driver.free(h200.device_memory(64, free), free)),
-        }
-
-    assert h200.inside(body) == {name: round(ms) for name, ms in seen.items()}
-
-
-def test_a_kernel_is_loaded_for_every_green_context(h200: Machine) -> None:
-    """Beside a loaded context a kernel used in a third one begins at once: code is shared.
-
-    In `many_lanes` the first launches on contexts just made stand in the maximum.
-    """
-    row = PROBE["many_lanes"]
-    assert row["2 lanes, loaded"]["max"] < 2 * row["2 lanes, alone"]["p50"]
-    driver = h200.driver
-    one, two, three = h200.greens(3)
-    kernel = h200.kernel("shared", loaded=False)
-    h200.launch(h200.stream(one), kernel)
-    h200.run(h200.stream(two), "load", fixed_ns=1e9)
-    h200.launch(h200.stream(three), kernel)
-    driver.set_current(driver.green_context(three))
-    driver.load_kernel(kernel)
-    h200.finish()
-    first, second = (span for span in h200.spans if span.name == "shared")
-    assert second.enqueued == first.enqueued
 
 
 # -- contexts, streams and events ---------------------------------------------------------------

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from greensched.driver.simulated import PRESETS
-from greensched.driver.simulated.memory import POISON_LIMIT, POOL_STEP
+from greensched.driver.simulated.memory import POISON_LIMIT, POOL_STEP, STREAM_BYTES
 from greensched.errors import CUDAError, DriverMisuse, OutOfMemory
 from greensched.typing import StreamHandle
 
@@ -18,7 +18,9 @@ from .machine import Machine, on_thread
 
 Make = Callable[..., Machine]
 MIB = 2**20
-SMALL = replace(PRESETS["t4"], memory_bytes=100 * MIB)
+#: 100 MiB for pools, and what a stream takes.
+TOTAL = 100 * MIB + STREAM_BYTES
+SMALL = replace(PRESETS["t4"], memory_bytes=TOTAL)
 
 
 def download(machine: Machine, address: int, nbytes: int, stream: StreamHandle) -> bytes:
@@ -179,7 +181,7 @@ def test_a_pool_keeps_what_it_has(machine: Machine) -> None:
     """It grows in steps, reuses what came back, and gives all to its device when it ends."""
     driver, stream = machine.driver, machine.stream()
     before = driver.memory_info()
-    assert before == (PRESETS["h200"].memory_bytes, PRESETS["h200"].memory_bytes)
+    assert before == (PRESETS["h200"].memory_bytes - STREAM_BYTES, PRESETS["h200"].memory_bytes)
     addresses = [machine.device_memory(MIB, stream) for _ in range(33)]
     assert driver.reserved_bytes(machine.pool) == POOL_STEP * 2
     assert driver.memory_info()[0] == before[0] - POOL_STEP * 2
@@ -231,15 +233,31 @@ def test_running_out_of_memory_leaves_everything_usable(make: Make) -> None:
     with pytest.raises(OutOfMemory) as caught:
         machine.device_memory(20 * MIB, stream)
     error = caught.value
-    assert (error.asked, error.free, error.total) == (20 * MIB, 10 * MIB, 100 * MIB)
-    assert driver.memory_info() == (10 * MIB, 100 * MIB)
+    assert (error.asked, error.free, error.total) == (20 * MIB, 10 * MIB, TOTAL)
+    assert driver.memory_info() == (10 * MIB, TOTAL)
     last = machine.device_memory(10 * MIB, stream)  # less than a step, and all there is
-    assert driver.memory_info() == (0, 100 * MIB)
+    assert driver.memory_info() == (0, TOTAL)
     for address in (first, last):
         driver.free(address, stream)
     machine.finish()
     driver.free(machine.device_memory(100 * MIB, stream), stream)
     assert driver.live()["allocation"] == 0
+
+
+def test_contexts_and_streams_take_memory(make: Make) -> None:
+    """Where there is none they are refused, and leave nothing; where some comes back, they fit."""
+    machine = make([SMALL])
+    driver, stream = machine.driver, machine.stream()
+    address = machine.device_memory(100 * MIB, stream)
+    before = driver.live()
+    for make_one in (machine.green, machine.stream):
+        with pytest.raises(OutOfMemory, match=", 0 bytes free"):
+            make_one()
+    assert driver.live() == before
+    driver.free(address, stream)
+    machine.finish()
+    driver.destroy_memory_pool(machine.pool)
+    machine.stream(machine.green())
 
 
 def test_devices_have_memory_of_their_own(make: Make) -> None:
@@ -248,7 +266,7 @@ def test_devices_have_memory_of_their_own(make: Make) -> None:
     driver, stream = machine.driver, machine.stream()
     other = driver.create_memory_pool(1)
     address = driver.allocate(other, 90 * MIB, stream)
-    assert driver.memory_info() == (100 * MIB, 100 * MIB)
+    assert driver.memory_info() == (100 * MIB, TOTAL)
     driver.free(address, stream)
     machine.finish()
     driver.destroy_memory_pool(other)

@@ -142,16 +142,18 @@ def test_partly_overlapping_partitions(machine: Machine) -> None:
 
     Large: 48000 of 112000 by the end of the small one, then 64000 on 64 SMs.
     """
-    machine.run(machine.stream(machine.green(16)), "small", sm_ns=16_000)
-    machine.run(machine.stream(machine.green(64)), "large", sm_ns=112_000)
+    small, large = (machine.stream(machine.green(sms)) for sms in (16, 64))
+    machine.run(small, "small", sm_ns=16_000)
+    machine.run(large, "large", sm_ns=112_000)
     assert times(machine) == {"small": (0, 1_000), "large": (0, 2_000)}
 
 
 def test_primary_kernels_are_in_every_partitions_way(machine: Machine) -> None:
     """Work on the primary context takes every SM: all partitions wait for it."""
+    partitions = [machine.stream(green) for green in machine.greens(8)]
     machine.run(machine.stream(), "primary", blocks=FILL_ALL, sm_ns=SMS * 1_000)
-    for i, green in enumerate(machine.greens(8)):
-        machine.run(machine.stream(green), f"k{i}", sm_ns=16_000)
+    for i, stream in enumerate(partitions):
+        machine.run(stream, f"k{i}", sm_ns=16_000)
     found = times(machine)
     assert found.pop("primary") == (0, 1_000)
     assert set(found.values()) == {(1_000, 2_000)}
@@ -175,8 +177,9 @@ def test_partitions_are_in_the_primarys_way(machine: Machine) -> None:
 
 def test_a_half_full_device_leaves_half_of_each_partition(machine: Machine) -> None:
     """The primary's blocks are spread evenly: beside them a partition is half as fast."""
+    partition = machine.stream(machine.green(16))
     machine.run(machine.stream(), "primary", blocks=FILL_ALL // 2, sm_ns=math.inf)
-    machine.run(machine.stream(machine.green(16)), "partition", sm_ns=16_000)
+    machine.run(partition, "partition", sm_ns=16_000)
 
     def body() -> None:
         machine.driver.clock.sleep(10**6)

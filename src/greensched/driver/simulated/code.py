@@ -77,8 +77,13 @@ class Code(Memories):
         return LibraryHandle(self._own(Library(image)))
 
     def unload_code(self, library: LibraryHandle) -> None:
-        """Ends a library and its kernels."""
-        self._expect(library, Library, "unload_code").alive = False
+        """Ends a library and its kernels, when nothing runs any more where it was used."""
+        gone = self._expect(library, Library, "unload_code")
+        used = {primary for kernel in gone.kernels.values() for primary in kernel.loaded}
+        for context in tuple(self._primaries.values()):
+            if context.ident in used:
+                self._settle(self.devices[context.device])
+        gone.alive = False
 
     def get_kernel(self, library: LibraryHandle, name: str) -> KernelHandle:
         """A kernel by name; the same one each time."""
@@ -97,9 +102,12 @@ class Code(Memories):
         found.warm.add(context.ident)
 
     def kernel_layout(self, kernel: KernelHandle) -> tuple[tuple[int, int], ...] | None:
-        """Where each parameter stands, by CUDA's rules of alignment."""
+        """Where each parameter stands, by CUDA's rules of alignment; a first use, if it is one."""
+        found = self._expect(kernel, Kernel, "kernel_layout")
+        if self._thread.stack:
+            self._load(found, self.devices[self._thread.stack[-1].device], "kernel_layout")
         layout, offset = [], 0
-        for parameter in self._expect(kernel, Kernel, "kernel_layout").spec.parameters:
+        for parameter in found.spec.parameters:
             offset = -(-offset // parameter.size) * parameter.size
             layout.append((offset, parameter.size))
             offset += parameter.size
@@ -145,26 +153,21 @@ class Code(Memories):
     # -- a launch --------------------------------------------------------------------------------
 
     def _load(self, kernel: Kernel, device: Device, what: str) -> None:
-        """Code comes to a device at a kernel's first use, and waits for the kernels there.
+        """Code comes to a device at a kernel's first use, when nothing runs there any more.
 
         Source: the probe's `first_launch_beside_a_latch`: a first launch took the 2 s for which a
         kernel ran in another green context; one of a kernel used before, no time. That it was used
         in any other green context is enough: in `many_lanes`, kernels begin on contexts just made,
-        beside a loaded one, without delay.
-
-        Not asked, so waits for nothing here: streams that wait, and what is queued behind others.
+        beside a loaded one, without delay. What loads lazily is whatever comes first: a launch,
+        `load_kernel`, and also asking for a kernel's parameters (stuck-and-lost.json).
         """
-        primary = self._primaries[device.ordinal].ident
-        if primary in kernel.loaded:
+        primary = self._primaries.get(device.ordinal)
+        if primary is None or primary.ident in kernel.loaded:
             return
-        with self.timeline.lock:
-            heads = [stream.head for stream in device.streams.values()]
-        running = [head for head in heads if isinstance(head, KernelOperation)]
-        self.clock.wait(
-            lambda: device.fault is not None or all(op.stream.head is not op for op in running)
-        )
+        self._may_block(f"{what}: the first use of {kernel.spec.name!r}")
+        self._settle(device)
         self._unfaulted(device, what)
-        kernel.loaded.add(primary)
+        kernel.loaded.add(primary.ident)
 
     def _launch(
         self, stream: SimulatedStream, kernel: Kernel, facts: LaunchFacts, parameters: int

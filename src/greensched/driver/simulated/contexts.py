@@ -8,6 +8,7 @@ from typing import Unpack
 
 from greensched.driver.simulated import splits
 from greensched.driver.simulated.core import Core, Options
+from greensched.driver.simulated.memory import GREEN_BYTES, LOST_BYTES
 from greensched.driver.simulated.objects import Context, Green
 from greensched.driver.simulated.presets import DeviceModel
 from greensched.driver.simulated.timeline import Device, Marker
@@ -58,6 +59,7 @@ class Contexts(Core):
             if self._users[device]:
                 return
             primary = self._primaries.pop(device)
+            self.memory[device].contexts = 0
             self._died(device, "primary")
             primary.alive = False
         left = {kind: n for (dev, kind), n in self._live.items() if dev == device and n}
@@ -157,10 +159,13 @@ class Contexts(Core):
         return DescriptorHandle(splits.combine(parts, self.version, several=several))
 
     def create_green(self, descriptor: DescriptorHandle, device: int) -> GreenHandle:
-        """A green context; retains the primary."""
+        """A green context; retains the primary. Waits until nothing runs."""
         made_of = self._expect(descriptor, splits.Descriptor, "create_green")
         if made_of.device != device:
             raise from_status(101, "create_green")
+        self._settle(self._device(device))
+        with self.timeline.lock:
+            self.memory[device].open(GREEN_BYTES, "create_green")
         self._retain(device)
         ident = self._born(device, "green context")
         green = self._own(Green(ident, device, made_of.mask, made_of.sm_count))
@@ -188,6 +193,8 @@ class Contexts(Core):
             stream.detached = True
             self._end_capture(stream)
         gone.alive = gone.view.alive = False
+        with self.timeline.lock:
+            self.memory[gone.device].close(GREEN_BYTES - LOST_BYTES)
         self._died(gone.device, "green context")
         self._release(gone.device)
 
@@ -209,3 +216,14 @@ class Contexts(Core):
         """Blocks until it has come to pass, or never can."""
         self.clock.wait(lambda: marker.done or device.fault is not None)
         self._unfaulted(device, what)
+
+    def _settle(self, device: Device) -> None:
+        """Blocks until all work that the device has now is done, or never can be.
+
+        Making a green context waits for that, and giving back pinned memory, unloading code, and a
+        kernel's first use; every other verb that an H200 was asked beside a stream stuck in a
+        kernel, or in a wait for a word, returned (docs/measurements/h200-580/stuck-and-lost.json).
+        """
+        if device.fault is None:
+            marker = self._work_so_far(device, None)
+            self.clock.wait(lambda: marker.done or device.fault is not None)

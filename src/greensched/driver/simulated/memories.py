@@ -33,7 +33,7 @@ class Memories(Streams):
             if gone.used and not faulty:
                 raise DriverMisuse(f"a memory pool ended with {gone.used} bytes in use")
             gone.alive = False
-            self.memory[gone.device].taken -= gone.reserved
+            self.memory[gone.device].pools -= gone.reserved
         self._died(gone.device, "memory pool")
         self._unfaulted(self.devices[gone.device], "destroy_memory_pool")
 
@@ -97,7 +97,10 @@ class Memories(Streams):
         return HostMemory(block.base, block.base, nbytes, block.data.data)
 
     def free_host(self, memory: HostMemory) -> None:
-        """Ends pinned memory."""
+        """Ends pinned memory, when nothing runs any more."""
+        device = self._pinned.get(memory.address)
+        if device is not None:
+            self._settle(self.devices[device])
         self.space.remove(memory.address, "free_host", pinned=True)
         device = self._pinned.pop(memory.address)
         self._died(device, "pinned memory")
@@ -108,7 +111,7 @@ class Memories(Streams):
         device = self._thread.stack[-1].device
         self._unfaulted(self.devices[device], "memory_info")
         memory = self.memory[device]
-        return memory.total - memory.taken, memory.total
+        return memory.free, memory.total
 
     # -- copies ------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from greensched.driver.simulated.contexts import Contexts
+from greensched.driver.simulated.memory import STREAM_BYTES
 from greensched.driver.simulated.objects import (
     Capture,
     Context,
@@ -52,6 +53,8 @@ class Streams(Contexts):
         device = self.devices[context.device]
         self._unfaulted(device, "create_stream")
         least, greatest = self.priority_range()
+        with self.timeline.lock:
+            self.memory[context.device].open(STREAM_BYTES, "create_stream")
         ident = self._born(context.device, "stream")
         clamped = max(greatest, min(least, priority))
         stream = self._own(SimulatedStream(ident, device, context, clamped))
@@ -71,6 +74,7 @@ class Streams(Contexts):
         if gone.context.green is not None:
             gone.context.green.streams.discard(gone)
         with self.timeline.lock:
+            self.memory[gone.device.ordinal].close(STREAM_BYTES)
             gone.ended = True
             if gone.idle:
                 del gone.device.streams[gone.ident]

@@ -125,11 +125,6 @@ class Stream:
         """Whether nothing is queued or running."""
         return self.current is None and not self.queue
 
-    @property
-    def head(self) -> Operation | None:
-        """What runs, or is the next to."""
-        return self.current or (self.queue[0] if self.queue else None)
-
 
 class Device:
     """What shares one device: its streams, kernels (as they came), copy engines, and its fault."""
