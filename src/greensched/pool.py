@@ -181,6 +181,8 @@ class Pool:
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         """Closes it, within the default grace, also where the block was cancelled."""
+        if self.state is PoolState.FORKED:  # where anyio finds no loop, nor is there one to use
+            return
         with anyio.CancelScope(shield=True):
             await self.aclose()
 

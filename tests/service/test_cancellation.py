@@ -160,6 +160,19 @@ async def _ready(stage: Stage) -> None:
             await p.ready()
 
 
+@scenario("wait for room for a bound launch", opened)
+async def _ready_for_bound(stage: Stage) -> None:
+    async with stage.pool.partition(16) as p:
+        config = LaunchConfig(grid=1, block=1)
+        await p.prepare(spin, config)
+        bound = p.bind(spin, config, 1000)
+        stage.gates.append(await Gate.closed(p))
+        with pytest.raises(greensched.WouldBlock):
+            while True:
+                bound()
+        await p.ready()
+
+
 @scenario("pool.launch", opened_and_held)
 async def _pool_launch(stage: Stage) -> None:
     await stage.pool.launch(spin, LaunchConfig(grid=1, block=1), 1000, sms=16)
