@@ -1,0 +1,597 @@
+"""Bad input: each a typed error that says what to do, before anything is queued or submitted.
+
+What other files of the suite have is not here again: sizes that are none (test_leases), numbers
+and kinds of arguments, geometries (test_jobs), layouts and shapes (test_transfers).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+import greensched
+from greensched import ALL, REST, Buffer, Job, LaunchConfig, Partition, Pool, Program, ServiceClass
+from greensched.kernels import Cost, Parameter, fill, saxpy
+from helpers.world import World
+
+CONFIG = LaunchConfig(grid=4, block=128)
+
+
+@asynccontextmanager
+async def untouched(pool: Pool, p: Partition | None = None) -> AsyncIterator[None]:
+    """Whatever is tried inside changes no account, submits nothing, and the next work is right."""
+    before = pool.statistics()
+    tickets = () if p is None else _tickets(p)
+    yield
+    assert pool.statistics() == before
+    if p is not None:
+        assert _tickets(p) == tickets
+        with await p.empty(8) as b:
+            await p.launch(fill, CONFIG, b, 1.0, b.size)
+
+
+def _tickets(p: Partition) -> tuple[int, ...]:
+    lane = p._open().lane
+    return lane.launches.issued, lane.runs.issued
+
+
+# -- sizes ------------------------------------------------------------------------------------
+
+NO_SIZES = [0, -1, True, 1.5, "16", float("nan"), [8], (8, 8.0), (8, 16, 32), {8}, b"8"]
+
+
+def test_what_is_no_size_is_refused_wherever_it_is_said(world: World) -> None:
+    """Each way to ask for SMs refuses what is no size at once, and nothing is asked for."""
+
+    async def main() -> None:
+        async with world.pool() as pool, untouched(pool):
+            for sms in NO_SIZES:
+                for ask in (
+                    pool.partition,
+                    pool.partition_nowait,
+                    functools.partial(pool.partitions, 8),
+                ):
+                    with pytest.raises(greensched.InvalidSize, match="positive int") as refused:
+                        ask(sms)
+                    assert refused.value.value is sms
+                with pytest.raises(greensched.InvalidSize):
+                    await pool.run(int, sms=sms)
+                with pytest.raises(greensched.InvalidSize):
+                    await pool.launch(fill, CONFIG, sms=sms)
+
+    world.run(main)
+
+
+#: Of a device with 132 SMs; on a larger one some can be.
+TOO_MANY = [(133,), (10**9,), ((133, 200),), (100, 100), (64, 64, 64), (132, REST)]
+
+
+def test_more_than_there_ever_is_says_how_many_there_are(world: World) -> None:
+    """More than a device has, alone or together, is refused at once and says the most it can."""
+
+    async def main() -> None:
+        async with world.pool() as pool, untouched(pool):
+            most = pool.devices[0].sm_count
+            for sizes in TOO_MANY if most == 132 else TOO_MANY[1:2]:
+                with pytest.raises(greensched.TooManySMs, match=f"at most {most}") as refused:
+                    async with pool.partitions(*sizes):
+                        raise AssertionError("granted")
+                assert refused.value.most == most
+
+    world.run(main)
+
+
+def test_what_can_never_be_granted_together_is_refused(world: World) -> None:
+    """A joint request that makes no sense is refused where it is made, with what would."""
+    pool = world.pool()
+    for sizes, said in (
+        ((), "at least one"),
+        ((ALL, 8), "use REST"),
+        ((ALL, REST), "use REST"),
+        ((REST, REST), "once"),
+    ):
+        with pytest.raises(greensched.InvalidRequest, match=said):
+            pool.partitions(*sizes)
+
+
+# -- the rest of a request --------------------------------------------------------------------
+
+
+def test_a_deadline_that_is_none_is_refused(world: World) -> None:
+    """A deadline is a number of seconds from now, above 0; else nothing is asked for."""
+
+    async def main() -> None:
+        async with world.pool() as pool, untouched(pool):
+            for deadline in (0, -1, -0.0, float("nan"), float("-inf")):
+                with pytest.raises(greensched.InvalidRequest, match="seconds from now"):
+                    pool.partition(8, deadline=deadline)
+                with pytest.raises(greensched.InvalidRequest, match="seconds from now"):
+                    pool.partitions(8, 8, deadline=deadline)
+                with pytest.raises(greensched.InvalidRequest, match="seconds from now"):
+                    await pool.run(int, sms=8, deadline=deadline)
+
+    world.run(main)
+
+
+def test_an_unknown_service_is_refused(world: World) -> None:
+    """A service class that the pool was not given is refused, with the names of those it has."""
+
+    async def main() -> None:
+        services = [ServiceClass(name="decode", priority=1), ServiceClass(name="batch")]
+        async with world.pool(services=services) as pool, untouched(pool):
+            with pytest.raises(greensched.InvalidRequest, match="decode, batch"):
+                pool.partition(8, service="encode")
+            with pytest.raises(greensched.InvalidRequest, match="encode"):
+                pool.partition_nowait(8, service="encode")
+        async with world.pool() as pool, untouched(pool):
+            with pytest.raises(greensched.InvalidRequest, match="has none"):
+                pool.partition(8, service="decode")
+
+    world.run(main)
+
+
+def test_a_device_that_is_none_of_the_pools_is_refused(world: World) -> None:
+    """Narrowing a request to what is no device of the pool is refused, and nothing is queued."""
+    no_devices: list[Any] = [-1, 7, True, 0.0, "0", (0,)]
+
+    async def main() -> None:
+        async with world.pool() as pool, untouched(pool):
+            for device in no_devices:
+                with pytest.raises(greensched.InvalidRequest, match="device"):
+                    async with pool.partition(8, device=device):
+                        raise AssertionError("granted")
+                with pytest.raises(greensched.InvalidRequest, match="device"):
+                    pool.partition_nowait(8, device=device)
+
+    world.run(main)
+
+
+# -- pools ------------------------------------------------------------------------------------
+
+
+def test_devices_that_are_none_are_refused(world: World) -> None:
+    """A pool is given ordinals, each once and at least one, or refuses to be made."""
+    no_devices: list[Any] = [0, [], [0, 0], ["a"], [-1], [True], [0.0], "0", [None], [[0]], {}]
+    for devices in no_devices:
+        with pytest.raises(greensched.InvalidRequest, match=r"ordinals.*such as \[0, 1\]"):
+            world.pool(devices=devices)
+
+
+def test_an_option_of_a_pool_that_is_none_is_refused(world: World) -> None:
+    """A policy or bound that is none is refused where the pool is made, and says what would be."""
+    for policy in ("lifo", ""):
+        with pytest.raises(greensched.InvalidRequest, match="there is fifo"):
+            world.pool(policy=policy)
+    for bound in (-1, 1.5, True, "9", None):
+        with pytest.raises(greensched.InvalidRequest, match=f"max_waiting={bound!r}"):
+            world.pool(max_waiting=bound)
+
+
+def test_a_device_beyond_the_last_is_refused_and_leaves_the_rest(world: World) -> None:
+    """A pool of one device that is there and one that is not opens neither."""
+
+    async def main() -> None:
+        driver = world.driver()
+        with pytest.raises(greensched.InvalidRequest, match="no device 99"):
+            await Pool([0, 99], driver=driver).open()
+        async with Pool([0], driver=driver) as pool:
+            assert pool.is_ready
+
+    world.run(main)
+
+
+# -- launches ---------------------------------------------------------------------------------
+
+
+SOURCE = 'extern "C" __global__ void f(float *x, int n) { }\n'
+
+
+#: What cannot be launched, with p a partition.
+NO_LAUNCHES: list[tuple[str, Callable[[Any], Any]]] = [
+    ("a Kernel is launched, and LaunchConfig is none", lambda p: p.launch(CONFIG, fill)),
+    ("a LaunchConfig.* is needed, and tuple is none", lambda p: p.launch(fill, (4, 128), 1.0)),
+    ("a LaunchConfig.* is needed, and list is none", lambda p: p.launch(fill, [4, 128], 1.0)),
+    ("a LaunchConfig.* is needed, and 4 is none", lambda p: p.launch(fill, 4, 1.0)),
+    ("a Kernel is launched, and 'fill' is none", lambda p: p.launch("fill", CONFIG)),
+    ("a Kernel is launched, and Program is none", lambda p: p.launch(Program(SOURCE), CONFIG)),
+    ("a Kernel is launched, and NoneType is none", lambda p: p.launch(None, CONFIG)),
+    ("a Kernel is launched, and list is none", lambda p: p.launch([], CONFIG)),
+    ("a Kernel is launched", lambda p: p.launch(len, CONFIG)),
+    ("a Kernel is launched", lambda p: p.prepare(CONFIG, fill)),
+    ("a Kernel is launched", lambda p: p.bind(CONFIG, fill)),
+    ("a LaunchConfig.* is needed", lambda p: p.prepare(fill, None)),
+    ("a LaunchConfig.* is needed", lambda p: p.bind(fill, {"grid": 1, "block": 1})),
+]
+
+
+def test_what_cannot_be_launched_is_refused(world: World) -> None:
+    """No kernel, or no geometry, is refused by name, before anything is submitted."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            for _ in range(2):  # also once the kernel was used
+                async with untouched(pool, p):
+                    for said, launch in NO_LAUNCHES:
+                        with pytest.raises(greensched.InvalidRequest, match=said):
+                            launch(p)
+
+    world.run(main)
+
+
+#: Arguments for saxpy(float a, const float *x, float *y, int n), with b a good buffer.
+NO_ARGUMENTS: list[tuple[str, Callable[[Any, Any], tuple[Any, ...]]]] = [
+    ("argument 1 .*must be a Buffer .*await", lambda p, b: (2.0, p.empty(8), b, 8)),
+    ("argument 2 .*must be a Buffer", lambda p, b: (2.0, b, [1.0], 8)),
+    ("argument 2 .*must be a Buffer", lambda p, b: (2.0, b, None, 8)),
+    ("argument 1 .*must be a Buffer", lambda p, b: (2.0, b.address, b, 8)),
+    ("argument 0 .*must be a number, of float32", lambda p, b: (b, b, b, 8)),
+    ("argument 0 .*float32", lambda p, b: (1j, b, b, 8)),
+    ("argument 0 .*float32", lambda p, b: (None, b, b, 8)),
+    ("argument 3 .*whole number", lambda p, b: (2.0, b, b, "8")),
+    ("argument 3 .*whole number", lambda p, b: (2.0, b, b, 8.0)),
+    ("takes 4 arguments .*and got 5", lambda p, b: (2.0, b, b, 8, 9)),
+    ("takes 4 arguments .*and got 1", lambda p, b: ((2.0, b, b, 8),)),
+]
+
+
+def test_an_argument_of_the_wrong_kind_is_refused(world: World) -> None:
+    """An argument of the wrong kind, a job nobody awaited say, is named with what it should be."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            with await p.empty(8) as b:
+                for _ in range(2):
+                    for said, made in NO_ARGUMENTS:
+                        given = made(p, b)
+                        async with untouched(pool, p):
+                            with pytest.raises(greensched.ArgumentMismatch, match=said) as refused:
+                                p.launch(saxpy, CONFIG, *given)
+                            assert refused.value.kernel == "saxpy"
+                        for job in (value for value in given if isinstance(value, Job)):
+                            (await job).close()
+                    await p.prepare(saxpy, CONFIG)
+
+    world.run(main)
+
+
+def test_a_block_beyond_the_kernel_says_so(world: World) -> None:
+    """Threads of a block beyond what the device can have are named with the limit."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p, untouched(pool, p):
+            for _ in range(2):
+                with pytest.raises(greensched.InvalidLaunch) as refused:
+                    p.launch(fill, LaunchConfig(grid=1, block=(64, 4, 8)), None, 1.0, 8)
+                assert "64 x 4 x 8" in str(refused.value)
+                assert (refused.value.value, refused.value.limit) == (2048, 1024)
+
+    world.run(main)
+
+
+BROKEN = """
+extern "C" __global__ void broken(float *x, int n) {
+    x[0] = undefined_here;
+}
+"""
+
+
+def test_source_that_does_not_compile_is_told_with_its_line(world: World) -> None:
+    """Source that does not compile fails that job with log and line; where none is compiled, not.
+
+    A simulation compiles nothing: there the reference is what runs.
+    """
+    program = Program(BROKEN, name="mine.cu")
+    kernel = program.kernel("broken")
+
+    @kernel.reference
+    def reference(launch: Any, x: Any, n: Any) -> None:
+        x[0] = n
+
+    @kernel.cost
+    def cost(launch: Any, x: Any, n: Any) -> Cost:
+        return Cost()
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            with await p.empty(8) as b:
+                if world.is_simulated:
+                    await p.launch(kernel, CONFIG, b, 3)
+                    assert (await p.download(b))[0] == 3
+                else:
+                    for _ in range(2):
+                        with pytest.raises(greensched.CompileFailed) as failed:
+                            await p.launch(kernel, CONFIG, b, 3)
+                        assert "mine.cu(3): error" in failed.value.log
+                        assert "undefined_here" in str(failed.value)
+                    with pytest.raises(greensched.CompileFailed):
+                        await p.prepare(kernel, CONFIG)
+                await p.launch(fill, CONFIG, b, 1.0, b.size)
+
+    world.run(main)
+
+
+def test_a_kernel_without_a_meaning_cannot_be_simulated(world: World) -> None:
+    """Simulated, a kernel without reference or cost is refused, and told how to get one.
+
+    On CUDA it needs neither.
+    """
+    kernel = Program(SOURCE).kernel("f")
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            with await p.empty(8) as b:
+                if not world.is_simulated:
+                    await p.launch(kernel, CONFIG, b, 8)
+                    return
+                async with untouched(pool, p):
+                    for use in (p.launch, p.bind):
+                        with pytest.raises(greensched.NotSimulable, match=r"@kernel\.reference"):
+                            use(kernel, CONFIG, b, 8)
+                    with pytest.raises(greensched.NotSimulable, match=r"@kernel\.reference"):
+                        p.prepare(kernel, CONFIG)
+                kernel.reference(lambda launch, x, n: None)
+                async with untouched(pool, p):
+                    with pytest.raises(greensched.NotSimulable, match=r"@kernel\.cost"):
+                        p.launch(kernel, CONFIG, b, 8)
+
+    world.run(main)
+
+
+def test_a_cubin_for_another_gpu_fails_its_job(world: World) -> None:
+    """Code for another architecture fails the job that needs it, and says which it is for.
+
+    A simulation runs no code, and needs none.
+    """
+    parameters = {"f": [Parameter("x", "f4", pointer=True)]}
+    kernel = Program.from_cubin(b"", arch="sm_75", parameters=parameters).kernel("f")
+    kernel.reference(lambda launch, x: None)
+    kernel.cost(lambda launch, x: Cost())
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            with await p.empty(8) as b:
+                if world.is_simulated:
+                    await p.launch(kernel, CONFIG, b)
+                    return
+                with pytest.raises(greensched.NotSupported, match="sm_75"):
+                    await p.launch(kernel, CONFIG, b)
+                await p.launch(fill, CONFIG, b, 1.0, b.size)
+
+    world.run(main)
+
+
+# -- arrays -----------------------------------------------------------------------------------
+
+NO_DTYPES = {
+    "objects": (object, "Python objects"),
+    "a field of objects": ([("a", "f4"), ("b", "O")], "Python objects"),
+    "big-endian": (">f4", "big-endian"),
+    "a big-endian field": ([("a", ">i8")], "big-endian"),
+}
+
+
+def test_a_dtype_that_cannot_be_is_refused_everywhere(world: World) -> None:
+    """What device memory cannot hold is refused by each way into it, and says why."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            with await p.empty(3) as b:
+                async with untouched(pool, p):
+                    for dtype, said in NO_DTYPES.values():
+                        array = np.zeros(3, dtype)
+                        for use, *given in (
+                            (p.upload, array),
+                            (p.empty, 3, dtype),
+                            (p.empty_pinned, 3, dtype),
+                            (p.empty_like, array),
+                            (p.copy, b, array),
+                        ):
+                            with pytest.raises(greensched.InvalidArray, match=said):
+                                use(*given)
+
+    world.run(main)
+
+
+def test_what_is_no_buffer_is_refused(world: World) -> None:
+    """A buffer is needed where one is read or written: what else is given is named."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            job = p.empty(8)
+            with await job as b:
+                async with untouched(pool, p):
+                    for wrong, said in (
+                        (job, "Job: did you forget `await`"),
+                        (p, "Partition"),
+                        (np.zeros(8), "ndarray"),
+                        (None, "NoneType"),
+                        (b.address, "int"),
+                    ):
+                        with pytest.raises(greensched.InvalidArray, match=f"Buffer is .*{said}"):
+                            p.download(wrong)
+                        with pytest.raises(greensched.InvalidArray, match=f"Buffer is .*{said}"):
+                            p.copy(wrong, b)
+                    with pytest.raises(greensched.InvalidArray, match="device memory"):
+                        p.upload(b)
+
+    world.run(main)
+
+
+def test_a_buffer_of_another_device_is_refused(world: World) -> None:
+    """Memory of one device is refused on another, by each use, and says whose it is."""
+
+    async def main() -> None:
+        async with world.pool("h200x2") as pool, pool.partition(8, device=0) as p:
+            with await p.empty(8) as mine:
+                with pytest.raises(greensched.WrongDevice, match="device 0, and this is device 1"):
+                    mine.check(1)
+                if len(pool.devices) > 1:
+                    await refused_on_another(pool, p, mine)
+
+    async def refused_on_another(pool: Pool, p: Partition, mine: Buffer) -> None:
+        async with pool.partition(8, device=1) as q:
+            with await q.empty(8) as b:
+                async with untouched(pool, p):
+                    for use in (
+                        lambda: p.launch(fill, CONFIG, b, 1.0, 8),
+                        lambda: p.download(b),
+                        lambda: p.copy(b, mine),
+                        lambda: p.copy(mine, b),
+                        lambda: p.run(id, b),
+                    ):
+                        with pytest.raises(greensched.WrongDevice, match="device 1") as refused:
+                            use()
+                        assert (refused.value.has, refused.value.wants) == (1, 0)
+
+    world.run(main)
+
+
+# -- calls ------------------------------------------------------------------------------------
+
+
+async def _coroutine() -> None:
+    raise AssertionError("it was called")
+
+
+def test_a_coroutine_function_is_refused(world: World) -> None:
+    """Run calls blocking functions: one that is to be awaited is refused, and never called."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            for function in (_coroutine, functools.partial(_coroutine)):
+                async with untouched(pool, p):
+                    with pytest.raises(greensched.InvalidRequest, match="await"):
+                        p.run(function)
+                with pytest.raises(greensched.InvalidRequest, match="await"):
+                    await pool.run(function, sms=8)
+
+    world.run(main)
+
+
+# -- after the end ----------------------------------------------------------------------------
+
+
+def uses_of(p: Partition, b: Any) -> dict[str, Callable[[], Any]]:
+    """Every way to use a partition."""
+    return {
+        "launch": lambda: p.launch(fill, CONFIG, b, 1.0, 8),
+        "prepare": lambda: p.prepare(fill, CONFIG),
+        "bind": lambda: p.bind(fill, CONFIG, b, 1.0, 8),
+        "empty": lambda: p.empty(8),
+        "empty_like": lambda: p.empty_like(np.zeros(8)),
+        "empty_pinned": lambda: p.empty_pinned(8),
+        "upload": lambda: p.upload(np.zeros(8)),
+        "download": lambda: p.download(b),
+        "copy": lambda: p.copy(b, np.zeros(8, np.float32)),
+        "run": lambda: p.run(int),
+        "sm_count": lambda: p.sm_count,
+        "device": lambda: p.device,
+        "stream": lambda: p.stream,
+        "context": lambda: p.context,
+        "__cuda_stream__": p.__cuda_stream__,
+    }
+
+
+def test_every_use_after_the_block_is_refused(world: World) -> None:
+    """After its block whatever is asked of a partition raises PartitionClosed, `ready` too."""
+
+    async def main() -> None:
+        async with world.pool() as pool:
+            async with pool.partition(8) as p:
+                b = await p.empty(8)
+            with b:
+                async with untouched(pool):
+                    for use in uses_of(p, b).values():
+                        with pytest.raises(greensched.PartitionClosed):
+                            use()
+                    with pytest.raises(greensched.PartitionClosed):
+                        await p.ready()
+                assert "closed" in repr(p)
+
+    world.run(main)
+
+
+def test_every_use_before_the_block_is_refused(world: World) -> None:
+    """Before its block a partition says that it is to be used with `async with`."""
+
+    async def main() -> None:
+        async with world.pool() as pool:
+            p = pool.partition(8)
+            async with untouched(pool):
+                for use in uses_of(p, None).values():
+                    with pytest.raises(greensched.PartitionClosed, match="async with"):
+                        use()
+                with pytest.raises(greensched.PartitionClosed, match="async with"):
+                    await p.ready()
+            assert "not granted" in repr(p)
+
+    world.run(main)
+
+
+def test_every_use_after_the_pools_end_is_refused(world: World) -> None:
+    """After its end a pool, its partitions and its buffers raise what says so, and never hang."""
+
+    async def main() -> None:
+        pool = world.pool()
+        async with pool:
+            async with pool.partition(8) as p:
+                b, pinned = await p.empty(8), await p.empty_pinned(8)
+        for ask in (
+            lambda: pool.partition(8).__aenter__(),
+            lambda: pool.partitions(8, 8).__aenter__(),
+            lambda: pool.run(int, sms=8),
+            lambda: pool.launch(fill, CONFIG, b, 1.0, 8, sms=8),
+            pool.verify,
+            pool.open,
+        ):
+            with pytest.raises(greensched.PoolClosed):
+                await ask()
+        with pytest.raises(greensched.PoolClosed):
+            pool.partition_nowait(8)
+        for use in uses_of(p, b).values():
+            with pytest.raises(greensched.Closed):
+                use()
+        with pytest.raises(greensched.BufferClosed):
+            _ = b.__cuda_array_interface__
+        b.close()
+        pinned.close()
+        assert not pool.is_ready
+
+    world.run(main)
+
+
+def test_every_use_of_a_closed_buffer_is_refused(world: World) -> None:
+    """After its end a buffer is refused by each use, pinned or on the device."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            b, pinned, kept = await p.empty(8), await p.empty_pinned(8), await p.empty(8)
+            await p.prepare(fill, CONFIG)
+            b.close()
+            pinned.close()
+            async with untouched(pool, p):
+                for closed in (b, pinned):
+                    for use in (
+                        lambda closed=closed: p.launch(fill, CONFIG, closed, 1.0, 8),
+                        lambda closed=closed: p.bind(fill, CONFIG, closed, 1.0, 8),
+                        lambda closed=closed: p.run(id, closed),
+                        lambda closed=closed: p.run(dict, key=closed),
+                    ):
+                        with pytest.raises(greensched.BufferClosed):
+                            use()
+                for use in (
+                    lambda: p.download(b),
+                    lambda: p.copy(b, kept),
+                    lambda: p.copy(kept, b),
+                    lambda: b.__cuda_array_interface__,
+                ):
+                    with pytest.raises(greensched.BufferClosed):
+                        use()
+            kept.close()
+
+    world.run(main)
