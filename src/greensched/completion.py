@@ -152,6 +152,10 @@ class Completion:
         self.waiting += 1
         self._tend_again()
 
+    def deliver(self) -> None:
+        """Wakes whoever's ticket is reached by now, before the loop's next turn."""
+        self._look()
+
     def kick_threadsafe(self) -> None:
         """From another thread: there may be something to see."""
         if not self._kicked:

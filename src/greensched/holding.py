@@ -210,6 +210,7 @@ class Holding:
     def _await_last(self) -> None:
         launches = self.crew.lane.launches
         if launches.fault is not None or (self._last is not None and launches.reached(self._last)):
+            self.completion.deliver()  # what the host still has to do for jobs comes before
             self._finish()
         elif self._last is not None:
             self.completion.when_reached(launches, self._last, self._finish)

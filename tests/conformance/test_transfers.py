@@ -414,3 +414,22 @@ def test_a_download_is_whole_for_every_thread(
 
     world.run(main)
     np.testing.assert_array_equal(found[0], np.ones(64))
+
+
+def test_leaving_a_block_delivers_its_downloads(world: World) -> None:
+    """After the block `out` is filled, also where the loop had no turn since the device was done."""
+    if world.clock is not None:
+        pytest.skip("time does not pass while a loop is in a turn")
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as other:
+            with await other.upload(np.ones(64)) as buffer:
+                for _ in range(50):
+                    out = np.zeros(64)
+                    async with pool.partition(8) as p:
+                        job = p.download(buffer, out)
+                        while not p._open().track.reached(job.ticket):
+                            pass  # no turn of the loop in between
+                    assert out.all()
+
+    world.run(main)
