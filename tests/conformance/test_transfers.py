@@ -417,7 +417,7 @@ def test_a_download_is_whole_for_every_thread(
 
 
 def test_leaving_a_block_delivers_its_downloads(world: World) -> None:
-    """After the block `out` is filled, also where the loop had no turn since the device was done."""
+    """After a block `out` is filled, also where the loop had no turn since the device was done."""
     if world.clock is not None:
         pytest.skip("time does not pass while a loop is in a turn")
 
