@@ -166,7 +166,8 @@ def test_a_refused_order_fails_one_job() -> None:
             with await p.upload(np.zeros(8, np.float32)) as x:
                 with await Gate.closed(q) as gate:
                     behind = q.launch(fill, ONE, x, 1.0, 8)
-                    driver.script.add(Fail("record_event", nth=1, status="INVALID_VALUE"))
+                    next_one = driver.script.calls["record_event"] + 1
+                    driver.script.add(Fail("record_event", nth=next_one, status="INVALID_VALUE"))
                     refused = p.launch(fill, ONE, x, 2.0, 8)
                     gate.open()
                 await behind

@@ -455,7 +455,7 @@ class Driver(abc.ABC):
         """Loads a kernel for the current context's device now, not at its first launch."""
 
     @abc.abstractmethod
-    @verb(NEVER)
+    @verb(FIRST_USE)
     def kernel_layout(self, kernel: KernelHandle) -> tuple[tuple[int, int], ...] | None:
         """(offset, size) of each parameter as the code has it; None where it cannot be asked."""
 
