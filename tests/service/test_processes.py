@@ -13,6 +13,9 @@ import pytest
 #: How long a process may take from its start to its end, start of the interpreter included.
 SOON_S = 5.0
 
+#: Python 3.12 and newer warn of every fork beside threads; here it is done on purpose.
+FLAGS = ("-W", "ignore:This process:DeprecationWarning")
+
 PRELUDE = """
 import asyncio, os, sys, threading, time
 import numpy as np
@@ -29,7 +32,7 @@ def run(program: str, *flags: str) -> subprocess.CompletedProcess[str]:
     """Runs a program in a fresh interpreter; it hangs for no longer than the test allows."""
     began = time.monotonic()
     done = subprocess.run(
-        [sys.executable, *flags, "-c", PRELUDE + textwrap.dedent(program)],
+        [sys.executable, *FLAGS, *flags, "-c", PRELUDE + textwrap.dedent(program)],
         capture_output=True,
         text=True,
         timeout=30,
