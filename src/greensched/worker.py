@@ -129,7 +129,7 @@ class Crew:
         driver, primary = lane.device.driver, lane.device.primary
         self.driver = driver
         name = f"greensched {lane.device.ordinal}:{lane.mask:x}"
-        self._worker = Worker(driver, f"{name} worker", lane.context)
+        self._worker = Worker(driver, f"{name} worker", primary)
         self._mover = Worker(driver, f"{name} mover", primary)
         self._sleepers = {
             lane.launches: Worker(driver, f"{name} sleeper", primary),
@@ -217,10 +217,12 @@ class Crew:
         _hand(self._mover, after_deferred)
 
     def _call(self, function: Callable[[], Any]) -> Any:
+        """Left before anybody hears that it is done: a context is current on one thread only."""
         lane = self.lane
-        if not lane.launches.is_idle:
-            lane.runs.order_behind(lane.launches)
-        return function()
+        with lane.context.entered():
+            if not lane.launches.is_idle:
+                lane.runs.order_behind(lane.launches)
+            return function()
 
     def _mark_run(self, ticket: int) -> None:
         """The callable has returned: its ticket comes when what it left on the stream is done."""
