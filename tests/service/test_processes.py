@@ -400,7 +400,7 @@ def test_a_spawned_process_opens_its_own(tmp_path_factory: pytest.TempPathFactor
             import multiprocessing
 
             async def work(number):
-                async with pool, pool.partition(16) as p:
+                async with Pool(driver="simulated:h200") as mine, mine.partition(16) as p:
                     with await p.upload(np.full(4, number, np.float32)) as b:
                         await p.launch(fill, ONE, b, number + 1.0, 4)
                         return float((await p.download(b)).sum())
