@@ -76,9 +76,15 @@ class Loader:
         with self._lock:
             if self._closed:
                 raise Closed("the loader of kernels")
-            if kernel not in self._handles:
-                self._handles[kernel] = self._find(kernel, binary)
-            return self._handles[kernel]
+            handle = self._find(kernel, binary)
+        # Without the lock: it may be a first use, which waits for whatever runs on the device.
+        layout = self._driver.kernel_layout(handle)
+        if layout is not None:
+            _check_layout(kernel, layout)
+        with self._lock:
+            if self._closed:
+                raise Closed("the loader of kernels")
+            return self._handles.setdefault(kernel, handle)
 
     def _binary(self, program: Program) -> bytes:
         """Outside the lock, so that a long compilation keeps nobody from loading another kernel."""
@@ -90,11 +96,7 @@ class Loader:
         program = kernel.program
         if program not in self._libraries:
             self._libraries[program] = self._driver.load_code(program.image(binary))
-        handle = self._driver.get_kernel(self._libraries[program], kernel.name)
-        layout = self._driver.kernel_layout(handle)
-        if layout is not None:
-            _check_layout(kernel, layout)
-        return handle
+        return self._driver.get_kernel(self._libraries[program], kernel.name)
 
 
 def _check_layout(kernel: Kernel, layout: tuple[tuple[int, int], ...]) -> None:
