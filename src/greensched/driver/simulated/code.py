@@ -6,6 +6,7 @@ import ctypes
 import math
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 
@@ -51,7 +52,7 @@ class Kernel:
     def __init__(self, spec: KernelSpec, library: Library) -> None:
         self.spec = spec
         self.library = library
-        self.warm: set[int] = set()
+        self.warm: WeakSet[object] = WeakSet()
         self.loaded: set[int] = set()
         self.shared: dict[int, int] = {}
 
@@ -99,7 +100,7 @@ class Code(Memories):
         self._unfaulted(self.devices[context.device], "load_kernel")
         found = self._expect(kernel, Kernel, "load_kernel")
         self._load(found, self.devices[context.device], "load_kernel")
-        found.warm.add(context.ident)
+        found.warm.add(context)
 
     def kernel_layout(self, kernel: KernelHandle) -> tuple[tuple[int, int], ...] | None:
         """Where each parameter stands, by CUDA's rules of alignment; a first use, if it is one."""
@@ -176,10 +177,10 @@ class Code(Memories):
         self._expect(kernel, Kernel, "launch")
         self._stream(StreamHandle(stream), "launch")
         spec = kernel.spec
-        if stream.context.ident not in kernel.warm:
+        if stream.context not in kernel.warm:
             self._may_block(f"the first launch of {spec.name!r} on a context")
             self._load(kernel, stream.device, "launch")
-            kernel.warm.add(stream.context.ident)
+            kernel.warm.add(stream.context)
         arguments = self._arguments(spec, facts.device.ordinal, parameters)
         assert spec.reference is not None
         assert spec.cost is not None
