@@ -112,6 +112,8 @@ class Desk:
         self.scheduler: Scheduler
         self.holdings: set[Holding] = set()
         self._completions: dict[Door, Completion] = {}
+        #: Whose requests are queued, or granted and not claimed yet.
+        self._asking: dict[Request, Door] = {}
         self._waiting_for_none: list[Queued] = []
         #: Requests of tasks that were collected while they waited: the next caller gives them up.
         self._forsaken: deque[Request] = deque()
@@ -146,6 +148,7 @@ class Desk:
             request = self._request(wish, completion, wait=True)
             if request.state is State.GRANTED and self._missing(request) is None:
                 return self._claim(request, completion)
+            self._asking[request] = completion.door
         if request.state is State.QUEUED:
             await self._wait(request, completion)
         return await self._prepare(request, completion)
@@ -195,6 +198,7 @@ class Desk:
         finally:
             completion.waiting -= 1
         if queued.error is not None:
+            self._leave(request)
             raise queued.error
 
     async def _prepare(self, request: Request, completion: Completion) -> tuple[Channel, ...]:
@@ -245,6 +249,7 @@ class Desk:
 
     def _claim(self, request: Request, completion: Completion) -> tuple[Channel, ...]:
         """The lanes of a grant are in this loop's hands from here on. Holds the lock."""
+        self._asking.pop(request, None)
         channels = []
         for lease in request.leases:
             site = self.sites[lease.device]
@@ -261,8 +266,7 @@ class Desk:
         if self.state is PoolState.FORKED:
             return
         with self.lock:
-            granted = self.scheduler.cancel(self.driver.time(), request)
-            granted += self._give_back(request)
+            granted = self._drop(request)
         self._deliver(granted)
 
     def _give_up_forsaken(self) -> None:
@@ -274,11 +278,18 @@ class Desk:
             with suppress(IndexError):  # another thread was first
                 self._leave(self._forsaken.popleft())
 
-    def _give_back(self, request: Request) -> list[Request]:
-        """Cells that were granted and not claimed; once, whoever comes first. Holds the lock."""
-        leases, request.leases = request.leases, ()
+    def _drop(self, request: Request) -> list[Request]:
+        """Ends a request that is queued, or granted and not claimed. Holds the lock.
+
+        Once, whoever comes first. Returns who is granted because of it.
+        """
+        self._asking.pop(request, None)
         now = self.driver.time()
-        return [other for lease in leases for other in self.scheduler.drained(now, lease)]
+        granted = self.scheduler.cancel(now, request)
+        leases, request.leases = request.leases, ()
+        for lease in leases:
+            granted += self.scheduler.drained(now, lease)
+        return granted
 
     def draining(self, holding: Holding) -> None:
         """A lease has ended, and its work has not: nobody holds it, and nobody gets it yet."""
@@ -293,19 +304,24 @@ class Desk:
             holding.crew.is_leased = False
             self.holdings.discard(holding)
             granted = self.scheduler.drained(self.driver.time(), holding.lease)
-            none_left = self._waiting_for_none if not self.holdings else []
         self._deliver(granted)
-        for queued in none_left:
-            queued.tell()
         self._give_up_forsaken()
 
     def _deliver(self, granted: list[Request]) -> None:
-        """Tells those who were granted; what a closed loop was granted goes to others."""
+        """Tells those who were granted; what a closed loop was granted goes to others.
+
+        After whatever gave cells back: those who wait until all are free are told here too.
+        """
         while granted:
             request = granted.pop()
             if isinstance(request.owner, Queued) and not request.owner.tell():
                 with self.lock:
-                    granted += self._give_back(request)
+                    granted += self._drop(request)
+        if self._waiting_for_none and self.scheduler.is_idle:
+            with self.lock:
+                told, self._waiting_for_none = self._waiting_for_none, []
+            for queued in told:
+                queued.tell()
 
     def _tend(self) -> float:
         """While requests wait: passed deadlines, and loops that closed with leases in hand."""
@@ -321,12 +337,16 @@ class Desk:
         return TEND_S if deadline is None else max(0.0, min(TEND_S, deadline - now))
 
     def _adopt(self, completion: Completion) -> None:
-        """Takes over what closed loops left: their leases end, their lanes drain."""
+        """Takes over what closed loops left: requests go, leases end, lanes drain."""
+        granted: list[Request] = []
         with self.lock:
             closed = [door for door in self._completions if door.is_closed]
             for door in closed:
                 del self._completions[door]
+            for request in [r for r, door in self._asking.items() if door.is_closed]:
+                granted += self._drop(request)
             orphans = [h for h in self.holdings if h.completion.door.is_closed]
+        self._deliver(granted)
         for holding in orphans:
             holding.adopt(completion)
 
@@ -398,14 +418,24 @@ class Desk:
             _tell(request, PoolClosed("this pool", "closing"))
 
     async def wait_for_leases(self, grace: float) -> None:
-        """Waits until no lease is held or drains, or the grace has passed."""
+        """Waits until no lease is granted, held or draining, or the grace has passed."""
         completion = self.completion()
-        self._adopt(completion)
-        with anyio.move_on_after(grace):
-            while self.holdings and self.fault is None:
-                queued = Queued(completion)
-                self._waiting_for_none.append(queued)
-                await queued.waiter
+        completion.queued()  # so that it tends: a loop may close meanwhile
+        try:
+            with anyio.move_on_after(grace):
+                while (queued := self._until_none(completion)) is not None:
+                    await queued.waiter
+        finally:
+            completion.waiting -= 1
+
+    def _until_none(self, completion: Completion) -> Queued | None:
+        """Who is told once every cell is free, unless all are, or never will be."""
+        with self.lock:
+            if self.scheduler.is_idle or self.fault is not None:
+                return None
+            queued = Queued(completion)
+            self._waiting_for_none.append(queued)
+            return queued
 
     def close(self) -> list[str]:
         """On the builder: ends every site that is not used; says what was left. Blocks."""

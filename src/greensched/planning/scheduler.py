@@ -265,6 +265,11 @@ class Scheduler:
 
     # -- questions -------------------------------------------------------------------------------
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether every cell is free."""
+        return not self._sms_leased and not self._sms_draining
+
     def most(self, devices: tuple[int, ...] | None = None) -> int:
         """The most SMs a request can ever be granted."""
         where = self._everywhere if devices is None else devices

@@ -1,0 +1,179 @@
+"""What a loop that closed leaves behind goes to others: its requests, its leases, its work."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Awaitable
+from typing import Any
+
+import pytest
+
+import greensched
+from greensched import ALL, LaunchConfig, Partition, Pool
+from greensched.kernels import spin
+from greensched.planning.policy import Fifo
+from helpers.gate import Gate
+from helpers.waiting import until
+
+ONE = LaunchConfig(grid=1, block=1)
+#: Whole device of the preset used here.
+EVERY_SM = 132
+KERNEL_NS = 20_000
+
+
+class Loops:
+    """Two asyncio loops, run in turns by one thread, so that a test chooses what happens when."""
+
+    def __init__(self) -> None:
+        self.here, self.there = asyncio.new_event_loop(), asyncio.new_event_loop()
+        for loop in (self.here, self.there):
+            loop.set_exception_handler(lambda *_: None)
+
+    def on_here(self, main: Awaitable[Any]) -> Any:
+        return self.here.run_until_complete(asyncio.wait_for(main, 20))
+
+    def on_there(self, main: Awaitable[Any]) -> Any:
+        return self.there.run_until_complete(asyncio.wait_for(main, 20))
+
+    def close(self) -> None:
+        self.here.close()
+        self.there.close()
+
+
+@pytest.fixture
+def loops() -> Any:
+    loops = Loops()
+    yield loops
+    loops.close()
+
+
+async def lease_once(pool: Pool, sms: Any, served: list[int]) -> None:
+    async with pool.partition(sms) as p:
+        served.append(p.sm_count)
+
+
+async def ask(pool: Pool, sms: Any, served: list[int]) -> asyncio.Task[None]:
+    """A task that waits for a lease."""
+    waiting = pool.statistics().waiting
+    task = asyncio.create_task(lease_once(pool, sms, served))
+    await until(lambda: pool.statistics().waiting > waiting)
+    return task
+
+
+def test_what_is_granted_to_a_closed_loop_goes_to_the_next(loops: Loops) -> None:
+    """Cells that come free for a request of a closed loop are granted to who stands behind it."""
+    pool, served = Pool(driver="simulated:h200"), list[int]()
+
+    async def wait_and_close(task: asyncio.Task[None]) -> None:
+        await task
+        s = pool.statistics()
+        assert (s.sms_free, s.leases, s.waiting) == (EVERY_SM, 0, 0)
+        await pool.aclose()
+
+    loops.on_here(pool.open())
+    held = pool.partition(ALL)
+    loops.on_here(held.__aenter__())
+    lost = loops.on_there(ask(pool, ALL, served))
+    mine = loops.on_here(ask(pool, ALL, served))
+    loops.there.close()
+    loops.on_here(held.__aexit__(None, None, None))
+    loops.on_here(wait_and_close(mine))
+    assert served == [EVERY_SM]
+    assert not lost.done()
+    del lost
+    gc.collect()  # what a closed loop leaves is collected, and says nothing
+
+
+def test_a_closed_loops_lease_ends_when_its_work_is_done(loops: Loops) -> None:
+    """What a closed loop held drains in another loop's care, and not a moment before its work."""
+    pool, gates = Pool(driver="simulated:h200"), list[Gate]()
+
+    async def take() -> Partition:
+        p = await pool.partition(16).__aenter__()
+        gates.append(await Gate.closed(p))
+        p.launch(spin, ONE, KERNEL_NS)
+        return p
+
+    async def follow() -> None:
+        with pytest.raises(greensched.DeadlineExceeded):
+            async with pool.partition(ALL, deadline=0.06):
+                pass
+        assert pool.statistics().sms_draining == 16
+        gates[0].open()
+        async with pool.partition(ALL) as q:
+            assert q.sm_count == EVERY_SM
+        gates[0]._word.close()
+        await pool.aclose()
+
+    loops.on_here(pool.open())
+    p = loops.on_there(take())
+    loops.there.close()
+    loops.on_here(follow())
+    with pytest.raises(greensched.PartitionClosed):
+        p.launch(spin, ONE, 1)
+
+
+def test_a_loop_that_closes_meanwhile_holds_up_no_closing(loops: Loops) -> None:
+    """A loop closes with a lease in hand while `aclose` waits for it: it waits no grace out."""
+    pool = Pool(driver="simulated:h200")
+    left = pool.partition(16)
+
+    async def close() -> None:
+        closing = asyncio.create_task(pool.aclose(grace=1000.0))
+        await until(lambda: pool.state is greensched.PoolState.CLOSING)
+        loops.there.close()
+        assert not (await closing).abandoned
+
+    loops.on_here(pool.open())
+    loops.on_there(left.__aenter__())
+    loops.on_here(close())
+
+
+@pytest.mark.parametrize("sms", [16, ALL], ids=repr)
+def test_requests_of_a_closed_loop_hold_nobody_up(loops: Loops, sms: Any) -> None:
+    """What a closed loop has in the queue keeps no SM from others, not even when it has aged."""
+    pool, gates, served = Pool(driver="simulated:h200", policy=Fifo(ageing=0)), [], list[int]()
+    p = pool.partition(16)
+
+    async def take_and_ask() -> asyncio.Task[None]:
+        await p.__aenter__()
+        gates.append(await Gate.closed(p))
+        p.launch(spin, ONE, KERNEL_NS)
+        return await ask(pool, ALL, served)
+
+    async def go_on() -> None:
+        if sms is ALL:
+            gates[0].open()
+        await lease_once(pool, sms, served)  # beside the kernel of the closed loop, 116 are free
+        gates[0].open()
+        await until(lambda: pool.statistics().sms_free == EVERY_SM)
+        gates[0]._word.close()
+        await pool.aclose()
+
+    loops.on_here(pool.open())
+    lost = loops.on_there(take_and_ask())
+    loops.there.close()
+    loops.on_here(go_on())
+    assert served == [EVERY_SM if sms is ALL else 16]
+    assert not lost.done()
+
+
+def test_a_grant_that_a_closed_loop_never_heard_of_goes_to_others(loops: Loops) -> None:
+    """A loop is granted what it asked for and closes before it hears of that: no SM is lost."""
+    pool, served = Pool(driver="simulated:h200"), list[int]()
+    held = pool.partition(ALL)
+
+    async def go_on() -> None:
+        await held.__aexit__(None, None, None)
+        assert pool.statistics().granted == 2
+        loops.there.close()
+        await lease_once(pool, ALL, served)
+        await pool.aclose()
+
+    loops.on_here(pool.open())
+    loops.on_here(held.__aenter__())
+    lost = loops.on_there(ask(pool, ALL, served))
+    loops.on_here(go_on())
+    assert served == [EVERY_SM]
+    assert not lost.done()

@@ -1,0 +1,141 @@
+"""What a closing waits for: leases that are held, or granted and not entered yet."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+
+import greensched
+from greensched import ALL, LaunchConfig, Pool
+from greensched.driver import simulated
+from helpers.waiting import until
+
+ONE = LaunchConfig(grid=1, block=1)
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_closed_while_a_grant_is_on_its_way(backend: Any, seed: int) -> None:
+    """Who was granted as the pool closes may finish within the grace; nothing is abandoned."""
+    clock = simulated.VirtualClock(seed=seed)
+    driver = simulated.open("h200", clock=clock)
+
+    async def main() -> None:
+        pool = Pool(driver=driver)
+        await pool.open()
+        held = pool.partition(ALL)
+        await held.__aenter__()
+        sums: list[float] = []
+
+        async def ask() -> None:
+            async with pool.partition(16) as p:
+                with await p.upload(np.ones(10)) as b:
+                    sums.append((await p.download(b)).sum())
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask)
+            await until(lambda: pool.statistics().waiting == 1)
+            held.end()  # grants
+            report = await pool.aclose(grace=5.0)
+        assert sums == [10.0]
+        assert not report.abandoned
+
+    clock.run(main, backend=backend)
+    assert not driver.live()
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_closed_while_a_lane_is_made(backend: Any, seed: int) -> None:
+    """Who waits for a lane when the pool closes is granted it or told, and nothing is abandoned."""
+    clock = simulated.VirtualClock(seed=seed)
+    driver = simulated.open("h200", clock=clock)
+
+    async def main() -> None:
+        pool = Pool(driver=driver)
+        await pool.open()
+        ended: list[str] = []
+
+        async def ask() -> None:
+            try:
+                async with pool.partitions(8, 8, 24, 40, 16) as parts:
+                    for p in parts:
+                        with await p.upload(np.ones(10)):
+                            pass
+                ended.append("worked")
+            except greensched.PoolClosed:
+                ended.append("told")
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask)
+            await until(lambda: pool.statistics().sms_leased == 96)
+            report = await pool.aclose(grace=5.0)
+        assert len(ended) == 1
+        assert not report.abandoned
+
+    clock.run(main, backend=backend)
+    assert not driver.live()
+
+
+class Contended:
+    """A lock that tells when somebody had to wait for it."""
+
+    def __init__(self, lock: Any) -> None:
+        self._lock = lock
+        self.had_to_wait = threading.Event()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            self.had_to_wait.set()
+            self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+class Slow(list[Any]):
+    """A list whose first `append` takes until something has happened elsewhere."""
+
+    def __init__(self, go: threading.Event, happened: list[threading.Event]) -> None:
+        super().__init__()
+        self._go = go
+        self._happened = happened
+
+    def append(self, item: Any) -> None:
+        """Appends at last."""
+        self._go.set()
+        while not any(event.is_set() for event in self._happened):
+            time.sleep(0)
+        super().append(item)
+
+
+def test_a_closing_hears_of_the_last_lease_of_another_thread() -> None:
+    """The last lease ends, elsewhere, just as `aclose` looks: it does not wait its grace out."""
+    pool = Pool(driver="simulated:h200")
+    held, go, over = threading.Event(), threading.Event(), threading.Event()
+
+    async def hold() -> None:
+        async with pool.partition(16):
+            held.set()
+            await until(go.is_set)
+        over.set()
+
+    async def main() -> None:
+        await pool.open()
+        thread = threading.Thread(target=lambda: asyncio.run(hold()))
+        thread.start()
+        await until(held.is_set)
+        desk: Any = pool._desk
+        desk.lock = Contended(desk.lock)
+        desk._waiting_for_none = Slow(go, [over, desk.lock.had_to_wait])
+        async with asyncio.timeout(20):
+            assert not (await pool.aclose(grace=1000.0)).abandoned
+        thread.join(10)
+
+    asyncio.run(main())
