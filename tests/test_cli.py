@@ -20,7 +20,6 @@ from greensched.kernels import gaussian_blur, matmul
 
 #: Short, and long enough that every arrangement has requests and batch jobs.
 SHORT = ("demo", "--seconds", "0.15", "--driver", "simulated:h200")
-FORGETS = pytest.mark.filterwarnings("ignore:<Event> was never closed:ResourceWarning")
 ROW = {
     "arrangement": str,
     "critical_sms": int,
@@ -92,7 +91,6 @@ def test_a_choice_made_for_the_user_is_told() -> None:
     assert json.loads(done.stdout)["simulated"] is True
 
 
-@FORGETS
 def test_the_table_has_what_matters(capsys: pytest.CaptureFixture[str]) -> None:
     """Its columns are there for each arrangement, and the words that a simulator says so."""
     assert cli.main(SHORT) == 0
@@ -118,7 +116,6 @@ def test_the_table_has_what_matters(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed.err.endswith("\r")
 
 
-@FORGETS
 @pytest.mark.parametrize(("kernel", "buffers"), [(gaussian_blur, 2), (matmul, 3)], ids=["b", "m"])
 def test_one_wrong_result_is_exit_code_1(
     kernel: Any, buffers: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -139,7 +136,6 @@ def test_one_wrong_result_is_exit_code_1(
         assert wrong == [0, 0, 1, 1]
 
 
-@FORGETS
 def test_an_image_is_what_clients_send(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -248,3 +244,17 @@ def test_the_command_is_installed() -> None:
         pytest.skip("run from its sources")
     done = subprocess.run([command, "--help"], capture_output=True, text=True, check=True)
     assert "demo" in done.stdout
+
+
+def test_the_demo_leaves_nothing_unclosed() -> None:
+    """With warnings as errors the demo says nothing but its bar."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "greensched", "demo", "--seconds", "0.05"],
+        env=os.environ | {"GREENSCHED_DRIVER": "simulated:h200"},
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert done.returncode == 0
+    assert "Warning" not in done.stderr, done.stderr.split("\r")[-1]

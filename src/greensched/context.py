@@ -2,42 +2,110 @@
 
 Launches never depend on the current context: a stream knows its own. What does need one (an
 allocation, an event, a copy) happens inside one synchronous `with context.entered()`, which
-restores what the *driver* says was current before; nothing about it is remembered in Python.
+restores what the *driver* says was current before; nothing about it is remembered in Python but
+whose turn it is with a green context. That is current on one thread at a time (cuda.h of CUDA 13.0
+to 13.4, cuGreenCtxCreate), and no driver checks it: we do.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Self
 
 from greensched.driver.base import Driver
-from greensched.errors import Closed, GreenschedError, InvalidRequest, run_all
+from greensched.errors import Closed, GreenschedError, InvalidRequest, WrongThread, run_all
 from greensched.kernels import Loader
 from greensched.resources import SMResource
 from greensched.stream import Event, Stream
-from greensched.typing import ContextHandle, DeviceFacts, EventHandle, GreenHandle, StreamHandle
+from greensched.typing import (
+    ContextHandle,
+    DeviceFacts,
+    EventHandle,
+    GreenHandle,
+    Mailbox,
+    StreamHandle,
+)
 
 logger = logging.getLogger("greensched")
+
+
+class Turn:
+    """Whose turn it is with a green context: one thread's, which may take it several times."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._lock = threading.Lock()
+        self._thread: int | None = None
+        self._depth = 0
+        self._waiting: deque[Mailbox[None]] = deque()
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether the calling thread has it."""
+        return self._thread == threading.get_ident()
+
+    def take(self, *, wait: bool) -> bool:
+        """Takes it; False if another thread has it. With `wait` blocks until that one has left."""
+        me = threading.get_ident()
+        while True:
+            with self._lock:
+                if self._thread is None or self._thread == me:
+                    self._thread = me
+                    self._depth += 1
+                    return True
+                if not wait:
+                    return False
+                mailbox: Mailbox[None] = self._driver.create_mailbox()
+                self._waiting.append(mailbox)
+            mailbox.get()
+
+    def leave(self) -> None:
+        """Gives up what one `take` took."""
+        with self._lock:
+            self._depth -= 1
+            if self._depth:
+                return
+            self._thread = None
+            waiting, self._waiting = self._waiting, deque()
+        for mailbox in waiting:
+            mailbox.put(None)
 
 
 class Entered:
     """Makes a context current for a synchronous block, and restores what was current before."""
 
-    __slots__ = ("_before", "_context", "_driver")
+    __slots__ = ("_before", "_context", "_driver", "_wait")
 
-    def __init__(self, driver: Driver, context: ContextHandle) -> None:
-        self._driver = driver
+    def __init__(self, context: Context, *, wait: bool) -> None:
         self._context = context
+        self._driver = context.driver
+        self._wait = wait
 
     def __enter__(self) -> None:
-        self._before = self._driver.current()
-        self._make_current(self._context)
+        turn = self._context.turn
+        if turn is not None and not turn.take(wait=self._wait):
+            raise WrongThread(
+                f"{self._context!r} is current on another thread, and can be on one at a time: "
+                "have this done there, by p.run, or once that has left it"
+            )
+        try:
+            self._before = self._driver.current()
+            self._make_current(self._context.handle)
+        except BaseException:
+            if turn is not None:
+                turn.leave()
+            raise
 
     def __exit__(self, *_: object) -> None:
-        self._make_current(self._before)
+        try:
+            self._make_current(self._before)
+        finally:
+            if self._context.turn is not None:
+                self._context.turn.leave()
 
     def _make_current(self, context: ContextHandle | None) -> None:
         if self._driver.current() == context:
@@ -57,6 +125,7 @@ class Context:
     Attributes:
         device_ordinal: of its device.
         green: the driver's green context; None on a primary.
+        primary: its device's primary context, or itself.
         resource: the SMs it was given.
     """
 
@@ -68,12 +137,16 @@ class Context:
         handle: ContextHandle,
         release: Callable[[], None],
         green: GreenHandle | None = None,
+        primary: Context | None = None,
     ) -> None:
         self.driver = driver
         self.facts = facts
         self.loader = loader
         self.handle = handle
         self.green = green
+        self.primary = self if primary is None else primary
+        #: None on a primary, which may be current on any number of threads.
+        self.turn = None if green is None else Turn(driver)
         self.streams: set[StreamHandle] = set()
         self.events: set[EventHandle] = set()
         self.is_closed = False
@@ -101,17 +174,31 @@ class Context:
 
     # -- being current -----------------------------------------------------------------------------
 
-    def entered(self) -> Entered:
-        """A synchronous block in which it is current on this thread; no await inside."""
-        return Entered(self.driver, self.handle)
+    def entered(self, *, wait: bool = False) -> Entered:
+        """A synchronous block in which it is current on this thread; no await inside.
+
+        Args:
+            wait: block while a green one is current on another thread, instead of raising
+                `WrongThread`. Not for an event-loop thread.
+        """
+        return Entered(self, wait=wait)
 
     @property
     def is_current(self) -> bool:
         """Whether it is current on the calling thread."""
         return self.driver.current() == self.handle
 
+    @property
+    def is_entered(self) -> bool:
+        """Whether it is green, and the calling thread is inside a block of it."""
+        return self.turn is not None and self.turn.is_mine
+
     def __enter__(self) -> Self:
-        """Makes it current on this thread. Reentrant; each thread for itself."""
+        """Makes it current on this thread. Reentrant; a green one on one thread at a time.
+
+        Raises:
+            WrongThread: it is green, and current on another thread: in a `run`, perhaps.
+        """
         self._check()
         block = self.entered()
         block.__enter__()

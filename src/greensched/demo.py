@@ -277,7 +277,9 @@ class Service:
         stop: asyncio.Event,
     ) -> None:
         """The same on a plain stream, whose events a thread waits for."""
-        stream.wait(p.stream.record())
+        filled = p.stream.record()
+        stream.wait(filled)
+        filled.close()
         events = deque[Any]()
         while not stop.is_set():
             launch(stream, MATMUL, matmul, *buffers, M, M, K, PASSES)

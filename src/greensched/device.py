@@ -133,6 +133,7 @@ class Device:
             handle,
             release=lambda: driver.destroy_green(green),
             green=green,
+            primary=primary,
         )
 
     def create_stream(self, *, priority: int = 0) -> Stream:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator
 from contextlib import suppress
 from typing import Any, Generic
 
-from greensched.errors import WouldBlock, too_late
+from greensched.errors import WouldBlock, WrongThread, too_late
 from greensched.loops import current_door
 from greensched.stream import Track
 from greensched.typing import T
@@ -86,9 +86,15 @@ class Job(Generic[T]):
         return None
 
     def __await__(self) -> Generator[Any, None, T]:
-        """Waits until it is done, then gives what `result` gives."""
+        """Waits until it is done, then gives what `result` gives.
+
+        Raises:
+            WrongThread: its partition's context is current here, which a call may be waiting for.
+        """
         track, ticket = self._track, self.ticket
         if track.fault is None and not track.reached(ticket):
+            if track.crew.lane.context.is_entered:
+                raise WrongThread("no `await` inside `with p.context:`: leave that block first")
             completion = track.crew.home.completion()
             while not (track.reached(ticket) or track.fault is not None):
                 yield from completion.wait(track, ticket).__await__()

@@ -29,6 +29,8 @@ from greensched.typing import (
 
 #: What streams write of a ticket: its lowest 32 bits. There are never 2**32 in flight.
 MASK = 0xFFFFFFFF
+#: Source: cuda.h, CUDA_ERROR_INVALID_HANDLE.
+INVALID_HANDLE = 400
 
 C = TypeVar("C", "Event", "Stream")
 
@@ -48,6 +50,9 @@ class Owner(Protocol):
 
     @property
     def device_ordinal(self) -> int: ...
+
+    @property
+    def primary(self) -> Owner: ...
 
     def entered(self) -> AbstractContextManager[None]: ...
 
@@ -117,11 +122,38 @@ class Stream:
         self.is_closed = False
 
     def record(self, event: Event | None = None) -> Event:
-        """Captures the work submitted so far in an event (a new one if none is given)."""
+        """Captures the work submitted so far in an event (a new one if none is given).
+
+        Raises:
+            WrongThread: a new one is needed, this driver wants it made in the stream's own green
+                context, and that is current on another thread: make it beforehand.
+        """
         driver = _open(self, "stream").context.driver
-        event = Event(self.context) if event is None else event
-        driver.record_event(event.handle, self.handle)
+        if event is None:
+            return self._record_new()
+        driver.record_event(_open(event, "event").handle, self.handle)
         return event
+
+    def _record_new(self) -> Event:
+        """Made in the primary context, which is in nobody's way; where that will not do, in ours.
+
+        An H200 takes it (driver 580, probe.json); other drivers are said to want an event and a
+        stream of one context, and answer CUDA_ERROR_INVALID_HANDLE.
+        """
+        if self.context.primary is not self.context:
+            event = Event(self.context.primary)
+            try:
+                return self.record(event)
+            except CUDAError as error:
+                event.close()
+                if error.status != INVALID_HANDLE:
+                    raise
+        event = Event(self.context)
+        try:
+            return self.record(event)
+        except CUDAError:
+            event.close()
+            raise
 
     def wait(self, event: Event) -> None:
         """Later work on this stream waits for what the event captured; the host does not."""

@@ -219,7 +219,7 @@ class Crew:
     def _call(self, function: Callable[[], Any]) -> Any:
         """Left before anybody hears that it is done: a context is current on one thread only."""
         lane = self.lane
-        with lane.context.entered():
+        with lane.context.entered(wait=True):
             if not lane.launches.is_idle:
                 lane.runs.order_behind(lane.launches)
             return function()

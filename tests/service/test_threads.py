@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
+import sys
 import threading
+import types
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import anyio
@@ -135,9 +137,8 @@ class Doomed:
         rngs = [random.Random(f"{SEED} doomed {i}") for i in range(WORKERS)]
         enough = lambda: account.ended["doomed"] >= self.leases  # noqa: E731
         await asyncio.gather(*(work(pool, account, "doomed", rng, enough) for rng in rngs))
-        for number in range(self.HELD):
-            self._start(self._hold())
-            await until(lambda number=number: len(self._held) > number)
+        self._start(self._hold())
+        await until(lambda: bool(self._held))
         for _ in range(self.HELD):
             self._start(self._wait_for_all())
         completion = pool._desk.completion()  # type: ignore[union-attr]
@@ -156,10 +157,12 @@ class Doomed:
         self._tasks.append(asyncio.create_task(coroutine))
 
     async def _hold(self) -> None:
-        async with self._pool.partition(16) as p:
-            self._account.take("doomed", p)
-            await p.prepare(spin, ONE)
-            self._held.append(p)
+        # Together: whoever held one and waited for the next could wait for ALL of another loop.
+        async with self._pool.partitions(*[16] * self.HELD) as held:
+            for p in held:
+                self._account.take("doomed", p)
+                await p.prepare(spin, ONE)
+            self._held += held
             await asyncio.get_running_loop().create_future()
 
     async def _wait_for_all(self) -> None:
@@ -456,3 +459,110 @@ def test_a_green_context_is_current_on_one_thread_only() -> None:
 
     anyio.run(main)
     assert refused == ["told"]
+
+
+# -- the wrong thread ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("use", ["launch", "upload", "run", "ready", "end"])
+def test_a_partition_is_for_its_own_thread(use: str) -> None:
+    """A partition used on another thread than its loop's raises WrongThread, and names it."""
+    said: list[BaseException | None] = []
+
+    async def main() -> None:
+        async with Pool(driver="simulated:h200") as pool, pool.partition(16) as p:
+            calls: dict[str, Callable[[], Any]] = {
+                "launch": lambda: p.launch(spin, ONE, 1),
+                "upload": lambda: p.upload(np.ones(3)),
+                "run": lambda: p.run(int),
+                "ready": lambda: asyncio.run(p.ready()),  # type: ignore[arg-type]
+                "end": p.end,
+            }
+
+            def other() -> None:
+                try:
+                    calls[use]()
+                except BaseException as error:
+                    said.append(error)
+                else:
+                    said.append(None)
+
+            thread = threading.Thread(target=other)
+            thread.start()
+            await until(lambda: bool(said))
+            thread.join()
+
+    asyncio.run(main())
+    assert isinstance(said[0], greensched.WrongThread), said
+
+
+def test_a_thread_of_ours_may_meet_an_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While another thread is importing trio, driver calls and waiting do not stumble over it."""
+    driver = simulated.open("h200")
+
+    def use() -> None:
+        with pytest.raises(greensched.GreenschedError):  # NoLoop, and not AttributeError
+            Pool(driver=driver).aclose().send(None)
+        device = greensched.Device(0, driver=driver)
+        device.close()
+
+    monkeypatch.setitem(sys.modules, "trio", types.ModuleType("trio"))  # as it is at first
+    thread_errors: list[BaseException] = []
+
+    def body() -> None:
+        try:
+            use()
+        except BaseException as error:
+            thread_errors.append(error)
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join(10)
+    assert not thread_errors, thread_errors
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_event_is_recorded_while_the_worker_has_the_context(strict: bool) -> None:
+    """Where an event and a stream may be of two contexts, the worker's call is in nobody's way.
+
+    Else the event must be made where the worker is, and a new one is refused, by name.
+    """
+    inside, go = threading.Event(), threading.Event()
+
+    async def main() -> None:
+        driver = simulated.open("h200", strict_events=strict)
+        async with Pool(driver=driver) as pool, pool.partition(16) as p:
+            mine = p.context.create_event()
+            job = p.run(lambda: (inside.set(), go.wait(10)))
+            await until(inside.is_set)
+            try:
+                with pytest.raises(greensched.WrongThread) if strict else nullcontext():
+                    p.stream.record().close()
+                p.stream.record(mine).close()
+            finally:
+                go.set()
+            await job
+
+    asyncio.run(main())
+
+
+def test_a_green_context_is_current_on_one_thread_at_a_time() -> None:
+    """While a call has the context, entering it elsewhere is refused; a call waits its turn."""
+    inside, go = threading.Event(), threading.Event()
+
+    async def main() -> None:
+        async with Pool(driver="simulated:h200") as pool, pool.partition(16) as p:
+            with p.context, p.context:  # reentrant
+                job = p.run(lambda: (inside.set(), go.wait(10), p.context.is_current))
+                with pytest.raises(greensched.WrongThread, match="leave"):
+                    await job
+            await until(inside.is_set)
+            with pytest.raises(greensched.WrongThread, match="another thread"), p.context:
+                pass
+            go.set()
+            assert (await job)[-1]
+            with p.context:
+                assert p.context.is_current
+            assert not p.context.is_current
+
+    asyncio.run(main())
