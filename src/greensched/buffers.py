@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 
-from greensched.errors import BufferClosed, InvalidArray, WrongDevice
+from greensched.errors import BufferClosed, InvalidArray, WrongDevice, too_late
 from greensched.stream import Track
 from greensched.typing import HostMemory
 
@@ -25,19 +25,22 @@ Use = tuple[Track, int]
 
 
 class Giver(Protocol):
-    """Where a buffer's memory is from, and goes back to."""
+    """Where a buffer's memory is from."""
 
     device: int
     is_closed: bool
+    #: What ended its use before it was closed: a device fault, a fork, a pool closed over work.
+    fault: BaseException | None
+
+
+class DeviceGiver(Giver, Protocol):
+    """Where memory of the device is from, and goes back to."""
 
     def give_back(self, address: int, nbytes: int, uses: tuple[Use, ...]) -> None: ...
 
 
-class PinnedGiver(Protocol):
+class PinnedGiver(Giver, Protocol):
     """The same for pinned memory."""
-
-    device: int
-    is_closed: bool
 
     def give_back(self, host: HostMemory, uses: tuple[Use, ...]) -> None: ...
 
@@ -56,7 +59,58 @@ class BoundUser(Protocol):
     def share(self) -> None: ...
 
 
-class Buffer:
+class Given:
+    """What every buffer is: memory that is somebody's until `close()`."""
+
+    __slots__ = ("__weakref__", "_memory", "is_closed")
+
+    _memory: Giver
+    is_closed: bool
+
+    @property
+    def device(self) -> int:
+        """The ordinal of its device."""
+        return self._memory.device
+
+    def check(self, device: int) -> None:
+        """Refuses a closed buffer, and one of another device.
+
+        Raises:
+            BufferClosed: after `close()`, or after its pool was closed.
+            Poisoned, ForkedPool, PoolClosed: what ended its device's use.
+            WrongDevice: it belongs to another device.
+        """
+        if self.is_closed or self._memory.is_closed:
+            raise BufferClosed("this buffer")
+        if self._memory.fault is not None:
+            raise too_late(self._memory.fault)
+        if device != self._memory.device:
+            raise WrongDevice("this buffer", self._memory.device, device)
+
+    def close(self) -> None:
+        """Gives its memory back behind its last user. Idempotent; does not wait."""
+        if not self.is_closed:
+            self.is_closed = True
+            self._give_back()
+
+    def _give_back(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        memory = self._memory
+        if not self.is_closed and not memory.is_closed and memory.fault is None:
+            said = f"{self!r} was never closed"
+            self.close()  # first: where warnings are errors, nothing after one is done
+            warnings.warn(said, ResourceWarning, stacklevel=2, source=self)
+
+
+class Buffer(Given):
     """An array in device memory, in C order.
 
     Made by `Partition.upload`, `empty` and `empty_like`. Usable by any partition of its device,
@@ -69,21 +123,12 @@ class Buffer:
         device: the ordinal of its device.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_bound",
-        "_memory",
-        "_readers",
-        "_writers",
-        "address",
-        "dtype",
-        "is_closed",
-        "nbytes",
-        "shape",
-    )
+    __slots__ = ("_bound", "_readers", "_writers", "address", "dtype", "nbytes", "shape")
+
+    _memory: DeviceGiver
 
     def __init__(
-        self, memory: Giver, address: int, shape: tuple[int, ...], dtype: np.dtype[Any]
+        self, memory: DeviceGiver, address: int, shape: tuple[int, ...], dtype: np.dtype[Any]
     ) -> None:
         self._memory = memory
         self.address = address
@@ -106,11 +151,6 @@ class Buffer:
     def ndim(self) -> int:
         """Number of dimensions."""
         return len(self.shape)
-
-    @property
-    def device(self) -> int:
-        """The ordinal of its device."""
-        return self._memory.device
 
     # -- who uses it -----------------------------------------------------------------------------
 
@@ -162,40 +202,11 @@ class Buffer:
         reading = (bound.last_use() for bound, writes in self._bound.items() if not writes)
         return (*self._readers.items(), *reading, *self._written())
 
-    def check(self, device: int) -> None:
-        """Refuses a closed buffer, and one of another device.
-
-        Raises:
-            BufferClosed: after `close()`, or after its pool was closed.
-            WrongDevice: it belongs to another device.
-        """
-        if self.is_closed or self._memory.is_closed:
-            raise BufferClosed("this buffer")
-        if device != self._memory.device:
-            raise WrongDevice("this buffer", self._memory.device, device)
-
-    # -- its end ---------------------------------------------------------------------------------
-
-    def close(self) -> None:
-        """Gives its memory back behind its last user. Idempotent; does not wait."""
-        if not self.is_closed:
-            self.is_closed = True
-            for bound in self._bound:
-                bound.look_again()
-            if self.address:
-                self._memory.give_back(self.address, self.nbytes, self.uses())
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        if not self.is_closed and not self._memory.is_closed:
-            said = f"{self!r} was never closed"
-            self.close()  # first: where warnings are errors, nothing after one is done
-            warnings.warn(said, ResourceWarning, stacklevel=2, source=self)
+    def _give_back(self) -> None:
+        for bound in self._bound:
+            bound.look_again()
+        if self.address:
+            self._memory.give_back(self.address, self.nbytes, self.uses())
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -230,7 +241,7 @@ def _goes_on_beside(use: Use, track: Track) -> bool:
     return who is not track and who.crew is track.crew and not who.has_submitted(ticket)
 
 
-class PinnedBuffer:
+class PinnedBuffer(Given):
     """Host memory that the device reads and writes directly, as a numpy array.
 
     Made by `Partition.empty_pinned`. Its bytes are shared with the device: nothing orders the
@@ -242,7 +253,9 @@ class PinnedBuffer:
         address: for the device.
     """
 
-    __slots__ = ("_bound", "_host", "_memory", "_uses", "address", "array", "is_closed")
+    __slots__ = ("_bound", "_host", "_uses", "address", "array")
+
+    _memory: PinnedGiver
 
     def __init__(
         self, memory: PinnedGiver, host: HostMemory, shape: tuple[int, ...], dtype: np.dtype[Any]
@@ -262,11 +275,6 @@ class PinnedBuffer:
         """As of its array."""
         return self.array.dtype
 
-    @property
-    def device(self) -> int:
-        """The ordinal of its device."""
-        return self._memory.device
-
     def before(self, track: Track, *, write: bool) -> list[Use]:  # noqa: ARG002  as Buffer's
         """Nothing: the host shares it, so no order of work on the device would be the whole one."""
         return []
@@ -284,33 +292,11 @@ class PinnedBuffer:
         if self._bound.pop(bound, self) is None:
             self._uses[bound.track] = ticket
 
-    def check(self, device: int) -> None:
-        """Refuses a closed buffer, and one of another device."""
-        if self.is_closed or self._memory.is_closed:
-            raise BufferClosed("this pinned buffer")
-        if device != self._memory.device:
-            raise WrongDevice("this pinned buffer", self._memory.device, device)
-
-    def close(self) -> None:
-        """Gives it back behind its last user. Idempotent; does not wait."""
-        if not self.is_closed:
-            self.is_closed = True
-            for bound in self._bound:
-                bound.look_again()
-            uses = (*self._uses.items(), *(bound.last_use() for bound in self._bound))
-            self._memory.give_back(self._host, uses)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        if not self.is_closed and not self._memory.is_closed:
-            said = f"{self!r} was never closed"
-            self.close()  # first: where warnings are errors, nothing after one is done
-            warnings.warn(said, ResourceWarning, stacklevel=2, source=self)
+    def _give_back(self) -> None:
+        for bound in self._bound:
+            bound.look_again()
+        uses = (*self._uses.items(), *(bound.last_use() for bound in self._bound))
+        self._memory.give_back(self._host, uses)
 
     def __repr__(self) -> str:
         state = "closed" if self.is_closed else f"device {self.device}"
@@ -321,9 +307,13 @@ def dtype_of(dtype: npt.DTypeLike) -> np.dtype[Any]:
     """A dtype that device memory can hold.
 
     Raises:
-        InvalidArray: it holds Python objects, or its bytes are in the other order; says which.
+        InvalidArray: numpy knows none such, it holds Python objects, or its bytes are in the other
+            order; says which.
     """
-    found = np.dtype(dtype)
+    try:
+        found = np.dtype(dtype)
+    except (TypeError, ValueError) as error:
+        raise InvalidArray(f"{dtype!r} is no dtype: {error}") from None
     if found.hasobject:
         raise InvalidArray(f"dtype {found} holds Python objects, which have no bytes to move")
     if not found.isnative:

@@ -388,7 +388,7 @@ class Desk:
 
     def check(self) -> None:
         """Raises what keeps a granted partition from working: closed, poisoned, forked."""
-        if self.state is not PoolState.OPEN and self.state is not PoolState.CLOSING:
+        if self.state not in (PoolState.OPENING, PoolState.OPEN, PoolState.CLOSING):
             raise self.refusal()
 
     def refusal(self) -> GreenschedError:
@@ -407,6 +407,15 @@ class Desk:
         raise InvalidRequest(f"device {ordinal} is not in this pool, which has {mine}")
 
     # -- its end ---------------------------------------------------------------------------------
+
+    def forked(self) -> None:
+        """In a forked child: nothing works, and whoever tries is told."""
+        self.lock = threading.Lock()  # the old one may be held by a thread that is not here
+        self.state = PoolState.FORKED
+        for site in self.sites:
+            site.fail(ForkedPool("this pool"))
+        for holding in tuple(self.holdings):
+            holding.end_bound()
 
     def stop(self) -> None:
         """Grants nothing more; who is queued is told."""

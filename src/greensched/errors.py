@@ -117,7 +117,14 @@ class DeviceTaken(InvalidRequest):
 
 
 class WrongThread(GreenschedError, RuntimeError):
-    """A call from a thread or loop that may not make it; the message names the right one."""
+    """A call from a thread that may not make it; the message says what to do instead."""
+
+
+class NoLoop(GreenschedError, RuntimeError):
+    """An awaiting call outside a running asyncio or trio loop."""
+
+    def __init__(self) -> None:
+        super().__init__("no asyncio or trio loop is running on this thread")
 
 
 class LoopWouldBlock(GreenschedError, RuntimeError):

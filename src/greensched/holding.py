@@ -8,6 +8,7 @@ Whoever ends a lease calls `end` and need not wait; `over` is called exactly onc
 from __future__ import annotations
 
 import logging
+import threading
 from collections import deque
 from functools import partial
 from typing import Any, Protocol
@@ -57,6 +58,8 @@ class Holding:
         self.lease = lease
         self.crew = crew
         self.completion = completion
+        #: The thread of the loop it was granted to: the only one that may submit.
+        self.thread = threading.get_ident()
         self.is_open = True
         self.is_over = False
         #: Something beyond our own tickets may have work on the lane: `run`, `stream`, `context`.

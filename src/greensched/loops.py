@@ -14,20 +14,13 @@ from __future__ import annotations
 
 import abc
 import asyncio
-import sys
 import threading
 from collections.abc import Awaitable, Callable, Generator
 from typing import Any, Generic
 
-from greensched.errors import GreenschedError
+from greensched.errors import NoLoop
+from greensched.running import running_trio
 from greensched.typing import T
-
-
-class NoLoop(GreenschedError, RuntimeError):
-    """An awaiting call outside a running asyncio or trio loop."""
-
-    def __init__(self) -> None:
-        super().__init__("no asyncio or trio loop is running on this thread")
 
 
 class Waiter(abc.ABC):
@@ -316,8 +309,8 @@ def current_door() -> Door:
         if _mine.key is not loop:
             _mine.door, _mine.key = AsyncioDoor(loop), loop
     else:
-        trio = sys.modules.get("trio")
-        if trio is None or not trio.lowlevel.in_trio_run():
+        trio = running_trio()
+        if trio is None:
             raise NoLoop
         token = trio.lowlevel.current_trio_token()
         if _mine.key is not token:

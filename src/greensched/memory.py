@@ -15,6 +15,7 @@ Rules, all entered by any thread:
 from __future__ import annotations
 
 import math
+import os
 import threading
 from collections import deque
 from contextlib import ExitStack
@@ -24,29 +25,45 @@ from typing import Any
 import numpy as np
 
 from greensched.buffers import Buffer, PinnedBuffer, Use
-from greensched.errors import BufferClosed, OutOfMemory, run_all
+from greensched.errors import BufferClosed, OutOfMemory, run_all, too_late
 from greensched.stream import Stream, Track
 from greensched.typing import HostMemory
 from greensched.words import PAGE, Owner, Words
 
 #: cuMemAllocFromPoolAsync hands out multiples of 512 bytes (seen; the manual says 256 at least).
 GRAIN = 512
+#: The host's memory in all: no more can ever be pinned.
+_HOST_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-class DeviceMemory:
+class _Memory:
+    """What both kinds are: a device's, until it is closed, or a fault ends its use."""
+
+    def __init__(self, primary: Owner) -> None:
+        self.device = primary.device_ordinal
+        self.is_closed = False
+        self.fault: BaseException | None = None
+        self._primary = primary
+        self._driver = primary.driver
+        self._lock = threading.Lock()
+
+    def _check(self) -> None:
+        if self.is_closed:
+            raise BufferClosed("the memory of this device")
+        if self.fault is not None:
+            raise too_late(self.fault)
+
+
+class DeviceMemory(_Memory):
     """One device's memory: a pool of ours, and what waits to be given back to it. May block."""
 
     def __init__(self, primary: Owner, words: Words) -> None:
-        self.device = primary.device_ordinal
-        self.is_closed = False
-        self._primary = primary
-        self._driver = primary.driver
+        super().__init__(primary)
         with ExitStack() as undo:
             self._pool = self._driver.create_memory_pool(self.device)
             undo.callback(self._driver.destroy_memory_pool, self._pool)
             self._janitor = words.create_track(primary)
             undo.pop_all()
-        self._lock = threading.Lock()
         self._used = 0
         self._reserved = 0
         self._live: dict[int, int] = {}
@@ -79,8 +96,7 @@ class DeviceMemory:
         """The lock is not held while the driver may block: what is asked for counts as used."""
         size = _rounded(nbytes)
         with self._lock:
-            if self.is_closed:
-                raise BufferClosed("the memory of this device")
+            self._check()
             self._used += size
         try:
             with self._primary.entered():
@@ -111,7 +127,7 @@ class DeviceMemory:
 
     def reap(self) -> None:
         """Frees what nobody uses any more. Does not block."""
-        if not self._closed and not self._freed:
+        if self.fault is not None or not (self._closed or self._freed):
             return
         with self._lock:
             if self.is_closed:
@@ -163,32 +179,34 @@ class DeviceMemory:
         return self._used
 
 
-class PinnedMemory:
+class PinnedMemory(_Memory):
     """Pinned host memory of one device, registered once and used again and again."""
 
     def __init__(self, primary: Owner) -> None:
-        self.device = primary.device_ordinal
-        self.is_closed = False
-        self._primary = primary
-        self._lock = threading.Lock()
+        super().__init__(primary)
         self._live: list[HostMemory] = []
         #: What is ready for the next, by its size: a power of two.
         self._free: dict[int, list[HostMemory]] = {}
         self._closed: deque[tuple[HostMemory, tuple[Use, ...]]] = deque()
 
     def allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> PinnedBuffer:
-        """Zeroed. May block."""
+        """Zeroed. May block.
+
+        Raises:
+            OutOfMemory: the host has less in all, or at the moment.
+        """
         nbytes = math.prod(shape) * dtype.itemsize
+        if nbytes > _HOST_BYTES:  # before anybody tries to pin it, page by page
+            raise OutOfMemory("allocate_host", nbytes, None, _HOST_BYTES)
         size = max(PAGE, 1 << (nbytes - 1).bit_length())
         with self._lock:
-            if self.is_closed:
-                raise BufferClosed("the pinned memory of this device")
+            self._check()
             self._reap()
             free = self._free.get(size)
             host = free.pop() if free else None
         if host is None:
             with self._primary.entered():
-                host = self._primary.driver.allocate_host(size)
+                host = self._driver.allocate_host(size)
             self._live.append(host)
         else:
             np.frombuffer(host.view, np.uint8, count=nbytes)[:] = 0
@@ -213,7 +231,7 @@ class PinnedMemory:
             self.is_closed = True
             self._free.clear()
         with self._primary.entered():
-            run_all(partial(self._primary.driver.free_host, host) for host in self._live)
+            run_all(partial(self._driver.free_host, host) for host in self._live)
         self._live.clear()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import math
+import threading
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -13,9 +13,9 @@ from typing import Any, Literal, ParamSpec, Protocol, Self, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from greensched import transfer
+from greensched import moving
 from greensched.bound import Bound
-from greensched.buffers import Buffer, PinnedBuffer, dtype_of
+from greensched.buffers import Buffer, PinnedBuffer
 from greensched.channel import Channel, order_behind
 from greensched.context import Context
 from greensched.errors import (
@@ -23,13 +23,13 @@ from greensched.errors import (
     InvalidRequest,
     PartitionClosed,
     WouldBlock,
+    WrongThread,
     too_late,
 )
 from greensched.jobs import Job
 from greensched.kernels import Kernel
 from greensched.launcher import Arguments, LaunchConfig, Plan, check_launch
 from greensched.stream import Stream
-from greensched.transfer import Slot
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -58,9 +58,9 @@ class Partition:
     * `PartitionClosed` outside the block; `PoolClosed`, `Poisoned`, `ForkedPool` when too late;
     * `WouldBlock` at the bound of jobs in flight: `await ready()` first;
     * `BufferClosed`, `WrongDevice` for a buffer that cannot be used here;
-    * `InvalidRequest` while the partition's stream is capturing.
-
-    Everything here is for the loop that entered it.
+    * `InvalidRequest` while the partition's stream is capturing;
+    * `WrongThread` on another thread than the one whose loop entered it. What has been submitted
+      may be awaited anywhere, and the facts may be read anywhere.
     """
 
     __slots__ = ("__weakref__", "_channel", "_grantor", "_is_entered", "_wish")
@@ -125,16 +125,18 @@ class Partition:
         whichever loop takes over from a closed one.
         """
         if kind is GeneratorExit and self._channel is not None:
-            self._channel.holding.completion.door.call_threadsafe(self.end)
+            holding = self._channel.holding
+            holding.completion.door.call_threadsafe(holding.end)
         else:
-            self.end()
+            self._granted().holding.end()
 
     def end(self) -> None:
         """Nothing more is submitted; the SMs go back when the work is done. Does not wait.
 
         Idempotent: the lease may have ended already, with its loop.
         """
-        self._granted().holding.end()
+        if self._granted().holding.is_open:
+            self._mine().holding.end()
 
     async def finish(self) -> None:
         """Waits until all work of an ended lease is done."""
@@ -166,9 +168,18 @@ class Partition:
 
     def _ready(self) -> Channel:
         """Everything that can be wrong with submitting anything at all."""
-        channel = self._open()
+        channel = self._mine()
         channel.check_pool()
         channel.check()
+        return channel
+
+    def _mine(self) -> Channel:
+        channel = self._open()
+        if channel.holding.thread != threading.get_ident():
+            raise WrongThread(
+                "a partition is used by the thread whose loop entered it: from another one, "
+                "loop.call_soon_threadsafe, or pass the work to `p.run` from there"
+            )
         return channel
 
     def __del__(self) -> None:
@@ -199,6 +210,7 @@ class Partition:
         nothing can be submitted here.
         """
         channel = self._open()
+        channel.check_pool()
         channel.holding.is_exposed = True
         return channel.track.stream
 
@@ -206,6 +218,7 @@ class Partition:
     def context(self) -> Context:
         """Its green context. Current on one thread at a time; no `await` while it is."""
         channel = self._open()
+        channel.check_pool()
         channel.holding.is_exposed = True
         return channel.lane.context
 
@@ -329,31 +342,19 @@ class Partition:
 
         The job fails with `OutOfMemory` where there is no room.
         """
-        channel = self._ready()
-        wanted, found = _shape(shape), dtype_of(dtype)
-        memory, track = channel.site.memory, channel.track
-        return channel.submit(
-            "empty",
-            lambda ticket: memory.allocate(wanted, found, track, ticket),
-            may_block=memory.would_grow(_nbytes(wanted, found)),
-        )
+        return moving.empty(self._ready(), shape, dtype)
 
     def empty_like(self, like: Buffer | Array) -> Job[Buffer]:
         """An uninitialised buffer of the same shape and dtype. Raises and fails as `empty`."""
+        if not isinstance(like, (Buffer, np.ndarray)):
+            raise InvalidArray(f"a Buffer or an array is needed, not a {type(like).__name__}")
         return self.empty(like.shape, like.dtype)
 
     def empty_pinned(
         self, shape: int | tuple[int, ...], dtype: npt.DTypeLike = np.float32
     ) -> Job[PinnedBuffer]:
         """Zeroed host memory that the device reads and writes directly. Fails as `empty`."""
-        channel = self._ready()
-        wanted, found = _shape(shape), dtype_of(dtype)
-        pinned = channel.site.pinned
-
-        def step(_: int) -> PinnedBuffer:
-            return pinned.allocate(wanted, found)
-
-        return channel.submit("empty_pinned", step, may_block=True)
+        return moving.empty_pinned(self._ready(), shape, dtype)
 
     def upload(self, array: npt.ArrayLike) -> Job[Buffer]:
         """Copies an array to new device memory, in C order, whatever its strides.
@@ -365,26 +366,7 @@ class Partition:
 
         The job fails with `OutOfMemory` where there is no room.
         """
-        channel = self._ready()
-        memory, track = channel.site.memory, channel.track
-        slot, source = _staged(channel, transfer.source_array(array))
-
-        def step(ticket: int) -> Buffer:
-            try:
-                buffer = memory.allocate(source.shape, source.dtype, track, ticket)
-            except BaseException:
-                if slot is not None:
-                    channel.site.slots.put_now(slot)
-                raise
-            try:
-                _fill(channel, buffer, source, slot, ticket)
-            except BaseException:
-                buffer.close()
-                raise
-            return buffer
-
-        large = slot is None and source.nbytes > 0
-        return channel.submit("upload", step, may_block=large or memory.would_grow(source.nbytes))
+        return moving.upload(self._ready(), array)
 
     def download(self, buffer: Buffer, out: Array | None = None) -> Job[Array]:
         """Copies a buffer to a numpy array: a new one, or `out`.
@@ -394,35 +376,7 @@ class Partition:
         Raises:
             InvalidArray: `out` is read-only, or of another shape or dtype.
         """
-        channel = self._ready()
-        _check_buffer(buffer, channel)
-        target = transfer.target_array(buffer, out)
-        slots, track = channel.site.slots, channel.track
-        slot = slots.take() if 0 < target.nbytes <= transfer.SLOT else None
-        if slot is None:
-
-            def whole(_: int) -> Array:
-                if target.nbytes:
-                    channel.lane.chunks.download(buffer.address, target)
-                return target
-
-            return channel.submit("download", whole, [(buffer, False)], may_block=target.nbytes > 0)
-
-        def begin(_: int) -> Array:
-            device = channel.lane.device
-            with device.primary.entered():
-                device.driver.copy_to_host(
-                    slot.address, buffer.address, target.nbytes, track.stream.handle
-                )
-            return target
-
-        job = channel.submit("download", begin, [(buffer, False)])
-        job.finish_with(
-            lambda: transfer.stage_out(slot, target),
-            lambda: slots.put_now(slot),
-        )
-        channel.holding.completion.when_reached(track, job.ticket, job.finish)
-        return job
+        return moving.download(self._ready(), buffer, out)
 
     def copy(self, dst: Buffer, src: Buffer | Array) -> Job[None]:
         """Copies a buffer, or an array, into an existing buffer of the same shape and dtype.
@@ -432,19 +386,7 @@ class Partition:
         Raises:
             InvalidArray: they differ in shape or dtype.
         """
-        channel = self._ready()
-        _check_buffer(dst, channel)
-        if isinstance(src, Buffer):
-            return _copy_on_device(channel, dst, src)
-        source = transfer.source_array(src)
-        transfer.check_alike(source, dst, "src")
-        slot, source = _staged(channel, source)
-        return channel.submit(
-            "copy",
-            lambda ticket: _fill(channel, dst, source, slot, ticket),
-            [(dst, True)],
-            may_block=slot is None and source.nbytes > 0,
-        )
+        return moving.copy(self._ready(), dst, src)
 
     # -- blocking callables ------------------------------------------------------------------------
 
@@ -459,7 +401,9 @@ class Partition:
         Buffers among the arguments are kept in order as in a launch, and count as written.
         """
         channel = self._ready()
-        if inspect.iscoroutinefunction(fn):
+        if not callable(fn):
+            raise InvalidRequest(f"run calls a function, and {fn!r} is none")
+        if inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__):
             raise InvalidRequest("run calls blocking functions, on a thread: await this one")
         runs, holding = channel.lane.runs, channel.holding
         if not channel.has_room(runs):
@@ -491,7 +435,7 @@ class Partition:
         Raises:
             PartitionClosed, PoolClosed, Poisoned: there is nothing to wait for any more.
         """
-        channel = self._open()
+        channel = self._mine()
         for track in (channel.track, channel.lane.runs):
             while not channel.has_room(track) and track.fault is None:
                 oldest = track.issued - channel.lane.depth + 1
@@ -521,13 +465,6 @@ def _checked(
     return arguments
 
 
-def _check_buffer(buffer: object, channel: Channel) -> None:
-    if not isinstance(buffer, Buffer):
-        hint = ": did you forget `await`?" if hasattr(buffer, "__await__") else ""
-        raise InvalidArray(f"a Buffer is needed, and this is a {type(buffer).__name__}{hint}")
-    buffer.check(channel.ordinal)
-
-
 def _plan(channel: Channel, kernel: Kernel, config: LaunchConfig, arguments: Arguments) -> Plan:
     """Loads the kernel in the current context where it is not; may block then."""
     handle = channel.lane.device.loader.load(kernel)
@@ -542,58 +479,3 @@ def _keep_plan(channel: Channel, kernel: Kernel, config: LaunchConfig) -> None:
             plans.clear()
         arguments = Arguments(kernel, channel.ordinal)
         plans[kernel, config] = _plan(channel, kernel, config, arguments)
-
-
-def _staged(channel: Channel, source: Array) -> tuple[Slot | None, Array]:
-    """A small array in a slot, read here and now; where every slot is under way, a copy of it.
-
-    A large one as it is: that is read while the job is done.
-    """
-    if not 0 < source.nbytes <= transfer.SLOT:
-        return None, source
-    slot = channel.site.slots.take()
-    if slot is None:
-        return None, source.copy()
-    transfer.stage_in(slot, source)
-    return slot, source
-
-
-def _fill(channel: Channel, buffer: Buffer, source: Array, slot: Slot | None, ticket: int) -> None:
-    if slot is None:
-        if source.nbytes:
-            channel.lane.chunks.upload(source, buffer.address)
-        return
-    device, slots, track = channel.lane.device, channel.site.slots, channel.track
-    try:
-        with device.primary.entered():
-            device.driver.copy_to_device(
-                buffer.address, slot.address, source.nbytes, track.stream.handle
-            )
-    finally:
-        slots.put(slot, track, ticket)
-
-
-def _copy_on_device(channel: Channel, dst: Buffer, src: Buffer) -> Job[None]:
-    src.check(channel.ordinal)
-    if dst.shape != src.shape or dst.dtype != src.dtype:
-        raise InvalidArray(f"{src!r} does not fit {dst!r}")
-    device, track = channel.lane.device, channel.track
-
-    def step(_: int) -> None:
-        if dst.nbytes and dst is not src:
-            with device.primary.entered():
-                device.driver.copy(dst.address, src.address, dst.nbytes, track.stream.handle)
-
-    return channel.submit("copy", step, [(src, False), (dst, True)])
-
-
-def _shape(shape: object) -> tuple[int, ...]:
-    numbers = shape if isinstance(shape, tuple) else (shape,)
-    for number in numbers:
-        if not isinstance(number, (int, np.integer)) or isinstance(number, bool) or number < 0:
-            raise InvalidArray(f"{shape!r} is no shape: whole numbers, none below 0")
-    return tuple(int(number) for number in numbers)
-
-
-def _nbytes(shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
-    return math.prod(shape) * dtype.itemsize

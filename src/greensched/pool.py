@@ -8,11 +8,9 @@ one thread, the builder.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import warnings
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from types import TracebackType
@@ -21,11 +19,13 @@ from typing import ParamSpec, Self, TypeVar
 import anyio
 
 from greensched import driver as drivers
+from greensched import process
 from greensched.channel import Channel
 from greensched.desk import Desk, PoolState, Wish
 from greensched.device import Device
 from greensched.driver.base import Driver
-from greensched.errors import DeviceTaken, ForkedPool, GreenschedError, InvalidRequest, PoolClosed
+from greensched.errors import GreenschedError, InvalidRequest, PoolClosed
+from greensched.joint import Together
 from greensched.kernels import Kernel
 from greensched.launcher import LaunchConfig
 from greensched.loops import Errand
@@ -112,11 +112,11 @@ class Pool:
         self._closing: Errand[CloseReport] | None = None
         self._wanted = None if devices is None else _ordinals(devices)
         self._driver_spec = driver
-        self._services = {service.name: service for service in services}
+        self._services = _by_name(services)
         self._policy = policy_named(policy)
         self._max_waiting = validate_bound(max_waiting)
         self._lock = threading.Lock()
-        _pools.add(self)
+        process.on_fork(self)
 
     # -- opening ---------------------------------------------------------------------------------
 
@@ -129,12 +129,15 @@ class Pool:
         Raises:
             DriverUnavailable: no usable driver or device; says what to install or change.
             DeviceTaken: another pool of this process has the device.
+            PoolClosed, Poisoned, ForkedPool: it has ended.
             InvalidRequest: no such device.
             CUDAError: the driver refused something; nothing is left open.
         """
         with self._lock:
             if self._closing is not None:
                 raise PoolClosed("this pool")
+            if self._desk is not None:
+                self._desk.check()
             if self._opening is None:
                 driver = drivers.open(self._driver_spec)
                 self._desk = Desk(driver, Worker(driver, "greensched builder"))
@@ -155,13 +158,13 @@ class Pool:
             everything = range(desk.driver.device_count())
             for ordinal in everything if self._wanted is None else self._wanted:
                 device = Device(ordinal, driver=desk.driver)
-                _take_device(desk.driver, ordinal)
+                process.take_device(desk.driver, ordinal)
                 taken.append(ordinal)
                 sites.append(Site(device, desk))
         except BaseException:
             for site in sites:
                 site.abandon()
-            _release_devices(desk.driver, taken)
+            process.release_devices(desk.driver, taken)
             with self._lock:  # the next open() starts anew
                 self._opening = self._desk = None
             desk.builder.dismiss()
@@ -232,7 +235,7 @@ class Pool:
         end together: `async with` on one of them is refused. `REST` stands for every SM of the
         device that is not in the same request. Arguments and errors as `partition`.
         """
-        return _Together(self, self._wish(sizes, device, service, deadline))
+        return Together(self, self._wish(sizes, device, service, deadline))
 
     def partition_nowait(
         self, sms: Size, *, device: int | None = None, service: str | None = None
@@ -294,12 +297,12 @@ class Pool:
     ) -> Wish:
         if device is not None and (type(device) is not int or device < 0):
             raise InvalidRequest(f"device={device!r} is no ordinal of a device")
-        if service is not None and service not in self._services:
+        if service is not None and not _is_key(service, self._services):
             known = ", ".join(self._services) or "none"
             raise InvalidRequest(
                 f"no service {service!r}: this pool has {known} (name it in Pool(services=[...]))"
             )
-        if deadline is not None and not deadline > 0:
+        if deadline is not None and not (_is_number(deadline) and deadline > 0):
             raise InvalidRequest(f"deadline={deadline!r} is no number of seconds from now")
         priority = self._services[service].priority if service is not None else 0
         return Wish(demands(sizes), sizes, device, priority, deadline)
@@ -316,7 +319,12 @@ class Pool:
 
         Args:
             grace: seconds to wait for leases to end and lanes to drain.
+
+        Raises:
+            InvalidRequest: no such number; nothing is closed.
         """
+        if not (_is_number(grace) and grace >= 0):
+            raise InvalidRequest(f"grace={grace!r} is no number of seconds >= 0")
         if self.state is PoolState.FORKED:
             return CloseReport()
         with self._lock:
@@ -345,10 +353,16 @@ class Pool:
         if desk is None:
             return CloseReport()
         abandoned = desk.close()
-        _release_devices(desk.driver, [site.device.ordinal for site in desk.sites])
+        process.release_devices(desk.driver, [site.device.ordinal for site in desk.sites])
         if abandoned:
             logger.warning("the pool was closed over leases or work: %s", ", ".join(abandoned))
         return CloseReport(tuple(abandoned))
+
+    def forked(self) -> None:
+        """In a forked child; see `process`."""
+        self._lock = threading.Lock()
+        if self._desk is not None:
+            self._desk.forked()
 
     def __del__(self) -> None:
         if self.state is PoolState.OPEN:
@@ -425,60 +439,25 @@ class Pool:
         )
 
 
-class _Together:
-    """The context manager of a joint grant."""
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
-    def __init__(self, pool: Pool, wish: Wish) -> None:
-        self._pool = pool
-        self._wish = wish
-        self._partitions: tuple[Partition, ...] = ()
-        self._is_entered = False
 
-    async def __aenter__(self) -> tuple[Partition, ...]:
-        if self._is_entered:
-            raise InvalidRequest("these partitions were entered already: ask for others")
-        self._is_entered = True
-        try:
-            channels = await self._pool.acquire(self._wish)
-        except BaseException:  # it may be tried again
-            self._is_entered = False
-            raise
-        self._partitions = tuple(
-            Partition(self._pool, self._wish, channel, is_entered=True) for channel in channels
+def _is_key(key: object, named: Mapping[str, object]) -> bool:
+    return isinstance(key, str) and key in named
+
+
+def _by_name(services: object) -> dict[str, ServiceClass]:
+    given = tuple(services) if isinstance(services, Iterable) else (services,)
+    if not all(isinstance(service, ServiceClass) for service in given):
+        raise InvalidRequest(
+            f"services={services!r}: give ServiceClass objects, such as "
+            "[ServiceClass('decode', priority=1)]"
         )
-        return self._partitions
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
-        """Ends all of them, then waits for them as each would; raises the first failure."""
-        for partition in self._partitions:
-            partition.leave(kind)
-        if kind is None:
-            for partition in self._partitions:
-                await partition.finish()
-            for partition in self._partitions:
-                partition.raise_unseen()
-
-
-# -- one pool to a device, and none in a forked child -----------------------------------------
-
-_pools: weakref.WeakSet[Pool] = weakref.WeakSet()
-_taken: dict[tuple[int, int], Driver] = {}
-_taken_lock = threading.Lock()
-
-
-def _take_device(driver: Driver, ordinal: int) -> None:
-    with _taken_lock:
-        if (id(driver), ordinal) in _taken:
-            raise DeviceTaken(ordinal)
-        _taken[id(driver), ordinal] = driver
-
-
-def _release_devices(driver: Driver, ordinals: Sequence[int]) -> None:
-    with _taken_lock:
-        for ordinal in ordinals:
-            _taken.pop((id(driver), ordinal), None)
+    named = {service.name: service for service in given}
+    if len(named) < len(given):
+        raise InvalidRequest(f"services={services!r}: each name once")
+    return named
 
 
 def _ordinals(devices: object) -> tuple[int, ...]:
@@ -489,18 +468,3 @@ def _ordinals(devices: object) -> tuple[int, ...]:
             f"devices={devices!r}: give the ordinals, each once and at least one, such as [0, 1]"
         )
     return chosen
-
-
-def _forked() -> None:
-    """In a forked child: CUDA does not survive, and no lock may be taken."""
-    for pool in tuple(_pools):
-        if pool._desk is not None:
-            pool._desk.state = PoolState.FORKED
-            for site in pool._desk.sites:
-                site.fail(ForkedPool("this pool"))
-            for holding in tuple(pool._desk.holdings):
-                holding.end_bound()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)

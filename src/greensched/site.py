@@ -186,7 +186,7 @@ class Site:
         """After what ends its use: no ticket is waited for any more, and no memory comes back."""
         for crew in self.crews.values():
             crew.lane.fail(fault)
-        self.memory.is_closed = self.pinned.is_closed = True
+        self.memory.fault = self.pinned.fault = fault
 
 
 def cut(device: Device) -> Cut:

@@ -6,7 +6,7 @@ import anyio
 import pytest
 
 import greensched
-from greensched import Device, LaunchConfig, Pool, PoolState, launch
+from greensched import Device, LaunchConfig, Pool, PoolState, launch, process
 from greensched.kernels import smids, spin
 from helpers.gate import Gate
 from helpers.waiting import until
@@ -196,9 +196,8 @@ def test_a_forgotten_pool_warns(world: World) -> None:
     for site in desk.sites:
         site.close()
     desk.builder.stop()
-    from greensched import pool as room
 
-    room._release_devices(driver, [site.device.ordinal for site in desk.sites])
+    process.release_devices(driver, [site.device.ordinal for site in desk.sites])
 
 
 def test_objects_below_the_pool_work_by_themselves(world: World) -> None:

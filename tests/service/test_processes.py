@@ -422,3 +422,74 @@ def test_a_spawned_process_opens_its_own(tmp_path_factory: pytest.TempPathFactor
         [sys.executable, str(program)], capture_output=True, text=True, timeout=50, check=False
     )
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "8.0 12.0\n")
+
+
+MORE_USES = {
+    "buffer": "lambda: b.__cuda_array_interface__",
+    "buffer.check": "lambda: b.check(0)",
+    "pinned.check": "lambda: pinned.check(0)",
+    "open": "lambda: pool.open()",
+    "stream": "lambda: p.stream",
+    "context": "lambda: p.context",
+    "__cuda_stream__": "lambda: p.__cuda_stream__()",
+    "nowait": "lambda: nowait()",
+}
+
+
+@pytest.mark.parametrize("use", MORE_USES)
+def test_a_forked_child_is_told_of_everything(use: str) -> None:
+    """Buffers, streams, contexts and `open` of the parent raise ForkedPool in a child too."""
+    said = quiet(
+        IN_A_CHILD
+        + textwrap.dedent(
+            f"""
+            async def nowait():
+                pool.partition_nowait(8)
+
+            async def main():
+                async with pool, pool.partition(16) as p:
+                    b, pinned = await p.upload(np.ones(10)), await p.empty_pinned(4)
+                    print(in_a_child({MORE_USES[use]}))
+                    b.close()
+                    pinned.close()
+
+            asyncio.run(main())
+            """
+        )
+    )
+    assert said.startswith("ForkedPool:"), said
+
+
+@pytest.mark.parametrize(
+    "use",
+    ["pool.partition(8).__aenter__()", "pool.open()", "pool.statistics()", "repr(pool)",
+     "pool.aclose()", "greensched.Pool(driver='simulated:h200').open()"],
+)  # fmt: skip
+def test_a_lock_held_while_forking_hangs_no_child(use: str) -> None:
+    """Whatever another thread held at the moment of the fork, a child is told and never hangs."""
+    said = quiet(
+        IN_A_CHILD
+        + textwrap.dedent(
+            f"""
+            from greensched import process
+            held, go = threading.Event(), threading.Event()
+
+            def hold():
+                with pool._lock, pool._desk.lock, process._lock:
+                    held.set()
+                    go.wait(20)
+
+            async def main():
+                async with pool:
+                    thread = threading.Thread(target=hold)
+                    thread.start()
+                    held.wait()
+                    print(in_a_child(lambda: {use}))
+                    go.set()
+                    thread.join()
+
+            asyncio.run(main())
+            """
+        )
+    )
+    assert "hung" not in said, said

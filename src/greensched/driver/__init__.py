@@ -25,8 +25,8 @@ def open(spec: str | Driver | None = None) -> Driver:  # noqa: A001  used as dri
     """
     if isinstance(spec, Driver):
         return spec
-    chosen = spec or os.environ.get(VARIABLE) or "cuda"
-    kind, _, rest = chosen.partition(":")
+    chosen: object = spec if spec is not None else os.environ.get(VARIABLE) or "cuda"
+    kind, _, rest = chosen.partition(":") if isinstance(chosen, str) else ("", "", "")
     if kind == "cuda" and not rest:
         return _cuda()
     if kind == "simulated" and rest:

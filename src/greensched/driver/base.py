@@ -406,7 +406,11 @@ class Driver(abc.ABC):
     @abc.abstractmethod
     @verb(MAY, needs_context=True)
     def allocate_host(self, nbytes: int) -> HostMemory:
-        """Pinned, portable memory the device can address. Zeroed."""
+        """Pinned, portable memory the device can address. Zeroed.
+
+        Raises:
+            OutOfMemory: ordinary; nothing was allocated.
+        """
 
     @abc.abstractmethod
     @verb(MAY, needs_context=True)

@@ -64,8 +64,11 @@ POLICIES: dict[str, type[Policy]] = {"fifo": Fifo}
 
 def policy_named(policy: str | Policy) -> Policy:
     """A policy by its name, or itself."""
-    if not isinstance(policy, str):
-        return policy
-    if policy not in POLICIES:
-        raise InvalidRequest(f"no policy {policy!r}: there is {', '.join(POLICIES)}")
-    return POLICIES[policy]()
+    if isinstance(policy, str) and policy in POLICIES:
+        return POLICIES[policy]()
+    if callable(getattr(policy, "rank", None)) and callable(getattr(policy, "may_pass", None)):
+        return policy  # type: ignore[return-value]  # a str has no rank
+    named = ", ".join(POLICIES)
+    raise InvalidRequest(
+        f"no policy {policy!r}: there is {named}, or an object with `rank` and `may_pass`"
+    )

@@ -100,7 +100,10 @@ class Memory(Driver):
         Not `cuMemHostAlloc`: whoever still has the view after `free_host` (a job asked whether it
         is done, an array somebody kept) then reads memory of ours, and not a hole.
         """
-        mapping = mmap.mmap(-1, nbytes)
+        try:
+            mapping = mmap.mmap(-1, nbytes)
+        except OSError:
+            raise errors.OutOfMemory("mmap", nbytes) from None
         size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
         try:

@@ -7,9 +7,7 @@ real driver answers a status, so does this one.
 
 from __future__ import annotations
 
-import asyncio
 import functools
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -23,6 +21,7 @@ from greensched.driver.simulated.objects import Capture, Handle, SimulatedStream
 from greensched.driver.simulated.presets import DeviceModel
 from greensched.driver.simulated.timeline import Device, Span, Timeline
 from greensched.errors import CUDAError, DriverMisuse, LoopWouldBlock, NotSupported, from_status
+from greensched.running import on_loop_thread
 from greensched.typing import CaptureMode, DeviceFacts, Feature, Mailbox, StreamHandle
 
 T = TypeVar("T")
@@ -286,14 +285,6 @@ def _again(fault: CUDAError, what: str) -> CUDAError:
     met = from_status(fault.status, what, fault.name)
     met.__cause__ = fault
     return met
-
-
-def on_loop_thread() -> bool:
-    """Whether an event loop of asyncio or trio is running on this thread."""
-    if asyncio._get_running_loop() is not None:
-        return True
-    trio = sys.modules.get("trio")
-    return trio is not None and bool(trio.lowlevel.in_trio_run())
 
 
 def checked(driver: D) -> D:

@@ -113,7 +113,10 @@ class AddressSpace:
 
     def new_host_block(self, nbytes: int) -> Block:
         """A block of pinned host memory, zeroed."""
-        data: Bytes = np.zeros(nbytes, np.uint8)
+        try:
+            data: Bytes = np.zeros(nbytes, np.uint8)
+        except MemoryError:
+            raise OutOfMemory("allocate_host", nbytes) from None
         return self._add(Block(data.ctypes.data, nbytes, None, data))
 
     def _add(self, block: Block) -> Block:

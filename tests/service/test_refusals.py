@@ -1,0 +1,143 @@
+"""What can never be right is refused where it is said, before anything is queued."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+import greensched
+from greensched import Pool, PoolState
+
+
+class Asynchronous:
+    async def __call__(self) -> None:
+        raise AssertionError("it was called")
+
+
+def test_an_object_whose_call_is_awaited_is_refused() -> None:
+    """`run` refuses an object with an async `__call__` as it does a coroutine function."""
+
+    async def main() -> None:
+        async with Pool(driver="simulated:h200") as pool, pool.partition(8) as p:
+            with pytest.raises(greensched.InvalidRequest, match="await"):
+                (await p.run(Asynchronous())).close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("driver", [5, b"cuda", object(), ["simulated:h200"]], ids=repr)
+def test_a_driver_of_the_wrong_kind_is_refused(driver: Any) -> None:
+    """A driver that is neither a name nor a driver raises InvalidRequest."""
+
+    async def main() -> None:
+        with pytest.raises(greensched.InvalidRequest, match="simulated:h200"):
+            await Pool(driver=driver).open()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"services": ["decode"]},
+        {"services": 5},
+        {"services": [greensched.ServiceClass(name="a"), greensched.ServiceClass(name="a")]},
+        {"policy": 5},
+        {"policy": None},
+    ],
+    ids=repr,
+)
+def test_services_and_policies_of_the_wrong_kind_are_refused(options: Any) -> None:
+    """What is no service class or no policy is refused where the pool is made."""
+    with pytest.raises(greensched.InvalidRequest):
+        Pool(driver="simulated:h200", **options)
+
+
+@pytest.mark.parametrize("deadline", ["1", None.__class__, True], ids=repr)
+def test_a_deadline_of_the_wrong_kind_is_refused(deadline: Any) -> None:
+    """A deadline that is no number raises InvalidRequest, not TypeError."""
+    with pytest.raises(greensched.InvalidRequest, match="deadline"):
+        Pool(driver="simulated:h200").partition(8, deadline=deadline)
+
+
+@pytest.mark.parametrize("service", [[], {}, 5], ids=repr)
+def test_a_service_of_the_wrong_kind_is_refused(service: Any) -> None:
+    """A service that is no name raises InvalidRequest, not TypeError."""
+    with pytest.raises(greensched.InvalidRequest, match="service"):
+        Pool(driver="simulated:h200").partition(8, service=service)
+
+
+@pytest.mark.parametrize("dtype", ["nonsense", 5, "f99", ["a"]], ids=repr)
+def test_a_dtype_that_is_none_is_refused(dtype: Any) -> None:
+    """What numpy does not know for a dtype raises InvalidArray, as every other bad dtype."""
+
+    async def main() -> None:
+        async with Pool(driver="simulated:h200") as pool, pool.partition(8) as p:
+            for use in (p.empty, p.empty_pinned):
+                with pytest.raises(greensched.InvalidArray):
+                    use(3, dtype)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("shape", [2**63, (2**40, 2**40), 2**64], ids=repr)
+def test_a_shape_beyond_all_memory_fails_its_job(shape: Any) -> None:
+    """A buffer larger than any memory fails with OutOfMemory or is refused, and nothing else."""
+
+    async def main() -> None:
+        async with Pool(driver="simulated:h200") as pool, pool.partition(8) as p:
+            for use in (p.empty, p.empty_pinned):
+                with pytest.raises((greensched.OutOfMemory, greensched.InvalidArray)):
+                    await use(shape)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("array", [None, [[1, 2], [3]], {}, object()], ids=repr)
+def test_what_is_no_array_at_all_is_refused(array: Any) -> None:
+    """Uploading what numpy makes no array of raises InvalidArray."""
+
+    async def main() -> None:
+        async with Pool(driver="simulated:h200") as pool, pool.partition(8) as p:
+            with pytest.raises(greensched.InvalidArray):
+                p.upload(array)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("like", [None, 5, [1.0]], ids=repr)
+def test_empty_like_nothing_is_refused(like: Any) -> None:
+    """empty_like takes a buffer or an array, and refuses the rest with InvalidArray."""
+
+    async def main() -> None:
+        async with Pool(driver="simulated:h200") as pool, pool.partition(8) as p:
+            with pytest.raises(greensched.InvalidArray):
+                p.empty_like(like)
+
+    asyncio.run(main())
+
+
+def test_run_of_what_cannot_be_called_is_refused() -> None:
+    """What cannot be called is refused where it is submitted."""
+
+    async def main() -> None:
+        async with Pool(driver="simulated:h200") as pool, pool.partition(8) as p:
+            with pytest.raises(greensched.InvalidRequest):
+                p.run(5)  # type: ignore[arg-type]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("grace", [-1, float("nan"), "5", None], ids=repr)
+def test_a_grace_that_is_none_is_refused(grace: Any) -> None:
+    """aclose(grace) is a number of seconds, 0 or more; a wrong one is refused, the pool open."""
+
+    async def main() -> None:
+        async with Pool(driver="simulated:h200") as pool:
+            with pytest.raises(greensched.InvalidRequest):
+                await pool.aclose(grace=grace)
+            assert pool.state is PoolState.OPEN
+
+    asyncio.run(main())
