@@ -51,8 +51,8 @@ class Bound:
         self.is_closed = False
         #: Bound launches elsewhere use its buffers, without telling.
         self._is_shared = False
-        #: Closed or shared: one thing to look at in each launch.
-        self._is_wary = False
+        #: Closed or shared, or somebody may capture: one thing to look at in each launch.
+        self._is_wary = channel.holding.is_lent
         #: Uses of its buffers by others, since its last launch.
         self._elsewhere: dict[Track, int] = {}
         for buffer, write in plan.arguments.buffers.values():
@@ -64,6 +64,7 @@ class Bound:
         Raises:
             WouldBlock: too many launches are in flight; `await p.ready()` first.
             PartitionClosed: its partition's block has ended.
+            InvalidRequest: the partition's stream is capturing.
             Poisoned: a device fault.
         """
         channel = self._channel
@@ -131,6 +132,10 @@ class Bound:
         """A buffer was closed: the next launch looks at all of them."""
         self._elsewhere[self.track] = self.track.issued
 
+    def be_wary(self) -> None:
+        """The partition's stream was handed out: each launch asks whether it is capturing."""
+        self._is_wary = True
+
     def share(self) -> None:
         """A bound launch elsewhere uses a buffer too: each launch asks what came before it."""
         self._is_shared = self._is_wary = True
@@ -157,6 +162,7 @@ class Bound:
             if self.track.fault is not None:
                 raise too_late(self.track.fault)
             raise PartitionClosed("the partition of this bound launch")
+        self._channel.check_capture()
         for buffer, write in self._plan.arguments.buffers.values():
             buffer.check(self._channel.ordinal)
             if self._is_shared:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 
-from greensched.errors import BufferClosed, InvalidArray, WrongDevice, too_late
+from greensched.errors import BufferClosed, InvalidArray, WouldBlock, WrongDevice, too_late
 from greensched.stream import Track
 from greensched.typing import HostMemory
 
@@ -213,11 +213,22 @@ class Buffer(Given):
         """Version 3, for libraries that take device arrays without a copy.
 
         The stream is that of the last writer while its work is not done: whoever takes the array
-        orders itself behind it.
+        orders itself behind it, and so behind any other writer.
+
+        Raises:
+            WouldBlock: what writes it is not even submitted yet: await that job first.
+            BufferClosed, Poisoned, ForkedPool, PoolClosed: as `check`.
         """
         self.check(self.device)
-        pending = [track for track, ticket in self._written() if not track.reached(ticket)]
-        stream = pending[-1].stream.__cuda_stream__()[1] if pending else None
+        pending = [(who, ticket) for who, ticket in self._written() if not who.reached(ticket)]
+        if not all(who.has_submitted(ticket) for who, ticket in pending):
+            raise WouldBlock("this buffer's writer is still to be submitted: await its job first")
+        stream = None
+        if pending:
+            last = pending[-1][0]
+            for other, _ in pending[:-1]:
+                last.order_behind(other)
+            stream = last.stream.__cuda_stream__()[1]
         return {
             "shape": self.shape,
             "typestr": self.dtype.str,

@@ -61,7 +61,15 @@ class Channel:
         """
         if not self.has_room(self.track):
             raise WouldBlock("too many jobs are in flight: `await p.ready()` first")
-        if self.holding.is_exposed:
+        self.check_capture()
+
+    def check_capture(self) -> None:
+        """Refuses what a capture would take in: a ticket would be written when its graph runs.
+
+        Raises:
+            InvalidRequest: the stream was handed out, and is capturing.
+        """
+        if self.holding.is_lent:
             driver = self.lane.device.driver
             if driver.is_capturing(self.track.stream.handle):
                 raise InvalidRequest("the partition's stream is capturing: end the capture first")

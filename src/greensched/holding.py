@@ -37,10 +37,12 @@ class Keeper(Protocol):
     def over(self, holding: Holding) -> None: ...
 
 
-class Closable(Protocol):
+class BoundLaunch(Protocol):
     """A bound launch: over with the lease."""
 
     def close(self) -> None: ...
+
+    def be_wary(self) -> None: ...
 
 
 class Holding:
@@ -64,14 +66,18 @@ class Holding:
         self.is_over = False
         #: Something beyond our own tickets may have work on the lane: `run`, `stream`, `context`.
         self.is_exposed = False
+        #: The stream of its launches was handed out: somebody may capture on it.
+        self.is_lent = False
         #: What is bound, and must not launch once the cells are somebody else's.
-        self.bound: list[Closable] = []
+        self.bound: list[BoundLaunch] = []
         #: Bound launches since the last ticket.
         self.unmarked = 0
         #: Bound launches until they must be counted again, by `make_room`.
         self.room = BATCH
         #: Jobs that failed and nobody saw, for the end of the block.
         self.failed: list[Job[Any]] = []
+        #: Jobs for which the host has something left to do once the device is done.
+        self._unfinished: deque[Job[Any]] = deque()
         self._keeper = keeper
         self._waiters: list[Waiter] = []
         #: Tickets behind bound launches in flight, one for each batch of them.
@@ -80,6 +86,23 @@ class Holding:
         self._last: int | None = None
 
     # -- while it is held --------------------------------------------------------------------------
+
+    def lend(self) -> None:
+        """The stream of its launches goes to others."""
+        self.is_exposed = self.is_lent = True
+        for bound in self.bound:
+            bound.be_wary()
+
+    def finish_later(self, job: Job[Any]) -> None:
+        """The host's part of a job is done when the device is done, and before the lease is over.
+
+        Also where the loop has closed that would have done it.
+        """
+        unfinished = self._unfinished
+        while unfinished and unfinished[0].is_finished:
+            unfinished.popleft()
+        unfinished.append(job)
+        self.completion.when_reached(self.crew.lane.launches, job.ticket, job.finish)
 
     def make_room(self) -> bool:
         """Whether one more bound launch can be in flight."""
@@ -213,7 +236,8 @@ class Holding:
     def _await_last(self) -> None:
         launches = self.crew.lane.launches
         if launches.fault is not None or (self._last is not None and launches.reached(self._last)):
-            self.completion.deliver()  # what the host still has to do for jobs comes before
+            for job in self._unfinished:
+                job.finish()
             self._finish()
         elif self._last is not None:
             self.completion.when_reached(launches, self._last, self._finish)

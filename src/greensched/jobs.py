@@ -114,6 +114,11 @@ class Job(Generic[T]):
         self._finishing, self._drop = threading.Lock(), drop
         self._finish = finish
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether the host has nothing left to do for it."""
+        return self._finish is None
+
     def finish(self) -> None:
         """Does what remains for the host; who asks meanwhile, in another thread, waits for that.
 

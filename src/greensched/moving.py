@@ -94,7 +94,7 @@ def download(channel: Channel, buffer: Buffer, out: Array | None) -> Job[Array]:
         lambda: transfer.stage_out(slot, target),
         lambda: slots.put_now(slot),
     )
-    channel.holding.completion.when_reached(track, job.ticket, job.finish)
+    channel.holding.finish_later(job)
     return job
 
 

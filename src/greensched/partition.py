@@ -211,7 +211,7 @@ class Partition:
         """
         channel = self._open()
         channel.check_pool()
-        channel.holding.is_exposed = True
+        channel.holding.lend()
         return channel.track.stream
 
     @property

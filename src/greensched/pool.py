@@ -183,8 +183,16 @@ class Pool:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        """Closes it, within the default grace, also where the block was cancelled."""
+        """Closes it, within the default grace, also where the block was cancelled.
+
+        Collected with its block open (GeneratorExit), it can wait for nothing, nor take a lock,
+        which whoever was interrupted may hold: a thread closes it, without any grace.
+        """
         if self.state is PoolState.FORKED:  # where anyio finds no loop, nor is there one to use
+            return
+        if kind is GeneratorExit:
+            if self._desk is not None:
+                self._desk.builder.submit(self._close_unattended)
             return
         with anyio.CancelScope(shield=True):
             await self.aclose()
@@ -327,16 +335,28 @@ class Pool:
             raise InvalidRequest(f"grace={grace!r} is no number of seconds >= 0")
         if self.state is PoolState.FORKED:
             return CloseReport()
-        with self._lock:
-            first, desk = self._closing is None, self._desk
-            if self._closing is None:
-                self._closing = Errand(self._end)
-            closing = self._closing
+        first, desk, closing = self._begin_closing()
         if first and desk is None:
             closing.do()
         elif first and desk is not None:
             await self._wind_up(desk, closing, grace)
         return await closing.wait()
+
+    def _begin_closing(self) -> tuple[bool, Desk | None, Errand[CloseReport]]:
+        """Whether the caller is the first to close it, and what is to be closed."""
+        with self._lock:
+            first = self._closing is None
+            if self._closing is None:
+                self._closing = Errand(self._end)
+            return first, self._desk, self._closing
+
+    def _close_unattended(self) -> None:
+        """On the builder."""
+        first, desk, closing = self._begin_closing()
+        if first and desk is not None:
+            desk.stop()
+            closing.do()
+            desk.builder.dismiss()
 
     async def _wind_up(self, desk: Desk, closing: Errand[CloseReport], grace: float) -> None:
         desk.stop()
