@@ -21,8 +21,10 @@ BUILT  := .build/standin
 demo: $(VENV)/.ready
 	$(BIN)/greensched demo $(ARGS)
 
+# A process for each processor, and whoever is done takes over from the others. Eight at most: in a
+# container there may be far fewer processors than are seen. ARGS="-n0" is one process.
 test: $(VENV)/.ready
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal $(ARGS)
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check .
