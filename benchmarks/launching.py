@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
+from functools import partial
 from time import perf_counter
 
 from benchmarks.byhand import CONFIG, ITEMS, SMS, ByHand, arguments, by_hand
@@ -28,7 +30,7 @@ async def measure(driver: Driver) -> list[Row]:
             await p.launch(fill, CONFIG, *arguments(buffer))
             comparisons = [
                 await compared(p, buffer, hand)
-                for compared in (_bound, _submitted, _awaited, _threaded)
+                for compared in (_bound, _submitted, _polled, _threaded)
             ]
     return [c.row(part, "us") for c in comparisons for part in (0.5, 0.99)]
 
@@ -80,23 +82,20 @@ async def _submitted(p: Partition, buffer: Buffer, hand: ByHand) -> Comparison:
     return await compare("launch | raw launch + event", ours, theirs)
 
 
-async def _awaited(p: Partition, buffer: Buffer, hand: ByHand) -> Comparison:
-    async def ours() -> float:
-        start = perf_counter()
-        await p.launch(fill, CONFIG, *arguments(buffer))
-        return perf_counter() - start
-
-    async def theirs() -> float:
-        start = perf_counter()
-        hand.pack_and_launch()
-        hand.record()
-        await hand.poll()
-        return perf_counter() - start
-
-    return await compare("launch, await | raw launch, polled event", ours, theirs)
+async def _polled(p: Partition, buffer: Buffer, hand: ByHand) -> Comparison:
+    return await _awaited(p, buffer, hand, hand.poll, "polled event")
 
 
 async def _threaded(p: Partition, buffer: Buffer, hand: ByHand) -> Comparison:
+    wait = partial(asyncio.to_thread, hand.sync)
+    return await _awaited(p, buffer, hand, wait, "event in to_thread")
+
+
+async def _awaited(
+    p: Partition, buffer: Buffer, hand: ByHand, wait: Callable[[], Awaitable[object]], by: str
+) -> Comparison:
+    """One launch at a time; by hand its end is heard of by some way to wait for the event."""
+
     async def ours() -> float:
         start = perf_counter()
         await p.launch(fill, CONFIG, *arguments(buffer))
@@ -106,10 +105,10 @@ async def _threaded(p: Partition, buffer: Buffer, hand: ByHand) -> Comparison:
         start = perf_counter()
         hand.pack_and_launch()
         hand.record()
-        await asyncio.to_thread(hand.sync)
+        await wait()
         return perf_counter() - start
 
-    return await compare("launch, await | raw launch, event in to_thread", ours, theirs)
+    return await compare(f"launch, await | raw launch, {by}", ours, theirs)
 
 
 if __name__ == "__main__":
