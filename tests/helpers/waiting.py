@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import anyio
 
@@ -23,3 +23,10 @@ async def turns(number: int = 20) -> None:
     """Lets other tasks run for a while, and no time pass."""
     for _ in range(number):
         await anyio.sleep(0)
+
+
+async def still_waits(work: Awaitable[object]) -> None:
+    """Checks that something is not over within 10 ms, and gives up waiting for it."""
+    with anyio.move_on_after(0.01) as scope:
+        await work
+    assert scope.cancelled_caught
