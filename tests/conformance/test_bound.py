@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import greensched
-from greensched import LaunchConfig
+from greensched import Bound, Buffer, LaunchConfig, Partition, PinnedBuffer
 from greensched.holding import BATCH, MOST
 from greensched.kernels import fill, saxpy
 from helpers.gate import Gate
@@ -14,6 +14,12 @@ from helpers.waiting import still_waits, until
 from helpers.world import World
 
 CONFIG = LaunchConfig(grid=4, block=128)
+
+
+async def bound_fill(p: Partition, buffer: Buffer | PinnedBuffer) -> Bound:
+    """A launch bound to a buffer of 8, which it fills."""
+    await p.prepare(fill, CONFIG)
+    return p.bind(fill, CONFIG, buffer, 1.0, 8)
 
 
 @pytest.mark.runs_device_code
@@ -45,8 +51,7 @@ def test_bound_needs_its_kernel_loaded(world: World) -> None:
             with await p.empty(8) as b:
                 with pytest.raises(greensched.WouldBlock, match="prepare"):
                     p.bind(fill, CONFIG, b, 1.0, 8)
-                await p.prepare(fill, CONFIG)
-                bound = p.bind(fill, CONFIG, b, 1.0, 8)
+                bound = await bound_fill(p, b)
                 with pytest.raises(greensched.ArgumentMismatch):
                     bound.set(1, "x")
                 with pytest.raises(IndexError):
@@ -62,8 +67,7 @@ def test_bound_ends_with_its_block(world: World) -> None:
         async with world.pool() as pool:
             async with pool.partition(8) as p:
                 b = await p.empty(8)
-                await p.prepare(fill, CONFIG)
-                bound = p.bind(fill, CONFIG, b, 1.0, 8)
+                bound = await bound_fill(p, b)
                 bound()
             with b, pytest.raises(greensched.PartitionClosed):
                 bound()
@@ -79,9 +83,8 @@ def test_bound_ends_with_a_lost_lease(world: World) -> None:
     async def main() -> None:
         async with world.pool() as pool:
             held = [pool.partition_nowait(8)]
-            await held[0].prepare(fill, CONFIG)
             with await held[0].empty(8) as b:
-                bound = held[0].bind(fill, CONFIG, b, 1.0, 8)
+                bound = await bound_fill(held[0], b)
                 bound()
                 with pytest.warns(ResourceWarning, match="never left") as seen:
                     held.clear()
@@ -102,8 +105,7 @@ def test_bound_refuses_a_closed_buffer(world: World, kind: str) -> None:
     async def main() -> None:
         async with world.pool() as pool, pool.partition(8) as p:
             b = await getattr(p, kind)(8)
-            await p.prepare(fill, CONFIG)
-            bound = p.bind(fill, CONFIG, b, 1.0, 8)
+            bound = await bound_fill(p, b)
             bound()
             b.close()
             for launch in (bound, bound.submit, bound):
@@ -142,8 +144,7 @@ def test_the_end_of_a_bound_launch_forgets_no_other_user(world: World) -> None:
         async with world.pool() as pool, pool.partition(8) as q, pool.partition(8) as r:
             with await r.empty(8) as buffer:
                 async with pool.partition(8) as p:
-                    await p.prepare(fill, CONFIG)
-                    bound = p.bind(fill, CONFIG, buffer, 1.0, 8)
+                    bound = await bound_fill(p, buffer)
                     bound()
                     gate = await Gate.closed(q)
                     read = q.download(buffer)
@@ -186,8 +187,7 @@ def test_the_end_of_the_block_waits_for_bound_launches(world: World) -> None:
             with pytest.raises(ZeroDivisionError):
                 async with pool.partition(8) as p:
                     b = await p.empty(8)
-                    await p.prepare(fill, CONFIG)
-                    bound = p.bind(fill, CONFIG, b, 1.0, 8)
+                    bound = await bound_fill(p, b)
                     gate = await Gate.closed(p)
                     bound()
                     raise ZeroDivisionError
@@ -207,8 +207,7 @@ def test_bound_launches_in_flight_are_bounded(world: World, jobs_between: bool) 
     async def main() -> None:
         async with world.pool() as pool, pool.partition(8) as p:
             with await p.empty(8) as b:
-                await p.prepare(fill, CONFIG)
-                bound = p.bind(fill, CONFIG, b, 1.0, 8)
+                bound = await bound_fill(p, b)
                 for _ in range(3 * MOST):  # what is done counts no more
                     await p.ready()
                     bound()
@@ -239,8 +238,7 @@ def test_other_partitions_are_ordered_with_bound_launches(world: World) -> None:
     async def main() -> None:
         async with world.pool() as pool, pool.partition(8) as a, pool.partition(8) as b:
             with await a.empty(8) as buffer:
-                await a.prepare(fill, CONFIG)
-                bound = a.bind(fill, CONFIG, buffer, 1.0, 8)
+                bound = await bound_fill(a, buffer)
                 with await Gate.closed(a) as gate:
                     bound()
                     read = b.download(buffer)
@@ -264,10 +262,7 @@ def test_bound_launches_of_two_partitions_are_ordered(world: World, submit: bool
     async def main() -> None:
         async with world.pool() as pool, pool.partition(8) as p, pool.partition(8) as q:
             with await p.empty(8) as x, await p.empty(8) as unrelated:
-                await p.prepare(fill, CONFIG)
-                await q.prepare(fill, CONFIG)
-                first = p.bind(fill, CONFIG, x, 1.0, 8)
-                second = q.bind(fill, CONFIG, x, 2.0, 8)
+                first, second = await bound_fill(p, x), await bound_fill(q, x)
                 for here, there, a, b in ((p, q, first, second), (q, p, second, first)):
                     a()
                     b()
