@@ -17,7 +17,7 @@ SOON_S = 5.0
 FLAGS = ("-W", "ignore:This process:DeprecationWarning")
 
 PRELUDE = """
-import asyncio, os, sys, threading, time
+import asyncio, contextlib, os, sys, threading
 import numpy as np
 import greensched
 from greensched import ALL, LaunchConfig, Pool
@@ -25,6 +25,7 @@ from greensched.kernels import fill, spin
 
 ONE = LaunchConfig(grid=1, block=1)
 pool = Pool(driver="simulated:h200")
+going = threading.Event()
 """
 
 
@@ -52,6 +53,21 @@ def quiet(program: str, *flags: str) -> str:
 
 # -- the end of the interpreter ---------------------------------------------------------------
 
+#: Something is submitted in a block that an error ends: it is still at work when the loop is not.
+AT_WORK = """
+    async def main():
+        await pool.open()
+        async with pool.partition(16) as p:
+            {submit}
+            raise LookupError
+
+    with contextlib.suppress(LookupError):
+        {run}
+"""
+KERNEL = "p.launch(spin, ONE, 10**12)"
+#: It has begun when the block ends.
+CALL = "p.run(lambda: (going.set(), threading.Event().wait())); assert going.wait(10)"
+
 ENDS = {
     "an open pool": """
         asyncio.run(pool.open())
@@ -67,41 +83,16 @@ ENDS = {
 
         p = asyncio.run(main())
     """,
-    "a kernel in flight": """
-        async def main():
-            await pool.open()
-            async with pool.partition(16) as p:
-                p.launch(spin, ONE, 10**12)
-                raise LookupError
-
-        try:
-            asyncio.run(main())
-        except LookupError:
-            pass
-    """,
-    "a callable that does not return": """
-        async def main():
-            await pool.open()
-            async with pool.partition(16) as p:
-                p.run(threading.Event().wait)
-                await asyncio.sleep(0)
-                raise LookupError
-
-        try:
-            asyncio.run(main())
-        except LookupError:
-            pass
-    """,
+    "a kernel in flight": AT_WORK.format(submit=KERNEL, run="asyncio.run(main())"),
+    "a callable that does not return": AT_WORK.format(submit=CALL, run="asyncio.run(main())"),
     "work given up by aclose": """
         async def main():
             await pool.open()
-            try:
+            with contextlib.suppress(LookupError):
                 async with pool.partition(16) as p:
                     p.launch(spin, ONE, 10**12)
                     p.run(threading.Event().wait)
                     raise LookupError
-            except LookupError:
-                pass
             assert (await pool.aclose(grace=0.01)).abandoned
 
         import logging
@@ -122,10 +113,8 @@ ENDS = {
                 while True:
                     async with pool.partition(16) as p:
                         await p.launch(spin, ONE, 100_000)
-                        await p.run(time.sleep, 0.001)
-                        going.set()
+                        await p.run(going.set)  # the process ends while this loop goes on
 
-        going = threading.Event()
         threading.Thread(target=lambda: asyncio.run(main()), daemon=True).start()
         assert going.wait(10)
     """,
@@ -154,20 +143,7 @@ ENDS = {
         asyncio.run(main())
         del pool
     """,
-    "trio": """
-        import trio
-
-        async def main():
-            await pool.open()
-            async with pool.partition(16) as p:
-                p.launch(spin, ONE, 10**12)
-                raise LookupError
-
-        try:
-            trio.run(main)
-        except LookupError:
-            pass
-    """,
+    "trio": AT_WORK.format(submit=KERNEL, run="import trio; trio.run(main)"),
 }
 
 
