@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from contextlib import AsyncExitStack, suppress
+from functools import partial
 from typing import Any
 
 import anyio
@@ -48,14 +49,20 @@ def clock(request: pytest.FixtureRequest) -> Any:
     return clock
 
 
+async def opened(driver: simulated.SimulatedDriver) -> Pool:
+    """A pool that the test closes itself, to see what that gives."""
+    pool = Pool(driver=driver)
+    await pool.open()
+    return pool
+
+
 def test_a_device_fault_ends_everything_within_a_second(clock: Any) -> None:
     """After a fault every job, waiter and request fails with the first cause, and at once."""
     driver = simulated.open("h200", clock=clock, faults=[Crash("saxpy")])
     seen: list[BaseException] = []
 
     async def main() -> None:
-        pool = Pool(driver=driver)
-        await pool.open()
+        pool = await opened(driver)
 
         async def queued() -> None:
             with pytest.raises(greensched.Poisoned) as refused:
@@ -99,38 +106,28 @@ def test_a_device_fault_ends_everything_within_a_second(clock: Any) -> None:
     clock.run(main)
 
 
+async def noticed(driver: simulated.SimulatedDriver) -> float:
+    """Leaves work to its fault; after how many seconds the pool knew."""
+    pool = await opened(driver)
+    with pytest.raises(greensched.Poisoned):
+        async with pool.partition(8) as p:
+            p.launch(spin, ONE, 1000)
+            began = driver.time()
+            await until(lambda: not pool.is_ready)
+            took = driver.time() - began
+    await pool.aclose()
+    return took
+
+
 def test_a_fault_is_noticed_though_nobody_waits(clock: Any) -> None:
     """Work that was left finds its fault all the same: readiness turns red within a second."""
     driver = simulated.open("h200", clock=clock, faults=[Crash("spin")])
-
-    async def main() -> None:
-        pool = Pool(driver=driver)
-        await pool.open()
-        with pytest.raises(greensched.Poisoned):
-            async with pool.partition(8) as p:
-                p.launch(spin, ONE, 1000)
-                began = driver.time()
-                await until(lambda: not pool.is_ready)
-                assert driver.time() - began < 1.0
-        await pool.aclose()
-
-    clock.run(main)
+    assert clock.run(partial(noticed, driver)) < 1.0
 
 
 def test_a_fault_on_the_real_clock_is_noticed() -> None:
     """With a loop of its own clock the sweep finds the fault, whoever waits or not."""
-    driver = simulated.open("h200", faults=[Crash("spin")])
-
-    async def main() -> None:
-        pool = Pool(driver=driver)
-        await pool.open()
-        with pytest.raises(greensched.Poisoned):
-            async with pool.partition(8) as p:
-                p.launch(spin, ONE, 1000)
-                await until(lambda: not pool.is_ready)
-        await pool.aclose()
-
-    anyio.run(main)
+    anyio.run(noticed, simulated.open("h200", faults=[Crash("spin")]))
 
 
 @pytest.mark.parametrize("fault", [Fail("copy_to_host", status="INVALID_VALUE"), Crash("saxpy")])
@@ -139,8 +136,7 @@ def test_a_failed_download_leaves_its_array_alone(clock: Any, fault: Fail | Cras
     driver = simulated.open("h200", clock=clock, faults=[fault])
 
     async def main() -> None:
-        pool = Pool(driver=driver)
-        await pool.open()
+        pool = await opened(driver)
         out = np.full(8, 3, np.float32)
         with suppress(greensched.Poisoned):
             async with pool.partition(8) as p:
@@ -162,8 +158,7 @@ def test_a_hung_kernel_holds_its_own_sms_only(clock: Any) -> None:
     driver = simulated.open("h200", clock=clock, faults=[Hang("spin")])
 
     async def main() -> None:
-        pool = Pool(driver=driver)
-        await pool.open()
+        pool = await opened(driver)
         with anyio.move_on_after(0.1):
             async with pool.partition(16) as p:
                 await p.launch(spin, ONE, 1000)
@@ -186,8 +181,7 @@ def test_a_pool_closed_over_an_idle_lease_leaves_its_lane(clock: Any, exposed: b
     driver = simulated.open("h200", clock=clock)
 
     async def main() -> None:
-        pool = Pool(driver=driver)
-        await pool.open()
+        pool = await opened(driver)
         p = await pool.partition(16).__aenter__()
         if exposed:
             await p.run(lambda: None)
@@ -210,8 +204,7 @@ def test_a_hung_bound_launch_does_not_hold_up_the_closing(clock: Any, leaves: bo
     driver = simulated.open("h200", clock=clock, faults=[Hang("spin")])
 
     async def main() -> None:
-        pool = Pool(driver=driver)
-        await pool.open()
+        pool = await opened(driver)
         p = await pool.partition(8).__aenter__()
         await p.prepare(spin, ONE)
         p.bind(spin, ONE, 1000)()
@@ -231,8 +224,7 @@ def test_who_waits_for_abandoned_work_is_told(clock: Any) -> None:
     driver = simulated.open("h200", clock=clock, faults=[Hang("spin")])
 
     async def main() -> None:
-        pool = Pool(driver=driver)
-        await pool.open()
+        pool = await opened(driver)
         p = await pool.partition(8).__aenter__()
         job = p.launch(spin, ONE, 1000)
 
@@ -260,8 +252,7 @@ def test_who_waits_for_a_call_that_never_returns_is_told() -> None:
     hung = threading.Event()
 
     async def main() -> None:
-        pool = Pool(driver=driver)
-        await pool.open()
+        pool = await opened(driver)
 
         async def use() -> None:
             with pytest.raises(greensched.PoolClosed):
@@ -427,8 +418,7 @@ def test_a_busy_loop_hears_of_a_fault(without: list[Feature], busy: bool) -> Non
     driver = simulated.open("h200", faults=[Crash("fill")], without=without)
 
     async def main() -> None:
-        pool = Pool(driver=driver)
-        await pool.open()
+        pool = await opened(driver)
         async with anyio.create_task_group() as group:
             if busy:
                 group.start_soon(_busy)
@@ -518,7 +508,6 @@ def test_a_task_collected_while_the_lock_is_held_takes_no_lock(
         gc.enable()
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 @pytest.mark.parametrize("failed", [False, True], ids=["normally", "by an error"])
 def test_a_forked_child_leaves_its_block_at_once(failed: bool) -> None:
