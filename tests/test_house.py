@@ -161,13 +161,13 @@ def test_the_project_runs_where_it_says() -> None:
 
 
 def tracked() -> list[Path]:
-    """The files of the repository, where it is one; else those that a checkout would have."""
+    """The files of the repository, as git lists them."""
     try:
         listed = subprocess.run(
             ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
         ).stdout.split("\0")
     except (OSError, subprocess.CalledProcessError):
-        pytest.skip("not a git checkout")
+        pytest.skip("no git checkout: nobody says which files are the repository's")
     return [ROOT / name for name in listed if name and (ROOT / name).is_file()]
 
 

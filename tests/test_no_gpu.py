@@ -37,6 +37,11 @@ def has_driver() -> bool:
     return True
 
 
+WITHOUT_DRIVER = pytest.mark.skipif(
+    has_driver(), reason="this machine has a CUDA driver, and this is of those that have none"
+)
+
+
 def run(
     options: str = "{}", variable: str | None = None, program: str = OPEN
 ) -> subprocess.CompletedProcess[str]:
@@ -58,7 +63,7 @@ def run(
     )
 
 
-@pytest.mark.skipif(has_driver(), reason="this machine has a CUDA driver")
+@WITHOUT_DRIVER
 @pytest.mark.parametrize(
     ("options", "variable"),
     [("{}", None), ("{}", ""), ("{}", "cuda"), ("{'driver': 'cuda'}", None)],
@@ -74,7 +79,7 @@ def test_without_a_gpu_both_ways_out_are_named(options: str, variable: str | Non
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.skipif(has_driver(), reason="this machine has a CUDA driver")
+@WITHOUT_DRIVER
 def test_the_argument_goes_before_the_environment() -> None:
     """A driver named in the program is the one that is used, whatever the environment says."""
     assert run("{'driver': 'cuda'}", "simulated:h200").stdout.startswith("DriverUnavailable")
@@ -133,7 +138,7 @@ def test_a_simulation_is_opened_anew_each_time() -> None:
     assert drivers.open("simulated:h200") is not drivers.open("simulated:h200")
 
 
-@pytest.mark.skipif(has_driver(), reason="this machine has a CUDA driver")
+@WITHOUT_DRIVER
 def test_nothing_is_left_after_a_failed_opening() -> None:
     """A pool that found no driver is as it was before, and closing it is quiet."""
     program = """

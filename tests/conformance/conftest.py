@@ -13,6 +13,8 @@ from helpers.world import CUDA, SIMULATED, World, standin_library
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "world" in metafunc.fixturenames:
         everything = CUDA if metafunc.config.getoption("--driver") == "cuda" else SIMULATED
+        if metafunc.definition.get_closest_marker("real_time"):
+            everything = tuple(world for world in everything if world[0] != "virtual")
         # A GPU's machine may lack a kind of loop; `make test` has them all.
         chosen = [world for world in everything if find_spec(world[1]) is not None]
         ids = ["-".join(world) for world in chosen]

@@ -189,8 +189,10 @@ def test_deadline_means_nothing_once_granted(world: World) -> None:
     """A deadline is for the queue: a granted lease outlives it."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8, deadline=0.001) as p:
-            await anyio.sleep(0.002)
+        driver = world.driver()
+        async with Pool(driver=driver) as pool, pool.partition(8, deadline=0.001) as p:
+            granted = driver.time()
+            await until(lambda: driver.time() > granted + 0.001)
             assert p.sm_count == 8
 
     world.run(main)
@@ -375,7 +377,7 @@ def test_big_request_is_not_starved_by_small_ones(world: World) -> None:
                 while True:
                     async with pool.partition(8):
                         small[0] += 1
-                        await anyio.sleep(0.002)
+                        await anyio.sleep(0.002)  # its work: ageing goes by the world's clock
 
             for _ in range(12):
                 tasks.start_soon(keep_coming)

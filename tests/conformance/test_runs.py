@@ -105,6 +105,7 @@ def test_a_call_begins_behind_what_was_submitted(world: World) -> None:
     world.run(main)
 
 
+@pytest.mark.real_time(why="a running call waits for the loop")
 def test_a_cancelled_call_runs_to_its_end_and_holds_its_sms(world: World) -> None:
     """Whoever waits for a call is freed at once; the SMs come back when the call has returned."""
     may_return = threading.Event()
@@ -112,8 +113,7 @@ def test_a_cancelled_call_runs_to_its_end_and_holds_its_sms(world: World) -> Non
 
     def call() -> None:
         began.set()
-        while not may_return.wait(0.001):
-            pass
+        may_return.wait(10)
 
     async def main() -> None:
         async with world.pool() as pool, anyio.create_task_group() as tasks:
@@ -133,8 +133,6 @@ def test_a_cancelled_call_runs_to_its_end_and_holds_its_sms(world: World) -> Non
                 async with pool.partition(ALL):
                     pass
 
-    if world.kind == "virtual":
-        pytest.skip("a call that spins holds virtual time up for ever: that is its rule")
     world.run(main)
 
 
@@ -160,10 +158,9 @@ def test_buffers_in_a_call_are_kept_in_order(world: World) -> None:
     world.run(main)
 
 
+@pytest.mark.real_time(why="two running calls wait for each other")
 def test_two_partitions_call_at_the_same_time(world: World) -> None:
     """Calls of different partitions do not wait for each other."""
-    if world.kind == "virtual":
-        pytest.skip("under virtual time threads go one at a time")
     meet = threading.Barrier(2, timeout=10)
 
     async def use(p: Partition) -> None:
@@ -178,10 +175,9 @@ def test_two_partitions_call_at_the_same_time(world: World) -> None:
     world.run(main)
 
 
+@pytest.mark.real_time(why="a running call waits for the loop")
 def test_an_upload_does_not_wait_for_a_call(world: World) -> None:
     """Copies and launches of a partition go on while a call of it runs."""
-    if world.kind == "virtual":
-        pytest.skip("a call that waits for the loop holds virtual time up for ever")
     uploaded = threading.Event()
 
     async def main() -> None:

@@ -411,10 +411,9 @@ def test_a_download_is_whole_for_every_thread(
     np.testing.assert_array_equal(found[0], np.ones(64))
 
 
+@pytest.mark.real_time(why="the loop spins until the device is done")
 def test_leaving_a_block_delivers_its_downloads(world: World) -> None:
     """After a block `out` is filled, also where the loop had no turn since the device was done."""
-    if world.clock is not None:
-        pytest.skip("time does not pass while a loop is in a turn")
 
     async def main() -> None:
         async with world.pool() as pool, pool.partition(8) as other:

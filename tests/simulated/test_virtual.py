@@ -549,7 +549,7 @@ def test_a_clock_does_not_grow() -> None:
     async def main() -> None:
         done = driver.create_mailbox()
         driver.start_thread(lambda: done.put(clock.sleep(1_000)), "short")
-        await asyncio.sleep(0.001)
+        await asyncio.sleep(0.001)  # of virtual time: the thread's 1,000 ns are over by then
         done.get()
 
     for _ in range(20):

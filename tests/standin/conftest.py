@@ -104,7 +104,7 @@ def standin_folder() -> Path:
     """The folder with the stand-in's libcuda.so.1."""
     folder = os.environ.get(FOLDER)
     if not folder:
-        pytest.skip(f"{FOLDER} is not set: it names the folder of the stand-in libcuda.so.1")
+        pytest.skip("needs the stand-in driver: make test-standin")
     library = Path(folder) / "libcuda.so.1"
     if not library.exists():
         pytest.fail(f"{FOLDER} is set, but {library} does not exist")
