@@ -8,18 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from greensched import LaunchConfig, Partition, Pool
-from greensched.kernels import (
-    Kernel,
-    fill,
-    gaussian_blur,
-    latch,
-    matmul,
-    reduce_sum,
-    saxpy,
-    smids,
-    spin,
-)
+from greensched import LaunchConfig, Partition, Pool, kernels
+from greensched.kernels import Kernel
 from helpers.world import World
 
 pytestmark = pytest.mark.runs_device_code
@@ -51,12 +41,14 @@ def test_flat_kernels(world: World, config: LaunchConfig) -> None:
         rng = np.random.default_rng(1)
         x, y = (rng.standard_normal(1003, dtype=np.float32) for _ in range(2))
         async with world.pool() as pool, pool.partition(8) as p:
-            found = await through(p, fill, config, y, None, 2.5, 1000)
+            found = await through(p, kernels.fill, config, y, None, 2.5, 1000)
             np.testing.assert_array_equal(found, [2.5] * 1000 + [*y[1000:]])
-            found = await through(p, saxpy, config, y, 3.0, x, None, 1000)
+            found = await through(p, kernels.saxpy, config, y, 3.0, x, None, 1000)
             wanted = np.concatenate([np.float32(3) * x[:1000] + y[:1000], y[1000:]])
             np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)
-            found = await through(p, reduce_sum, config, np.ones(1, np.float32), x, None, 1000)
+            found = await through(
+                p, kernels.reduce_sum, config, np.ones(1, np.float32), x, None, 1000
+            )
             np.testing.assert_allclose(found[0], 1 + math.fsum(x[:1000]), rtol=1e-4)
 
     world.run(main)
@@ -72,7 +64,9 @@ def test_gaussian_blur(world: World, shape: tuple[int, int, int], sigma: float) 
         config = LaunchConfig(grid=8, block=(16, 8))
         async with world.pool() as pool, pool.partition(8) as p:
             arguments = (image, None, *shape, sigma)
-            found = await through(p, gaussian_blur, config, np.zeros_like(image), *arguments)
+            found = await through(
+                p, kernels.gaussian_blur, config, np.zeros_like(image), *arguments
+            )
         np.testing.assert_allclose(found, _blurred(image, sigma), rtol=1e-4, atol=1e-5)
 
     world.run(main)
@@ -107,7 +101,7 @@ def test_matmul(world: World, sizes: tuple[int, int, int]) -> None:
         config = LaunchConfig(grid=4, block=(16, 16))
         async with world.pool() as pool, pool.partition(8) as p:
             out = np.full((m, n), np.nan, np.float32)
-            found = await through(p, matmul, config, out, a, b, None, m, n, k, 3)
+            found = await through(p, kernels.matmul, config, out, a, b, None, m, n, k, 3)
         np.testing.assert_allclose(found, 3 * (a.astype(float) @ b), rtol=1e-4, atol=1e-4)
 
     world.run(main)
@@ -119,9 +113,9 @@ def test_spin_takes_its_time(world: World) -> None:
     async def main() -> None:
         driver = world.driver()
         async with Pool(driver=driver) as pool, pool.partition(8) as p:
-            await p.launch(spin, LaunchConfig(grid=1, block=1), 0)  # loaded
+            await p.launch(kernels.spin, LaunchConfig(grid=1, block=1), 0)  # loaded
             began = driver.time()
-            await p.launch(spin, LaunchConfig(grid=8, block=32), 2_000_000)
+            await p.launch(kernels.spin, LaunchConfig(grid=8, block=32), 2_000_000)
             assert driver.time() - began > 0.0019  # the device's clock ticks in microseconds
 
     world.run(main)
@@ -134,8 +128,8 @@ def test_latch_waits_for_the_host_or_its_limit(world: World) -> None:
         async with world.pool() as pool, pool.partition(8) as p:
             with await p.empty_pinned(1, np.uint32) as word:
                 config = LaunchConfig(grid=2, block=32)
-                await p.launch(latch, config, word, 1_000_000)
-                held = p.launch(latch, config, word, 10_000_000_000)
+                await p.launch(kernels.latch, config, word, 1_000_000)
+                held = p.launch(kernels.latch, config, word, 10_000_000_000)
                 assert not held.is_done
                 word.array[0] = 1
                 await held
@@ -149,7 +143,7 @@ def test_smids_names_the_partitions_sms(world: World) -> None:
     async def main() -> None:
         async with world.pool() as pool, pool.partition(16) as p:
             config = LaunchConfig(grid=2 * p.sm_count, block=1024)
-            seen = await through(p, smids, config, np.zeros(64, np.uint32), None, 200_000)
+            seen = await through(p, kernels.smids, config, np.zeros(64, np.uint32), None, 200_000)
             assert int(np.unpackbits(seen.view(np.uint8)).sum()) == p.sm_count
 
     world.run(main)

@@ -7,19 +7,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-import greensched.kernels
-from greensched.kernels import (
-    Kernel,
-    fill,
-    gaussian_blur,
-    latch,
-    matmul,
-    reduce_sum,
-    saxpy,
-    smids,
-    spin,
-)
+from greensched import kernels
+from greensched.kernels import Kernel
 from greensched.typing import Cost, DeviceFacts, LaunchFacts
+
+from .builtin import BUILTIN
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,7 +20,6 @@ if TYPE_CHECKING:
 
     Launch = Callable[..., LaunchFacts]
 
-BUILTIN = [fill, gaussian_blur, latch, matmul, reduce_sum, saxpy, smids, spin]
 RANDOM = np.random.default_rng(20_250_101)
 
 
@@ -77,8 +68,8 @@ def alone_ns(cost: Cost, launch: LaunchFacts) -> float:
 @pytest.mark.parametrize("kernel", BUILTIN, ids=lambda kernel: kernel.name)
 def test_a_built_in_kernel_is_complete(kernel: Kernel) -> None:
     """Each is exported under its name and has a reference and a cost, so it can be simulated."""
-    assert getattr(greensched.kernels, kernel.name) is kernel
-    assert kernel.name in greensched.kernels.__all__
+    assert getattr(kernels, kernel.name) is kernel
+    assert kernel.name in kernels.__all__
     assert kernel.spec.reference is not None
     assert kernel.spec.cost is not None
 
@@ -90,7 +81,7 @@ def test_fill(launch: Launch) -> None:
     """The first n items are set, the rest of the allocation is not."""
     out = floats(12)
     rest = out[10:].copy()
-    run(fill, launch(), out, 2.5, 10)
+    run(kernels.fill, launch(), out, 2.5, 10)
     assert (out[:10] == 2.5).all()
     assert (out[10:] == rest).all()
 
@@ -100,7 +91,7 @@ def test_saxpy(launch: Launch) -> None:
     x, y = floats(12), floats(12)
     before, expected = x.copy(), y.astype(np.float64)
     expected[:10] += 2.5 * x[:10].astype(np.float64)
-    run(saxpy, launch(), 2.5, x, y, 10)
+    run(kernels.saxpy, launch(), 2.5, x, y, 10)
     np.testing.assert_allclose(y, expected, rtol=1e-6, atol=1e-6)
     assert (x == before).all()
 
@@ -108,7 +99,7 @@ def test_saxpy(launch: Launch) -> None:
 def test_reduce_sum(launch: Launch) -> None:
     """The sum of the first n items is added to out[0], and nothing else of out is touched."""
     x, out = floats(100_003), np.array([5, 7], np.float32)
-    run(reduce_sum, launch(), x, out, 100_000)
+    run(kernels.reduce_sum, launch(), x, out, 100_000)
     np.testing.assert_allclose(out, [5 + x[:100_000].sum(dtype=np.float64), 7], rtol=1e-4)
 
 
@@ -116,11 +107,11 @@ def test_nothing_to_do(launch: Launch) -> None:
     """With n = 0 nothing is touched and the cost is nothing."""
     x, y = floats(3), floats(3)
     expected = y.copy()
-    run(saxpy, launch(), 2, x, y, 0)
-    run(fill, launch(), y, 2, 0)
-    run(reduce_sum, launch(), x, y, 0)
+    run(kernels.saxpy, launch(), 2, x, y, 0)
+    run(kernels.fill, launch(), y, 2, 0)
+    run(kernels.reduce_sum, launch(), x, y, 0)
     assert (y == expected).all()
-    assert alone_ns(cost(saxpy, launch(), 2, x, y, 0), launch()) == 0
+    assert alone_ns(cost(kernels.saxpy, launch(), 2, x, y, 0), launch()) == 0
 
 
 # -- blur -------------------------------------------------------------------------------------
@@ -164,7 +155,7 @@ def test_gaussian_blur(launch: Launch, shape: tuple[int, int, int], sigma: float
     image, size = floats(*shape), np.prod(shape)
     result = floats(int(size) + 3)
     rest = result[size:].copy()
-    run(gaussian_blur, launch(), image.ravel(), result, *shape, sigma)
+    run(kernels.gaussian_blur, launch(), image.ravel(), result, *shape, sigma)
     np.testing.assert_allclose(result[:size].reshape(shape), naive_blur(image, sigma), atol=1e-4)
     assert (result[size:] == rest).all()
 
@@ -172,7 +163,7 @@ def test_gaussian_blur(launch: Launch, shape: tuple[int, int, int], sigma: float
 def test_a_blur_keeps_what_is_even(launch: Launch) -> None:
     """An image of one colour stays so, at its edges too: the weights are normalised."""
     image, result = np.full(300 * 20, 3.0, np.float32), np.zeros(300 * 20, np.float32)
-    run(gaussian_blur, launch(), image, result, 300, 20, 1, 7.0)
+    run(kernels.gaussian_blur, launch(), image, result, 300, 20, 1, 7.0)
     np.testing.assert_allclose(result, 3.0, rtol=1e-5)
 
 
@@ -185,7 +176,7 @@ def test_matmul(launch: Launch, m: int, n: int, k: int, passes: int) -> None:
     """It makes c passes times the product, and what lies behind it in memory stays."""
     a, b, c = floats(m * k), floats(k * n), floats(m * n + 2)
     rest = c[m * n :].copy()
-    run(matmul, launch(), a, b, c, m, n, k, passes)
+    run(kernels.matmul, launch(), a, b, c, m, n, k, passes)
     product = a.reshape(m, k).astype(np.float64) @ b.reshape(k, n).astype(np.float64)
     np.testing.assert_allclose(c[: m * n].reshape(m, n), passes * product, rtol=1e-4, atol=1e-4)
     assert (c[m * n :] == rest).all()
@@ -195,7 +186,7 @@ def test_matmul_leaves_its_operands(launch: Launch) -> None:
     """A and b are only read."""
     a, b, c = floats(12), floats(12), floats(9)
     before = a.copy(), b.copy()
-    run(matmul, launch(), a, b, c, 3, 3, 4, 2)
+    run(kernels.matmul, launch(), a, b, c, 3, 3, 4, 2)
     assert (a == before[0]).all()
     assert (b == before[1]).all()
 
@@ -208,7 +199,7 @@ def test_smids_sees_the_launchs_sms(launch: Launch, facts: DeviceFacts) -> None:
     sms = (0, 5, 31, 32, 131)
     seen = np.zeros(6, np.uint32)
     seen[0] = 2
-    run(smids, LaunchFacts((264, 1, 1), (1024, 1, 1), 0, facts, sms), seen, 1000)
+    run(kernels.smids, LaunchFacts((264, 1, 1), (1024, 1, 1), 0, facts, sms), seen, 1000)
     bits = {32 * word + bit for word in range(6) for bit in range(32) if seen[word] >> bit & 1}
     assert bits == {1, *sms}
 
@@ -216,15 +207,15 @@ def test_smids_sees_the_launchs_sms(launch: Launch, facts: DeviceFacts) -> None:
 def test_smids_sees_no_more_sms_than_blocks(launch: Launch) -> None:
     """Three blocks run on three SMs."""
     seen = np.zeros(5, np.uint32)
-    run(smids, launch(blocks=3), seen, 1000)
+    run(kernels.smids, launch(blocks=3), seen, 1000)
     assert seen.tolist() == [0b111, 0, 0, 0, 0]
 
 
 def test_spin_and_latch_touch_nothing(launch: Launch) -> None:
     """Spin has no effect, and latch only reads its word."""
     word = np.array([7], np.uint32)
-    run(spin, launch(), 1000)
-    run(latch, launch(), word, 0)
+    run(kernels.spin, launch(), 1000)
+    run(kernels.latch, launch(), word, 0)
     assert word.tolist() == [7]
 
 
@@ -245,14 +236,15 @@ def test_blocks_that_wait_do_so_together(
 ) -> None:
     """Spin and smids take their time once for each filling of the SMs, not once for each block."""
     facts = launch(blocks, threads, sms, shared)
-    assert alone_ns(cost(spin, facts, 1000), facts) == rounds * 1000
-    assert alone_ns(cost(smids, facts, np.zeros(5, np.uint32), 1000), facts) == rounds * 1000
+    assert alone_ns(cost(kernels.spin, facts, 1000), facts) == rounds * 1000
+    seen = np.zeros(5, np.uint32)
+    assert alone_ns(cost(kernels.smids, facts, seen, 1000), facts) == rounds * 1000
 
 
 def test_a_latch_ends_with_its_word(launch: Launch) -> None:
     """Its cost looks at the word itself, each time it is asked."""
     word = np.zeros(4, np.uint32)
-    until = cost(latch, launch(), word, 0).until
+    until = cost(kernels.latch, launch(), word, 0).until
     assert until is not None
     assert not until()
     word[0] = 3
@@ -267,11 +259,11 @@ def works() -> dict[str, tuple[Kernel, tuple[Any, ...]]]:
     """A large piece of work for each kernel that computes."""
     x = np.broadcast_to(np.float32(0), (1 << 24,))
     return {
-        "fill": (fill, (x, 1.0, 1 << 24)),
-        "saxpy": (saxpy, (1.0, x, x, 1 << 24)),
-        "reduce_sum": (reduce_sum, (x, x, 1 << 24)),
-        "gaussian_blur": (gaussian_blur, (x, x, 1024, 1024, 1, 5.0)),
-        "matmul": (matmul, (x, x, x, 2048, 2048, 2048, 3)),
+        "fill": (kernels.fill, (x, 1.0, 1 << 24)),
+        "saxpy": (kernels.saxpy, (1.0, x, x, 1 << 24)),
+        "reduce_sum": (kernels.reduce_sum, (x, x, 1 << 24)),
+        "gaussian_blur": (kernels.gaussian_blur, (x, x, 1024, 1024, 1, 5.0)),
+        "matmul": (kernels.matmul, (x, x, x, 2048, 2048, 2048, 3)),
     }
 
 
@@ -302,10 +294,10 @@ def test_memory_and_arithmetic_bound(
 def test_few_blocks_use_few_sms(launch: Launch) -> None:
     """Neither more blocks than there is work for nor more work than blocks widen a kernel."""
     x = floats(1)
-    assert cost(saxpy, launch(blocks=4), 1.0, x, x, 1 << 20).sms == 4
-    assert cost(saxpy, launch(blocks=400, threads=256), 1.0, x, x, 512).sms == 2
-    assert cost(matmul, launch(blocks=400), x, x, x, 64, 33, 1000, 1).sms == 4
-    assert cost(gaussian_blur, launch(blocks=400), x, x, 16, 16, 3, 1.0).sms == 3
+    assert cost(kernels.saxpy, launch(blocks=4), 1.0, x, x, 1 << 20).sms == 4
+    assert cost(kernels.saxpy, launch(blocks=400, threads=256), 1.0, x, x, 512).sms == 2
+    assert cost(kernels.matmul, launch(blocks=400), x, x, x, 64, 33, 1000, 1).sms == 4
+    assert cost(kernels.gaussian_blur, launch(blocks=400), x, x, 16, 16, 3, 1.0).sms == 3
 
 
 def test_costs_touch_nothing(launch: Launch) -> None:
@@ -314,19 +306,19 @@ def test_costs_touch_nothing(launch: Launch) -> None:
     for array in (x, y, seen):
         array.flags.writeable = False
     facts = launch()
-    cost(fill, facts, y, 1.0, 64)
-    cost(saxpy, facts, 1.0, x, y, 64)
-    cost(reduce_sum, facts, x, y, 64)
-    cost(gaussian_blur, facts, x, y, 8, 8, 1, 2.0)
-    cost(matmul, facts, x, x, y, 8, 8, 8, 1)
-    cost(smids, facts, seen, 5)
-    cost(latch, facts, seen, 5)
+    cost(kernels.fill, facts, y, 1.0, 64)
+    cost(kernels.saxpy, facts, 1.0, x, y, 64)
+    cost(kernels.reduce_sum, facts, x, y, 64)
+    cost(kernels.gaussian_blur, facts, x, y, 8, 8, 1, 2.0)
+    cost(kernels.matmul, facts, x, x, y, 8, 8, 8, 1)
+    cost(kernels.smids, facts, seen, 5)
+    cost(kernels.latch, facts, seen, 5)
 
 
 def test_a_blurs_cost_grows_with_its_taps(launch: Launch) -> None:
     """The GPU sums directly, so twice the radius is four times the work."""
     x = floats(1)
     facts = launch()
-    narrow = cost(gaussian_blur, facts, x, x, 1000, 1000, 1, 4.0).sm_ns
-    wide = cost(gaussian_blur, facts, x, x, 1000, 1000, 1, 8.0).sm_ns
+    narrow = cost(kernels.gaussian_blur, facts, x, x, 1000, 1000, 1, 4.0).sm_ns
+    wide = cost(kernels.gaussian_blur, facts, x, x, 1000, 1000, 1, 8.0).sm_ns
     assert wide / narrow == pytest.approx((49 / 25) ** 2)

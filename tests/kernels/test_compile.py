@@ -9,21 +9,10 @@ import pytest
 
 from greensched.driver import nvrtc
 from greensched.errors import ArgumentMismatch, CompileFailed
-from greensched.kernels import (
-    Kernel,
-    Loader,
-    Program,
-    fill,
-    gaussian_blur,
-    latch,
-    matmul,
-    reduce_sum,
-    saxpy,
-    smids,
-    spin,
-)
+from greensched.kernels import Kernel, Loader, Program
 from greensched.typing import KernelHandle, LibraryHandle, Parameter
 
+from .builtin import BUILTIN
 from .cubin import layout
 
 if TYPE_CHECKING:
@@ -32,7 +21,6 @@ if TYPE_CHECKING:
     from greensched.driver.base import Driver
     from greensched.typing import CodeImage, DeviceFacts
 
-BUILTIN = [fill, gaussian_blur, latch, matmul, reduce_sum, saxpy, smids, spin]
 ARCHITECTURES = {"sm_80": (8, 0), "sm_90": (9, 0), "sm_100": (10, 0), "sm_120": (12, 0)}
 
 
