@@ -70,6 +70,13 @@ class Machine:
     def stream(self, green: GreenHandle | None = None) -> StreamHandle:
         return self.driver.create_stream(green)
 
+    def hold(self, *streams: StreamHandle) -> Word:
+        """Holds streams up, behind what they have, until the word is 1."""
+        word = self.word()
+        for stream in streams:
+            self.driver.wait_value(stream, word.address, 1)
+        return word
+
     def event(self, green: GreenHandle | None = None, **options: bool) -> EventHandle:
         """An event of a green context, or of the current one."""
         before = self.driver.current()

@@ -154,10 +154,10 @@ def test_a_first_use_waits_until_nothing_runs(make: Make, clock: Callable[[], An
     On either clock: the work ends only when somebody who saw the load begin lets it.
     """
     machine = make(clock=clock())
-    driver, word = machine.driver, machine.word()
+    driver = machine.driver
     one, two = (machine.stream(green) for green in machine.greens(2))
     kernel = machine.kernel("fresh", loaded=False)
-    driver.wait_value(one, word.address, 1)
+    word = machine.hold(one)
     machine.run(one, "behind", until=lambda: word.value == 2)
 
     def release() -> None:

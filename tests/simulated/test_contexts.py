@@ -190,8 +190,7 @@ def test_a_green_context_does_not_end_in_use(machine: Machine) -> None:
     with pytest.raises(DriverMisuse, match="destroyed while current on"):
         driver.destroy_green(green)
     driver.set_current(machine.primary)
-    word = machine.word()
-    driver.wait_value(stream, word.address, 1)
+    word = machine.hold(stream)
     with pytest.raises(DriverMisuse, match="work in flight"):
         driver.destroy_green(green)
     word.value = 1
@@ -286,8 +285,7 @@ def test_synchronising_waits_for_what_is_there_and_not_for_more(machine: Machine
     """Work that is submitted while somebody synchronises is not waited for."""
     driver = machine.driver
     stream = machine.stream(machine.green())
-    first, second = machine.word(), machine.word()
-    driver.wait_value(stream, first.address, 1)
+    first, second = machine.hold(stream), machine.word()
 
     def submit_more() -> None:
         driver.wait_value(stream, second.address, 1)

@@ -278,9 +278,8 @@ def test_after_a_fault_nothing_comes_to_pass(machine: Machine) -> None:
 def test_a_fault_wakes_who_waits(machine: Machine) -> None:
     """Threads blocked on the stream, the event, the context or a full queue get the fault."""
     driver = machine.driver
-    stream, gate = machine.stream(), machine.word()
-    event = machine.event()
-    driver.wait_value(stream, gate.address, 1)
+    stream, event = machine.stream(), machine.event()
+    machine.hold(stream)
     driver.record_event(event, stream)
     met: list[DeviceFault] = []
     waits = [

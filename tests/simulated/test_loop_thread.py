@@ -122,12 +122,11 @@ def test_growing_a_pool_is_refused(machine: Machine, on_loop: Callable[..., Any]
 def test_a_full_stream_is_refused(machine: Machine) -> None:
     """Behind a full launch queue a submission would block; the stream is none the worse."""
     driver = machine.driver
-    gate, word, stream = machine.word(), machine.word(), machine.stream()
-    event = machine.event()
+    word, stream, event = machine.word(), machine.stream(), machine.event()
     driver.record_event(event, stream)
     machine.finish()
     mark = driver.bind_mark(stream, word.address)
-    driver.wait_value(stream, gate.address, 1)
+    gate = machine.hold(stream)
 
     def fill() -> None:
         for _ in range(QUEUE_DEPTH):

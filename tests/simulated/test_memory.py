@@ -152,9 +152,9 @@ def test_memory_ends_where_it_was_made(machine: Machine) -> None:
 
 def test_work_in_flight_keeps_its_bytes(machine: Machine) -> None:
     """A copy submitted before its source is freed still moves the bytes."""
-    driver, stream, gate = machine.driver, machine.stream(), machine.word()
+    driver, stream = machine.driver, machine.stream()
     address = machine.device_memory(4, stream)
-    driver.wait_value(stream, gate.address, 1)
+    gate = machine.hold(stream)
     driver.set_bytes(address, 9, 4, stream)
     target = machine.pinned(4)
     driver.copy_to_host(target.address, address, 4, stream)
@@ -209,11 +209,11 @@ def test_a_pool_does_not_end_in_use(machine: Machine) -> None:
 
 def test_memory_comes_back_behind_the_stream(machine: Machine) -> None:
     """Freed bytes are the pool's again when the stream gets there, not when the host asks."""
-    driver, stream, gate = machine.driver, machine.stream(), machine.word()
+    driver, stream = machine.driver, machine.stream()
     address = machine.device_memory(POOL_STEP, stream)
 
     def body() -> None:
-        driver.wait_value(stream, gate.address, 1)
+        gate = machine.hold(stream)
         driver.free(address, stream)
         machine.device_memory(POOL_STEP, stream)
         assert driver.reserved_bytes(machine.pool) == 2 * POOL_STEP

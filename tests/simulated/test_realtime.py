@@ -31,14 +31,14 @@ def clock_threads() -> int:
 
 def test_modelled_time_does_not_depend_on_references(machine: Machine) -> None:
     """However long a reference keeps the host, the device's times are those of the model."""
-    driver, stream, gate = machine.driver, machine.stream(), machine.word()
+    driver, stream = machine.driver, machine.stream()
 
     def slow(launch: LaunchFacts) -> None:
         until = driver.clock.now() + 3_000_000
         while driver.clock.now() < until:
             pass
 
-    driver.wait_value(stream, gate.address, 1)
+    gate = machine.hold(stream)
     for name in ("one", "two", "three"):
         machine.launch(stream, machine.kernel(name, (), slow, Cost(fixed_ns=10_000)))
     spin(lambda: driver.timeline.held)  # the device has come to the gate
@@ -93,9 +93,9 @@ def test_a_short_kernel_is_not_slept_through(machine: Machine) -> None:
 
 def test_a_word_written_by_the_device_is_seen_at_once(machine: Machine) -> None:
     """A stream that waits for another's mark goes on at the modelled time of the mark."""
-    driver, word, gate = machine.driver, machine.word(), machine.word()
+    driver, word = machine.driver, machine.word()
     writer, waiter = machine.stream(), machine.stream()
-    driver.wait_value(writer, gate.address, 1)
+    gate = machine.hold(writer)
     driver.wait_value(waiter, word.address, 1)
     machine.run(waiter, "after", fixed_ns=10)
     machine.run(writer, "before", fixed_ns=5_000_000)
@@ -156,11 +156,10 @@ def test_many_threads_submit_at_once(machine: Machine) -> None:
 
 def test_a_fault_wakes_who_waits(machine: Machine) -> None:
     """A thread blocked in the driver gets the fault as soon as it happens."""
-    driver, gate = machine.driver, machine.word()
+    driver = machine.driver
     driver.script.add(Crash("bad"))
     held, doomed = machine.stream(), machine.stream()
-    driver.wait_value(held, gate.address, 1)
-    driver.wait_value(doomed, gate.address, 1)
+    gate = machine.hold(held, doomed)
     machine.run(doomed, "bad", fixed_ns=10)
     waiting = threading.Event()
 
@@ -198,7 +197,7 @@ def test_closing_ends_the_devices_thread(make: Make) -> None:
     """Also while work is held for ever: it never runs, and who waits for it is told."""
     machine = make(clock=None)
     driver, stream = machine.driver, machine.stream()
-    driver.wait_value(stream, machine.word().address, 1)
+    machine.hold(stream)
     machine.run(stream, "never", fixed_ns=10)
     machine.run(machine.stream(), "before", fixed_ns=10)
     thread = driver.clock._thread  # type: ignore[attr-defined]

@@ -56,17 +56,16 @@ def test_streams_are_independent(machine: Machine) -> None:
     """A stream that is held up holds up no other, of the same context or another."""
     driver = machine.driver
     green, other = machine.greens(2)
-    word = machine.word()
     held, beside, elsewhere = machine.stream(green), machine.stream(green), machine.stream(other)
 
     def body() -> None:
-        driver.wait_value(held, word.address, 1)
+        gate = machine.hold(held)
         for stream in (beside, elsewhere):
             machine.run(stream, "free", fixed_ns=10)
             driver.synchronize_stream(stream)
             assert driver.query_stream(stream)
         assert not driver.query_stream(held)
-        word.value = 1
+        gate.value = 1
         driver.synchronize_stream(held)
         assert driver.query_stream(held)
 
@@ -92,8 +91,7 @@ def test_a_full_stream_blocks(machine: Machine) -> None:
     mark = driver.bind_mark(stream, word.address)
 
     def body() -> None:
-        gate = machine.word()
-        driver.wait_value(stream, gate.address, 1)
+        gate = machine.hold(stream)
         for i in range(QUEUE_DEPTH - 1):
             mark(i)
         assert word.value == 0
@@ -200,12 +198,12 @@ def test_a_stream_can_wait_for_another_through_memory(machine: Machine) -> None:
 def test_a_host_function_is_called_in_its_turn(machine: Machine) -> None:
     """The native function is called with its data, once, when what is before it is done."""
     driver = machine.driver
-    semaphore, word, stream = Semaphore(), machine.word(), machine.stream()
-    driver.wait_value(stream, word.address, 1)
+    semaphore, stream = Semaphore(), machine.stream()
+    gate = machine.hold(stream)
     driver.host_function(stream, SEM_POST, semaphore.address)
     machine.inside(lambda: driver.clock.sleep(1_000))
     assert semaphore.value == 0
-    word.value = 1
+    gate.value = 1
     driver.synchronize_stream(stream)
     assert semaphore.value == 1
 
@@ -221,8 +219,7 @@ def test_an_event_is_done_when_what_it_captured_is(machine: Machine) -> None:
     def body() -> None:
         machine.run(stream, "captured", fixed_ns=1_000)
         driver.record_event(event, stream)
-        gate = machine.word()
-        driver.wait_value(stream, gate.address, 1)
+        gate = machine.hold(stream)
         assert not driver.query_event(event)
         driver.synchronize_event(event)
         assert driver.query_event(event)
@@ -248,13 +245,12 @@ def test_recording_again_captures_anew(machine: Machine) -> None:
     """A new record forgets the old one for whoever asks; who waits already waits for the old."""
     driver = machine.driver
     stream, waiter, event = machine.stream(), machine.stream(), machine.event()
-    first, second = machine.word(), machine.word()
 
     def body() -> None:
-        driver.wait_value(stream, first.address, 1)
+        first = machine.hold(stream)
         driver.record_event(event, stream)
         driver.wait_event(waiter, event)
-        driver.wait_value(stream, second.address, 1)
+        second = machine.hold(stream)
         driver.record_event(event, stream)
         first.value = 1
         driver.synchronize_stream(waiter)
@@ -265,31 +261,21 @@ def test_recording_again_captures_anew(machine: Machine) -> None:
     machine.inside(body)
 
 
-def test_a_stream_waits_for_an_event_of_another(machine: Machine) -> None:
+@pytest.mark.parametrize("here", ["green", "primary"])
+@pytest.mark.parametrize("there", ["stream", "context", "device"])
+def test_a_stream_waits_for_an_event_of_another(make: Make, here: str, there: str) -> None:
     """Across streams, contexts and devices: the later work begins when the event comes."""
+    machine = make("h200x2")
     driver = machine.driver
     one, two = machine.greens(2)
-    before, after = machine.stream(one), machine.stream(two)
-    event = machine.event(one)
+    mine = one if here == "green" else None
+    theirs = {"stream": mine, "context": two, "device": machine.green(device=1)}[there]
+    before, after, event = machine.stream(mine), machine.stream(theirs), machine.event(mine)
     machine.run(before, "before", fixed_ns=20_000)
     driver.record_event(event, before)
     driver.wait_event(after, event)
     machine.run(after, "after", fixed_ns=10)
-    machine.finish()
-    assert machine.times()["after"][0] == machine.times()["before"][1]
-
-
-def test_a_stream_waits_for_an_event_of_another_device(make: Make) -> None:
-    """Events order work across devices too."""
-    machine = make("h200x2")
-    driver = machine.driver
-    here, there = machine.stream(), machine.stream(machine.green(device=1))
-    event = machine.event()
-    machine.run(here, "before", fixed_ns=20_000)
-    driver.record_event(event, here)
-    driver.wait_event(there, event)
-    machine.run(there, "after", fixed_ns=10)
-    driver.synchronize_stream(there)
+    driver.synchronize_stream(after)
     assert machine.times()["after"][0] == machine.times()["before"][1]
 
 
@@ -332,8 +318,7 @@ def test_recording_a_green_context_captures_all_its_streams(machine: Machine) ->
     green, other = machine.greens(2)
     for i in range(3):
         machine.run(machine.stream(green), f"k{i}", fixed_ns=1_000 * (i + 1))
-    gate, elsewhere = machine.word(), machine.stream(other)
-    driver.wait_value(elsewhere, gate.address, 1)
+    gate = machine.hold(machine.stream(other))
     event = machine.event()  # of the primary: that suffices
 
     def body() -> None:
@@ -383,15 +368,10 @@ def test_elapsed_time(machine: Machine) -> None:
 def test_an_event_can_be_destroyed_while_somebody_waits(machine: Machine) -> None:
     """The wait stays; the handle is dead."""
     driver = machine.driver
-    gate, stream, waiter, event = (
-        machine.word(),
-        machine.stream(),
-        machine.stream(),
-        machine.event(),
-    )
+    stream, waiter, event = machine.stream(), machine.stream(), machine.event()
 
     def body() -> None:
-        driver.wait_value(stream, gate.address, 1)
+        gate = machine.hold(stream)
         driver.record_event(event, stream)
         driver.wait_event(waiter, event)
         driver.destroy_event(event)

@@ -431,8 +431,8 @@ def test_a_worker_without_a_loop(machine: Machine) -> None:
 
 def test_a_foreign_thread_lets_a_foreign_thread_go_on(machine: Machine) -> None:
     """A word written by one thread the clock does not know frees another that waits for it."""
-    driver, word, stream = machine.driver, machine.word(), machine.stream()
-    driver.wait_value(stream, word.address, 1)
+    driver, stream = machine.driver, machine.stream()
+    word = machine.hold(stream)
     waiting = threading.Event()
 
     def write() -> None:
