@@ -236,8 +236,6 @@ class Holding:
     def _await_last(self) -> None:
         launches = self.crew.lane.launches
         if launches.fault is not None or (self._last is not None and launches.reached(self._last)):
-            for job in self._unfinished:
-                job.finish()
             self._finish()
         elif self._last is not None:
             self.completion.when_reached(launches, self._last, self._finish)
@@ -245,6 +243,8 @@ class Holding:
     def _finish(self) -> None:
         if not self.is_over:
             self.is_over = True
+            for job in self._unfinished:
+                job.finish()
             self._keeper.over(self)
             waiters, self._waiters = self._waiters, []
             for waiter in waiters:

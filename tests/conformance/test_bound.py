@@ -9,6 +9,7 @@ import greensched
 from greensched import Bound, Buffer, LaunchConfig, Partition, PinnedBuffer
 from greensched.holding import BATCH, MOST
 from greensched.kernels import fill, saxpy
+from greensched.typing import CaptureMode
 from helpers.gate import Gate
 from helpers.waiting import still_waits, until
 from helpers.world import World
@@ -295,5 +296,27 @@ def test_bound_launches_that_only_read_are_not_ordered(world: World) -> None:
                     first()
                     await second.submit()
                     gate.open()
+
+    world.run(main)
+
+
+@pytest.mark.parametrize("lent", ["before it is bound", "afterwards"])
+def test_a_capture_takes_in_no_bound_launch(world: World, lent: str) -> None:
+    """While the partition's stream, once handed out, is capturing, a bound launch is refused."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            with await p.empty(8) as b:
+                stream = p.stream if lent == "before it is bound" else None
+                bound = await bound_fill(p, b)
+                stream = stream or p.stream
+                driver = stream.context.driver
+                driver.begin_capture(stream.handle, CaptureMode.RELAXED)
+                for launch in (bound, bound.submit):
+                    with pytest.raises(greensched.InvalidRequest, match="capturing"):
+                        launch()
+                driver.destroy_graph(driver.end_capture(stream.handle))
+                bound()
+                await bound.submit()
 
     world.run(main)

@@ -17,6 +17,7 @@ from helpers.gate import Gate
 from helpers.waiting import still_waits, turns, until
 from helpers.world import World
 
+CONFIG = LaunchConfig(grid=1, block=8)
 BIG = (CHUNK * 2 + SLOT) // 8
 RNG = np.random.default_rng(7)
 
@@ -425,5 +426,56 @@ def test_leaving_a_block_delivers_its_downloads(world: World) -> None:
                         while not p._open().track.reached(job.ticket):
                             pass  # no turn of the loop in between
                     assert out.all()
+
+    world.run(main)
+
+
+def test_a_library_is_told_of_the_writer(world: World) -> None:
+    """The array interface names the writer's stream until it is done, and refuses too early."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            large = np.ones(SLOT + 1, np.uint8)
+            with await p.upload(large) as buffer:
+                assert buffer.__cuda_array_interface__["stream"] is None
+                with await Gate.closed(p):
+                    job = p.copy(buffer, large)
+                    with pytest.raises(greensched.WouldBlock, match="await"):
+                        _ = buffer.__cuda_array_interface__
+                await job
+                assert buffer.__cuda_array_interface__["stream"] is None
+            with await p.empty(8) as small:
+                with await Gate.closed(p):
+                    job = p.copy(small, np.ones(8, np.float32))
+                    assert small.__cuda_array_interface__["stream"] == p.__cuda_stream__()[1]
+                await job
+                assert small.__cuda_array_interface__["stream"] is None
+
+    world.run(main)
+
+
+def test_a_library_is_ordered_behind_every_writer(world: World) -> None:
+    """Where a bound launch ended beside another writer, the stream that is named waits for both."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as q, pool.partition(8) as keeper:
+            buffer = await keeper.empty(8)
+            p = await pool.partition(8).__aenter__()
+            await p.prepare(fill, CONFIG)
+            await q.prepare(fill, CONFIG)
+            stream = p.stream
+            with await Gate.closed(q) as behind, await Gate.closed(p) as before:
+                p.bind(fill, CONFIG, buffer, 1.0, 8)()
+                job = q.launch(fill, CONFIG, buffer, 2.0, 8)
+                p.end()
+                assert buffer.__cuda_array_interface__["stream"] == stream.__cuda_stream__()[1]
+                before.open()
+                await still_waits(job)
+                assert not stream.is_done
+                behind.open()
+                await job
+                await until(lambda: stream.is_done)
+            await p.__aexit__(None, None, None)
+            buffer.close()
 
     world.run(main)

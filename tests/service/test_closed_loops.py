@@ -7,10 +7,11 @@ import gc
 from collections.abc import Awaitable
 from typing import Any
 
+import numpy as np
 import pytest
 
 import greensched
-from greensched import ALL, LaunchConfig, Partition, Pool
+from greensched import ALL, Buffer, LaunchConfig, Partition, Pool
 from greensched.kernels import spin
 from greensched.planning.policy import Fifo
 from helpers.gate import Gate
@@ -177,3 +178,32 @@ def test_a_grant_that_a_closed_loop_never_heard_of_goes_to_others(loops: Loops) 
     loops.on_here(go_on())
     assert served == [EVERY_SM]
     assert not lost.done()
+
+
+def test_a_closed_loops_downloads_give_their_staging_back(loops: Loops) -> None:
+    """A loop closes with downloads in flight: they are done all the same, and staging is free."""
+    pool, gates, out = Pool(driver="simulated:h200"), list[Gate](), np.zeros(10)
+    p = pool.partition(16)
+
+    async def take() -> Buffer:
+        await p.__aenter__()
+        buffer = await p.upload(np.ones(10))
+        gates.append(await Gate.closed(p))
+        p.download(buffer, out)
+        return buffer
+
+    async def go_on() -> None:
+        slots = pool._desk.sites[0].slots  # type: ignore[union-attr]
+        under_way = len(slots._free)
+        gates[0].open()
+        await lease_once(pool, ALL, [])
+        assert out.all()
+        assert len(slots._free) == under_way + 1
+        buffer.close()
+        gates[0]._word.close()
+        await pool.aclose()
+
+    loops.on_here(pool.open())
+    buffer = loops.on_there(take())
+    loops.there.close()
+    loops.on_here(go_on())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 import anyio
@@ -14,7 +15,7 @@ import pytest
 import greensched
 from greensched import ALL, LaunchConfig, Pool
 from greensched.driver import simulated
-from helpers.waiting import until
+from helpers.waiting import turns, until
 
 ONE = LaunchConfig(grid=1, block=1)
 
@@ -137,5 +138,32 @@ def test_a_closing_hears_of_the_last_lease_of_another_thread() -> None:
         async with asyncio.timeout(20):
             assert not (await pool.aclose(grace=1000.0)).abandoned
         thread.join(10)
+
+    asyncio.run(main())
+
+
+def test_a_pool_whose_block_is_collected_is_closed() -> None:
+    """The collector may end a block while any lock is held: a thread closes the pool then."""
+    driver = simulated.open("h200")
+    pool = Pool(driver=driver)
+
+    async def forget() -> None:
+        async with pool:
+            await asyncio.get_running_loop().create_future()
+
+    async def main() -> None:
+        forgotten = forget()
+        task = asyncio.create_task(forgotten)
+        await until(lambda: pool.is_ready)
+        await turns()
+        desk: Any = pool._desk
+        with desk.lock, pool._lock:
+            with suppress(GeneratorExit):
+                forgotten.throw(GeneratorExit)
+        await until(lambda: pool.state is greensched.PoolState.CLOSED)
+        await until(lambda: not driver.live())
+        task.cancel()
+        with suppress(RuntimeError, asyncio.CancelledError):
+            await task
 
     asyncio.run(main())

@@ -10,6 +10,9 @@ import pytest
 import greensched
 from greensched import Pool, PoolState
 
+#: Its `repr` is another one in each process.
+OBJECT = pytest.param(object(), id="object")
+
 
 class Asynchronous:
     async def __call__(self) -> None:
@@ -27,7 +30,9 @@ def test_an_object_whose_call_is_awaited_is_refused() -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("driver", [5, b"cuda", object(), ["simulated:h200"]], ids=repr)
+@pytest.mark.parametrize(
+    "driver", [5, b"cuda", pytest.param(object(), id="object"), ["simulated:h200"]], ids=repr
+)
 def test_a_driver_of_the_wrong_kind_is_refused(driver: Any) -> None:
     """A driver that is neither a name nor a driver raises InvalidRequest."""
 
@@ -55,7 +60,7 @@ def test_services_and_policies_of_the_wrong_kind_are_refused(options: Any) -> No
         Pool(driver="simulated:h200", **options)
 
 
-@pytest.mark.parametrize("deadline", ["1", None.__class__, True], ids=repr)
+@pytest.mark.parametrize("deadline", ["1", [1.0], True], ids=repr)
 def test_a_deadline_of_the_wrong_kind_is_refused(deadline: Any) -> None:
     """A deadline that is no number raises InvalidRequest, not TypeError."""
     with pytest.raises(greensched.InvalidRequest, match="deadline"):
@@ -95,7 +100,9 @@ def test_a_shape_beyond_all_memory_fails_its_job(shape: Any) -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("array", [None, [[1, 2], [3]], {}, object()], ids=repr)
+@pytest.mark.parametrize(
+    "array", [None, [[1, 2], [3]], {}, pytest.param(object(), id="object")], ids=repr
+)
 def test_what_is_no_array_at_all_is_refused(array: Any) -> None:
     """Uploading what numpy makes no array of raises InvalidArray."""
 
