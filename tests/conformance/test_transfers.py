@@ -446,6 +446,7 @@ def test_a_library_is_told_of_the_writer(world: World) -> None:
                 assert buffer.__cuda_array_interface__["stream"] is None
             with await p.empty(8) as small:
                 with await Gate.closed(p):
+                    await until(p._open().is_prompt)  # the mover may yet have to note what it did
                     job = p.copy(small, np.ones(8, np.float32))
                     assert small.__cuda_array_interface__["stream"] == p.__cuda_stream__()[1]
                 await job
