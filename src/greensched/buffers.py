@@ -62,10 +62,13 @@ class BoundUser(Protocol):
 class Given:
     """What every buffer is: memory that is somebody's until `close()`."""
 
-    __slots__ = ("__weakref__", "_memory", "is_closed")
+    __slots__ = ("__weakref__", "_memory", "is_closed", "is_known")
 
-    _memory: Giver
-    is_closed: bool
+    def __init__(self, memory: Giver) -> None:
+        self._memory = memory
+        self.is_closed = False
+        #: Somebody was given it, and is to close it. The result of a cancelled job is nobody's.
+        self.is_known = False
 
     @property
     def device(self) -> int:
@@ -107,7 +110,8 @@ class Given:
         if not self.is_closed and not memory.is_closed and memory.fault is None:
             said = f"{self!r} was never closed"
             self.close()  # first: where warnings are errors, nothing after one is done
-            warnings.warn(said, ResourceWarning, stacklevel=2, source=self)
+            if self.is_known:
+                warnings.warn(said, ResourceWarning, stacklevel=2, source=self)
 
 
 class Buffer(Given):
@@ -130,12 +134,11 @@ class Buffer(Given):
     def __init__(
         self, memory: DeviceGiver, address: int, shape: tuple[int, ...], dtype: np.dtype[Any]
     ) -> None:
-        self._memory = memory
+        super().__init__(memory)
         self.address = address
         self.shape = shape
         self.dtype = dtype
         self.nbytes = math.prod(shape) * dtype.itemsize
-        self.is_closed = False
         #: Several only where bound launches ended that others were not ordered behind yet.
         self._writers: dict[Track, int] = {}
         self._readers: dict[Track, int] = {}
@@ -221,7 +224,8 @@ class Buffer(Given):
         """
         self.check(self.device)
         pending = [(who, ticket) for who, ticket in self._written() if not who.reached(ticket)]
-        if not all(who.has_submitted(ticket) for who, ticket in pending):
+        # A call's own arguments count as written by it; in the call, its stream is the right one.
+        if not all(w.has_submitted(t) or w.crew.lane.context.is_entered for w, t in pending):
             raise WouldBlock("this buffer's writer is still to be submitted: await its job first")
         stream = None
         if pending:
@@ -271,7 +275,7 @@ class PinnedBuffer(Given):
     def __init__(
         self, memory: PinnedGiver, host: HostMemory, shape: tuple[int, ...], dtype: np.dtype[Any]
     ) -> None:
-        self._memory = memory
+        super().__init__(memory)
         self._host = host
         self._uses: dict[Track, int] = {}
         self._bound: dict[BoundUser, None] = {}
@@ -279,7 +283,6 @@ class PinnedBuffer(Given):
         self.array: npt.NDArray[Any] = np.frombuffer(
             host.view, dtype, count=math.prod(shape)
         ).reshape(shape)
-        self.is_closed = False
 
     @property
     def dtype(self) -> np.dtype[Any]:

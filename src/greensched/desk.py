@@ -163,7 +163,10 @@ class Desk:
             if self._missing(request) is None:
                 return self._claim(request, completion)
         self._leave(request)
-        raise WouldBlock("the SMs are free, but no lane over just these is made yet")
+        raise WouldBlock(
+            "the SMs are free, but no lane over just these is made yet: "
+            "use `async with pool.partition(...)`, which waits for it"
+        )
 
     def _request(self, wish: Wish, completion: Completion, *, wait: bool) -> Request:
         """Asks the scheduler. Holds the lock."""

@@ -34,7 +34,8 @@ class InvalidSize(InvalidRequest):
     def __init__(self, value: object) -> None:
         self.value = value
         super().__init__(
-            f"sms={value!r} is not a size: give a positive int, a pair (least, most), ALL or REST"
+            f"sms={value!r} is not a size: give a positive int, a pair (least, most) of them with "
+            "least <= most, ALL or REST"
         )
 
 
@@ -85,7 +86,7 @@ class CompileFailed(GreenschedError):
 
 
 class NotSimulable(GreenschedError):
-    """A kernel without a reference was launched on the simulated driver."""
+    """A kernel without a reference, or without a cost, was launched on the simulated driver."""
 
     def __init__(self, kernel: str, lacks: str = "reference") -> None:
         self.kernel = kernel
@@ -124,7 +125,10 @@ class NoLoop(GreenschedError, RuntimeError):
     """An awaiting call outside a running asyncio or trio loop."""
 
     def __init__(self) -> None:
-        super().__init__("no asyncio or trio loop is running on this thread")
+        super().__init__(
+            "no asyncio or trio loop is running on this thread: call this from a coroutine that "
+            "asyncio.run or trio.run runs"
+        )
 
 
 class LoopWouldBlock(GreenschedError, RuntimeError):
@@ -296,7 +300,8 @@ class DriverMisuse(GreenschedError, RuntimeError):
 class Poisoned(GreenschedError, RuntimeError):
     """A device fault happened: every partition of the process is spoilt; replace the process.
 
-    `__cause__` and `cause` are the *first* fault, whoever met it.
+    `__cause__` and `cause` are the fault as it was first met, by whatever call. A simulated one
+    says in its message what happened on the device.
     """
 
     def __init__(self, cause: BaseException) -> None:

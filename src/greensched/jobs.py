@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator
 from contextlib import suppress
 from typing import Any, Generic
 
+from greensched.buffers import Given
 from greensched.errors import WouldBlock, WrongThread, too_late
 from greensched.loops import current_door
 from greensched.stream import Track
@@ -73,7 +74,10 @@ class Job(Generic[T]):
         if self._error is not None:
             self._was_seen()
             raise self._error
-        return self._value  # type: ignore[no-any-return]  # T, or None where T is None
+        value = self._value
+        if isinstance(value, Given):
+            value.is_known = True
+        return value  # type: ignore[no-any-return]  # T, or None where T is None
 
     def exception(self) -> BaseException | None:
         """What it failed with, if it did. Raises `WouldBlock` while it is not done."""

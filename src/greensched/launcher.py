@@ -160,6 +160,11 @@ class Arguments:
             IndexError: there is no such argument.
             ArgumentMismatch, BufferClosed, WrongDevice: as for `fill`.
         """
+        if not 0 <= index < len(self._setters):
+            raise IndexError(
+                f"kernel {self._kernel.name!r} has no argument {index}: it takes "
+                f"{len(self._setters)}, from 0 on"
+            )
         setter = self._setters[index]
         try:
             setter(value)
@@ -268,7 +273,10 @@ def check_launch(kernel: Kernel, config: LaunchConfig, facts: DeviceFacts, drive
         NotSimulable: the driver runs references, and the kernel lacks one, or its cost.
     """
     if not isinstance(kernel, Kernel):
-        raise InvalidRequest(f"a Kernel is launched, and {_shown(kernel)} is none")
+        raise InvalidRequest(
+            f"a Kernel is launched, and {_shown(kernel)} is none: p.launch(kernel, config, *args), "
+            "or launch(stream, config, kernel, *args)"
+        )
     if not isinstance(config, LaunchConfig):
         raise InvalidRequest(
             f"a LaunchConfig(grid=..., block=...) is needed, and {_shown(config)} is none"

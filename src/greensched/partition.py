@@ -177,8 +177,8 @@ class Partition:
         channel = self._open()
         if channel.holding.thread != threading.get_ident():
             raise WrongThread(
-                "a partition is used by the thread whose loop entered it: from another one, "
-                "loop.call_soon_threadsafe, or pass the work to `p.run` from there"
+                "a partition is used on the thread of the loop that entered it: hand this over by "
+                "loop.call_soon_threadsafe or anyio.from_thread.run"
             )
         return channel
 

@@ -311,7 +311,7 @@ class Pool:
                 f"no service {service!r}: this pool has {known} (name it in Pool(services=[...]))"
             )
         if deadline is not None and not (_is_number(deadline) and deadline > 0):
-            raise InvalidRequest(f"deadline={deadline!r} is no number of seconds from now")
+            raise InvalidRequest(f"deadline={deadline!r}: give the seconds from now, more than 0")
         priority = self._services[service].priority if service is not None else 0
         return Wish(demands(sizes), sizes, device, priority, deadline)
 
@@ -472,7 +472,7 @@ def _by_name(services: object) -> dict[str, ServiceClass]:
     if not all(isinstance(service, ServiceClass) for service in given):
         raise InvalidRequest(
             f"services={services!r}: give ServiceClass objects, such as "
-            "[ServiceClass('decode', priority=1)]"
+            "[ServiceClass(name='decode', priority=1)]"
         )
     named = {service.name: service for service in given}
     if len(named) < len(given):

@@ -188,7 +188,7 @@ class Cost:
     from when its first blocks have room: those of earlier kernels on the same SMs may leave none.
 
     Attributes:
-        sm_ns: work, in nanoseconds of one SM.
+        sm_ns: work, in nanoseconds of one SM; infinite: it never ends.
         sms: the most SMs it can use, and take up (None: as many as it has blocks).
         dram_bytes: bytes it must move through device memory.
         fixed_ns: what takes as long on any number of SMs.

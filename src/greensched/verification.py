@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -41,6 +41,11 @@ class Verification:
 
     seen: tuple[tuple[int, tuple[frozenset[int], ...]], ...]
 
+    def __repr__(self) -> str:
+        """What was proven, in short: `seen` has every SM."""
+        said = (f"device {d}: {'+'.join(str(len(sms)) for sms in sets)}" for d, sets in self.seen)
+        return f"<Verification: SMs shared by none, {'; '.join(said)}>"
+
 
 async def verify(pool: Leasing, cells: dict[int, tuple[int, int]]) -> Verification:
     """Runs the proof on every device, in its smallest partitions and in one with its rest.
@@ -63,14 +68,15 @@ async def verify(pool: Leasing, cells: dict[int, tuple[int, int]]) -> Verificati
 
 async def _where(partitions: tuple[Partition, ...]) -> tuple[frozenset[int], ...]:
     """Runs the kernel in all partitions at once; the SMs each saw, checked."""
-    counters = [await p.upload(np.zeros(WORDS, np.uint32)) for p in partitions]
-    for p, counter in zip(partitions, counters, strict=True):
-        config = LaunchConfig(grid=2 * p.sm_count, block=CONFIG_BLOCK)
-        p.launch(smids, config, counter, STAY_NS)
-    sets = []
-    for p, counter in zip(partitions, counters, strict=True):
-        with counter:
-            sets.append(_ids(await p.download(counter)))
+    with ExitStack() as block:
+        nothing = np.zeros(WORDS, np.uint32)
+        counters = [block.enter_context(await p.upload(nothing)) for p in partitions]
+        for p, counter in zip(partitions, counters, strict=True):
+            config = LaunchConfig(grid=2 * p.sm_count, block=CONFIG_BLOCK)
+            p.launch(smids, config, counter, STAY_NS)
+        sets = [
+            _ids(await p.download(counter)) for p, counter in zip(partitions, counters, strict=True)
+        ]
     for p, ids in zip(partitions, sets, strict=True):
         if len(ids) != p.sm_count:
             raise VerificationFailed(f"{p!r} was seen on {len(ids)} SMs: {sorted(ids)}")

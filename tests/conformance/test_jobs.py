@@ -326,3 +326,36 @@ def test_pool_launch_and_run_lease_do_and_return(world: World) -> None:
             assert (s.granted, s.sms_free) == (3, s.sms_total)
 
     world.run(main)
+
+
+def test_what_a_cancelled_job_gives_is_nobodys(world: World) -> None:
+    """A buffer whose upload was cancelled is given back, without a word: nobody could close it."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            memory = p._open().site.memory
+            before = memory.used_bytes
+            with await Gate.closed(p):
+                with anyio.CancelScope() as scope:
+                    scope.cancel()
+                    await p.upload(np.ones(1000))
+            await p.ready()
+            gc.collect()
+            with await p.upload(np.ones(10)):  # which finds what was given back
+                await until(lambda: memory.would_grow(0) or memory.used_bytes <= before + 512)
+
+    world.run(main)
+
+
+def test_a_call_may_hand_its_buffers_to_a_library(world: World) -> None:
+    """In a call the array interface of its arguments names the call's own stream."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            runs = p._open().lane.runs
+            with await p.upload(np.ones(10)) as buffer:
+                named = await p.run(lambda b: b.__cuda_array_interface__["stream"], buffer)
+                assert named == runs.stream.__cuda_stream__()[1]
+                assert buffer.__cuda_array_interface__["stream"] is None
+
+    world.run(main)

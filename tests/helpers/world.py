@@ -57,6 +57,8 @@ class World:
     def pool(self, spec: str = "h200", **options: Any) -> greensched.Pool:
         """A pool on a driver of its own."""
         faults = {k: options.pop(k) for k in ("faults", "without") if k in options}
+        if self.kind == "cuda":  # a machine may have several
+            options.setdefault("devices", [0])
         return greensched.Pool(driver=self.driver(spec, **faults), **options)
 
     def run(self, main: Callable[..., Awaitable[T]], *args: object) -> T:

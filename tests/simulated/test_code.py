@@ -11,8 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from greensched import LaunchConfig, Pool, Program
 from greensched.driver.simulated import Crash, VirtualClock
-from greensched.errors import CUDAError, DriverMisuse, LoopWouldBlock, NotSimulable
+from greensched.errors import (
+    CUDAError,
+    DriverMisuse,
+    InvalidRequest,
+    LoopWouldBlock,
+    NotSimulable,
+    Poisoned,
+)
 from greensched.typing import CodeImage, Cost, KernelSpec, LaunchFacts, Parameter
 
 from .machine import LAUNCH_NS, Machine, Packed, spin
@@ -375,3 +383,51 @@ def test_limits_of_a_kernel(machine: Machine) -> None:
     """They are the device's: a reference needs no registers and no static shared memory."""
     limits = machine.driver.kernel_limits(machine.kernel(), 0)
     assert (limits.max_threads_per_block, limits.static_shared_bytes) == (1024, 0)
+
+
+@pytest.mark.parametrize(
+    "cost",
+    [
+        lambda launch, n: Cost(sm_ns=float("nan")),
+        lambda launch, n: Cost(fixed_ns=float("inf")),
+        lambda launch, n: Cost(dram_bytes=-1.0),
+        lambda launch, n: Cost(sms=0),
+        lambda launch, n: Cost(sm_ns="5"),  # type: ignore[arg-type]
+        lambda launch, n: 5.0,
+        lambda launch, n: 1 / int(n - n),
+        lambda launch: Cost(),
+    ],
+    ids=["nan", "infinite", "negative", "no SM", "a string", "a number", "failing", "arguments"],
+)  # fmt: skip
+def test_a_cost_that_is_none_is_refused(cost: Any) -> None:
+    """A launch whose cost is no finite number fails by name, and neither hangs nor ends the GPU."""
+    kernel = Program('extern "C" __global__ void k(int n) {}').kernel("k")
+    kernel.reference(lambda launch, n: None)
+    kernel.cost(cost)
+
+    async def main() -> None:
+        async with Pool(driver="simulated:h200") as pool, pool.partition(8) as p:
+            with pytest.raises(InvalidRequest, match="cost of kernel 'k'"):
+                await p.launch(kernel, LaunchConfig(grid=1, block=1), 3)
+            assert pool.is_ready
+
+    asyncio.run(main())
+
+
+def test_a_reference_that_fails_is_told_in_the_fault() -> None:
+    """Whoever meets the fault of a wrong reference reads which kernel it was, and why."""
+    kernel = Program('extern "C" __global__ void k(int n) {}').kernel("k")
+    kernel.cost(lambda launch, n: Cost())
+
+    @kernel.reference
+    def wrong(launch: Any, n: Any) -> None:
+        raise IndexError("beyond the end")
+
+    async def main() -> None:
+        async with Pool(driver="simulated:h200") as pool, pool.partition(8) as p:
+            job = p.launch(kernel, LaunchConfig(grid=1, block=1), 3)
+            with pytest.raises(Poisoned, match=r"kernel 'k'.*beyond the end"):
+                await job
+
+    with pytest.raises(Poisoned):
+        asyncio.run(main())

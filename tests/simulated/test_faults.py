@@ -358,12 +358,12 @@ def test_a_condition_that_raises_is_a_fault_with_its_cause(machine: Machine) -> 
 
 
 def test_a_cost_that_raises_is_the_callers(machine: Machine) -> None:
-    """It is asked at the launch, and raises there; nothing was launched."""
+    """It is asked at the launch, and refused there, by kernel and cause; nothing was launched."""
 
     def cost(launch: LaunchFacts) -> Cost:
         raise KeyError("no such thing")
 
-    with pytest.raises(KeyError, match="no such thing"):
+    with pytest.raises(InvalidRequest, match="'odd' failed: KeyError"):
         machine.launch(machine.stream(), machine.kernel("odd", cost=cost))
     machine.finish()
     assert machine.spans == []

@@ -209,7 +209,11 @@ class Scheduler:
         able = self._able(request)
         if not wait:
             self._refused += 1
-            raise WouldBlock("no cells are free for it now")
+            free = max(self.devices[d].sms(self.free[d]) for d in where)
+            raise WouldBlock(
+                f"the SMs it asks for are not free now ({free} are, or somebody is before it): "
+                "use `async with pool.partition(...)`, which waits"
+            )
         self._refuse_deadlock(request, able)
         if self.waiting >= self.max_waiting:
             self._refused += 1

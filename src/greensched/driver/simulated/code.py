@@ -16,7 +16,13 @@ from greensched.driver.simulated.memories import Memories
 from greensched.driver.simulated.objects import Handle, SimulatedStream
 from greensched.driver.simulated.sharing import bits
 from greensched.driver.simulated.timeline import Device
-from greensched.errors import CUDAError, DriverMisuse, NotSimulable, from_status
+from greensched.errors import (
+    CUDAError,
+    DriverMisuse,
+    InvalidRequest,
+    NotSimulable,
+    from_status,
+)
 from greensched.typing import (
     CodeImage,
     Cost,
@@ -183,8 +189,7 @@ class Code(Memories):
             kernel.warm.add(stream.context)
         arguments = self._arguments(spec, facts.device.ordinal, parameters)
         assert spec.reference is not None
-        assert spec.cost is not None
-        cost = spec.cost(facts, *arguments)
+        cost = _cost(spec, facts, arguments)
         reference = spec.reference
         fault = self.script.start(spec.name)
         if isinstance(fault, Hang):
@@ -227,6 +232,26 @@ class Code(Memories):
             view = view.view()
             view.flags.writeable = False
         return view
+
+
+def _cost(spec: KernelSpec, facts: LaunchFacts, arguments: list[Any]) -> Cost:
+    """What a launch costs, by its kernel's model; refused where that is no cost at all."""
+    assert spec.cost is not None
+    try:
+        cost = spec.cost(facts, *arguments)
+    except Exception as error:
+        raise InvalidRequest(f"the cost of kernel {spec.name!r} failed: {error!r}") from error
+    if not isinstance(cost, Cost):
+        raise InvalidRequest(f"the cost of kernel {spec.name!r} is {cost!r}, and no Cost")
+    numbers = (cost.dram_bytes, cost.fixed_ns, cost.limit_ns or 0, cost.sms or 1)
+    try:
+        right = all(math.isfinite(n) and n >= 0 for n in numbers)
+        right = right and cost.sms != 0 and cost.sm_ns >= 0
+    except TypeError:
+        right = False
+    if not right:
+        raise InvalidRequest(f"the cost of kernel {spec.name!r} needs finite numbers >= 0: {cost}")
+    return cost
 
 
 def _check_geometry(

@@ -282,7 +282,7 @@ class Core(Driver):
 
 def _again(fault: CUDAError, what: str) -> CUDAError:
     """The same fault, met by another call; the first is its cause."""
-    met = from_status(fault.status, what, fault.name)
+    met = from_status(fault.status, what, fault.name, f"after {fault}")
     met.__cause__ = fault
     return met
 
