@@ -32,13 +32,12 @@ from greensched.errors import (
     InvalidRequest,
     Poisoned,
     PoolClosed,
-    WouldBlock,
 )
 from greensched.holding import Holding
-from greensched.loops import Door, Errand, Waiter, current_door
+from greensched.loops import Door, Waiter, current_door
 from greensched.planning.cells import Demand
 from greensched.planning.policy import Policy
-from greensched.planning.scheduler import Lease, Request, Scheduler, State
+from greensched.planning.scheduler import Request, Scheduler, State
 from greensched.site import Site
 from greensched.typing import Size
 from greensched.worker import Crew, Worker
@@ -112,6 +111,8 @@ class Desk:
         self.scheduler: Scheduler
         self.holdings: set[Holding] = set()
         self._completions: dict[Door, Completion] = {}
+        #: Lanes the builder is to make, by device and cells.
+        self._making: set[tuple[int, int]] = set()
         #: Whose requests are queued, or granted and not claimed yet.
         self._asking: dict[Request, Door] = {}
         self._waiting_for_none: list[Queued] = []
@@ -120,7 +121,12 @@ class Desk:
 
     def start(self, sites: Sequence[Site], policy: Policy, max_waiting: int) -> None:
         """Opens the desk over the sites."""
-        scheduler = Scheduler([site.cells for site in sites], policy, max_waiting)
+        scheduler = Scheduler(
+            [site.cells for site in sites],
+            policy,
+            max_waiting,
+            lambda index, mask: mask in sites[index].crews,
+        )
         for site, warm in zip(sites, scheduler.warm, strict=True):
             for mask in site.crews:
                 warm.setdefault(mask.bit_count(), {})[mask] = None
@@ -146,12 +152,16 @@ class Desk:
         self._give_up_forsaken()
         with self.lock:
             request = self._request(wish, completion, wait=True)
-            if request.state is State.GRANTED and self._missing(request) is None:
+            if request.state is State.GRANTED:
                 return self._claim(request, completion)
             self._asking[request] = completion.door
-        if request.state is State.QUEUED:
-            await self._wait(request, completion)
-        return await self._prepare(request, completion)
+        self._have_made()
+        await self._wait(request, completion)
+        with self.lock:
+            if self._works:
+                return self._claim(request, completion)
+        self._leave(request)
+        raise self.refusal()
 
     def acquire_nowait(self, wish: Wish) -> tuple[Channel, ...]:
         """A grant at once, on lanes that are made; raises `WouldBlock` and what `acquire` does."""
@@ -159,14 +169,7 @@ class Desk:
         self._adopt(completion)  # nobody else may come by to do it
         self._give_up_forsaken()
         with self.lock:
-            request = self._request(wish, completion, wait=False)
-            if self._missing(request) is None:
-                return self._claim(request, completion)
-        self._leave(request)
-        raise WouldBlock(
-            "the SMs are free, but no lane over just these is made yet: "
-            "use `async with pool.partition(...)`, which waits for it"
-        )
+            return self._claim(self._request(wish, completion, wait=False), completion)
 
     def _request(self, wish: Wish, completion: Completion, *, wait: bool) -> Request:
         """Asks the scheduler. Holds the lock."""
@@ -204,51 +207,50 @@ class Desk:
             self._leave(request)
             raise queued.error
 
-    async def _prepare(self, request: Request, completion: Completion) -> tuple[Channel, ...]:
-        """Has lanes made where there are none yet, then claims them."""
-        try:
-            while True:
-                with self.lock:
-                    self.check()
-                    lease = self._missing(request)
-                    if lease is None:
-                        return self._claim(request, completion)
-                    if self.state is not PoolState.OPEN:  # the builder may be on its last errand
-                        raise self.refusal()
-                    errand = Errand(partial(self._make, lease.device, lease.mask))
-                    completion.errand()
-                    self.builder.submit(errand.do)
-                try:
-                    await errand.wait()
-                finally:
-                    completion.delivered()
-        except GeneratorExit:
-            self._forsaken.append(request)
-            raise
-        except BaseException:
-            self._leave(request)
-            raise
+    def _have_made(self) -> None:
+        """Has the builder make what requests lack, each once. Never blocks."""
+        while self.scheduler.lacking:
+            with self.lock, suppress(KeyError):  # another thread was first
+                (index, mask), _ = self.scheduler.lacking.popitem()
+                if (index, mask) not in self._making and self.state is PoolState.OPEN:
+                    self._making.add((index, mask))
+                    self.builder.submit(partial(self._make, index, mask))
 
     def _make(self, index: int, mask: int) -> None:
-        """On the builder: makes a lane, and ends those that are too many."""
-        site, warm = self.sites[index], self.scheduler.warm[index]
-        crew = site.make(mask)
+        """On the builder: makes a lane, and tells who is granted by that, or why it cannot be."""
+        failure: GreenschedError | None = None
         surplus: list[Crew] = []
+        try:
+            crew = self.sites[index].make(mask)
+        except GreenschedError as error:
+            failure = error
         with self.lock:
-            site.add(crew)
-            warm.setdefault(mask.bit_count(), {})[mask] = None
-            for other in site.surplus(keep=mask):
-                surplus.append(site.crews.pop(other))
-                del warm[other.bit_count()][other]
-        for crew in surplus:
-            crew.close()
+            self._making.discard((index, mask))
+            if failure is None:
+                surplus = self._add(index, crew)
+                granted = self.scheduler.made(self.driver.time())
+            else:
+                lacking = [r for r in self._asking if (index, mask) in r.lacks]
+                granted = [other for request in lacking for other in self._drop(request)]
+        if failure is not None:
+            for request in lacking:
+                _tell(request, failure)
+        self._deliver(granted)
+        for old in surplus:
+            old.close()
 
-    def _missing(self, request: Request) -> Lease | None:
-        """A lease over whose cells no lane is made yet. Holds the lock."""
-        for lease in request.leases:
-            if lease.mask not in self.sites[lease.device].crews:
-                return lease
-        return None
+    def _add(self, index: int, crew: Crew) -> list[Crew]:
+        """A lane can be granted from here on; returns those to end. Holds the lock."""
+        site, warm, mask = self.sites[index], self.scheduler.warm[index], crew.lane.mask
+        site.add(crew)
+        warm.setdefault(mask.bit_count(), {})[mask] = None
+        leases = (lease for request in self._asking for lease in request.leases)
+        keep = {mask} | {lease.mask for lease in leases if lease.device == index}
+        surplus = []
+        for other in site.surplus(keep):
+            surplus.append(site.crews.pop(other))
+            del warm[other.bit_count()][other]
+        return surplus
 
     def _claim(self, request: Request, completion: Completion) -> tuple[Channel, ...]:
         """The lanes of a grant are in this loop's hands from here on. Holds the lock."""
@@ -320,6 +322,7 @@ class Desk:
             if isinstance(request.owner, Queued) and not request.owner.tell():
                 with self.lock:
                     granted += self._drop(request)
+        self._have_made()
         if self._waiting_for_none and self.scheduler.is_idle:
             with self.lock:
                 told, self._waiting_for_none = self._waiting_for_none, []
@@ -391,8 +394,12 @@ class Desk:
 
     def check(self) -> None:
         """Raises what keeps a granted partition from working: closed, poisoned, forked."""
-        if self.state not in (PoolState.OPENING, PoolState.OPEN, PoolState.CLOSING):
+        if not self._works:
             raise self.refusal()
+
+    @property
+    def _works(self) -> bool:
+        return self.state in (PoolState.OPENING, PoolState.OPEN, PoolState.CLOSING)
 
     def refusal(self) -> GreenschedError:
         """Why nothing is granted."""

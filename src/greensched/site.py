@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from greensched.device import Device
@@ -123,9 +123,9 @@ class Site:
         """A lane that was made can be taken from here on."""
         self.crews[crew.lane.mask] = crew
 
-    def surplus(self, keep: int) -> list[int]:
+    def surplus(self, keep: Collection[int]) -> list[int]:
         """Lanes to end, least recently used first: beside the menu, not leased, too many."""
-        extra = [m for m in self.crews if m not in self.menu and m != keep]
+        extra = [m for m in self.crews if m not in self.menu and m not in keep]
         idle = [m for m in extra if not self.crews[m].is_leased and self.crews[m].lane.is_idle]
         return idle[: max(0, len(extra) + 1 - EXTRA)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from typing import Any
 
 import anyio
@@ -258,7 +259,7 @@ def test_the_deadline_and_a_cancellation_in_one_turn(race: Any) -> None:
 
 
 def test_left_while_its_lane_is_made(race: Any) -> None:
-    """Cancelled while its lane is made, a request gives its cells back; the next uses the lane."""
+    """Cancelled while its lane is made, a request held nothing; the next one uses the lane."""
 
     async def script(race: Race) -> None:
         pool = race.pool
@@ -274,7 +275,7 @@ def test_left_while_its_lane_is_made(race: Any) -> None:
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(asking)
-            await until(lambda: pool.statistics().sms_leased == 24)
+            await until(lambda: race.free() == (132, 0, 0, 1))
             scope.cancel()
         assert race.free() == (132, 0, 0, 0)
         await until(lambda: pool.statistics().lanes_made == made + 1)
@@ -283,6 +284,25 @@ def test_left_while_its_lane_is_made(race: Any) -> None:
         await race.all_is_back()
 
     assert race(script).told == ["first cancelled"]
+
+
+def test_nobody_waits_for_cells_whose_lane_is_made(race: Any) -> None:
+    """While a lane is made its cells are others' to have, and what comes free first is granted."""
+
+    async def script(race: Race) -> None:
+        pool = race.pool
+        race.grant()
+        await until(lambda: race.free() == (132, 0, 0, 0))
+        race.occupy_builder()
+        async with anyio.create_task_group() as tasks:
+            await race.queue(tasks, "first", 24)
+            async with AsyncExitStack() as block:
+                for _ in range(12):
+                    await block.enter_async_context(pool.partition_nowait(8))
+                assert race.told == []
+        await race.all_is_back()
+
+    assert race(script).told == ["first granted"]
 
 
 def test_several_leave_while_one_lane_is_made(race: Any) -> None:

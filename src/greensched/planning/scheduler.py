@@ -15,6 +15,9 @@ Synchronous and deterministic: every call takes `now` and returns who is granted
    his rank, until it is granted or gone.
 6. Those that wait hold nothing but that: only when the one with a device leaves can somebody be
    granted because of it.
+7. Cells over which no partition is made yet (`is_made`) are not granted: they are noted in
+   `lacking`, and the request waits, holding nothing. It is granted once they are made (`made`), or
+   others come free that are. No device is kept for it meanwhile: making them may take for ever.
 
 Requests that left stay in their line until they come to its head, or outnumber those that wait:
 so a mass cancellation is linear, and nothing grows with the number of past requests.
@@ -24,7 +27,7 @@ from __future__ import annotations
 
 import enum
 import heapq
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -82,6 +85,8 @@ class Request:
     state: State = State.QUEUED
     rank: tuple[float, ...] = ()
     leases: tuple[Lease, ...] = ()
+    #: (device, cells) that it fits on, and over which nothing is made.
+    lacks: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,12 +149,22 @@ class Scheduler:
         devices: the cells of each device.
         policy: who is next.
         max_waiting: the queue's bound.
+        is_made: whether there is a partition over (device, cells).
     """
 
-    def __init__(self, devices: Sequence[Cells], policy: Policy, max_waiting: int) -> None:
+    def __init__(
+        self,
+        devices: Sequence[Cells],
+        policy: Policy,
+        max_waiting: int,
+        is_made: Callable[[int, int], bool] = lambda device, mask: True,  # noqa: ARG005  any are
+    ) -> None:
         self.devices = tuple(devices)
         self.policy = policy
         self.max_waiting = max_waiting
+        #: (device, cells) to be made, since the pool last took them.
+        self.lacking: dict[tuple[int, int], None] = {}
+        self._is_made = is_made
         self.free = [cells.every for cells in self.devices]
         #: Partitions that exist already, by device and number of cells; the pool keeps it true.
         self.warm: list[dict[int, dict[int, None]]] = [{} for _ in self.devices]
@@ -209,6 +224,11 @@ class Scheduler:
         able = self._able(request)
         if not wait:
             self._refused += 1
+            if request.lacks:
+                raise WouldBlock(
+                    "the SMs are free, but no lane over just these is made yet: "
+                    "use `async with pool.partition(...)`, which waits for it"
+                )
             free = max(self.devices[d].sms(self.free[d]) for d in where)
             raise WouldBlock(
                 f"the SMs it asks for are not free now ({free} are, or somebody is before it): "
@@ -246,6 +266,10 @@ class Scheduler:
         lease.over = True
         self._sms_draining -= lease.sms
         self.free[lease.device] |= lease.mask
+        return self._dispatch(now) if self.waiting else []
+
+    def made(self, now: float) -> list[Request]:
+        """There are more partitions. Returns who is granted because of that."""
         return self._dispatch(now) if self.waiting else []
 
     def tick(self, now: float) -> tuple[list[Request], list[Request]]:
@@ -308,14 +332,18 @@ class Scheduler:
 
     def _grant(self, request: Request, where: Sequence[int]) -> bool:
         """Grants it on the device of `where` with the most free SMs on which it fits."""
+        request.lacks = ()
         if len(where) > 1:
             where = sorted(where, key=lambda d: -self.devices[d].sms(self.free[d]))
         for device in where:
             cells, free = self.devices[device], self.free[device]
             masks = cells.fit_all(free, request.parts, self.warm[device]) if free else ()
-            if masks:
+            lacks = [(device, mask) for mask in masks if not self._is_made(device, mask)]
+            if masks and not lacks:
                 self._give(request, device, masks)
                 return True
+            request.lacks = request.lacks or tuple(lacks)
+        self.lacking.update(dict.fromkeys(request.lacks))
         return False
 
     def _give(self, request: Request, device: int, masks: tuple[int, ...]) -> None:
@@ -332,6 +360,7 @@ class Scheduler:
         if holder is not None:
             self._held.setdefault(holder, []).extend(leases)
         request.leases = tuple(leases)
+        request.lacks = ()
         request.state = State.GRANTED
         self._granted += 1
 
@@ -367,7 +396,7 @@ class Scheduler:
 
     def _reserve(self, first: Request, now: float) -> None:
         """Once the first request that does not fit has aged, a device is kept for it."""
-        if self._reserved is None and not self.policy.may_pass(first, now):
+        if self._reserved is None and not first.lacks and not self.policy.may_pass(first, now):
             # Not where it waits for itself: those cells come last of all, if ever.
             held = self._held_by(first.holder)
             able = [d for d in first.devices if self._fits_ever(first, d, held.get(d, 0))]
