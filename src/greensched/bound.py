@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import NoReturn
 
 from greensched.buffers import Buffer, PinnedBuffer, Use
@@ -13,6 +14,7 @@ from greensched.errors import (
     Poisoned,
     WouldBlock,
     too_late,
+    wrong_thread,
 )
 from greensched.jobs import Job
 from greensched.launcher import Plan
@@ -65,10 +67,13 @@ class Bound:
             WouldBlock: too many launches are in flight; `await p.ready()` first.
             PartitionClosed: its partition's block has ended.
             InvalidRequest: the partition's stream is capturing.
+            WrongThread: this is not the thread whose loop entered the partition.
             Poisoned: a device fault.
         """
         channel = self._channel
         holding, track = channel.holding, self.track
+        if holding.thread != threading.get_ident():
+            raise wrong_thread()
         if self._is_wary or self._elsewhere or holding.room <= 0:
             self._catch_up()
             self._check_room()
@@ -86,6 +91,8 @@ class Bound:
         """Launches, and returns a job to await. Raises as a call does."""
         channel = self._channel
         track, holding = self.track, channel.holding
+        if holding.thread != threading.get_ident():
+            raise wrong_thread()
         if self._is_wary or self._elsewhere:
             self._catch_up()
         full = track.in_flight >= channel.lane.depth
@@ -169,6 +176,9 @@ class Bound:
                 self._elsewhere.update(buffer.before(self.track, write=write))
         track = self.track
         elsewhere = {o: t for o, t in self._elsewhere.items() if o is not track}
+        for other, ticket in elsewhere.items():
+            if not other.reached(ticket):
+                other.check_capture()
         if all(other.has_submitted(ticket) for other, ticket in elsewhere.items()):
             behind = [other for other, ticket in elsewhere.items() if not other.reached(ticket)]
             self._elsewhere.clear()

@@ -328,6 +328,8 @@ def dtype_of(dtype: npt.DTypeLike) -> np.dtype[Any]:
         found = np.dtype(dtype)
     except (TypeError, ValueError) as error:
         raise InvalidArray(f"{dtype!r} is no dtype: {error}") from None
+    if not found.itemsize or found.subdtype is not None:
+        raise InvalidArray(f"dtype {found} is of no bytes, or an array itself: give its elements'")
     if found.hasobject:
         raise InvalidArray(f"dtype {found} holds Python objects, which have no bytes to move")
     if not found.isnative:

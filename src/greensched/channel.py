@@ -142,11 +142,15 @@ class Channel:
 
         A call of the same partition that has not returned is not among them: what is submitted
         after a `run` is ordered behind it only once the run was awaited.
+
+        Raises:
+            InvalidRequest: one of them is capturing.
         """
         lagging: dict[Track, int] = {}
         behind: dict[Track, None] = {}
         for buffer, write in uses:
             for other, ticket in buffer.before(track, write=write):
+                other.check_capture()
                 if other.has_submitted(ticket):
                     behind[other] = None
                 elif other.crew is not track.crew:

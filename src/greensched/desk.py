@@ -438,6 +438,8 @@ class Desk:
 
     async def wait_for_leases(self, grace: float) -> None:
         """Waits until no lease is granted, held or draining, or the grace has passed."""
+        if not self.sites:
+            return
         completion = self.completion()
         completion.queued()  # so that it tends: a loop may close meanwhile
         try:
@@ -450,7 +452,7 @@ class Desk:
     def _until_none(self, completion: Completion) -> Queued | None:
         """Who is told once every cell is free, unless all are, or never will be."""
         with self.lock:
-            if self.scheduler.is_idle or self.fault is not None:
+            if self.scheduler.is_idle or self.state is not PoolState.CLOSING:
                 return None
             queued = Queued(completion)
             self._waiting_for_none.append(queued)
@@ -472,6 +474,9 @@ class Desk:
         """Whoever waits for work that was left behind hears of the end instead."""
         with self.lock:
             holdings, completions = tuple(self.holdings), tuple(self._completions.values())
+            told, self._waiting_for_none = self._waiting_for_none, []
+        for queued in told:
+            queued.tell()
         for holding in holdings:
             holding.end_bound()
             holding.completion.door.call_threadsafe(holding.let_go)

@@ -319,6 +319,14 @@ def too_late(cause: BaseException) -> GreenschedError:
     return Poisoned(cause)
 
 
+def wrong_thread() -> WrongThread:
+    """What who uses a partition elsewhere than on its loop's thread is told."""
+    return WrongThread(
+        "a partition is used on the thread of the loop that entered it: hand this over by "
+        "loop.call_soon_threadsafe or anyio.from_thread.run"
+    )
+
+
 # -- several failures ---------------------------------------------------------------------------
 
 

@@ -156,8 +156,8 @@ class Holding:
         self.is_open = False
         self.end_bound()
         launches = self.crew.lane.launches
-        if self.unmarked and launches.fault is None:
-            self._mark_unmarked()
+        if launches.fault is None:
+            self._leave_stream()
         if launches.fault is not None:
             self._finish()
         elif self.is_exposed or not self.crew.lane.runs.is_idle:
@@ -168,6 +168,18 @@ class Holding:
             self._await_last()
         if not self.is_over:
             self._keeper.draining(self)
+
+    def _leave_stream(self) -> None:
+        """Sees to it that a last ticket is, or will be, behind everything on the stream."""
+        launches = self.crew.lane.launches
+        if self.is_lent:
+            try:
+                self.crew.drop_capture(launches)
+            except CUDAError as error:
+                self.crew.home.lost(error)
+                return
+        if self.unmarked:
+            self._mark_unmarked()
 
     def end_bound(self) -> None:
         """No bound launch is fired any more: the lease is over, or the pool under it."""

@@ -53,8 +53,10 @@ class LaunchConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "grid", _dim3("grid", self.grid))
         object.__setattr__(self, "block", _dim3("block", self.block))
-        if type(self.shmem_size) is not int or self.shmem_size < 0:
-            raise InvalidLaunch("shmem_size", self.shmem_size, "a whole number of bytes, >= 0")
+        size: object = self.shmem_size
+        if not isinstance(size, (int, np.integer)) or isinstance(size, bool) or size < 0:
+            raise InvalidLaunch("shmem_size", size, "a whole number of bytes, >= 0")
+        object.__setattr__(self, "shmem_size", int(size))
 
     @property
     def grid3(self) -> Dim3:

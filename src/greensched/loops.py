@@ -293,6 +293,8 @@ class _PerThread(threading.local):
     def __init__(self) -> None:
         self.key: object = None
         self.door: Door | None = None
+        #: Of every loop this thread has run that is not closed.
+        self.doors: dict[object, Door] = {}
 
 
 _mine = _PerThread()
@@ -304,16 +306,17 @@ def current_door() -> Door:
     Raises:
         NoLoop: there is none.
     """
-    loop = asyncio._get_running_loop()
-    if loop is not None:
-        if _mine.key is not loop:
-            _mine.door, _mine.key = AsyncioDoor(loop), loop
-    else:
+    key: Any = asyncio._get_running_loop()
+    trio = None
+    if key is None:
         trio = running_trio()
         if trio is None:
             raise NoLoop
-        token = trio.lowlevel.current_trio_token()
-        if _mine.key is not token:
-            _mine.door, _mine.key = TrioDoor(trio), token
+        key = trio.lowlevel.current_trio_token()
+    if _mine.key is not key:
+        _mine.doors = {k: door for k, door in _mine.doors.items() if not door.is_closed}
+        if key not in _mine.doors:
+            _mine.doors[key] = AsyncioDoor(key) if trio is None else TrioDoor(trio)
+        _mine.door, _mine.key = _mine.doors[key], key
     assert _mine.door is not None
     return _mine.door

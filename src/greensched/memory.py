@@ -14,6 +14,7 @@ Rules, all entered by any thread:
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import threading
@@ -25,10 +26,12 @@ from typing import Any
 import numpy as np
 
 from greensched.buffers import Buffer, PinnedBuffer, Use
-from greensched.errors import BufferClosed, OutOfMemory, run_all, too_late
+from greensched.errors import BufferClosed, CUDAError, OutOfMemory, run_all, too_late
 from greensched.stream import Stream, Track
 from greensched.typing import HostMemory
 from greensched.words import PAGE, Owner, Words
+
+logger = logging.getLogger("greensched")
 
 #: cuMemAllocFromPoolAsync hands out multiples of 512 bytes (seen; the manual says 256 at least).
 GRAIN = 512
@@ -146,13 +149,21 @@ class DeviceMemory(_Memory):
                 self._closed.append((address, nbytes, uses))
         if not ready:
             return
-        with self._primary.entered():
-            for address, _ in ready:
-                self._driver.free(address, self._janitor.stream.handle)
-                del self._live[address]
-        ticket = self._janitor.issue()
-        self._janitor.mark(ticket)
-        self._freed.append((ticket, sum(_rounded(nbytes) for _, nbytes in ready)))
+        freed = 0
+        try:
+            with self._primary.entered():
+                while ready:
+                    address, nbytes = ready[-1]
+                    self._driver.free(address, self._janitor.stream.handle)
+                    del self._live[address]
+                    freed += _rounded(ready.pop()[1])
+        except CUDAError as error:  # not for whoever came by; a fault is for the sweep to find
+            logger.warning("device memory could not be given back yet: %s", error)
+            self._closed.extend((address, nbytes, ()) for address, nbytes in ready)
+        if freed:
+            ticket = self._janitor.issue()
+            self._janitor.mark(ticket)
+            self._freed.append((ticket, freed))
 
     def close(self) -> None:
         """Ends the pool and every buffer of it; no work may be left on the device. May block."""

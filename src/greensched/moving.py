@@ -21,6 +21,8 @@ from greensched.transfer import Slot
 
 Array = npt.NDArray[Any]
 
+#: Of numpy 1; numpy 2 has 64. Source: numpy, NPY_MAXDIMS.
+MOST_DIMENSIONS = 32
 #: Sizes are signed 64-bit numbers, in numpy and in the driver's copies.
 MOST_BYTES = 2**63 - 1
 
@@ -46,7 +48,9 @@ def empty_pinned(channel: Channel, shape: object, dtype: npt.DTypeLike) -> Job[P
 def upload(channel: Channel, array: npt.ArrayLike) -> Job[Buffer]:
     """See `Partition.upload`."""
     memory, track = channel.site.memory, channel.track
-    slot, source = _staged(channel, transfer.source_array(array))
+    source = transfer.source_array(array)
+    grows = memory.would_grow(source.nbytes)
+    slot, source = _staged(channel, source)
 
     def step(ticket: int) -> Buffer:
         try:
@@ -63,7 +67,7 @@ def upload(channel: Channel, array: npt.ArrayLike) -> Job[Buffer]:
         return buffer
 
     large = slot is None and source.nbytes > 0
-    return channel.submit("upload", step, may_block=large or memory.would_grow(source.nbytes))
+    return channel.submit("upload", step, may_block=large or grows)
 
 
 def download(channel: Channel, buffer: Buffer, out: Array | None) -> Job[Array]:
@@ -125,6 +129,8 @@ def shape_and_dtype(shape: object, dtype: npt.DTypeLike) -> tuple[tuple[int, ...
         if not isinstance(number, (int, np.integer)) or isinstance(number, bool) or number < 0:
             raise InvalidArray(f"{shape!r} is no shape: whole numbers, none below 0")
     wanted, found = tuple(int(number) for number in numbers), dtype_of(dtype)
+    if len(wanted) > MOST_DIMENSIONS:
+        raise InvalidArray(f"{len(wanted)} dimensions are more than numpy has")
     if _nbytes(wanted, found) > MOST_BYTES:
         raise InvalidArray(f"shape {shape!r} of {found} has more bytes than can be counted")
     return wanted, found

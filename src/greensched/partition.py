@@ -23,8 +23,8 @@ from greensched.errors import (
     InvalidRequest,
     PartitionClosed,
     WouldBlock,
-    WrongThread,
     too_late,
+    wrong_thread,
 )
 from greensched.jobs import Job
 from greensched.kernels import Kernel
@@ -176,10 +176,7 @@ class Partition:
     def _mine(self) -> Channel:
         channel = self._open()
         if channel.holding.thread != threading.get_ident():
-            raise WrongThread(
-                "a partition is used on the thread of the loop that entered it: hand this over by "
-                "loop.call_soon_threadsafe or anyio.from_thread.run"
-            )
+            raise wrong_thread()
         return channel
 
     def __del__(self) -> None:
@@ -207,10 +204,17 @@ class Partition:
         """The stream of its launches and copies, for libraries that take one.
 
         What others put there is waited for at the end of the lease. While it is capturing,
-        nothing can be submitted here.
+        nothing can be submitted here; await what was submitted before you begin a capture. One
+        that is open when the lease ends is dropped.
+
+        Raises:
+            WouldBlock: something was submitted that is not on the stream yet (a first use, a large
+                copy): what others put there now would go before it. Await that first.
         """
         channel = self._open()
         channel.check_pool()
+        if not (channel.is_prompt() or channel.track.is_idle):
+            raise WouldBlock("not all that was submitted is on the stream yet: await it first")
         channel.holding.lend()
         return channel.track.stream
 
@@ -434,8 +438,10 @@ class Partition:
 
         Raises:
             PartitionClosed, PoolClosed, Poisoned: there is nothing to wait for any more.
+            InvalidRequest: the partition's stream is capturing.
         """
         channel = self._mine()
+        channel.check_capture()
         for track in (channel.track, channel.lane.runs):
             while not channel.has_room(track) and track.fault is None:
                 oldest = track.issued - channel.lane.depth + 1

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from numbers import Real
 from types import TracebackType
 from typing import ParamSpec, Self, TypeVar
 
@@ -110,6 +111,7 @@ class Pool:
         self._desk: Desk | None = None
         self._opening: Errand[None] | None = None
         self._closing: Errand[CloseReport] | None = None
+        self._is_ending = False
         self._wanted = None if devices is None else _ordinals(devices)
         self._driver_spec = driver
         self._services = _by_name(services)
@@ -132,6 +134,7 @@ class Pool:
             PoolClosed, Poisoned, ForkedPool: it has ended.
             InvalidRequest: no such device.
             CUDAError: the driver refused something; nothing is left open.
+            RuntimeError: no thread can be started; nothing is left open.
         """
         with self._lock:
             if self._closing is not None:
@@ -141,8 +144,13 @@ class Pool:
             if self._opening is None:
                 driver = drivers.open(self._driver_spec)
                 self._desk = Desk(driver, Worker(driver, "greensched builder"))
-                self._opening = Errand(self._build)
-                self._desk.builder.submit(self._opening.do)
+                opening = Errand(self._build)
+                try:
+                    self._desk.builder.submit(opening.do)
+                except RuntimeError:  # no thread can be started now; another time, perhaps
+                    self._desk = None
+                    raise
+                self._opening = opening
             opening = self._opening
         await opening.wait()
 
@@ -175,6 +183,9 @@ class Pool:
         """Opens it; see `open`. Cancelled meanwhile, it closes it again: there is no block to."""
         try:
             await self.open()
+        except GeneratorExit:
+            self._close_unattended()
+            raise
         except anyio.get_cancelled_exc_class():
             await self.__aexit__(None, None, None)
             raise
@@ -191,15 +202,14 @@ class Pool:
         if self.state is PoolState.FORKED:  # where anyio finds no loop, nor is there one to use
             return
         if kind is GeneratorExit:
-            if self._desk is not None:
-                self._desk.builder.submit(self._close_unattended)
+            self._close_unattended()
             return
         with anyio.CancelScope(shield=True):
             await self.aclose()
 
     def _opened(self) -> Desk:
         desk = self._desk
-        if desk is None or desk.state is PoolState.OPENING:
+        if desk is None or not desk.sites:  # not open yet, or closed before it was
             hint = ": use `async with pool:` or `await pool.open()`"
             raise PoolClosed("this pool", self.state.value + hint)
         return desk
@@ -310,10 +320,11 @@ class Pool:
             raise InvalidRequest(
                 f"no service {service!r}: this pool has {known} (name it in Pool(services=[...]))"
             )
-        if deadline is not None and not (_is_number(deadline) and deadline > 0):
+        seconds = None if deadline is None else _seconds(deadline)
+        if deadline is not None and not (seconds is not None and seconds > 0):
             raise InvalidRequest(f"deadline={deadline!r}: give the seconds from now, more than 0")
         priority = self._services[service].priority if service is not None else 0
-        return Wish(demands(sizes), sizes, device, priority, deadline)
+        return Wish(demands(sizes), sizes, device, priority, seconds)
 
     # -- closing ---------------------------------------------------------------------------------
 
@@ -326,46 +337,56 @@ class Pool:
         grace at once, and the closing goes on, on a thread.
 
         Args:
-            grace: seconds to wait for leases to end and lanes to drain.
+            grace: seconds to wait for leases to end and lanes to drain. Where several callers wait,
+                the first of them whose grace is over ends it for all.
 
         Raises:
             InvalidRequest: no such number; nothing is closed.
         """
-        if not (_is_number(grace) and grace >= 0):
+        seconds = _seconds(grace)
+        if seconds is None or not seconds >= 0:
             raise InvalidRequest(f"grace={grace!r} is no number of seconds >= 0")
         if self.state is PoolState.FORKED:
             return CloseReport()
-        first, desk, closing = self._begin_closing()
-        if first and desk is None:
-            closing.do()
-        elif first and desk is not None:
-            await self._wind_up(desk, closing, grace)
+        closing = self._begin_closing()
+        try:
+            if self._desk is not None:
+                self._desk.stop()
+                await self._desk.wait_for_leases(seconds)
+        finally:
+            self._finish_closing(closing)
         return await closing.wait()
 
-    def _begin_closing(self) -> tuple[bool, Desk | None, Errand[CloseReport]]:
-        """Whether the caller is the first to close it, and what is to be closed."""
+    def _begin_closing(self) -> Errand[CloseReport]:
         with self._lock:
-            first = self._closing is None
             if self._closing is None:
                 self._closing = Errand(self._end)
-            return first, self._desk, self._closing
+            return self._closing
+
+    def _finish_closing(self, closing: Errand[CloseReport]) -> None:
+        """Whoever comes first has the builder end everything; it may be the second caller."""
+        with self._lock:
+            if self._is_ending:
+                return
+            self._is_ending = True
+        if self._desk is None:
+            closing.do()
+        else:
+            self._desk.builder.submit(closing.do)
+            self._desk.builder.dismiss()  # when that is done
 
     def _close_unattended(self) -> None:
-        """On the builder."""
-        first, desk, closing = self._begin_closing()
-        if first and desk is not None:
-            desk.stop()
-            closing.do()
-            desk.builder.dismiss()
+        """Has the builder close it, with no lock taken here: see `__aexit__`."""
+        desk = self._desk
+        if desk is None or self._is_ending:
+            return
 
-    async def _wind_up(self, desk: Desk, closing: Errand[CloseReport], grace: float) -> None:
-        desk.stop()
-        try:
-            if desk.sites and desk.fault is None:
-                await desk.wait_for_leases(grace)
-        finally:
-            desk.builder.submit(closing.do)
-            desk.builder.dismiss()  # when that is done
+        def close() -> None:
+            closing = self._begin_closing()
+            desk.stop()
+            self._finish_closing(closing)
+
+        desk.builder.submit(close)
 
     def _end(self) -> CloseReport:
         """On the builder, behind whatever it still does: ends every site."""
@@ -459,8 +480,14 @@ class Pool:
         )
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def _seconds(value: object) -> float | None:
+    """A number as one of Python's; None: it is none, or beyond all time."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return None
 
 
 def _is_key(key: object, named: Mapping[str, object]) -> bool:
@@ -474,6 +501,9 @@ def _by_name(services: object) -> dict[str, ServiceClass]:
             f"services={services!r}: give ServiceClass objects, such as "
             "[ServiceClass(name='decode', priority=1)]"
         )
+    for service in given:
+        if not isinstance(service.name, str) or _seconds(service.priority) is None:
+            raise InvalidRequest(f"{service!r}: its name is a string, and its priority a number")
     named = {service.name: service for service in given}
     if len(named) < len(given):
         raise InvalidRequest(f"services={services!r}: each name once")

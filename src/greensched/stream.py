@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, ExitStack, suppress
 from typing import Any, Literal, Protocol, TypeVar
 
 from greensched.driver.base import Driver
-from greensched.errors import Closed, CUDAError, run_all
+from greensched.errors import Closed, CUDAError, InvalidRequest, run_all
 from greensched.typing import (
     CaptureMode,
     ContextHandle,
@@ -307,6 +307,17 @@ class Track:
     def is_idle(self) -> bool:
         """Whether every ticket issued is reached."""
         return self.reached(self.issued)
+
+    def check_capture(self) -> None:
+        """Refuses to order anything behind a capture: it would be drawn into it.
+
+        Raises:
+            InvalidRequest: the stream is capturing.
+        """
+        if self.stream.context.driver.is_capturing(self.stream.handle):
+            raise InvalidRequest(
+                "a buffer is in use by a partition whose stream is capturing: end the capture first"
+            )
 
     def order_behind(self, other: Track) -> None:
         """Later work here waits for everything submitted to the other track so far."""

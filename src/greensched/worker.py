@@ -228,8 +228,7 @@ class Crew:
         """The callable has returned: its ticket comes when what it left on the stream is done."""
         runs = self.lane.runs
         try:
-            if self.driver.is_capturing(runs.stream.handle):
-                self._abandon_capture()
+            self.drop_capture(runs)
             if self.driver.query_stream(runs.stream.handle):
                 runs.mark_here(ticket)
             else:
@@ -237,11 +236,17 @@ class Crew:
         except CUDAError as error:
             self.home.lost(error)
 
-    def _abandon_capture(self) -> None:
-        """A callable returned in the middle of a capture: there is nobody left to end it."""
-        logger.warning("a callable left a capture open on its partition's stream; it is dropped")
+    def drop_capture(self, track: Track) -> None:
+        """Ends a capture that was left open on a track's stream, or our ticket would go into it.
+
+        Raises:
+            CUDAError: the stream cannot be asked.
+        """
+        if not self.driver.is_capturing(track.stream.handle):
+            return
+        logger.warning("a capture was left open on a partition's stream; it is dropped")
         try:
-            self.driver.destroy_graph(self.driver.end_capture(self.lane.runs.stream.handle))
+            self.driver.destroy_graph(self.driver.end_capture(track.stream.handle))
         except CUDAError as error:
             logger.warning("the capture was spoilt already: %s", error)
 

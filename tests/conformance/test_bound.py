@@ -320,3 +320,17 @@ def test_a_capture_takes_in_no_bound_launch(world: World, lent: str) -> None:
                 await bound.submit()
 
     world.run(main)
+
+
+def test_a_bound_launch_has_no_other_arguments(world: World) -> None:
+    """An argument is counted from 0 on; another one is refused by the kernel's name."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            with await p.empty(8) as b, await p.empty(8) as other:
+                bound = await bound_fill(p, b)
+                for index in (-1, -3, 3):
+                    with pytest.raises(IndexError, match="fill"):
+                        bound.set(index, other)
+
+    world.run(main)

@@ -207,3 +207,32 @@ def test_a_closed_loops_downloads_give_their_staging_back(loops: Loops) -> None:
     buffer = loops.on_there(take())
     loops.there.close()
     loops.on_here(go_on())
+
+
+def test_a_closing_whose_loop_closed_is_finished_by_another(loops: Loops) -> None:
+    """A loop closes in the middle of the grace it waits out: who asks next closes the pool."""
+    pool = Pool(driver="simulated:h200")
+    p = pool.partition(16)
+    tasks: list[asyncio.Task[object]] = []
+
+    async def begin() -> None:
+        await p.__aenter__()
+        tasks.append(asyncio.create_task(pool.aclose(grace=1000.0)))
+        await until(lambda: pool.state is greensched.PoolState.CLOSING)
+
+    loops.on_here(pool.open())
+    loops.on_there(begin())
+    loops.there.close()
+    assert not loops.on_here(pool.aclose(grace=1000.0)).abandoned
+    assert pool.state is greensched.PoolState.CLOSED
+
+
+def test_loops_in_turns_leave_nothing_behind(loops: Loops) -> None:
+    """Two loops used in turns by one thread are two loops to the pool, however often they turn."""
+    pool, served = Pool(driver="simulated:h200"), list[int]()
+    loops.on_here(pool.open())
+    for _ in range(20):
+        loops.on_here(lease_once(pool, 8, served))
+        loops.on_there(lease_once(pool, 8, served))
+    assert len(pool._desk._completions) == 2  # type: ignore[union-attr]
+    loops.on_here(pool.aclose())

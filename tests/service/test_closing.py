@@ -167,3 +167,70 @@ def test_a_pool_whose_block_is_collected_is_closed() -> None:
             await task
 
     asyncio.run(main())
+
+
+def test_a_pool_collected_while_it_opens_is_closed() -> None:
+    """The collector may end an opening, too: no pool stays open that nobody has."""
+    driver = simulated.open("h200")
+    pool = Pool(driver=driver)
+
+    async def main() -> None:
+        opening = pool.__aenter__()
+        opening.send(None)
+        opening.close()
+        await until(lambda: pool.state is greensched.PoolState.CLOSED)
+        await until(lambda: not driver.live())
+
+    asyncio.run(main())
+
+
+def test_a_pool_whose_block_ends_after_it_was_closed_starts_no_thread() -> None:
+    """What was closed by hand is not closed again when its block is collected."""
+
+    async def main() -> None:
+        pool = Pool(driver="simulated:h200")
+        await pool.open()
+        await pool.aclose()
+        before = threading.active_count()
+        await pool.__aexit__(GeneratorExit, None, None)
+        assert threading.active_count() <= before
+
+    asyncio.run(main())
+
+
+def test_an_opening_without_a_thread_may_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no thread can be started `open` raises, and the next one starts anew."""
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def main() -> None:
+        driver = simulated.open("h200")
+        pool = Pool(driver=driver)
+        with monkeypatch.context() as patch:
+            patch.setattr(driver, "start_thread", refuse)
+            with pytest.raises(RuntimeError, match="thread"):
+                await pool.open()
+        async with pool, pool.partition(8):
+            pass
+
+    asyncio.run(main())
+
+
+def test_closed_before_it_was_open() -> None:
+    """A pool that is closed while it opens says so, whatever it is asked."""
+
+    async def main() -> None:
+        pool = Pool(driver="simulated:h200")
+        opening = asyncio.create_task(pool.open())
+        await asyncio.sleep(0)
+        closing = asyncio.create_task(pool.aclose())
+        await asyncio.sleep(0)
+        assert "clos" in repr(pool)
+        with suppress(greensched.PoolClosed):
+            pool.statistics()
+        with suppress(greensched.PoolClosed):
+            await opening
+        assert not (await closing).abandoned
+
+    asyncio.run(main())

@@ -584,3 +584,21 @@ def test_statistics_are_told_while_lanes_are_made(monkeypatch: pytest.MonkeyPatc
     anyio.run(main)
     assert held
     assert all(held)
+
+
+@pytest.mark.parametrize("status", [1, 700])
+def test_memory_that_is_not_taken_back_is_nobodys_fault(status: int) -> None:
+    """A refused `free` fails no upload, loses no staging, and is tried again."""
+    driver = simulated.open("h200", faults=[Fail("free", status=status)])
+
+    async def main() -> None:
+        async with Pool(driver=driver) as pool, pool.partition(16) as p:
+            memory = p._open().site.memory
+            (await p.upload(np.ones(2**20, np.uint8))).close()
+            with await p.upload(np.ones(10)):
+                pass
+            with await p.upload(np.ones(10)):
+                await until(lambda: memory.would_grow(0) or memory.used_bytes < 2**20)
+            assert pool.is_ready
+
+    asyncio.run(main())

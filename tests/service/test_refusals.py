@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import numpy as np
 import pytest
 
 import greensched
 from greensched import Pool, PoolState
+from greensched.planning.policy import Fifo
 
 #: Its `repr` is another one in each process.
 OBJECT = pytest.param(object(), id="object")
@@ -146,5 +148,66 @@ def test_a_grace_that_is_none_is_refused(grace: Any) -> None:
             with pytest.raises(greensched.InvalidRequest):
                 await pool.aclose(grace=grace)
             assert pool.state is PoolState.OPEN
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("dtype", ["S0", "V0", (np.float32, 2)], ids=repr)
+def test_a_dtype_without_elements_is_refused(dtype: Any) -> None:
+    """A dtype of no bytes, or that is an array itself, raises InvalidArray."""
+
+    async def main() -> None:
+        async with Pool(driver="simulated:h200") as pool, pool.partition(8) as p:
+            for use in (p.empty, p.empty_pinned):
+                with pytest.raises(greensched.InvalidArray, match="dtype"):
+                    use(4, dtype)
+                with pytest.raises(greensched.InvalidArray, match="dimensions"):
+                    use((1,) * 65)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"services": [greensched.ServiceClass(name="a", priority="high")]},  # type: ignore[arg-type]
+        {"services": [greensched.ServiceClass(name=5)]},  # type: ignore[arg-type]
+        {"policy": Fifo},
+    ],
+    ids=repr,
+)
+def test_what_would_only_fail_in_the_queue_is_refused(options: Any) -> None:
+    """A priority that is no number and a policy that is a class are refused with the pool."""
+    with pytest.raises(greensched.InvalidRequest):
+        Pool(driver="simulated:h200", **options)
+
+
+def test_times_beyond_all_time_are_refused() -> None:
+    """A number that no float holds is no time, and closes nothing."""
+
+    async def main() -> None:
+        async with Pool(driver="simulated:h200") as pool:
+            with pytest.raises(greensched.InvalidRequest, match="grace"):
+                await pool.aclose(grace=10**400)
+            with pytest.raises(greensched.InvalidRequest, match="deadline"):
+                pool.partition(8, deadline=10**400)
+            assert pool.is_ready
+
+    asyncio.run(main())
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    """Sizes, times and geometry may come out of an array."""
+
+    async def main() -> None:
+        async with Pool(driver="simulated:h200") as pool:
+            deadline: Any = np.float32(5)
+            size: Any = (np.int64(8), np.int32(16))
+            async with pool.partition(size, deadline=deadline) as p:
+                config = greensched.LaunchConfig(
+                    grid=np.int64(1), block=np.int32(1), shmem_size=np.int64(16)
+                )
+                assert type(config.shmem_size) is int
+                assert p.sm_count == 16
 
     asyncio.run(main())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from numbers import Integral
 
 from greensched.errors import InvalidRequest, InvalidSize
 from greensched.typing import ALL, REST, NamedSize, Size
@@ -36,9 +37,17 @@ def demand(size: Size) -> Demand:
     if isinstance(size, NamedSize):
         return Demand(0, 0, size)
     least, most = size if isinstance(size, tuple) and len(size) == 2 else (size, size)
-    if type(least) is not int or type(most) is not int or not 0 < least <= most:
+    demand = Demand(_whole(least), _whole(most))
+    if not 0 < demand.least <= demand.most:
         raise InvalidSize(size)
-    return Demand(least, most)
+    return demand
+
+
+def _whole(number: object) -> int:
+    """A whole number, numpy's too; 0: it is none."""
+    if isinstance(number, bool) or not isinstance(number, Integral):
+        return 0
+    return int(number)
 
 
 def demands(sizes: tuple[Size, ...]) -> tuple[Demand, ...]:

@@ -66,7 +66,12 @@ def policy_named(policy: str | Policy) -> Policy:
     """A policy by its name, or itself."""
     if isinstance(policy, str) and policy in POLICIES:
         return POLICIES[policy]()
-    if callable(getattr(policy, "rank", None)) and callable(getattr(policy, "may_pass", None)):
+    methods = not isinstance(policy, type)  # not a class: an object of it
+    if (
+        methods
+        and callable(getattr(policy, "rank", None))
+        and callable(getattr(policy, "may_pass", None))
+    ):
         return policy  # type: ignore[return-value]  # a str has no rank
     named = ", ".join(POLICIES)
     raise InvalidRequest(
