@@ -466,6 +466,8 @@ def test_a_library_is_ordered_behind_every_writer(world: World) -> None:
             await q.prepare(fill, CONFIG)
             stream = p.stream
             with await Gate.closed(q) as behind, await Gate.closed(p) as before:
+                # The movers may yet have to note what they did, though the device is past it.
+                await until(lambda: p._open().is_prompt() and q._open().is_prompt())
                 p.bind(fill, CONFIG, buffer, 1.0, 8)()
                 job = q.launch(fill, CONFIG, buffer, 2.0, 8)
                 p.end()
