@@ -117,11 +117,43 @@ class ResourceFacts:
     """An SM resource: how many SMs, the smallest group, and the step between sizes.
 
     `min_partition_size` and `coscheduled_alignment` are 0 where the driver does not say (12.x).
+    `flags` are those of the group (CUdevSmResourceGroup_flags); 0 below 13.1.
     """
 
     sm_count: int
     min_partition_size: int
     coscheduled_alignment: int
+    flags: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SMGroup:
+    """One group of a structured split, as a driver is asked for it.
+
+    Attributes:
+        sm_count: how many SMs; 0: the largest group there can be.
+        coscheduled_sm_count: SMs that are co-scheduled at least; 0: the device's own number.
+        preferred_coscheduled_sm_count: as many, where that can be; 0: no more than the least.
+        backfill: constraints are wishes, so that any even `sm_count` can be met.
+    """
+
+    sm_count: int = 0
+    coscheduled_sm_count: int = 0
+    preferred_coscheduled_sm_count: int = 0
+    backfill: bool = False
+
+
+#: Who shares a work queue: everybody on the device, or, where that can be, nobody else who asked
+#: for the same. The names are cuda.core's, of CUdevWorkqueueConfigScope.
+SharingScope = Literal["device_ctx", "green_ctx_balanced"]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkqueueFacts:
+    """A work-queue configuration: who shares it, and the work expected in it at once."""
+
+    sharing_scope: SharingScope
+    concurrency_limit: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,10 @@ from greensched.typing import (
     MemoryPoolHandle,
     ResourceFacts,
     ResourceHandle,
+    SharingScope,
+    SMGroup,
     StreamHandle,
+    WorkqueueFacts,
 )
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -233,8 +236,49 @@ class Driver(abc.ABC):
 
     @abc.abstractmethod
     @verb(NEVER)
+    def split(
+        self, resource: ResourceHandle, groups: Sequence[SMGroup]
+    ) -> tuple[list[ResourceHandle], ResourceHandle | None]:
+        """Cuts a resource into the groups asked for, from left to right; nothing is rounded.
+
+        Needs `Feature.STRUCTURED_SPLIT`. Nothing is reserved by it.
+
+        Returns:
+            The groups, disjoint, as many as asked, and what is left over (None: nothing).
+
+        Raises:
+            CUDAError: INVALID_RESOURCE_CONFIGURATION where it cannot be cut so.
+        """
+
+    @abc.abstractmethod
+    @verb(NEVER)
+    def device_workqueue(self, device: int) -> ResourceHandle:
+        """The device's work-queue configuration. Needs `Feature.WORKQUEUES`."""
+
+    @abc.abstractmethod
+    @verb(NEVER)
+    def context_workqueue(self, context: ContextHandle) -> ResourceHandle:
+        """The work-queue configuration a context was given. Needs `Feature.WORKQUEUES`."""
+
+    @abc.abstractmethod
+    @verb(NEVER)
+    def workqueue_facts(self, workqueue: ResourceHandle) -> WorkqueueFacts: ...
+
+    @abc.abstractmethod
+    @verb(NEVER)
+    def configure_workqueue(
+        self, workqueue: ResourceHandle, sharing_scope: SharingScope, concurrency_limit: int
+    ) -> ResourceHandle:
+        """A copy of a work-queue configuration, with other values; the given one stays."""
+
+    @abc.abstractmethod
+    @verb(NEVER)
     def describe(self, resources: Sequence[ResourceHandle]) -> DescriptorHandle:
-        """One descriptor of several outputs of the same split. Lives as long as the process."""
+        """One descriptor of several outputs of the same split. Lives as long as the process.
+
+        A work-queue configuration may stand among them (`Feature.WORKQUEUES`), one at most; alone
+        it stands for every SM.
+        """
 
     @abc.abstractmethod
     @verb(MAY)

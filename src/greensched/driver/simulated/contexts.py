@@ -20,7 +20,10 @@ from greensched.typing import (
     GreenHandle,
     ResourceFacts,
     ResourceHandle,
+    SharingScope,
+    SMGroup,
     StreamHandle,
+    WorkqueueFacts,
 )
 
 
@@ -147,16 +150,68 @@ class Contexts(Core):
         """Cuts a resource into equal groups."""
         source = self._expect(resource, splits.Resource, "split_by_count")
         model = self.devices[source.device].model
+        if ignore_coscheduling and self.version < (12, 5):
+            raise self._lacks("a split that ignores co-scheduling", "CUDA 12.5")
         cut, rest = splits.split_by_count(model, source, groups, minimum, fine=ignore_coscheduling)
-        return [ResourceHandle(r) for r in cut], None if rest is None else ResourceHandle(rest)
+        return _handles(cut, rest)
+
+    def split(
+        self, resource: ResourceHandle, groups: Sequence[SMGroup]
+    ) -> tuple[list[ResourceHandle], ResourceHandle | None]:
+        """Cuts a resource into the groups asked for."""
+        if not self.supports(Feature.STRUCTURED_SPLIT):
+            raise self._lacks("a structured split", "CUDA 13.1")
+        source = self._expect(resource, splits.Resource, "split")
+        if not groups:
+            raise from_status(1, "split")
+        model = self.devices[source.device].model
+        return _handles(*splits.split(model, source, groups, self.version))
+
+    def device_workqueue(self, device: int) -> ResourceHandle:
+        """The device's work-queue configuration."""
+        self._need_workqueues()
+        return ResourceHandle(splits.Workqueue(self._device(device).ordinal, self))
+
+    def context_workqueue(self, context: ContextHandle) -> ResourceHandle:
+        """What a context was given; else its device's."""
+        self._need_workqueues()
+        ctx = self._expect(context, Context, "context_workqueue")
+        given = ctx.green.workqueue if ctx.green is not None else None
+        return ResourceHandle(given or splits.Workqueue(ctx.device, self))
+
+    def workqueue_facts(self, workqueue: ResourceHandle) -> WorkqueueFacts:
+        """Who shares it, and how much work it expects."""
+        return self._expect(workqueue, splits.Workqueue, "workqueue_facts").facts
+
+    def configure_workqueue(
+        self, workqueue: ResourceHandle, sharing_scope: SharingScope, concurrency_limit: int
+    ) -> ResourceHandle:
+        """A copy with other values."""
+        given = self._expect(workqueue, splits.Workqueue, "configure_workqueue")
+        return ResourceHandle(
+            replace(given, sharing_scope=sharing_scope, concurrency_limit=concurrency_limit)
+        )
+
+    def _need_workqueues(self) -> None:
+        if not self.supports(Feature.WORKQUEUES):
+            raise self._lacks("a work-queue resource", "CUDA 13.1")
 
     def describe(self, resources: Sequence[ResourceHandle]) -> DescriptorHandle:
         """One descriptor of several resources."""
-        parts = [self._expect(r, splits.Resource, "describe") for r in resources]
+        parts = [
+            self._expect(r, splits.Workqueue, "describe")
+            if isinstance(r, splits.Workqueue)
+            else self._expect(r, splits.Resource, "describe")
+            for r in resources
+        ]
         if not parts:
             raise from_status(1, "describe")
+
+        def whole(device: int) -> splits.Resource:
+            return splits.whole_device(self._device(device).model, device, self)
+
         several = self.supports(Feature.COMBINED_RESOURCES)
-        return DescriptorHandle(splits.combine(parts, self.version, several=several))
+        return DescriptorHandle(splits.combine(parts, self.version, whole, several=several))
 
     def create_green(self, descriptor: DescriptorHandle, device: int) -> GreenHandle:
         """A green context; retains the primary. Waits until nothing runs."""
@@ -168,7 +223,7 @@ class Contexts(Core):
             self.memory[device].open(GREEN_BYTES, "create_green")
         self._retain(device)
         ident = self._born(device, "green context")
-        green = self._own(Green(ident, device, made_of.mask, made_of.sm_count))
+        green = self._own(Green(ident, device, made_of.mask, made_of.sm_count, made_of.workqueue))
         self._own(green.view)
         return GreenHandle(green)
 
@@ -227,3 +282,9 @@ class Contexts(Core):
         if device.fault is None:
             marker = self._work_so_far(device, None)
             self.clock.wait(lambda: marker.done or device.fault is not None)
+
+
+def _handles(
+    cut: list[splits.Resource], rest: splits.Resource | None
+) -> tuple[list[ResourceHandle], ResourceHandle | None]:
+    return [ResourceHandle(r) for r in cut], None if rest is None else ResourceHandle(rest)

@@ -48,11 +48,14 @@ class Green(Handle):
     `sm_count` is what the driver says they are.
     """
 
-    def __init__(self, ident: int, device: int, mask: int, sm_count: int) -> None:
+    def __init__(
+        self, ident: int, device: int, mask: int, sm_count: int, workqueue: object = None
+    ) -> None:
         self.ident = ident
         self.device = device
         self.mask = mask
         self.sm_count = sm_count
+        self.workqueue = workqueue
         self.view = Context(ident, device, self)
         self.streams: set[SimulatedStream] = set()
 
