@@ -25,7 +25,12 @@ if TYPE_CHECKING:
     from greensched.pool import CloseReport as CloseReport
     from greensched.pool import Pool as Pool
     from greensched.pool import PoolStatistics as PoolStatistics
+    from greensched.resources import ContextOptions as ContextOptions
+    from greensched.resources import DeviceResources as DeviceResources
     from greensched.resources import SMResource as SMResource
+    from greensched.resources import WorkqueueResource as WorkqueueResource
+    from greensched.resources import WorkqueueResourceOptions as WorkqueueResourceOptions
+    from greensched.splitting import SMResourceOptions as SMResourceOptions
     from greensched.stream import Event as Event
     from greensched.stream import Stream as Stream
     from greensched.typing import ALL as ALL
@@ -39,7 +44,9 @@ _ROOMS = {
     "Buffer": "buffers",
     "CloseReport": "pool",
     "Context": "context",
+    "ContextOptions": "resources",
     "Device": "device",
+    "DeviceResources": "resources",
     "Event": "stream",
     "Job": "jobs",
     "Kernel": "kernels",
@@ -52,8 +59,11 @@ _ROOMS = {
     "Program": "kernels",
     "REST": "typing",
     "SMResource": "resources",
+    "SMResourceOptions": "splitting",
     "ServiceClass": "typing",
     "Stream": "stream",
+    "WorkqueueResource": "resources",
+    "WorkqueueResourceOptions": "resources",
     "launch": "launcher",
 }
 

@@ -19,7 +19,7 @@ from typing import Self
 from greensched.driver.base import Driver
 from greensched.errors import Closed, GreenschedError, InvalidRequest, WrongThread, run_all
 from greensched.kernels import Loader
-from greensched.resources import SMResource
+from greensched.resources import DeviceResources
 from greensched.stream import Event, Stream
 from greensched.typing import (
     ContextHandle,
@@ -126,7 +126,6 @@ class Context:
         device_ordinal: of its device.
         green: the driver's green context; None on a primary.
         primary: its device's primary context, or itself.
-        resource: the SMs it was given.
     """
 
     def __init__(
@@ -166,11 +165,9 @@ class Context:
         return self.green is not None
 
     @property
-    def resource(self) -> SMResource:
-        """The SMs it was given; of a green context, they can be split again."""
-        self._check()
-        handle = self.driver.context_resource(self.handle)
-        return SMResource(self.driver, self.device_ordinal, handle)
+    def resources(self) -> DeviceResources:
+        """What it was given: `sm`, which can be split again, and `workqueue`."""
+        return DeviceResources(self.driver, self.device_ordinal, self.handle, self._check)
 
     # -- being current -----------------------------------------------------------------------------
 
@@ -223,13 +220,27 @@ class Context:
 
     # -- what it makes -----------------------------------------------------------------------------
 
-    def create_stream(self, *, priority: int = 0) -> Stream:
-        """A non-blocking stream on its SMs. May block.
+    def create_stream(self, *, priority: int = 0, nonblocking: bool = True) -> Stream:
+        """A non-blocking stream on its SMs, of a green context. May block.
 
         Args:
             priority: a hint for kernels; smaller is more urgent, and the driver clamps it.
+            nonblocking: False is refused: a green context has no streams that wait for the legacy
+                stream (cuda.h, cuGreenCtxStreamCreate).
+
+        Raises:
+            InvalidRequest: a blocking stream; or a primary context, whose streams
+                `Device.create_stream` makes, because they run on every SM.
         """
         self._check()
+        if not self.is_green:
+            raise InvalidRequest(
+                f"{self!r} is not green: Device.create_stream makes streams that run on every SM"
+            )
+        if nonblocking is not True:
+            raise InvalidRequest(
+                f"nonblocking={nonblocking!r}: a green context has non-blocking streams only"
+            )
         return Stream(self, priority=priority)
 
     def create_event(self, *, timing: bool = False, blocking: bool = True) -> Event:

@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Self
 
 from greensched import driver as drivers
 from greensched.context import Context
 from greensched.driver.base import Driver
-from greensched.errors import Closed, InvalidRequest, WrongDevice
+from greensched.errors import Closed, InvalidRequest
 from greensched.kernels import Loader
-from greensched.resources import SMResource, describe
+from greensched.resources import ContextOptions, DeviceResources, describe
 from greensched.stream import Stream
 from greensched.typing import DeviceFacts
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceResources:
-    """What a device has to give out."""
-
-    sm: SMResource
 
 
 class Device:
@@ -79,9 +70,8 @@ class Device:
 
     @property
     def resources(self) -> DeviceResources:
-        """Every SM of it, to be split."""
-        handle = self.driver.device_resource(self.ordinal)
-        return DeviceResources(sm=SMResource(self.driver, self.ordinal, handle))
+        """What it has to give out: `sm`, every SM of it, to be split, and `workqueue`."""
+        return DeviceResources(self.driver, self.ordinal)
 
     @property
     def primary(self) -> Context:
@@ -105,22 +95,21 @@ class Device:
         """Makes its primary context current on this thread, until something else is."""
         self.driver.set_current(self.primary.handle)
 
-    def create_context(self, resources: Sequence[SMResource]) -> Context:
-        """A green context over outputs of one split. May block; does not become current.
+    def create_context(self, options: ContextOptions) -> Context:
+        """A green context over what `options` lists. May block; does not become current.
 
         The driver keeps a descriptor of each combination as long as the process lives: make
         contexts once and reuse them.
 
         Raises:
+            InvalidRequest: no resources, a dry run's, or two work-queue configurations.
             WrongDevice: resources of another device.
-            CUDAError: INVALID_RESOURCE_CONFIGURATION: outputs of different splits, or (from
-                CUDA 13.1) of different alignment.
+            InvalidCombination: outputs of different splits, or (from CUDA 13.1) of different
+                alignment; says which.
+            NotSupported: several resources below CUDA 12.5.
         """
-        for resource in resources:
-            if resource.device != self.ordinal:
-                raise WrongDevice("a resource", resource.device, self.ordinal)
         driver, primary = self.driver, self.primary
-        green = driver.create_green(describe(driver, resources), self.ordinal)
+        green = driver.create_green(describe(driver, self.ordinal, options), self.ordinal)
         try:
             handle = driver.green_context(green)
         except BaseException:
@@ -138,7 +127,7 @@ class Device:
 
     def create_stream(self, *, priority: int = 0) -> Stream:
         """A non-blocking stream of the primary context: its work runs on *every* SM. May block."""
-        return self.primary.create_stream(priority=priority)
+        return Stream(self.primary, priority=priority)
 
     def close(self) -> None:
         """Unloads kernels and releases the primary context. Idempotent. May block."""

@@ -51,6 +51,39 @@ class TooManySMs(InvalidRequest):
         )
 
 
+class InvalidSplit(InvalidRequest):
+    """SMs cannot be cut into the groups asked for.
+
+    Attributes:
+        asked: SMs of each group; None: the largest there can be.
+        sm_count: SMs there were to cut.
+        why: what stands against it.
+        nearest: what can be cut instead, nearest to that; empty: nothing of the kind.
+    """
+
+    def __init__(
+        self, asked: tuple[int | None, ...], sm_count: int, why: str, nearest: tuple[int, ...]
+    ) -> None:
+        self.asked = asked
+        self.sm_count = sm_count
+        self.why = why
+        self.nearest = nearest
+        groups = ", ".join("the largest" if one is None else str(one) for one in asked)
+        instead = ", ".join(map(str, nearest)) or "none"
+        super().__init__(
+            f"{sm_count} SMs cannot be cut into groups of {groups}: {why}; "
+            f"the nearest that can be is {instead}"
+        )
+
+
+class InvalidCombination(InvalidRequest):
+    """Resources that cannot be in one context; `why` says what stands against it."""
+
+    def __init__(self, why: str) -> None:
+        self.why = why
+        super().__init__(f"these resources cannot be in one context: {why}")
+
+
 class InvalidLaunch(InvalidRequest):
     """A launch geometry beyond a limit of the device or the kernel."""
 

@@ -13,7 +13,7 @@ from greensched.device import Device
 from greensched.errors import run_all
 from greensched.kernels import Kernel
 from greensched.launcher import LaunchConfig, Plan
-from greensched.resources import SMResource
+from greensched.resources import ContextOptions, SMResource
 from greensched.stream import EventTrack
 from greensched.transfer import Chunks
 from greensched.words import Words
@@ -40,9 +40,9 @@ class Lane:
     ) -> None:
         self.device = device
         self.mask = mask
-        self.context: Context = device.create_context(resources)
+        self.context: Context = device.create_context(ContextOptions(resources=resources))
         try:
-            self.sm_count = self.context.resource.sm_count
+            self.sm_count = self.context.resources.sm.sm_count
             #: Launches and copies.
             self.launches = words.create_track(self.context)
             #: Blocking callables.

@@ -27,9 +27,9 @@ import numpy as np
 
 from greensched.buffers import Buffer, PinnedBuffer, Use
 from greensched.errors import BufferClosed, CUDAError, OutOfMemory, run_all, too_late
-from greensched.stream import Stream, Track
+from greensched.stream import Owner, Stream, Track
 from greensched.typing import HostMemory
-from greensched.words import PAGE, Owner, Words
+from greensched.words import PAGE, Words
 
 logger = logging.getLogger("greensched")
 

@@ -18,11 +18,17 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from greensched.device import Device
-from greensched.errors import CUDAError, PoolClosed, run_all
+from greensched.errors import (
+    CUDAError,
+    InvalidCombination,
+    NotSupported,
+    PoolClosed,
+    run_all,
+)
 from greensched.lane import Lane
 from greensched.memory import DeviceMemory, PinnedMemory
 from greensched.planning.cells import Cells
-from greensched.resources import SMResource
+from greensched.resources import ContextOptions, SMResource
 from greensched.transfer import Slots
 from greensched.words import Words
 from greensched.worker import Crew, Home
@@ -82,7 +88,7 @@ class Site:
 
     def _try_words(self) -> None:
         """On a green context, as the lanes are."""
-        context = self.device.create_context(self.cut.groups[:1])
+        context = self.device.create_context(ContextOptions(resources=self.cut.groups[:1]))
         try:
             self.words.try_writing(context)
         finally:
@@ -92,7 +98,7 @@ class Site:
         for mask in self.cells.menu(MENU):
             try:
                 self.add(self.make(mask))
-            except CUDAError as error:
+            except (CUDAError, NotSupported) as error:
                 if not self.crews:
                     raise
                 logger.info("%r holds %d lanes: %s", self.device, len(self.crews), error)
@@ -196,7 +202,7 @@ def cut(device: Device) -> Cut:
     """
     whole = device.resources.sm
     minimum = whole.min_partition_size or _smallest_group(whole)
-    groups, remainder = whole.split_by_count(minimum)
+    groups, remainder = whole.split_evenly(minimum)
     left = remainder.sm_count if remainder is not None else 0
     joins = remainder is not None and _joins(device, groups[0], remainder)
     cells = Cells(size=groups[0].sm_count, count=len(groups), remainder=left, joins=joins)
@@ -205,13 +211,13 @@ def cut(device: Device) -> Cut:
 
 def _smallest_group(whole: SMResource) -> int:
     """For drivers that do not say: a trial split, rounded up to what can be."""
-    return whole.split_by_count(1, 1)[0][0].sm_count
+    return whole.split_evenly(1)[0][0].sm_count
 
 
 def _joins(device: Device, group: SMResource, remainder: SMResource) -> bool:
     """Tried once: from CUDA 13.1 on resources of unequal alignment are refused."""
     try:
-        device.create_context([group, remainder]).close()
-    except CUDAError:
+        device.create_context(ContextOptions(resources=[group, remainder])).close()
+    except (CUDAError, InvalidCombination, NotSupported):
         return False
     return True

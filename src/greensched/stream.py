@@ -13,7 +13,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, suppress
-from typing import Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from greensched.driver.base import Driver
 from greensched.errors import Closed, CUDAError, InvalidRequest, run_all
@@ -26,6 +26,9 @@ from greensched.typing import (
     Mailbox,
     StreamHandle,
 )
+
+if TYPE_CHECKING:  # they stand side by side, and neither needs the other to run
+    from greensched.resources import DeviceResources
 
 #: What streams write of a ticket: its lowest 32 bits. There are never 2**32 in flight.
 MASK = 0xFFFFFFFF
@@ -53,6 +56,9 @@ class Owner(Protocol):
 
     @property
     def primary(self) -> Owner: ...
+
+    @property
+    def resources(self) -> DeviceResources: ...
 
     def entered(self) -> AbstractContextManager[None]: ...
 
@@ -120,6 +126,11 @@ class Stream:
             self.handle = context.driver.create_stream(context.green, priority)
             context.streams.add(self.handle)
         self.is_closed = False
+
+    @property
+    def resources(self) -> DeviceResources:
+        """What its context was given: `sm` and `workqueue`."""
+        return _open(self, "stream").context.resources
 
     def record(self, event: Event | None = None) -> Event:
         """Captures the work submitted so far in an event (a new one if none is given).

@@ -19,9 +19,8 @@ import numpy.typing as npt
 
 from greensched.buffers import Buffer, dtype_of
 from greensched.errors import InvalidArray
-from greensched.stream import Event, Track
+from greensched.stream import Event, Owner, Track
 from greensched.typing import HostMemory, StreamHandle
-from greensched.words import Owner
 
 #: A slot: what a loop may copy itself. 64 KiB take some 6 us at 10 GB/s.
 SLOT = 64 << 10

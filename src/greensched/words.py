@@ -6,31 +6,14 @@ Each has a cache line of its own, so that no reader waits for another's writer.
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import Any, Protocol
 
-from greensched.driver.base import Driver
 from greensched.errors import CUDAError, DeviceFault
-from greensched.stream import Event, EventTrack, Stream, Track
+from greensched.stream import Event, EventTrack, Owner, Stream, Track
 from greensched.typing import Feature, HostMemory
 
 #: A word for each ticket on a cache line of its own: 64 bytes on x86-64 and most of AArch64.
 LINE = 64
 PAGE = 4096
-
-
-class Owner(Protocol):
-    """What words and memory need of a context."""
-
-    driver: Driver
-
-    @property
-    def device_ordinal(self) -> int: ...
-
-    def entered(self) -> Any: ...
-
-    def create_stream(self, *, priority: int = 0) -> Stream: ...
-
-    def create_event(self, *, timing: bool = False, blocking: bool = True) -> Event: ...
 
 
 class Words:
@@ -58,9 +41,9 @@ class Words:
     def create_track(self, context: Owner) -> Track:
         """A new stream of a context, and the tickets of its work. May block."""
         with ExitStack() as undo:
-            stream = context.create_stream()
+            stream = Stream(context)
             undo.callback(stream.close)
-            event = context.create_event()
+            event = Event(context)
             undo.callback(event.close)
             track = self._track(stream, event)
             undo.pop_all()

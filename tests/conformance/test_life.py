@@ -8,7 +8,16 @@ import anyio
 import pytest
 
 import greensched
-from greensched import Device, LaunchConfig, Pool, PoolState, launch, process
+from greensched import (
+    ContextOptions,
+    Device,
+    LaunchConfig,
+    Pool,
+    PoolState,
+    SMResourceOptions,
+    launch,
+    process,
+)
 from greensched.kernels import smids, spin
 from helpers.gate import Gate
 from helpers.waiting import until
@@ -208,11 +217,11 @@ def test_objects_below_the_pool_work_by_themselves(world: World) -> None:
     def use() -> None:
         device = Device(0, driver=world.driver())
         assert device.resources.sm.sm_count == device.sm_count
-        groups, rest = device.resources.sm.split_by_count(8)
+        groups, rest = device.resources.sm.split(SMResourceOptions(count=(8, 8)))
         assert rest is None or rest.sm_count < device.sm_count
-        context = device.create_context(groups[:2])
+        context = device.create_context(ContextOptions(resources=groups))
         assert context.is_green
-        assert context.resource.sm_count == sum(g.sm_count for g in groups[:2])
+        assert context.resources.sm.sm_count == sum(g.sm_count for g in groups)
         stream = context.create_stream()
         start, end = context.create_event(timing=True), context.create_event(timing=True)
         stream.record(start)
@@ -244,7 +253,8 @@ def test_objects_below_the_pool_work_by_themselves(world: World) -> None:
 def test_children_end_with_their_context(world: World) -> None:
     """What is left of a context's streams and events when it closes is ended with it, and dead."""
     device = Device(0, driver=world.driver())
-    context = device.create_context(device.resources.sm.split_by_count(8)[0][:1])
+    groups, _ = device.resources.sm.split(SMResourceOptions(count=8))
+    context = device.create_context(ContextOptions(resources=groups))
     stream, event = context.create_stream(), context.create_event()
     context.close()
     for use in (stream.sync, event.sync, stream.record):

@@ -397,7 +397,8 @@ def test_the_verbs_are_covered() -> None:
     elsewhere = {"primary_state", "stream_resource", "stream_address", "synchronize_stream",
                  "host_function", "begin_capture", "end_capture", "destroy_graph", "elapsed",
                  "set_bytes", "copy", "synchronize_context", "priority_range", "wait_value",
-                 "allow_shared", "memory_info", "synchronize_event"}  # fmt: skip
+                 "allow_shared", "memory_info", "synchronize_event", "split", "device_workqueue",
+                 "context_workqueue", "workqueue_facts", "configure_workqueue"}  # fmt: skip
     assert set(VERBS) - set(CALLS) <= elsewhere, set(VERBS) - set(CALLS) - elsewhere
     assert "h200" in PRESETS
 

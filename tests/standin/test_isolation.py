@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import greensched
-from greensched import Device, LaunchConfig, Pool, launch
+from greensched import ContextOptions, Device, LaunchConfig, Pool, SMResourceOptions, launch
 from greensched.kernels import smids, spin
 from standin.conftest import Standin
 
@@ -121,7 +121,10 @@ def test_an_overlap_made_on_purpose_is_caught(standin: Standin, tmp_path: Path) 
     trace = tmp_path / "trace.jsonl"
     device = Device(0, driver="cuda")
     contexts = [
-        device.create_context(device.resources.sm.split_by_count(8)[0][:1]) for _ in range(2)
+        device.create_context(
+            ContextOptions(resources=device.resources.sm.split(SMResourceOptions(count=8))[0])
+        )
+        for _ in range(2)
     ]
     streams = [context.create_stream() for context in contexts]
     standin.set("kernel_us", KERNEL_US)

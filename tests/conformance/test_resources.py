@@ -1,0 +1,341 @@
+"""SMs and work queues of a device, a context and a stream: asking, cutting, using them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import greensched
+from greensched import (
+    ContextOptions,
+    Device,
+    InvalidRequest,
+    InvalidSplit,
+    LaunchConfig,
+    NotSupported,
+    SMResourceOptions,
+    WorkqueueResourceOptions,
+    launch,
+)
+from greensched.kernels import fill, spin
+from greensched.typing import Feature
+from helpers.world import World
+
+
+@pytest.fixture
+def device(world: World) -> Iterator[Device]:
+    device = Device(0, driver=world.driver())
+    yield device
+    device.close()
+
+
+def cut(device: Device, *counts: int) -> list[greensched.SMResource]:
+    """Groups of so many SMs, of one split, on any driver."""
+    return device.resources.sm.split(SMResourceOptions(count=counts))[0]
+
+
+def step(device: Device) -> int:
+    """SMs that every driver cuts a group of."""
+    sm = device.resources.sm
+    return max(sm.min_partition_size, sm.coscheduled_alignment, 2)
+
+
+# -- asking -----------------------------------------------------------------------------------
+
+
+def test_a_device_says_its_sms(device: Device) -> None:
+    """Every SM, the least group, the alignment, the flags and a handle, as the driver has them."""
+    sm = device.resources.sm
+    assert sm.sm_count == device.sm_count > 0
+    assert 0 < sm.min_partition_size <= sm.sm_count
+    assert sm.coscheduled_alignment % 2 == 0
+    assert sm.flags == 0
+    assert sm.handle is not None
+    if device.compute_capability >= (9, 0):
+        assert (sm.min_partition_size, sm.coscheduled_alignment) == (8, 8)
+    else:
+        assert (sm.min_partition_size, sm.coscheduled_alignment) in {(2, 2), (4, 2)}
+
+
+def test_a_device_says_its_work_queues_where_it_has_them(device: Device) -> None:
+    """From 13.1 on there is a configuration, a new copy each time; before, NotSupported."""
+    if not device.driver.supports(Feature.WORKQUEUES):
+        with pytest.raises(NotSupported, match=r"needs CUDA 13\.1"):
+            _ = device.resources.workqueue
+        return
+    queue = device.resources.workqueue
+    assert queue.sharing_scope == "device_ctx"
+    assert queue.concurrency_limit >= 1
+    queue.configure(
+        WorkqueueResourceOptions(sharing_scope="green_ctx_balanced", concurrency_limit=4)
+    )
+    assert (queue.sharing_scope, queue.concurrency_limit) == ("green_ctx_balanced", 4)
+    queue.configure(WorkqueueResourceOptions(concurrency_limit=2))
+    assert (queue.sharing_scope, queue.concurrency_limit) == ("green_ctx_balanced", 2)
+    assert device.resources.workqueue.sharing_scope == "device_ctx"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        WorkqueueResourceOptions(sharing_scope="everybody"),  # type: ignore[arg-type]
+        WorkqueueResourceOptions(concurrency_limit=0),
+        WorkqueueResourceOptions(concurrency_limit=True),
+        "green_ctx_balanced",
+    ],
+)
+def test_a_wrong_configuration_changes_nothing(device: Device, options: Any) -> None:
+    """An unknown scope, a limit below 1, or no options at all are refused, as a ValueError."""
+    if not device.driver.supports(Feature.WORKQUEUES):
+        pytest.skip("this driver has no work queues")
+    queue = device.resources.workqueue
+    before = repr(queue)
+    with pytest.raises(ValueError, match=r"give|takes"):
+        queue.configure(options)
+    assert repr(queue) == before
+
+
+# -- what is asked of a split -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"count": 8, "coscheduled_sm_count": (2, 2)}, "has 2 values"),
+        ({"count": (8, 8), "coscheduled_sm_count": (2, 2, 2)}, "asks for 2 groups"),
+        ({"count": (8, 8), "backfill": [True]}, "asks for 2 groups"),
+        ({"count": -8}, "more than 0"),
+        ({"count": 0}, "more than 0"),
+        ({"count": 8.0}, "more than 0"),
+        ({"count": True}, "more than 0"),
+        ({"count": "16"}, "more than 0"),
+        ({"count": ()}, "no group"),
+        ({"count": 8, "backfill": 1}, "True or False"),
+        ({"count": (8, -1)}, "more than 0"),
+    ],
+)
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_a_split_that_says_nothing_clear_is_refused(
+    device: Device, options: dict[str, Any], message: str, dry_run: bool
+) -> None:
+    """Sequences that do not fit count, and counts that are none, are a ValueError of ours."""
+    with pytest.raises(ValueError, match=message) as refused:
+        device.resources.sm.split(SMResourceOptions(**options), dry_run=dry_run)
+    assert isinstance(refused.value, InvalidRequest)
+
+
+def test_a_split_takes_options(device: Device) -> None:
+    """Anything but SMResourceOptions is refused, and what is meant is said."""
+    with pytest.raises(InvalidRequest, match=r"SMResourceOptions\(count="):
+        device.resources.sm.split(16)  # type: ignore[arg-type]
+
+
+def test_count_decides_how_many_groups_there_are(device: Device) -> None:
+    """A single value is one group, a sequence one for each; the rest of the SMs is left over."""
+    sm, least = device.resources.sm, step(device)
+    (one,), rest = sm.split(SMResourceOptions(count=least))
+    assert rest is not None
+    assert (one.sm_count, rest.sm_count) == (least, sm.sm_count - least)
+    two, rest = sm.split(SMResourceOptions(count=[least, least], backfill=False))
+    assert [group.sm_count for group in two] == [least, least]
+    assert rest is not None
+    assert rest.sm_count == sm.sm_count - 2 * least
+
+
+def test_none_finds_the_largest_group(device: Device) -> None:
+    """Without a count there is one group, and no larger one could have been cut."""
+    sm = device.resources.sm
+    (largest,), rest = sm.split(SMResourceOptions())
+    left = rest.sm_count if rest is not None else 0
+    assert largest.sm_count + left == sm.sm_count
+    assert left < largest.sm_count
+    with pytest.raises(InvalidSplit):
+        sm.split(SMResourceOptions(count=sm.sm_count + 2))
+
+
+def test_a_dry_run_answers_as_the_real_split(device: Device) -> None:
+    """Sizes, alignment, flags, remainder and refusals are the same, on every driver."""
+    sm, least = device.resources.sm, step(device)
+    asked = [
+        SMResourceOptions(),
+        SMResourceOptions(count=least),
+        SMResourceOptions(count=(least, least)),
+        SMResourceOptions(count=(least, 2 * least)),
+        SMResourceOptions(count=least + 1),
+        SMResourceOptions(count=least + 2),
+        SMResourceOptions(count=least + 2, backfill=True),
+        SMResourceOptions(count=4, coscheduled_sm_count=2),
+        SMResourceOptions(count=sm.sm_count),
+        SMResourceOptions(count=sm.sm_count + 2),
+        SMResourceOptions(count=(None, None)),
+        SMResourceOptions(count=(least,) * 1000),
+    ]
+
+    def outcome(options: SMResourceOptions, *, dry_run: bool) -> object:
+        try:
+            groups, rest = sm.split(options, dry_run=dry_run)
+        except greensched.GreenschedError as error:
+            return type(error), str(error)
+        return [
+            (one.sm_count, one.min_partition_size, one.coscheduled_alignment, one.flags)
+            for one in (*groups, *([rest] if rest is not None else []))
+        ]
+
+    for options in asked:
+        assert outcome(options, dry_run=True) == outcome(options, dry_run=False), options
+
+
+def test_nothing_is_made_of_a_dry_run(device: Device) -> None:
+    """Its outputs say their sizes; a context of them, or a split of them, is refused."""
+    (group,), rest = device.resources.sm.split(SMResourceOptions(count=step(device)), dry_run=True)
+    assert "dry run" in repr(group)
+    for output in (group, rest):
+        assert output is not None
+        with pytest.raises(ValueError, match="dry run"):
+            device.create_context(ContextOptions(resources=[output]))
+        with pytest.raises(ValueError, match="output of a split"):
+            output.split(SMResourceOptions(count=2))
+
+
+def test_a_refused_split_says_why_and_what_is_nearest(device: Device) -> None:
+    """The error has what was asked, what there was, why not, and sizes that can be cut."""
+    sm, least = device.resources.sm, step(device)
+    for counts in ((sm.sm_count + 2,), (least + 1,), (least,) * 1000):
+        with pytest.raises(InvalidSplit, match="cannot be cut into groups of") as refused:
+            sm.split(SMResourceOptions(count=counts))
+        error = refused.value
+        assert (error.asked, error.sm_count) == (counts, sm.sm_count)
+        assert error.why
+        assert error.nearest
+        groups, _ = sm.split(SMResourceOptions(count=error.nearest))
+        assert tuple(group.sm_count for group in groups) == error.nearest
+
+
+def test_the_output_of_a_split_is_not_split_again(device: Device) -> None:
+    """It is refused in words that say how; the SMs of a context over it can be split."""
+    least = step(device)
+    (group,), rest = device.resources.sm.split(SMResourceOptions(count=2 * least))
+    for output in (group, rest):
+        assert output is not None
+        with pytest.raises(InvalidRequest, match=r"resources\.sm"):
+            output.split(SMResourceOptions(count=least))
+    context = device.create_context(ContextOptions(resources=[group]))
+    (inner,), _ = context.resources.sm.split(SMResourceOptions(count=least))
+    assert inner.sm_count == least
+    context.close()
+
+
+# -- green contexts ---------------------------------------------------------------------------
+
+
+def test_a_context_needs_resources(device: Device) -> None:
+    """No options, no resources, or what is none, is a ValueError that says what is meant."""
+    wrong: list[Any] = [
+        None,
+        [],
+        cut(device, step(device)),
+        ContextOptions(resources=[]),
+        ContextOptions(resources=device.resources.sm),  # type: ignore[arg-type]
+        ContextOptions(resources=[16]),  # type: ignore[list-item]
+    ]
+    for options in wrong:
+        with pytest.raises(ValueError, match="resources"):
+            device.create_context(options)
+
+
+def test_contexts_and_streams_say_what_they_were_given(device: Device) -> None:
+    """Each has the SMs of its groups, and their streams the same; the primary has all."""
+    least = step(device)
+    groups = cut(device, least, least, least)
+    one = device.create_context(ContextOptions(resources=groups[:1]))
+    two = device.create_context(ContextOptions(resources=groups[1:]))
+    assert one.is_green
+    assert not device.primary.is_green
+    for context, sms in ((one, least), (two, 2 * least)):
+        assert context.resources.sm.sm_count == sms < device.sm_count
+        stream = context.create_stream()
+        assert stream.context is context
+        assert stream.resources.sm.sm_count == sms
+        if device.driver.supports(Feature.STREAM_RESOURCES):
+            said = device.driver.stream_resource(stream.handle)
+            assert device.driver.resource_facts(said).sm_count == sms
+        event = stream.record()
+        assert event.context.device_ordinal == device.ordinal
+        event.close()
+        stream.close()
+    assert device.primary.resources.sm.sm_count == device.sm_count
+    stream = device.create_stream()
+    assert stream.context is device.primary
+    assert stream.resources.sm.sm_count == device.sm_count
+    stream.close()
+    with pytest.raises(greensched.Closed):
+        _ = stream.resources
+    resources = one.resources
+    one.close()
+    with pytest.raises(greensched.Closed):
+        _ = resources.sm
+    two.close()
+
+
+def test_a_context_has_the_work_queues_it_was_given(device: Device) -> None:
+    """SMs and a configuration go together, or the configuration alone over every SM."""
+    if not device.driver.supports(Feature.WORKQUEUES):
+        pytest.skip("this driver has no work queues")
+    queue, second = device.resources.workqueue, device.resources.workqueue
+    queue.configure(
+        WorkqueueResourceOptions(sharing_scope="green_ctx_balanced", concurrency_limit=2)
+    )
+    groups = cut(device, step(device))
+    for resources, sms in (([*groups, queue], step(device)), ([queue], device.sm_count)):
+        context = device.create_context(ContextOptions(resources=resources))
+        stream = context.create_stream()
+        for found in (context.resources, stream.resources):
+            assert found.workqueue.sharing_scope == "green_ctx_balanced"
+            assert found.workqueue.concurrency_limit == 2
+            assert found.sm.sm_count == sms
+        launch(stream, LaunchConfig(grid=1, block=1), spin, 1000)
+        stream.sync()
+        stream.close()
+        context.close()
+    with pytest.raises(ValueError, match="at most"):
+        device.create_context(ContextOptions(resources=[*groups, queue, second]))
+
+
+def test_streams_of_a_green_context_are_non_blocking(device: Device) -> None:
+    """A blocking one is a ValueError; a primary's streams are Device.create_stream's."""
+    context = device.create_context(ContextOptions(resources=cut(device, step(device))))
+    with pytest.raises(ValueError, match="non-blocking streams only"):
+        context.create_stream(nonblocking=False)
+    with pytest.raises(ValueError, match=r"Device\.create_stream"):
+        device.primary.create_stream()
+    least, greatest = 0, -1
+    for priority in (least, greatest):
+        context.create_stream(priority=priority).close()
+    context.close()
+
+
+def test_unsplit_sms_are_combined_with_nothing(device: Device) -> None:
+    """The whole device beside a group of it is refused, and the reason is said."""
+    with pytest.raises(greensched.InvalidCombination, match="unsplit"):
+        device.create_context(
+            ContextOptions(resources=[*cut(device, step(device)), device.resources.sm])
+        )
+
+
+@pytest.mark.runs_device_code
+def test_two_contexts_run_kernels_of_their_own(world: World) -> None:
+    """Two green contexts fill two buffers at once, each with its own value."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partitions(8, 8) as (a, b):
+            config = LaunchConfig(grid=64, block=256)
+            with await a.empty(10_000) as x, await b.empty(10_000) as y:
+                a.launch(fill, config, x, 1.5, x.size)
+                b.launch(fill, config, y, 2.5, y.size)
+                assert set((await a.download(x)).tolist()) == {1.5}
+                assert set((await b.download(y)).tolist()) == {2.5}
+            assert a.context.handle != b.context.handle
+
+    world.run(main)

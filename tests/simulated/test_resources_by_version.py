@@ -1,0 +1,297 @@
+"""Cutting and combining SMs by the driver's version: the same answer, or what is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from greensched import (
+    ContextOptions,
+    Device,
+    InvalidCombination,
+    InvalidSplit,
+    NotSupported,
+    SMResource,
+    SMResourceOptions,
+    WrongDevice,
+)
+from greensched.driver import simulated
+from greensched.driver.simulated import Fail
+from greensched.errors import CUDAError
+
+VERSIONS = ("12.4", "12.5", "13.0", "13.1", "13.4")
+OLD, NEW = VERSIONS[:3], VERSIONS[3:]
+Open = Callable[..., Device]
+
+
+@pytest.fixture
+def opened() -> Iterator[Open]:
+    """Opens devices of simulated machines, and closes them, with nothing left."""
+    devices: list[Device] = []
+
+    def new(spec: str, ordinal: int = 0, **options: object) -> Device:
+        machine = simulated.open(spec, **options)  # type: ignore[arg-type]
+        devices.append(Device(ordinal, driver=machine))
+        return devices[-1]
+
+    yield new
+    for device in devices:
+        device.close()
+        assert not device.driver.live()  # type: ignore[attr-defined]
+        device.driver.close()  # type: ignore[attr-defined]
+
+
+def mask(resource: SMResource) -> int:
+    return resource.handle.mask  # type: ignore[attr-defined, no-any-return]
+
+
+def sizes(device: Device, **options: object) -> tuple[list[int], int]:
+    groups, rest = device.resources.sm.split(SMResourceOptions(**options))  # type: ignore[arg-type]
+    return [group.sm_count for group in groups], rest.sm_count if rest is not None else 0
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_equal_groups_on_every_version(opened: Open, version: str) -> None:
+    """Groups of one size come the same, of the structured split or of the split by count."""
+    device = opened(f"h200@{version}")
+    assert sizes(device, count=16) == ([16], 116)
+    assert sizes(device, count=(16, 16, 16)) == ([16] * 3, 84)
+    assert sizes(device, count=(8,) * 15) == ([8] * 15, 12)
+    if version != "12.4":
+        assert sizes(device, count=(10, 10), coscheduled_sm_count=2) == ([10, 10], 112)
+
+
+@pytest.mark.parametrize("version", OLD)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"count": (16, 32)},
+        {"count": (16, None)},
+        {"count": 12, "backfill": True},
+        {"count": 16, "preferred_coscheduled_sm_count": 16},
+        {"count": 16, "coscheduled_sm_count": 16},
+        {"count": (16, 16), "coscheduled_sm_count": (8, 2)},
+    ],
+)
+def test_what_needs_a_structured_split_says_so(
+    opened: Open, version: str, options: dict[str, object]
+) -> None:
+    """Below 13.1 whatever is not groups alike says what it needs and what is here."""
+    with pytest.raises(NotSupported, match=rf"needs CUDA 13\.1 .*this is CUDA {version}"):
+        sizes(opened(f"h200@{version}"), **options)
+
+
+def test_finer_groups_need_12_5(opened: Open) -> None:
+    """A 12.4 driver cannot give up co-scheduling, and says so."""
+    with pytest.raises(NotSupported, match=r"CUDA 12\.5; this is a simulated CUDA 12\.4"):
+        sizes(opened("h200@12.4"), count=10, coscheduled_sm_count=2)
+
+
+@pytest.mark.parametrize(
+    ("version", "largest"), [("12.4", 128), ("13.0", 128), ("13.1", 120), ("13.4", 132)]
+)
+def test_the_largest_group_by_version(opened: Open, version: str, largest: int) -> None:
+    """None finds what that version's driver gives at most."""
+    assert sizes(opened(f"h200@{version}")) == ([largest], 132 - largest)
+
+
+@pytest.mark.parametrize("version", NEW)
+def test_groups_of_several_sizes(opened: Open, version: str) -> None:
+    """From 13.1 on one call cuts several sizes, and scalars stand for each of them."""
+    device = opened(f"h200@{version}")
+    assert sizes(device, count=(16, 64, None), coscheduled_sm_count=8) == ([16, 64, 40], 12)
+    assert sizes(device, count=(16, 116), coscheduled_sm_count=(8, 2)) == ([16, 116], 0)
+    assert sizes(device, count=(16, 116), backfill=(False, True)) == ([16, 116], 0)
+
+
+@pytest.mark.parametrize(
+    ("version", "options", "why", "nearest"),
+    [
+        ("13.1", {"count": 12}, "no multiple of the 8", (16,)),
+        ("13.1", {"count": 9}, "odd", (8,)),
+        ("13.1", {"count": 200}, "more than there are", (120,)),
+        ("13.1", {"count": 128}, "within the chip's borders.*backfill=True", (120,)),
+        ("13.1", {"count": (64, 72)}, "together they are 136", (64, 56)),
+        ("13.4", {"count": (None, None)}, "leaves nothing", (120,)),
+        ("13.1", {"count": (8,) * 16}, "borders", (8,) * 15),
+        ("13.1", {"count": (64, 70), "coscheduled_sm_count": 2}, "together", (64, 68)),
+        ("13.0", {"count": 12}, "no multiple of the 8", (16,)),
+        ("13.0", {"count": (8,) * 16}, "borders", (8,) * 15),
+        ("13.0", {"count": (72, 72)}, "together", (64, 64)),
+        ("12.5", {"count": 12}, "groups of other sizes", (16,)),
+        ("13.0", {"count": (None, None)}, "leaves nothing", (64, 64)),
+    ],
+)
+def test_a_refusal_says_why_and_what_is_nearest(
+    opened: Open, version: str, options: dict[str, object], why: str, nearest: tuple[int, ...]
+) -> None:
+    """An aligned count that the chip has no room for is refused too, with a way out."""
+    with pytest.raises(InvalidSplit, match=why) as refused:
+        sizes(opened(f"h200@{version}"), **options)
+    assert refused.value.nearest == nearest
+    assert isinstance(refused.value.__cause__, CUDAError)
+
+
+def test_below_8_the_oldest_split_has_a_smallest_group(opened: Open) -> None:
+    """An A100 by count has groups of 4 at least; 13.1 cuts 2, and so does the finer flag."""
+    with pytest.raises(InvalidSplit, match="fewer than the 4") as refused:
+        sizes(opened("a100@13.0"), count=2)
+    assert refused.value.nearest == (4,)
+    assert sizes(opened("a100@13.1"), count=2) == ([2], 106)
+    assert sizes(opened("a100@13.0"), count=2, coscheduled_sm_count=2) == ([2], 106)
+
+
+def test_a_drivers_other_failures_are_not_refusals(opened: Open) -> None:
+    """What is no answer about the split comes as it is, and nothing else is tried."""
+    device = opened("h200@13.1", faults=[Fail("split", 1, 999)])
+    with pytest.raises(CUDAError, match="UNKNOWN"):
+        sizes(device, count=16)
+    assert sizes(device, count=16) == ([16], 116)
+
+
+@given(
+    version=st.sampled_from(VERSIONS),
+    spec=st.sampled_from(["h200", "a100", "t4", "rtx5090"]),
+    counts=st.lists(st.none() | st.integers(1, 140), min_size=1, max_size=4),
+    fine=st.booleans(),
+    alike=st.booleans(),
+)
+def test_a_dry_run_is_the_real_split(
+    version: str, spec: str, counts: list[int | None], fine: bool, alike: bool
+) -> None:
+    """Whatever is asked of whatever driver, both answer or refuse in the same words.
+
+    What is cut has just the sizes asked for and is disjoint; what is nearest can be cut.
+    """
+    driver = simulated.open(f"{spec}@{version}")
+    device = Device(0, driver=driver)
+    counts = [counts[0]] * len(counts) if alike else counts
+    options = SMResourceOptions(count=counts, coscheduled_sm_count=2 if fine else None)
+
+    def outcome(*, dry_run: bool) -> tuple[object, str, tuple[int, ...]]:
+        try:
+            groups, rest = device.resources.sm.split(options, dry_run=dry_run)
+        except (NotSupported, InvalidSplit) as error:
+            return type(error), str(error), getattr(error, "nearest", ())
+        every = [*groups, *([rest] if rest is not None else [])]
+        assert not any(mask(a) & mask(b) for a, b in combinations(every, 2))
+        for asked, group in zip(counts, groups, strict=True):
+            assert group.sm_count == (asked or group.sm_count)
+        return (), "", tuple(one.sm_count for one in groups)
+
+    first = outcome(dry_run=True)
+    assert first == outcome(dry_run=False)
+    kind, _, possible = first
+    if kind is InvalidSplit and possible:
+        again = SMResourceOptions(count=possible, coscheduled_sm_count=options.coscheduled_sm_count)
+        nearest, _ = device.resources.sm.split(again)
+        assert tuple(one.sm_count for one in nearest) == possible
+    device.close()
+    driver.close()
+
+
+# -- combining --------------------------------------------------------------------------------
+
+
+def combine(device: Device, *resources: SMResource | None) -> int:
+    """SMs of a context over several resources."""
+    assert None not in resources
+    context = device.create_context(ContextOptions(resources=resources))  # type: ignore[arg-type]
+    count = context.resources.sm.sm_count
+    context.close()
+    return count
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_one_resource_makes_a_context_on_every_version(opened: Open, version: str) -> None:
+    """A group, a remainder and the unsplit device each make one."""
+    device = opened(f"h200@{version}")
+    (group,), rest = device.resources.sm.split(SMResourceOptions(count=16))
+    for resource, sms in ((group, 16), (rest, 116), (device.resources.sm, 132)):
+        assert combine(device, resource) == sms
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_outputs_of_one_split_combine_from_12_5_on(opened: Open, version: str) -> None:
+    """12.4 takes one resource, and says what it needs for more."""
+    device = opened(f"h200@{version}")
+    groups, _ = device.resources.sm.split(SMResourceOptions(count=(8, 8, 8)))
+    if version == "12.4":
+        with pytest.raises(NotSupported, match=r"needs CUDA 12\.5; this is CUDA 12\.4"):
+            combine(device, *groups)
+    else:
+        assert combine(device, *groups) == 24
+
+
+@pytest.mark.parametrize("version", VERSIONS[1:])
+def test_a_remainder_of_unequal_alignment_stays_alone_from_13_1_on(
+    opened: Open, version: str
+) -> None:
+    """Before, it joins groups; from 13.1 on the refusal has both alignments."""
+    device = opened(f"h200@{version}")
+    groups, rest = device.resources.sm.split(SMResourceOptions(count=(8,) * 15))
+    if version in NEW:
+        with pytest.raises(InvalidCombination, match=r"unequal alignment .*\(8, 2\)"):
+            combine(device, groups[0], rest)
+    else:
+        assert combine(device, groups[0], rest) == 20
+
+
+@pytest.mark.parametrize("version", VERSIONS[1:])
+def test_outputs_of_several_splits_combine_on_13_0_only(opened: Open, version: str) -> None:
+    """As measured there; elsewhere the refusal says that they overlap."""
+    device = opened(f"h200@{version}")
+    outputs = [device.resources.sm.split(SMResourceOptions(count=8))[0][0] for _ in range(2)]
+    if version == "13.0":
+        assert combine(device, *outputs) == 16
+    else:
+        with pytest.raises(InvalidCombination, match="several splits"):
+            combine(device, *outputs)
+
+
+def test_backfilled_groups_stay_apart_from_13_4_on(opened: Open) -> None:
+    """Flags must be equal there; 13.1 does not ask."""
+    for version in NEW:
+        device = opened(f"h200@{version}")
+        groups, _ = device.resources.sm.split(
+            SMResourceOptions(count=(8, 8), backfill=(False, True))
+        )
+        assert [group.flags for group in groups] == [0, 1]
+        if version == "13.4":
+            with pytest.raises(InvalidCombination, match="unequal flags"):
+                combine(device, *groups)
+        else:
+            assert combine(device, *groups) == 16
+
+
+def test_a_resource_of_another_device_is_refused(opened: Open) -> None:
+    """SMs and work queues alike are named by the device they belong to."""
+    machine = simulated.open("h200x2@13.1")
+    here, there = Device(0, driver=machine), Device(1, driver=machine)
+    (group,), _ = there.resources.sm.split(SMResourceOptions(count=8))
+    for resource in (group, there.resources.workqueue):
+        with pytest.raises(WrongDevice, match="belongs to device 1, and this is device 0"):
+            here.create_context(ContextOptions(resources=[resource]))
+    here.close()
+    there.close()
+    machine.close()
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_streams_of_green_contexts_need_12_5(opened: Open, version: str) -> None:
+    """12.4 says what it needs; later ones make a stream that says its SMs."""
+    device = opened(f"h200@{version}")
+    (group,), _ = device.resources.sm.split(SMResourceOptions(count=16))
+    context = device.create_context(ContextOptions(resources=[group]))
+    if version == "12.4":
+        with pytest.raises(NotSupported, match=r"CUDA 12\.5; this is a simulated CUDA 12\.4"):
+            context.create_stream()
+    else:
+        stream = context.create_stream()
+        assert stream.resources.sm.sm_count == 16
+        stream.close()
+    context.close()
