@@ -8,12 +8,19 @@ events) is made at its birth, before anybody else knows it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from greensched.context import Context
 from greensched.device import Device
 from greensched.errors import run_all
 from greensched.kernels import Kernel
 from greensched.launcher import LaunchConfig, Plan
-from greensched.resources import ContextOptions, SMResource
+from greensched.resources import (
+    ContextOptions,
+    SMResource,
+    WorkqueueResource,
+    max_cluster_size,
+)
 from greensched.stream import EventTrack
 from greensched.transfer import Chunks
 from greensched.words import Words
@@ -28,7 +35,7 @@ class Lane:
 
     Args:
         device: where.
-        resources: the SMs, outputs of one split.
+        resources: the SMs, outputs of one split, and a work-queue configuration, if any.
         mask: its cells, as planning counts them.
         words: where its tickets are written.
 
@@ -36,10 +43,17 @@ class Lane:
     """
 
     def __init__(
-        self, device: Device, resources: list[SMResource], mask: int, words: Words
+        self,
+        device: Device,
+        resources: Sequence[SMResource | WorkqueueResource],
+        mask: int,
+        words: Words,
     ) -> None:
         self.device = device
         self.mask = mask
+        sms = [one for one in resources if isinstance(one, SMResource)]
+        #: Blocks of the largest thread-block cluster; 1: no clusters.
+        self.max_cluster_size = max_cluster_size(device.compute_capability, sms)
         self.context: Context = device.create_context(ContextOptions(resources=resources))
         try:
             self.sm_count = self.context.resources.sm.sm_count

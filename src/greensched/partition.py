@@ -195,6 +195,15 @@ class Partition:
         return self._open().lane.sm_count
 
     @property
+    def max_cluster_size(self) -> int:
+        """Blocks of the largest thread-block cluster that is sure to find room here.
+
+        1: no clusters: the device has none (below compute capability 9.0). 2 where the pool cuts
+        finely, or on what a device's cut left over.
+        """
+        return self._open().lane.max_cluster_size
+
+    @property
     def device(self) -> int:
         """The ordinal of its device."""
         return self._open().ordinal

@@ -15,7 +15,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from numbers import Real
 from types import TracebackType
-from typing import ParamSpec, Self, TypeVar
+from typing import Literal, ParamSpec, Self, TypeVar, get_args
 
 import anyio
 
@@ -35,7 +35,7 @@ from greensched.planning.cells import demands
 from greensched.planning.policy import Policy, policy_named
 from greensched.planning.scheduler import validate_bound
 from greensched.site import Site
-from greensched.typing import CaptureMode, ServiceClass, Size
+from greensched.typing import CaptureMode, Granularity, ServiceClass, Size
 from greensched.verification import Verification, verify
 from greensched.worker import Worker
 
@@ -97,6 +97,11 @@ class Pool:
         services: classes of users, for `partition(service=...)`.
         policy: who is next: `"fifo"`, or an object (`planning.policy.Policy`).
         max_waiting: requests queued at most; beyond, `QueueFull`.
+        granularity: `"coscheduled"`: SMs are cut so that thread-block clusters keep their size (8
+            SMs on compute capability 9.0 and newer); `"fine"`: as finely as can be (2 SMs), which
+            gives up large clusters.
+        workqueues: `"balanced"`: partitions do not share the device's work queues, where that can
+            be, so that a full one holds up nobody else. It needs CUDA 13.1. None: they share.
     """
 
     def __init__(
@@ -107,6 +112,8 @@ class Pool:
         services: Sequence[ServiceClass] = (),
         policy: str | Policy = "fifo",
         max_waiting: int = MAX_WAITING,
+        granularity: Granularity = "coscheduled",
+        workqueues: Literal["balanced"] | None = None,
     ) -> None:
         self._desk: Desk | None = None
         self._opening: Errand[None] | None = None
@@ -117,6 +124,8 @@ class Pool:
         self._services = _by_name(services)
         self._policy = policy_named(policy)
         self._max_waiting = validate_bound(max_waiting)
+        self._fine = _one_of("granularity", granularity, get_args(Granularity)) == "fine"
+        self._balanced = _one_of("workqueues", workqueues, ("balanced", None)) is not None
         self._lock = threading.Lock()
         process.on_fork(self)
 
@@ -133,6 +142,7 @@ class Pool:
             DeviceTaken: another pool of this process has the device.
             PoolClosed, Poisoned, ForkedPool: it has ended.
             InvalidRequest: no such device.
+            NotSupported: `workqueues` on a driver below CUDA 13.1.
             CUDAError: the driver refused something; nothing is left open.
             RuntimeError: no thread can be started; nothing is left open.
         """
@@ -168,7 +178,7 @@ class Pool:
                 device = Device(ordinal, driver=desk.driver)
                 process.take_device(desk.driver, ordinal)
                 taken.append(ordinal)
-                sites.append(Site(device, desk))
+                sites.append(Site(device, desk, fine=self._fine, balanced=self._balanced))
         except BaseException:
             for site in sites:
                 site.abandon()
@@ -492,6 +502,12 @@ def _seconds(value: object) -> float | None:
 
 def _is_key(key: object, named: Mapping[str, object]) -> bool:
     return isinstance(key, str) and key in named
+
+
+def _one_of(name: str, value: object, known: tuple[object, ...]) -> object:
+    if not any(value is one or (isinstance(value, str) and value == one) for one in known):
+        raise InvalidRequest(f"{name}={value!r}: give {' or '.join(map(repr, known))}")
+    return value
 
 
 def _by_name(services: object) -> dict[str, ServiceClass]:

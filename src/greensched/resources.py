@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
@@ -23,6 +23,10 @@ from greensched.typing import (
     ResourceHandle,
     SharingScope,
 )
+
+#: Blocks of the largest thread-block cluster that every device with clusters takes. Source:
+#: programming guide, "Thread Block Clusters".
+PORTABLE_CLUSTER = 8
 
 
 class SMResource:
@@ -323,3 +327,13 @@ def _why_not(sms: Sequence[SMResource]) -> str:
     if len({one.flags for one in sms}) > 1:
         return "from CUDA 13.4 on SMs of unequal flags cannot be combined (backfill, or not)"
     return "the driver refused"
+
+
+def max_cluster_size(compute_capability: tuple[int, int], sms: Iterable[SMResource]) -> int:
+    """Blocks of the largest thread-block cluster that is sure to find room; 1: no clusters.
+
+    A cluster lies on SMs that are co-scheduled, so the largest co-scheduled set bounds it.
+    """
+    if compute_capability < (9, 0):
+        return 1
+    return min(PORTABLE_CLUSTER, max(1, *(one.coscheduled_alignment for one in sms)))

@@ -28,8 +28,14 @@ from greensched.errors import (
 from greensched.lane import Lane
 from greensched.memory import DeviceMemory, PinnedMemory
 from greensched.planning.cells import Cells
-from greensched.resources import ContextOptions, SMResource
+from greensched.resources import (
+    ContextOptions,
+    SMResource,
+    WorkqueueResource,
+    WorkqueueResourceOptions,
+)
 from greensched.transfer import Slots
+from greensched.typing import Feature
 from greensched.words import Words
 from greensched.worker import Crew, Home
 
@@ -43,6 +49,8 @@ MENU = 96
 #: waits there until nothing runs on the device, and driver 580 takes 4 of the 5 MiB back only with
 #: the primary context (docs/measurements/h200-580/stuck-and-lost.json).
 EXTRA = 96
+#: Streams of a lane that have work at once: one of launches, one of calls (`lane`).
+STREAMS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +69,21 @@ class Site:
     Args:
         device: opened by the pool, closed here.
         home: the pool.
+        fine: cut it as finely as can be, without large thread-block clusters.
+        balanced: every lane asks for work queues that it does not share.
     """
 
-    def __init__(self, device: Device, home: Home) -> None:
+    def __init__(
+        self, device: Device, home: Home, *, fine: bool = False, balanced: bool = False
+    ) -> None:
         self.device = device
         self._home = home
         self.crews: OrderedDict[int, Crew] = OrderedDict()
         self.lanes_made = 0
         try:
+            self._queues = [_balanced(device)] if balanced else []
             self.words = Words(device.primary)
-            self.cut = cut(device)
+            self.cut = cut(device, fine=fine)
             self._try_words()
             self.menu = frozenset(self.cells.menu(MENU))
             self.slots = Slots(device.primary)
@@ -98,7 +111,7 @@ class Site:
         for mask in self.cells.menu(MENU):
             try:
                 self.add(self.make(mask))
-            except (CUDAError, NotSupported) as error:
+            except CUDAError as error:
                 if not self.crews:
                     raise
                 logger.info("%r holds %d lanes: %s", self.device, len(self.crews), error)
@@ -135,14 +148,14 @@ class Site:
         idle = [m for m in extra if not self.crews[m].is_leased and self.crews[m].lane.is_idle]
         return idle[: max(0, len(extra) + 1 - EXTRA)]
 
-    def _resources(self, mask: int) -> list[SMResource]:
+    def _resources(self, mask: int) -> list[SMResource | WorkqueueResource]:
         cut = self.cut
         if mask == self.cells.every:
-            return [cut.whole]
+            return [cut.whole, *self._queues]
         chosen = [group for i, group in enumerate(cut.groups) if mask >> i & 1]
         if mask & self.cells.leftover and cut.remainder is not None:
             chosen.append(cut.remainder)
-        return chosen
+        return [*chosen, *self._queues]
 
     # -- its end -----------------------------------------------------------------------------------
 
@@ -195,18 +208,39 @@ class Site:
         self.memory.fault = self.pinned.fault = fault
 
 
-def cut(device: Device) -> Cut:
+def cut(device: Device, *, fine: bool = False) -> Cut:
     """Cuts a device into its smallest cells, and finds out whether the remainder joins them.
 
     One split only: a second one would overlap the first.
+
+    Args:
+        fine: the smallest there are when SMs need not be co-scheduled.
+
+    Raises:
+        NotSupported: a driver below CUDA 12.5, whose contexts have one resource and no streams.
     """
+    driver = device.driver
+    if not driver.supports(Feature.COMBINED_RESOURCES):
+        major, minor = driver.version
+        raise NotSupported("a pool", Feature.COMBINED_RESOURCES.value, f"CUDA {major}.{minor}")
     whole = device.resources.sm
-    minimum = whole.min_partition_size or _smallest_group(whole)
-    groups, remainder = whole.split_evenly(minimum)
+    if fine:
+        groups, remainder = whole.split_evenly(1, fine=True)
+    else:
+        groups, remainder = whole.split_evenly(whole.min_partition_size or _smallest_group(whole))
     left = remainder.sm_count if remainder is not None else 0
     joins = remainder is not None and _joins(device, groups[0], remainder)
     cells = Cells(size=groups[0].sm_count, count=len(groups), remainder=left, joins=joins)
     return Cut(whole, tuple(groups), remainder, cells)
+
+
+def _balanced(device: Device) -> WorkqueueResource:
+    """What every lane asks for: work queues of its own, where that can be."""
+    queue = device.resources.workqueue
+    queue.configure(
+        WorkqueueResourceOptions(sharing_scope="green_ctx_balanced", concurrency_limit=STREAMS)
+    )
+    return queue
 
 
 def _smallest_group(whole: SMResource) -> int:
@@ -218,6 +252,6 @@ def _joins(device: Device, group: SMResource, remainder: SMResource) -> bool:
     """Tried once: from CUDA 13.1 on resources of unequal alignment are refused."""
     try:
         device.create_context(ContextOptions(resources=[group, remainder])).close()
-    except (CUDAError, InvalidCombination, NotSupported):
+    except (CUDAError, InvalidCombination):
         return False
     return True

@@ -143,6 +143,9 @@ class SMGroup:
     backfill: bool = False
 
 
+#: How a pool cuts a device.
+Granularity = Literal["coscheduled", "fine"]
+
 #: Who shares a work queue: everybody on the device, or, where that can be, nobody else who asked
 #: for the same. The names are cuda.core's, of CUdevWorkqueueConfigScope.
 SharingScope = Literal["device_ctx", "green_ctx_balanced"]
