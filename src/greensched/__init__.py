@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from greensched.launcher import LaunchConfig as LaunchConfig
     from greensched.launcher import launch as launch
     from greensched.partition import Partition as Partition
+    from greensched.plans import Plan as Plan
     from greensched.pool import CloseReport as CloseReport
     from greensched.pool import Pool as Pool
     from greensched.pool import PoolStatistics as PoolStatistics
@@ -53,6 +54,7 @@ _ROOMS = {
     "LaunchConfig": "launcher",
     "Partition": "partition",
     "PinnedBuffer": "buffers",
+    "Plan": "plans",
     "Pool": "pool",
     "PoolState": "desk",
     "PoolStatistics": "pool",

@@ -7,15 +7,20 @@ import asyncio
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from greensched.errors import GreenschedError
+from greensched.typing import Granularity, NamedSize, Size
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command; returns the exit code: 0, 1 if a result was wrong, 2 if it could not run."""
+    """Runs a command; returns the exit code.
+
+    0; 1 if a result was wrong, or no device can do what is planned; 2 if it could not run.
+    """
     options = _parser().parse_args(arguments)
     try:
         return int(options.command(options))
@@ -36,7 +41,33 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--driver", help='"cuda", or a simulation such as "simulated:h200"')
     demo.add_argument("--json", action="store_true", help="print JSON instead of a table")
     demo.set_defaults(command=_demo)
+    plan = commands.add_parser("plan", help="what a cut would give on each device, before it")
+    plan.add_argument(
+        "sizes", nargs="+", type=_size, metavar="size", help="16, 8:64 (least:most), all or rest"
+    )
+    plan.add_argument("--driver", help='"cuda", or a simulation such as "simulated:h200"')
+    plan.add_argument(
+        "--granularity",
+        choices=get_args(Granularity),
+        default="coscheduled",
+        help="how finely a pool would cut",
+    )
+    plan.add_argument("--json", action="store_true", help="print JSON instead of sentences")
+    plan.set_defaults(command=_plan)
     return parser
+
+
+def _size(text: str) -> Size:
+    """A size as it is written on a command line."""
+    if text.lower() in ("all", "rest"):
+        return NamedSize(text.lower())
+    least, _, most = text.partition(":")
+    try:
+        return (int(least), int(most)) if most else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no size: give 16, 8:64 (least:most), all or rest"
+        ) from None
 
 
 def _version() -> str:
@@ -44,6 +75,22 @@ def _version() -> str:
         return version("greensched")
     except PackageNotFoundError:  # run from its sources, as where nothing can be installed
         return "not installed"
+
+
+# -- plan -------------------------------------------------------------------------------------
+
+
+def _plan(options: argparse.Namespace) -> int:
+    """Exits with 1 where no device can do it."""
+    from greensched import plans
+
+    fine = options.granularity == "fine"
+    found = plans.survey(options.driver, tuple(options.sizes), fine=fine)
+    if options.json:
+        print(json.dumps([asdict(each) for each in found], indent=1))
+    else:
+        print("\n".join(map(str, found)))
+    return 0 if any(each.is_possible for each in found) else 1
 
 
 # -- demo -------------------------------------------------------------------------------------

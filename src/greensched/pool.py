@@ -34,6 +34,7 @@ from greensched.partition import Partition
 from greensched.planning.cells import demands
 from greensched.planning.policy import Policy, policy_named
 from greensched.planning.scheduler import validate_bound
+from greensched.plans import Plan, plan
 from greensched.site import Site
 from greensched.typing import CaptureMode, Granularity, ServiceClass, Size
 from greensched.verification import Verification, verify
@@ -467,6 +468,17 @@ class Pool:
                 lanes_made=sum(site.lanes_made for site in desk.sites),
                 completion="event" if crews and crews[0].lane.uses_events else "word",
             )
+
+    def plan(self, *sizes: Size) -> tuple[Plan, ...]:
+        """What `partitions(*sizes)` would get on each device, were it free. Never waits.
+
+        Nothing is leased or queued. What is impossible says why, and what comes nearest.
+
+        Raises:
+            InvalidSize, InvalidRequest: what can never be right, on no device.
+            PoolClosed: it is not open; only an open one knows its cells.
+        """
+        return tuple(plan(site.device, site.cells, sizes) for site in self._opened().sites)
 
     async def verify(self) -> Verification:
         """Proves on the device that partitions share no SM; see `verification.verify`.
