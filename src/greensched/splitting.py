@@ -17,6 +17,9 @@ from greensched.typing import Feature, ResourceFacts, ResourceHandle, SMGroup
 #: What a split gave: the groups, and what is left over (None: nothing).
 Cut = tuple[list[ResourceHandle], ResourceHandle | None]
 
+#: What the structured split takes. Source: cuda.h of 13.1, and wheels of cuda-bindings.
+NEEDED = "driver and bindings of CUDA 13.1"
+
 #: CUDA_ERROR_INVALID_VALUE and CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION. Source: cuda.h.
 REFUSALS = (1, 915)
 
@@ -117,7 +120,7 @@ def _way(driver: Driver, groups: Sequence[SMGroup]) -> Callable[..., Cut]:
         (first.preferred_coscheduled_sm_count, "preferred_coscheduled_sm_count"),
     ):
         if asked:
-            raise NotSupported(what, "CUDA 13.1 (R590)", here)
+            raise NotSupported(what, NEEDED, here)
     return _by_count
 
 
@@ -133,7 +136,7 @@ def _by_count(driver: Driver, whole: ResourceHandle, groups: Sequence[SMGroup]) 
         major, minor = driver.version
         raise NotSupported(
             f"coscheduled_sm_count={one.coscheduled_sm_count}",
-            "CUDA 13.1 (R590)",
+            NEEDED,
             f"CUDA {major}.{minor}, which has the device's own number (None) and 2",
         )
     largest = range(have.sm_count // 2 * 2, 0, -2) if len(groups) == 1 else ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from itertools import combinations
 
@@ -10,18 +11,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from greensched import (
+    Closed,
     ContextOptions,
     Device,
     InvalidCombination,
+    InvalidRequest,
     InvalidSplit,
+    LaunchConfig,
     NotSupported,
     SMResource,
     SMResourceOptions,
     WrongDevice,
+    launch,
 )
 from greensched.driver import simulated
-from greensched.driver.simulated import Fail
+from greensched.driver.simulated import Fail, Span
 from greensched.errors import CUDAError
+from greensched.kernels import spin
 
 VERSIONS = ("12.4", "12.5", "13.0", "13.1", "13.4")
 OLD, NEW = VERSIONS[:3], VERSIONS[3:]
@@ -81,7 +87,7 @@ def test_what_needs_a_structured_split_says_so(
     opened: Open, version: str, options: dict[str, object]
 ) -> None:
     """Below 13.1 whatever is not groups alike says what it needs and what is here."""
-    with pytest.raises(NotSupported, match=rf"needs CUDA 13\.1 .*this is CUDA {version}"):
+    with pytest.raises(NotSupported, match=rf"CUDA 13\.1; this is CUDA {version}"):
         sizes(opened(f"h200@{version}"), **options)
 
 
@@ -295,3 +301,68 @@ def test_streams_of_green_contexts_need_12_5(opened: Open, version: str) -> None
         assert stream.resources.sm.sm_count == 16
         stream.close()
     context.close()
+
+
+@pytest.mark.parametrize("version", VERSIONS[1:])
+def test_two_contexts_run_on_sms_of_their_own(opened: Open, version: str) -> None:
+    """Kernels on two contexts of one split overlap in time, and share no SM."""
+    device = opened(f"h200@{version}", clock=simulated.VirtualClock())
+    spans: list[Span] = []
+    device.driver.on_span(spans.append)  # type: ignore[attr-defined]
+    groups, _ = device.resources.sm.split(SMResourceOptions(count=(16, 16)))
+    contexts = [device.create_context(ContextOptions(resources=[group])) for group in groups]
+    streams = [context.create_stream() for context in contexts]
+    for stream in streams:
+        launch(stream, LaunchConfig(grid=64, block=64), spin, 2_000_000)
+    for stream in streams:
+        stream.sync()
+    one, two = (span for span in spans if span.name == "spin")
+    assert one.sms.bit_count() == two.sms.bit_count() == 16
+    assert not one.sms & two.sms
+    assert max(one.start, two.start) < min(one.end, two.end)
+    for child in (*streams, *contexts):
+        child.close()
+
+
+def test_many_threads_split_the_same_sms(opened: Open) -> None:
+    """An SMResource is immutable: threads that split it at once each get a whole split."""
+    device = opened("h200@13.1")
+    sm = device.resources.sm
+    options = SMResourceOptions(count=(16, 32, 64))
+    results: list[list[SMResource]] = []
+
+    def work() -> None:
+        for _ in range(50):
+            groups, rest = sm.split(options)
+            assert rest is not None
+            results.append([*groups, rest])
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert len(results) == 400
+    for outputs in results:
+        assert [one.sm_count for one in outputs] == [16, 32, 64, 20]
+        assert not any(mask(a) & mask(b) for a, b in combinations(outputs, 2))
+        assert len({one.cut for one in outputs}) == 1
+    assert len({outputs[0].cut for outputs in results}) == 400
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_current_context_is_not_closed(opened: Open, version: str) -> None:
+    """It is refused while it is current; afterwards, its streams and events go before it."""
+    device = opened(f"h200@{version}")
+    (group,), _ = device.resources.sm.split(SMResourceOptions(count=16))
+    context = device.create_context(ContextOptions(resources=[group]))
+    event = context.create_event()
+    with context:
+        with pytest.raises(InvalidRequest, match="current on this thread"):
+            context.close()
+        assert context.resources.sm.sm_count == 16
+    context.close()
+    with pytest.raises(Closed, match="context is gone"):
+        event.sync()
+    with pytest.raises(Closed):
+        context.create_stream()

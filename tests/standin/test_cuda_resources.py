@@ -62,7 +62,7 @@ def test_a_workqueue_is_configured_in_a_copy(driver: Driver, primary: Any) -> No
 def test_what_is_missing_is_said(driver: Driver) -> None:
     """Below 13.1 work queues and the structured split say what they need and what is here."""
     if not driver.supports(Feature.WORKQUEUES):
-        with pytest.raises(errors.NotSupported, match=r"needs CUDA 13\.1 .*; this is CUDA 13\.0"):
+        with pytest.raises(errors.NotSupported, match=r"CUDA 13\.1; this is CUDA 13\."):
             driver.device_workqueue(0)
     if not driver.supports(Feature.STRUCTURED_SPLIT):
         with pytest.raises(errors.NotSupported, match="cuDevSmResourceSplit needs"):

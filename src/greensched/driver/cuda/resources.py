@@ -109,7 +109,7 @@ def _workqueue_config() -> Any:
     if not has(Feature.WORKQUEUES):
         version = driver_version()
         here = f"CUDA {version // 1000}.{version % 1000 // 10} with cuda-bindings {WHEEL_VERSION}"
-        raise errors.NotSupported("a work-queue resource", "CUDA 13.1 (R590)", here)
+        raise errors.NotSupported("a work-queue resource", "driver and bindings of CUDA 13.1", here)
     return cuda.CUdevResourceType.CU_DEV_RESOURCE_TYPE_WORKQUEUE_CONFIG
 
 
