@@ -75,6 +75,42 @@ class Feature(enum.Enum):
     WRITE_VALUE = "stream memory operations"
 
 
+class ContextFlags(enum.IntFlag):
+    """How a context is made (CUctx_flags of cuda.h): one way to wait, and what else is asked for.
+
+    `MAP_HOST` is always so from CUDA 11 on; `LMEM_RESIZE_TO_MAX` keeps local memory as large as a
+    launch once needed it.
+    """
+
+    SCHED_AUTO = 0
+    SCHED_SPIN = 1
+    SCHED_YIELD = 2
+    SCHED_BLOCKING_SYNC = 4
+    MAP_HOST = 8
+    LMEM_RESIZE_TO_MAX = 16
+
+
+class Limit(enum.IntEnum):
+    """What a context has limits of (CUlimit of cuda.h), each in bytes."""
+
+    STACK = 0
+    PRINTF_FIFO = 1
+    MALLOC_HEAP = 2
+    PERSISTING_L2 = 6
+
+
+class CacheConfig(enum.IntEnum):
+    """What a kernel would rather have more of (CUfunc_cache of cuda.h): a hint.
+
+    Hardware whose L1 cache and shared memory have fixed sizes ignores it.
+    """
+
+    PREFER_NONE = 0
+    PREFER_SHARED = 1
+    PREFER_L1 = 2
+    PREFER_EQUAL = 3
+
+
 class CaptureMode(enum.IntEnum):
     """How strict a thread is about calls that could spoil a capture (CUstreamCaptureMode)."""
 

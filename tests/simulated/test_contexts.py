@@ -8,8 +8,9 @@ from itertools import combinations
 import pytest
 
 from greensched.driver.base import VERBS
-from greensched.errors import CUDAError, DriverMisuse
-from greensched.typing import CaptureMode
+from greensched.driver.simulated.stacks import LIMITS
+from greensched.errors import CUDAError, DriverMisuse, NotSupported
+from greensched.typing import CacheConfig, CaptureMode, ContextFlags, Limit
 
 from .machine import Machine, Word, on_thread
 
@@ -410,3 +411,148 @@ def test_words_are_words(machine: Machine) -> None:
     machine.driver.bind_mark(machine.stream(), word.address)(7)
     machine.finish()
     assert word.value == 7
+
+
+# -- the stack, and contexts of their own -------------------------------------------------------
+
+
+def test_pushing_and_popping(machine: Machine) -> None:
+    """Pushing keeps what was current below; popping brings it back, and an empty stack refuses."""
+    driver = machine.driver
+    green = driver.green_context(machine.green())
+    driver.push_current(green)
+    driver.push_current(machine.primary)
+    driver.set_current(green)
+    assert driver.pop_current() is green
+    assert driver.pop_current() is green
+    assert driver.pop_current() is machine.primary
+    assert driver.current() is None
+    with pytest.raises(CUDAError, match="INVALID_CONTEXT"):
+        driver.pop_current()
+
+
+def test_a_popped_context_floats_to_another_thread(machine: Machine) -> None:
+    """A green context that was popped here may be pushed elsewhere, and not before."""
+    driver = machine.driver
+    green = driver.green_context(machine.green())
+    driver.push_current(green)
+    with pytest.raises(DriverMisuse, match="another thread"):
+        on_thread(lambda: driver.push_current(green))
+    driver.pop_current()
+    on_thread(lambda: driver.push_current(green))
+
+
+def test_a_context_of_its_own_is_made_floating(machine: Machine) -> None:
+    """It is current nowhere, has its flags, outlives the primary, and ends once."""
+    driver = machine.driver
+    own = driver.create_context(0, ContextFlags.SCHED_BLOCKING_SYNC)
+    assert driver.current() is machine.primary
+    assert driver.context_device(own) == 0
+    driver.set_current(None)
+    driver.release_primary(0)
+    driver.set_current(own)
+    assert driver.context_flags() == ContextFlags.SCHED_BLOCKING_SYNC | ContextFlags.MAP_HOST
+    with pytest.raises(DriverMisuse, match="while current"):
+        driver.destroy_context(own)
+    stream = driver.create_stream(None)
+    driver.set_current(None)
+    with pytest.raises(DriverMisuse, match="1 streams and events"):
+        driver.destroy_context(own)
+    driver.destroy_stream(stream)
+    driver.destroy_context(own)
+    assert driver.live() == {}
+    with pytest.raises(DriverMisuse, match="after its end"):
+        driver.set_current(own)
+
+
+def test_only_a_context_of_its_own_is_destroyed(machine: Machine) -> None:
+    """Destroying the primary, or the view of a green context, is refused loudly."""
+    driver = machine.driver
+    for context in (machine.primary, driver.green_context(machine.green())):
+        with pytest.raises(DriverMisuse, match="not one of its own"):
+            driver.destroy_context(context)
+
+
+@pytest.mark.parametrize("flags", [ContextFlags(3), ContextFlags(6), ContextFlags(64)])
+def test_a_context_waits_one_way(machine: Machine, flags: ContextFlags) -> None:
+    """Two ways to wait at once, or a flag nobody knows, are an INVALID_VALUE."""
+    with pytest.raises(CUDAError, match="INVALID_VALUE"):
+        machine.driver.create_context(0, flags)
+    with pytest.raises(CUDAError, match="INVALID_VALUE"):
+        machine.driver.set_primary_flags(0, flags)
+
+
+def test_the_primarys_flags(make: Make) -> None:
+    """They hold for the primary that is active, and for the next one."""
+    driver = make("h200x2").driver
+    spin = ContextFlags.SCHED_SPIN
+    for device in (0, 1):  # active, and not
+        driver.set_primary_flags(device, spin)
+        assert driver.primary_state(device) == (spin, device == 0)
+    assert driver.context_flags() == spin | ContextFlags.MAP_HOST
+    driver.set_current(driver.retain_primary(1))
+    assert driver.context_flags() == spin | ContextFlags.MAP_HOST
+
+
+@pytest.mark.parametrize("spec", ["h200@13.0", "h200@13.4"])
+def test_events_of_a_context_of_its_own_stay_there(make: Make, spec: str) -> None:
+    """On every version an event is recorded on streams of its own context only, or refused."""
+    machine = make(spec)
+    driver, green = machine.driver, machine.green()
+    elsewhere = machine.stream(green), machine.stream()
+    event = machine.event()
+    driver.set_current(driver.create_context(0, ContextFlags.SCHED_AUTO))
+    stream, own = driver.create_stream(None), driver.create_event()
+    driver.record_event(own, stream)
+    for other in elsewhere:
+        with pytest.raises(CUDAError, match="INVALID_HANDLE"):
+            driver.record_event(own, other)
+    with pytest.raises(CUDAError, match="INVALID_HANDLE"):
+        driver.record_event(event, stream)
+    with pytest.raises(CUDAError, match="INVALID_HANDLE"):
+        driver.record_green(green, own)
+
+
+def test_a_context_waits_for_its_own_streams(machine: Machine) -> None:
+    """One of its own waits for its streams, the primary for every stream but those."""
+    driver = machine.driver
+    own = driver.create_context(0, ContextFlags.SCHED_AUTO)
+    driver.set_current(own)
+    mine = driver.create_stream(None)
+    driver.set_current(machine.primary)
+    theirs = machine.stream()
+    word = machine.hold(mine)
+    driver.synchronize_context(machine.primary)
+    assert not driver.query_stream(mine)
+    word.value = 1
+    driver.synchronize_context(own)
+    assert driver.query_stream(mine)
+    word = machine.hold(theirs)
+    driver.synchronize_context(own)
+    assert not driver.query_stream(theirs)
+    word.value = 1
+    machine.finish()
+
+
+def test_limits_are_a_contexts_own(machine: Machine) -> None:
+    """What a context is set to is read back there, and nowhere else; a green one shares its own."""
+    driver = machine.driver
+    driver.set_limit(Limit.STACK, 4096)
+    driver.set_limit(Limit.PERSISTING_L2, 1 << 40)
+    driver.set_cache_config(CacheConfig.PREFER_L1)
+    driver.set_current(driver.green_context(machine.green()))
+    assert driver.limit(Limit.STACK) == 4096
+    assert 0 < driver.limit(Limit.PERSISTING_L2) <= 60 << 20, "clamped to what there is"
+    assert driver.cache_config() is CacheConfig.PREFER_L1
+    driver.set_current(driver.create_context(0, ContextFlags.SCHED_AUTO))
+    assert driver.limit(Limit.STACK) == LIMITS[Limit.STACK]
+    assert driver.cache_config() is CacheConfig.PREFER_NONE
+
+
+def test_no_persisting_l2_below_8_0(make: Make) -> None:
+    """A device without one says what it takes."""
+    driver = make("t4").driver
+    with pytest.raises(NotSupported, match=r"8\.0; this is one of 7\.5"):
+        driver.limit(Limit.PERSISTING_L2)
+    with pytest.raises(NotSupported):
+        driver.set_limit(Limit.PERSISTING_L2, 1)

@@ -15,7 +15,15 @@ import pytest
 from greensched import errors
 from greensched.driver.base import Driver
 from greensched.driver.cuda.wheel import cuda
-from greensched.typing import CaptureMode, CodeImage, Feature, StreamHandle
+from greensched.typing import (
+    CacheConfig,
+    CaptureMode,
+    CodeImage,
+    ContextFlags,
+    Feature,
+    Limit,
+    StreamHandle,
+)
 
 if TYPE_CHECKING:
     from standin.conftest import Arguments, Standin
@@ -82,6 +90,65 @@ def test_what_is_current_is_the_threads(driver: Driver, primary: Any) -> None:
     assert driver.current() is None
     driver.set_current(None)
     driver.set_current(primary)
+
+
+def test_the_stack_is_the_threads(driver: Driver, primary: Any) -> None:
+    """What is pushed is current until it is popped; an empty stack has nothing to pop."""
+    own = driver.create_context(0, ContextFlags.SCHED_AUTO)
+    assert driver.current() == primary, "making one makes nothing current"
+    driver.push_current(own)
+    assert driver.current() == own
+    assert driver.pop_current() == own
+    assert driver.pop_current() == primary
+    with pytest.raises(errors.CUDAError, match="INVALID_CONTEXT"):
+        driver.pop_current()
+    driver.destroy_context(own)
+    driver.set_current(primary)
+
+
+def test_a_context_of_its_own(driver: Driver, standin: Standin, primary: Any) -> None:
+    """It has the flags it was made with, and its device; a failed pop leaves none behind."""
+    flags = ContextFlags.SCHED_SPIN | ContextFlags.MAP_HOST | ContextFlags.LMEM_RESIZE_TO_MAX
+    own = driver.create_context(0, flags)
+    assert driver.context_device(own) == 0
+    driver.push_current(own)
+    assert driver.context_flags() == flags
+    driver.pop_current()
+    driver.destroy_context(own)
+    before = standin.live("contexts")
+    standin.fail("cuCtxPopCurrent:1:999")
+    with pytest.raises(errors.CUDAError, match="UNKNOWN"):
+        driver.create_context(0, flags)
+    assert standin.live("contexts") == before
+    assert driver.current() == primary
+    with pytest.raises(errors.CUDAError, match="INVALID_VALUE"):
+        driver.create_context(0, ContextFlags(3))
+
+
+def test_the_primarys_flags(driver: Driver, primary: Any) -> None:
+    """What was set is what the primary's state answers, and the active one has."""
+    driver.set_primary_flags(0, ContextFlags.SCHED_YIELD)
+    assert driver.primary_state(0) == (ContextFlags.SCHED_YIELD, True)
+    assert driver.context_flags() & 7 == ContextFlags.SCHED_YIELD
+    driver.set_primary_flags(0, ContextFlags.SCHED_AUTO)
+
+
+def test_the_state_of_a_context(driver: Driver, standin: Standin, primary: Any) -> None:
+    """Limits and cache configuration are read back; a limit the device lacks says so."""
+    for limit in Limit:
+        before = driver.limit(limit)
+        driver.set_limit(limit, 1 << 16)
+        assert driver.limit(limit) == 1 << 16
+        driver.set_limit(limit, before)
+    for config in reversed(CacheConfig):
+        driver.set_cache_config(config)
+        assert driver.cache_config() is config
+    standin.fail("cuCtxSetLimit:1:215,cuCtxGetLimit:1:215")
+    with pytest.raises(errors.NotSupported, match="PERSISTING_L2"):
+        driver.set_limit(Limit.PERSISTING_L2, 1)
+    standin.fail("cuCtxSetLimit:1:2")
+    with pytest.raises(errors.OutOfMemory):
+        driver.set_limit(Limit.MALLOC_HEAP, 1 << 40)
 
 
 def test_priorities(driver: Driver, primary: Any) -> None:

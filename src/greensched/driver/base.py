@@ -29,8 +29,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 from greensched.typing import (
+    CacheConfig,
     CaptureMode,
     CodeImage,
+    ContextFlags,
     ContextHandle,
     DescriptorHandle,
     DeviceFacts,
@@ -43,6 +45,7 @@ from greensched.typing import (
     KernelHandle,
     KernelLimits,
     LibraryHandle,
+    Limit,
     Mailbox,
     MemoryPoolHandle,
     ResourceFacts,
@@ -171,6 +174,30 @@ class Driver(abc.ABC):
         """(flags, whether it is active) of the primary context, without making it."""
 
     @abc.abstractmethod
+    @verb(MAY)
+    def set_primary_flags(self, device: int, flags: ContextFlags) -> None:
+        """How the primary context is made, or is from here on where it is active."""
+
+    @abc.abstractmethod
+    @verb(MAY)
+    def create_context(self, device: int, flags: ContextFlags) -> ContextHandle:
+        """A context of its own beside the primary one. It does not become current.
+
+        Raises:
+            NotSupported: the driver has one of the flags no more.
+        """
+
+    @abc.abstractmethod
+    @verb(MAY)
+    def destroy_context(self, context: ContextHandle) -> None:
+        """Ends a context that `create_context` made, whose children are gone."""
+
+    @abc.abstractmethod
+    @verb(NEVER)
+    def context_device(self, context: ContextHandle) -> int:
+        """The device of any context, whoever made it."""
+
+    @abc.abstractmethod
     @verb(NEVER)
     def current(self) -> ContextHandle | None:
         """The calling thread's current context."""
@@ -179,6 +206,51 @@ class Driver(abc.ABC):
     @verb(NEVER)
     def set_current(self, context: ContextHandle | None) -> None:
         """Replaces the top of the calling thread's context stack; None pops it."""
+
+    @abc.abstractmethod
+    @verb(NEVER)
+    def push_current(self, context: ContextHandle) -> None:
+        """Puts a context on the calling thread's stack: it is current until it is popped."""
+
+    @abc.abstractmethod
+    @verb(NEVER)
+    def pop_current(self) -> ContextHandle:
+        """Takes the top off the calling thread's stack, and returns it.
+
+        Raises:
+            CUDAError: INVALID_CONTEXT: nothing is current.
+        """
+
+    @abc.abstractmethod
+    @verb(NEVER, needs_context=True)
+    def context_flags(self) -> ContextFlags:
+        """The flags of the current context."""
+
+    @abc.abstractmethod
+    @verb(NEVER, needs_context=True)
+    def limit(self, limit: Limit) -> int:
+        """A limit of the current context, in bytes.
+
+        Raises:
+            NotSupported: the device has nothing that this limits.
+        """
+
+    @abc.abstractmethod
+    @verb(MAY, needs_context=True)
+    def set_limit(self, limit: Limit, nbytes: int) -> None:
+        """Asks for a limit of the current context; the driver may round and clamp it.
+
+        Raises:
+            NotSupported: the device has nothing that this limits.
+        """
+
+    @abc.abstractmethod
+    @verb(NEVER, needs_context=True)
+    def cache_config(self) -> CacheConfig: ...
+
+    @abc.abstractmethod
+    @verb(NEVER, needs_context=True)
+    def set_cache_config(self, config: CacheConfig) -> None: ...
 
     @abc.abstractmethod
     @verb(MAY)

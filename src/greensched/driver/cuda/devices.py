@@ -1,4 +1,4 @@
-"""Devices and contexts: the verbs that say where we are."""
+"""Devices: the verbs that say what there is."""
 
 from __future__ import annotations
 
@@ -6,20 +6,12 @@ import functools
 from typing import TYPE_CHECKING, Any, Final
 
 from greensched.driver.base import Driver
-from greensched.driver.cuda.status import NEWER, ask, failed, newer
+from greensched.driver.cuda.status import ask
 from greensched.driver.cuda.wheel import cuda
-from greensched.typing import ContextHandle, DeviceFacts
+from greensched.typing import DeviceFacts
 
 if TYPE_CHECKING:
     from greensched.typing import Dim3
-
-_get_current = cuda.cuCtxGetCurrent
-_set_current = cuda.cuCtxSetCurrent
-
-#: What `cuCtxGetCurrent` answers where nothing is current. A wrapper is true whatever it wraps,
-#: and comparing two is cheaper than `int(context)`: 96 against 134 ns with the call (wheel 13.5,
-#: stand-in).
-_NO_CONTEXT: Final = cuda.CUcontext(0)
 
 #: Long enough for any name: the driver cuts at the length it is given (NUL included).
 _NAME_BYTES: Final = 256
@@ -45,7 +37,7 @@ def _uuid(raw: bytes) -> str:
 
 
 class Devices(Driver):
-    """Devices, primary contexts, and what is current on a thread."""
+    """Which devices there are, and what never changes about them."""
 
     def device_count(self) -> int:
         """`cuDeviceGetCount`; without a visible device `initialise` has refused already."""
@@ -82,45 +74,3 @@ class Devices(Driver):
             max_shared_bytes=limit("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"),
             copy_engines=limit("ASYNC_ENGINE_COUNT"),
         )
-
-    def retain_primary(self, device: int) -> ContextHandle:
-        """`cuDevicePrimaryCtxRetain`; the context does not become current."""
-        return ContextHandle(ask(cuda.cuDevicePrimaryCtxRetain, device_handle(device)))
-
-    def release_primary(self, device: int) -> None:
-        """`cuDevicePrimaryCtxRelease`; a context that ends stays on the stacks it is on."""
-        ask(cuda.cuDevicePrimaryCtxRelease, device_handle(device))
-
-    def primary_state(self, device: int) -> tuple[int, bool]:
-        """`cuDevicePrimaryCtxGetState`."""
-        flags, active = ask(cuda.cuDevicePrimaryCtxGetState, device_handle(device))
-        return int(flags), bool(active)
-
-    def current(self) -> ContextHandle | None:
-        """`cuCtxGetCurrent`, which answers NULL, not an error, where there is none."""
-        try:
-            status, context = _get_current()
-        except NEWER as error:
-            raise newer(error, "cuCtxGetCurrent") from None
-        if status:
-            raise failed(status, "cuCtxGetCurrent")
-        found: ContextHandle | None = None if context == _NO_CONTEXT else context
-        return found
-
-    def set_current(self, context: ContextHandle | None) -> None:
-        """`cuCtxSetCurrent`; NULL pops, and does nothing to an empty stack."""
-        try:
-            (status,) = _set_current(_NO_CONTEXT if context is None else context)
-        except NEWER as error:
-            raise newer(error, "cuCtxSetCurrent") from None
-        if status:
-            raise failed(status, "cuCtxSetCurrent")
-
-    def synchronize_context(self, context: ContextHandle) -> None:
-        """`cuCtxSynchronize_v2` (13.0), which needs nothing current."""
-        ask(cuda.cuCtxSynchronize_v2, context)
-
-    def priority_range(self) -> tuple[int, int]:
-        """`cuCtxGetStreamPriorityRange`; (0, 0) where priorities are not supported."""
-        least, greatest = ask(cuda.cuCtxGetStreamPriorityRange)
-        return int(least), int(greatest)

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from greensched.driver.cuda import startup
 from greensched.driver.cuda.code import Code
+from greensched.driver.cuda.contexts import Contexts
 from greensched.driver.cuda.devices import Devices
 from greensched.driver.cuda.memory import Memory
 from greensched.driver.cuda.resources import Resources
@@ -13,7 +14,7 @@ from greensched.driver.cuda.streams import Streams
 from greensched.typing import Feature
 
 
-class CudaDriver(Devices, Resources, Streams, Memory, Code):
+class CudaDriver(Devices, Contexts, Resources, Streams, Memory, Code):
     """CUDA through `cuda.bindings`. Any number of these are the same driver: CUDA is the process's.
 
     Nothing here knows of fork: in a forked child every verb answers NOT_INITIALIZED at best, and

@@ -1,4 +1,4 @@
-"""Contexts of the simulated driver: primary and green, the stack of each thread, SM resources."""
+"""Contexts of the simulated driver: primary and green ones, and SM resources."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from dataclasses import replace
 from typing import Unpack
 
 from greensched.driver.simulated import splits
-from greensched.driver.simulated.core import Core, Options
+from greensched.driver.simulated.core import Options
 from greensched.driver.simulated.memory import GREEN_BYTES, LOST_BYTES
-from greensched.driver.simulated.objects import Context, Green
+from greensched.driver.simulated.objects import Context, Green, SimulatedStream
 from greensched.driver.simulated.presets import DeviceModel
-from greensched.driver.simulated.timeline import Device, Marker
+from greensched.driver.simulated.stacks import Stacks, one_way_to_wait
+from greensched.driver.simulated.timeline import Device, Marker, Stream
 from greensched.errors import DriverMisuse, from_status
 from greensched.typing import (
+    ContextFlags,
     ContextHandle,
     DescriptorHandle,
     Feature,
@@ -27,13 +29,14 @@ from greensched.typing import (
 )
 
 
-class Contexts(Core):
+class Contexts(Stacks):
     """The verbs for contexts and resources."""
 
     def __init__(self, devices: Iterable[DeviceModel], **options: Unpack[Options]) -> None:
         super().__init__(devices, **options)
         self._primaries: dict[int, Context] = {}
         self._users: dict[int, int] = {}
+        self._flags: dict[int, ContextFlags] = {}
 
     # -- primary contexts ----------------------------------------------------------------------
 
@@ -50,6 +53,7 @@ class Contexts(Core):
         with self.timeline.lock:
             if not self._users.get(device):
                 primary = Context(self._born(device, "primary"), device)
+                primary.flags |= self._flags.get(device, ContextFlags.SCHED_AUTO)
                 self._primaries[device] = self._own(primary)
             self._users[device] = self._users.get(device, 0) + 1
             return ContextHandle(self._primaries[device])
@@ -74,38 +78,25 @@ class Contexts(Core):
     def primary_state(self, device: int) -> tuple[int, bool]:
         """(flags, active)."""
         self._device(device)
-        return 0, bool(self._users.get(device))
+        return int(self._flags.get(device, 0)), bool(self._users.get(device))
 
-    # -- the current context ---------------------------------------------------------------------
+    def set_primary_flags(self, device: int, flags: ContextFlags) -> None:
+        """How the primary context is made; one that is active has them from here on."""
+        self._unfaulted(self._device(device), "set_primary_flags")
+        one_way_to_wait(flags, "set_primary_flags")
+        self._flags[device] = flags
+        primary = self._primaries.get(device)
+        if primary is not None:
+            primary.flags = flags | ContextFlags.MAP_HOST
 
-    def current(self) -> ContextHandle | None:
-        """The top of the thread's stack."""
-        stack = self._thread.stack
-        return ContextHandle(stack[-1]) if stack else None
-
-    def set_current(self, context: ContextHandle | None) -> None:
-        """Replaces the top of the thread's stack; None pops it."""
-        stack = self._thread.stack
-        new = None if context is None else self._expect(context, Context, "set_current")
-        me = self._thread.me
-        if new is not None and new.green is not None and any(t is not me for t in new.threads):
-            raise DriverMisuse(
-                f"{new!r} is current on another thread: a green context is current on one at most"
-            )
-        if stack:
-            old = stack.pop()
-            if old not in stack:
-                old.threads.discard(me)
-        if new is not None:
-            stack.append(new)
-            new.threads.add(me)
+    # -- waiting for a context -------------------------------------------------------------------
 
     def synchronize_context(self, context: ContextHandle) -> None:
-        """Waits for all its streams; of a primary, for every stream of the device."""
+        """Waits for all its streams; of a primary, for its green contexts' too."""
         ctx = self._expect(context, Context, "synchronize_context")
         device = self.devices[ctx.device]
         self._refuse_capture("synchronize_context")
-        self._wait_for(self._work_so_far(device, ctx.green), device, "synchronize_context")
+        self._wait_for(self._work_so_far(device, ctx), device, "synchronize_context")
 
     def priority_range(self) -> tuple[int, int]:
         """(least, greatest), as an H200 said (`device`)."""
@@ -223,7 +214,8 @@ class Contexts(Core):
             self.memory[device].open(GREEN_BYTES, "create_green")
         self._retain(device)
         ident = self._born(device, "green context")
-        green = self._own(Green(ident, device, made_of.mask, made_of.sm_count, made_of.workqueue))
+        primary = self._primaries[device]
+        green = self._own(Green(ident, primary, made_of.mask, made_of.sm_count, made_of.workqueue))
         self._own(green.view)
         return GreenHandle(green)
 
@@ -259,13 +251,11 @@ class Contexts(Core):
 
     # -- waiting ---------------------------------------------------------------------------------
 
-    def _work_so_far(self, device: Device, green: Green | None) -> Marker:
-        """What the streams of a green context, or of the whole device, have now."""
+    def _work_so_far(self, device: Device, context: Context | None) -> Marker:
+        """What the streams of a context, or (None) of the whole device, have now."""
         with self.timeline.lock:
             streams = device.streams.values()
-            return self.timeline.follow(
-                [s for s in streams if green is None or s.green == green.ident]
-            )
+            return self.timeline.follow([s for s in streams if _covers(context, s)])
 
     def _wait_for(self, marker: Marker, device: Device, what: str) -> None:
         """Blocks until it has come to pass, or never can."""
@@ -288,3 +278,12 @@ def _handles(
     cut: list[splits.Resource], rest: splits.Resource | None
 ) -> tuple[list[ResourceHandle], ResourceHandle | None]:
     return [ResourceHandle(r) for r in cut], None if rest is None else ResourceHandle(rest)
+
+
+def _covers(context: Context | None, stream: Stream) -> bool:
+    """Whether the work of a context includes a stream's: a primary's that of its green ones."""
+    if context is None:
+        return True
+    if context.own or context.green is not None:
+        return stream.green == context.ident
+    return not (isinstance(stream, SimulatedStream) and stream.context.own)

@@ -6,7 +6,7 @@ import threading
 from weakref import WeakSet
 
 from greensched.driver.simulated.timeline import Device, Marker, Operation, Stream
-from greensched.typing import CaptureMode
+from greensched.typing import CacheConfig, CaptureMode, ContextFlags, Limit
 
 
 class Handle:
@@ -27,19 +27,29 @@ class Thread:
 
 
 class Context(Handle):
-    """What can be current on a thread: a primary context, or the view of a green one."""
+    """What can be current on a thread: a primary context, one of its own, the view of a green one.
 
-    def __init__(self, ident: int, device: int, green: Green | None = None) -> None:
+    `children` counts the streams and events of one of its own; those of the others are counted
+    with the device.
+    """
+
+    def __init__(
+        self, ident: int, device: int, green: Green | None = None, own: bool = False
+    ) -> None:
         self.ident = ident
         self.device = device
         self.green = green
+        self.own = own
+        self.children = 0
+        self.flags = ContextFlags.MAP_HOST
+        self.limits: dict[Limit, int] = {}
+        self.cache_config = CacheConfig.PREFER_NONE
         #: Threads it is current on; a thread that ends takes its stack with it.
         self.threads: WeakSet[Thread] = WeakSet()
 
     def __repr__(self) -> str:
-        return (
-            f"<{'green' if self.green else 'primary'} context {self.ident} of device {self.device}>"
-        )
+        kind = "green" if self.green else "own" if self.own else "primary"
+        return f"<{kind} context {self.ident} of device {self.device}>"
 
 
 class Green(Handle):
@@ -49,10 +59,11 @@ class Green(Handle):
     """
 
     def __init__(
-        self, ident: int, device: int, mask: int, sm_count: int, workqueue: object = None
+        self, ident: int, primary: Context, mask: int, sm_count: int, workqueue: object = None
     ) -> None:
         self.ident = ident
-        self.device = device
+        self.primary = primary
+        self.device = device = primary.device
         self.mask = mask
         self.sm_count = sm_count
         self.workqueue = workqueue
@@ -86,7 +97,8 @@ class SimulatedStream(Handle, Stream):
 
     def __init__(self, ident: int, device: Device, context: Context, priority: int) -> None:
         sms = context.green.mask if context.green else (1 << device.model.sm_count) - 1
-        super().__init__(ident, device, context.green.ident if context.green else 0, sms)
+        apart = context.green is not None or context.own
+        super().__init__(ident, device, context.ident if apart else 0, sms)
         self.context = context
         self.priority = priority
         #: Its green context ended before it.

@@ -55,7 +55,7 @@ class Streams(Contexts):
         least, greatest = self.priority_range()
         with self.timeline.lock:
             self.memory[context.device].open(STREAM_BYTES, "create_stream")
-        ident = self._born(context.device, "stream")
+        ident = self._born_in(context, "stream")
         clamped = max(greatest, min(least, priority))
         stream = self._own(SimulatedStream(ident, device, context, clamped))
         with self.timeline.lock:
@@ -78,7 +78,7 @@ class Streams(Contexts):
             gone.ended = True
             if gone.idle:
                 del gone.device.streams[gone.ident]
-        self._died(gone.device.ordinal, "stream")
+        self._died_in(gone.context, "stream")
         self._unfaulted(gone.device, "destroy_stream")
 
     def stream_address(self, stream: StreamHandle) -> int:
@@ -192,14 +192,14 @@ class Streams(Contexts):
         """An event of the current context. A simulation always sleeps, `blocking` or not."""
         context: Context = self._thread.stack[-1]
         self._unfaulted(self.devices[context.device], "create_event")
-        self._born(context.device, "event")
+        self._born_in(context, "event")
         return EventHandle(self._own(Event(context, timing)))
 
     def destroy_event(self, event: EventHandle) -> None:
         """Ends an event, recorded or not."""
         gone = self._expect(event, Event, "destroy_event")
         gone.alive = False
-        self._died(gone.context.device, "event")
+        self._died_in(gone.context, "event")
         self._unfaulted(self.devices[gone.context.device], "destroy_event")
 
     def record_event(self, event: EventHandle, stream: StreamHandle) -> None:
@@ -207,7 +207,9 @@ class Streams(Contexts):
         found = self._stream(stream, "record_event")
         target = self._expect(event, Event, "record_event")
         same = target.context is found.context
-        if not same and (self.strict_events or target.context.device != found.context.device):
+        apart = target.context.own or found.context.own
+        elsewhere = target.context.device != found.context.device
+        if not same and (self.strict_events or apart or elsewhere):
             raise from_status(400, "record_event", detail=f"{target!r} on {found!r}")
         marker, captured = Marker(), found.capture is not None
         self._enqueue(
@@ -221,14 +223,14 @@ class Streams(Contexts):
         target = self._expect(event, Event, "record_green")
         device = self.devices[source.device]
         self._unfaulted(device, "record_green")
-        if target.context.device != source.device:
+        if target.context.device != source.device or target.context.own:
             raise from_status(400, "record_green")
         captures = [s.capture for s in source.streams if s.capture is not None]
         for capture in captures:
             capture.spoilt = True
         if captures:
             raise from_status(900, "record_green", detail="a stream of the context is capturing")
-        target.marker, target.captured = self._work_so_far(device, source), False
+        target.marker, target.captured = self._work_so_far(device, source.view), False
 
     def query_event(self, event: EventHandle) -> bool:
         """Whether what it captured is done."""
