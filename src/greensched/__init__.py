@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from greensched.bound import Bound as Bound
     from greensched.buffers import Buffer as Buffer
     from greensched.buffers import PinnedBuffer as PinnedBuffer
-    from greensched.context import Context as Context
     from greensched.desk import PoolState as PoolState
+    from greensched.device import Context as Context
     from greensched.device import Device as Device
     from greensched.errors import *  # noqa: F403  every error is public
     from greensched.jobs import Job as Job
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from greensched.stream import Stream as Stream
     from greensched.typing import ALL as ALL
     from greensched.typing import REST as REST
+    from greensched.typing import CacheConfig as CacheConfig
+    from greensched.typing import ContextFlags as ContextFlags
     from greensched.typing import ServiceClass as ServiceClass
 
 #: Where each public name lives.
@@ -43,8 +45,10 @@ _ROOMS = {
     "ALL": "typing",
     "Bound": "bound",
     "Buffer": "buffers",
+    "CacheConfig": "typing",
     "CloseReport": "pool",
-    "Context": "context",
+    "Context": "device",  # which it needs for `Context.device`, and is above its own room
+    "ContextFlags": "typing",
     "ContextOptions": "resources",
     "Device": "device",
     "DeviceResources": "resources",

@@ -1,132 +1,86 @@
-"""Contexts, primary and green: what is current on a thread, and closing in the right order.
+"""Contexts: primary, green, of their own, adopted; and closing in the right order.
 
 Launches never depend on the current context: a stream knows its own. What does need one (an
-allocation, an event, a copy) happens inside one synchronous `with context.entered()`, which
-restores what the *driver* says was current before; nothing about it is remembered in Python but
-whose turn it is with a green context. That is current on one thread at a time (cuda.h of CUDA 13.0
-to 13.4, cuGreenCtxCreate), and no driver checks it: we do.
+allocation, an event, a copy) happens inside one synchronous `with context.entered()`.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
 import threading
-from collections import deque
+import warnings
+import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Self
+from typing import Any, Literal, Protocol, Self, TypeVar
 
+from greensched import current
+from greensched import driver as drivers
+from greensched.current import Block, Entered, Me, Turn
 from greensched.driver.base import Driver
 from greensched.errors import Closed, GreenschedError, InvalidRequest, WrongThread, run_all
 from greensched.kernels import Loader
 from greensched.resources import DeviceResources
+from greensched.state import State
 from greensched.stream import Event, Stream
 from greensched.typing import (
+    ContextFlags,
     ContextHandle,
     DeviceFacts,
     EventHandle,
     GreenHandle,
-    Mailbox,
     StreamHandle,
 )
 
+T = TypeVar("T")
+
 logger = logging.getLogger("greensched")
 
-
-class Turn:
-    """Whose turn it is with a green context: one thread's, which may take it several times."""
-
-    def __init__(self, driver: Driver) -> None:
-        self._driver = driver
-        self._lock = threading.Lock()
-        self._thread: int | None = None
-        self._depth = 0
-        self._waiting: deque[Mailbox[None]] = deque()
-
-    @property
-    def is_mine(self) -> bool:
-        """Whether the calling thread has it."""
-        return self._thread == threading.get_ident()
-
-    def take(self, *, wait: bool) -> bool:
-        """Takes it; False if another thread has it. With `wait` blocks until that one has left."""
-        me = threading.get_ident()
-        while True:
-            with self._lock:
-                if self._thread is None or self._thread == me:
-                    self._thread = me
-                    self._depth += 1
-                    return True
-                if not wait:
-                    return False
-                mailbox: Mailbox[None] = self._driver.create_mailbox()
-                self._waiting.append(mailbox)
-            mailbox.get()
-
-    def leave(self) -> None:
-        """Gives up what one `take` took."""
-        with self._lock:
-            self._depth -= 1
-            if self._depth:
-                return
-            self._thread = None
-            waiting, self._waiting = self._waiting, deque()
-        for mailbox in waiting:
-            mailbox.put(None)
+#: What a context is: the device's one, some of its SMs, one that owns itself, somebody else's.
+Kind = Literal["primary", "green", "own", "adopted"]
+#: The ways to wait: a context has one of them.
+_WAYS = (ContextFlags.SCHED_SPIN, ContextFlags.SCHED_YIELD, ContextFlags.SCHED_BLOCKING_SYNC)
 
 
-class Entered:
-    """Makes a context current for a synchronous block, and restores what was current before."""
+class OnDevice(Protocol):
+    """What a context needs of its device: all of it is `Device`'s."""
 
-    __slots__ = ("_before", "_context", "_driver", "_wait")
-
-    def __init__(self, context: Context, *, wait: bool) -> None:
-        self._context = context
-        self._driver = context.driver
-        self._wait = wait
-
-    def __enter__(self) -> None:
-        turn = self._context.turn
-        if turn is not None and not turn.take(wait=self._wait):
-            raise WrongThread(
-                f"{self._context!r} is current on another thread, and can be on one at a time: "
-                "have this done there, by p.run, or once that has left it"
-            )
-        try:
-            self._before = self._driver.current()
-            self._make_current(self._context.handle)
-        except BaseException:
-            if turn is not None:
-                turn.leave()
-            raise
-
-    def __exit__(self, *_: object) -> None:
-        try:
-            self._make_current(self._before)
-        finally:
-            if self._context.turn is not None:
-                self._context.turn.leave()
-
-    def _make_current(self, context: ContextHandle | None) -> None:
-        if self._driver.current() == context:
-            return
-        try:
-            self._driver.set_current(context)
-        except GreenschedError:  # once more: what is left current would be in everybody's way
-            self._driver.set_current(context)
+    driver: Driver
+    facts: DeviceFacts
+    loader: Loader
 
 
-class Context:
-    """A device's primary context, or a green one: some of its SMs.
+#: Makes the device of an adopted context: `Device`, of the room above, which fills it in.
+open_device: Callable[[int, Driver], Any] | None = None
 
-    Made by `Device.primary` and `Device.create_context`. Streams and events made from it hold it;
-    what is left of them when it closes is ended first.
+#: Every context that is not closed, so that what is current is found again as what it is.
+_contexts: weakref.WeakSet[Context] = weakref.WeakSet()
+_contexts_lock = threading.Lock()
+
+
+class Context(State):
+    """A device's primary context, a green one (some of its SMs), one that owns itself, or adopted.
+
+    Made by `Device.primary`, `Device.create_context`, `Context.create` and `Context.current`.
+    Streams and events made from it hold it; what is left of them when it closes is ended first.
+    Whoever forgets to close a green one or one of its own is warned: no destructor calls CUDA.
+
+    It may be used from any thread, and moves between them: by `push` and `pop`, by `with`, by
+    `set_current`. A green one is *current* on one thread at a time, and the second is refused;
+    launching on its streams is fine from any.
 
     Attributes:
+        handle: the driver's (a `CUcontext`).
+        kind: `"primary"`, `"green"`, `"own"` or `"adopted"`.
+        device: its `Device`.
         device_ordinal: of its device.
-        green: the driver's green context; None on a primary.
-        primary: its device's primary context, or itself.
+        green: the driver's green context; None on any other.
+        primary: its device's primary context on a green one, else itself.
     """
+
+    #: Until there is something to close: its finaliser runs after a failed making, too.
+    is_closed = True
 
     def __init__(
         self,
@@ -137,22 +91,90 @@ class Context:
         release: Callable[[], None],
         green: GreenHandle | None = None,
         primary: Context | None = None,
+        *,
+        device: Any = None,
+        kind: Kind | None = None,
     ) -> None:
         self.driver = driver
         self.facts = facts
         self.loader = loader
         self.handle = handle
         self.green = green
-        self.primary = self if primary is None else primary
+        self.primary: Context = self if primary is None else primary
+        self.kind: Kind = kind or ("primary" if green is None else "green")
         #: None on a primary, which may be current on any number of threads.
         self.turn = None if green is None else Turn(driver)
         self.streams: set[StreamHandle] = set()
         self.events: set[EventHandle] = set()
-        self.is_closed = False
+        #: The threads inside a block of it, or standing on it, once for each time.
+        self.inside: list[weakref.ref[Me]] = []
         #: Its end was given up, because it still works or the device is lost: nobody warns of it.
         self.is_abandoned = False
         self._release = release
-        self._entered = _PerThread()
+        self._device = device
+        self.is_closed = False
+        with _contexts_lock:
+            _contexts.add(self)
+
+    @classmethod
+    def create(cls, device: OnDevice, flags: ContextFlags = ContextFlags.SCHED_AUTO) -> Self:
+        """A context of its own beside the primary one, current nowhere. May block.
+
+        For programs that want one: pools never use it, its streams and events do not mix with
+        those of other contexts, and its memory is another address space.
+
+        Args:
+            device: a `Device`, which must not be closed before it.
+            flags: how its threads wait, and what else. `MAP_HOST` is always on from CUDA 11 on.
+
+        Raises:
+            InvalidRequest: no such flags, or two ways to wait.
+            NotSupported: the driver has one of the flags no more.
+            CUDAError: the driver refused it.
+        """
+        check_flags(flags)
+        driver, facts = device.driver, device.facts
+        handle = driver.create_context(facts.ordinal, flags)
+        return cls(
+            driver,
+            facts,
+            device.loader,
+            handle,
+            release=lambda: driver.destroy_context(handle),
+            device=device,
+            kind="own",
+        )
+
+    @classmethod
+    def current(cls, driver: str | Driver | None = None) -> Context | None:
+        """The context that is current on the calling thread, None if there is none.
+
+        One of ours is returned as the object it is. Any other is adopted: it stays somebody
+        else's, closing it here ends only what was made of it here.
+
+        Args:
+            driver: as for `Device`; a simulated one is a machine of its own, so give the driver.
+        """
+        driver = drivers.open(driver)
+        driver.initialise()
+        handle = driver.current()
+        if handle is None:
+            return None
+        with _contexts_lock:
+            for known in _contexts:
+                if known.driver is driver and not known.is_closed and known.handle == handle:
+                    return known
+        facts = driver.device_facts(driver.context_device(handle))
+        loader = Loader(driver, facts)
+        return cls(driver, facts, loader, handle, release=loader.close, kind="adopted")
+
+    @property
+    def device(self) -> Any:
+        """Its `Device`."""
+        if self._device is None:
+            assert open_device is not None, "whoever imports greensched.Context has Device's room"
+            self._device = open_device(self.device_ordinal, self.driver)
+        return self._device
 
     @property
     def device_ordinal(self) -> int:
@@ -169,6 +191,10 @@ class Context:
         """What it was given: `sm`, which can be split again, and `workqueue`."""
         return DeviceResources(self.driver, self.device_ordinal, self.handle, self._check)
 
+    @property
+    def _base(self) -> Context:
+        return self.primary
+
     # -- being current -----------------------------------------------------------------------------
 
     def entered(self, *, wait: bool = False) -> Entered:
@@ -176,13 +202,13 @@ class Context:
 
         Args:
             wait: block while a green one is current on another thread, instead of raising
-                `WrongThread`. Not for an event-loop thread.
+                `CurrentElsewhere`. Not for an event-loop thread.
         """
         return Entered(self, wait=wait)
 
     @property
     def is_current(self) -> bool:
-        """Whether it is current on the calling thread."""
+        """Whether it is current on the calling thread, by whatever way."""
         return self.driver.current() == self.handle
 
     @property
@@ -190,31 +216,83 @@ class Context:
         """Whether it is green, and the calling thread is inside a block of it."""
         return self.turn is not None and self.turn.is_mine
 
-    def __enter__(self) -> Self:
-        """Makes it current on this thread. Reentrant; a green one on one thread at a time.
+    def set_current(self) -> None:
+        """Makes it current on this thread in the place of what is, until something else is.
+
+        Like `Device.set_current` it is not looked after across an `await`: what a loop's thread
+        has current so is every task's.
 
         Raises:
-            WrongThread: it is green, and current on another thread: in a `run`, perhaps.
+            CurrentElsewhere: it is green, and current on another thread; names both.
         """
         self._check()
-        block = self.entered()
-        block.__enter__()
-        self._entered.blocks.append(block)
+        current.replace(self)
+
+    def push(self) -> None:
+        """Makes it current on this thread, on top of what is; `pop` brings that back.
+
+        Raises:
+            CurrentElsewhere: it is green, and current on another thread; names both.
+        """
+        self._check()
+        current.push(self)
+
+    def pop(self) -> None:
+        """Takes it off the top of this thread's stack; then it floats, and any thread may have it.
+
+        Raises:
+            InvalidRequest: it is not what is current here, or is so by a `with` block.
+        """
+        current.pop(self)
+
+    def __enter__(self) -> Self:
+        """Makes it current on this thread. Reentrant, reusable; a green one on one at a time.
+
+        No `await` inside: see `HeldAcrossAwait`.
+
+        Raises:
+            CurrentElsewhere: it is green, and current on another thread: in a `run`, perhaps.
+        """
+        self._check()
+        Block(self).__enter__()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """Restores what was current; a failure of that is logged, and never hides the body's."""
+        """Restores what the driver said was current; never hides the body's own error.
+
+        Raises:
+            HeldAcrossAwait: it was held across an await, and that is an error here.
+            CUDAError: what was current before could not be restored. Logged, too.
+            WrongThread: it was entered on another thread.
+        """
+        block = Block.ending(self)
         try:
-            self._entered.blocks.pop().__exit__()
+            if block is None:
+                raise WrongThread(f"a block of {self!r} ended on a thread where it did not begin")
+            block.__exit__()
         except GreenschedError as error:
-            logger.error("restoring the current context failed: %s", error)
+            logger.error("leaving a block of %r failed: %s", self, error)
             if isinstance(exc[1], BaseException):
-                exc[1].add_note(f"and restoring the current context failed: {error}")
+                exc[1].add_note(f"and leaving a block of {self!r} failed: {error}")
             else:
                 raise
 
+    def scoped(self, function: Callable[[], T]) -> T:
+        """Calls a function with it current on this thread, and returns or raises what that does.
+
+        Raises:
+            InvalidRequest: the function is a coroutine's: its body would run later, without it.
+        """
+        if inspect.iscoroutinefunction(function):
+            raise InvalidRequest(f"{function!r} is asynchronous: give what runs at once, or p.run")
+        with self:
+            return function()
+
     def synchronize(self) -> None:
-        """Blocks until all its work is done (a primary's green contexts' too)."""
+        """Blocks until all *its* work is done (a primary's green contexts' too).
+
+        Whatever is current on this thread, and that stays so. Not for an event-loop thread.
+        """
         self._check()
         self.driver.synchronize_context(self.handle)
 
@@ -258,33 +336,64 @@ class Context:
     def close(self) -> None:
         """Ends it: events, then streams, then itself. Idempotent. Blocks until its work is done.
 
+        An adopted one goes on living: only what was made of it here ends.
+
         Raises:
-            InvalidRequest: it is current on this thread: leave it first.
+            InvalidRequest: it is current on this thread, or a thread is inside a block of it.
             CUDAError: what the driver answered first; everything was tried all the same.
         """
         if self.is_closed:
             return
-        if self.is_current:
-            raise InvalidRequest(f"{self!r} is current on this thread: leave its block, then close")
+        self._refuse_while_used()
         self.is_closed = True
+        with _contexts_lock:
+            _contexts.discard(self)
         driver = self.driver
         steps: list[Callable[[], None]] = []
-        if self.is_green:
+        if self.kind in ("green", "own"):
             steps.append(lambda: driver.synchronize_context(self.handle))
         steps += [partial(driver.destroy_event, event) for event in self.events]
         steps += [partial(driver.destroy_stream, stream) for stream in self.streams]
         run_all([*steps, self._release])
 
+    def _refuse_while_used(self) -> None:
+        if self.kind != "adopted" and self.is_current:
+            raise InvalidRequest(f"{self!r} is current on this thread: leave its block, then close")
+        threads = [thread.name for ref in self.inside if (thread := ref()) is not None]
+        if threads:
+            raise InvalidRequest(
+                f"{self!r} is current, or will be again, on thread {threads[-1]!r}: leave its "
+                "block there, or pop it, then close"
+            )
+
     def _check(self) -> None:
         if self.is_closed:
             raise Closed(repr(self))
 
+    def __del__(self) -> None:
+        if not self.is_closed and not self.is_abandoned and self.kind in ("green", "own"):
+            warnings.warn(
+                f"{self!r} was never closed; it stays until the process ends",
+                ResourceWarning,
+                stacklevel=2,
+                source=self,
+            )
+
     def __repr__(self) -> str:
-        kind = "green" if self.is_green else "primary"
         closed = ", closed" if self.is_closed else ""
-        return f"<Context: {kind}, device {self.device_ordinal}{closed}>"
+        return f"<Context: {self.kind}, device {self.device_ordinal}, {self.handle!r}{closed}>"
 
 
-class _PerThread(threading.local):
-    def __init__(self) -> None:
-        self.blocks: list[Entered] = []
+def check_flags(flags: object) -> None:
+    """Refuses what are no flags of a context.
+
+    Raises:
+        InvalidRequest: says which there are.
+    """
+    if not isinstance(flags, ContextFlags):
+        raise InvalidRequest(f"flags={flags!r} are no ContextFlags, such as SCHED_BLOCKING_SYNC")
+    unknown = int(flags) & ~int(~ContextFlags(0))  # what no name stands for
+    if unknown:
+        raise InvalidRequest(f"flags={flags!r}: {unknown:#x} is nothing that is known")
+    if sum(way in flags for way in _WAYS) > 1:
+        raise InvalidRequest(f"flags={flags!r}: a context waits one way, so give one SCHED_ flag")

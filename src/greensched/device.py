@@ -5,14 +5,15 @@ from __future__ import annotations
 import threading
 from typing import Self
 
+from greensched import context as contexts
 from greensched import driver as drivers
-from greensched.context import Context
+from greensched.context import Context as Context
 from greensched.driver.base import Driver
 from greensched.errors import Closed, InvalidRequest
 from greensched.kernels import Loader
 from greensched.resources import ContextOptions, DeviceResources, describe
 from greensched.stream import Stream
-from greensched.typing import DeviceFacts
+from greensched.typing import ContextFlags, DeviceFacts
 
 
 class Device:
@@ -88,12 +89,35 @@ class Device:
                     self.loader,
                     handle,
                     release=lambda: driver.release_primary(ordinal),
+                    device=self,
                 )
             return self._primary
 
     def set_current(self) -> None:
-        """Makes its primary context current on this thread, until something else is."""
-        self.driver.set_current(self.primary.handle)
+        """Makes its primary context current on this thread, until something else is.
+
+        The first time may block, as `primary` does. Not looked after across an `await`.
+        """
+        self.primary.set_current()
+
+    def set_flags(self, flags: ContextFlags) -> None:
+        """Has the primary context made with flags, when it is. Before anybody uses the device.
+
+        Raises:
+            InvalidRequest: no such flags, or the context is active with others already: made by a
+                pool, by another library, or by this object.
+            NotSupported: the driver has one of the flags no more.
+        """
+        contexts.check_flags(flags)
+        has, active = self.driver.primary_state(self.ordinal)
+        ways = ContextFlags.SCHED_SPIN | ContextFlags.SCHED_YIELD | ContextFlags.SCHED_BLOCKING_SYNC
+        decided = ways | ContextFlags.LMEM_RESIZE_TO_MAX
+        if active and (has ^ flags) & decided:
+            raise InvalidRequest(
+                f"the primary context of device {self.ordinal} is active with flags {has:#x}, and "
+                "whoever made it counts on them: set them before its first use"
+            )
+        self.driver.set_primary_flags(self.ordinal, flags)
 
     def create_context(self, options: ContextOptions) -> Context:
         """A green context over what `options` lists. May block; does not become current.
@@ -123,6 +147,7 @@ class Device:
             release=lambda: driver.destroy_green(green),
             green=green,
             primary=primary,
+            device=self,
         )
 
     def create_stream(self, *, priority: int = 0) -> Stream:
@@ -136,19 +161,33 @@ class Device:
                 return
             self._closed = True
             primary, self._primary = self._primary, None
-        if primary is not None:
-            with primary.entered():
-                self.loader.close()
-            primary.close()
+        if primary is None:
+            self.loader.close()  # contexts of their own may have used it
+            return
+        with primary.entered():
+            self.loader.close()
+        primary.close()
 
     def __enter__(self) -> Self:
-        """Makes its primary context current on this thread."""
+        """Makes its primary context current on this thread, until the block ends.
+
+        Reentrant, reusable, and each thread's own. The first use of a device may block. No `await`
+        inside: see `HeldAcrossAwait`.
+        """
         self.primary.__enter__()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """Restores what was current before."""
+        """Restores what the driver said was current before, nothing included.
+
+        Raises:
+            HeldAcrossAwait: the block was held across an await, and that is an error here.
+            CUDAError: what was current before could not be restored. It never hides the body's.
+        """
         self.primary.__exit__(*exc)
 
     def __repr__(self) -> str:
         return f"<Device {self.ordinal}: {self.name}, {self.sm_count} SMs>"
+
+
+contexts.open_device = lambda ordinal, driver: Device(ordinal, driver=driver)

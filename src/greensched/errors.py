@@ -150,8 +150,63 @@ class DeviceTaken(InvalidRequest):
         )
 
 
+class WrongContext(InvalidRequest):
+    """Streams and events of two contexts that have nothing in common were used together."""
+
+    def __init__(self, what: object, other: object) -> None:
+        self.what = what
+        self.other = other
+        super().__init__(
+            f"{what!r} cannot be used with {other!r}: the streams and events of a context of its "
+            "own go together with each other only"
+        )
+
+
 class WrongThread(GreenschedError, RuntimeError):
     """A call from a thread that may not make it; the message says what to do instead."""
+
+
+class CurrentElsewhere(WrongThread):
+    """A green context is current on another thread, and can be on one at a time.
+
+    Attributes:
+        holder: the name of the thread that has it.
+        asker: the name of the thread that was refused.
+    """
+
+    def __init__(self, context: object, holder: str, asker: str) -> None:
+        self.holder = holder
+        self.asker = asker
+        super().__init__(
+            f"{context!r} is current on another thread, {holder!r}, so it cannot be on {asker!r}: "
+            "a green context is on one at a time. Have this done there, by p.run, or once that "
+            "has left it"
+        )
+
+
+class HeldAcrossAwait(GreenschedError, RuntimeWarning):
+    """A block that makes a context current was still open when its task was suspended.
+
+    What is current is the thread's: every other task of the loop then runs with it. A warning, and
+    in debug mode an error.
+
+    Attributes:
+        context: what was held, in words.
+        block: `file:line` of the `with`.
+        task: who held it: a task's name, and its coroutine's.
+        suspended: `file:line` of the await.
+    """
+
+    def __init__(self, context: str, block: str, task: str, suspended: str) -> None:
+        self.context = context
+        self.block = block
+        self.task = task
+        self.suspended = suspended
+        super().__init__(
+            f"{context}, made current at {block}, is held across the await at {suspended} by "
+            f"{task}: every task of the loop runs with it meanwhile. Leave the block before the "
+            "await, or use p.run"
+        )
 
 
 class NoLoop(GreenschedError, RuntimeError):

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from typing import Any
+
+
+def running_asyncio() -> Any:
+    """The asyncio loop that runs on this thread (uvloop's are such); None if there is none.
+
+    Another thread may be in the middle of importing it: then no loop of it runs here yet.
+    """
+    events = sys.modules.get("asyncio.events")
+    find = getattr(events, "_get_running_loop", None)
+    return None if find is None else find()
 
 
 def running_trio() -> Any:
@@ -19,4 +28,4 @@ def running_trio() -> Any:
 
 def on_loop_thread() -> bool:
     """Whether a loop of asyncio or trio runs on this thread."""
-    return asyncio._get_running_loop() is not None or running_trio() is not None
+    return running_asyncio() is not None or running_trio() is not None

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, ExitStack, suppress
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from greensched.driver.base import Driver
-from greensched.errors import Closed, CUDAError, InvalidRequest, run_all
+from greensched.errors import Closed, CUDAError, InvalidRequest, WrongContext, run_all
 from greensched.typing import (
     CaptureMode,
     ContextHandle,
@@ -50,6 +50,9 @@ class Owner(Protocol):
     events: set[EventHandle]
     is_closed: bool
     is_abandoned: bool
+
+    @property
+    def kind(self) -> str: ...
 
     @property
     def device_ordinal(self) -> int: ...
@@ -107,7 +110,7 @@ class Event:
             _forgotten(self)
 
     def __repr__(self) -> str:
-        return f"<Event{' (closed)' if self.is_closed else ''}>"
+        return f"<Event {'closed' if self.is_closed else f'of {self.context!r}'}>"
 
 
 class Stream:
@@ -136,13 +139,17 @@ class Stream:
         """Captures the work submitted so far in an event (a new one if none is given).
 
         Raises:
+            WrongContext: one of the two is of a context of its own, and the other is not of it.
             WrongThread: a new one is needed, this driver wants it made in the stream's own green
                 context, and that is current on another thread: make it beforehand.
         """
         driver = _open(self, "stream").context.driver
         if event is None:
             return self._record_new()
-        driver.record_event(_open(event, "event").handle, self.handle)
+        _open(event, "event")
+        if _apart(self, event) and event.context is not self.context:
+            raise WrongContext(event, self)
+        driver.record_event(event.handle, self.handle)
         return event
 
     def _record_new(self) -> Event:
@@ -167,8 +174,16 @@ class Stream:
             raise
 
     def wait(self, event: Event) -> None:
-        """Later work on this stream waits for what the event captured; the host does not."""
-        _open(self, "stream").context.driver.wait_event(self.handle, _open(event, "event").handle)
+        """Later work on this stream waits for what the event captured; the host does not.
+
+        Raises:
+            WrongContext: one of the two is of a context of its own, and the other of a green one.
+        """
+        driver = _open(self, "stream").context.driver
+        _open(event, "event")
+        if _apart(self, event) and "green" in (self.context.kind, event.context.kind):
+            raise WrongContext(event, self)
+        driver.wait_event(self.handle, event.handle)
 
     @property
     def is_done(self) -> bool:
@@ -421,6 +436,11 @@ def _open(child: C, kind: str) -> C:
     if child.context.is_closed:
         raise Closed(f"this {kind}", f"dead: its context is gone ({child.context!r})")
     return child
+
+
+def _apart(stream: Stream, event: Event) -> bool:
+    """Whether either is of a context of its own, which has nothing in common with any other."""
+    return "own" in (stream.context.kind, event.context.kind)
 
 
 def _forgotten(child: Event | Stream) -> None:

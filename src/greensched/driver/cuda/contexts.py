@@ -95,10 +95,7 @@ class Contexts(Driver):
 
     def context_flags(self) -> ContextFlags:
         """`cuCtxGetFlags`; core-dump flags, which are nobody's here, are left out."""
-        known = ContextFlags(0)
-        for flag in ContextFlags:
-            known |= flag
-        return ContextFlags(int(ask(cuda.cuCtxGetFlags)) & known)
+        return ContextFlags(int(ask(cuda.cuCtxGetFlags)) & int(~ContextFlags(0)))
 
     def limit(self, limit: Limit) -> int:
         """`cuCtxGetLimit`."""
