@@ -13,13 +13,20 @@ import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Literal, Self, TypeVar
 
 from greensched import current
 from greensched import driver as drivers
 from greensched.current import Block, Entered, Me, Turn
 from greensched.driver.base import Driver
-from greensched.errors import Closed, GreenschedError, InvalidRequest, WrongThread, run_all
+from greensched.errors import (
+    Closed,
+    CUDAError,
+    GreenschedError,
+    InvalidRequest,
+    WrongThread,
+    run_all,
+)
 from greensched.kernels import Loader
 from greensched.resources import DeviceResources
 from greensched.state import State
@@ -33,26 +40,23 @@ from greensched.typing import (
     StreamHandle,
 )
 
+if TYPE_CHECKING:
+    from greensched.device import Device
+
 T = TypeVar("T")
 
 logger = logging.getLogger("greensched")
 
+#: What a driver answers that nobody has initialised. Source: cuda.h.
+NOT_INITIALIZED = 3
 #: What a context is: the device's one, some of its SMs, one that owns itself, somebody else's.
 Kind = Literal["primary", "green", "own", "adopted"]
 #: The ways to wait: a context has one of them.
 _WAYS = (ContextFlags.SCHED_SPIN, ContextFlags.SCHED_YIELD, ContextFlags.SCHED_BLOCKING_SYNC)
 
 
-class OnDevice(Protocol):
-    """What a context needs of its device: all of it is `Device`'s."""
-
-    driver: Driver
-    facts: DeviceFacts
-    loader: Loader
-
-
 #: Makes the device of an adopted context: `Device`, of the room above, which fills it in.
-open_device: Callable[[int, Driver], Any] | None = None
+open_device: Callable[[int, Driver], Device] | None = None
 
 #: Every context that is not closed, so that what is current is found again as what it is.
 _contexts: weakref.WeakSet[Context] = weakref.WeakSet()
@@ -92,7 +96,7 @@ class Context(State):
         green: GreenHandle | None = None,
         primary: Context | None = None,
         *,
-        device: Any = None,
+        device: Device | None = None,
         kind: Kind | None = None,
     ) -> None:
         self.driver = driver
@@ -117,7 +121,7 @@ class Context(State):
             _contexts.add(self)
 
     @classmethod
-    def create(cls, device: OnDevice, flags: ContextFlags = ContextFlags.SCHED_AUTO) -> Self:
+    def create(cls, device: Device, flags: ContextFlags = ContextFlags.SCHED_AUTO) -> Self:
         """A context of its own beside the primary one, current nowhere. May block.
 
         For programs that want one: pools never use it, its streams and events do not mix with
@@ -150,14 +154,18 @@ class Context(State):
         """The context that is current on the calling thread, None if there is none.
 
         One of ours is returned as the object it is. Any other is adopted: it stays somebody
-        else's, closing it here ends only what was made of it here.
+        else's, closing it here ends only what was made of it here. Does not wait.
 
         Args:
             driver: as for `Device`; a simulated one is a machine of its own, so give the driver.
         """
         driver = drivers.open(driver)
-        driver.initialise()
-        handle = driver.current()
+        try:
+            handle = driver.current()
+        except CUDAError as error:
+            if error.status != NOT_INITIALIZED:
+                raise
+            return None
         if handle is None:
             return None
         with _contexts_lock:
@@ -169,7 +177,7 @@ class Context(State):
         return cls(driver, facts, loader, handle, release=loader.close, kind="adopted")
 
     @property
-    def device(self) -> Any:
+    def device(self) -> Device:
         """Its `Device`."""
         if self._device is None:
             assert open_device is not None, "whoever imports greensched.Context has Device's room"

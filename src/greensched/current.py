@@ -214,15 +214,14 @@ class Block(Entered):
         restores what the last one saw, so that the context stays current until all have ended; but
         what is told, is told of the task that held it.
         """
-        blocks = [block for block in here.blocks if block.context is context]
-        if not blocks:
-            return None
-        last = blocks[-1]
-        if len(blocks) > 1 and last._watch is not None:
+        blocks = here.blocks
+        last = blocks[-1] if blocks and blocks[-1].context is context else Block.innermost(context)
+        if last is not None and last._watch is not None and len(blocks) > 1:
             frame = held.awaiting()
             for block in reversed(blocks):
-                if block._watch is not None and block._watch.frame is frame:
-                    last._watch, block._watch = block._watch, last._watch
+                watch = block._watch
+                if block.context is context and watch is not None and watch.frame is frame:
+                    last._watch, block._watch = watch, last._watch
                     break
         return last
 

@@ -321,7 +321,7 @@ def launch(stream: Stream, config: LaunchConfig, kernel: Kernel, *args: object) 
     arguments.fill(args)
     handle = owner.loader.loaded(kernel)
     if handle is None:
-        with owner.entered():
+        with owner.primary.entered():  # a green context may be current on another thread
             handle = owner.loader.load(kernel)
     Plan(stream, config, kernel, handle, arguments).fire()
 

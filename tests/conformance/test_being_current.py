@@ -457,6 +457,8 @@ def test_a_green_context_on_a_second_thread_is_refused_with_both_named(world: Wo
                 assert "'MainThread'" in str(caught.value)
                 assert "'second'" in str(caught.value)
             assert device.driver.current() is None
+            config = greensched.LaunchConfig(grid=1, block=1)
+            greensched.launch(stream, config, greensched.kernels.spin, 1000)
             stream.sync()
 
         with green:
@@ -571,6 +573,49 @@ def test_a_kernel_runs_in_a_context_of_its_own(world: World) -> None:
             greensched.launch(stream, config, greensched.kernels.spin, 1000)
             stream.sync()
             assert not driver.primary_state(0)[1]
+
+
+def test_pools_use_no_context_of_its_own(world: World) -> None:
+    """A pool opened and used inside a block of one has green contexts of the primary."""
+    with opened(world) as (device,), closing(Context.create(device)) as own:
+        pool = greensched.Pool([0], driver=device.driver)
+
+        def inside(context: Context) -> tuple[bool, bool]:
+            return context.is_current, own.is_current
+
+        async def main() -> None:
+            async with pool, pool.partition(8) as p:
+                assert p.context.kind == "green"
+                assert p.context.primary.kind == "primary"
+                assert await p.run(inside, p.context) == (True, False)
+                assert own.is_current
+
+        with own:  # the whole life of the loop
+            world.run(main)
+            assert own.is_current
+        assert not own.streams
+        assert not own.events
+
+
+def test_what_is_current_can_be_asked_on_a_loop(world: World) -> None:
+    """Asking, entering and leaving never block, also for what somebody else made current."""
+    with opened(world) as (device,):
+        driver, primary = device.driver, device.primary
+        raw = driver.create_context(0, ContextFlags.SCHED_AUTO)
+
+        async def main() -> None:
+            assert Context.current(driver) is None
+            with device:
+                assert Context.current(driver) is primary
+                driver.push_current(raw)
+                adopted = Context.current(driver)
+                assert adopted is not None
+                with adopted:
+                    assert adopted.is_current
+                driver.pop_current()
+
+        world.run(main)
+        driver.destroy_context(raw)
 
 
 def test_nothing_is_logged_where_nothing_is_wrong(

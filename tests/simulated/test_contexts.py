@@ -7,6 +7,8 @@ from itertools import combinations
 
 import pytest
 
+from greensched import Context
+from greensched.driver import simulated
 from greensched.driver.base import VERBS
 from greensched.driver.simulated.stacks import LIMITS
 from greensched.errors import CUDAError, DriverMisuse, NotSupported
@@ -556,3 +558,12 @@ def test_no_persisting_l2_below_8_0(make: Make) -> None:
         driver.limit(Limit.PERSISTING_L2)
     with pytest.raises(NotSupported):
         driver.set_limit(Limit.PERSISTING_L2, 1)
+
+
+def test_nothing_is_current_before_the_driver_is_initialised() -> None:
+    """Asking then is answered with None, and initialises nothing."""
+    driver = simulated.open("h200")
+    assert Context.current(driver) is None
+    with pytest.raises(CUDAError, match="NOT_INITIALIZED"):
+        driver.current()
+    driver.close()

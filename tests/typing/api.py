@@ -8,7 +8,20 @@ import numpy as np
 import numpy.typing as npt
 
 import greensched
-from greensched import ALL, REST, Buffer, Job, LaunchConfig, Partition, Pool
+from greensched import (
+    ALL,
+    REST,
+    Buffer,
+    CacheConfig,
+    Context,
+    ContextFlags,
+    Device,
+    Event,
+    Job,
+    LaunchConfig,
+    Partition,
+    Pool,
+)
 from greensched.kernels import fill
 
 
@@ -52,3 +65,19 @@ async def pools(pool: Pool) -> None:
     """The pool's own one-shot forms give what the function gives."""
     assert_type(await pool.run(model, 3, sms=8), str)
     assert_type(await pool.aclose(), greensched.CloseReport)
+
+
+def contexts(device: Device, event: Event) -> None:
+    """Blocks give what they are of, and what is current is a context or nothing."""
+    with device as d:
+        assert_type(d, Device)
+    own = Context.create(device, ContextFlags.SCHED_SPIN | ContextFlags.MAP_HOST)
+    with own as entered:
+        assert_type(entered, Context)
+    assert_type(Context.current(), Context | None)
+    assert_type(own.scoped(lambda: 3), int)
+    assert_type(own.device, Device)
+    assert_type(own.stack_bytes, int)
+    own.cache_config = CacheConfig.PREFER_L1
+    assert_type(own.flags, ContextFlags)
+    assert_type(own.create_stream().record(event), Event)
