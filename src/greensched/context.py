@@ -352,7 +352,7 @@ class Context(State):
         """
         if self.is_closed:
             return
-        self._refuse_while_used()
+        self.refuse_while_used()
         self.is_closed = True
         with _contexts_lock:
             _contexts.discard(self)
@@ -364,7 +364,9 @@ class Context(State):
         steps += [partial(driver.destroy_stream, stream) for stream in self.streams]
         run_all([*steps, self._release])
 
-    def _refuse_while_used(self) -> None:
+    def refuse_while_used(self) -> None:
+        """Raises InvalidRequest where `close` would, and ends nothing."""
+        current.forget(self)
         if self.kind != "adopted" and self.is_current:
             raise InvalidRequest(f"{self!r} is current on this thread: leave its block, then close")
         threads = [thread.name for ref in self.inside if (thread := ref()) is not None]

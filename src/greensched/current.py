@@ -33,14 +33,15 @@ class _Here(threading.local):
 
     Attributes:
         blocks: the `with` blocks it is inside, the innermost last.
-        standing: what it made current without a block, and has not taken off again.
+        standing: what it made current without a block, and whether by pushing: one place of the
+            stack each. What was set stands until something else is set there.
     """
 
     def __init__(self) -> None:
         self.me = Me()
         self.ref = weakref.ref(self.me)
         self.blocks: list[Block] = []
-        self.standing: list[Enterable] = []
+        self.standing: list[tuple[Enterable, bool]] = []
 
 
 here = _Here()
@@ -232,15 +233,17 @@ class Block(Entered):
 def replace(context: Enterable) -> None:
     """Makes a context current in the place of what is, on this thread, until something else is."""
     before = context.driver.current()
-    _stand(context, lambda: context.driver.set_current(context.handle))
-    found = None if before is None else _standing(context.driver, before, len(here.standing) - 1)
-    if found is not None:
-        _leave(found)
+    _stand(context, context.driver.set_current, pushed=False)
+    index = len(here.standing) - 2
+    if index >= _first():
+        replaced, pushed = here.standing[index]
+        if not pushed or (replaced.driver is context.driver and replaced.handle == before):
+            _leave(index)
 
 
 def push(context: Enterable) -> None:
     """Makes a context current on top of what is, on this thread, until it is popped."""
-    _stand(context, lambda: context.driver.push_current(context.handle))
+    _stand(context, context.driver.push_current, pushed=True)
 
 
 def pop(context: Enterable) -> None:
@@ -252,39 +255,56 @@ def pop(context: Enterable) -> None:
     driver = context.driver
     if driver.current() != context.handle:
         raise InvalidRequest(f"{context!r} is not what is current on thread {here.me.name!r}")
-    found = _standing(driver, context.handle, len(here.standing))
-    if found is None and Block.innermost(context) is not None:
+    found = [index for index in range(_first(), len(here.standing)) if _is(index, context)]
+    if not found and Block.innermost(context) is not None:
         raise InvalidRequest(f"{context!r} is current by a `with` block: leave that instead")
     driver.pop_current()
-    if found is not None:
-        _leave(found)
+    if found:
+        _leave(found[-1])
 
 
-def _stand(context: Enterable, make_current: Callable[[], None]) -> None:
+def forget(context: Enterable) -> None:
+    """Drops what was set on this thread, where the driver says that something else is there now."""
+    last = len(here.standing) - 1
+    was_set = last >= _first() and _is(last, context) and not here.standing[last][1]
+    if was_set and context.driver.current() != context.handle:
+        _leave(last)
+
+
+def _stand(
+    context: Enterable, make_current: Callable[[ContextHandle], None], *, pushed: bool
+) -> None:
     if context.turn is not None:
         context.turn.take(context)
     try:
-        make_current()
+        make_current(context.handle)
     except BaseException:
         if context.turn is not None:
             context.turn.leave()
         raise
-    here.standing.append(context)
-    context.inside.append(here.ref)
-
-
-def _standing(driver: Driver, handle: ContextHandle, end: int) -> int | None:
-    """Where among what stands a handle is, the last before `end`; of the innermost block only."""
-    first = here.blocks[-1]._standing if here.blocks else 0
-    for index in range(end - 1, first - 1, -1):
-        context = here.standing[index]
-        if context.driver is driver and context.handle == handle:
-            return index
-    return None
+    here.standing.append((context, pushed))
+    if _is_counted(context, pushed):
+        context.inside.append(here.ref)
 
 
 def _leave(index: int) -> None:
-    context = here.standing.pop(index)
-    context.inside.remove(here.ref)
+    context, pushed = here.standing.pop(index)
+    if _is_counted(context, pushed):
+        context.inside.remove(here.ref)
     if context.turn is not None:
         context.turn.leave()
+
+
+def _is_counted(context: Enterable, pushed: bool) -> bool:
+    """Whether the thread counts as inside: not where it once set what anybody may replace."""
+    return pushed or context.turn is not None
+
+
+def _is(index: int, context: Enterable) -> bool:
+    standing = here.standing[index][0]
+    return standing.driver is context.driver and standing.handle == context.handle
+
+
+def _first() -> int:
+    """Where begins what was made current inside this thread's innermost block."""
+    return here.blocks[-1]._standing if here.blocks else 0

@@ -155,10 +155,18 @@ class Device:
         return Stream(self.primary, priority=priority)
 
     def close(self) -> None:
-        """Unloads kernels and releases the primary context. Idempotent. May block."""
+        """Unloads kernels and releases the primary context. Idempotent. May block.
+
+        Raises:
+            InvalidRequest: that is current on this thread, or a thread is inside a block of it.
+                Nothing has ended then.
+            CUDAError: what the driver answered first; everything was tried all the same.
+        """
         with self._lock:
             if self._closed:
                 return
+            if self._primary is not None:
+                self._primary.refuse_while_used()
             self._closed = True
             primary, self._primary = self._primary, None
         if primary is None:

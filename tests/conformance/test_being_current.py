@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import greensched
-from greensched import CacheConfig, Context, ContextFlags, Device
+from greensched import CacheConfig, Context, ContextFlags, Device, current
 from greensched.driver.base import Driver
 from helpers.world import World
 
@@ -331,6 +331,37 @@ def test_closing_a_context_that_is_in_use_is_refused(world: World) -> None:
             on_thread(context.close)
             context.close()
             assert "closed" in repr(context)
+
+
+def test_closing_a_device_that_is_in_use_is_refused(world: World) -> None:
+    """Nothing has ended then: it works on, and closes when its block is left."""
+    with opened(world) as (device,):
+        with device, pytest.raises(greensched.InvalidRequest, match="current"):
+            device.close()
+        with closing(device.create_stream()) as stream:
+            stream.sync()
+        device.set_current()
+        with pytest.raises(greensched.InvalidRequest, match="current"):
+            device.close()
+        device.primary.pop()
+        device.close()
+
+
+def test_what_others_replaced_is_not_in_use(world: World) -> None:
+    """What was set and is current no more is free: to be closed, and for another thread."""
+    with opened(world) as (device,):
+        driver, green = device.driver, green_of(device)
+        device.primary  # noqa: B018
+        for _ in range(5):
+            green.set_current()
+            driver.set_current(device.primary.handle)  # past our rooms
+            device.set_current()
+            assert on_thread(lambda: green.scoped(lambda: green.is_current))
+        assert len(current.here.standing) == 1
+        green.set_current()
+        driver.set_current(None)
+        green.close()
+        assert current.here.standing == []
 
 
 def test_a_repr_tells(world: World) -> None:
