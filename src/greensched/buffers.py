@@ -90,6 +90,10 @@ class Given:
         if device != self._memory.device:
             raise WrongDevice("this buffer", self._memory.device, device)
 
+    def is_from(self, memory: object) -> bool:
+        """Whether it is a part of this memory."""
+        return self._memory is memory
+
     def close(self) -> None:
         """Gives its memory back behind its last user. Idempotent; does not wait."""
         if not self.is_closed:
@@ -219,7 +223,8 @@ class Buffer(Given):
         orders itself behind it, and so behind any other writer.
 
         Raises:
-            WouldBlock: what writes it is not even submitted yet: await that job first.
+            WouldBlock: what writes it is not even submitted yet, or is a stream of another device,
+                behind which not every library can order itself: await that job first.
             BufferClosed, Poisoned, ForkedPool, PoolClosed: as `check`.
         """
         self.check(self.device)
@@ -227,6 +232,8 @@ class Buffer(Given):
         # A call's own arguments count as written by it; in the call, its stream is the right one.
         if not all(w.has_submitted(t) or w.crew.lane.context.is_entered for w, t in pending):
             raise WouldBlock("this buffer's writer is still to be submitted: await its job first")
+        if any(who.stream.context.device_ordinal != self.device for who, _ in pending):
+            raise WouldBlock("another device still writes this buffer: await that job first")
         stream = None
         if pending:
             last = pending[-1][0]

@@ -15,10 +15,12 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol, TypeVar
 
 from greensched.buffers import Buffer, PinnedBuffer
+from greensched.device import Device
 from greensched.errors import CUDAError, DeviceFault, InvalidRequest, Poisoned, WouldBlock
 from greensched.holding import Holding
 from greensched.jobs import Job
 from greensched.memory import DeviceMemory, PinnedMemory
+from greensched.staging import Staging
 from greensched.stream import Track
 from greensched.transfer import Slots
 
@@ -33,9 +35,15 @@ Lagging = Mapping[Track, int]
 class Site(Protocol):
     """What is shared by the partitions of one device."""
 
+    device: Device
     memory: DeviceMemory
     pinned: PinnedMemory
     slots: Slots
+    staging: Staging
+
+    @property
+    def neighbours(self) -> Mapping[int, Site]:
+        """The other devices of the pool, by ordinal."""
 
 
 class Channel:

@@ -9,10 +9,76 @@ from contextlib import suppress
 from typing import Any, Generic
 
 from greensched.buffers import Given
-from greensched.errors import WouldBlock, WrongThread, too_late
-from greensched.loops import current_door
+from greensched.errors import InvalidRequest, WouldBlock, WrongThread, too_late
+from greensched.loops import Door, current_door
 from greensched.stream import Track
 from greensched.typing import T
+
+#: Told how far a copy is: bytes done, and bytes in all.
+Tell = Callable[[int, int], object]
+
+
+class Progress:
+    """Tells a caller how far his copy is, on the thread of his loop.
+
+    Reports that the loop had no turn for are one, the newest; so they never pile up.
+
+    Args:
+        tell: the caller's.
+        nbytes: in all.
+        door: of the loop that the caller runs on.
+    """
+
+    __slots__ = ("_done", "_door", "_error", "_is_posted", "_nbytes", "_tell", "_thread", "_told")
+
+    def __init__(self, tell: Tell, nbytes: int, door: Door) -> None:
+        if not callable(tell):
+            raise InvalidRequest(f"progress={tell!r}: give what to call with bytes done and in all")
+        self._tell = tell
+        self._nbytes = nbytes
+        self._door = door
+        self._thread = threading.get_ident()
+        self._done = 0
+        self._told = -1
+        self._is_posted = False
+        self._error: Exception | None = None
+
+    def moved(self, nbytes: int) -> None:
+        """So many bytes more are done. From any thread.
+
+        Raises:
+            Exception: what the caller raised when he was told.
+        """
+        self._done += nbytes
+        if not self._is_posted:
+            self._is_posted = True
+            self._door.call_threadsafe(self._report)
+        if self._error is not None:
+            raise self._error
+
+    def finish(self) -> None:
+        """Everything is done: he is told before anybody on his thread has the job's value.
+
+        Raises:
+            Exception: as `moved`.
+        """
+        self._done = self._nbytes
+        if threading.get_ident() == self._thread:
+            self._report()
+        else:
+            self._door.call_threadsafe(self._report)
+        if self._error is not None:
+            raise self._error
+
+    def _report(self) -> None:
+        self._is_posted = False
+        done = self._done
+        if self._error is None and done > self._told:
+            self._told = done
+            try:
+                self._tell(done, self._nbytes)
+            except Exception as error:
+                self._error = error
 
 
 class Job(Generic[T]):
@@ -45,7 +111,7 @@ class Job(Generic[T]):
         self.ticket = ticket
         self._value: Any = None
         self._error: BaseException | None = None
-        self._finish: Callable[[], T] | None = None
+        self._finish: Callable[[T], object] | None = None
         self._is_seen = False
         #: What it does, for people.
         self.what = what
@@ -108,11 +174,11 @@ class Job(Generic[T]):
 
     # -- for the partition -----------------------------------------------------------------------
 
-    def finish_with(self, finish: Callable[[], T], drop: Callable[[], object]) -> None:
+    def finish_with(self, finish: Callable[[T], object], drop: Callable[[], object]) -> None:
         """What remains to be done by the host once the device is done; done once, by `finish`.
 
         Args:
-            finish: gives the job's value.
+            finish: told the job's value.
             drop: called behind it, or instead of it where the job failed: the device is done.
         """
         self._finishing, self._drop = threading.Lock(), drop
@@ -135,7 +201,7 @@ class Job(Generic[T]):
                 return
             try:
                 if self._error is None:
-                    self._value = finish()
+                    finish(self._value)
             except BaseException as error:
                 self.fail(error)
             finally:

@@ -21,8 +21,8 @@ from greensched.resources import (
     WorkqueueResource,
     max_cluster_size,
 )
+from greensched.staging import Chunks, Staging
 from greensched.stream import EventTrack
-from greensched.transfer import Chunks
 from greensched.words import Words
 
 #: Jobs in flight on a track at most, so that no launch ever blocks: a driver's launch queue is
@@ -38,6 +38,7 @@ class Lane:
         resources: the SMs, outputs of one split, and a work-queue configuration, if any.
         mask: its cells, as planning counts them.
         words: where its tickets are written.
+        staging: what its large copies are lent.
 
     It is made on a thread of ours: that blocks.
     """
@@ -48,6 +49,7 @@ class Lane:
         resources: Sequence[SMResource | WorkqueueResource],
         mask: int,
         words: Words,
+        staging: Staging,
     ) -> None:
         self.device = device
         self.mask = mask
@@ -65,7 +67,7 @@ class Lane:
             self.whole = self.context.create_event()
             first = self.context.create_event()
             second = self.context.create_event()
-            self.chunks = Chunks(self.launches, (first, second))
+            self.chunks = Chunks(self.launches, (first, second), staging)
         except BaseException:
             self.context.close()  # and with it whatever was made
             raise
@@ -101,17 +103,13 @@ class Lane:
         """
         run_all(
             (
-                self._close_chunks,
+                self.chunks.close,
                 self.whole.close,
                 self.launches.close,
                 self.runs.close,
                 self.context.close,
             )
         )
-
-    def _close_chunks(self) -> None:
-        with self.device.primary.entered():
-            self.chunks.close()
 
     def __repr__(self) -> str:
         return f"<Lane: {self.sm_count} SMs of device {self.device.ordinal}, cells {self.mask:b}>"

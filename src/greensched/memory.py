@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from greensched.buffers import Buffer, PinnedBuffer, Use
+from greensched.driver.base import Driver
 from greensched.errors import BufferClosed, CUDAError, OutOfMemory, run_all, too_late
 from greensched.stream import Owner, Stream, Track
 from greensched.typing import HostMemory
@@ -72,6 +73,10 @@ class DeviceMemory(_Memory):
         self._live: dict[int, int] = {}
         self._closed: deque[tuple[int, int, tuple[Use, ...]]] = deque()
         self._freed: deque[tuple[int, int]] = deque()
+        #: Whether each other device that asked can reach this memory.
+        self._guests: dict[int, bool] = {}
+        #: Up to which ticket tracks of other devices use this memory.
+        self._visits: dict[Track, int] = {}
 
     # -- taking ----------------------------------------------------------------------------------
 
@@ -121,6 +126,31 @@ class DeviceMemory(_Memory):
             free, total = self._driver.memory_info()
             unused = max(0, self._reserved - self._used)
             raise OutOfMemory("allocate", nbytes, free + unused, total) from error
+
+    # -- other devices ---------------------------------------------------------------------------
+
+    def admits(self, device: int) -> bool | None:
+        """Whether another device can reach this memory; None: nobody asked yet. Never blocks."""
+        return self._guests.get(device)
+
+    def admit(self, device: int) -> bool:
+        """Lets another device reach this memory, if it can. The first time may block."""
+        found = self._guests.get(device)
+        if found is None:
+            found = self._driver.can_access_peer(device, self.device)
+            if found:
+                self._driver.share_memory_pool(self._pool, device)
+            self._guests[device] = found
+        return found
+
+    def visit(self, track: Track, ticket: int) -> None:
+        """Work of another device uses this memory up to a ticket."""
+        self._visits[track] = ticket
+
+    @property
+    def is_visited(self) -> bool:
+        """Whether work of another device still uses it."""
+        return not all(track.reached(ticket) for track, ticket in tuple(self._visits.items()))
 
     # -- giving back -----------------------------------------------------------------------------
 
@@ -208,7 +238,7 @@ class PinnedMemory(_Memory):
         """
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes > _HOST_BYTES:  # before anybody tries to pin it, page by page
-            raise OutOfMemory("allocate_host", nbytes, None, _HOST_BYTES)
+            raise _no_room(nbytes)
         size = max(PAGE, 1 << (nbytes - 1).bit_length())
         with self._lock:
             self._check()
@@ -217,7 +247,7 @@ class PinnedMemory(_Memory):
             host = free.pop() if free else None
         if host is None:
             with self._primary.entered():
-                host = self._driver.allocate_host(size)
+                host = allocate_pinned(self._driver, size)
             self._live.append(host)
         else:
             np.frombuffer(host.view, np.uint8, count=nbytes)[:] = 0
@@ -244,6 +274,23 @@ class PinnedMemory(_Memory):
         with self._primary.entered():
             run_all(partial(self._driver.free_host, host) for host in self._live)
         self._live.clear()
+
+
+def allocate_pinned(driver: Driver, nbytes: int) -> HostMemory:
+    """Pinned memory. May block, and needs a current context.
+
+    Raises:
+        OutOfMemory: with what was asked, free and there in all, of the host's memory.
+    """
+    try:
+        return driver.allocate_host(nbytes)
+    except OutOfMemory as error:
+        raise _no_room(nbytes) from error
+
+
+def _no_room(nbytes: int) -> OutOfMemory:
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return OutOfMemory("allocate_host", nbytes, free, _HOST_BYTES)
 
 
 def _rounded(nbytes: int) -> int:

@@ -1,12 +1,14 @@
 """Memory and copies of a lease: each a step, checked here and handed to the channel.
 
 Small arrays (at most a slot, `transfer.SLOT`) are staged on the caller's thread and copied without
-waiting; large ones are copied by the lane's mover, in chunks, so that the loop never does it.
+waiting; large ones are copied by the lane's mover, in chunks, so that the loop never does it. So
+are copies from or to another device, until it is known that the hardware has a way between the two.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,10 +16,12 @@ import numpy.typing as npt
 
 from greensched import transfer
 from greensched.buffers import Buffer, PinnedBuffer, dtype_of
-from greensched.channel import Channel
+from greensched.channel import Channel, Site
 from greensched.errors import InvalidArray
-from greensched.jobs import Job
+from greensched.jobs import Job, Progress, Tell
+from greensched.staging import Moved
 from greensched.transfer import Slot
+from greensched.typing import T
 
 Array = npt.NDArray[Any]
 
@@ -45,10 +49,11 @@ def empty_pinned(channel: Channel, shape: object, dtype: npt.DTypeLike) -> Job[P
     return channel.submit("empty_pinned", lambda _: pinned.allocate(wanted, found), may_block=True)
 
 
-def upload(channel: Channel, array: npt.ArrayLike) -> Job[Buffer]:
+def upload(channel: Channel, array: npt.ArrayLike, tell: Tell | None) -> Job[Buffer]:
     """See `Partition.upload`."""
     memory, track = channel.site.memory, channel.track
     source = transfer.source_array(array)
+    progress = _progress(channel, tell, source.nbytes)
     grows = memory.would_grow(source.nbytes)
     slot, source = _staged(channel, source)
 
@@ -60,30 +65,37 @@ def upload(channel: Channel, array: npt.ArrayLike) -> Job[Buffer]:
                 channel.site.slots.put_now(slot)
             raise
         try:
-            _fill(channel, buffer, source, slot, ticket)
+            _fill(channel, buffer, source, slot, ticket, _moved(progress))
         except BaseException:
             buffer.close()
             raise
         return buffer
 
     large = slot is None and source.nbytes > 0
-    return channel.submit("upload", step, may_block=large or grows)
+    job = channel.submit("upload", step, may_block=large or grows)
+    if progress is not None:
+        _finish(channel, job, lambda buffer: _told(progress, buffer))
+    return job
 
 
-def download(channel: Channel, buffer: Buffer, out: Array | None) -> Job[Array]:
+def download(channel: Channel, buffer: Buffer, out: Array | None, tell: Tell | None) -> Job[Array]:
     """See `Partition.download`."""
     _check_buffer(buffer, channel)
     target = transfer.target_array(buffer, out)
+    progress = _progress(channel, tell, target.nbytes)
     slots, track = channel.site.slots, channel.track
     slot = slots.take() if 0 < target.nbytes <= transfer.SLOT else None
     if slot is None:
 
         def whole(_: int) -> Array:
             if target.nbytes:
-                channel.lane.chunks.download(buffer.address, target)
+                channel.lane.chunks.download(buffer.address, target, _moved(progress))
             return target
 
-        return channel.submit("download", whole, [(buffer, False)], may_block=target.nbytes > 0)
+        job = channel.submit("download", whole, [(buffer, False)], may_block=target.nbytes > 0)
+        if progress is not None:
+            _finish(channel, job, lambda _: progress.finish())
+        return job
 
     def begin(_: int) -> Array:
         device = channel.lane.device
@@ -93,29 +105,35 @@ def download(channel: Channel, buffer: Buffer, out: Array | None) -> Job[Array]:
             )
         return target
 
+    def end(_: Array) -> None:
+        transfer.stage_out(slot, target)
+        if progress is not None:
+            progress.finish()
+
     job = channel.submit("download", begin, [(buffer, False)])
-    job.finish_with(
-        lambda: transfer.stage_out(slot, target),
-        lambda: slots.put_now(slot),
-    )
-    channel.holding.finish_later(job)
+    _finish(channel, job, end, lambda: slots.put_now(slot))
     return job
 
 
-def copy(channel: Channel, dst: Buffer, src: Buffer | Array) -> Job[None]:
+def copy(channel: Channel, dst: Buffer, src: Buffer | Array, tell: Tell | None) -> Job[None]:
     """See `Partition.copy`."""
-    _check_buffer(dst, channel)
     if isinstance(src, Buffer):
-        return _copy_on_device(channel, dst, src)
-    source = transfer.source_array(src)
-    transfer.check_alike(source, dst, "src")
-    slot, source = _staged(channel, source)
-    return channel.submit(
-        "copy",
-        lambda ticket: _fill(channel, dst, source, slot, ticket),
-        [(dst, True)],
-        may_block=slot is None and source.nbytes > 0,
-    )
+        job = _copy_buffer(channel, dst, src, progress := _progress(channel, tell, src.nbytes))
+    else:
+        _check_buffer(dst, channel)
+        source = transfer.source_array(src)
+        transfer.check_alike(source, dst, "src")
+        progress = _progress(channel, tell, source.nbytes)
+        slot, source = _staged(channel, source)
+        job = channel.submit(
+            "copy",
+            lambda ticket: _fill(channel, dst, source, slot, ticket, _moved(progress)),
+            [(dst, True)],
+            may_block=slot is None and source.nbytes > 0,
+        )
+    if progress is not None:
+        _finish(channel, job, lambda _: progress.finish())
+    return job
 
 
 def shape_and_dtype(shape: object, dtype: npt.DTypeLike) -> tuple[tuple[int, ...], np.dtype[Any]]:
@@ -161,10 +179,12 @@ def _staged(channel: Channel, source: Array) -> tuple[Slot | None, Array]:
     return slot, source
 
 
-def _fill(channel: Channel, buffer: Buffer, source: Array, slot: Slot | None, ticket: int) -> None:
+def _fill(
+    channel: Channel, buffer: Buffer, source: Array, slot: Slot | None, ticket: int, moved: Moved
+) -> None:
     if slot is None:
         if source.nbytes:
-            channel.lane.chunks.upload(source, buffer.address)
+            channel.lane.chunks.upload(source, buffer.address, moved)
         return
     device, slots, track = channel.lane.device, channel.site.slots, channel.track
     try:
@@ -176,15 +196,104 @@ def _fill(channel: Channel, buffer: Buffer, source: Array, slot: Slot | None, ti
         slots.put(slot, track, ticket)
 
 
-def _copy_on_device(channel: Channel, dst: Buffer, src: Buffer) -> Job[None]:
-    src.check(channel.ordinal)
+def _copy_buffer(
+    channel: Channel, dst: Buffer, src: Buffer, progress: Progress | None
+) -> Job[None]:
+    far = _neighbour(channel, dst, src)
     if dst.shape != src.shape or dst.dtype != src.dtype:
         raise InvalidArray(f"{src!r} does not fit {dst!r}")
-    device, track = channel.lane.device, channel.track
+    uses = [(src, False), (dst, True)]
+    if not dst.nbytes or dst is src:
+        return channel.submit("copy", lambda _: None, uses)
+    may_block = progress is not None
+    if far is not None:
+        may_block = may_block or not far.memory.admits(channel.ordinal)
+        far.memory.visit(channel.track, channel.track.issued + 1)  # what it is about to be given
+    moved = _moved(progress)
 
     def step(_: int) -> None:
-        if dst.nbytes and dst is not src:
-            with device.primary.entered():
-                device.driver.copy(dst.address, src.address, dst.nbytes, track.stream.handle)
+        with channel.lane.device.primary.entered():
+            if far is not None and not far.memory.admit(channel.ordinal):
+                _copy_by_host(channel, far, dst, src, moved)
+            elif progress is not None:
+                channel.lane.chunks.in_parts(copy_part, dst.nbytes, moved)
+            else:
+                copy_part(0, dst.nbytes)
 
-    return channel.submit("copy", step, [(src, False), (dst, True)])
+    copy_part = _copier(channel, dst, src, far)
+    return channel.submit("copy", step, uses, may_block=may_block)
+
+
+def _neighbour(channel: Channel, *buffers: object) -> Site | None:
+    """The other device of the pool that one of two buffers belongs to; None: both are of this one.
+
+    Raises:
+        WrongDevice: neither is of this device, or one is of a device outside the pool.
+    """
+    elsewhere: list[Buffer] = []
+    for buffer in buffers:
+        if not isinstance(buffer, Buffer) or buffer.device == channel.ordinal:
+            _check_buffer(buffer, channel)
+        else:
+            buffer.check(buffer.device)
+            elsewhere.append(buffer)
+    if not elsewhere:
+        return None
+    far = channel.site.neighbours.get(elsewhere[0].device)
+    if len(elsewhere) == 2 or far is None or not elsewhere[0].is_from(far.memory):
+        elsewhere[0].check(channel.ordinal)
+    return far
+
+
+def _copier(
+    channel: Channel, dst: Buffer, src: Buffer, far: Site | None
+) -> Callable[[int, int], None]:
+    """What submits a part of a copy that the device makes itself."""
+    driver, stream = channel.lane.device.driver, channel.track.stream.handle
+    if far is None:
+        return lambda offset, nbytes: driver.copy(
+            dst.address + offset, src.address + offset, nbytes, stream
+        )
+    near, other = (device.primary.handle for device in (channel.lane.device, far.device))
+    is_near = dst.device == channel.ordinal
+    into, out_of = (near, other) if is_near else (other, near)
+    return lambda offset, nbytes: driver.copy_peer(
+        dst.address + offset, into, src.address + offset, out_of, nbytes, stream
+    )
+
+
+def _copy_by_host(channel: Channel, far: Site, dst: Buffer, src: Buffer, moved: Moved) -> None:
+    """Where the hardware has no way between the two."""
+    chunks = channel.lane.chunks
+    go = chunks.fetch if dst.device == channel.ordinal else chunks.send
+    go(far.staging, src.address, dst.address, dst.nbytes, moved)
+
+
+# -- telling how far it is ----------------------------------------------------------------------
+
+
+def _progress(channel: Channel, tell: Tell | None, nbytes: int) -> Progress | None:
+    return None if tell is None else Progress(tell, nbytes, channel.holding.completion.door)
+
+
+def _moved(progress: Progress | None) -> Moved:
+    return (lambda _: None) if progress is None else progress.moved
+
+
+def _told(progress: Progress, buffer: Buffer) -> None:
+    try:
+        progress.finish()
+    except BaseException:
+        buffer.close()
+        raise
+
+
+def _finish(
+    channel: Channel,
+    job: Job[T],
+    finish: Callable[[T], object],
+    drop: Callable[[], object] = lambda: None,
+) -> None:
+    """What the host does when the device is done, before anybody has the job's value."""
+    job.finish_with(finish, drop)
+    channel.holding.finish_later(job)

@@ -26,7 +26,7 @@ from greensched.errors import (
     too_late,
     wrong_thread,
 )
-from greensched.jobs import Job
+from greensched.jobs import Job, Tell
 from greensched.kernels import Kernel
 from greensched.launcher import Arguments, LaunchConfig, Plan, check_launch
 from greensched.stream import Stream
@@ -369,37 +369,66 @@ class Partition:
         """Zeroed host memory that the device reads and writes directly. Fails as `empty`."""
         return moving.empty_pinned(self._ready(), shape, dtype)
 
-    def upload(self, array: npt.ArrayLike) -> Job[Buffer]:
+    def upload(self, array: npt.ArrayLike, *, progress: Tell | None = None) -> Job[Buffer]:
         """Copies an array to new device memory, in C order, whatever its strides.
 
         A large array must not change until the job is done; one of at most 64 KiB is read at once.
+        No device ever reads it: large ones go through chunks of pinned memory of ours, by a thread.
+
+        Args:
+            array: anything numpy takes for an array, but one in device memory.
+            progress: called on this loop's thread with the bytes done and the bytes in all, never
+                backwards, and with all of them before the job gives its value. What it raises
+                stops a large copy between two chunks and fails the job.
 
         Raises:
             InvalidArray: Python objects, big-endian numbers, or no array at all.
 
-        The job fails with `OutOfMemory` where there is no room.
+        The job fails with `OutOfMemory` where there is no room. Cancelling who awaits it stops the
+        waiting only: the copy goes on, and the array is in use until `job.is_done`. To stop the
+        copy itself, raise in `progress`.
         """
-        return moving.upload(self._ready(), array)
+        return moving.upload(self._ready(), array, progress)
 
-    def download(self, buffer: Buffer, out: Array | None = None) -> Job[Array]:
+    def download(
+        self, buffer: Buffer, out: Array | None = None, *, progress: Tell | None = None
+    ) -> Job[Array]:
         """Copies a buffer to a numpy array: a new one, or `out`.
 
-        `out` is in use until the job is done, also where nobody waits for it any more.
+        `out` is in use until the job is done, also where nobody waits for it any more; a job that
+        failed, or was stopped by `progress`, may leave it half written. No device ever writes it:
+        that goes through pinned memory of ours.
+
+        Args:
+            buffer: of this device.
+            out: of the same shape and dtype, with any strides.
+            progress: as of `upload`.
 
         Raises:
             InvalidArray: `out` is read-only, or of another shape or dtype.
         """
-        return moving.download(self._ready(), buffer, out)
+        return moving.download(self._ready(), buffer, out, progress)
 
-    def copy(self, dst: Buffer, src: Buffer | Array) -> Job[None]:
+    def copy(self, dst: Buffer, src: Buffer | Array, *, progress: Tell | None = None) -> Job[None]:
         """Copies a buffer, or an array, into an existing buffer of the same shape and dtype.
 
         An array must not change until the job is done, unless it has at most 64 KiB.
 
+        One of two buffers may be of another device of the pool. The copy comes behind what writes
+        or reads them there, as here. It goes straight from device to device where the hardware
+        can; else in chunks through pinned memory of the host, by a thread of ours.
+
+        Args:
+            dst: written.
+            src: read.
+            progress: as of `upload`. A copy of device memory that is listened to goes in parts of
+                64 MiB.
+
         Raises:
             InvalidArray: they differ in shape or dtype.
+            WrongDevice: neither is of this device, or one is of a device outside the pool.
         """
-        return moving.copy(self._ready(), dst, src)
+        return moving.copy(self._ready(), dst, src, progress)
 
     # -- blocking callables ------------------------------------------------------------------------
 

@@ -188,6 +188,8 @@ class Pool:
                 self._opening = self._desk = None
             desk.builder.dismiss()
             raise
+        for site in sites:
+            site.neighbours = {s.device.ordinal: s for s in sites if s is not site}
         desk.start(sites, self._policy, self._max_waiting)
 
     async def __aenter__(self) -> Self:

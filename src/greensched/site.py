@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from greensched.device import Device
@@ -34,6 +34,7 @@ from greensched.resources import (
     WorkqueueResource,
     WorkqueueResourceOptions,
 )
+from greensched.staging import Staging
 from greensched.transfer import Slots
 from greensched.typing import Feature
 from greensched.words import Words
@@ -78,6 +79,8 @@ class Site:
     ) -> None:
         self.device = device
         self._home = home
+        #: The other devices of the pool, by ordinal; known once all are opened.
+        self.neighbours: Mapping[int, Site] = {}
         self.crews: OrderedDict[int, Crew] = OrderedDict()
         self.lanes_made = 0
         try:
@@ -87,6 +90,7 @@ class Site:
             self._try_words()
             self.menu = frozenset(self.cells.menu(MENU))
             self.slots = Slots(device.primary)
+            self.staging = Staging(device.primary)
             self.memory = DeviceMemory(device.primary, self.words)
             self.pinned = PinnedMemory(device.primary)
             self._make_menu()
@@ -134,7 +138,8 @@ class Site:
         """
         crew = self.crews.get(mask)
         if crew is None:
-            crew = Crew(Lane(self.device, self._resources(mask), mask, self.words), self._home)
+            resources = self._resources(mask)
+            crew = Crew(Lane(self.device, resources, mask, self.words, self.staging), self._home)
             self.lanes_made += 1
         return crew
 
@@ -171,12 +176,14 @@ class Site:
         """
         crews = self.crews.values()
         busy = [repr(crew.lane) for crew in crews if crew.is_leased or not crew.lane.is_idle]
+        if self.memory.is_visited:
+            busy.append(f"{self.device!r}: another device uses its memory")
         if busy:
             self.fail(PoolClosed("this pool"))
             self.forget()
             return busy
         steps: list[Callable[[], object]] = [crew.close for crew in self.crews.values()]
-        parts = self.memory, self.pinned, self.slots, self.words, self.device
+        parts = self.memory, self.pinned, self.staging, self.slots, self.words, self.device
         steps += [part.close for part in parts]
         try:
             run_all(steps)
@@ -188,7 +195,8 @@ class Site:
     def abandon(self) -> None:
         """Ends what was made of it, when opening failed half way. Blocks."""
         steps = [crew.close for crew in self.crews.values()]
-        made = [getattr(self, name, None) for name in ("memory", "pinned", "slots", "words")]
+        names = "memory", "pinned", "staging", "slots", "words"
+        made = [getattr(self, name, None) for name in names]
         steps += [part.close for part in made if part is not None]
         try:
             run_all([*steps, self.device.close])

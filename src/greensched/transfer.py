@@ -3,8 +3,7 @@
 The device reads and writes host memory at full speed only where it is pinned, and a copy from
 other memory blocks the caller; so everything goes through pinned memory of ours. Small arrays
 take one slot of a ring shared by the device, copied by whoever asks. Large ones go in chunks
-through two chunks of the lane's own, by a thread of the lane's own: while the device moves one
-chunk the host fills or empties the other, and no loop ever copies more than a slot.
+(`staging`), by a thread of the lane's own: no loop ever copies more than a slot.
 """
 
 from __future__ import annotations
@@ -19,15 +18,13 @@ import numpy.typing as npt
 
 from greensched.buffers import Buffer, dtype_of
 from greensched.errors import InvalidArray
-from greensched.stream import Event, Owner, Track
-from greensched.typing import HostMemory, StreamHandle
+from greensched.stream import Owner, Track
+from greensched.typing import HostMemory
 
 #: A slot: what a loop may copy itself. 64 KiB take some 6 us at 10 GB/s.
 SLOT = 64 << 10
 #: Slots of a device: as many small copies can be under way; more take the way of large ones.
 SLOTS = 64
-#: A chunk of a large copy. 4 MiB take 70 us over PCIe 5.0, far above the cost of a copy.
-CHUNK = 4 << 20
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
@@ -89,78 +86,6 @@ def stage_out(slot: Slot, out: Array) -> Array:
     place = slot.bytes[: out.nbytes].view(out.dtype).reshape(out.shape)
     np.copyto(out, place, casting="no")
     return out
-
-
-class Chunks:
-    """Two chunks of pinned memory of one lane, made when first needed. One thread's own.
-
-    Every method blocks, and needs the primary context current.
-
-    Args:
-        track: where the copies go.
-        events: two, of the context of its stream.
-    """
-
-    def __init__(self, track: Track, events: tuple[Event, Event]) -> None:
-        self._track = track
-        self._driver = track.stream.context.driver
-        self._memory: list[HostMemory] = []
-        self._bytes: list[Bytes] = []
-        self._events = events
-
-    def upload(self, array: Array, address: int) -> None:
-        """Copies an array to device memory; returns when the last chunk is on its way."""
-        self._prepare()
-        for turn, (offset, piece) in enumerate(pieces(array, CHUNK)):
-            which = turn % 2
-            if turn >= 2:
-                self._events[which].sync()
-            place = self._bytes[which][: piece.nbytes].view(piece.dtype).reshape(piece.shape)
-            np.copyto(place, piece, casting="no")
-            self._driver.copy_to_device(
-                address + offset, self._memory[which].address, piece.nbytes, self._stream
-            )
-            self._track.stream.record(self._events[which])
-        for event in self._events:
-            event.sync()
-
-    def download(self, address: int, out: Array) -> None:
-        """Copies device memory into an array; returns when the array is whole."""
-        self._prepare()
-        waiting: deque[tuple[int, Array]] = deque()
-        for turn, (offset, piece) in enumerate(pieces(out, CHUNK)):
-            if len(waiting) == 2:
-                self._empty(*waiting.popleft())
-            which = turn % 2
-            self._driver.copy_to_host(
-                self._memory[which].address, address + offset, piece.nbytes, self._stream
-            )
-            self._track.stream.record(self._events[which])
-            waiting.append((which, piece))
-        while waiting:
-            self._empty(*waiting.popleft())
-
-    def close(self) -> None:
-        """Ends the pinned memory and the events."""
-        for event in self._events:
-            event.close()
-        for memory in self._memory:
-            self._driver.free_host(memory)
-        self._memory, self._bytes = [], []
-
-    @property
-    def _stream(self) -> StreamHandle:
-        return self._track.stream.handle
-
-    def _prepare(self) -> None:
-        while len(self._memory) < 2:
-            self._memory.append(self._driver.allocate_host(CHUNK))
-            self._bytes.append(np.frombuffer(self._memory[-1].view, np.uint8))
-
-    def _empty(self, which: int, piece: Array) -> None:
-        self._events[which].sync()
-        place = self._bytes[which][: piece.nbytes].view(piece.dtype).reshape(piece.shape)
-        np.copyto(piece, place, casting="no")
 
 
 def pieces(array: Array, limit: int, offset: int = 0) -> Iterator[tuple[int, Array]]:

@@ -440,8 +440,8 @@ def test_a_buffer_of_another_device_is_refused(world: World) -> None:
                     for use in (
                         lambda: p.launch(fill, CONFIG, b, 1.0, 8),
                         lambda: p.download(b),
-                        lambda: p.copy(b, mine),
-                        lambda: p.copy(mine, b),
+                        lambda: p.copy(b, b),
+                        lambda: p.copy(b, np.ones(8, np.float32)),
                         lambda: p.run(id, b),
                     ):
                         with pytest.raises(greensched.WrongDevice, match="device 1") as refused:

@@ -12,7 +12,8 @@ import greensched
 from greensched import BufferClosed, InvalidArray, LaunchConfig
 from greensched.kernels import fill
 from greensched.memory import PinnedMemory
-from greensched.transfer import CHUNK, SLOT, SLOTS, Slot, stage_out
+from greensched.staging import CHUNK
+from greensched.transfer import SLOT, SLOTS, Slot, stage_out
 from helpers.gate import Gate
 from helpers.waiting import still_waits, turns, until
 from helpers.world import World

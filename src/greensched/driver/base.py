@@ -502,6 +502,23 @@ class Driver(abc.ABC):
 
     @abc.abstractmethod
     @verb(NEVER)
+    def can_access_peer(self, device: int, peer: int) -> bool:
+        """Whether a device can read and write the memory of another one itself."""
+
+    @abc.abstractmethod
+    @verb(MAY)
+    def share_memory_pool(self, pool: MemoryPoolHandle, device: int) -> None:
+        """Lets another device read and write what the pool has and will have.
+
+        Access to a pool is given by this alone, and not by cuCtxEnablePeerAccess (programming
+        guide, stream-ordered allocation, device accessibility).
+
+        Raises:
+            CUDAError: INVALID_DEVICE where `can_access_peer` says no.
+        """
+
+    @abc.abstractmethod
+    @verb(NEVER)
     def reserved_bytes(self, pool: MemoryPoolHandle) -> int:
         """Bytes the pool holds of the device, in use or not."""
 
@@ -549,6 +566,22 @@ class Driver(abc.ABC):
     @abc.abstractmethod
     @verb(NEVER, needs_context=True)
     def copy(self, target: int, source: int, nbytes: int, stream: StreamHandle) -> None: ...
+
+    @abc.abstractmethod
+    @verb(NEVER, needs_context=True)
+    def copy_peer(
+        self,
+        target: int,
+        target_context: ContextHandle,
+        source: int,
+        source_context: ContextHandle,
+        nbytes: int,
+        stream: StreamHandle,
+    ) -> None:
+        """From one device to another, on a stream of either that was given access to both.
+
+        Without the access a real driver copies through host memory, and may block for that.
+        """
 
     @abc.abstractmethod
     @verb(NEVER, needs_context=True)

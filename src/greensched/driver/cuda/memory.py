@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from greensched import errors
 from greensched.driver.base import Driver
+from greensched.driver.cuda.devices import device_handle
 from greensched.driver.cuda.status import NEWER, ask, failed, newer
 from greensched.driver.cuda.wheel import cuda
 from greensched.typing import HostMemory, MemoryPoolHandle
 
 if TYPE_CHECKING:
-    from greensched.typing import StreamHandle
+    from greensched.typing import ContextHandle, StreamHandle
 
 #: CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP: for every context, and addressable
 #: by the device, as `cuStreamWriteValue32` asks.
@@ -33,18 +34,23 @@ _free = cuda.cuMemFreeAsync
 _to_device = cuda.cuMemcpyHtoDAsync
 _to_host = cuda.cuMemcpyDtoHAsync
 _on_device = cuda.cuMemcpyDtoDAsync
+_between = cuda.cuMemcpyPeerAsync
 _fill = cuda.cuMemsetD8Async
 
 
 def _pool_properties(device: int) -> Any:
     """Plain device memory, not shared with other processes (the zeroed rest means that)."""
+    properties = cuda.CUmemPoolProps()
+    properties.allocType = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    properties.location = _location(device)
+    return properties
+
+
+def _location(device: int) -> Any:
     location = cuda.CUmemLocation()
     location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
     location.id = device
-    properties = cuda.CUmemPoolProps()
-    properties.allocType = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-    properties.location = location
-    return properties
+    return location
 
 
 class Memory(Driver):
@@ -69,6 +75,18 @@ class Memory(Driver):
     def destroy_memory_pool(self, pool: MemoryPoolHandle) -> None:
         """`cuMemPoolDestroy`; what is still allocated keeps the memory until it is freed."""
         ask(cuda.cuMemPoolDestroy, pool)
+
+    def can_access_peer(self, device: int, peer: int) -> bool:
+        """`cuDeviceCanAccessPeer`."""
+        handles = device_handle(device), device_handle(peer)
+        return bool(ask(cuda.cuDeviceCanAccessPeer, *handles, detail=f"{device} of {peer}"))
+
+    def share_memory_pool(self, pool: MemoryPoolHandle, device: int) -> None:
+        """`cuMemPoolSetAccess`; what the pool has already is mapped too, which may take a while."""
+        access = cuda.CUmemAccessDesc()
+        access.location = _location(device)
+        access.flags = cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        ask(cuda.cuMemPoolSetAccess, pool, [access], 1, detail=f"for device {device}")
 
     def reserved_bytes(self, pool: MemoryPoolHandle) -> int:
         """`cuMemPoolGetAttribute`."""
@@ -157,6 +175,27 @@ class Memory(Driver):
             raise newer(error, "cuMemcpyDtoDAsync") from None
         if status:
             raise failed(status, "cuMemcpyDtoDAsync", f"{nbytes} bytes")
+
+    def copy_peer(
+        self,
+        target: int,
+        target_context: ContextHandle,
+        source: int,
+        source_context: ContextHandle,
+        nbytes: int,
+        stream: StreamHandle,
+    ) -> None:
+        """`cuMemcpyPeerAsync`, which goes by the contexts it is told, and not by the current one.
+
+        Source: programming guide, stream-ordered allocation: other copies of a pool's memory want
+        the context of their stream current.
+        """
+        try:
+            (status,) = _between(target, target_context, source, source_context, nbytes, stream)
+        except NEWER as error:
+            raise newer(error, "cuMemcpyPeerAsync") from None
+        if status:
+            raise failed(status, "cuMemcpyPeerAsync", f"{nbytes} bytes")
 
     def set_bytes(self, address: int, value: int, nbytes: int, stream: StreamHandle) -> None:
         """`cuMemsetD8Async`."""

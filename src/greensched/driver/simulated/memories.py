@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 from greensched.driver.simulated.engines import Copy
 from greensched.driver.simulated.memory import ALIGNMENT, POOL_STEP, Bytes, MemoryPool
-from greensched.driver.simulated.objects import SimulatedStream
+from greensched.driver.simulated.objects import Context, SimulatedStream
 from greensched.driver.simulated.streams import Streams
 from greensched.driver.simulated.timeline import Instant
 from greensched.errors import DriverMisuse, OutOfMemory, from_status
-from greensched.typing import HostMemory, MemoryPoolHandle, StreamHandle
+from greensched.typing import ContextHandle, HostMemory, MemoryPoolHandle, StreamHandle
 
 
 class Memories(Streams):
@@ -36,6 +36,18 @@ class Memories(Streams):
             self.memory[gone.device].pools -= gone.reserved
         self._died(gone.device, "memory pool")
         self._unfaulted(self.devices[gone.device], "destroy_memory_pool")
+
+    def can_access_peer(self, device: int, peer: int) -> bool:
+        """Where both are of one model, and that has a link between devices."""
+        one, other = (self._device(ordinal).model for ordinal in (device, peer))
+        return device != peer and one == other and one.peer_bandwidth > 0
+
+    def share_memory_pool(self, pool: MemoryPoolHandle, device: int) -> None:
+        """From here on the device reaches the pool's memory."""
+        found = self._pool(pool, "share_memory_pool")
+        if not self.can_access_peer(device, found.device):
+            raise from_status(101, "share_memory_pool", detail=f"for device {device}")
+        found.guests.add(device)
 
     def reserved_bytes(self, pool: MemoryPoolHandle) -> int:
         """Bytes the pool holds of its device."""
@@ -127,6 +139,36 @@ class Memories(Streams):
         """Inside the device: each byte is read and written."""
         self._copy("on device", target, source, nbytes, stream)
 
+    def copy_peer(
+        self,
+        target: int,
+        target_context: ContextHandle,
+        source: int,
+        source_context: ContextHandle,
+        nbytes: int,
+        stream: StreamHandle,
+    ) -> None:
+        """Over the link between devices; refused where a real driver would go by the host."""
+        found = self._stream(stream, "copy_peer")
+        ends = (target, target_context), (source, source_context)
+        into, out_of = (self._end(*end, nbytes, found.device.ordinal) for end in ends)
+
+        def move() -> None:
+            into[:] = out_of
+
+        self._move(found, "peer", nbytes, found.device.model.peer_bandwidth, move)
+
+    def _end(self, address: int, context: ContextHandle, nbytes: int, device: int) -> Bytes:
+        """One end of a copy between devices, which a stream of `device` makes."""
+        owner = self._expect(context, Context, "copy_peer")
+        block = self.space.find(address, nbytes, "copy_peer")
+        if block.device != owner.device or block.pool is None:
+            raise DriverMisuse(f"copy_peer: {address:#x} is no memory of {owner!r}")
+        self._unfaulted(self.devices[owner.device], "copy_peer")
+        if block.device != device and device not in block.pool.guests:
+            raise DriverMisuse(f"copy_peer: device {device} was given no access to {address:#x}")
+        return self.space.bytes_at(address, nbytes, "copy_peer")
+
     def set_bytes(self, address: int, value: int, nbytes: int, stream: StreamHandle) -> None:
         """Fills with one byte value, at the speed of device memory."""
         found = self._stream(stream, "set_bytes")
@@ -138,8 +180,8 @@ class Memories(Streams):
 
     def _copy(self, path: str, target: int, source: int, nbytes: int, stream: StreamHandle) -> None:
         found = self._stream(stream, f"copy {path}")
-        into, out_of = (self._bytes(a, nbytes, f"copy {path}") for a in (target, source))
-        model = found.device.model
+        device, model = found.device.ordinal, found.device.model
+        into, out_of = (self._bytes(a, nbytes, device, f"copy {path}") for a in (target, source))
         bandwidth = model.dram_bandwidth / 2 if path == "on device" else model.link_bandwidth
 
         def move() -> None:
@@ -153,8 +195,11 @@ class Memories(Streams):
         latency = stream.device.model.copy_latency_ns
         self._enqueue(stream, Copy(path, nbytes, rate, body), f"copy {path}", latency)
 
-    def _bytes(self, address: int, nbytes: int, what: str) -> Bytes:
-        return self.space.bytes_at(address, nbytes, f"{what} (pageable host memory blocks)")
+    def _bytes(self, address: int, nbytes: int, device: int, what: str) -> Bytes:
+        block = self.space.find(address, nbytes, f"{what} (pageable host memory blocks)")
+        if block.device not in (None, device):
+            raise DriverMisuse(f"{what}: {address:#x} is memory of device {block.device}")
+        return self.space.bytes_at(address, nbytes, what)
 
     def _pool(self, handle: MemoryPoolHandle, what: str) -> MemoryPool:
         pool = self._expect(handle, MemoryPool, what)

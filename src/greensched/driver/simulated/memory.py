@@ -47,13 +47,17 @@ class Block:
 
 @dataclass(slots=True, eq=False)
 class MemoryPool:
-    """A stream-ordered pool: what is freed stays reserved until the pool ends."""
+    """A stream-ordered pool: what is freed stays reserved until the pool ends.
+
+    `guests` are the other devices that were given access to it.
+    """
 
     device: int
     owner: object
     used: int = 0
     reserved: int = 0
     alive: bool = True
+    guests: set[int] = field(default_factory=set)
 
 
 @dataclass(slots=True)

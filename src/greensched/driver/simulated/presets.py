@@ -35,6 +35,9 @@ class DeviceModel:
     l2_bytes: int
     #: Host to device and device to host, each its own engine. PCIe 5.0 x16: 64 GB/s less protocol.
     link_bandwidth: float = 55 * GB
+    #: From one device to another of its model, each way; 0: they do not reach each other's memory.
+    #: NVLink's figure of the data sheet, which is of both ways, halved; over PCIe the link's.
+    peer_bandwidth: float = 0.0
     copy_engines: int = 3
     max_shared_bytes: int = 99 * 1024
     #: From a launch to its start on an idle partition. 3.9 us: HoloHub's median on an RTX 6000 Ada
@@ -101,6 +104,7 @@ PRESETS: dict[str, DeviceModel] = {
         dram_bandwidth=4.8e12,
         l2_bytes=60 * MIB,  # measured (`device`)
         max_shared_bytes=HOPPER_SHARED,
+        peer_bandwidth=450 * GB,
     ),
     "h100": DeviceModel(
         name="H100 SXM",
@@ -110,6 +114,7 @@ PRESETS: dict[str, DeviceModel] = {
         dram_bandwidth=3.35e12,
         l2_bytes=50 * MIB,
         max_shared_bytes=HOPPER_SHARED,
+        peer_bandwidth=450 * GB,
     ),
     "gh200": DeviceModel(
         name="GH200",
@@ -120,6 +125,7 @@ PRESETS: dict[str, DeviceModel] = {
         l2_bytes=60 * MIB,
         link_bandwidth=400e9,
         max_shared_bytes=HOPPER_SHARED,
+        peer_bandwidth=450 * GB,
     ),
     "a100": DeviceModel(
         name="A100 SXM",
@@ -130,6 +136,7 @@ PRESETS: dict[str, DeviceModel] = {
         l2_bytes=40 * MIB,
         link_bandwidth=26e9,
         max_shared_bytes=163 * 1024,
+        peer_bandwidth=300 * GB,
     ),
     "l40s": DeviceModel(
         name="L40S",
@@ -140,6 +147,7 @@ PRESETS: dict[str, DeviceModel] = {
         l2_bytes=96 * MIB,
         link_bandwidth=26e9,
         copy_engines=2,
+        peer_bandwidth=26e9,
     ),
     "b200": DeviceModel(
         name="B200",
@@ -149,6 +157,7 @@ PRESETS: dict[str, DeviceModel] = {
         dram_bandwidth=8.0e12,
         l2_bytes=126 * MIB,
         max_shared_bytes=HOPPER_SHARED,
+        peer_bandwidth=900 * GB,
     ),
     "rtx4090": DeviceModel(
         name="RTX 4090",
@@ -177,6 +186,7 @@ PRESETS: dict[str, DeviceModel] = {
         dram_bandwidth=1.792e12,
         l2_bytes=128 * MIB,
         copy_engines=2,
+        peer_bandwidth=55 * GB,
     ),
     "t4": DeviceModel(
         name="T4",

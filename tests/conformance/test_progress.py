@@ -1,0 +1,212 @@
+"""How far a copy is, told on the loop's thread; and what a cancellation leaves of one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+
+import greensched
+from greensched import Buffer, Job, Partition
+from greensched.staging import CHUNK, PART
+from helpers.gate import Gate
+from helpers.waiting import until
+from helpers.world import World
+
+LARGE = np.arange(5 * CHUNK // 4 + 100, dtype=np.float32)
+SMALL = np.arange(100, dtype=np.float32)
+EMPTY = np.empty(0, np.float32)
+
+Copy = Callable[[Partition, Buffer, np.ndarray, Any], Job[Any]]
+COPIES: dict[str, Copy] = {
+    "upload": lambda p, _, array, tell: p.upload(array, progress=tell),
+    "download": lambda p, buffer, _, tell: p.download(buffer, progress=tell),
+    "copy": lambda p, buffer, array, tell: p.copy(buffer, array, progress=tell),
+    "copy on the device": lambda p, buffer, _, tell: p.copy(buffer, buffer, progress=tell),
+}
+
+
+def close(result: object) -> None:
+    if isinstance(result, Buffer):
+        result.close()
+
+
+@pytest.mark.parametrize("array", [LARGE, SMALL, EMPTY], ids=["large", "small", "empty"])
+@pytest.mark.parametrize("copy", COPIES.values(), ids=COPIES)
+def test_progress_is_told_on_the_loops_thread(world: World, copy: Copy, array: np.ndarray) -> None:
+    """Never backwards, of one whole, and all of it before the job gives its value."""
+
+    async def main() -> None:
+        told: list[tuple[int, int]] = []
+        threads = set()
+
+        def tell(done: int, total: int) -> None:
+            told.append((done, total))
+            threads.add(threading.get_ident())
+
+        async with world.pool() as pool, pool.partition(8) as p:
+            with await p.upload(array) as buffer:
+                close(await copy(p, buffer, array, tell))
+                assert told[-1] == (array.nbytes, array.nbytes)
+        assert told == sorted(set(told))
+        assert {total for _, total in told} == {array.nbytes}
+        assert threads == {threading.get_ident()}
+
+    world.run(main)
+
+
+@pytest.mark.parametrize("copy", COPIES.values(), ids=COPIES)
+def test_progress_comes_while_the_copy_runs(world: World, copy: Copy) -> None:
+    """A large copy from or to an array is told of before it is whole."""
+
+    async def main() -> None:
+        seen: list[int] = []
+        begun = anyio.Event()
+
+        def tell(done: int, total: int) -> None:
+            seen.append(done)
+            begun.set()
+
+        async with world.pool() as pool, pool.partition(8) as p:
+            with await p.upload(np.resize(LARGE, 20 * CHUNK // 4)) as buffer:
+                array = await p.download(buffer)
+                job = copy(p, buffer, array, tell)
+                await begun.wait()
+                close(await job)
+                assert seen[-1] == array.nbytes
+                if copy is not COPIES["copy on the device"]:
+                    assert seen[0] < array.nbytes
+
+    world.run(main)
+
+
+def test_a_long_copy_on_the_device_is_told_of_in_parts(world: World) -> None:
+    """A copy inside a device that is listened to goes in parts, and arrives whole."""
+
+    async def main() -> None:
+        told: list[int] = []
+        array = np.arange(PART // 8 + 1000, dtype=np.float64)
+        async with world.pool() as pool, pool.partition(8) as p:
+            with await p.upload(array) as a, await p.empty_like(a) as b:
+                await p.copy(b, a, progress=lambda done, _: told.append(done))
+                assert told[-1] == array.nbytes
+                assert set(told) <= {PART, array.nbytes}
+                np.testing.assert_array_equal(await p.download(b), array)
+
+    world.run(main)
+
+
+@pytest.mark.parametrize("array", [LARGE, SMALL], ids=["large", "small"])
+@pytest.mark.parametrize("copy", COPIES.values(), ids=COPIES)
+def test_what_progress_raises_fails_the_job(world: World, copy: Copy, array: np.ndarray) -> None:
+    """That job fails with it, nothing is lost, and the partition goes on."""
+
+    async def main() -> None:
+        def stop(done: int, total: int) -> None:
+            raise RuntimeError("that will do")
+
+        async with world.pool() as pool, pool.partition(8) as p:
+            with await p.upload(array) as buffer:
+                used = pool._opened().sites[0].memory._used
+                job = copy(p, buffer, array, stop)
+                with pytest.raises(RuntimeError, match="that will do"):
+                    await job
+                assert job.is_done
+                await p.copy(buffer, array)
+                np.testing.assert_array_equal(await p.download(buffer), array)
+                memory = pool._opened().sites[0].memory
+
+                def is_back() -> bool:
+                    memory.reap()
+                    return memory._used <= used
+
+                await until(is_back)
+
+    world.run(main)
+
+
+def test_a_stopped_download_leaves_the_rest_of_its_array_alone(world: World) -> None:
+    """Nothing is written behind the place where it was stopped, then or later."""
+
+    async def main() -> None:
+        out = np.full(64 * CHUNK // 4, -1, np.float32)
+        half = threading.Event()
+
+        def stop(done: int, total: int) -> None:
+            half.set()
+            raise RuntimeError("enough")
+
+        async with world.pool() as pool, pool.partition(8) as p:
+            with await p.upload(np.ones_like(out)) as buffer:
+                with pytest.raises(RuntimeError, match="enough"):
+                    await p.download(buffer, out, progress=stop)
+                assert half.is_set()
+                before = out.copy()
+                assert before[0] == 1
+                await p.copy(buffer, np.zeros_like(out))
+                np.testing.assert_array_equal(out, before)
+
+    world.run(main)
+
+
+def test_what_is_no_callback_is_refused(world: World) -> None:
+    """`progress` must be callable; nothing is submitted."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            with pytest.raises(greensched.InvalidRequest, match="bytes done"):
+                p.upload(SMALL, progress=7)  # type: ignore[arg-type]
+            assert p._open().track.issued == p._open().track.submitted
+
+    world.run(main)
+
+
+def test_a_cancelled_await_leaves_the_copy_going(world: World) -> None:
+    """The array is in use until the job is done, which anybody may await again."""
+
+    async def main() -> None:
+        out = np.full_like(LARGE, -1)
+        async with world.pool() as pool, pool.partition(8) as p:
+            with await p.upload(LARGE) as buffer:
+                with await Gate.closed(p) as gate:
+                    job = p.download(buffer, out)
+                    with anyio.move_on_after(0.01) as scope:
+                        await job
+                    assert scope.cancelled_caught
+                    assert not job.is_done
+                    assert (out == -1).all()  # the device never writes it
+                    gate.open()
+                assert await job is out
+                np.testing.assert_array_equal(out, LARGE)
+
+    world.run(main)
+
+
+def test_a_block_left_by_a_cancellation_keeps_the_array_until_the_job_is_done(
+    world: World,
+) -> None:
+    """Who was cancelled is free at once; when the job says it is done, nobody touches the array."""
+
+    async def main() -> None:
+        source, jobs = LARGE.copy(), []
+        async with world.pool() as pool, pool.partition(8) as keeper:
+            buffer = await keeper.empty_like(source)
+            with anyio.CancelScope() as scope:
+                async with pool.partition(8) as p:
+                    gate = await Gate.closed(p)
+                    jobs.append(p.copy(buffer, source))
+                    scope.cancel()
+                    await anyio.sleep(1)
+            assert not jobs[0].is_done
+            with gate:
+                gate.open()
+                await jobs[0]
+            source[:] = -1
+            np.testing.assert_array_equal(await keeper.download(buffer), LARGE)
+            buffer.close()
+
+    world.run(main)
