@@ -14,7 +14,7 @@ from greensched.context import Context
 from greensched.device import Device
 from greensched.errors import run_all
 from greensched.kernels import Kernel
-from greensched.launcher import LaunchConfig, Plan
+from greensched.launcher import Arguments, LaunchConfig, Plan
 from greensched.resources import (
     ContextOptions,
     SMResource,
@@ -28,6 +28,8 @@ from greensched.words import Words
 #: Jobs in flight on a track at most, so that no launch ever blocks: a driver's launch queue is
 #: seen to hold about 1,000 (docs/completion.md), and a job is up to three entries.
 DEPTH = 256
+#: Launches made ready that a lane keeps; beyond, it starts anew.
+PLANS = 256
 
 
 class Lane:
@@ -73,6 +75,8 @@ class Lane:
             raise
         #: Launches made ready, by kernel and geometry; their values are set at each launch.
         self.plans: dict[tuple[Kernel, LaunchConfig], Plan] = {}
+        #: Kernels that were loaded for these SMs, or launched on them: no launch blocks any more.
+        self.loaded: set[Kernel] = set()
 
     @property
     def depth(self) -> int:
@@ -88,6 +92,31 @@ class Lane:
     def is_idle(self) -> bool:
         """Whether every ticket issued is reached."""
         return self.launches.is_idle and self.runs.is_idle
+
+    def load(self, kernel: Kernel) -> None:
+        """Compiles and loads a kernel for these SMs, whose context must be current. Blocks."""
+        self.device.loader.load(kernel)
+        self.loaded.add(kernel)
+
+    def plan(self, kernel: Kernel, config: LaunchConfig) -> Plan | None:
+        """A launch made ready, and kept; None: the kernel was never loaded here. Never blocks.
+
+        Raises:
+            InvalidLaunch, CUDAError: the kernel cannot be launched so.
+        """
+        plan = self.plans.get((kernel, config))
+        if plan is None and kernel in self.loaded:
+            plan = self.new_plan(kernel, config, Arguments(kernel, self.device.ordinal))
+            if len(self.plans) >= PLANS:
+                self.plans.clear()
+            self.plans[kernel, config] = plan
+        return plan
+
+    def new_plan(self, kernel: Kernel, config: LaunchConfig, arguments: Arguments) -> Plan:
+        """A launch of a kernel that has its handle, with arguments of its own. Never blocks."""
+        handle = self.device.loader.loaded(kernel)
+        assert handle is not None
+        return Plan(self.launches.stream, config, kernel, handle, arguments)
 
     def fail(self, fault: BaseException) -> None:
         """After a device fault, or the end of the pool over it, no ticket is waited for."""

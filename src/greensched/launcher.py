@@ -284,10 +284,10 @@ def check_launch(kernel: Kernel, config: LaunchConfig, facts: DeviceFacts, drive
             f"a LaunchConfig(grid=..., block=...) is needed, and {_shown(config)} is none"
         )
     config.check(facts)
-    _check_runnable(kernel, driver)
+    check_runnable(kernel, driver)
 
 
-def _check_runnable(kernel: Kernel, driver: Driver) -> None:
+def check_runnable(kernel: Kernel, driver: Driver) -> None:
     """Refuses, on a driver that runs references, a kernel that lacks one.
 
     Raises:

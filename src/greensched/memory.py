@@ -127,6 +127,19 @@ class DeviceMemory(_Memory):
             unused = max(0, self._reserved - self._used)
             raise OutOfMemory("allocate", nbytes, free + unused, total) from error
 
+    def reserve(self, nbytes: int) -> None:
+        """Has the pool take so much of the device now; it never gives it back. Blocks.
+
+        Raises:
+            OutOfMemory: as `allocate`.
+        """
+        if nbytes:
+            janitor = self._janitor.stream
+            self.give_back(self._take(nbytes, janitor), nbytes, ())
+            self.reap()
+            janitor.sync()
+            self.reap()
+
     # -- other devices ---------------------------------------------------------------------------
 
     def admits(self, device: int) -> bool | None:

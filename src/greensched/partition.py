@@ -6,7 +6,6 @@ import inspect
 import threading
 import warnings
 from collections.abc import Callable
-from functools import partial
 from types import TracebackType
 from typing import Any, Literal, ParamSpec, Protocol, Self, TypeVar
 
@@ -19,6 +18,7 @@ from greensched.buffers import Buffer, PinnedBuffer
 from greensched.channel import Channel, order_behind
 from greensched.context import Context
 from greensched.errors import (
+    GreenschedError,
     InvalidArray,
     InvalidRequest,
     PartitionClosed,
@@ -34,9 +34,6 @@ from greensched.stream import Stream
 P = ParamSpec("P")
 T = TypeVar("T")
 Array = npt.NDArray[Any]
-
-#: Launches made ready that a lane keeps; beyond, it starts anew.
-PLANS = 256
 
 
 class Grantor(Protocol):
@@ -265,6 +262,8 @@ class Partition:
             plan = channel.lane.plans.get((kernel, config))
         except TypeError:  # of a kind that cannot even be looked up; refused below, by name
             plan = None
+        if plan is None:
+            plan = _first_plan(channel, kernel, config)
         if plan is None or not channel.is_prompt():
             return self._launch_later(channel, kernel, config, args)
         arguments = plan.arguments
@@ -297,8 +296,10 @@ class Partition:
         uses = tuple(arguments.buffers.values())
 
         def step(_: int) -> None:
-            _plan(channel, kernel, config, arguments).fire()
-            _keep_plan(channel, kernel, config)
+            lane = channel.lane
+            lane.device.loader.load(kernel)  # it has its handle then, and the launch does the rest
+            lane.new_plan(kernel, config, arguments).fire()
+            lane.loaded.add(kernel)
 
         return channel.submit(kernel.name, step, uses, may_block=True)
 
@@ -307,7 +308,8 @@ class Partition:
 
         It happens on the partition's own thread, behind the calls submitted before. A driver may
         hold a kernel's first loading up until everything that runs on the device is done (seen
-        on an H200, driver 580): prepare what a service needs before it serves.
+        on an H200, driver 580): what a service launches is best given to `Pool(prepare=[...])`,
+        which does this for every partition. Later launches and `bind` may have any geometry.
 
         Raises:
             InvalidLaunch, NotSimulable: as `launch`.
@@ -317,11 +319,14 @@ class Partition:
         check_launch(kernel, config, device.facts, device.driver)
         runs = channel.lane.runs
         job: Job[None] = Job(runs, runs.issue(), f"prepare {kernel.name}", channel.holding.failed)
-        channel.holding.completion.watch(runs)
         holding = channel.holding
-        holding.crew.run(
-            partial(_keep_plan, channel, kernel, config), job, job.ticket, holding.completion
-        )
+
+        def get_ready() -> None:
+            channel.lane.load(kernel)
+            channel.lane.plan(kernel, config)
+
+        holding.completion.watch(runs)
+        holding.crew.run(get_ready, job, job.ticket, holding.completion)
         return job
 
     def bind(self, kernel: Kernel, config: LaunchConfig, *args: object) -> Bound:
@@ -333,14 +338,12 @@ class Partition:
         """
         channel = self._ready()
         arguments = _checked(channel, kernel, config, args)
-        if (kernel, config) not in channel.lane.plans:
+        if kernel not in channel.lane.loaded:
             raise WouldBlock(
-                f"kernel {kernel.name!r} was not used with this geometry on these SMs yet: "
-                "`await p.prepare(kernel, config)` first"
+                f"kernel {kernel.name!r} was not used on these SMs yet: "
+                "`await p.prepare(kernel, config)` first, or give it to Pool(prepare=[...])"
             )
-        handle = channel.lane.device.loader.loaded(kernel)
-        assert handle is not None
-        plan = Plan(channel.track.stream, config, kernel, handle, arguments)
+        plan = channel.lane.new_plan(kernel, config, arguments)
         bound = Bound(channel, plan, kernel.name)
         channel.holding.bound.append(bound)
         return bound
@@ -509,17 +512,14 @@ def _checked(
     return arguments
 
 
-def _plan(channel: Channel, kernel: Kernel, config: LaunchConfig, arguments: Arguments) -> Plan:
-    """Loads the kernel in the current context where it is not; may block then."""
-    handle = channel.lane.device.loader.load(kernel)
-    return Plan(channel.track.stream, config, kernel, handle, arguments)
+def _first_plan(channel: Channel, kernel: Kernel, config: LaunchConfig) -> Plan | None:
+    """Another geometry of a kernel that was loaded here is made ready at once.
 
-
-def _keep_plan(channel: Channel, kernel: Kernel, config: LaunchConfig) -> None:
-    """From here on a launch is submitted at once."""
-    plans = channel.lane.plans
-    if (kernel, config) not in plans:
-        if len(plans) >= PLANS:
-            plans.clear()
-        arguments = Arguments(kernel, channel.ordinal)
-        plans[kernel, config] = _plan(channel, kernel, config, arguments)
+    What the driver has against it is the job's failure, as of any launch.
+    """
+    device = channel.lane.device
+    check_launch(kernel, config, device.facts, device.driver)
+    try:
+        return channel.lane.plan(kernel, config)
+    except GreenschedError:
+        return None

@@ -103,6 +103,15 @@ class Pool:
             gives up large clusters.
         workqueues: `"balanced"`: partitions do not share the device's work queues, where that can
             be, so that a full one holds up nobody else. It needs CUDA 13.1. None: they share.
+        prepare: kernels that every partition shall launch, or `bind`, without waiting: compiled and
+            loaded for each while the pool opens. What else a lease may need is then made, too: the
+            chunks that large copies are staged in (8 MiB of pinned memory for each lease that
+            there can be at once).
+        reserve_bytes: device memory that each device's buffers shall never have to wait for.
+
+    After `prepare`, and within `reserve_bytes`, nothing that a lease of a partition made at `open`
+    does has the driver allocate anything, but `empty_pinned`, copies between devices, and what
+    a callable given to `run` does.
     """
 
     def __init__(
@@ -115,6 +124,8 @@ class Pool:
         max_waiting: int = MAX_WAITING,
         granularity: Granularity = "coscheduled",
         workqueues: Literal["balanced"] | None = None,
+        prepare: Sequence[Kernel] = (),
+        reserve_bytes: int = 0,
     ) -> None:
         self._desk: Desk | None = None
         self._opening: Errand[None] | None = None
@@ -127,6 +138,10 @@ class Pool:
         self._max_waiting = validate_bound(max_waiting)
         self._fine = _one_of("granularity", granularity, get_args(Granularity)) == "fine"
         self._balanced = _one_of("workqueues", workqueues, ("balanced", None)) is not None
+        self._prepare = _kernels(prepare)
+        if type(reserve_bytes) is not int or reserve_bytes < 0:
+            raise InvalidRequest(f"reserve_bytes={reserve_bytes!r}: a number of bytes, at least 0")
+        self._reserve_bytes = reserve_bytes
         self._lock = threading.Lock()
         process.on_fork(self)
 
@@ -144,6 +159,8 @@ class Pool:
             PoolClosed, Poisoned, ForkedPool: it has ended.
             InvalidRequest: no such device.
             NotSupported: `workqueues` on a driver below CUDA 13.1.
+            CompileFailed, NotSimulable, ArgumentMismatch: a kernel of `prepare` cannot be loaded.
+            OutOfMemory: there is less than `reserve_bytes`.
             CUDAError: the driver refused something; nothing is left open.
             RuntimeError: no thread can be started; nothing is left open.
         """
@@ -179,7 +196,15 @@ class Pool:
                 device = Device(ordinal, driver=desk.driver)
                 process.take_device(desk.driver, ordinal)
                 taken.append(ordinal)
-                sites.append(Site(device, desk, fine=self._fine, balanced=self._balanced))
+                site = Site(
+                    device,
+                    desk,
+                    self._prepare,
+                    self._reserve_bytes,
+                    fine=self._fine,
+                    balanced=self._balanced,
+                )
+                sites.append(site)
         except BaseException:
             for site in sites:
                 site.abandon()
@@ -538,6 +563,13 @@ def _by_name(services: object) -> dict[str, ServiceClass]:
     if len(named) < len(given):
         raise InvalidRequest(f"services={services!r}: each name once")
     return named
+
+
+def _kernels(prepare: object) -> tuple[Kernel, ...]:
+    given = tuple(prepare) if isinstance(prepare, Iterable) else (prepare,)
+    if not all(isinstance(kernel, Kernel) for kernel in given):
+        raise InvalidRequest(f"prepare={prepare!r}: give kernels, such as [kernels.saxpy]")
+    return tuple(dict.fromkeys(given))
 
 
 def _ordinals(devices: object) -> tuple[int, ...]:

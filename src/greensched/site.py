@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from greensched.device import Device
@@ -25,7 +25,9 @@ from greensched.errors import (
     PoolClosed,
     run_all,
 )
+from greensched.kernels import Kernel
 from greensched.lane import Lane
+from greensched.launcher import check_runnable
 from greensched.memory import DeviceMemory, PinnedMemory
 from greensched.planning.cells import Cells
 from greensched.resources import (
@@ -70,15 +72,26 @@ class Site:
     Args:
         device: opened by the pool, closed here.
         home: the pool.
+        kernels: loaded for every lane as it is made. Where there are any, everything else that a
+            lease may need is made beforehand, too.
+        reserve_bytes: of device memory, taken beforehand.
         fine: cut it as finely as can be, without large thread-block clusters.
         balanced: every lane asks for work queues that it does not share.
     """
 
     def __init__(
-        self, device: Device, home: Home, *, fine: bool = False, balanced: bool = False
+        self,
+        device: Device,
+        home: Home,
+        kernels: Sequence[Kernel] = (),
+        reserve_bytes: int = 0,
+        *,
+        fine: bool = False,
+        balanced: bool = False,
     ) -> None:
         self.device = device
         self._home = home
+        self._kernels = kernels
         #: The other devices of the pool, by ordinal; known once all are opened.
         self.neighbours: Mapping[int, Site] = {}
         self.crews: OrderedDict[int, Crew] = OrderedDict()
@@ -93,6 +106,9 @@ class Site:
             self.staging = Staging(device.primary)
             self.memory = DeviceMemory(device.primary, self.words)
             self.pinned = PinnedMemory(device.primary)
+            self.memory.reserve(reserve_bytes)
+            if kernels:  # at most so many lanes are leased at once
+                self.staging.prepare(self.cells.count + bool(self.cells.leftover))
             self._make_menu()
         except BaseException:
             self.abandon()
@@ -138,10 +154,23 @@ class Site:
         """
         crew = self.crews.get(mask)
         if crew is None:
-            resources = self._resources(mask)
-            crew = Crew(Lane(self.device, resources, mask, self.words, self.staging), self._home)
+            lane = Lane(self.device, self._resources(mask), mask, self.words, self.staging)
+            crew = Crew(lane, self._home)
+            self._prepare(crew)
             self.lanes_made += 1
         return crew
+
+    def _prepare(self, crew: Crew) -> None:
+        """What a launch would have to wait for is done before anybody has the lane."""
+        lane = crew.lane
+        try:
+            for kernel in self._kernels:
+                check_runnable(kernel, self.device.driver)
+                with lane.context.entered():
+                    lane.load(kernel)
+        except BaseException:
+            crew.close()
+            raise
 
     def add(self, crew: Crew) -> None:
         """A lane that was made can be taken from here on."""

@@ -55,6 +55,11 @@ class Standin:
         """How often a driver function was called."""
         return int(self._library.stubcuda_calls(name.encode()))
 
+    def report(self, path: Path) -> Path:
+        """Writes its account so far to a file."""
+        assert self._library.stubcuda_report(str(path).encode()) == 0
+        return path
+
     def injected(self) -> int:
         """How many failures were injected so far."""
         return int(self._library.stubcuda_injected())

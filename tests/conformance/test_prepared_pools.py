@@ -1,0 +1,128 @@
+"""Pools that are prepared: whatever is leased first launches, binds and copies at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import greensched
+from greensched import REST, InvalidLaunch, InvalidRequest, LaunchConfig, Pool, Program
+from greensched.kernels import fill, saxpy
+from helpers.waiting import until
+from helpers.world import World
+
+LARGE = np.ones(3_000_000, np.float32)
+
+
+def test_every_lane_binds_and_launches_at_once(world: World) -> None:
+    """On lanes nobody used yet, of the menu and made later, with any geometry, by no thread."""
+
+    async def main() -> None:
+        async with world.pool(prepare=[fill, fill, saxpy]) as pool:
+            sizes = [8, 16, 24, (8, 100), REST]
+            for blocks, size in enumerate(sizes, start=1):
+                async with pool.partitions(size) as (p,):
+                    with await p.empty(64) as buffer:
+                        await until(p._open().is_prompt)  # the mover made the pool grow
+                        p.bind(fill, LaunchConfig(grid=blocks, block=64), buffer, 1.0, 64)()
+                        assert p._open().is_prompt()
+                        job = p.launch(
+                            saxpy, LaunchConfig(grid=blocks, block=32), 1.0, *2 * (buffer,), 64
+                        )
+                        assert p._open().is_prompt()
+                        await job
+            async with pool.partitions(8, 24, 40, 16) as parts:  # of whatever cells
+                for p in parts:
+                    with await p.empty(64) as buffer:
+                        p.bind(fill, LaunchConfig(grid=3, block=64), buffer, 1.0, 64)()
+
+    world.run(main)
+
+
+def test_a_kernel_used_once_takes_any_geometry_at_once(world: World) -> None:
+    """Without `prepare` a first use goes through a thread, and later ones do not."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            with await p.empty(64) as buffer:
+                with pytest.raises(greensched.WouldBlock, match="not used on these SMs"):
+                    p.bind(fill, LaunchConfig(grid=1, block=64), buffer, 1.0, 64)
+                job = p.launch(fill, LaunchConfig(grid=1, block=64), buffer, 1.0, 64)
+                await job
+                await until(p._open().is_prompt)
+                for block in (32, 64, 96):
+                    p.launch(fill, LaunchConfig(grid=1, block=block), buffer, 1.0, 64)
+                    assert p._open().is_prompt()
+                p.bind(fill, LaunchConfig(grid=2, block=64), buffer, 2.0, 64)()
+
+    world.run(main)
+
+
+def test_a_geometry_beyond_the_device_is_refused_on_a_prepared_lane(world: World) -> None:
+    """What can be seen to be too much raises, prepared or not, and nothing is submitted."""
+
+    async def main() -> None:
+        async with world.pool(prepare=[fill]) as pool, pool.partition(8) as p:
+            with await p.empty(64) as buffer:
+                issued = p._open().track.issued
+                with pytest.raises(InvalidLaunch, match="block"):
+                    p.launch(fill, LaunchConfig(grid=1, block=4096), buffer, 1.0, 64)
+                assert p._open().track.issued == issued
+
+    world.run(main)
+
+
+def test_reserved_memory_is_there(world: World) -> None:
+    """Within `reserve_bytes` no buffer makes the pool grow; beyond the device it cannot open."""
+
+    async def main() -> None:
+        async with world.pool(reserve_bytes=64 << 20) as pool, pool.partition(8) as p:
+            memory = pool._opened().sites[0].memory
+            reserved = memory._driver.reserved_bytes(memory._pool)
+            assert not memory.would_grow(64 << 20)
+            assert memory.would_grow((64 << 20) + (128 << 20))
+            with await p.upload(LARGE), await p.empty(LARGE.size):
+                assert not world.is_simulated or (
+                    memory._driver.reserved_bytes(memory._pool) == reserved
+                )
+        with pytest.raises(greensched.OutOfMemory) as refused:
+            async with world.pool(reserve_bytes=1 << 50):
+                pass
+        assert refused.value.asked == 1 << 50
+        assert refused.value.free is not None
+        assert refused.value.total is not None
+
+    world.run(main)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"prepare": ["saxpy"]},
+        {"prepare": [(saxpy, LaunchConfig(grid=1, block=1))]},
+        {"reserve_bytes": -1},
+        {"reserve_bytes": 1.5},
+        {"reserve_bytes": True},
+    ],
+)
+def test_what_cannot_be_prepared_is_refused(options: dict[str, Any]) -> None:
+    """Where the pool is made, with what to give instead."""
+    with pytest.raises(InvalidRequest, match=r"such as|at least 0"):
+        Pool(**options)
+
+
+def test_a_kernel_that_cannot_be_loaded_keeps_the_pool_closed(world: World) -> None:
+    """Opening fails with what is wrong with the kernel, and leaves nothing."""
+
+    async def main() -> None:
+        broken = Program('extern "C" __global__ void f(float *x) { oops; }').kernel("f")
+        errors = greensched.NotSimulable, greensched.CompileFailed
+        with pytest.raises(errors):
+            async with world.pool(prepare=[fill, broken]):
+                pass
+        async with world.pool(prepare=[fill]) as pool, pool.partition(8):
+            pass
+
+    world.run(main)
