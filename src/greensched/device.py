@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from functools import partial
 from typing import Self
+from weakref import WeakSet
 
 from greensched import context as contexts
 from greensched import driver as drivers
 from greensched.context import Context as Context
 from greensched.driver.base import Driver
-from greensched.errors import Closed, InvalidRequest
+from greensched.errors import Closed, InvalidRequest, run_all
 from greensched.kernels import Loader
 from greensched.resources import ContextOptions, DeviceResources, describe
 from greensched.stream import Stream
@@ -41,6 +44,8 @@ class Device:
         #: The kernels loaded on it.
         self.loader = Loader(self.driver, self.facts)
         self._primary: Context | None = None
+        #: The green contexts made here and not forgotten, to be ended before the primary.
+        self._greens: WeakSet[Context] = WeakSet()
         self._closed = False
         self._lock = threading.Lock()
 
@@ -139,7 +144,7 @@ class Device:
         except BaseException:
             driver.destroy_green(green)
             raise
-        return Context(
+        context = Context(
             driver,
             self.facts,
             primary.loader,
@@ -149,32 +154,39 @@ class Device:
             primary=primary,
             device=self,
         )
+        self._greens.add(context)
+        return context
 
     def create_stream(self, *, priority: int = 0) -> Stream:
         """A non-blocking stream of the primary context: its work runs on *every* SM. May block."""
         return Stream(self.primary, priority=priority)
 
     def close(self) -> None:
-        """Unloads kernels and releases the primary context. Idempotent. May block.
+        """Ends its green contexts, unloads kernels, releases the primary. Idempotent. May block.
 
         Raises:
-            InvalidRequest: that is current on this thread, or a thread is inside a block of it.
-                Nothing has ended then.
+            InvalidRequest: one of its contexts is current on this thread, or a thread is inside a
+                block of it. Nothing has ended then.
             CUDAError: what the driver answered first; everything was tried all the same.
         """
         with self._lock:
             if self._closed:
                 return
-            if self._primary is not None:
-                self._primary.refuse_while_used()
+            greens = [context for context in self._greens if not context.is_closed]
+            for context in (*greens, *([self._primary] if self._primary is not None else [])):
+                context.refuse_while_used()
             self._closed = True
             primary, self._primary = self._primary, None
+        steps: list[Callable[[], None]] = [context.close for context in greens]
         if primary is None:
-            self.loader.close()  # contexts of their own may have used it
-            return
+            steps.append(self.loader.close)  # contexts of their own may have used it
+        else:
+            steps += [partial(self._unload, primary), primary.close]
+        run_all(steps)
+
+    def _unload(self, primary: Context) -> None:
         with primary.entered():
             self.loader.close()
-        primary.close()
 
     def __enter__(self) -> Self:
         """Makes its primary context current on this thread, until the block ends.

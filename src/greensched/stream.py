@@ -102,6 +102,8 @@ class Event:
         """Ends it, whether or not its work is done. Idempotent; does not block."""
         if not self.is_closed:
             self.is_closed = True
+            if self.context.is_closed:  # which ended it: the handle is dead
+                return
             self.context.events.discard(self.handle)
             self.context.driver.destroy_event(self.handle)
 
@@ -198,6 +200,8 @@ class Stream:
         """Ends it; its work goes on. Idempotent. May block: not for an event-loop thread."""
         if not self.is_closed:
             self.is_closed = True
+            if self.context.is_closed:  # which ended it: the handle is dead
+                return
             self.context.streams.discard(self.handle)
             self.context.driver.destroy_stream(self.handle)
 

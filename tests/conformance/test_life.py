@@ -260,7 +260,29 @@ def test_children_end_with_their_context(world: World) -> None:
     for use in (stream.sync, event.sync, stream.record):
         with pytest.raises(greensched.Closed, match="context is gone"):
             use()
+    for child in (stream, event):
+        child.close()  # of a dead handle nothing is asked
+        child.close()
     device.close()
+
+
+def test_a_device_ends_its_green_contexts_before_its_primary(world: World) -> None:
+    """What is left open when it closes is ended in order; nothing while one is current."""
+    device = Device(0, driver=world.driver())
+    groups, _ = device.resources.sm.split(SMResourceOptions(count=(8, 8)))
+    contexts = [device.create_context(ContextOptions(resources=[group])) for group in groups]
+    stream, own = contexts[0].create_stream(), device.create_stream()
+    for context in (contexts[1], device.primary):
+        with context, pytest.raises(greensched.InvalidRequest, match="current on this thread"):
+            device.close()
+    stream.sync()
+    device.close()
+    assert all(context.is_closed for context in contexts)
+    for use in (stream.sync, own.sync):
+        with pytest.raises(greensched.Closed, match="context is gone"):
+            use()
+    for child in (stream, own, *contexts, device):
+        child.close()
 
 
 def test_a_forgotten_stream_warns(world: World) -> None:
