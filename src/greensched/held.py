@@ -36,8 +36,9 @@ from greensched.running import running_asyncio, running_trio
 
 #: Frames of these modules stand between a block and the code that it is written in.
 _BETWEEN = {__name__, "greensched.context", "greensched.current", "greensched.device", "contextlib"}
-#: Frames that await: coroutines and asynchronous generators. Source: inspect, CO_*.
-_COROUTINE, _AWAITS = 0x80, 0x80 | 0x200
+#: Frames that await: coroutines (also those made of generators), and asynchronous generators.
+#: Source: inspect, CO_COROUTINE, CO_ITERABLE_COROUTINE, CO_ASYNC_GENERATOR.
+_COROUTINE, _AWAITS = 0x80, 0x80 | 0x100 | 0x200
 
 #: `sys.monitoring`, from Python 3.12 on.
 _monitoring: Any = getattr(sys, "monitoring", None)
@@ -88,7 +89,8 @@ def begin(context: object) -> Watch | None:
         if trio is None:
             return None
         runner = trio.lowlevel.current_root_task()
-        watch = Watch(context, runner, trio.lowlevel.current_task(), sys.flags.dev_mode)
+        task = trio.lowlevel.current_task() if trio.lowlevel.in_trio_task() else None
+        watch = Watch(context, runner, task, sys.flags.dev_mode)
         if _here.asked is not runner:
             _here.asked = runner
             trio.lowlevel.add_instrument(_Instrument(trio, runner))
@@ -238,6 +240,6 @@ def _suspending(code: CodeType, offset: int, value: object) -> None:  # noqa: AR
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back
     for watch in _here.open:
-        if watch.frame is frame and frame is not None and watch.runner is not None:
+        if frame is not None and watch.frame is frame and watch.debug and watch.runner is not None:
             watch.runner = None  # told here and now: the block's end has nothing to add
             raise _problem(watch)

@@ -438,7 +438,7 @@ def _open(child: C, kind: str) -> C:
     if child.is_closed:
         raise Closed(f"this {kind}")
     if child.context.is_closed:
-        raise Closed(f"this {kind}", f"dead: its context is gone ({child.context!r})")
+        raise Closed(repr(child), "dead: its context is gone")
     return child
 
 
