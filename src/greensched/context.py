@@ -307,7 +307,7 @@ class Context(State):
     # -- what it makes -----------------------------------------------------------------------------
 
     def create_stream(self, *, priority: int = 0, nonblocking: bool = True) -> Stream:
-        """A non-blocking stream on its SMs, of a green context. May block.
+        """A non-blocking stream on its SMs, of a green context or one of its own. May block.
 
         Args:
             priority: a hint for kernels; smaller is more urgent, and the driver clamps it.
@@ -319,14 +319,12 @@ class Context(State):
                 `Device.create_stream` makes, because they run on every SM.
         """
         self._check()
-        if not self.is_green:
+        if self.kind == "primary":
             raise InvalidRequest(
-                f"{self!r} is not green: Device.create_stream makes streams that run on every SM"
+                f"{self!r} has every SM: Device.create_stream makes streams that run on all of them"
             )
         if nonblocking is not True:
-            raise InvalidRequest(
-                f"nonblocking={nonblocking!r}: a green context has non-blocking streams only"
-            )
+            raise InvalidRequest(f"nonblocking={nonblocking!r}: streams here are non-blocking only")
         return Stream(self, priority=priority)
 
     def create_event(self, *, timing: bool = False, blocking: bool = True) -> Event:

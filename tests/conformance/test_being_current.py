@@ -12,7 +12,15 @@ from typing import Any
 import pytest
 
 import greensched
-from greensched import CacheConfig, Context, ContextFlags, Device, current
+from greensched import (
+    CacheConfig,
+    Context,
+    ContextFlags,
+    ContextOptions,
+    Device,
+    SMResourceOptions,
+    current,
+)
 from greensched.driver.base import Driver
 from helpers.world import World
 
@@ -36,7 +44,8 @@ def opened(world: World, devices: int = 1) -> Iterator[tuple[Device, ...]]:
 
 
 def green_of(device: Device) -> Context:
-    return device.create_context(device.resources.sm.split_by_count(8)[0][:1])
+    group = device.resources.sm.split(SMResourceOptions(count=8))[0][0]
+    return device.create_context(ContextOptions(resources=[group]))
 
 
 def on_thread(function: Callable[[], Any], name: str | None = None) -> Any:
@@ -261,7 +270,7 @@ def test_flags_of_a_context_of_its_own(world: World) -> None:
                 assert own.flags & ~ContextFlags.MAP_HOST == flags & ~ContextFlags.MAP_HOST
                 assert own.kind == "own"
                 assert not own.is_green
-                assert own.resource.sm_count == device.sm_count
+                assert own.resources.sm.sm_count == device.sm_count
         for wrong in (4, "spin", ContextFlags(3), ContextFlags(1 << 5)):
             with pytest.raises(greensched.InvalidRequest, match="flags="):
                 Context.create(device, wrong)  # type: ignore[arg-type]

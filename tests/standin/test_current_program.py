@@ -19,7 +19,7 @@ THREADS = 4
 PROGRAM = """
 import random, threading
 from contextlib import suppress
-from greensched import Context, Device, errors
+from greensched import Context, ContextOptions, Device, SMResourceOptions, errors
 from greensched.driver import cuda
 from greensched.driver.cuda.wheel import cuda as raw
 
@@ -32,7 +32,8 @@ counts, failures = dict.fromkeys(
 lock = threading.Lock()
 # Contexts that threads share: one may be green, current on a thread of at most one.
 shared = [Context.create(devices[0]), Context.create(devices[1])]
-shared += [d.create_context(d.resources.sm.split_by_count(8)[0][:1]) for d in devices]
+eighths = [d.resources.sm.split(SMResourceOptions(count=8))[0][0] for d in devices]
+shared += [d.create_context(ContextOptions(resources=[s])) for d, s in zip(devices, eighths)]
 
 
 class Planned(Exception):
