@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from greensched.device import Context as Context
     from greensched.device import Device as Device
     from greensched.errors import *  # noqa: F403  every error is public
+    from greensched.feeding import Feed as Feed
     from greensched.jobs import Job as Job
     from greensched.kernels import Kernel as Kernel
     from greensched.kernels import Program as Program
@@ -53,6 +54,7 @@ _ROOMS = {
     "Device": "device",
     "DeviceResources": "resources",
     "Event": "stream",
+    "Feed": "feeding",
     "Job": "jobs",
     "Kernel": "kernels",
     "LaunchConfig": "launcher",

@@ -93,7 +93,13 @@ class Channel:
     # -- submitting ------------------------------------------------------------------------------
 
     def submit(
-        self, what: str, step: Callable[[int], T], uses: Uses = (), *, may_block: bool = False
+        self,
+        what: str,
+        step: Callable[[int], T],
+        uses: Uses = (),
+        *,
+        may_block: bool = False,
+        beside: Track | None = None,
     ) -> Job[T]:
         """Submits one piece of work.
 
@@ -103,10 +109,13 @@ class Channel:
                 ticket. A thread of ours calls it, with the primary context current, if it may
                 block or must wait its turn.
             uses: the buffers it uses.
+            may_block: see `step`.
+            beside: the track of copies beside the launches, for one that may block, too: only
+                buffers order it and launches behind each other.
         """
-        track, holding = self.track, self.holding
+        track, holding = self.track if beside is None else beside, self.holding
         lagging, behind = self.others(track, uses)
-        at_once = self.is_prompt() and not may_block and not lagging
+        at_once = self.is_prompt() and not may_block and not lagging and beside is None
         ticket = track.issue()
         for buffer, write in uses:
             buffer.note(track, ticket, write=write)
@@ -120,8 +129,9 @@ class Channel:
         if at_once:
             self.submit_now(job, whole, ticket)
         else:
-            holding.crew.defer(whole, job, ticket, holding.completion)
-        holding.unmarked = 0
+            holding.crew.defer(whole, job, track, ticket, holding.completion)
+        if beside is None:
+            holding.unmarked = 0
         return job
 
     def submit_now(self, job: Job[T], step: Callable[[], T], ticket: int) -> None:
@@ -149,7 +159,8 @@ class Channel:
         """Who else uses the buffers: (who has not submitted a ticket yet, whom to wait for).
 
         A call of the same partition that has not returned is not among them: what is submitted
-        after a `run` is ordered behind it only once the run was awaited.
+        after a `run` is ordered behind it only once the run was awaited. Copies beside the launches
+        know no order but this one.
 
         Raises:
             InvalidRequest: one of them is capturing.
@@ -161,7 +172,7 @@ class Channel:
                 other.check_capture()
                 if other.has_submitted(ticket):
                     behind[other] = None
-                elif other.crew is not track.crew:
+                elif other.crew is not track.crew or self.lane.copies in (other, track):
                     lagging[other] = max(ticket, lagging.get(other, ticket))
                     behind[other] = None
         return lagging, list(behind)

@@ -107,8 +107,7 @@ class Holding:
     def make_room(self) -> bool:
         """Whether one more bound launch can be in flight."""
         if self.room == 0:
-            if self.unmarked:
-                self._mark_unmarked()
+            self.mark_unmarked()
             self._batches.append(self.crew.lane.launches.issued)
             self.room = -1  # counted, and not granted yet
         if self.room < 0 and self._batches_in_flight() < MOST // BATCH:
@@ -127,8 +126,10 @@ class Holding:
             batches.popleft()
         return len(batches)
 
-    def _mark_unmarked(self) -> None:
-        """Puts a ticket behind bound launches, which have none of their own."""
+    def mark_unmarked(self) -> None:
+        """Puts a ticket behind bound launches, if there are any: they have none of their own."""
+        if not self.unmarked:
+            return
         launches = self.crew.lane.launches
         at_once = launches.submitted == launches.issued
         ticket = launches.issue()
@@ -138,7 +139,7 @@ class Holding:
             self._mark(ticket)
         else:
             job: Job[None] = Job(launches, ticket, "mark", self.failed)
-            self.crew.defer(lambda: None, job, ticket, self.completion)
+            self.crew.defer(lambda: None, job, launches, ticket, self.completion)
 
     def _mark(self, ticket: int) -> None:
         """A ticket that cannot be written would be waited for for ever: that ends everything."""
@@ -160,7 +161,7 @@ class Holding:
             self._leave_stream()
         if launches.fault is not None:
             self._finish()
-        elif self.is_exposed or not self.crew.lane.runs.is_idle:
+        elif self.is_exposed or any(not t.is_idle for t in self.crew.lane.tracks[1:]):
             self.completion.errand()
             self.crew.after_runs(partial(self._settle, self.completion))
         else:
@@ -179,7 +180,7 @@ class Holding:
                 self.crew.home.lost(error)
                 return
         if self.unmarked:
-            self._mark_unmarked()
+            self.mark_unmarked()
 
     def end_bound(self) -> None:
         """No bound launch is fired any more: the lease is over, or the pool under it."""
@@ -220,6 +221,9 @@ class Holding:
         launches = self.crew.lane.launches
         try:
             self._record_whole()
+            copies = self.crew.lane.copies
+            if copies is not None and not copies.is_idle:
+                launches.order_behind(copies)
             ticket = launches.issue()
             launches.mark(ticket)
             self._last = ticket

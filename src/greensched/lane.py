@@ -3,12 +3,14 @@
 Made once, cached and reused. A lane has two tracks: launches and copies go to one, blocking
 callables have the other. Its green context is made current by its worker thread alone (a green
 context may be current on one thread at a time), so everything that needs it current (streams,
-events) is made at its birth, before anybody else knows it.
+events) is made at its birth, before anybody else knows it. A third track, for copies
+beside the launches, is on the primary context, and made when first needed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 from greensched.context import Context
 from greensched.device import Device
@@ -22,7 +24,7 @@ from greensched.resources import (
     max_cluster_size,
 )
 from greensched.staging import Chunks, Staging
-from greensched.stream import EventTrack
+from greensched.stream import EventTrack, Track
 from greensched.words import Words
 
 #: Jobs in flight on a track at most, so that no launch ever blocks: a driver's launch queue is
@@ -58,6 +60,8 @@ class Lane:
         sms = [one for one in resources if isinstance(one, SMResource)]
         #: Blocks of the largest thread-block cluster; 1: no clusters.
         self.max_cluster_size = max_cluster_size(device.compute_capability, sms)
+        self._words = words
+        self._staging = staging
         self.context: Context = device.create_context(ContextOptions(resources=resources))
         try:
             self.sm_count = self.context.resources.sm.sm_count
@@ -70,6 +74,9 @@ class Lane:
             first = self.context.create_event()
             second = self.context.create_event()
             self.chunks = Chunks(self.launches, (first, second), staging)
+            #: Copies beside the launches, and their chunks; made when first needed.
+            self.copies: Track | None = None
+            self.beside: Chunks | None = None
         except BaseException:
             self.context.close()  # and with it whatever was made
             raise
@@ -89,9 +96,31 @@ class Lane:
         return isinstance(self.launches, EventTrack)
 
     @property
+    def tracks(self) -> tuple[Track, ...]:
+        """All of them."""
+        both = self.launches, self.runs
+        return both if self.copies is None else (*both, self.copies)
+
+    @property
     def is_idle(self) -> bool:
         """Whether every ticket issued is reached."""
-        return self.launches.is_idle and self.runs.is_idle
+        return all(track.is_idle for track in self.tracks)
+
+    def new_copies(self) -> Track:
+        """A track for copies beside the launches; whoever asked publishes it. Blocks.
+
+        Its stream is the primary's: a copy engine moves the bytes, and no SM.
+        """
+        primary = self.device.primary
+        with ExitStack() as undo:
+            track = self._words.create_track(primary)
+            undo.callback(track.close)
+            first = primary.create_event()
+            undo.callback(first.close)
+            second = primary.create_event()
+            undo.pop_all()
+        self.beside = Chunks(track, (first, second), self._staging)
+        return track
 
     def load(self, kernel: Kernel) -> None:
         """Compiles and loads a kernel for these SMs, whose context must be current. Blocks."""
@@ -120,7 +149,7 @@ class Lane:
 
     def fail(self, fault: BaseException) -> None:
         """After a device fault, or the end of the pool over it, no ticket is waited for."""
-        for track in (self.launches, self.runs):
+        for track in self.tracks:
             track.fault = fault
             track.pass_lagging()
 
@@ -133,9 +162,9 @@ class Lane:
         run_all(
             (
                 self.chunks.close,
+                *(() if self.beside is None else (self.beside.close,)),
                 self.whole.close,
-                self.launches.close,
-                self.runs.close,
+                *(track.close for track in self.tracks),
                 self.context.close,
             )
         )

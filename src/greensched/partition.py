@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, Literal, ParamSpec, Protocol, Self, TypeVar
 
@@ -26,6 +26,7 @@ from greensched.errors import (
     too_late,
     wrong_thread,
 )
+from greensched.feeding import Feed
 from greensched.jobs import Job, Tell
 from greensched.kernels import Kernel
 from greensched.launcher import Arguments, LaunchConfig, Plan, check_launch
@@ -432,6 +433,31 @@ class Partition:
             WrongDevice: neither is of this device, or one is of a device outside the pool.
         """
         return moving.copy(self._ready(), dst, src, progress)
+
+    def feed(self, arrays: Iterable[npt.ArrayLike]) -> Feed:
+        """Uploads arrays one after another, each while work on the one before it runs.
+
+            async for x in p.feed(batches):
+                p.launch(kernel, config, x, ...)
+
+        The copy of the next array runs beside the launches, by a stream and a thread of its own,
+        from the moment a buffer is given; so it does not matter whether the launches are awaited.
+        Each buffer is whole when it is given, may be used until the next but one is asked for, and
+        is closed then, behind its last user; at the end, or where the iteration is given up, all
+        are. Three of them exist at a time, at most: asking for one waits until the work on the one
+        before the last is done.
+
+        Args:
+            arrays: asked for one ahead, on this loop's thread. An array must not change until its
+                buffer is given. They may differ in shape and dtype.
+
+        Raises:
+            InvalidRequest: `arrays` cannot be iterated over.
+
+        Asking for the next buffer raises what `upload` does, and what the copy failed with. A
+        cancellation stops the waiting only: the copy that is under way goes on, and ends.
+        """
+        return Feed(self._ready, arrays)
 
     # -- blocking callables ------------------------------------------------------------------------
 

@@ -168,6 +168,8 @@ class Site:
                 check_runnable(kernel, self.device.driver)
                 with lane.context.entered():
                     lane.load(kernel)
+            if self._kernels:
+                crew.make_copies()
         except BaseException:
             crew.close()
             raise

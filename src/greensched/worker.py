@@ -25,6 +25,7 @@ from greensched.driver.base import Driver
 from greensched.errors import CUDAError, DeviceFault, run_all
 from greensched.jobs import Job
 from greensched.lane import Lane
+from greensched.loops import Errand
 from greensched.stream import Track
 from greensched.typing import CaptureMode, Mailbox
 
@@ -139,6 +140,30 @@ class Crew:
         self._on_the_way: deque[None] = deque()
         lane.launches.crew = lane.runs.crew = self
 
+    def make_copies(self) -> None:
+        """The lane gets its track for copies beside the launches, if it has none. Blocks.
+
+        On the mover, or on the builder while nobody has the lane.
+        """
+        lane = self.lane
+        if lane.copies is None:
+            track = lane.new_copies()
+            name = f"greensched {lane.device.ordinal}:{lane.mask:x} copy sleeper"
+            self._sleepers[track] = Worker(self.driver, name, lane.device.primary)
+            track.crew = self
+            lane.copies = track  # last: others may use it from here on
+
+    async def open_copies(self, completion: Completion) -> None:
+        """Has the mover make it, and waits for that. A cancellation stops the waiting only."""
+        if self.lane.copies is None:
+            errand = Errand(self.make_copies)
+            completion.errand()
+            _hand(self._mover, lambda _: errand.do())
+            try:
+                await errand.wait()
+            finally:
+                completion.delivered()
+
     def sleep_until_done(self, track: Track, then: Callable[[], object]) -> None:
         """Has a thread block until what the track's event captured is done."""
 
@@ -156,9 +181,14 @@ class Crew:
     # -- deferred submissions ----------------------------------------------------------------------
 
     def defer(
-        self, step: Callable[[], Any], job: Job[Any], ticket: int, completion: Completion
+        self,
+        step: Callable[[], Any],
+        job: Job[Any],
+        track: Track,
+        ticket: int,
+        completion: Completion,
     ) -> None:
-        """Has the mover submit work, in the order of tickets, and then its ticket.
+        """Has the mover submit work, in the order of the calls, and then its ticket.
 
         `step` returns the job's result, or raises what it fails with. `completion` is the
         holder's.
@@ -168,7 +198,7 @@ class Crew:
         def move(refused: Exception | None) -> None:
             self._attempt(step, job, refused)
             try:
-                self.lane.launches.mark(ticket)
+                track.mark(ticket)
             except CUDAError as error:
                 self.home.lost(error)
             completion.door.call_threadsafe(completion.delivered)

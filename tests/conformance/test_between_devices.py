@@ -15,7 +15,7 @@ from helpers.waiting import still_waits
 from helpers.world import World
 
 #: Two devices with a way between them, and two kinds of pair without one.
-PAIRS = ("h200x2", "rtx4090x2", "h200+l40s")
+PAIRS = ("h200x2", "h200x2@12.5", "h200x2@13.0", "rtx4090x2", "h200+l40s")
 RNG = np.random.default_rng(11)
 ONES = np.ones(CHUNK // 4 + 100, np.float32)
 

@@ -147,6 +147,7 @@ def test_a_stopped_download_leaves_the_rest_of_its_array_alone(world: World) -> 
                 assert half.is_set()
                 before = out.copy()
                 assert before[0] == 1
+                assert before[-1] == -1
                 await p.copy(buffer, np.zeros_like(out))
                 np.testing.assert_array_equal(out, before)
 

@@ -26,6 +26,7 @@ SAID = {
         "nothing came back too early, and nothing was lost",
     ],
     "04_your_own_kernel": ["below 100,000 is that of 77,031: 350 steps"],
+    "06_feeding": ["all of 4.2 MB are back", "12 batches of 4.2 MB added up: right"],
 }
 
 #: Run first, these make a result wrong: kernels that do nothing, an account that loses SMs.
@@ -42,6 +43,7 @@ SABOTAGE = {
         )
     ],
     "04_your_own_kernel": ["numpy.flatnonzero = lambda _: numpy.empty(0, int)"],
+    "06_feeding": ["kernels.saxpy.spec.reference = lambda *_: None"],
 }
 
 #: The interpreter, with warnings as errors.

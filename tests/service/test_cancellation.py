@@ -150,6 +150,14 @@ async def _done(stage: Stage) -> None:
         assert await job == 5
 
 
+@scenario("a feed", opened)
+async def _feed(stage: Stage) -> None:
+    async with stage.pool.partition(16) as p:
+        stage.gates.append(await Gate.closed(p))  # so that it waits for the work on the first
+        async for x in p.feed(np.ones(10) for _ in range(5)):
+            p.copy(x, x)
+
+
 @scenario("wait for room", opened)
 async def _ready(stage: Stage) -> None:
     async with stage.pool.partition(16) as p:

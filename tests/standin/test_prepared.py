@@ -57,6 +57,8 @@ async def everything(p: Partition, blocks: int) -> None:
             p.launch(fill, config, y, 1.0, x.size)
             await bound.submit()
             await p.download(y)
+    async for x in p.feed([SMALL, LARGE, SMALL, LARGE]):
+        p.launch(fill, config, x, 1.0, x.size)
     assert await p.run(lambda: 7) == 7
 
 
@@ -86,7 +88,7 @@ def asked_by_leases(standin: Standin, folder: Path, pool: Pool) -> Counter[str]:
 
 def test_a_warm_lease_makes_no_call_that_can_allocate(standin: Standin, tmp_path: Path) -> None:
     """Kernels of every geometry, copies of every size, calls: on every lane, without one."""
-    pool = Pool(driver="cuda", prepare=[fill, saxpy], reserve_bytes=256 << 20)
+    pool = Pool(driver="cuda", prepare=[fill, saxpy], reserve_bytes=512 << 20)
     asked = asked_by_leases(standin, tmp_path, pool)
     assert set(asked) <= HARMLESS
     assert {"cuLaunchKernel", "cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync"} <= set(asked)
