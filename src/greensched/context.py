@@ -324,7 +324,9 @@ class Context(State):
                 f"{self!r} has every SM: Device.create_stream makes streams that run on all of them"
             )
         if nonblocking is not True:
-            raise InvalidRequest(f"nonblocking={nonblocking!r}: streams here are non-blocking only")
+            raise InvalidRequest(
+                f"nonblocking={nonblocking!r}: there are non-blocking streams only"
+            )
         return Stream(self, priority=priority)
 
     def create_event(self, *, timing: bool = False, blocking: bool = True) -> Event:

@@ -7,7 +7,7 @@ from contextlib import closing
 import pytest
 
 import greensched
-from greensched import Context, ContextFlags, Device
+from greensched import Context, ContextFlags, ContextOptions, Device, SMResourceOptions
 from greensched.driver import simulated
 from greensched.driver.simulated import VERSIONS
 
@@ -18,7 +18,11 @@ def test_contexts_at_every_version(version: tuple[int, int]) -> None:
     driver = simulated.open("h200x2@{}.{}".format(*version))
     driver.initialise()
     devices = [Device(ordinal, driver=driver) for ordinal in (0, 1)]
-    greens = [d.create_context(d.resources.sm.split_by_count(16)[0][:1]) for d in devices]
+    groups = [d.resources.sm.split(SMResourceOptions(count=16))[0][:1] for d in devices]
+    greens = [
+        d.create_context(ContextOptions(resources=group))
+        for d, group in zip(devices, groups, strict=True)
+    ]
     own = Context.create(devices[1], ContextFlags.SCHED_BLOCKING_SYNC)
     assert own.flags & ContextFlags.SCHED_BLOCKING_SYNC
     for outer in (*devices, *greens, own):

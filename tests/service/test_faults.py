@@ -20,7 +20,7 @@ import pytest
 import greensched
 from greensched import ALL, LaunchConfig, Pool, PoolState
 from greensched.driver import simulated
-from greensched.driver.base import VERBS
+from greensched.driver.marks import VERBS
 from greensched.driver.simulated import Crash, Fail, Hang
 from greensched.driver.simulated.presets import PRESETS, DeviceModel
 from greensched.kernels import fill, saxpy, spin

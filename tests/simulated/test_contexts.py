@@ -9,7 +9,7 @@ import pytest
 
 from greensched import Context
 from greensched.driver import simulated
-from greensched.driver.base import VERBS
+from greensched.driver.marks import VERBS
 from greensched.driver.simulated.stacks import LIMITS
 from greensched.errors import CUDAError, DriverMisuse, NotSupported
 from greensched.typing import CacheConfig, CaptureMode, ContextFlags, Limit

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from greensched.driver.base import VERBS, Blocks
+from greensched.driver.marks import VERBS, Blocks
 from greensched.driver.simulated import Crash, Fail, Hang, Slow
 from greensched.driver.simulated.faults import BOUND, Script
 from greensched.errors import CUDAError, DeviceFault, InvalidRequest, OutOfMemory

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import trio
 
-from greensched.driver.base import VERBS, Blocks
+from greensched.driver.marks import VERBS, Blocks
 from greensched.driver.simulated.memory import POOL_STEP
 from greensched.driver.simulated.streams import QUEUE_DEPTH
 from greensched.errors import GreenschedError, LoopWouldBlock

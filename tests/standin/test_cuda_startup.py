@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from greensched.driver.base import VERBS, Driver
+from greensched.driver.base import Driver
 from greensched.driver.cuda import status
 from greensched.driver.cuda.driver import CudaDriver
 from greensched.driver.cuda.wheel import cuda
+from greensched.driver.marks import VERBS
 from greensched.typing import Feature
 
 pytestmark = pytest.mark.standin

@@ -20,14 +20,11 @@ Times are seconds unless a name says `_ns`; sizes are bytes; devices are ordinal
 from __future__ import annotations
 
 import abc
-import enum
-import queue
-import threading
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar
 
+from greensched.driver.host import Host
+from greensched.driver.marks import FIRST_USE, MAY, NEVER, verb
 from greensched.typing import (
     CacheConfig,
     CaptureMode,
@@ -46,7 +43,6 @@ from greensched.typing import (
     KernelLimits,
     LibraryHandle,
     Limit,
-    Mailbox,
     MemoryPoolHandle,
     ResourceFacts,
     ResourceHandle,
@@ -56,43 +52,8 @@ from greensched.typing import (
     WorkqueueFacts,
 )
 
-F = TypeVar("F", bound=Callable[..., Any])
 
-
-class Blocks(enum.Enum):
-    """What a verb may do to the thread that calls it."""
-
-    NEVER = "returns at once"
-    FIRST_USE = "may block once, where something is made lazily"
-    MAY = "may block"
-
-
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """A verb's mark: may it block, and does it need a current context on its thread?"""
-
-    blocks: Blocks
-    needs_context: bool
-
-
-#: Every verb of the port by name, for the simulated driver's checks and for the tests.
-VERBS: dict[str, Mark] = {}
-
-
-def verb(blocks: Blocks, *, needs_context: bool = False) -> Callable[[F], F]:
-    """Marks an abstract method of `Driver` as a verb."""
-
-    def register(function: F) -> F:
-        VERBS[function.__name__] = Mark(blocks, needs_context)
-        return function
-
-    return register
-
-
-NEVER, FIRST_USE, MAY = Blocks.NEVER, Blocks.FIRST_USE, Blocks.MAY
-
-
-class Driver(abc.ABC):
+class Driver(Host, abc.ABC):
     """What CUDA is to the rest of greensched."""
 
     #: `"cuda"` or `"simulated"`: for people, never for decisions.
@@ -103,30 +64,6 @@ class Driver(abc.ABC):
     #: 50 us: a wake-up across threads costs 25-60 us (docs/completion.md). 0 where time does not
     #: pass while one looks.
     spin_budget: float = 50e-6
-
-    # -- the host's side: time and threads, so that a simulation can own them -----------------
-
-    def time(self) -> float:
-        """Seconds on the clock that deadlines, ageing and timers use. Monotonic."""
-        return time.monotonic()
-
-    def create_mailbox(self) -> Mailbox[Any]:
-        """A queue to one of our own threads."""
-        return queue.SimpleQueue()
-
-    def start_thread(self, target: Callable[[], None], name: str) -> threading.Thread:
-        """Starts one of our own threads: a daemon, so that exit never waits for a kernel."""
-        thread = threading.Thread(target=target, name=name, daemon=True)
-        thread.start()
-        return thread
-
-    def subscribe(self, look: Callable[[], None]) -> Callable[[], None] | None:
-        """Asks that `look` be called on this loop's thread whenever the device progressed.
-
-        Only a driver that owns the loop's time can promise that (virtual time); it returns what
-        ends the subscription. Others return None: look yourself.
-        """
-        return None
 
     # -- process and devices ------------------------------------------------------------------
 

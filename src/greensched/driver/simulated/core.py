@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable
 from itertools import count
 from typing import Any, ClassVar, Protocol, TypedDict, TypeVar, Unpack
 
-from greensched.driver.base import VERBS, Blocks, Driver
+from greensched.driver.base import Driver
+from greensched.driver.marks import VERBS, Blocks
 from greensched.driver.simulated.faults import Fault, Script
 from greensched.driver.simulated.memory import AddressSpace, DeviceMemory
 from greensched.driver.simulated.objects import Capture, Handle, SimulatedStream, Thread
