@@ -57,14 +57,14 @@ class Lane:
     ) -> None:
         self.device = device
         self.mask = mask
-        sms = [one for one in resources if isinstance(one, SMResource)]
-        #: Blocks of the largest thread-block cluster; 1: no clusters.
-        self.max_cluster_size = max_cluster_size(device.compute_capability, sms)
         self._words = words
         self._staging = staging
         self.context: Context = device.create_context(ContextOptions(resources=resources))
         try:
-            self.sm_count = self.context.resources.sm.sm_count
+            sms = self.context.resources.sm
+            self.sm_count = sms.sm_count
+            #: Blocks of the largest thread-block cluster; 1: no clusters.
+            self.max_cluster_size = max_cluster_size(device.compute_capability, sms)
             #: Launches and copies.
             self.launches = words.create_track(self.context)
             #: Blocking callables.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
@@ -285,12 +285,15 @@ def describe(driver: Driver, device: int, options: ContextOptions) -> Descriptor
     if len(resources) > 1 and not driver.supports(Feature.COMBINED_RESOURCES):
         major, minor = driver.version
         raise NotSupported("several resources in one context", "CUDA 12.5", f"CUDA {major}.{minor}")
+    sms = [resource for resource in resources if isinstance(resource, SMResource)]
+    overlap = _overlap(sms)
+    if overlap is not None:
+        raise InvalidCombination(overlap)
     try:
         return driver.describe([resource.handle for resource in resources])
     except CUDAError as error:
         if error.status not in splitting.REFUSALS:
             raise
-        sms = [resource for resource in resources if isinstance(resource, SMResource)]
         raise InvalidCombination(_why_not(sms)) from error
 
 
@@ -313,12 +316,24 @@ def _checked(options: object) -> tuple[SMResource | WorkqueueResource, ...]:
     return resources
 
 
-def _why_not(sms: Sequence[SMResource]) -> str:
-    """What is known to stand against a combination; the driver does not say."""
+def _overlap(sms: Sequence[SMResource]) -> str | None:
+    """Why SMs would be in a combination twice, if so.
+
+    Driver 580 takes that, and counts them twice (docs/measurements/h200-580/resources.txt).
+    """
+    if len(sms) < 2:
+        return None
     if any(one.cut is None for one in sms):
         return "only outputs of a split can be combined, and one of these is unsplit"
     if len({one.cut for one in sms}) > 1:
         return "they come from several splits, whose outputs overlap: make one split of all"
+    if len({id(one.handle) for one in sms}) < len(sms):
+        return "one of these is given twice"
+    return None
+
+
+def _why_not(sms: Sequence[SMResource]) -> str:
+    """What is known to stand against a combination; the driver does not say."""
     if len({one.coscheduled_alignment for one in sms}) > 1:
         return (
             "from CUDA 13.1 on SMs of unequal alignment cannot be combined "
@@ -329,11 +344,15 @@ def _why_not(sms: Sequence[SMResource]) -> str:
     return "the driver refused"
 
 
-def max_cluster_size(compute_capability: tuple[int, int], sms: Iterable[SMResource]) -> int:
+def max_cluster_size(compute_capability: tuple[int, int], sms: SMResource) -> int:
     """Blocks of the largest thread-block cluster that is sure to find room; 1: no clusters.
 
-    A cluster lies on SMs that are co-scheduled, so the largest co-scheduled set bounds it.
+    A cluster lies on SMs that are co-scheduled.
+
+    Args:
+        compute_capability: of the device.
+        sms: those of a context; of a split's outputs driver 580 does not say how they are aligned.
     """
     if compute_capability < (9, 0):
         return 1
-    return min(PORTABLE_CLUSTER, max(1, *(one.coscheduled_alignment for one in sms)))
+    return min(PORTABLE_CLUSTER, max(1, sms.coscheduled_alignment))

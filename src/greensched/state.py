@@ -73,7 +73,8 @@ class State:
     def persisting_l2_bytes(self) -> int:
         """Bytes of L2 set aside for persisting accesses (CU_LIMIT_PERSISTING_L2_CACHE_SIZE).
 
-        From compute capability 8.0 on.
+        From compute capability 8.0 on. A driver rounds them up; more than the device has are
+        refused (`CUDAError`).
         """
         return self._limit(Limit.PERSISTING_L2)
 

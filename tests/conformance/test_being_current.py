@@ -591,9 +591,12 @@ def test_what_a_context_is_set_to(world: World) -> None:
             for wrong in (-1, 1.5, True, None):
                 with pytest.raises(greensched.InvalidRequest, match=f"{name}="):
                     setattr(own, name, wrong)
+        before = green.persisting_l2_bytes
         own.persisting_l2_bytes = 1 << 20
         assert own.persisting_l2_bytes >= 1 << 20
-        assert green.persisting_l2_bytes == 0
+        assert green.persisting_l2_bytes == before
+        with pytest.raises(greensched.CUDAError, match="INVALID_VALUE"):
+            own.persisting_l2_bytes = 1 << 40
         own.cache_config = CacheConfig.PREFER_SHARED
         assert own.cache_config is CacheConfig.PREFER_SHARED
         with pytest.raises(greensched.InvalidRequest, match="cache_config="):

@@ -29,7 +29,9 @@ def torch() -> Any:
 def devices() -> Iterator[list[Device]]:
     """Two devices."""
     with ExitStack() as stack:
-        yield [stack.enter_context(closing(Device(ordinal))) for ordinal in (0, 1)]
+        found = [stack.enter_context(closing(Device(ordinal))) for ordinal in (0, 1)]
+        yield found
+        found[0].driver.set_current(None)  # torch leaves a context current, which stays open
 
 
 def test_the_runtime_sees_a_block(torch: Any, devices: list[Device]) -> None:

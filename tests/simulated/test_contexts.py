@@ -540,11 +540,14 @@ def test_limits_are_a_contexts_own(machine: Machine) -> None:
     """What a context is set to is read back there, and nowhere else; a green one shares its own."""
     driver = machine.driver
     driver.set_limit(Limit.STACK, 4096)
-    driver.set_limit(Limit.PERSISTING_L2, 1 << 40)
+    assert driver.limit(Limit.PERSISTING_L2) == 11_796_480  # as an H200 says
+    driver.set_limit(Limit.PERSISTING_L2, 1 << 20)
+    with pytest.raises(CUDAError, match="INVALID_VALUE"):
+        driver.set_limit(Limit.PERSISTING_L2, 1 << 40)
     driver.set_cache_config(CacheConfig.PREFER_L1)
     driver.set_current(driver.green_context(machine.green()))
     assert driver.limit(Limit.STACK) == 4096
-    assert 0 < driver.limit(Limit.PERSISTING_L2) <= 60 << 20, "clamped to what there is"
+    assert driver.limit(Limit.PERSISTING_L2) == 3_932_160  # a sixteenth of L2
     assert driver.cache_config() is CacheConfig.PREFER_L1
     driver.set_current(driver.create_context(0, ContextFlags.SCHED_AUTO))
     assert driver.limit(Limit.STACK) == LIMITS[Limit.STACK]

@@ -248,15 +248,14 @@ def test_a_remainder_of_unequal_alignment_stays_alone_from_13_1_on(
 
 
 @pytest.mark.parametrize("version", VERSIONS[1:])
-def test_outputs_of_several_splits_combine_on_13_0_only(opened: Open, version: str) -> None:
-    """As measured there; elsewhere the refusal says that they overlap."""
+def test_outputs_of_several_splits_do_not_combine(opened: Open, version: str) -> None:
+    """They overlap, and are refused with that reason, also where a driver would take them."""
     device = opened(f"h200@{version}")
     outputs = [device.resources.sm.split(SMResourceOptions(count=8))[0][0] for _ in range(2)]
-    if version == "13.0":
-        assert combine(device, *outputs) == 16
-    else:
-        with pytest.raises(InvalidCombination, match="several splits"):
-            combine(device, *outputs)
+    with pytest.raises(InvalidCombination, match="several splits"):
+        combine(device, *outputs)
+    with pytest.raises(InvalidCombination, match="twice"):
+        combine(device, outputs[0], outputs[0])
 
 
 def test_backfilled_groups_stay_apart_from_13_4_on(opened: Open) -> None:

@@ -212,18 +212,36 @@ def test_combined_resources_are_their_union(machine: Machine) -> None:
 
 @pytest.mark.parametrize("version", ["12.5", "13.0", "13.1", "13.4"])
 def test_outputs_of_two_splits(make: Make, version: str) -> None:
-    """Only outputs of splits stand in one descriptor, and, but for 13.0, those of one split."""
+    """Only outputs of one split stand in one descriptor; the H200 of 13.0 took anything."""
     machine = make(f"h200@{version}")
     driver = machine.driver
-    one, two = machine.cells(8), machine.cells(8)
-    refused = [[one[0], driver.device_resource(0)]]
-    if version == "13.0":
-        driver.describe([one[0], two[1]])
-    else:
-        refused.append([one[0], two[1]])
-    for resources in refused:
-        with pytest.raises(CUDAError, match="only outputs of one split call"):
-            driver.describe(resources)
+    one, two, every = machine.cells(8), machine.cells(8), driver.device_resource(0)
+    for resources, counted in (([one[0], two[1]], 16), ([one[0], every], 132), ([every] * 2, 132)):
+        if version == "13.0":
+            green = driver.create_green(driver.describe(resources), 0)
+            of_green = driver.context_resource(driver.green_context(green))
+            assert driver.resource_facts(of_green).sm_count == counted
+            driver.destroy_green(green)
+        else:
+            with pytest.raises(CUDAError, match="only outputs of one split call"):
+                driver.describe(resources)
+
+
+def test_how_outputs_are_aligned_is_said_of_contexts(make: Make) -> None:
+    """Driver 580 says nothing of a split's outputs; a context of them has the least alignment."""
+    machine = make("h200@13.0")
+    driver = machine.driver
+    whole = driver.device_resource(0)
+    (one, two), rest = driver.split_by_count(whole, 2, 8)
+    assert rest is not None
+    for output in (one, rest):
+        facts = driver.resource_facts(output)
+        assert (facts.min_partition_size, facts.coscheduled_alignment) == (0, 0)
+    for parts, alignment in (([one, two], 8), ([one, rest], 2), ([whole], 8)):
+        green = driver.create_green(driver.describe(parts), 0)
+        facts = driver.resource_facts(driver.context_resource(driver.green_context(green)))
+        assert facts.coscheduled_alignment == alignment
+        driver.destroy_green(green)
 
 
 def test_resources_of_two_devices_do_not_combine(make: Make) -> None:

@@ -117,7 +117,14 @@ class Contexts(Stacks):
             return ResourceHandle(whole)
         green = ctx.green
         return ResourceHandle(
-            replace(whole, mask=green.mask, origin="green", sm_count=green.sm_count)
+            replace(
+                whole,
+                mask=green.mask,
+                origin="green",
+                sm_count=green.sm_count,
+                minimum=green.grain[0],
+                alignment=green.grain[1],
+            )
         )
 
     def stream_resource(self, stream: StreamHandle) -> ResourceHandle:
@@ -215,7 +222,7 @@ class Contexts(Stacks):
         self._retain(device)
         ident = self._born(device, "green context")
         primary = self._primaries[device]
-        green = self._own(Green(ident, primary, made_of.mask, made_of.sm_count, made_of.workqueue))
+        green = self._own(Green(ident, primary, made_of))
         self._own(green.view)
         return GreenHandle(green)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from weakref import WeakSet
 
+from greensched.driver.simulated.splits import Descriptor
 from greensched.driver.simulated.timeline import Device, Marker, Operation, Stream
 from greensched.typing import CacheConfig, CaptureMode, ContextFlags, Limit
 
@@ -58,15 +59,14 @@ class Green(Handle):
     `sm_count` is what the driver says they are.
     """
 
-    def __init__(
-        self, ident: int, primary: Context, mask: int, sm_count: int, workqueue: object = None
-    ) -> None:
+    def __init__(self, ident: int, primary: Context, made_of: Descriptor) -> None:
         self.ident = ident
         self.primary = primary
         self.device = device = primary.device
-        self.mask = mask
-        self.sm_count = sm_count
-        self.workqueue = workqueue
+        self.mask = made_of.mask
+        self.sm_count = made_of.sm_count
+        self.grain = made_of.grain
+        self.workqueue = made_of.workqueue
         self.view = Context(ident, device, self)
         self.streams: set[SimulatedStream] = set()
 

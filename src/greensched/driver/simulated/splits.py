@@ -54,8 +54,15 @@ class Resource:
     flags: int = 0
 
     def facts(self, version: Version) -> ResourceFacts:
-        """What the driver's struct says; the last fields are declared since 13.0 and 13.1."""
-        said = (self.minimum, self.alignment) if version >= (13, 0) else (0, 0)
+        """What the driver's struct says; the last fields are declared since 13.0 and 13.1.
+
+        Of a split's outputs the measured driver says nothing, of what is made of them it does
+        (docs/measurements/h200-580/resources.txt).
+        """
+        said = (self.minimum, self.alignment)
+        output = self.origin in ("group", "remainder")
+        if version < (13, 0) or (version == MEASURED and output):
+            said = (0, 0)
         return ResourceFacts(self.sm_count or self.mask.bit_count(), *said, self.flags)
 
 
@@ -81,6 +88,8 @@ class Descriptor:
     device: int
     mask: int
     sm_count: int
+    #: (least group, alignment) of what it is made of.
+    grain: tuple[int, int]
     owner: object = None
     workqueue: Workqueue | None = None
 
@@ -209,9 +218,11 @@ def combine(
     parts = [r for r in resources if isinstance(r, Resource)] or [whole(first.device)]
     _check_parts(parts, version)
     masks = [r.mask for r in parts]
-    said = sum(mask.bit_count() for mask in masks)
+    # What is in it twice is counted twice, up to the device's SMs (as `alignment`, measured).
+    said = min(sum(mask.bit_count() for mask in masks), whole(first.device).mask.bit_count())
+    grain = min(r.minimum for r in parts), min(r.alignment for r in parts)
     queue = queues[0] if queues else None
-    return Descriptor(first.device, _union(masks), said, first.owner, queue)
+    return Descriptor(first.device, _union(masks), said, grain, first.owner, queue)
 
 
 def _check_parts(parts: Sequence[Resource], version: Version) -> None:
@@ -220,7 +231,7 @@ def _check_parts(parts: Sequence[Resource], version: Version) -> None:
     if len(parts) == 1:
         return
     splits = {r.split for r in parts}
-    if 0 in splits or (len(splits) > 1 and version != MEASURED):
+    if version != MEASURED and (0 in splits or len(splits) > 1):
         raise _refused("only outputs of one split call can be combined")
     if version >= (13, 1) and any(r.alignment != first.alignment for r in parts):
         raise _refused("resources of different alignment")

@@ -15,13 +15,16 @@ LIMITS = {
     Limit.STACK: 1 << 10,
     Limit.PRINTF_FIFO: 1 << 20,
     Limit.MALLOC_HEAP: 8 << 20,
-    Limit.PERSISTING_L2: 0,
 }
 #: The first compute capability that has a persisting part of L2, and the most of L2 it can be.
 #: Sources: CUDA programming guide, "Device Memory L2 Access Management"; of the part: 30 of the
 #: 40 MB of an A100 (best practices guide, "L2 Persisting Cache").
 PERSISTING_SINCE = (8, 0)
 PERSISTING_PART = 0.75
+#: It is given out in sixteenths of L2, and a context begins with three of them, as an H200 answers
+#: (docs/measurements/h200-580/resources.txt).
+PERSISTING_STEPS = 16
+PERSISTING_AT_FIRST = 3
 
 
 class Stacks(Core):
@@ -127,15 +130,21 @@ class Stacks(Core):
         """A limit of the current context."""
         context = self._state("limit")
         self._has(limit, context)
+        if limit is Limit.PERSISTING_L2:
+            step = self.devices[context.device].model.l2_bytes // PERSISTING_STEPS
+            return context.limits.get(limit, PERSISTING_AT_FIRST * step)
         return context.limits.get(limit, LIMITS[limit])
 
     def set_limit(self, limit: Limit, nbytes: int) -> None:
-        """Sets a limit of the current context; the persisting part of L2 is clamped."""
+        """Sets a limit of the current context; the persisting part of L2 is rounded up."""
         context = self._state("set_limit")
         self._has(limit, context)
         if limit is Limit.PERSISTING_L2:
             l2_bytes = self.devices[context.device].model.l2_bytes
-            nbytes = min(nbytes, int(l2_bytes * PERSISTING_PART))
+            if nbytes > l2_bytes * PERSISTING_PART:
+                raise from_status(1, "set_limit", detail=f"{limit.name}, {nbytes} bytes")
+            step = l2_bytes // PERSISTING_STEPS
+            nbytes = -(-nbytes // step) * step
         context.limits[limit] = nbytes
 
     def cache_config(self) -> CacheConfig:
