@@ -180,9 +180,10 @@ class Site:
 
     def surplus(self, keep: Collection[int]) -> list[int]:
         """Lanes to end, least recently used first: beside the menu, not leased, too many."""
-        extra = [m for m in self.crews if m not in self.menu and m not in keep]
-        idle = [m for m in extra if not self.crews[m].is_leased and self.crews[m].lane.is_idle]
-        return idle[: max(0, len(extra) + 1 - EXTRA)]
+        extra = [m for m in self.crews if m not in self.menu]
+        spare = [m for m in extra if m not in keep and not self.crews[m].is_leased]
+        idle = [m for m in spare if self.crews[m].lane.is_idle]
+        return idle[: max(0, len(extra) - EXTRA)]
 
     def _resources(self, mask: int) -> list[SMResource | WorkqueueResource]:
         cut = self.cut

@@ -198,3 +198,33 @@ def test_no_thread_fails_one_job(monkeypatch: pytest.MonkeyPatch) -> None:
         await until(lambda: pool.statistics().leases == 0)
 
     anyio.run(main)
+
+
+def test_lanes_beside_the_menu_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many odd shapes are asked for at once, so many lanes stay and no more."""
+    monkeypatch.setattr("greensched.site.MENU", 32)
+    monkeypatch.setattr("greensched.site.EXTRA", 3)
+    clock = simulated.VirtualClock(seed=1)
+    driver = simulated.open("h200", clock=clock)
+
+    async def main() -> None:
+        async with Pool(driver=driver) as pool:
+            made = pool.statistics().lanes
+
+            async def ask(size: int) -> None:
+                async with pool.partition(size):
+                    await anyio.sleep(0.001)
+
+            for _ in range(4):
+                async with anyio.create_task_group() as tasks:
+                    for size in (16, 24, 40, 56, 72, 88, 104):
+                        tasks.start_soon(ask, size)
+            assert pool.statistics().lanes_made > made + 3
+            assert pool.statistics().lanes == made + 3
+            site = pool._desk.sites[0]  # type: ignore[union-attr]
+            monkeypatch.setattr("greensched.site.EXTRA", 2)
+            wanted = [mask for mask in site.crews if mask not in site.menu][:2]
+            assert len(site.surplus(keep=wanted)) == 1, "those that are kept count, too"
+
+    clock.run(main)
+    assert not driver.live()
