@@ -7,6 +7,7 @@ behind its writer, and its memory is given back behind its last user.
 
 from __future__ import annotations
 
+import abc
 import math
 import warnings
 from typing import TYPE_CHECKING, Any, Protocol, Self
@@ -59,7 +60,7 @@ class BoundUser(Protocol):
     def share(self) -> None: ...
 
 
-class Given:
+class Given(abc.ABC):
     """What every buffer is: memory that is somebody's until `close()`."""
 
     __slots__ = ("__weakref__", "_memory", "is_closed", "is_known")
@@ -100,8 +101,9 @@ class Given:
             self.is_closed = True
             self._give_back()
 
+    @abc.abstractmethod
     def _give_back(self) -> None:
-        raise NotImplementedError
+        """Its memory goes back; it is closed already."""
 
     def __enter__(self) -> Self:
         return self

@@ -320,8 +320,8 @@ def choose_driver(spec: str | None = None) -> Driver:
     try:
         driver.initialise()
     except DriverUnavailable as error:
-        print(f"No GPU here: {error.problem}.", file=sys.stderr)  # noqa: T201  a choice is told
-        print(f"This runs on a simulated one ({STAND_IN}).", file=sys.stderr)  # noqa: T201
+        told = f"No GPU here: {error.problem}.\nThis runs on a simulated one ({STAND_IN})."
+        print(told, file=sys.stderr)  # noqa: T201  a choice made for the user is told
         return drivers.open(STAND_IN)
     return driver
 

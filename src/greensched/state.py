@@ -7,13 +7,15 @@ cuCtxFromGreenCtx), and nothing is documented of state of their own.
 
 from __future__ import annotations
 
+import abc
+
 from greensched.current import Enterable, Entered
 from greensched.driver.base import Driver
 from greensched.errors import InvalidRequest
 from greensched.typing import CacheConfig, ContextFlags, Limit
 
 
-class State:
+class State(abc.ABC):
     """Typed properties for everything that a context can be set to.
 
     Reading never waits; assigning may, until the device is idle (a stack that grows): not for an
@@ -29,12 +31,13 @@ class State:
     driver: Driver
 
     @property
+    @abc.abstractmethod
     def _base(self) -> Enterable:
         """The context that has the state: never a green one, which needs its turn."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _check(self) -> None:
-        raise NotImplementedError
+        """Raises `Closed` where the context has ended."""
 
     @property
     def flags(self) -> ContextFlags:

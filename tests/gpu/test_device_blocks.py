@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture
 def torch() -> Any:
     """Torch with two devices, of which the first is current."""
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="torch is not on this machine")
     if torch.cuda.device_count() < 2:
         pytest.skip("this machine has one GPU")
     torch.cuda.set_device(0)

@@ -74,7 +74,7 @@ def test_a_pool_gives_its_memory_back() -> None:
 
 def test_torch_works_in_a_partition_and_beside_it() -> None:
     """Torch computes in p.run, on the partition's stream, and outside as ever."""
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="torch is not on this machine")
 
     async def main() -> None:
         async with Pool() as pool, pool.partition(16) as p:

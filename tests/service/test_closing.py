@@ -112,7 +112,7 @@ class Slow(list[Any]):
         """Appends at last."""
         self._go.set()
         while not any(event.is_set() for event in self._happened):
-            time.sleep(0)
+            time.sleep(0)  # lets the other thread have the GIL, and no time pass
         super().append(item)
 
 
