@@ -176,11 +176,10 @@ class Bound:
                 self._elsewhere.update(buffer.before(self.track, write=write))
         track = self.track
         elsewhere = {o: t for o, t in self._elsewhere.items() if o is not track}
-        for other, ticket in elsewhere.items():
-            if not other.reached(ticket):
-                other.check_capture()
         if all(other.has_submitted(ticket) for other, ticket in elsewhere.items()):
             behind = [other for other, ticket in elsewhere.items() if not other.reached(ticket)]
+            for other in behind:
+                other.check_capture()
             self._elsewhere.clear()
             order_behind(track, {}, behind)
 

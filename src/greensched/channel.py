@@ -169,8 +169,8 @@ class Channel:
         behind: dict[Track, None] = {}
         for buffer, write in uses:
             for other, ticket in buffer.before(track, write=write):
-                other.check_capture()
                 if other.has_submitted(ticket):
+                    other.check_capture()
                     behind[other] = None
                 elif other.crew is not track.crew or self.lane.copies in (other, track):
                     lagging[other] = max(ticket, lagging.get(other, ticket))

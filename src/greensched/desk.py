@@ -83,9 +83,9 @@ class Queued:
         self.completion = completion
         self.thread = threading.get_ident()
         self.waiter: Waiter = completion.door.create_waiter()
-        self.error: GreenschedError | None = None
+        self.error: Exception | None = None
 
-    def tell(self, error: GreenschedError | None = None) -> bool:
+    def tell(self, error: Exception | None = None) -> bool:
         """Wakes it, from whatever thread; False if its loop is closed."""
         self.error = error
         door = self.completion.door
@@ -218,11 +218,11 @@ class Desk:
 
     def _make(self, index: int, mask: int) -> None:
         """On the builder: makes a lane, and tells who is granted by that, or why it cannot be."""
-        failure: GreenschedError | None = None
+        failure: Exception | None = None
         surplus: list[Crew] = []
         try:
             crew = self.sites[index].make(mask)
-        except GreenschedError as error:
+        except Exception as error:  # whatever it is: somebody waits to be told
             failure = error
         with self.lock:
             self._making.discard((index, mask))
@@ -484,7 +484,7 @@ class Desk:
             completion.kick_threadsafe()
 
 
-def _tell(request: Request, error: GreenschedError) -> None:
+def _tell(request: Request, error: Exception) -> None:
     """Tells whoever waits for a request that it will not be granted."""
     if isinstance(request.owner, Queued):
         request.owner.tell(error)

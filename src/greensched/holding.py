@@ -179,8 +179,7 @@ class Holding:
             except CUDAError as error:
                 self.crew.home.lost(error)
                 return
-        if self.unmarked:
-            self.mark_unmarked()
+        self.mark_unmarked()
 
     def end_bound(self) -> None:
         """No bound launch is fired any more: the lease is over, or the pool under it."""

@@ -158,12 +158,16 @@ class DeviceMemory(_Memory):
 
     def visit(self, track: Track, ticket: int) -> None:
         """Work of another device uses this memory up to a ticket."""
-        self._visits[track] = ticket
+        with self._lock:  # loops of several threads come here
+            pending = self._visits.items()
+            self._visits = {who: up_to for who, up_to in pending if not who.reached(up_to)}
+            self._visits[track] = ticket
 
     @property
     def is_visited(self) -> bool:
         """Whether work of another device still uses it."""
-        return not all(track.reached(ticket) for track, ticket in tuple(self._visits.items()))
+        with self._lock:
+            return not all(track.reached(ticket) for track, ticket in self._visits.items())
 
     # -- giving back -----------------------------------------------------------------------------
 

@@ -25,8 +25,8 @@ from greensched.typing import T
 
 Array = npt.NDArray[Any]
 
-#: Of numpy 1; numpy 2 has 64. Source: numpy, NPY_MAXDIMS.
-MOST_DIMENSIONS = 32
+#: Of an array. Source: numpy, NPY_MAXDIMS of 1 and 2.
+MOST_DIMENSIONS = 32 if np.__version__.startswith("1.") else 64
 #: Sizes are signed 64-bit numbers, in numpy and in the driver's copies.
 MOST_BYTES = 2**63 - 1
 

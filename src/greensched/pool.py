@@ -386,13 +386,13 @@ class Pool:
             raise InvalidRequest(f"grace={grace!r} is no number of seconds >= 0")
         if self.state is PoolState.FORKED:
             return CloseReport()
-        closing = self._begin_closing()
+        desk, closing = self._desk, self._begin_closing()
         try:
-            if self._desk is not None:
-                self._desk.stop()
-                await self._desk.wait_for_leases(seconds)
+            if desk is not None:
+                desk.stop()
+                await desk.wait_for_leases(seconds)
         finally:
-            self._finish_closing(closing)
+            self._finish_closing(desk, closing)
         return await closing.wait()
 
     def _begin_closing(self) -> Errand[CloseReport]:
@@ -401,17 +401,20 @@ class Pool:
                 self._closing = Errand(self._end)
             return self._closing
 
-    def _finish_closing(self, closing: Errand[CloseReport]) -> None:
-        """Whoever comes first has the builder end everything; it may be the second caller."""
+    def _finish_closing(self, desk: Desk | None, closing: Errand[CloseReport]) -> None:
+        """Whoever comes first has the builder end everything; it may be the second caller.
+
+        The desk is the caller's: an opening that fails meanwhile takes the pool's away.
+        """
         with self._lock:
             if self._is_ending:
                 return
             self._is_ending = True
-        if self._desk is None:
+        if desk is None:
             closing.do()
         else:
-            self._desk.builder.submit(closing.do)
-            self._desk.builder.dismiss()  # when that is done
+            desk.builder.submit(closing.do)
+            desk.builder.dismiss()  # when that is done
 
     def _close_unattended(self) -> None:
         """Has the builder close it, with no lock taken here: see `__aexit__`."""
@@ -422,7 +425,7 @@ class Pool:
         def close() -> None:
             closing = self._begin_closing()
             desk.stop()
-            self._finish_closing(closing)
+            self._finish_closing(desk, closing)
 
         desk.builder.submit(close)
 

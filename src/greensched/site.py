@@ -2,7 +2,7 @@
 
 The device is cut once, by one split, so its cells are disjoint by construction; a lane is a
 green context over a set of them. Lanes are made beforehand from a menu (aligned blocks and their
-complements), or when a shape is first granted; those that are no longer wanted go least recently
+complements), or when a request lacks one; those that are no longer wanted go least recently
 used first, and never with work in flight.
 
 Making and ending lanes blocks: it happens on the pool's builder thread, and is entered by it

@@ -111,3 +111,30 @@ def test_nothing_is_ordered_behind_a_capture(world: World) -> None:
                 await job
 
     world.run(main)
+
+
+def test_a_call_may_capture_while_others_go_on(world: World) -> None:
+    """Work on a buffer that a call has is not refused because that call is capturing."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p, pool.partition(8) as q:
+            with await p.empty(8) as b:
+                await p.prepare(fill, CONFIG)
+                await q.prepare(fill, CONFIG)
+                stream = p._open().lane.runs.stream
+                began: list[bool] = []
+
+                def capture(_: object) -> None:
+                    begin(stream)
+                    began.append(True)
+                    end(stream)
+                    begin(stream)  # left open: it is dropped
+
+                call = p.run(capture, b)
+                jobs = [p.launch(fill, CONFIG, b, 1.0, 8), q.launch(fill, CONFIG, b, 2.0, 8)]
+                await call
+                assert began
+                for job in jobs:
+                    await job
+
+    world.run(main)

@@ -15,6 +15,7 @@ import pytest
 import greensched
 from greensched import ALL, LaunchConfig, Pool
 from greensched.driver import simulated
+from greensched.driver.simulated import Fail
 from helpers.waiting import turns, until
 
 ONE = LaunchConfig(grid=1, block=1)
@@ -234,3 +235,26 @@ def test_closed_before_it_was_open() -> None:
         assert not (await closing).abandoned
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_closed_while_its_opening_fails(seed: int) -> None:
+    """An opening that fails as the pool is closed takes nothing from under the closing."""
+    clock = simulated.VirtualClock(seed=seed)
+    driver = simulated.open("h200", clock=clock, faults=[Fail("create_memory_pool", status=2)])
+
+    async def main() -> None:
+        pool = Pool(driver=driver)
+        async with anyio.create_task_group() as tasks:
+
+            async def open_it() -> None:
+                with suppress(greensched.GreenschedError):
+                    await pool.open()
+
+            tasks.start_soon(open_it)
+            await turns(seed)
+            assert not (await pool.aclose()).abandoned
+        assert pool.state is greensched.PoolState.CLOSED
+
+    clock.run(main)
+    assert not driver.live()

@@ -36,6 +36,11 @@ class Race:
         """Gives everything back: whoever is first in the queue has it before this returns."""
         self._held.end()
 
+    async def all_free(self) -> None:
+        """The same, and nobody waits: every SM comes free."""
+        self.grant()
+        await until(lambda: self.free() == (132, 0, 0, 0))
+
     async def ask(self, name: str, sms: Any = ALL, **options: Any) -> None:
         """Asks for SMs, and says what came of it."""
         try:
@@ -263,8 +268,7 @@ def test_left_while_its_lane_is_made(race: Any) -> None:
 
     async def script(race: Race) -> None:
         pool = race.pool
-        race.grant()
-        await until(lambda: race.free() == (132, 0, 0, 0))
+        await race.all_free()
         made = pool.statistics().lanes_made
         race.occupy_builder()
         scope = anyio.CancelScope()
@@ -286,13 +290,49 @@ def test_left_while_its_lane_is_made(race: Any) -> None:
     assert race(script).told == ["first cancelled"]
 
 
+def test_what_does_not_wait_has_nothing_made(race: Any) -> None:
+    """A refusal of `partition_nowait` is no request: no lane is made for it, then or later."""
+
+    async def script(race: Race) -> None:
+        pool = race.pool
+        await race.all_free()
+        made = pool.statistics().lanes_made
+        for _ in range(3):
+            with pytest.raises(greensched.WouldBlock, match="no lane"):
+                pool.partition_nowait(24)
+            await race.ask("one", 8)
+        assert pool.statistics().lanes_made == made
+        await race.all_is_back()
+
+    assert race(script).told == ["one granted"] * 3
+
+
+def test_whatever_keeps_a_lane_from_being_made_is_told(
+    race: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who waits for a lane hears why it cannot be, whatever it is, and the next one may have it."""
+
+    def refuse(*_: object) -> None:
+        raise MemoryError("no room for it")
+
+    async def script(race: Race) -> None:
+        await race.all_free()
+        with monkeypatch.context() as patch:
+            patch.setattr("greensched.site.Lane", refuse)
+            with pytest.raises(MemoryError, match="no room"):
+                await race.ask("first", 24)
+        await race.ask("second", 24)
+        await race.all_is_back()
+
+    assert race(script).told == ["second granted"]
+
+
 def test_nobody_waits_for_cells_whose_lane_is_made(race: Any) -> None:
     """While a lane is made its cells are others' to have, and what comes free first is granted."""
 
     async def script(race: Race) -> None:
         pool = race.pool
-        race.grant()
-        await until(lambda: race.free() == (132, 0, 0, 0))
+        await race.all_free()
         race.occupy_builder()
         async with anyio.create_task_group() as tasks:
             await race.queue(tasks, "first", 24)
@@ -310,8 +350,7 @@ def test_several_leave_while_one_lane_is_made(race: Any) -> None:
 
     async def script(race: Race) -> None:
         pool = race.pool
-        race.grant()
-        await until(lambda: race.free() == (132, 0, 0, 0))
+        await race.all_free()
         made = pool.statistics().lanes_made
         race.occupy_builder()
         for _ in range(3):
@@ -401,8 +440,7 @@ def test_the_last_job_is_done_as_its_block_is_cancelled(race: Any) -> None:
 
     async def script(race: Race) -> None:
         pool = race.pool
-        race.grant()
-        await until(lambda: race.free() == (132, 0, 0, 0))
+        await race.all_free()
         scope = anyio.CancelScope()
         gates: list[Gate] = []
 

@@ -15,9 +15,9 @@ Synchronous and deterministic: every call takes `now` and returns who is granted
    his rank, until it is granted or gone.
 6. Those that wait hold nothing but that: only when the one with a device leaves can somebody be
    granted because of it.
-7. Cells over which no partition is made yet (`is_made`) are not granted: they are noted in
-   `lacking`, and the request waits, holding nothing. It is granted once they are made (`made`), or
-   others come free that are. No device is kept for it meanwhile: making them may take for ever.
+7. Cells over which no partition is made yet (`is_made`) are not granted. A request that lacks one
+   waits, holding nothing, and that is noted in `lacking`. It is granted once it is made (`made`),
+   or when others come free. No device is kept for it meanwhile: making one may take for ever.
 
 Requests that left stay in their line until they come to its head, or outnumber those that wait:
 so a mass cancellation is linear, and nothing grows with the number of past requests.
@@ -343,7 +343,6 @@ class Scheduler:
                 self._give(request, device, masks)
                 return True
             request.lacks = request.lacks or tuple(lacks)
-        self.lacking.update(dict.fromkeys(request.lacks))
         return False
 
     def _give(self, request: Request, device: int, masks: tuple[int, ...]) -> None:
@@ -387,7 +386,9 @@ class Scheduler:
                 following = line.first()
                 if following is not None:
                     heapq.heappush(heads, (*_by_rank(following), line))
-            elif first_blocked:
+                continue
+            self.lacking.update(dict.fromkeys(request.lacks))
+            if first_blocked:
                 first_blocked = False
                 self._reserve(request, now)
         if granted:
@@ -422,6 +423,7 @@ class Scheduler:
 
     def _queue(self, request: Request) -> None:
         request.rank = self.policy.rank(request)
+        self.lacking.update(dict.fromkeys(request.lacks))
         key = (request.parts, request.devices)
         self._lines.setdefault(key, _Line()).add(request)
         if not self.waiting:

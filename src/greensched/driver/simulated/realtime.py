@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
+from greensched.driver.host import Host
 from greensched.driver.simulated.timeline import Timeline
 from greensched.errors import from_status
-from greensched.typing import Mailbox
 
 #: How often a kernel or stream held up by a word in memory is looked at.
 HELD_POLL_S = 250e-6
@@ -18,7 +16,7 @@ HELD_POLL_S = 250e-6
 IDLE_S = 2.0
 
 
-class RealClock:
+class RealClock(Host):
     """Runs a timeline as time passes.
 
     The device's thread does everything that happens on the timeline, references included, so no
@@ -74,20 +72,6 @@ class RealClock:
     def sleep(self, nanoseconds: int) -> None:
         """Blocks the calling thread for a time."""
         time.sleep(nanoseconds / 1e9)
-
-    def create_mailbox(self) -> Mailbox[Any]:
-        """A queue to one of our own threads."""
-        return queue.SimpleQueue()
-
-    def start_thread(self, target: Callable[[], None], name: str) -> threading.Thread:
-        """Starts a daemon thread."""
-        thread = threading.Thread(target=target, name=name, daemon=True)
-        thread.start()
-        return thread
-
-    def subscribe(self, look: Callable[[], None]) -> Callable[[], None] | None:
-        """Real time belongs to nobody: whoever waits looks for himself."""
-        return None
 
     def _run(self) -> None:
         with self._work:
