@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
 import anyio
 import numpy as np
 import pytest
 
 import greensched
-from greensched import Pool, WouldBlock, WrongDevice
+from greensched import Partition, Pool, WouldBlock, WrongDevice
 from greensched.staging import CHUNK
 from greensched.transfer import SLOT
 from helpers.gate import Gate
@@ -32,6 +35,14 @@ def two(world: World, pair: str) -> Pool:
     return world.pool(pair, devices=[0, 1])
 
 
+@asynccontextmanager
+async def both(world: World, pair: str) -> AsyncIterator[tuple[Partition, Partition]]:
+    """A partition of each of the two devices."""
+    async with two(world, pair) as pool:
+        async with pool.partition(8, device=0) as p, pool.partition(8, device=1) as q:
+            yield p, q
+
+
 @pytest.mark.parametrize("size", [0, 3, SLOT, SLOT + 1, CHUNK, 2 * CHUNK + SLOT + 1])
 def test_what_is_copied_to_another_device_and_back_arrives(
     world: World, pair: str, size: int
@@ -40,11 +51,7 @@ def test_what_is_copied_to_another_device_and_back_arrives(
     array = RNG.integers(0, 256, size, np.uint8)
 
     async def main() -> None:
-        async with (
-            two(world, pair) as pool,
-            pool.partition(8, device=0) as p,
-            pool.partition(8, device=1) as q,
-        ):
+        async with both(world, pair) as (p, q):
             buffers = [await p.upload(array), await q.empty_like(array), await q.empty_like(array)]
             with buffers[0] as here, buffers[1] as there, buffers[2] as also:
                 await p.copy(there, here)
@@ -68,11 +75,7 @@ def test_a_copy_waits_for_the_writer_on_the_other_device(
     """It takes what was written before it was submitted, however late, and not what comes later."""
 
     async def main() -> None:
-        async with (
-            two(world, pair) as pool,
-            pool.partition(8, device=0) as p,
-            pool.partition(8, device=1) as q,
-        ):
+        async with both(world, pair) as (p, q):
             with await p.upload(value * 0) as here, await q.upload(value * 0) as there:
                 await p.copy(here, there)  # so that it is known whether there is a way
                 with await Gate.closed(q) as gate:
@@ -91,11 +94,7 @@ def test_the_other_device_waits_for_a_copy(world: World, pair: str) -> None:
     """Who reads or writes the buffer on its own device comes behind what was copied into it."""
 
     async def main() -> None:
-        async with (
-            two(world, pair) as pool,
-            pool.partition(8, device=0) as p,
-            pool.partition(8, device=1) as q,
-        ):
+        async with both(world, pair) as (p, q):
             with await p.upload(ONES) as here, await q.upload(ONES * 0) as there:
                 await p.copy(here, here)
                 with await Gate.closed(p) as gate:
@@ -136,11 +135,7 @@ def test_neither_of_this_device_is_refused(world: World, pair: str) -> None:
     """A partition copies nothing for two buffers elsewhere, and nothing of another shape."""
 
     async def main() -> None:
-        async with (
-            two(world, pair) as pool,
-            pool.partition(8, device=0) as p,
-            pool.partition(8, device=1) as q,
-        ):
+        async with both(world, pair) as (p, q):
             with await q.empty(8) as a, await q.empty(8) as b, await p.empty(9) as mine:
                 with pytest.raises(WrongDevice, match="device 1, and this is device 0"):
                     p.copy(a, b)
