@@ -296,10 +296,14 @@ class Track:
             self.pass_lagging()
 
     def reached(self, ticket: int) -> bool:
-        """Whether the work of a ticket is done, and everything before it."""
+        """Whether the work of a ticket is done, and everything before it.
+
+        Not before `submitted` says so, which a thread of ours sets behind the mark: who has
+        awaited everything finds everything submitted.
+        """
         written = self.word[0]  # before `issued`, which it then cannot be ahead of
         issued = self.issued
-        return ticket <= issued - ((issued - written) & MASK)
+        return ticket <= self.submitted and ticket <= issued - ((issued - written) & MASK)
 
     def has_submitted(self, ticket: int) -> bool:
         """Whether the work of a ticket is on the stream, so that an event can capture it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import anyio
@@ -14,6 +15,7 @@ from greensched import LaunchConfig, Pool
 from greensched.driver import simulated
 from greensched.driver.simulated import Fail
 from greensched.kernels import fill, spin
+from greensched.typing import StreamHandle
 from helpers.gate import Gate
 from helpers.waiting import turns, until
 
@@ -228,3 +230,40 @@ def test_lanes_beside_the_menu_are_bounded(monkeypatch: pytest.MonkeyPatch) -> N
 
     clock.run(main)
     assert not driver.live()
+
+
+def test_who_awaited_everything_finds_everything_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job is not done before the thread that submitted it has said so, however fast its word.
+
+    Or a launch after it would be submitted later: into a capture that was begun in between.
+    """
+    written, go = threading.Event(), threading.Event()
+    bind = simulated.SimulatedDriver.bind_mark
+
+    def slow_to_return(
+        driver: simulated.SimulatedDriver, stream: StreamHandle, address: int
+    ) -> Callable[[int], None]:
+        mark = bind(driver, stream, address)
+
+        def marked(value: int) -> None:
+            mark(value)
+            if threading.current_thread().name.endswith("mover"):
+                driver.synchronize_stream(stream)
+                written.set()
+                go.wait(5)
+
+        return marked
+
+    monkeypatch.setattr(simulated.SimulatedDriver, "bind_mark", slow_to_return)
+
+    async def main() -> None:
+        async with Pool(driver="simulated:h200") as pool, pool.partition(8) as p:
+            job = p.upload(BIG)
+            await until(written.is_set)
+            await turns()
+            assert not job.is_done
+            go.set()
+            (await job).close()
+            assert p._open().is_prompt()
+
+    anyio.run(main)
