@@ -104,9 +104,9 @@ class Pool:
         workqueues: `"balanced"`: partitions do not share the device's work queues, where that can
             be, so that a full one holds up nobody else. It needs CUDA 13.1. None: they share.
         prepare: kernels that every partition shall launch, or `bind`, without waiting: compiled and
-            loaded for each while the pool opens. What else a lease may need is then made, too: the
-            chunks that large copies are staged in (8 MiB of pinned memory for each lease that
-            there can be at once).
+            loaded for each while the pool opens, and local memory sized for them. What else a
+            lease may need is then made, too: the chunks that large copies are staged in (8 MiB of
+            pinned memory for each lease that there can be at once).
         reserve_bytes: device memory that each device's buffers shall never have to wait for.
 
     After `prepare`, and within `reserve_bytes`, nothing that a lease of a partition made at `open`

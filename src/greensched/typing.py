@@ -207,11 +207,15 @@ class HostMemory:
 
 @dataclass(frozen=True, slots=True)
 class KernelLimits:
-    """What one kernel needs of a device: most threads a block, static shared bytes, registers."""
+    """What one kernel needs of a device: most threads a block, static shared bytes, registers.
+
+    And `local_bytes` of each thread: arrays and registers that lie in device memory.
+    """
 
     max_threads_per_block: int
     static_shared_bytes: int
     registers: int
+    local_bytes: int
 
 
 # -- code -------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 from greensched.driver import nvrtc
 from greensched.errors import ArgumentMismatch, CompileFailed
 from greensched.kernels import Kernel, Loader, Program
-from greensched.typing import KernelHandle, LibraryHandle, Parameter
+from greensched.typing import KernelHandle, KernelLimits, LibraryHandle, Limit, Parameter
 
 from .builtin import BUILTIN
 from .cubin import layout
@@ -40,6 +40,12 @@ class CubinDriver:
         return layout(binary, name)
 
     def load_kernel(self, kernel: KernelHandle) -> None: ...
+
+    def kernel_limits(self, kernel: KernelHandle, device: int) -> KernelLimits:
+        return KernelLimits(1024, 0, 32, 0)
+
+    def limit(self, limit: Limit) -> int:
+        return 1024
 
 
 def loader_for(facts: DeviceFacts, arch: str = "sm_90") -> Loader:

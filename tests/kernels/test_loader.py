@@ -9,7 +9,14 @@ import pytest
 
 from greensched.errors import ArgumentMismatch, Closed, CUDAError, NotSupported, from_status
 from greensched.kernels import Loader, Program, cache
-from greensched.typing import DeviceFacts, KernelHandle, LibraryHandle, Parameter
+from greensched.typing import (
+    DeviceFacts,
+    KernelHandle,
+    KernelLimits,
+    LibraryHandle,
+    Limit,
+    Parameter,
+)
 
 if TYPE_CHECKING:
     from greensched.driver.base import Driver
@@ -31,6 +38,8 @@ class FakeDriver:
         self.images: list[CodeImage] = []
         self.layouts: dict[str, tuple[tuple[int, int], ...] | None] = dict(LAYOUTS)
         self.failing: set[object] = set()
+        self.local_bytes = {"f": 0, "g": 5000}
+        self.stack = 1024
 
     def _call(self, verb: str, what: object) -> None:
         self.calls.append((verb, what))
@@ -54,6 +63,19 @@ class FakeDriver:
 
     def load_kernel(self, kernel: KernelHandle) -> None:
         self._call("load_kernel", kernel)
+
+    def kernel_limits(self, kernel: KernelHandle, device: int) -> KernelLimits:
+        assert device == 0
+        return KernelLimits(1024, 0, 32, self.local_bytes.get(str(kernel), 0))
+
+    def limit(self, limit: Limit) -> int:
+        assert limit is Limit.STACK
+        return self.stack
+
+    def set_limit(self, limit: Limit, nbytes: int) -> None:
+        assert limit is Limit.STACK
+        self._call("set_limit", nbytes)
+        self.stack = nbytes
 
 
 @pytest.fixture(autouse=True)
@@ -106,6 +128,22 @@ def test_each_load_is_for_the_current_context(facts: DeviceFacts, compiled: list
     assert loader.load(kernel) is handle
     assert driver.calls == [("load_kernel", "f")]
     assert len(compiled) == 1
+
+
+def test_local_memory_is_sized_when_a_kernel_is_loaded(facts: DeviceFacts) -> None:
+    """Once, to the most that any kernel needs of each thread; never to less than there is."""
+    driver = FakeDriver()
+    loader = loader_of(driver, facts)
+    program = Program(SOURCE)
+    loader.load(program.kernel("f"))
+    assert driver.stack == 1024
+    loader.load(program.kernel("g"))
+    assert driver.stack == 5000
+    driver.calls.clear()
+    driver.local_bytes["f"] = 4000
+    loader.load(program.kernel("f"))
+    loader.load(program.kernel("g"))
+    assert driver.calls == [("load_kernel", "f"), ("load_kernel", "g")]
 
 
 def test_a_program_is_loaded_once(facts: DeviceFacts, compiled: list[str]) -> None:

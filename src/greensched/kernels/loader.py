@@ -16,7 +16,7 @@ from functools import partial
 from greensched.driver.base import Driver
 from greensched.errors import ArgumentMismatch, Closed, run_all
 from greensched.kernels.program import Kernel, Program
-from greensched.typing import DeviceFacts, KernelHandle, LibraryHandle, Parameter
+from greensched.typing import DeviceFacts, KernelHandle, LibraryHandle, Limit, Parameter
 
 
 class Loader:
@@ -30,6 +30,7 @@ class Loader:
         self._driver = driver
         self._facts = facts
         self._lock = threading.Lock()
+        self._sizing = threading.Lock()
         self._libraries: dict[Program, LibraryHandle] = {}
         self._handles: dict[Kernel, KernelHandle] = {}
         self._closed = False
@@ -42,7 +43,8 @@ class Loader:
         """The kernel's handle, compiled and loaded if it is not. Blocks.
 
         The calling thread needs a current context of the device. The kernel is loaded in that
-        context also where it has its handle already: a launch there does not block then.
+        context also where it has its handle already, and local memory is sized for it: a launch
+        there does not block then.
 
         Raises:
             CompileFailed: its source does not compile.
@@ -56,6 +58,7 @@ class Loader:
         if handle is None:
             handle = self._open(kernel)
         self._driver.load_kernel(handle)
+        self._make_room(handle)
         return handle
 
     def close(self) -> None:
@@ -85,6 +88,17 @@ class Loader:
             if self._closed:
                 raise Closed("the loader of kernels")
             return self._handles.setdefault(kernel, handle)
+
+    def _make_room(self, handle: KernelHandle) -> None:
+        """Sizes local memory for a kernel that needs more than any before: its launch would wait.
+
+        The stack limit sizes it, at once; the driver would raise that at the launch. Source: CUDA
+        driver API, cuCtxSetLimit, CU_LIMIT_STACK_SIZE.
+        """
+        needed = self._driver.kernel_limits(handle, self._facts.ordinal).local_bytes
+        with self._sizing:  # or it could be lowered again
+            if needed > self._driver.limit(Limit.STACK):
+                self._driver.set_limit(Limit.STACK, needed)
 
     def _binary(self, program: Program) -> bytes:
         """Outside the lock, so that a long compilation keeps nobody from loading another kernel."""

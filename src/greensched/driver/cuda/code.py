@@ -81,7 +81,10 @@ class Code(Driver):
             return int(ask(cuda.cuKernelGetAttribute, attribute, kernel, handle, detail=name))
 
         return KernelLimits(
-            limit("MAX_THREADS_PER_BLOCK"), limit("SHARED_SIZE_BYTES"), limit("NUM_REGS")
+            limit("MAX_THREADS_PER_BLOCK"),
+            limit("SHARED_SIZE_BYTES"),
+            limit("NUM_REGS"),
+            limit("LOCAL_SIZE_BYTES"),
         )
 
     def allow_shared(self, kernel: KernelHandle, device: int, nbytes: int) -> None:

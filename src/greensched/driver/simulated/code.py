@@ -123,7 +123,7 @@ class Code(Memories):
     def kernel_limits(self, kernel: KernelHandle, device: int) -> KernelLimits:
         """Those of the device: a reference has no registers."""
         self._expect(kernel, Kernel, "kernel_limits")
-        return KernelLimits(self.device_facts(device).max_threads_per_block, 0, 32)
+        return KernelLimits(self.device_facts(device).max_threads_per_block, 0, 32, 0)
 
     def allow_shared(self, kernel: KernelHandle, device: int, nbytes: int) -> None:
         """Remembers what was allowed."""

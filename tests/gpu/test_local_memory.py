@@ -1,0 +1,61 @@
+"""On a real GPU: a kernel with much local memory does not wait once it was prepared."""
+
+from __future__ import annotations
+
+import anyio
+import numpy as np
+import pytest
+
+from greensched import REST, Kernel, LaunchConfig, Pool, Program
+from greensched.kernels import latch
+
+pytestmark = pytest.mark.gpu
+
+#: Bytes of each thread: more than any stack limit a driver begins with (1 KiB).
+LOCAL_BYTES = 16 * 1024
+SOURCE = r"""
+extern "C" __global__ void scatter(unsigned *out, unsigned steps) {
+    volatile unsigned mine[4096];
+    unsigned at = blockIdx.x * blockDim.x + threadIdx.x;
+    for (unsigned i = 0; i < 4096; i++) mine[i] = i;
+    unsigned sum = 0;
+    for (unsigned i = 0; i < steps; i++) sum += mine[(at * 7 + i * 13) % 4096];
+    out[at] = sum;
+}
+"""
+STEPS = 10
+CONFIG = LaunchConfig(grid=64, block=64)
+
+
+async def launch_beside_a_busy_partition(pool: Pool, kernel: Kernel) -> np.ndarray:
+    """Its result, while every other SM waits for the host."""
+    async with pool.partitions(16, REST) as (p, rest):
+        word = await rest.empty_pinned(1, np.uint32)
+        busy = LaunchConfig(grid=rest.sm_count, block=1024)
+        held = rest.launch(latch, busy, word, 20_000_000_000)
+        try:
+            with await p.empty(64 * 64, np.uint32) as out, anyio.fail_after(10):
+                await p.launch(kernel, CONFIG, out, STEPS)
+                result = await p.download(out)
+                assert not held.is_done
+        finally:
+            word.array[0] = 1
+            await held
+            word.close()
+    return result
+
+
+def test_a_prepared_kernel_with_local_memory_does_not_wait() -> None:
+    """Local memory is sized while the pool opens: nothing waits for the whole device later."""
+    kernel = Program(SOURCE).kernel("scatter")
+
+    async def main() -> None:
+        async with Pool(prepare=[kernel, latch], reserve_bytes=1 << 20) as pool:
+            with pool.devices[0] as device:
+                assert device.primary.stack_bytes >= LOCAL_BYTES
+            at = np.arange(64 * 64)
+            sums = sum((at * 7 + step * 13) % 4096 for step in range(STEPS))
+            found = await launch_beside_a_busy_partition(pool, kernel)
+            np.testing.assert_array_equal(found, np.asarray(sums, np.uint32))
+
+    anyio.run(main)
