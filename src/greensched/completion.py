@@ -18,7 +18,7 @@ is, there is no timer at all.
 
 Under virtual time the driver calls `_look` whenever the device progressed, and 2 and 3 are idle.
 
-Everything here runs on the loop's thread, but for `kick_threadsafe`.
+Everything here runs on the loop's thread, but for what is called `..._threadsafe`.
 """
 
 from __future__ import annotations
@@ -111,6 +111,8 @@ class Completion:
         self._due = math.inf
         self._tend_at = 0.0
         self._kicked = False
+        #: Errands done by other threads, of which the loop has not heard.
+        self._delivered = deque[None]()
         self._spent = 0.0
         self._left = 0.0
         self._progress = 0.0
@@ -156,6 +158,14 @@ class Completion:
         """Wakes whoever's ticket is reached by now, before the loop's next turn."""
         self._look()
 
+    def deliver_threadsafe(self) -> None:
+        """From another thread of ours: it has done its errand, and there may be something to see.
+
+        However many come before the loop's next turn, they wake it once.
+        """
+        self._delivered.append(None)
+        self.kick_threadsafe()
+
     def kick_threadsafe(self) -> None:
         """From another thread: there may be something to see."""
         if not self._kicked:
@@ -170,7 +180,10 @@ class Completion:
             self._appoint(0.0)
 
     def _kick(self) -> None:
-        self._kicked = False
+        self._kicked = False  # first: who comes from here on wakes the loop again
+        while self._delivered:
+            self._delivered.popleft()
+            self._errands -= 1
         self._look()
         if self._waiters:
             self._hurry()

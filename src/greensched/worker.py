@@ -201,8 +201,7 @@ class Crew:
                 track.mark(ticket)
             except CUDAError as error:
                 self.home.lost(error)
-            completion.door.call_threadsafe(completion.delivered)
-            completion.kick_threadsafe()
+            completion.deliver_threadsafe()
 
         _hand(self._mover, move)
 
@@ -222,8 +221,7 @@ class Crew:
         def call(refused: Exception | None) -> None:
             self._attempt(lambda: self._call(function), job, refused)
             self._mark_run(ticket)
-            completion.door.call_threadsafe(completion.delivered)
-            completion.kick_threadsafe()
+            completion.deliver_threadsafe()
 
         def forward(_: Exception | None) -> None:
             _hand(self._worker, call)
