@@ -28,7 +28,8 @@ _FORMATS = {
     "i8": "q", "u8": "Q",
 }  # fmt: skip
 
-#: Dynamic shared memory beyond which a kernel must be allowed it. Source: programming guide.
+#: Shared memory of a block, static and dynamic, beyond which a kernel must be allowed it. Source:
+#: cuda.h, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES: its default is this less the static.
 UNASKED_SHARED = 48 * 1024
 
 
@@ -250,11 +251,12 @@ class Plan:
         driver, facts = owner.driver, owner.facts
         limits = driver.kernel_limits(handle, facts.ordinal)
         config.check_threads(limits.max_threads_per_block, f"kernel {kernel.name!r}")
-        if config.shmem_size > UNASKED_SHARED:
+        if config.shmem_size + limits.static_shared_bytes > UNASKED_SHARED:
             most = facts.max_shared_bytes - limits.static_shared_bytes
             if config.shmem_size > most:
                 raise InvalidLaunch("shmem_size", config.shmem_size, most)
-            driver.allow_shared(handle, facts.ordinal, config.shmem_size)
+            # All there is: what is allowed is the kernel's, and an earlier plan may need more.
+            driver.allow_shared(handle, facts.ordinal, most)
         self._how = (stream, config, kernel, handle)
         self.arguments = arguments
         self.fire = driver.bind_launch(

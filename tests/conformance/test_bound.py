@@ -8,7 +8,8 @@ import pytest
 import greensched
 from greensched import Bound, Buffer, LaunchConfig, Partition, PinnedBuffer
 from greensched.holding import BATCH, MOST
-from greensched.kernels import fill, saxpy
+from greensched.kernels import fill, saxpy, spin
+from greensched.launcher import UNASKED_SHARED
 from greensched.typing import CaptureMode
 from helpers.gate import Gate
 from helpers.waiting import still_waits, until
@@ -40,6 +41,23 @@ def test_bound_launches_count(world: World) -> None:
                     bound()
                     await bound.submit()
                     assert (await p.download(y))[63] == 220
+
+    world.run(main)
+
+
+def test_a_bound_launch_keeps_the_shared_memory_it_was_allowed(world: World) -> None:
+    """A launch of the same kernel with less of it does not make an earlier bound one fail."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            most = pool.devices[0].facts.max_shared_bytes
+            much = LaunchConfig(grid=1, block=32, shmem_size=most)
+            less = LaunchConfig(grid=1, block=32, shmem_size=UNASKED_SHARED + 1)
+            await p.prepare(spin, much)
+            bound = p.bind(spin, much, 1000)
+            await p.launch(spin, less, 1000)
+            bound()
+            await bound.submit()
 
     world.run(main)
 

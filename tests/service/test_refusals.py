@@ -10,7 +10,10 @@ import pytest
 
 import greensched
 from greensched import Pool, PoolState
+from greensched.driver import simulated
+from greensched.kernels import spin
 from greensched.planning.policy import Fifo
+from greensched.typing import KernelLimits
 
 #: Its `repr` is another one in each process.
 OBJECT = pytest.param(object(), id="object")
@@ -211,3 +214,27 @@ def test_numbers_of_numpy_are_numbers() -> None:
                 assert p.sm_count == 16
 
     asyncio.run(main())
+
+
+def test_static_shared_memory_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel is allowed all that its static part leaves, where both together need asking."""
+    driver = simulated.open("h200")
+    static = KernelLimits(1024, 32 * 1024, 32)
+    monkeypatch.setattr(driver, "kernel_limits", lambda *_: static)
+    asked: list[int] = []
+    monkeypatch.setattr(driver, "allow_shared", lambda *given: asked.append(given[-1]))
+    with greensched.Device(0, driver=driver) as device:
+        stream = device.create_stream()
+        most = device.facts.max_shared_bytes - static.static_shared_bytes
+        for size, allowed in ((16 * 1024, []), (16 * 1024 + 1, [most]), (40 * 1024, [most])):
+            asked.clear()
+            config = greensched.LaunchConfig(grid=1, block=1, shmem_size=size)
+            greensched.launch(stream, config, spin, 1)
+            assert asked == allowed
+        config = greensched.LaunchConfig(grid=1, block=1, shmem_size=most + 1)
+        with pytest.raises(greensched.InvalidLaunch, match=f"at most {most}"):
+            greensched.launch(stream, config, spin, 1)
+        stream.sync()
+        stream.close()
+    device.close()
+    driver.close()

@@ -299,7 +299,7 @@ def test_a_geometry_beyond_the_limits_is_invalid(
 
 
 def test_the_largest_geometry_is_valid(machine: Machine) -> None:
-    """The limits themselves are allowed, and more shared memory once it was asked for."""
+    """The limits themselves are allowed, and more shared memory once, and while, it is allowed."""
     driver, stream, kernel = machine.driver, machine.stream(), machine.kernel()
     most = driver.device_facts(0).max_shared_bytes
     driver.bind_launch(stream, kernel, (2**31 - 1, 65535, 65535), (1024, 1, 1), 48 * 1024, 0)
@@ -307,7 +307,11 @@ def test_the_largest_geometry_is_valid(machine: Machine) -> None:
     with pytest.raises(CUDAError, match="INVALID_VALUE"):
         driver.allow_shared(kernel, 0, most + 1)
     driver.allow_shared(kernel, 0, most)
-    driver.bind_launch(stream, kernel, (1, 1, 1), (1, 1, 1), most, 0)
+    launch = driver.bind_launch(stream, kernel, (1, 1, 1), (1, 1, 1), most, 0)
+    launch()
+    driver.allow_shared(kernel, 0, most - 1)
+    with pytest.raises(CUDAError, match="INVALID_VALUE"):
+        launch()
 
 
 def test_arguments_that_are_no_memory_are_refused(machine: Machine) -> None:

@@ -148,8 +148,8 @@ class Code(Memories):
         if target.spec.cost is None:
             raise NotSimulable(target.spec.name, "cost")
         device = self.device_facts(found.device.ordinal)
-        allowed = target.shared.get(device.ordinal, UNASKED_SHARED)
-        _check_geometry(target.spec.name, grid, block, shared_bytes, device.max_grid, allowed)
+        _check_geometry(target.spec.name, grid, block, device.max_grid)
+        _check_shared(target, device.ordinal, shared_bytes)
         facts = LaunchFacts(grid, block, shared_bytes, device, tuple(bits(found.sms)))
 
         def launch() -> None:
@@ -182,6 +182,7 @@ class Code(Memories):
         self._count("launch")
         self._expect(kernel, Kernel, "launch")
         self._stream(StreamHandle(stream), "launch")
+        _check_shared(kernel, facts.device.ordinal, facts.shared_bytes)
         spec = kernel.spec
         if stream.context not in kernel.warm:
             self._may_block(f"the first launch of {spec.name!r} on a context")
@@ -254,13 +255,19 @@ def _cost(spec: KernelSpec, facts: LaunchFacts, arguments: list[Any]) -> Cost:
     return cost
 
 
-def _check_geometry(
-    name: str, grid: Dim3, block: Dim3, shared_bytes: int, max_grid: Dim3, max_shared: int
-) -> None:
+def _check_geometry(name: str, grid: Dim3, block: Dim3, max_grid: Dim3) -> None:
     """Answers INVALID_VALUE as a driver does. Source: return codes recorded on an RTX 3060."""
     fits = all(1 <= n <= most for n, most in zip(grid, max_grid, strict=True))
     threads = math.prod(block)
     if not fits or not 1 <= threads <= 1024 or min(block) < 1 or block[2] > 64:
         raise from_status(1, f"launch of {name!r}", detail=f"grid {grid}, block {block}")
-    if not 0 <= shared_bytes <= max_shared:
-        raise from_status(1, f"launch of {name!r}", detail=f"{shared_bytes} bytes shared")
+
+
+def _check_shared(kernel: Kernel, device: int, nbytes: int) -> None:
+    """Answers INVALID_VALUE to more dynamic shared memory than the kernel is allowed by now.
+
+    Source: cuda.h, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES.
+    """
+    if not 0 <= nbytes <= kernel.shared.get(device, UNASKED_SHARED):
+        name = kernel.spec.name
+        raise from_status(1, f"launch of {name!r}", detail=f"{nbytes} bytes shared")
