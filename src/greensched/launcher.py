@@ -311,12 +311,20 @@ def launch(stream: Stream, config: LaunchConfig, kernel: Kernel, *args: object) 
     compiles and loads it, which blocks: not on an event-loop thread.
 
     Raises:
+        Closed: the stream is, or its context.
+        InvalidRequest: no `Stream`, no kernel, or no launch configuration.
         InvalidLaunch: a geometry beyond the device or the kernel.
         ArgumentMismatch: wrong number or kind of arguments.
         NotSimulable: simulated, and the kernel has no reference or no cost.
         CompileFailed: its source does not compile.
         CUDAError: the driver refused it.
     """
+    if not isinstance(stream, Stream):
+        raise InvalidRequest(
+            f"a Stream is launched on, and {_shown(stream)} is none: "
+            "launch(stream, config, kernel, *args)"
+        )
+    stream.check()
     owner = stream.context
     check_launch(kernel, config, owner.facts, owner.driver)
     arguments = Arguments(kernel, owner.device_ordinal)

@@ -132,6 +132,10 @@ class Stream:
             context.streams.add(self.handle)
         self.is_closed = False
 
+    def check(self) -> None:
+        """Raises Closed where it cannot be used: it is closed, or its context is."""
+        _open(self, "stream")
+
     @property
     def resources(self) -> DeviceResources:
         """What its context was given: `sm` and `workqueue`."""

@@ -266,6 +266,24 @@ def test_children_end_with_their_context(world: World) -> None:
     device.close()
 
 
+def test_nothing_is_launched_on_a_dead_stream(world: World) -> None:
+    """A closed stream, one whose context is gone, and what is none are refused by `launch`."""
+    device = Device(0, driver=world.driver())
+    groups, _ = device.resources.sm.split(SMResourceOptions(count=8))
+    context = device.create_context(ContextOptions(resources=groups))
+    closed, left = context.create_stream(), context.create_stream()
+    closed.close()
+    context.close()
+    one = LaunchConfig(grid=1, block=1)
+    for stream, said in ((closed, "this stream is closed"), (left, "context is gone")):
+        with pytest.raises(greensched.Closed, match=said):
+            launch(stream, one, spin, 1)
+    with pytest.raises(greensched.InvalidRequest, match=r"a Stream is .*launch\(stream, config"):
+        launch(one, spin, closed, 1)  # type: ignore[arg-type]
+    left.close()
+    device.close()
+
+
 def test_a_device_ends_its_green_contexts_before_its_primary(world: World) -> None:
     """What is left open when it closes is ended in order; nothing while one is current."""
     device = Device(0, driver=world.driver())
