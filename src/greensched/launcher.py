@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Number
 from typing import Any
 
 import numpy as np
@@ -153,7 +154,7 @@ class Arguments:
         twin = Arguments(self._kernel, self._device)
         values = ctypes.sizeof(self._slots) - 8 * (len(self._setters) + 1)
         ctypes.memmove(twin._slots, self._slots, values)
-        twin.buffers = dict(self.buffers)
+        twin.buffers.update(self.buffers)  # its own setters know this one
         return twin
 
     def set(self, index: int, value: object) -> None:
@@ -200,14 +201,9 @@ class Arguments:
                 slot[0] = value
 
             return scalar
-        array = np.frombuffer(place, parameter.dtype)
-
-        def other(value: Any) -> None:
-            if parameter.dtype == "b1" and not isinstance(value, (bool, np.bool_)):
-                raise TypeError("must be True or False")
-            array[0] = value
-
-        return other
+        if parameter.dtype.startswith("V"):
+            return _structure_setter(place)
+        return _number_setter(parameter, place)
 
     def _pointer_setter(
         self, index: int, parameter: Parameter, slot: memoryview[int]
@@ -226,6 +222,34 @@ class Arguments:
             buffers[index] = (value, write)
 
         return pointer
+
+
+def _structure_setter(place: memoryview[int]) -> Callable[[Any], None]:
+    """Of a structure: numpy would cut a longer value off, and fill a shorter one up."""
+
+    def structure(value: Any) -> None:
+        raw = memoryview(value)
+        if raw.nbytes != len(place):
+            raise TypeError(f"has {raw.nbytes} bytes, and must have {len(place)}")
+        place[:] = raw.tobytes()
+
+    return structure
+
+
+def _number_setter(parameter: Parameter, place: memoryview[int]) -> Callable[[Any], None]:
+    """Of a bool, a half float or a complex number: numpy would take text for one, and None."""
+    array = np.frombuffer(place, parameter.dtype)
+    kinds: tuple[type, ...] = (Number,)
+    problem = "must be a number"
+    if parameter.dtype == "b1":
+        kinds, problem = (bool, np.bool_), "must be True or False"
+
+    def number(value: Any) -> None:
+        if not isinstance(value, kinds):
+            raise TypeError(problem)
+        array[0] = value
+
+    return number
 
 
 class Plan:
