@@ -6,6 +6,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
 from greensched.errors import InvalidRequest, NotSupported
@@ -75,12 +76,48 @@ def test_a_kernel_outside_the_source_needs_parameters() -> None:
     assert program.kernel("hidden", parameters=()).parameters == ()
 
 
-@pytest.mark.parametrize("wrong", ["float x", Parameter("x", "float32"), Parameter("x", "")])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "float x",
+        np.zeros(1),
+        Parameter("x", "float32"),
+        Parameter("x", ""),
+        Parameter("x", np.float32),  # type: ignore[arg-type]  # the mistake under test
+        Parameter("x", np.dtype("f4")),  # type: ignore[arg-type]  # the mistake under test
+        *(Parameter("x", code) for code in ("b2", "i3", "u16", "f1", "f16", "c4", "V0")),
+    ],
+    ids=repr,
+)
 def test_wrong_parameters_are_refused(wrong: object) -> None:
     """Only parameters with numpy's codes are taken."""
     given: Sequence[Parameter] = [wrong]  # type: ignore[list-item]  # the mistake under test
     with pytest.raises(InvalidRequest, match="is no parameter"):
         Program(SOURCE).kernel("transform", parameters=given)
+
+
+@pytest.mark.parametrize("kind", "biufcV")
+def test_the_codes_that_are_taken_are_numpys(kind: str) -> None:
+    """Of the sizes up to 32 bytes those are taken that numpy has and CUDA can have."""
+    taken = {size for size in range(1, 33) if is_taken(f"{kind}{size}")}
+    known = {size for size in range(1, 33) if is_numpys(f"{kind}{size}")}
+    assert taken == known - ({16} if kind == "f" else {32} if kind == "c" else set())
+
+
+def is_taken(code: str) -> bool:
+    try:
+        Program(SOURCE).kernel("transform", parameters=[Parameter("x", code)])
+    except InvalidRequest:
+        return False
+    return True
+
+
+def is_numpys(code: str) -> bool:
+    try:
+        np.dtype(code)
+    except TypeError:
+        return False
+    return True
 
 
 def test_options_are_no_string() -> None:

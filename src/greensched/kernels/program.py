@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 R = TypeVar("R", bound=Reference)
 C = TypeVar("C", bound=CostModel)
 
-_DTYPE = re.compile(r"[biufcV][1-9]\d*")
+#: The codes that numpy has a dtype for: it is not asked, for it is not loaded yet.
+_DTYPE = re.compile(r"b1|[iu][1248]|f[248]|c(?:8|16)|V[1-9]\d*")
 _ARCH = re.compile(r"sm_(\d+)(\d)([af]?)")
 
 
@@ -237,7 +238,8 @@ class _Cubin(Program):
 
 def _checked(kernel: str, parameters: Sequence[Parameter]) -> tuple[Parameter, ...]:
     for parameter in parameters:
-        if not _DTYPE.fullmatch(getattr(parameter, "dtype", "")):
+        code: object = getattr(parameter, "dtype", None)
+        if not isinstance(code, str) or not _DTYPE.fullmatch(code):
             raise InvalidRequest(
                 f"kernel {kernel!r}: {parameter!r} is no parameter: give Parameter(name, dtype, "
                 'pointer=..., const=...) with a numpy code such as "f4"'
