@@ -160,7 +160,8 @@ def _why(have: ResourceFacts, groups: Sequence[SMGroup], *, structured: bool) ->
     counts = [group.sm_count for group in groups]
     for count, group in zip(counts, groups, strict=True):
         step = group.coscheduled_sm_count or have.coscheduled_alignment or 2
-        least = step if structured else max(step, have.min_partition_size)
+        fine = group.coscheduled_sm_count == 2  # has a least group of its own
+        least = step if structured or fine else max(step, have.min_partition_size)
         if count > have.sm_count:
             return f"{count} are more than there are"
         if count % 2:

@@ -128,6 +128,8 @@ def test_groups_of_several_sizes(opened: Open, version: str) -> None:
         ("13.0", {"count": 12}, "no multiple of the 8", (16,)),
         ("13.0", {"count": (8,) * 16}, "borders", (8,) * 15),
         ("13.0", {"count": (72, 72)}, "together", (64, 64)),
+        ("13.0", {"count": (4,) * 40, "coscheduled_sm_count": 2}, "together", (2,) * 40),
+        ("13.0", {"count": 3, "coscheduled_sm_count": 2}, "odd", (4,)),
         ("12.5", {"count": 12}, "groups of other sizes", (16,)),
         ("13.0", {"count": (None, None)}, "leaves nothing", (64, 64)),
     ],
