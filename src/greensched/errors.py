@@ -331,7 +331,7 @@ class NotSupported(GreenschedError, RuntimeError):
 
 
 class VerificationFailed(GreenschedError):
-    """`pool.verify()` saw a kernel outside its partition, or saw no kernel at all."""
+    """`pool.verify()` saw an SM in two partitions, or one on more or fewer than it has."""
 
 
 # -- the driver said no -----------------------------------------------------------------------

@@ -516,7 +516,8 @@ class Pool:
         Waits until it has every SM of each device in turn, so nothing else runs meanwhile.
 
         Raises:
-            VerificationFailed: two partitions shared an SM, or one ran elsewhere than it should.
+            VerificationFailed: two partitions shared an SM, or one was not seen on as many as it
+                has.
         """
         cells = {s.device.ordinal: (s.cells.size, s.cells.count) for s in self._opened().sites}
         return await verify(self, cells)

@@ -55,12 +55,15 @@ async def verify(pool: Leasing, cells: dict[int, tuple[int, int]]) -> Verificati
         cells: (SMs of a cell, number of cells) of each device.
 
     Raises:
-        VerificationFailed: two partitions shared an SM, or one ran on others than it has.
+        VerificationFailed: two partitions shared an SM, or one was not seen on as many as it has.
     """
     seen = []
     for device in pool.devices:
         size, number = cells[device.ordinal]
-        for sizes in ((size,) * number, (size, REST)):
+        arrangements: list[tuple[Size, ...]] = [(size,) * number]
+        if device.resources.sm.sm_count > size:  # else one cell is all of it
+            arrangements.append((size, REST))
+        for sizes in arrangements:
             async with pool.partitions(*sizes, device=device.ordinal) as partitions:
                 seen.append((device.ordinal, await _where(partitions)))
     return Verification(tuple(seen))
