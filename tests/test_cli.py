@@ -161,6 +161,8 @@ def test_an_image_is_what_clients_send(
     [
         ("missing.npy", None, "No such file"),
         ("text.npy", b"no array at all", "is no image"),
+        ("nothing.npy", b"", "is no image"),
+        ("archive.npy", {"a": np.zeros(4)}, "is no image: it holds several"),
         ("objects.npy", "objects", "is no image"),
         ("flat.npy", np.zeros(4), "(height, width[, channels])"),
         ("empty.npy", np.zeros((0, 4)), "(height, width[, channels])"),
@@ -178,6 +180,9 @@ def test_a_file_that_is_no_image_is_refused(
         path.write_bytes(content)
     elif isinstance(content, str):
         np.save(path, np.array([object()]), allow_pickle=True)
+    elif isinstance(content, dict):
+        with path.open("wb") as file:
+            np.savez(file, **content)
     elif content is not None:
         np.save(path, content)
     assert cli.main([*SHORT, "--image", str(path)]) == 2

@@ -392,7 +392,7 @@ def blurred(image: Image, sigma: float = SIGMA) -> Image:
 
 
 def read_image(path: Path) -> Image:
-    """An image as floats from 0 to 1, (height, width, channels), at most 512 pixels a side.
+    """An image as floats (height, width, channels), at most 512 pixels a side; bytes as 0 to 1.
 
     Raises:
         InvalidRequest: no such file, not an image, or Pillow is needed and not installed.
@@ -408,8 +408,11 @@ def read_image(path: Path) -> Image:
         raise InvalidRequest(
             f"reading {path} takes Pillow: pip install pillow, or give .npy"
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, EOFError, ValueError) as error:
         raise InvalidRequest(f"{path} is no image: {error}") from None
+    if not isinstance(array, np.ndarray):  # an archive of several
+        array.close()
+        raise InvalidRequest(f"{path} is no image: it holds several arrays")
     if array.ndim not in (2, 3) or array.dtype.kind not in "buif" or not array.size:
         raise InvalidRequest(
             f"{path} holds {array.dtype} {array.shape}: give (height, width[, channels])"
