@@ -6,8 +6,9 @@ Each has a cache line of its own, so that no reader waits for another's writer.
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 
-from greensched.errors import CUDAError, DeviceFault
+from greensched.errors import CUDAError, DeviceFault, run_all
 from greensched.stream import Event, EventTrack, Owner, Stream, Track
 from greensched.typing import Feature, HostMemory
 
@@ -76,8 +77,8 @@ class Words:
             track.close()
 
     def close(self) -> None:
-        """Ends all pages. May block."""
+        """Ends all pages, also where one cannot be. May block."""
         self._free.clear()
+        pages, self._pages = self._pages, []
         with self._primary.entered():
-            while self._pages:
-                self._primary.driver.free_host(self._pages.pop())
+            run_all(partial(self._primary.driver.free_host, page) for page in pages)

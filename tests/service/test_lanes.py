@@ -11,11 +11,12 @@ import anyio
 import numpy as np
 import pytest
 
-from greensched import LaunchConfig, Pool
+from greensched import CUDAError, Device, LaunchConfig, Pool
 from greensched.driver import simulated
 from greensched.driver.simulated import Fail
 from greensched.kernels import fill, spin
 from greensched.typing import StreamHandle
+from greensched.words import LINE, PAGE, Words
 from helpers.gate import Gate
 from helpers.waiting import turns, until
 
@@ -267,3 +268,20 @@ def test_who_awaited_everything_finds_everything_submitted(monkeypatch: pytest.M
             assert p._open().is_prompt()
 
     anyio.run(main)
+
+
+def test_one_page_of_words_that_cannot_be_ended_keeps_no_other() -> None:
+    """Every page of words is given back, though the driver refuses the first."""
+    driver = simulated.open("h200")
+    device = Device(0, driver=driver)
+    words = Words(device.primary)
+    tracks = [words.create_track(device.primary) for _ in range(PAGE // LINE + 1)]
+    for track in tracks:
+        track.close()
+    assert driver.live()["pinned memory"] == 2
+    driver.script.add(Fail("free_host"))
+    with pytest.raises(CUDAError, match="INVALID_VALUE"):
+        words.close()
+    assert driver.live()["pinned memory"] == 1
+    words.close()
+    driver.close()
