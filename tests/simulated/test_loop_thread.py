@@ -10,6 +10,8 @@ import pytest
 import trio
 
 from greensched.driver.marks import VERBS, Blocks
+from greensched.driver.simulated import SimulatedDriver
+from greensched.driver.simulated.core import Core, checked
 from greensched.driver.simulated.memory import POOL_STEP
 from greensched.driver.simulated.streams import QUEUE_DEPTH
 from greensched.errors import GreenschedError, LoopWouldBlock
@@ -152,3 +154,14 @@ def test_a_full_stream_is_refused(machine: Machine) -> None:
         assert word.value == 1
 
     machine.inside(body)
+
+
+def test_a_driver_that_lacks_a_verb_is_none() -> None:
+    """Whoever leaves a verb of the port out cannot make his simulated driver."""
+
+    class Half(Core):
+        pass
+
+    with pytest.raises(TypeError, match=r"abstract method.*wait_value"):
+        checked(Half)([])  # type: ignore[abstract,call-arg]
+    assert not SimulatedDriver.__abstractmethods__

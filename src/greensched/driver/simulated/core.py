@@ -294,7 +294,6 @@ def checked(driver: D) -> D:
         setattr(
             driver, name, _with_checks(getattr(driver, name), name, mark.blocks, mark.needs_context)
         )
-    driver.__abstractmethods__ = frozenset()
     return driver
 
 
