@@ -488,7 +488,9 @@ STATUS_NAMES: dict[int, str] = {
     999: "UNKNOWN",
 }
 
-#: "must be terminated and relaunched". Source: the descriptions of these values in cuda.h.
+#: After these the process is to be replaced: it "must be terminated and relaunched" (cuda.h, 13.5).
+#: Of 214, 220, 710 and 999 that says less, and nothing is trusted after them. 911 (EXTERNAL_DEVICE)
+#: is not one of them: it says the same, but may also be the call's own failure.
 STICKY: frozenset[int] = frozenset(
     {214, 220, 226, 700, 702, 710, 714, 715, 716, 717, 718, 719, 721, 810, 999}
 )

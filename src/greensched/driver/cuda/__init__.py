@@ -3,7 +3,7 @@
     wheel       the one import of cuda.bindings.driver
     status      statuses become our exceptions here, once
     startup     is there a driver, which one, and what can it do
-    devices, resources, streams, memory, code       the verbs
+    devices, contexts, resources, streams, memory, code       the verbs
     driver      all of them together
 
 Wheels 13.0 to 13.5 and drivers of CUDA 13.0 (R580) and newer. Importing this package loads none
