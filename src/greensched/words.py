@@ -53,8 +53,13 @@ class Words:
     def _track(self, stream: Stream, event: Event) -> Track:
         if not self.are_written:
             return EventTrack(stream, event)
-        word, address = self._take()
-        return Track(stream, event, word, address, lambda: self._free.append((word, address)))
+        word, address = taken = self._take()
+        give_back = partial(self._free.append, taken)
+        try:
+            return Track(stream, event, word, address, give_back)
+        except CUDAError:
+            give_back()
+            raise
 
     def try_writing(self, context: Owner) -> None:
         """Finds out, once, whether streams of a context write words; else events stand for them.

@@ -285,3 +285,18 @@ def test_one_page_of_words_that_cannot_be_ended_keeps_no_other() -> None:
     assert driver.live()["pinned memory"] == 1
     words.close()
     driver.close()
+
+
+def test_a_track_that_cannot_be_made_keeps_no_word() -> None:
+    """However often the driver refuses a track, its words are given back and no page is added."""
+    driver = simulated.open("h200")
+    device = Device(0, driver=driver)
+    words = Words(device.primary)
+    driver.script.add(Fail("bind_mark", last=PAGE // LINE + 1))
+    for _ in range(PAGE // LINE + 1):
+        with pytest.raises(CUDAError, match="bind_mark"):
+            words.create_track(device.primary)
+    assert driver.live() == {"primary": 1, "pinned memory": 1}
+    words.close()
+    device.close()
+    driver.close()
