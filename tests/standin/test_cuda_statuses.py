@@ -106,8 +106,8 @@ def test_a_device_fault_is_told_by_every_question(python: Callable[..., str]) ->
         stream, event = driver.create_stream(None), driver.create_event()
         code = driver.load_code(CodeImage("test", {}, b"STUBCUDA 1\\nkernel trap params=\\n\\0"))
         kernel = driver.get_kernel(code, "trap")
+        driver.record_event(event, stream)  # before the fault, which may come at any time
         driver.bind_launch(stream, kernel, (1, 1, 1), (1, 1, 1), 0, 0)()
-        driver.record_event(event, stream)
         for verb in (driver.synchronize_stream, driver.query_stream) * 2:
             try:
                 verb(stream)
