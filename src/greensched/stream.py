@@ -71,11 +71,18 @@ class Event:
 
     __slots__ = ("context", "handle", "is_closed")
 
-    def __init__(self, owner: Owner, *, timing: bool = False, blocking: bool = True) -> None:
+    def __init__(
+        self,
+        owner: Owner,
+        *,
+        timing: bool = False,
+        blocking: bool = True,
+        made_in: Owner | None = None,
+    ) -> None:
         self.is_closed = True  # until there is a handle: __del__ runs after a failed create too
-        #: The context it belongs to, which it keeps alive.
+        #: The context it belongs to, which it keeps alive, and with which it ends.
         self.context = owner
-        with owner.entered():
+        with (owner if made_in is None else made_in).entered():
             self.handle = owner.driver.create_event(timing=timing, blocking=blocking)
             owner.events.add(self.handle)
         self.is_closed = False
@@ -165,7 +172,7 @@ class Stream:
         stream of one context, and answer CUDA_ERROR_INVALID_HANDLE.
         """
         if self.context.primary is not self.context:
-            event = Event(self.context.primary)
+            event = Event(self.context, made_in=self.context.primary)
             try:
                 return self.record(event)
             except CUDAError as error:
