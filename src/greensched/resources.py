@@ -38,6 +38,7 @@ class SMResource:
     Args:
         cut: what all outputs of one split have in common; None: it can be split itself.
         is_trial: it came from a dry run, and nothing can be made of it.
+        is_device: it is every SM of its device.
     """
 
     __slots__ = (
@@ -60,8 +61,11 @@ class SMResource:
         cut: object = None,
         *,
         is_trial: bool = False,
+        is_device: bool = False,
     ) -> None:
         facts = driver.resource_facts(handle)
+        if is_device and not facts.min_partition_size:
+            facts = splitting.granularity(driver, handle, facts)
         self._driver = driver
         self.cut = cut
         self.is_trial = is_trial
@@ -70,9 +74,10 @@ class SMResource:
         self.handle = handle
         #: How many SMs.
         self.sm_count = facts.sm_count
-        #: The smallest group it can be cut into; 0 where the driver does not say (12.x).
+        #: The smallest group it can be cut into. Of outputs and contexts 0 where the driver does
+        #: not say (12.x); of a device it is tried there.
         self.min_partition_size = facts.min_partition_size
-        #: SMs that are co-scheduled: counts are multiples; 0 where the driver does not say (12.x).
+        #: SMs that are co-scheduled: counts are multiples. 0 as above.
         self.coscheduled_alignment = facts.coscheduled_alignment
         #: As the driver has them: 1 for a group that was backfilled (CUdevSmResourceGroup_flags).
         self.flags = facts.flags
@@ -241,9 +246,9 @@ class DeviceResources:
         """The SMs; they can be split."""
         self._check()
         if self._context is None:
-            handle = self._driver.device_resource(self.device)
-        else:
-            handle = self._driver.context_resource(self._context)
+            whole = self._driver.device_resource(self.device)
+            return SMResource(self._driver, self.device, whole, is_device=True)
+        handle = self._driver.context_resource(self._context)
         return SMResource(self._driver, self.device, handle)
 
     @property

@@ -267,7 +267,7 @@ def cut(device: Device, *, fine: bool = False) -> Cut:
     if fine:
         groups, remainder = whole.split_evenly(1, fine=True)
     else:
-        groups, remainder = whole.split_evenly(whole.min_partition_size or _smallest_group(whole))
+        groups, remainder = whole.split_evenly(whole.min_partition_size)
     left = remainder.sm_count if remainder is not None else 0
     joins = remainder is not None and _joins(device, groups[0], remainder)
     cells = Cells(size=groups[0].sm_count, count=len(groups), remainder=left, joins=joins)
@@ -281,11 +281,6 @@ def _balanced(device: Device) -> WorkqueueResource:
         WorkqueueResourceOptions(sharing_scope="green_ctx_balanced", concurrency_limit=STREAMS)
     )
     return queue
-
-
-def _smallest_group(whole: SMResource) -> int:
-    """For drivers that do not say: a trial split, rounded up to what can be."""
-    return whole.split_evenly(1)[0][0].sm_count
 
 
 def _joins(device: Device, group: SMResource, remainder: SMResource) -> bool:
