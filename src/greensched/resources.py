@@ -168,6 +168,19 @@ class WorkqueueResourceOptions:
     sharing_scope: SharingScope | None = None
     concurrency_limit: int | None = None
 
+    def __post_init__(self) -> None:
+        """Refuses what is none, on every driver.
+
+        Raises:
+            InvalidRequest: no such scope or limit.
+        """
+        scope, limit = self.sharing_scope, self.concurrency_limit
+        if scope is not None and scope not in get_args(SharingScope):
+            known = " or ".join(map(repr, get_args(SharingScope)))
+            raise InvalidRequest(f"sharing_scope={scope!r}: give {known}")
+        if limit is not None and (type(limit) is not int or limit < 1):
+            raise InvalidRequest(f"concurrency_limit={limit!r}: give a number of at least 1")
+
 
 class WorkqueueResource:
     """How a context uses the device's work queues: a configuration. Nothing to close.
@@ -197,7 +210,7 @@ class WorkqueueResource:
         """Changes it, for contexts made of it from here on. Does not block.
 
         Raises:
-            InvalidRequest: no such scope or limit; nothing is changed.
+            InvalidRequest: these are no options; nothing is changed.
         """
         if not isinstance(options, WorkqueueResourceOptions):
             raise InvalidRequest(f"configure takes WorkqueueResourceOptions, not {options!r}")
@@ -205,11 +218,6 @@ class WorkqueueResource:
         scope, limit = options.sharing_scope, options.concurrency_limit
         scope = now.sharing_scope if scope is None else scope
         limit = now.concurrency_limit if limit is None else limit
-        if scope not in get_args(SharingScope):
-            known = " or ".join(map(repr, get_args(SharingScope)))
-            raise InvalidRequest(f"sharing_scope={scope!r}: give {known}")
-        if type(limit) is not int or limit < 1:
-            raise InvalidRequest(f"concurrency_limit={limit!r}: give a number of at least 1")
         self.handle = self._driver.configure_workqueue(self.handle, scope, limit)
 
     def __repr__(self) -> str:
