@@ -1,4 +1,7 @@
-"""The conformance suite: one suite, unchanged, on every driver and clock."""
+"""The conformance suite: one suite, unchanged, on every driver and clock, and every version.
+
+The oldest driver has no pools: it runs the modules that say `BELOW_POOLS = True`.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,16 @@ from importlib.util import find_spec
 
 import pytest
 
-from helpers.world import CUDA, SIMULATED, World, standin_library
+from helpers.world import CUDA, OLDER, OLDEST, SIMULATED, World, standin_library
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "world" in metafunc.fixturenames:
-        everything = CUDA if metafunc.config.getoption("--driver") == "cuda" else SIMULATED
+        everything: tuple[tuple[str, ...], ...] = SIMULATED + OLDER
+        if getattr(metafunc.module, "BELOW_POOLS", False):
+            everything += OLDEST
+        if metafunc.config.getoption("--driver") == "cuda":
+            everything = CUDA
         if metafunc.definition.get_closest_marker("real_time"):
             everything = tuple(world for world in everything if world[0] != "virtual")
         # A GPU's machine may lack a kind of loop; `make test` has them all.
@@ -23,10 +30,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def world(request: pytest.FixtureRequest) -> Iterator[World]:
-    kind, backend = request.param
+    kind, backend, *version = request.param
     device_code = request.node.get_closest_marker("runs_device_code") is not None
     if device_code and kind == "cuda" and standin_library() is not None:
         pytest.skip("the stand-in runs no device code")
-    world = World(kind, backend)
+    world = World(kind, backend, *version)
     yield world
     world.check_nothing_left()

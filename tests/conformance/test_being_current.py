@@ -22,7 +22,10 @@ from greensched import (
     current,
 )
 from greensched.driver.base import Driver
-from helpers.world import World
+from greensched.typing import Feature
+from helpers.world import World, needs
+
+BELOW_POOLS = True
 
 THREADS = 4
 TURNS = 50
@@ -486,6 +489,7 @@ def test_what_is_pushed_in_a_block_ends_with_it(world: World) -> None:
 def test_a_green_context_on_a_second_thread_is_refused_with_both_named(world: World) -> None:
     """However it became current; launching on its stream from there is fine."""
     with opened(world) as (device,):
+        needs(device.driver, Feature.GREEN_STREAMS)
         green = green_of(device)
         stream = green.create_stream()
 
@@ -533,6 +537,7 @@ def test_a_thread_that_ends_gives_its_green_context_up(world: World) -> None:
 def test_streams_and_events_of_a_context_of_its_own_do_not_mix(world: World) -> None:
     """With green ones they are refused, both named, before the driver hears of it."""
     with opened(world) as (device,), ExitStack() as stack:
+        needs(device.driver, Feature.GREEN_STREAMS)
         own, other = (stack.enter_context(closing(Context.create(device))) for _ in range(2))
         green = stack.enter_context(closing(green_of(device)))
         mine, theirs = own.create_stream(), green.create_stream()
@@ -558,6 +563,7 @@ def test_streams_and_events_of_a_context_of_its_own_do_not_mix(world: World) -> 
 def test_what_outlives_its_context_says_so_and_names_both(world: World) -> None:
     """A stream or event used after its context's end is our error, with the context in it."""
     with opened(world) as (device,):
+        needs(device.driver, Feature.GREEN_STREAMS)
         for context in (Context.create(device), green_of(device)):
             stream, event = context.create_stream(), context.create_event()
             context.close()
@@ -619,6 +625,7 @@ def test_a_kernel_runs_in_a_context_of_its_own(world: World) -> None:
 def test_pools_use_no_context_of_its_own(world: World) -> None:
     """A pool opened and used inside a block of one has green contexts of the primary."""
     with opened(world) as (device,), closing(Context.create(device)) as own:
+        needs(device.driver, Feature.COMBINED_RESOURCES)
         pool = greensched.Pool([0], driver=device.driver)
 
         def inside(context: Context) -> tuple[bool, bool]:

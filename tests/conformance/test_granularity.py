@@ -35,11 +35,16 @@ def test_a_pool_cuts_as_finely_as_it_was_told(world: World, granularity: Any) ->
 
 
 def test_what_clusters_a_partition_has(world: World) -> None:
-    """Co-scheduled partitions have clusters of 8 from 9.0 on; fine ones have none that large."""
+    """Co-scheduled partitions have clusters of 8 from 9.0 on; fine ones have none that large.
+
+    A driver below 13.0 does not say how the SMs of a context are aligned: nothing is sure there.
+    """
 
     async def main() -> None:
         async with world.pool() as pool:
-            large = 8 if pool.devices[0].compute_capability >= (9, 0) else 1
+            device = pool.devices[0]
+            said = device.driver.version >= (13, 0)
+            large = 8 if said and device.compute_capability >= (9, 0) else 1
             async with pool.partition(8) as p:
                 assert p.max_cluster_size == large
             async with pool.partition(ALL) as p:

@@ -10,15 +10,17 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import anyio
+import pytest
 
 import greensched
 from greensched import driver as drivers
 from greensched.driver import simulated
 from greensched.driver.base import Driver
+from greensched.typing import Feature
 
 T = TypeVar("T")
 
-#: Worlds without a GPU: both clocks, each on what its loops can be.
+#: Worlds without a GPU: both clocks, each on what its loops can be, and a driver of CUDA 13.4.
 SIMULATED = (
     ("real", "asyncio"),
     ("real", "uvloop"),
@@ -26,6 +28,10 @@ SIMULATED = (
     ("virtual", "asyncio"),
     ("virtual", "trio"),
 )
+#: The older drivers, each with what is not there yet.
+OLDER = tuple(("real", "asyncio", version) for version in ("12.5", "13.0", "13.1"))
+#: The oldest: green contexts without streams, and so without pools.
+OLDEST = (("real", "asyncio", "12.4"),)
 #: Worlds of the CUDA driver, real or stood in for.
 CUDA = (("cuda", "asyncio"), ("cuda", "uvloop"), ("cuda", "trio"))
 
@@ -33,9 +39,10 @@ CUDA = (("cuda", "asyncio"), ("cuda", "uvloop"), ("cuda", "trio"))
 class World:
     """One of them. Every driver it made is checked for leaks when the test is over."""
 
-    def __init__(self, kind: str, backend: str) -> None:
+    def __init__(self, kind: str, backend: str, version: str | None = None) -> None:
         self.kind = kind
         self.backend = backend
+        self.version = version
         self.clock = simulated.VirtualClock(seed=1) if kind == "virtual" else None
         self._drivers: list[Driver] = []
         self._threads_before = set(threading.enumerate())
@@ -50,6 +57,8 @@ class World:
             standin_library()  # before the first driver call, if there is one
             found = drivers.open("cuda")
         else:
+            if self.version is not None and "@" not in spec:
+                spec = f"{spec}@{self.version}"
             found = simulated.open(spec, clock=self.clock, **options)
         self._drivers.append(found)
         return found
@@ -88,6 +97,12 @@ class World:
             if thread.name.startswith("greensched") and not thread.name.endswith("simulated-gpu"):
                 thread.join(5)
                 assert not thread.is_alive(), thread.name
+
+
+def needs(driver: Driver, feature: Feature) -> None:
+    """Leaves a test out where the driver lacks a feature: that it says so, other tests show."""
+    if not driver.supports(feature):
+        pytest.skip(f"this driver lacks {feature.value}")
 
 
 def standin_library() -> ctypes.CDLL | None:

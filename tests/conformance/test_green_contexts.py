@@ -1,0 +1,279 @@
+"""Green contexts in use, below a pool: kernels, streams and events of theirs, what is current.
+
+Much of it is what cuda.core's own tests ask of green contexts; docs/behaviours.md has the list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+
+import numpy as np
+import pytest
+
+import greensched
+from greensched import (
+    Context,
+    ContextOptions,
+    Device,
+    InvalidSplit,
+    LaunchConfig,
+    NotSupported,
+    PinnedBuffer,
+    SMResourceOptions,
+    Stream,
+    WorkqueueResourceOptions,
+    launch,
+)
+from greensched.kernels import fill
+from greensched.typing import ContextHandle, Feature, GreenHandle, HostMemory, StreamHandle
+from helpers.world import World, needs
+
+BELOW_POOLS = True
+
+N = 1000
+CONFIG = LaunchConfig(grid=8, block=64)
+
+
+@contextmanager
+def opened(world: World, spec: str = "h200", devices: int = 1) -> Iterator[tuple[Device, ...]]:
+    """Devices on one driver, closed at the end; skipped where there are not so many."""
+    driver = world.driver(spec)
+    driver.initialise()
+    if driver.device_count() < devices:
+        pytest.skip(f"needs {devices} devices")
+    with ExitStack() as stack:
+        yield tuple(
+            stack.enter_context(closing(Device(ordinal, driver=driver)))
+            for ordinal in range(devices)
+        )
+        assert driver.current() is None, "the test left something current"
+
+
+def step(device: Device) -> int:
+    """SMs that every driver cuts a group of."""
+    sm = device.resources.sm
+    return max(sm.min_partition_size, sm.coscheduled_alignment, 2)
+
+
+@contextmanager
+def greens(device: Device, number: int) -> Iterator[list[Context]]:
+    """Green contexts over groups of one split, closed at the end."""
+    groups, _ = device.resources.sm.split(SMResourceOptions(count=(step(device),) * number))
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(closing(device.create_context(ContextOptions(resources=[group]))))
+            for group in groups
+        ]
+
+
+class Mapped:
+    """Memory that a kernel writes and the host reads, without a pool."""
+
+    is_closed = False
+    fault = None
+
+    def __init__(self, device: Device) -> None:
+        self.device = device.ordinal
+        self._owner = device
+        with device:
+            self.host: HostMemory = device.driver.allocate_host(4 * N)
+        self.buffer = PinnedBuffer(self, self.host, (N,), np.dtype(np.float32))
+
+    def give_back(self, host: HostMemory, _uses: object) -> None:
+        with self._owner:
+            self._owner.driver.free_host(host)
+
+    def close(self) -> None:
+        self.buffer.close()
+
+
+# -- kernels ----------------------------------------------------------------------------------
+
+
+@pytest.mark.runs_device_code
+def test_a_kernel_of_a_green_context_does_its_work(world: World) -> None:
+    """A kernel on its stream writes what it should, and nothing is made current for it."""
+    with opened(world) as (device,):
+        needs(device.driver, Feature.GREEN_STREAMS)
+        with (
+            greens(device, 1) as (green,),
+            closing(Mapped(device)) as memory,
+            closing(green.create_stream()) as stream,
+        ):
+            launch(stream, CONFIG, fill, memory.buffer, 42.0, N)
+            assert device.driver.current() is None
+            stream.sync()
+            assert set(memory.buffer.array.tolist()) == {42.0}
+
+
+@pytest.mark.runs_device_code
+def test_two_contexts_run_kernels_of_their_own(world: World) -> None:
+    """Two green contexts fill two buffers at once, each with its own value."""
+    with opened(world) as (device,), ExitStack() as stack:
+        needs(device.driver, Feature.GREEN_STREAMS)
+        contexts = stack.enter_context(greens(device, 2))
+        memory = [stack.enter_context(closing(Mapped(device))) for _ in contexts]
+        streams = [stack.enter_context(closing(c.create_stream())) for c in contexts]
+        for value, stream, out in zip((10.0, 20.0), streams, memory, strict=True):
+            launch(stream, CONFIG, fill, out.buffer, value, N)
+        for value, stream, out in zip((10.0, 20.0), streams, memory, strict=True):
+            stream.sync()
+            assert set(out.buffer.array.tolist()) == {value}
+
+
+@pytest.mark.runs_device_code
+def test_a_context_with_work_queues_of_its_own_runs_kernels(world: World) -> None:
+    """SMs and a configuration for balanced work queues make a context whose kernels work."""
+    with opened(world) as (device,):
+        needs(device.driver, Feature.WORKQUEUES)
+        queue = device.resources.workqueue
+        queue.configure(
+            WorkqueueResourceOptions(sharing_scope="green_ctx_balanced", concurrency_limit=4)
+        )
+        (largest,), _ = device.resources.sm.split(SMResourceOptions(count=None))
+        options = ContextOptions(resources=[largest, queue])
+        with (
+            closing(device.create_context(options)) as green,
+            closing(Mapped(device)) as memory,
+            closing(green.create_stream()) as stream,
+        ):
+            assert green.is_green
+            launch(stream, CONFIG, fill, memory.buffer, 99.0, N)
+            stream.sync()
+            assert set(memory.buffer.array.tolist()) == {99.0}
+
+
+# -- whose is what ----------------------------------------------------------------------------
+
+
+def test_two_contexts_have_no_more_than_the_device(world: World) -> None:
+    """What two contexts over one split say they have is some of the device's SMs, and not all."""
+    with opened(world) as (device,), greens(device, 2) as contexts:
+        counts = [context.resources.sm.sm_count for context in contexts]
+        assert counts == [step(device)] * 2
+        assert sum(counts) <= device.resources.sm.sm_count
+
+
+def test_an_event_recorded_on_a_green_stream_is_of_its_context(world: World) -> None:
+    """It says so, mixes with no context of its own, and ends with the green one."""
+    with opened(world) as (device,), closing(Context.create(device)) as own:
+        needs(device.driver, Feature.GREEN_STREAMS)
+        with greens(device, 1) as (green,), closing(own.create_stream()) as other:
+            stream = green.create_stream()
+            event, kept = stream.record(), stream.record()
+            assert event.context is stream.context is green
+            assert event.context.is_green
+            event.sync()
+            with pytest.raises(greensched.WrongContext):
+                other.wait(event)
+            event.close()
+            green.close()
+            with pytest.raises(greensched.Closed, match="context is gone"):
+                kept.sync()
+            kept.close()
+            stream.close()
+
+
+def test_a_context_set_current_and_replaced_is_found_again(world: World) -> None:
+    """What is current is asked of the driver and comes back as the same object, both ways."""
+    with opened(world) as (device,), greens(device, 1) as (green,):
+        driver = device.driver
+        device.set_current()
+        before = Context.current(driver)
+        assert before is device.primary
+        for _ in range(2):
+            green.set_current()
+            assert Context.current(driver) is green
+            with pytest.raises(greensched.InvalidRequest, match="current on this thread"):
+                green.close()
+            before.set_current()
+            assert Context.current(driver) is before
+            assert not green.is_current
+        before.pop()
+
+
+def test_what_is_made_on_a_device_is_made_there(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Streams, events and work queues are of the device asked, whatever else is current."""
+    with opened(world, "h200x2", devices=2) as (here, there):
+        driver, made = here.driver, list[object]()
+        create_stream, create_event = driver.create_stream, driver.create_event
+
+        def stream_made(green: GreenHandle | None, priority: int) -> StreamHandle:
+            made.append(driver.current())
+            return create_stream(green, priority)
+
+        def event_made(*, timing: bool, blocking: bool) -> object:
+            made.append(driver.current())
+            return create_event(timing=timing, blocking=blocking)
+
+        monkeypatch.setattr(driver, "create_stream", stream_made)
+        monkeypatch.setattr(driver, "create_event", event_made)
+        primary: ContextHandle = there.primary.handle
+        with here:
+            stream: Stream = there.create_stream()
+            with closing(stream), closing(stream.record()), closing(there.primary.create_event()):
+                assert stream.context.device_ordinal == 1
+            assert here.primary.is_current
+        assert made == [primary] * 3
+        assert driver.context_device(primary) == 1
+        if driver.supports(Feature.WORKQUEUES):
+            assert [device.resources.workqueue.device for device in (here, there)] == [0, 1]
+
+
+# -- cutting ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", ["t4", "a100", "l40s", "h200", "rtx5090"])
+def test_every_kind_of_device_says_how_it_is_cut(world: World, spec: str) -> None:
+    """The least group and the alignment are even, above 0, and what a split then gives."""
+    with opened(world, spec) as (device,):
+        sm = device.resources.sm
+        for number in (sm.min_partition_size, sm.coscheduled_alignment):
+            assert number >= 2
+            assert number % 2 == 0
+        groups, _ = sm.split(SMResourceOptions(count=step(device)))
+        assert [group.sm_count for group in groups] == [step(device)]
+        assert sm.min_partition_size <= step(device)
+        if device.compute_capability < (9, 0):
+            assert sm.coscheduled_alignment == 2
+
+
+def test_backfill_allows_what_is_refused_without(world: World) -> None:
+    """Two groups that whole co-scheduled sets do not give come with backfill, from 13.1 on."""
+    with opened(world) as (device,):
+        sm = device.resources.sm
+        if not device.driver.supports(Feature.STRUCTURED_SPLIT):
+            with pytest.raises(NotSupported, match=r"backfill needs .*CUDA 13\.1; this is CUDA 1"):
+                sm.split(SMResourceOptions(count=(10, 10), backfill=True))
+            return
+        half = sm.sm_count // 4 * 2
+        asked = (half, half)
+        with pytest.raises(InvalidSplit):
+            sm.split(SMResourceOptions(count=asked))
+        for dry_run in (True, False):
+            groups, rest = sm.split(SMResourceOptions(count=asked, backfill=True), dry_run=dry_run)
+            assert tuple(group.sm_count for group in groups) == asked
+            assert (rest.sm_count if rest is not None else 0) == sm.sm_count - 2 * half
+
+
+def test_a_dry_run_with_counts_is_answered(world: World) -> None:
+    """What cuda.core's dry run fails on, explicit counts, is answered; a refusal says why."""
+    with opened(world) as (device,):
+        sm, least = device.resources.sm, step(device)
+        for count in (least, (least, least), (least,) * 4):
+            (groups, rest), (real, left) = (
+                sm.split(SMResourceOptions(count=count), dry_run=dry_run)
+                for dry_run in (True, False)
+            )
+            assert [g.sm_count for g in groups] == [g.sm_count for g in real]
+            assert rest is not None
+            assert left is not None
+            assert rest.sm_count == left.sm_count
+        for dry_run in (True, False):
+            with pytest.raises(InvalidSplit) as refused:
+                sm.split(SMResourceOptions(count=least + 1), dry_run=dry_run)
+            assert refused.value.why
+            assert refused.value.nearest
