@@ -8,6 +8,7 @@ import mmap
 import re
 import threading
 import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -123,6 +124,17 @@ def test_a_context_of_its_own(driver: Driver, standin: Standin, primary: Any) ->
     assert driver.current() == primary
     with pytest.raises(errors.CUDAError, match="INVALID_VALUE"):
         driver.create_context(0, ContextFlags(3))
+
+
+def test_a_flag_that_the_header_lost_is_told(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a wheel's header has a flag no more, asking for it is NotSupported and names it."""
+    kept = {flag.name: flag for flag in cuda.CUctx_flags if "LMEM" not in flag.name}
+    monkeypatch.setattr(cuda, "CUctx_flags", SimpleNamespace(**kept))
+    driver.destroy_context(driver.create_context(0, ContextFlags.MAP_HOST))
+    with pytest.raises(errors.NotSupported, match="LMEM_RESIZE_TO_MAX"):
+        driver.create_context(0, ContextFlags.LMEM_RESIZE_TO_MAX)
 
 
 def test_the_primarys_flags(driver: Driver, primary: Any) -> None:
