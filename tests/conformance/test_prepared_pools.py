@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import greensched
 from greensched import REST, InvalidLaunch, InvalidRequest, LaunchConfig, Pool, Program
 from greensched.kernels import fill, saxpy
+from greensched.typing import Limit
 from helpers.waiting import until
 from helpers.world import World
 
@@ -111,6 +113,33 @@ def test_what_cannot_be_prepared_is_refused(options: dict[str, Any]) -> None:
     """Where the pool is made, with what to give instead."""
     with pytest.raises(InvalidRequest, match=r"such as|at least 0"):
         Pool(**options)
+
+
+@pytest.mark.parametrize("needed", [0, 1 << 14])
+def test_local_memory_is_as_large_as_kernels_need(
+    world: World, monkeypatch: pytest.MonkeyPatch, needed: int
+) -> None:
+    """Threads have what the neediest prepared kernel takes, before any launch, and never less."""
+    driver = world.driver()
+    limits = driver.kernel_limits
+
+    def needy(kernel: Any, device: int) -> Any:
+        return replace(limits(kernel, device), local_bytes=needed)
+
+    async def main() -> None:
+        async with Pool([0], driver=driver) as pool:
+            default = pool.devices[0].primary.stack_bytes
+        monkeypatch.setattr(driver, "kernel_limits", needy)
+        async with Pool([0], driver=driver, prepare=[fill]) as pool, pool.partition(8) as p:
+            with p.context:  # a driver may keep it for each context, or for the primary's all
+                assert driver.limit(Limit.STACK) == max(default, needed)
+            with await p.empty(64) as buffer:
+                await p.launch(fill, LaunchConfig(grid=1, block=64), buffer, 1.0, 64)
+        if world.is_simulated:  # else another library may keep the primary context
+            async with Pool([0], driver=driver) as pool:
+                assert pool.devices[0].primary.stack_bytes == default
+
+    world.run(main)
 
 
 def test_a_kernel_that_cannot_be_loaded_keeps_the_pool_closed(world: World) -> None:
