@@ -6,6 +6,7 @@ import contracts enforce.
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -15,6 +16,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+
+import run_standin
+from greensched.driver import simulated
+from helpers.world import OLDER, OLDEST
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
@@ -146,6 +151,47 @@ def _code(page: Path) -> str:
     return "\n".join(
         re.findall(r"`([^`\n]+)`", text) + re.findall(r"^ {4,}(\S.*)$", text, re.MULTILINE)
     )
+
+
+# -- behaviours -------------------------------------------------------------------------------
+
+
+def names_in(path: Path) -> set[str]:
+    """The names of the tests of a module."""
+    return {
+        node.name
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    }
+
+
+def behaviours() -> list[str]:
+    """The lines of the tables of behaviours, without their heads."""
+    page = (ROOT / "docs/behaviours.md").read_text()
+    _, *rows = re.split(r"^## ", page, flags=re.MULTILINE)
+    tables = re.findall(r"^\|[-|]+\|\n((?:\|.*\n)+)", "\n".join(rows), re.MULTILINE)
+    return [line for table in tables for line in table.splitlines()]
+
+
+def test_every_behaviour_has_a_test() -> None:
+    """Each line of docs/behaviours.md names tests, in its last column, and each of them exists."""
+    lines = behaviours()
+    assert len(lines) > 150
+    for line in lines:
+        what, *_, tests = line.strip("|").split(" | ")
+        named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", tests)
+        assert named, what
+        assert len(named) == tests.count("::"), what
+        for path, name in named:
+            assert name in names_in(ROOT / path), f"{what}: {path}::{name}"
+
+
+def test_the_versions_are_those_that_are_promised() -> None:
+    """The suite runs on simulated drivers of each version, on the stand-in from 13.0 on."""
+    older = [version for _, _, version in (*OLDEST, *OLDER)]
+    assert older == ["12.4", "12.5", "13.0", "13.1"]
+    assert simulated.VERSIONS[-1] == (13, 4)  # which all other worlds have
+    assert run_standin.VERSIONS == (13000, 13010)
 
 
 # -- the house --------------------------------------------------------------------------------
