@@ -52,7 +52,10 @@ def green_of(device: Device) -> Context:
 
 
 def on_thread(function: Callable[[], Any], name: str | None = None) -> Any:
-    """What a function returns on a thread of its own; what it raises is raised here."""
+    """What a function returns on a thread of its own; what it raises is raised here.
+
+    What waits for the device goes there: the main thread's calls are judged as a loop's.
+    """
     outcome: list[Any] = []
 
     def body() -> None:
@@ -115,7 +118,7 @@ def test_a_block_of_a_device_nests_in_itself_and_is_used_again(world: World) -> 
                 assert device.primary.is_current
             assert not device.primary.is_current
         with closing(device.create_stream()) as stream:
-            stream.sync()
+            on_thread(stream.sync)
 
 
 def test_a_block_always_sets(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,7 +254,7 @@ def test_current_finds_each_context_as_the_object_it_is(world: World) -> None:
         assert (adopted.kind, adopted.handle, adopted.device.ordinal) == ("adopted", raw, 0)
         assert Context.current(driver) is adopted
         with closing(adopted.create_stream()) as stream:
-            stream.sync()
+            on_thread(stream.sync)
         adopted.close()
         assert driver.current() == raw, "closing an adopted one ends nothing of somebody else's"
         driver.pop_current()
@@ -351,7 +354,7 @@ def test_closing_a_device_that_is_in_use_is_refused(world: World) -> None:
         with device, pytest.raises(greensched.InvalidRequest, match="current"):
             device.close()
         with closing(device.create_stream()) as stream:
-            stream.sync()
+            on_thread(stream.sync)
         device.set_current()
         with pytest.raises(greensched.InvalidRequest, match="current"):
             device.close()
@@ -556,7 +559,7 @@ def test_streams_and_events_of_a_context_of_its_own_do_not_mix(world: World) -> 
                 refused()
             assert repr(caught.value.what) in str(caught.value)
             assert repr(caught.value.other) in str(caught.value)
-        mine.sync()
+        on_thread(mine.sync)
         stack.callback(gc.collect)
 
 
@@ -618,7 +621,7 @@ def test_a_kernel_runs_in_a_context_of_its_own(world: World) -> None:
         with closing(Context.create(device)) as own, closing(own.create_stream()) as stream:
             config = greensched.LaunchConfig(grid=1, block=1)
             greensched.launch(stream, config, greensched.kernels.spin, 1000)
-            stream.sync()
+            on_thread(stream.sync)
             assert not driver.primary_state(0)[1]
 
 
