@@ -59,7 +59,7 @@ def greens(devices: list[Device]) -> list[Context]:
         device: device.create_context(
             ContextOptions(resources=device.resources.sm.split(options)[0])
         )
-        for device in devices
+        for device in set(devices)
     }
     return [made[device] for device in devices]
 

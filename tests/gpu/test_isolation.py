@@ -43,7 +43,7 @@ def test_random_leases_share_no_sm() -> None:
                     held[number] = mine
                     counts["at once"] = max(counts["at once"], len(held))
                     try:
-                        job = p.launch(smids, config, seen, 300_000)
+                        job = p.launch(smids, config, seen, 1_000_000)  # longer than a loop's turn
                         if cancelled:
                             scope.cancel()
                         await job

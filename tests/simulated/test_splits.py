@@ -114,6 +114,11 @@ def test_what_cannot_be_cut_is_refused(machine: Machine, groups: int | None, min
         counts(machine, groups, minimum)
 
 
+def test_every_sm_can_be_one_group(machine: Machine) -> None:
+    """Asked for as one group they are given, though they are no multiple of the alignment."""
+    assert counts(machine, 1, 132) == ([132], 0)
+
+
 def test_independent_splits_overlap(machine: Machine) -> None:
     """Two splits of a device start from the same first SMs: their outputs are not disjoint."""
     small, large = (machine.cells(size)[0] for size in (16, 64))

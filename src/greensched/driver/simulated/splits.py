@@ -6,6 +6,7 @@ The rules, as an H200 answered under CUDA 13.0 (docs/measurements/h200-580, `spl
 * A group of one co-scheduled set lies in one GPC: so there are 15 of 8 SMs, and 12 left over.
 * A larger group takes the SMs of one GPC after the other, so there are total / size of them; of
   32 SMs cut so only three sets of 8 can be cut again.
+* Who asks for every SM gets every SM, also where that is no multiple (132, `resources.txt`).
 * Every split starts from the same first SMs: two independent ones overlap.
 * A group or a remainder cannot be split again; the resource of a context can.
 * 12.4: one resource to a descriptor. 12.5: several outputs of the *same* split. 13.0, as seen
@@ -115,6 +116,8 @@ def split_by_count(
     _refuse_output(source)
     least, alignment = (2, 2) if fine else (source.minimum, source.alignment)
     size = -(-max(minimum, least) // alignment) * alignment
+    if minimum == source.mask.bit_count():
+        size = minimum
     possible = _groups(model, source.mask, size, whole_sets=size == alignment and not fine)
     masks = possible if groups is None else possible[: max(0, groups)]
     if not masks or minimum > source.mask.bit_count():
