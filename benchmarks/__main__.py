@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import cuda, heartbeat, importing, launching, leasing
+from benchmarks import calling, cuda, heartbeat, importing, launching, leasing
 from benchmarks.measure import Bystanders, Row, table
 from greensched import driver as drivers
 
@@ -49,13 +49,11 @@ def _folder(name: str) -> str:
 
 
 def _simulated() -> list[Row]:
-    async def both() -> list[Row]:
-        return [
-            *await leasing.measure(drivers.open("simulated:h200")),
-            *await launching.measure(drivers.open("simulated:h200")),
-        ]
+    async def all_of_them() -> list[Row]:
+        parts = leasing, launching, calling
+        return [row for part in parts for row in await part.measure(drivers.open("simulated:h200"))]
 
-    return asyncio.run(both())
+    return asyncio.run(all_of_them())
 
 
 def _print(found: dict[str, list[Row]], machine: str, *, as_json: bool) -> None:

@@ -14,9 +14,11 @@ from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from greensched import Buffer, LaunchConfig, Pool
 from greensched.driver.base import Driver
-from greensched.kernels import fill
+from greensched.kernels import saxpy
 from greensched.launcher import Arguments
 
 SMS = 16
@@ -34,6 +36,8 @@ class ByHand:
     pack_and_launch: Callable[[], object]
     #: Records the event behind what was launched.
     record: Callable[[], object]
+    #: Has the stream write a number behind what was launched, as our tickets are.
+    mark: Callable[[], object]
     #: Whether the event has come.
     is_done: Callable[[], bool]
     #: Blocks until it has.
@@ -46,8 +50,8 @@ class ByHand:
 
 
 def arguments(buffer: Buffer) -> tuple[object, ...]:
-    """What `fill` is launched with, on both sides."""
-    return buffer, 1.5, ITEMS
+    """What `saxpy` is launched with, on both sides: four arguments, two of them buffers."""
+    return 0.0, buffer, buffer, ITEMS
 
 
 @asynccontextmanager
@@ -55,21 +59,24 @@ async def by_hand(driver: Driver, pool: Pool) -> AsyncIterator[ByHand]:
     """On SMs of its own, beside our side's."""
     made = _cuda if driver.name == "cuda" else _on_the_port
     async with pool.partition(SMS) as p:
-        with await p.empty(ITEMS) as buffer:
-            await p.launch(fill, CONFIG, *arguments(buffer))  # loads it
-            kernel = pool.devices[p.device].loader.loaded(fill)
+        with await p.empty(ITEMS) as buffer, await p.empty_pinned(1, np.uint32) as word:
+            await p.launch(saxpy, CONFIG, *arguments(buffer))  # loads it
+            kernel = pool.devices[p.device].loader.loaded(saxpy)
             with closing(await p.run(p.context.create_event)) as event:
-                yield made(driver, p.stream.handle, kernel, event.handle, buffer)
+                yield made(driver, p.stream.handle, kernel, event.handle, buffer, word.address)
 
 
 def _packed(buffer: Buffer) -> Arguments:
-    packed = Arguments(fill, buffer.device)
+    packed = Arguments(saxpy, buffer.device)
     packed.fill(arguments(buffer))
     return packed
 
 
-def _on_the_port(driver: Driver, stream: Any, kernel: Any, event: Any, buffer: Buffer) -> ByHand:
+def _on_the_port(
+    driver: Driver, stream: Any, kernel: Any, event: Any, buffer: Buffer, word: int
+) -> ByHand:
     packed = _packed(buffer)
+    mark = driver.bind_mark(stream, word)
     launch = driver.bind_launch(stream, kernel, CONFIG.grid3, CONFIG.block3, 0, packed.address)
 
     def pack_and_launch() -> None:
@@ -80,22 +87,24 @@ def _on_the_port(driver: Driver, stream: Any, kernel: Any, event: Any, buffer: B
         launch,
         pack_and_launch,
         lambda: driver.record_event(event, stream),
+        lambda: mark(1),
         lambda: driver.query_event(event),
         lambda: driver.synchronize_event(event),
     )
 
 
-def _cuda(_: Driver, stream: Any, kernel: Any, event: Any, buffer: Buffer) -> ByHand:
+def _cuda(_: Driver, stream: Any, kernel: Any, event: Any, buffer: Buffer, word: int) -> ByHand:
     """As the examples of `cuda.bindings` do it: values and their types as tuples."""
     from cuda.bindings import driver as cuda  # type: ignore[import-untyped]  # ships no types
 
     packed = _packed(buffer)
     function = cuda.CUfunction(int(kernel))
     geometry = (*CONFIG.grid3, *CONFIG.block3, 0, stream)
-    types = (ctypes.c_void_p, ctypes.c_float, ctypes.c_size_t)
+    types = (ctypes.c_float, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+    address = cuda.CUdeviceptr(word)
 
     def pack_and_launch() -> None:
-        values = (buffer.address, *arguments(buffer)[1:])
+        values = (0.0, buffer.address, buffer.address, ITEMS)
         check(cuda.cuLaunchKernel(function, *geometry, (values, types), 0))
 
     def check(answer: tuple[Any, ...]) -> None:
@@ -106,6 +115,7 @@ def _cuda(_: Driver, stream: Any, kernel: Any, event: Any, buffer: Buffer) -> By
         lambda: check(cuda.cuLaunchKernel(function, *geometry, packed.address, 0)),
         pack_and_launch,
         lambda: check(cuda.cuEventRecord(event, stream)),
+        lambda: check(cuda.cuStreamWriteValue32(stream, address, 1, 0)),
         lambda: not cuda.cuEventQuery(event)[0],
         lambda: check(cuda.cuEventSynchronize(event)),
     )

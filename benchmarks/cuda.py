@@ -13,7 +13,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
-from benchmarks import launching, leasing
+from benchmarks import calling, launching, leasing
 from benchmarks.measure import Row, table
 from greensched import driver as drivers
 
@@ -46,7 +46,8 @@ def _in_a_process(folder: str, settings: dict[str, str]) -> list[Row]:
 
 async def _rows() -> list[Row]:
     driver = drivers.open("cuda")
-    return [*await leasing.measure(driver), *await launching.measure(driver)]
+    parts = leasing, launching, calling
+    return [row for part in parts for row in await part.measure(driver)]
 
 
 if __name__ == "__main__":

@@ -1,22 +1,26 @@
-"""What a launch in a partition costs, beside one by hand: submitted, and awaited."""
+"""What a launch in a partition costs, beside one by hand: submitted, asked for, and awaited."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable
 from functools import partial
 from time import perf_counter
+from typing import Any
 
 from benchmarks.byhand import CONFIG, ITEMS, SMS, ByHand, arguments, by_hand
-from benchmarks.measure import Comparison, Row, compare, table
-from greensched import Buffer, Partition, Pool
+from benchmarks.measure import Comparison, Row, Work, compare, table
+from greensched import Bound, Buffer, Partition, Pool
 from greensched import driver as drivers
 from greensched.driver.base import Driver
-from greensched.kernels import fill
+from greensched.kernels import saxpy
 
 #: Launches to a stopwatch, where one takes about as long as starting and stopping it; well below
 #: what a driver's queue holds.
 BURST = 20
+#: Jobs in flight, and how many are submitted in all, for the rate of a full lane.
+IN_FLIGHT, JOBS = 64, 256
 
 
 async def measure(driver: Driver) -> list[Row]:
@@ -27,88 +31,149 @@ async def measure(driver: Driver) -> list[Row]:
         pool.partition(SMS) as p,
     ):
         with await p.empty(ITEMS) as buffer:
-            await p.launch(fill, CONFIG, *arguments(buffer))
+            await p.prepare(saxpy, CONFIG)
+            bench = _Bench(p, buffer, p.bind(saxpy, CONFIG, *arguments(buffer)), hand)
             comparisons = [
-                await compared(p, buffer, hand)
-                for compared in (_bound, _submitted, _polled, _threaded)
+                await bench.bound(),
+                await bench.patched(),
+                await bench.submitted(),
+                await bench.launched(),
+                await bench.asked(),
+                await bench.done_already(),
+                await bench.full(),
+                await bench.awaited(hand.poll, "polled event"),
+                await bench.awaited(partial(asyncio.to_thread, hand.sync), "event in to_thread"),
             ]
     return [c.row(part, "us") for c in comparisons for part in (0.5, 0.99)]
 
 
-async def _bound(p: Partition, buffer: Buffer, hand: ByHand) -> Comparison:
-    """Both packed once; the price of submitting alone, as the mean of a burst."""
-    bound = p.bind(fill, CONFIG, *arguments(buffer))
+class _Bench:
+    """Both sides of each comparison."""
 
-    async def ours() -> float:
-        start = perf_counter()
-        for _ in range(BURST):
-            bound()
-        took = perf_counter() - start
-        await bound.submit()
-        return took / BURST
+    def __init__(self, p: Partition, buffer: Buffer, bound: Bound, hand: ByHand) -> None:
+        self.p = p
+        self.bind = bound
+        self.hand = hand
+        self.values = arguments(buffer)
 
-    async def theirs() -> float:
-        start = perf_counter()
-        for _ in range(BURST):
-            hand.launch()
-        took = perf_counter() - start
-        hand.record()
-        await hand.poll()
-        return took / BURST
+    def _ours(self, work: Callable[[], object]) -> Work:
+        """The mean of a burst; what it submitted is waited for beside the stopwatch."""
 
-    return await compare("bound launch | raw launch, packed once", ours, theirs)
+        async def ours() -> float:
+            start = perf_counter()
+            for _ in range(BURST):
+                work()
+            took = perf_counter() - start
+            await self.bind.submit()
+            return took / BURST
 
+        return ours
 
-async def _submitted(p: Partition, buffer: Buffer, hand: ByHand) -> Comparison:
-    """Both can tell afterwards when it is done: ours by its ticket, theirs by the event."""
+    def _theirs(self, *steps: Callable[[], object]) -> Work:
+        async def theirs() -> float:
+            start = perf_counter()
+            for _ in range(BURST):
+                for step in steps:
+                    step()
+            took = perf_counter() - start
+            self.hand.record()
+            await self.hand.poll()
+            return took / BURST
 
-    async def ours() -> float:
-        start = perf_counter()
-        for _ in range(BURST):
-            job = p.launch(fill, CONFIG, *arguments(buffer))
-        took = perf_counter() - start
+        return theirs
+
+    async def bound(self) -> Comparison:
+        """Both packed once; the price of submitting alone."""
+        what = "bound launch | raw launch, packed once"
+        return await compare(what, self._ours(self.bind), self._theirs(self.hand.launch))
+
+    async def patched(self) -> Comparison:
+        """Four arguments set before each launch, beside one that sets none."""
+
+        def launch() -> None:
+            for index, value in enumerate(self.values):
+                self.bind.set(index, value)
+            self.bind()
+
+        what = "bound launch, 4 arguments set | raw launch, packed once"
+        return await compare(what, self._ours(launch), self._theirs(self.hand.launch))
+
+    async def submitted(self) -> Comparison:
+        """Both are marked behind; ours is a job."""
+        what = "bound.submit | raw launch + mark"
+        theirs = self._theirs(self.hand.launch, self.hand.mark)
+        return await compare(what, self._ours(self.bind.submit), theirs)
+
+    async def launched(self) -> Comparison:
+        """With every check, beside a launch packed once and its mark."""
+
+        def launch() -> object:
+            return self.p.launch(saxpy, CONFIG, *self.values)
+
+        theirs = self._theirs(self.hand.launch, self.hand.mark)
+        return await compare("launch | raw launch + mark", self._ours(launch), theirs)
+
+    async def asked(self) -> Comparison:
+        """Whether something is done that is."""
+        job = self.bind.submit()
         await job
-        return took / BURST
+        self.hand.record()
+        await self.hand.poll()
+        theirs = self._theirs(self.hand.is_done)
+        return await compare("is_done | event query", self._ours(lambda: job.is_done), theirs)
 
-    async def theirs() -> float:
-        start = perf_counter()
-        for _ in range(BURST):
-            hand.pack_and_launch()
-            hand.record()
-        took = perf_counter() - start
-        await hand.poll()
-        return took / BURST
+    async def done_already(self) -> Comparison:
+        """Submitted and awaited one at a time, beside a launch and a mark that nobody awaits."""
 
-    return await compare("launch | raw launch + event", ours, theirs)
+        async def ours() -> float:
+            start = perf_counter()
+            for _ in range(BURST):
+                await self.bind.submit()
+            return (perf_counter() - start) / BURST
 
+        theirs = self._theirs(self.hand.launch, self.hand.mark)
+        return await compare("bound.submit, await | raw launch + mark", ours, theirs)
 
-async def _polled(p: Partition, buffer: Buffer, hand: ByHand) -> Comparison:
-    return await _awaited(p, buffer, hand, hand.poll, "polled event")
+    async def full(self) -> Comparison:
+        """Jobs of a lane that always has many, each awaited; by hand, one look at the end."""
 
+        async def ours() -> float:
+            start = perf_counter()
+            flying = deque[Any]()
+            for _ in range(JOBS):
+                flying.append(self.bind.submit())
+                if len(flying) == IN_FLIGHT:
+                    await flying.popleft()
+            for job in flying:
+                await job
+            return (perf_counter() - start) / JOBS
 
-async def _threaded(p: Partition, buffer: Buffer, hand: ByHand) -> Comparison:
-    wait = partial(asyncio.to_thread, hand.sync)
-    return await _awaited(p, buffer, hand, wait, "event in to_thread")
+        async def theirs() -> float:
+            start = perf_counter()
+            for _ in range(JOBS):
+                self.hand.launch()
+            self.hand.record()
+            await self.hand.poll()
+            return (perf_counter() - start) / JOBS
 
+        return await compare(f"a job, {IN_FLIGHT} in flight | raw launches", ours, theirs)
 
-async def _awaited(
-    p: Partition, buffer: Buffer, hand: ByHand, wait: Callable[[], Awaitable[object]], by: str
-) -> Comparison:
-    """One launch at a time; by hand its end is heard of by some way to wait for the event."""
+    async def awaited(self, wait: Callable[[], Awaitable[object]], by: str) -> Comparison:
+        """One launch at a time; by hand its end is heard of by some way to wait for the event."""
 
-    async def ours() -> float:
-        start = perf_counter()
-        await p.launch(fill, CONFIG, *arguments(buffer))
-        return perf_counter() - start
+        async def ours() -> float:
+            start = perf_counter()
+            await self.p.launch(saxpy, CONFIG, *self.values)
+            return perf_counter() - start
 
-    async def theirs() -> float:
-        start = perf_counter()
-        hand.pack_and_launch()
-        hand.record()
-        await wait()
-        return perf_counter() - start
+        async def theirs() -> float:
+            start = perf_counter()
+            self.hand.pack_and_launch()
+            self.hand.record()
+            await wait()
+            return perf_counter() - start
 
-    return await compare(f"launch, await | raw launch, {by}", ours, theirs)
+        return await compare(f"launch, await | raw launch, {by}", ours, theirs)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from time import perf_counter
 
 from benchmarks.byhand import CONFIG, ITEMS, SMS, arguments, by_hand
@@ -10,22 +12,28 @@ from benchmarks.measure import Comparison, Row, compare, table
 from greensched import Pool
 from greensched import driver as drivers
 from greensched.driver.base import Driver
-from greensched.kernels import fill
+from greensched.kernels import saxpy
 
 
 async def measure(driver: Driver) -> list[Row]:
     """Median and p99 of both."""
     async with Pool([0], driver=driver) as pool:
-        comparisons = (await _bare(pool), await _with_launch(driver, pool))
+        comparisons = (
+            await _bare("lease", pool.partition),
+            await _bare("lease at once (partition_nowait)", pool.partition_nowait),
+            await _with_launch(driver, pool),
+        )
     return [c.row(part, "us") for c in comparisons for part in (0.5, 0.99)]
 
 
-async def _bare(pool: Pool) -> Comparison:
+async def _bare(
+    what: str, lease: Callable[[int], AbstractAsyncContextManager[object]]
+) -> Comparison:
     semaphore = asyncio.Semaphore(1)
 
     async def ours() -> float:
         start = perf_counter()
-        async with pool.partition(SMS):
+        async with lease(SMS):
             pass
         return perf_counter() - start
 
@@ -35,7 +43,7 @@ async def _bare(pool: Pool) -> Comparison:
             pass
         return perf_counter() - start
 
-    return await compare("lease | semaphore", ours, theirs)
+    return await compare(f"{what} | semaphore", ours, theirs)
 
 
 async def _with_launch(driver: Driver, pool: Pool) -> Comparison:
@@ -47,7 +55,7 @@ async def _with_launch(driver: Driver, pool: Pool) -> Comparison:
         async def ours() -> float:
             start = perf_counter()
             async with pool.partition(SMS) as q:
-                await q.launch(fill, CONFIG, *arguments(buffer))
+                await q.launch(saxpy, CONFIG, *arguments(buffer))
             return perf_counter() - start
 
         async def theirs() -> float:

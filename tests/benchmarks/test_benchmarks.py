@@ -9,7 +9,7 @@ import pytest
 from benchmarks.leases import KINDS
 from benchmarks.measure import Comparison, Row
 
-from benchmarks import launching, leasing, measure, soak
+from benchmarks import calling, launching, leasing, measure, soak
 from greensched.driver import simulated
 from greensched.driver.base import Driver
 
@@ -21,7 +21,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("few")
-@pytest.mark.parametrize("benchmark", [leasing, launching])
+@pytest.mark.parametrize("benchmark", [leasing, launching, calling])
 def test_both_sides_are_measured(benchmark: object) -> None:
     """Each row has a time of ours, one of theirs, and an interval around their ratio."""
     driver: Driver = simulated.open("h200")
