@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.byhand import CONFIG, ITEMS, SMS, ByHand, arguments, by_hand
 from benchmarks.measure import Comparison, Row, Work, compare, table
-from greensched import Bound, Buffer, Partition, Pool
+from greensched import Buffer, Partition, Pool
 from greensched import driver as drivers
 from greensched.driver.base import Driver
 from greensched.kernels import saxpy
@@ -30,9 +30,9 @@ async def measure(driver: Driver) -> list[Row]:
         by_hand(driver, pool) as hand,
         pool.partition(SMS) as p,
     ):
-        with await p.empty(ITEMS) as buffer:
+        with await p.empty(ITEMS) as buffer, await p.empty(ITEMS) as other:
             await p.prepare(saxpy, CONFIG)
-            bench = _Bench(p, buffer, p.bind(saxpy, CONFIG, *arguments(buffer)), hand)
+            bench = _Bench(p, buffer, other, hand)
             comparisons = [
                 await bench.bound(),
                 await bench.patched(),
@@ -50,11 +50,13 @@ async def measure(driver: Driver) -> list[Row]:
 class _Bench:
     """Both sides of each comparison."""
 
-    def __init__(self, p: Partition, buffer: Buffer, bound: Bound, hand: ByHand) -> None:
+    def __init__(self, p: Partition, buffer: Buffer, other: Buffer, hand: ByHand) -> None:
         self.p = p
-        self.bind = bound
+        self.bound_values = arguments(buffer)
+        self.bind = p.bind(saxpy, CONFIG, *self.bound_values)
+        #: Of launches that are not bound: a buffer that no bound launch uses.
+        self.values = arguments(other)
         self.hand = hand
-        self.values = arguments(buffer)
 
     def _ours(self, work: Callable[[], object]) -> Work:
         """The mean of a burst; what it submitted is waited for beside the stopwatch."""
@@ -91,7 +93,7 @@ class _Bench:
         """Four arguments set before each launch, beside one that sets none."""
 
         def launch() -> None:
-            for index, value in enumerate(self.values):
+            for index, value in enumerate(self.bound_values):
                 self.bind.set(index, value)
             self.bind()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import abc
 import math
 import warnings
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
@@ -163,8 +164,11 @@ class Buffer(Given):
 
     # -- who uses it -----------------------------------------------------------------------------
 
-    def before(self, track: Track, *, write: bool) -> list[Use]:
+    def before(self, track: Track, *, write: bool) -> Sequence[Use]:
         """Work elsewhere that work on `track` must be ordered behind."""
+        mine = not self._bound and _only(self._writers, track)
+        if mine and (not write or _only(self._readers, track)):
+            return ()  # as for most buffers: nobody else uses them
         uses = self.uses() if write else self._written()
         return [
             (who, ticket) for who, ticket in uses if who is not track and not who.reached(ticket)
@@ -172,7 +176,7 @@ class Buffer(Given):
 
     def note(self, track: Track, ticket: int, *, write: bool) -> None:
         """Work on `track` up to `ticket` uses it, ordered behind what `before` said."""
-        if write:
+        if write and not (_only(self._writers, track) and not self._readers):
             for uses in (self._writers, self._readers):
                 for use in tuple(uses.items()):
                     if not _goes_on_beside(use, track):
@@ -254,6 +258,11 @@ class Buffer(Given):
     def __repr__(self) -> str:
         state = "closed" if self.is_closed else f"device {self.device}"
         return f"<Buffer {self.shape} {self.dtype} ({state})>"
+
+
+def _only(uses: dict[Track, int], track: Track) -> bool:
+    """Whether nobody but the track is among them."""
+    return not uses or (len(uses) == 1 and track in uses)
 
 
 def _goes_on_beside(use: Use, track: Track) -> bool:
