@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from greensched.launcher import LaunchConfig as LaunchConfig
     from greensched.launcher import launch as launch
     from greensched.partition import Partition as Partition
+    from greensched.planning.requests import ServiceStatistics as ServiceStatistics
+    from greensched.planning.services import ServiceClass as ServiceClass
     from greensched.plans import Plan as Plan
     from greensched.pool import CloseReport as CloseReport
     from greensched.pool import Pool as Pool
@@ -39,7 +41,6 @@ if TYPE_CHECKING:
     from greensched.typing import REST as REST
     from greensched.typing import CacheConfig as CacheConfig
     from greensched.typing import ContextFlags as ContextFlags
-    from greensched.typing import ServiceClass as ServiceClass
 
 #: Where each public name lives.
 _ROOMS = {
@@ -68,7 +69,8 @@ _ROOMS = {
     "REST": "typing",
     "SMResource": "resources",
     "SMResourceOptions": "splitting",
-    "ServiceClass": "typing",
+    "ServiceClass": "planning.services",
+    "ServiceStatistics": "planning.requests",
     "Stream": "stream",
     "WorkqueueResource": "resources",
     "WorkqueueResourceOptions": "resources",

@@ -17,7 +17,6 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 
 import anyio
@@ -35,11 +34,13 @@ from greensched.errors import (
 )
 from greensched.holding import Holding
 from greensched.loops import Door, Waiter, current_door
-from greensched.planning.cells import Demand
+from greensched.planning.placement import Placement
 from greensched.planning.policy import Policy
-from greensched.planning.scheduler import Request, Scheduler, State
+from greensched.planning.requests import Request, State
+from greensched.planning.scheduler import Scheduler
+from greensched.planning.services import ServiceClass
 from greensched.site import Site
-from greensched.typing import Size
+from greensched.wishes import Wish
 from greensched.worker import Crew, Worker
 
 logger = logging.getLogger("greensched")
@@ -58,20 +59,6 @@ class PoolState(enum.Enum):
     CLOSED = "closed"
     POISONED = "poisoned"
     FORKED = "forked"
-
-
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """What a partition is asked for: checked, and not yet requested."""
-
-    parts: tuple[Demand, ...]
-    sizes: tuple[Size, ...]
-    device: int | None
-    priority: int
-    deadline: float | None
-
-    def __str__(self) -> str:
-        return "sms=" + ", ".join(repr(size) for size in self.sizes)
 
 
 class Queued:
@@ -119,13 +106,26 @@ class Desk:
         #: Requests of tasks that were collected while they waited: the next caller gives them up.
         self._forsaken: deque[Request] = deque()
 
-    def start(self, sites: Sequence[Site], policy: Policy, max_waiting: int) -> None:
-        """Opens the desk over the sites."""
+    def start(
+        self,
+        sites: Sequence[Site],
+        policy: Policy,
+        max_waiting: int,
+        services: Sequence[ServiceClass],
+        placement: Placement,
+    ) -> None:
+        """Opens the desk over the sites.
+
+        Raises:
+            InvalidRequest: the floors of the classes do not fit on the devices.
+        """
         scheduler = Scheduler(
             [site.cells for site in sites],
             policy,
             max_waiting,
             lambda index, mask: mask in sites[index].crews,
+            services=services,
+            placement=placement,
         )
         for site, warm in zip(sites, scheduler.warm, strict=True):
             for mask in site.crews:
@@ -142,7 +142,7 @@ class Desk:
 
         Raises:
             TooManySMs, WouldDeadlock: it can never be.
-            QueueFull, DeadlineExceeded: it cannot be now.
+            QueueFull, DeadlineExceeded, DeadlineImpossible: it cannot be now.
             PoolClosed, Poisoned, ForkedPool: nothing is granted any more.
             CUDAError: no lane over the cells could be made.
         """
@@ -179,9 +179,11 @@ class Desk:
         request = self.scheduler.request(
             now,
             wish.parts,
+            service=wish.service,
             devices=None if wish.device is None else (self._index(wish.device),),
-            priority=wish.priority,
+            near=None if wish.near is None else self._index(wish.near),
             deadline=None if wish.deadline is None else now + wish.deadline,
+            cost=wish.cost,
             holder=completion.door.current_task(),
             wait=wait,
         )

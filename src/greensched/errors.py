@@ -4,7 +4,8 @@ Every class answers "whose fault, and what now":
 
 * *yours*, before anything is queued: `InvalidRequest` and what derives from it;
 * *closed by somebody*: `Closed`;
-* *not now*: `WouldBlock`, `WouldDeadlock`, `QueueFull`, `DeadlineExceeded`;
+* *not now*: `WouldBlock`, `WouldDeadlock`, `QueueFull`, `DeadlineExceeded`,
+  `DeadlineImpossible`;
 * *not here*: `DriverUnavailable`, `NotSupported`;
 * *the driver said no*: `CUDAError`, one job's matter unless it is a `DeviceFault`;
 * *the process is spoilt*: `Poisoned`.
@@ -301,6 +302,23 @@ class DeadlineExceeded(GreenschedError, TimeoutError):
     def __init__(self, deadline: float) -> None:
         self.deadline = deadline
         super().__init__(f"not granted within its deadline of {deadline:g} s")
+
+
+class DeadlineImpossible(GreenschedError, TimeoutError):
+    """It is known that the request cannot be done in time; nothing was queued.
+
+    Attributes:
+        predicted: seconds from now until it would be done.
+        deadline: seconds from now until it should be.
+    """
+
+    def __init__(self, predicted: float, deadline: float) -> None:
+        self.predicted = predicted
+        self.deadline = deadline
+        super().__init__(
+            f"done in {predicted:.3g} s at the earliest, and due in {deadline:.3g} s: ask for more "
+            "SMs, for less work, or later"
+        )
 
 
 # -- not here ---------------------------------------------------------------------------------

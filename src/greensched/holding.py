@@ -17,7 +17,7 @@ from greensched.completion import Completion
 from greensched.errors import CUDAError
 from greensched.jobs import Job
 from greensched.loops import Waiter
-from greensched.planning.scheduler import Lease
+from greensched.planning.requests import Lease
 from greensched.worker import Crew
 
 logger = logging.getLogger("greensched")

@@ -10,19 +10,19 @@ from __future__ import annotations
 import logging
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from numbers import Real
 from types import TracebackType
 from typing import Literal, ParamSpec, Self, TypeVar, get_args
 
 import anyio
 
 from greensched import driver as drivers
-from greensched import process
+from greensched import process, wishes
+from greensched.buffers import Buffer
 from greensched.channel import Channel
-from greensched.desk import Desk, PoolState, Wish
+from greensched.desk import Desk, PoolState
 from greensched.device import Device
 from greensched.driver.base import Driver
 from greensched.errors import GreenschedError, InvalidRequest, PoolClosed
@@ -31,13 +31,16 @@ from greensched.kernels import Kernel
 from greensched.launcher import LaunchConfig
 from greensched.loops import Errand
 from greensched.partition import Partition
-from greensched.planning.cells import demands
+from greensched.planning.placement import Placement
 from greensched.planning.policy import Policy, policy_named
+from greensched.planning.requests import Cost, ServiceStatistics
 from greensched.planning.scheduler import validate_bound
+from greensched.planning.services import ServiceClass, checked
 from greensched.plans import Plan, plan
 from greensched.site import Site
-from greensched.typing import CaptureMode, Granularity, ServiceClass, Size
+from greensched.typing import CaptureMode, Granularity, Size
 from greensched.verification import Verification, verify
+from greensched.wishes import Wish, wish
 from greensched.worker import Worker
 
 P = ParamSpec("P")
@@ -58,6 +61,7 @@ class PoolStatistics:
 
     Attributes:
         completion: `"word"`: streams write tickets to memory; `"event"`: they cannot here.
+        services: of each class; "": of those who named none.
     """
 
     state: PoolState
@@ -76,6 +80,7 @@ class PoolStatistics:
     lanes: int
     lanes_made: int
     completion: str
+    services: Mapping[str, ServiceStatistics]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +101,11 @@ class Pool:
         driver: a driver, `"cuda"`, or `"simulated:h200"`; None: what the environment variable
             `GREENSCHED_DRIVER` says, else CUDA. A simulation is never chosen by itself.
         services: classes of users, for `partition(service=...)`.
-        policy: who is next: `"fifo"`, or an object (`planning.policy.Policy`).
+        policy: who is next: `"fifo"`, first come, first served; `"fair"`, shares of SM-time by the
+            weights of the classes; `"deadline"`, who is due first; or an object
+            (`planning.policy.Policy`). Larger priority goes first in all of these.
+        placement: on which of several devices: `"spread"`, where most SMs are free; `"pack"`, where
+            fewest are and it fits.
         max_waiting: requests queued at most; beyond, `QueueFull`.
         granularity: `"coscheduled"`: SMs are cut so that thread-block clusters keep their size (8
             SMs on compute capability 9.0 and newer); `"fine"`: as finely as can be (2 SMs), which
@@ -121,6 +130,7 @@ class Pool:
         driver: str | Driver | None = None,
         services: Sequence[ServiceClass] = (),
         policy: str | Policy = "fifo",
+        placement: Placement = "spread",
         max_waiting: int = MAX_WAITING,
         granularity: Granularity = "coscheduled",
         workqueues: Literal["balanced"] | None = None,
@@ -131,14 +141,16 @@ class Pool:
         self._opening: Errand[None] | None = None
         self._closing: Errand[CloseReport] | None = None
         self._is_ending = False
-        self._wanted = None if devices is None else _ordinals(devices)
+        self._wanted = None if devices is None else wishes.ordinals(devices)
         self._driver_spec = driver
-        self._services = _by_name(services)
+        self._services = {one.name: one for one in checked(services)}
         self._policy = policy_named(policy)
+        wishes.one_of("placement", placement, get_args(Placement))
+        self._placement: Placement = placement
         self._max_waiting = validate_bound(max_waiting)
-        self._fine = _one_of("granularity", granularity, get_args(Granularity)) == "fine"
-        self._balanced = _one_of("workqueues", workqueues, ("balanced", None)) is not None
-        self._prepare = _kernels(prepare)
+        self._fine = wishes.one_of("granularity", granularity, get_args(Granularity)) == "fine"
+        self._balanced = wishes.one_of("workqueues", workqueues, ("balanced", None)) is not None
+        self._prepare = wishes.kernels(prepare)
         if type(reserve_bytes) is not int or reserve_bytes < 0:
             raise InvalidRequest(f"reserve_bytes={reserve_bytes!r}: a number of bytes, at least 0")
         self._reserve_bytes = reserve_bytes
@@ -156,6 +168,7 @@ class Pool:
         Raises:
             DriverUnavailable: no usable driver or device; says what to install or change.
             DeviceTaken: another pool of this process has the device.
+            InvalidRequest: the floors of the classes do not fit on the devices.
             PoolClosed, Poisoned, ForkedPool: it has ended.
             InvalidRequest: no such device.
             NotSupported: `workqueues` on a driver below CUDA 13.1.
@@ -205,6 +218,10 @@ class Pool:
                     balanced=self._balanced,
                 )
                 sites.append(site)
+            for site in sites:
+                site.neighbours = {s.device.ordinal: s for s in sites if s is not site}
+            services = tuple(self._services.values())
+            desk.start(sites, self._policy, self._max_waiting, services, self._placement)
         except BaseException:
             for site in sites:
                 site.abandon()
@@ -213,9 +230,6 @@ class Pool:
                 self._opening = self._desk = None
             desk.builder.dismiss()
             raise
-        for site in sites:
-            site.neighbours = {s.device.ordinal: s for s in sites if s is not site}
-        desk.start(sites, self._policy, self._max_waiting)
 
     async def __aenter__(self) -> Self:
         """Opens it; see `open`. Cancelled meanwhile, it closes it again: there is no block to."""
@@ -261,6 +275,8 @@ class Pool:
         device: int | None = None,
         service: str | None = None,
         deadline: float | None = None,
+        cost: Cost | None = None,
+        near: Buffer | None = None,
     ) -> Partition:
         """A lease of SMs, to be used with `async with`, which waits for them.
 
@@ -271,12 +287,28 @@ class Pool:
             device: where; None: anywhere in the pool.
             service: on whose behalf, by the name of a class given to the pool.
             deadline: seconds from the request: not granted by then, `DeadlineExceeded`. Once
-                granted it means nothing.
+                granted it means nothing. Where `cost` is known: the work should be done by then,
+                and if it is known that it cannot, `DeadlineImpossible` at once, or what the class
+                says (`if_late`). None: the class's `latency`, for that alone.
+            cost: seconds that the lease is expected to last, or the curve that says it for each
+                size. Whoever gives it can be let into gaps that are closed to others.
+            near: be on this buffer's device where it fits there.
 
         Raises:
             InvalidSize, InvalidRequest: what can never be right.
         """
-        return Partition(self, self._wish((sms,), device, service, deadline))
+        return Partition(
+            self,
+            wish(
+                (sms,),
+                self._services,
+                device=device,
+                service=service,
+                deadline=deadline,
+                cost=cost,
+                near=near,
+            ),
+        )
 
     def partitions(
         self,
@@ -284,6 +316,8 @@ class Pool:
         device: int | None = None,
         service: str | None = None,
         deadline: float | None = None,
+        cost: float | None = None,
+        near: Buffer | None = None,
     ) -> AbstractAsyncContextManager[tuple[Partition, ...]]:
         """Several leases on one device, granted together, in the order of the arguments.
 
@@ -291,10 +325,27 @@ class Pool:
         end together: `async with` on one of them is refused. `REST` stands for every SM of the
         device that is not in the same request. Arguments and errors as `partition`.
         """
-        return Together(self, self._wish(sizes, device, service, deadline))
+        return Together(
+            self,
+            wish(
+                sizes,
+                self._services,
+                device=device,
+                service=service,
+                deadline=deadline,
+                cost=cost,
+                near=near,
+            ),
+        )
 
     def partition_nowait(
-        self, sms: Size, *, device: int | None = None, service: str | None = None
+        self,
+        sms: Size,
+        *,
+        device: int | None = None,
+        service: str | None = None,
+        cost: Cost | None = None,
+        near: Buffer | None = None,
     ) -> Partition:
         """A lease granted at once, still to be used with `async with`; never waits.
 
@@ -302,9 +353,9 @@ class Pool:
             WouldBlock: no SMs are free, or no lane over them is made yet.
             Others: as `partition`, and as its `async with`.
         """
-        wish = self._wish((sms,), device, service, None)
-        (channel,) = self._opened().acquire_nowait(wish)
-        return Partition(self, wish, channel)
+        wanted = wish((sms,), self._services, device=device, service=service, cost=cost, near=near)
+        (channel,) = self._opened().acquire_nowait(wanted)
+        return Partition(self, wanted, channel)
 
     async def launch(
         self,
@@ -315,12 +366,16 @@ class Pool:
         device: int | None = None,
         service: str | None = None,
         deadline: float | None = None,
+        cost: Cost | None = None,
+        near: Buffer | None = None,
     ) -> None:
         """Leases SMs, launches a kernel there, waits for it, and gives the SMs back.
 
         A cancellation leaves the kernel running, and its SMs held until it ends.
         """
-        async with self.partition(sms, device=device, service=service, deadline=deadline) as p:
+        async with self.partition(
+            sms, device=device, service=service, deadline=deadline, cost=cost, near=near
+        ) as p:
             await p.launch(kernel, config, *args)
 
     async def run(
@@ -332,37 +387,21 @@ class Pool:
         device: int | None = None,
         service: str | None = None,
         deadline: float | None = None,
+        cost: Cost | None = None,
+        near: Buffer | None = None,
     ) -> T:
         """Leases SMs, calls a blocking function there, waits for it, and gives the SMs back.
 
         A cancellation leaves the call running, and its SMs held until it ends.
         """
-        async with self.partition(sms, device=device, service=service, deadline=deadline) as p:
+        async with self.partition(
+            sms, device=device, service=service, deadline=deadline, cost=cost, near=near
+        ) as p:
             return await p.run(fn, *args)
 
-    async def acquire(self, wish: Wish) -> tuple[Channel, ...]:
+    async def acquire(self, wanted: Wish) -> tuple[Channel, ...]:
         """Waits for a grant. For partitions."""
-        return await self._opened().acquire(wish)
-
-    def _wish(
-        self,
-        sizes: tuple[Size, ...],
-        device: int | None,
-        service: str | None,
-        deadline: float | None,
-    ) -> Wish:
-        if device is not None and (type(device) is not int or device < 0):
-            raise InvalidRequest(f"device={device!r} is no ordinal of a device")
-        if service is not None and not _is_key(service, self._services):
-            known = ", ".join(self._services) or "none"
-            raise InvalidRequest(
-                f"no service {service!r}: this pool has {known} (name it in Pool(services=[...]))"
-            )
-        seconds = None if deadline is None else _seconds(deadline)
-        if deadline is not None and not (seconds is not None and seconds > 0):
-            raise InvalidRequest(f"deadline={deadline!r}: give the seconds from now, more than 0")
-        priority = self._services[service].priority if service is not None else 0
-        return Wish(demands(sizes), sizes, device, priority, seconds)
+        return await self._opened().acquire(wanted)
 
     # -- closing ---------------------------------------------------------------------------------
 
@@ -381,7 +420,7 @@ class Pool:
         Raises:
             InvalidRequest: no such number; nothing is closed.
         """
-        seconds = _seconds(grace)
+        seconds = wishes.seconds(grace)
         if seconds is None or not seconds >= 0:
             raise InvalidRequest(f"grace={grace!r} is no number of seconds >= 0")
         if self.state is PoolState.FORKED:
@@ -497,6 +536,7 @@ class Pool:
                 lanes=len(crews),
                 lanes_made=sum(site.lanes_made for site in desk.sites),
                 completion="event" if crews and crews[0].lane.uses_events else "word",
+                services=desk.scheduler.services(),
             )
 
     def plan(self, *sizes: Size) -> tuple[Plan, ...]:
@@ -531,56 +571,3 @@ class Pool:
             f"<Pool: {s.state.value}, {s.devices} devices, {s.sms_total} SMs: {s.sms_free} free, "
             f"{s.sms_leased} leased, {s.sms_draining} draining; {s.waiting} waiting>"
         )
-
-
-def _seconds(value: object) -> float | None:
-    """A number as one of Python's; None: it is none, or beyond all time."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        return None
-    try:
-        return float(value)
-    except OverflowError:
-        return None
-
-
-def _is_key(key: object, named: Mapping[str, object]) -> bool:
-    return isinstance(key, str) and key in named
-
-
-def _one_of(name: str, value: object, known: tuple[object, ...]) -> object:
-    if not any(value is one or (isinstance(value, str) and value == one) for one in known):
-        raise InvalidRequest(f"{name}={value!r}: give {' or '.join(map(repr, known))}")
-    return value
-
-
-def _by_name(services: object) -> dict[str, ServiceClass]:
-    given = tuple(services) if isinstance(services, Iterable) else (services,)
-    if not all(isinstance(service, ServiceClass) for service in given):
-        raise InvalidRequest(
-            f"services={services!r}: give ServiceClass objects, such as "
-            "[ServiceClass(name='decode', priority=1)]"
-        )
-    for service in given:
-        if not isinstance(service.name, str) or _seconds(service.priority) is None:
-            raise InvalidRequest(f"{service!r}: its name is a string, and its priority a number")
-    named = {service.name: service for service in given}
-    if len(named) < len(given):
-        raise InvalidRequest(f"services={services!r}: each name once")
-    return named
-
-
-def _kernels(prepare: object) -> tuple[Kernel, ...]:
-    given = tuple(prepare) if isinstance(prepare, Iterable) else (prepare,)
-    if not all(isinstance(kernel, Kernel) for kernel in given):
-        raise InvalidRequest(f"prepare={prepare!r}: give kernels, such as [kernels.saxpy]")
-    return tuple(dict.fromkeys(given))
-
-
-def _ordinals(devices: object) -> tuple[int, ...]:
-    chosen = tuple(devices) if isinstance(devices, Iterable) else ()
-    whole = all(type(ordinal) is int and ordinal >= 0 for ordinal in chosen)
-    if not chosen or not whole or len(set(chosen)) != len(chosen):
-        raise InvalidRequest(
-            f"devices={devices!r}: give the ordinals, each once and at least one, such as [0, 1]"
-        )
-    return chosen

@@ -37,19 +37,6 @@ Size = int | tuple[int, int] | NamedSize
 Dim3 = tuple[int, int, int]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServiceClass:
-    """A named kind of user of a pool.
-
-    Attributes:
-        name: what `pool.partition(..., service=name)` says.
-        priority: larger goes first in the queue.
-    """
-
-    name: str
-    priority: int = 0
-
-
 # -- handles: opaque, each driver's own -------------------------------------------------------
 
 ContextHandle = NewType("ContextHandle", object)

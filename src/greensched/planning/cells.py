@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from numbers import Integral
+from typing import NamedTuple
 
 from greensched.errors import InvalidRequest, InvalidSize
 from greensched.typing import ALL, REST, NamedSize, Size
@@ -19,8 +20,7 @@ Warm = Mapping[int, Iterable[int]]
 NOTHING_WARM: Warm = {}
 
 
-@dataclass(frozen=True, slots=True)
-class Demand:
+class Demand(NamedTuple):
     """A size, read once: at least so many SMs, at most so many; or a named size."""
 
     least: int

@@ -2,24 +2,56 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
 from greensched.errors import InvalidRequest
 
 
-class Waiting(Protocol):
-    """What a policy sees of a request."""
+class Service(Protocol):
+    """What a policy sees of a service class. Reading is all it may do."""
 
-    priority: int
+    @property
+    def name(self) -> str:
+        """The class's; "": those who named none."""
+
+    priority: float
+    weight: float
+    #: SMs it holds now.
+    sms: int
+    #: Its requests that are queued.
+    waiting: int
+    #: SM-seconds it had, in leases that are over.
+    sm_time: float
+    #: Where its next grant starts in virtual time: how far ahead of its share it is.
+    tag: float
+
+
+class Waiting(Protocol):
+    """What a policy sees of a request. Reading is all it may do."""
+
+    #: Of its class; minus infinity: too late for its deadline, and to be served behind others.
+    priority: float
     #: When it came, in seconds.
     arrived: float
     #: How many came before it.
     order: int
+    #: When it should be done, in seconds, by its deadline or its class's latency; None: any time.
+    due: float | None
 
 
 class Policy(Protocol):
-    """The order of the queue. Pure: equal inputs, equal answers."""
+    """The order of the queue. Pure: equal inputs, equal answers. It is asked under a lock.
+
+    Floors, caps, quotas, loans and bounds hold under every policy; it says who is next of those
+    who may be. A third method is asked where there is one:
+
+        def standing(self, service: Service) -> tuple[float, ...]
+
+    Whose class stands smaller goes first, before any rank. It is asked at every decision, once
+    for each class that waits, so it may follow what changes.
+    """
 
     def rank(self, request: Waiting) -> tuple[float, ...]:
         """Smaller goes first; asked once, when the request is queued."""
@@ -58,8 +90,32 @@ class Fifo:
         return now - first.arrived < self.ageing
 
 
+class Fair(Fifo):
+    """Shares of SM-time by weight between classes of the same priority; larger priority first.
+
+    Start-time fair queueing (`fairness`). In a class, first in, first out. Ageing as in `Fifo`.
+    """
+
+    def standing(self, service: Service) -> tuple[float, ...]:
+        """By priority, then by how far the class is ahead of its share."""
+        return (-service.priority, service.tag)
+
+
+class Deadline(Fifo):
+    """Earliest deadline first; larger priority first. Who has none comes last in his priority.
+
+    A request of a class with a `latency` is due so long after it came, unless it says otherwise.
+    Ageing as in `Fifo`.
+    """
+
+    def rank(self, request: Waiting) -> tuple[float, ...]:
+        """By priority, then by deadline."""
+        due = math.inf if request.due is None else request.due
+        return (-request.priority, due, request.order)
+
+
 #: Policies by name.
-POLICIES: dict[str, type[Policy]] = {"fifo": Fifo}
+POLICIES: dict[str, type[Policy]] = {"fifo": Fifo, "fair": Fair, "deadline": Deadline}
 
 
 def policy_named(policy: str | Policy) -> Policy:

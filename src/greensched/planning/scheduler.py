@@ -1,4 +1,4 @@
-"""Queue, leases and cells of a pool: `request`, `cancel`, `release`, `drained`, `tick`.
+"""Queue and leases of a pool: `request`, `cancel`, `release`, `drained`, `checkpoint`, `tick`.
 
 Synchronous and deterministic: every call takes `now` and returns who is granted by it. Rules:
 
@@ -6,18 +6,22 @@ Synchronous and deterministic: every call takes `now` and returns who is granted
    at once do not exist (checked at every grant).
 2. A request is QUEUED, then GRANTED, or GONE (cancelled, expired). Only a QUEUED one is granted.
    Whoever stops wanting a GRANTED one gives its leases back: `release`, then `drained`.
-3. Cells come free by `drained` alone.
-4. Requests that want the same (sizes, devices) stand in one line, and only the first of a line
-   is ever tried: where it does not fit, nobody behind it does. So a decision costs as
-   much as there are different wishes, however many wait.
+3. Cells come free by `drained`, and by the `checkpoint` of an elastic lease, alone.
+4. Requests of one class that want the same (sizes, devices, magnitude of a known cost) stand in
+   one line, and only the first of a line is ever tried: where it does not fit, nobody behind it
+   does. So a decision costs as much as there are different wishes, however many wait.
 5. The first request of all that does not fit lets others pass as long as the policy says; then
    one device is kept for it: it goes before everybody, and nobody else is granted there, whatever
-   his rank, until it is granted or gone.
-6. Those that wait hold nothing but that: only when the one with a device leaves can somebody be
+   his rank, until it is granted or gone. But an owner has what is free of his floor; and whoever
+   is known to end before it could begin is in nobody's way.
+6. Those that wait hold nothing but that, and that nothing is lent of a floor whose owner waits:
+   only when the one with a device leaves, or the last of a class with a floor, can somebody be
    granted because of it.
 7. Cells over which no partition is made yet (`is_made`) are not granted. A request that lacks one
    waits, holding nothing, and that is noted in `lacking`. It is granted once it is made (`made`),
    or when others come free. No device is kept for it meanwhile: making one may take for ever.
+8. A class has its floor, its cap and its quota (`services`) under every policy. What is lent of a
+   floor comes back within its owner's blocking budget (`lending`).
 
 Requests that left stay in their line until they come to its head, or outnumber those that wait:
 so a mass cancellation is linear, and nothing grows with the number of past requests.
@@ -25,124 +29,38 @@ so a mass cancellation is linear, and nothing grows with the number of past requ
 
 from __future__ import annotations
 
-import enum
 import heapq
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+import math
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from greensched.errors import (
-    InvalidRequest,
+    DeadlineImpossible,
     QueueFull,
     TooManySMs,
     WouldBlock,
     WouldDeadlock,
 )
+from greensched.planning.admission import predicted, soonest
 from greensched.planning.cells import Cells, Demand
+from greensched.planning.ground import Ground
+from greensched.planning.placement import Placement
 from greensched.planning.policy import Policy
+from greensched.planning.queue import STALE_LEAST, Queue, validate_bound
+from greensched.planning.requests import (
+    Cost,
+    Lease,
+    Line,
+    Request,
+    SchedulerStatistics,
+    ServiceStatistics,
+    State,
+)
+from greensched.planning.services import Flow, ServiceClass
 
-K = TypeVar("K")
-
-#: Weight of the newest interval in the mean time between grants, behind `retry_after`: the last
-#: ten or so count.
-SMOOTHING = 0.1
-#: So many more entries than twice those that wait are kept before anybody tidies up.
-STALE_LEAST = 64
-
-
-class State(enum.Enum):
-    """Where a request is in its life."""
-
-    QUEUED = "waits for cells"
-    GRANTED = "has its leases"
-    GONE = "was cancelled or expired while it waited"
+__all__ = ["STALE_LEAST", "Lease", "Request", "Scheduler", "State", "validate_bound"]
 
 
-@dataclass(slots=True, eq=False)
-class Lease:
-    """Cells granted to one part of a request."""
-
-    device: int
-    mask: int
-    sms: int
-    holder: Hashable
-    draining: bool = False
-    over: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class Request:
-    """What somebody wants: sizes, where, how urgently, and for whom the grant is (`owner`)."""
-
-    parts: tuple[Demand, ...]
-    devices: tuple[int, ...]
-    priority: int
-    arrived: float
-    order: int
-    deadline: float | None = None
-    holder: Hashable = None
-    owner: object = None
-    state: State = State.QUEUED
-    rank: tuple[float, ...] = ()
-    leases: tuple[Lease, ...] = ()
-    #: (device, cells) that it fits on, and over which nothing is made.
-    lacks: tuple[tuple[int, int], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerStatistics:
-    """Counts since the beginning, and what is the case now.
-
-    Every request taken is `requested`, and then `waiting`, `granted`, `cancelled` (also by the
-    end of the pool) or `expired`; one that was refused because of what else waits is `refused`.
-    """
-
-    waiting: int
-    requested: int
-    granted: int
-    cancelled: int
-    expired: int
-    refused: int
-    sms_free: int
-    sms_leased: int
-    sms_draining: int
-
-
-def _by_rank(request: Request) -> tuple[tuple[float, ...], int]:
-    return request.rank, request.order
-
-
-def _still_waiting(heap: list[tuple[K, int, Request]]) -> list[tuple[K, int, Request]]:
-    """The heap without those that left."""
-    kept = [entry for entry in heap if entry[2].state is State.QUEUED]
-    heapq.heapify(kept)
-    return kept
-
-
-class _Line:
-    """Requests with the same wish, by rank."""
-
-    __slots__ = ("_heap",)
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[tuple[float, ...], int, Request]] = []
-
-    def add(self, request: Request) -> None:
-        heapq.heappush(self._heap, (request.rank, request.order, request))
-
-    def first(self) -> Request | None:
-        """The first that still waits; drops those that left."""
-        while self._heap and self._heap[0][2].state is not State.QUEUED:
-            heapq.heappop(self._heap)
-        return self._heap[0][2] if self._heap else None
-
-    def waiting(self) -> list[Request]:
-        """All that still wait; drops those that left."""
-        self._heap = _still_waiting(self._heap)
-        return [request for _, _, request in self._heap]
-
-
-class Scheduler:
+class Scheduler(Queue):
     """Decides who gets which cells.
 
     Args:
@@ -150,6 +68,11 @@ class Scheduler:
         policy: who is next.
         max_waiting: the queue's bound.
         is_made: whether there is a partition over (device, cells).
+        services: the classes of users.
+        placement: on which device first.
+
+    Raises:
+        InvalidRequest: the floors of the classes do not fit on the devices.
     """
 
     def __init__(
@@ -158,29 +81,19 @@ class Scheduler:
         policy: Policy,
         max_waiting: int,
         is_made: Callable[[int, int], bool] = lambda device, mask: True,  # noqa: ARG005  any are
+        *,
+        services: Iterable[ServiceClass] = (),
+        placement: Placement = "spread",
     ) -> None:
-        self.devices = tuple(devices)
-        self.policy = policy
+        self.ground = ground = Ground(devices, is_made, services, placement)
+        self.devices, self.free, self.warm = ground.devices, ground.free, ground.warm
+        super().__init__(policy, ground.clock.start_of, ground.total)
         self.max_waiting = max_waiting
         #: (device, cells) to be made, since the pool last took them.
         self.lacking: dict[tuple[int, int], None] = {}
-        self._is_made = is_made
-        self.free = [cells.every for cells in self.devices]
-        #: Partitions that exist already, by device and number of cells; the pool keeps it true.
-        self.warm: list[dict[int, dict[int, None]]] = [{} for _ in self.devices]
-        self.waiting = 0
         self._everywhere = tuple(range(len(self.devices)))
-        self._lines: dict[tuple[object, ...], _Line] = {}
-        self._deadlines: list[tuple[float, int, Request]] = []
         self._held: dict[Hashable, list[Lease]] = {}
-        self._reserved: tuple[Request, int] | None = None
-        self._requested = self._granted = self._cancelled = self._expired = self._refused = 0
-        #: When the queue last moved, and the mean time between its moves.
-        self._moved = 0.0
-        self._interval = 0.0
-        #: Entries in the lines, the stale ones included: never fewer than there are.
-        self._entries = 0
-        self._sms_leased = self._sms_draining = 0
+        self._requested = self._granted = self._expired = self._refused = 0
 
     # -- what happens ----------------------------------------------------------------------------
 
@@ -189,9 +102,12 @@ class Scheduler:
         now: float,
         parts: tuple[Demand, ...],
         *,
+        service: str = "",
         devices: tuple[int, ...] | None = None,
-        priority: int = 0,
+        near: int | None = None,
+        priority: float | None = None,
         deadline: float | None = None,
+        cost: Cost | None = None,
         holder: Hashable = None,
         owner: object = None,
         wait: bool = True,
@@ -201,45 +117,55 @@ class Scheduler:
         Args:
             now: seconds.
             parts: sizes, all granted together on one device.
+            service: the class it is of; "": none.
             devices: where it may be granted; None: anywhere.
-            priority: larger goes first.
+            near: the device to be preferred.
+            priority: larger goes first; None: its class's.
             deadline: the time after which it is not wanted any more.
+            cost: what it is expected to take, from its grant to its end.
             holder: who asks, to find out who waits for what he holds himself.
             owner: whatever the caller wants to find on the request.
             wait: False: granted now or not at all.
 
         Raises:
             TooManySMs: it can never fit.
+            DeadlineImpossible: it is known that it cannot be done in time.
             WouldBlock: `wait` is false and it does not fit now.
             WouldDeadlock: it would have to wait, and can never fit while `holder` holds what he
                 has.
             QueueFull: it would have to wait, and too many do.
         """
         where = self._everywhere if devices is None else devices
+        flow = self.ground.flows[service]
+        if priority is None:
+            priority = flow.priority
         request = Request(parts, where, priority, now, self._requested, deadline, holder, owner)
-        fits = self._overtake(request, now) if self.waiting else self._grant(request, where)
-        if fits:
+        request.flow = flow
+        if near is not None:
+            request.near = near
+        if cost is not None:
+            request.cost = cost
+        due = now + flow.rules.latency if deadline is None and flow.rules.latency else deadline
+        if due is not None:
+            self._set_due(request, due)
+        line = self._lines.get(request.wish) if self.waiting else None
+        if self._overtake(request, line, now) if self.waiting else self._try(request, now):
             self._requested += 1
             return request
-        able = self._able(request)
+        able = self._able(request) if line is None else line.able
         if not wait:
             self._refused += 1
-            if request.lacks:
-                raise WouldBlock(
-                    "the SMs are free, but no lane over just these is made yet: "
-                    "use `async with pool.partition(...)`, which waits for it"
-                )
-            free = max(self.devices[d].sms(self.free[d]) for d in where)
-            raise WouldBlock(
-                f"the SMs it asks for are not free now ({free} are, or somebody is before it): "
-                "use `async with pool.partition(...)`, which waits"
-            )
+            raise self._would_block(request)
         self._refuse_deadlock(request, able)
-        if self.waiting >= self.max_waiting:
+        if self.waiting >= self.max_waiting or flow.waiting >= flow.max_waiting:
             self._refused += 1
-            raise QueueFull(self.waiting, self.retry_after())
+            waiting = self.waiting if self.waiting >= self.max_waiting else flow.waiting
+            raise QueueFull(waiting, self.retry_after(flow))
+        self._expect(request, now)
         self._requested += 1
-        self._queue(request)
+        if request.lacks:
+            self.lacking.update(dict.fromkeys(request.lacks))
+        self._queue(request, able)
         return request
 
     def cancel(self, now: float, request: Request) -> list[Request]:
@@ -253,8 +179,8 @@ class Scheduler:
         """The work of a lease may still run; its cells stay until it is `drained`."""
         if not lease.draining:
             lease.draining = True
-            self._sms_leased -= lease.sms
-            self._sms_draining += lease.sms
+            self.ground.sms_leased -= lease.sms
+            self.ground.sms_draining += lease.sms
             if lease.holder is not None:
                 self._forget(lease)
 
@@ -264,9 +190,31 @@ class Scheduler:
             raise AssertionError(f"cells given back twice: {lease}")
         self.release(lease)
         lease.over = True
-        self._sms_draining -= lease.sms
-        self.free[lease.device] |= lease.mask
+        self.ground.take_back(lease, now)
         return self._dispatch(now) if self.waiting else []
+
+    def checkpoint(self, now: float, lease: Lease) -> list[Request]:
+        """The holder of a lease has no work on it now, and lets its cells be changed.
+
+        An elastic one gives back what it has above its least, whoever can be granted because of
+        that is, and then it takes up what is idle, to its most. `lease.mask` and `lease.sms` say
+        what it has from now on. Returns who is granted by it.
+        """
+        ground, flow, before = self.ground, lease.flow, lease.mask
+        flow.saw_segment(now - lease.since)
+        ground.clock.pay(flow, lease, now)
+        if lease.draining or not lease.request.is_elastic:
+            return []
+        granted: list[Request] = []
+        if self.waiting:
+            ground.shrink(lease)
+            granted = self._dispatch(now) if lease.mask != before else []
+        is_kept = self._reserved is not None and self._reserved[1] == lease.device
+        if not is_kept and flow.is_within_quota(now):
+            missing = ground.grow(lease, before)
+            if missing and not ground.is_made(lease.device, missing):
+                self.lacking[lease.device, missing] = None
+        return granted
 
     def made(self, now: float) -> list[Request]:
         """There are more partitions. Returns who is granted because of that."""
@@ -274,7 +222,7 @@ class Scheduler:
 
     def tick(self, now: float) -> tuple[list[Request], list[Request]]:
         """Lets time pass: (who is granted, whose deadline passed while queued)."""
-        expired, unblocked = [], False
+        expired, unblocked = [], self._is_refilled(now)
         while self._deadlines and self._deadlines[0][0] <= now:
             request = heapq.heappop(self._deadlines)[2]
             if request.state is State.QUEUED:
@@ -283,35 +231,38 @@ class Scheduler:
                 expired.append(request)
         return (self._dispatch(now) if unblocked else []), expired
 
-    def close(self) -> list[Request]:
-        """Empties the queue; returns who waited."""
-        waited = sorted((r for line in self._lines.values() for r in line.waiting()), key=_by_rank)
-        for request in waited:
-            self._cancelled += 1
-            self._leave(request)
-        return waited
+    def reconfigure(
+        self, now: float, services: Iterable[ServiceClass] | None, policy: Policy | None
+    ) -> list[Request]:
+        """Other classes, or another policy; None: the same. Returns who is granted by that.
+
+        Whoever waits keeps his place, by the new policy's rank; leases end as they began. Who is
+        of a class that is not there any more is served as one without a floor or a cap.
+
+        Raises:
+            InvalidRequest: the floors do not fit on the devices; nothing has changed.
+        """
+        waiting = sorted(
+            (r for line in self._lines.values() for r in line.waiting()), key=lambda r: r.order
+        )
+        able = {request: self._line_of(request).able for request in waiting}
+        if services is not None:
+            self.ground.set_rules(services)
+        if policy is not None:
+            self._set_policy(policy)
+        self._lines.clear()
+        self._entries = 0
+        for request in waiting:
+            request.rank = self.policy.rank(request)
+            self._stand_in_line(request, able[request])
+        return self._dispatch(now)
 
     # -- questions -------------------------------------------------------------------------------
 
     @property
     def is_idle(self) -> bool:
         """Whether every cell is free."""
-        return not self._sms_leased and not self._sms_draining
-
-    def most(self, devices: tuple[int, ...] | None = None) -> int:
-        """The most SMs a request can ever be granted."""
-        where = self._everywhere if devices is None else devices
-        return max(self.devices[d].total for d in where)
-
-    def next_deadline(self) -> float | None:
-        """When `tick` has something to do."""
-        while self._deadlines and self._deadlines[0][2].state is not State.QUEUED:
-            heapq.heappop(self._deadlines)
-        return self._deadlines[0][0] if self._deadlines else None
-
-    def retry_after(self) -> float:
-        """Seconds until there may be room in the queue, from how fast it moved of late."""
-        return max(0.001, self._interval)
+        return not self.ground.sms_leased and not self.ground.sms_draining
 
     def statistics(self) -> SchedulerStatistics:
         """What is the case now."""
@@ -324,170 +275,232 @@ class Scheduler:
             expired=self._expired,
             refused=self._refused,
             sms_free=free,
-            sms_leased=self._sms_leased,
-            sms_draining=self._sms_draining,
+            sms_leased=self.ground.sms_leased,
+            sms_draining=self.ground.sms_draining,
         )
+
+    def services(self) -> dict[str, ServiceStatistics]:
+        """What each class has now; "": those who named none."""
+        size = [cells.size for cells in self.devices]
+        return {
+            name: ServiceStatistics(
+                sms=flow.sms,
+                sms_lent=flow.lent * size[flow.home],
+                waiting=flow.waiting,
+                granted=flow.granted,
+                sm_seconds=flow.sm_time,
+            )
+            for name, flow in self.ground.flows.items()
+        }
 
     # -- granting --------------------------------------------------------------------------------
 
-    def _grant(self, request: Request, where: Sequence[int]) -> bool:
-        """Grants it on the device of `where` with the most free SMs on which it fits."""
+    def _try(self, request: Request, now: float) -> bool:
+        """Grants it where it may be granted now."""
+        kept = self._reserved
+        if kept is None or kept[0] is request:
+            return self._grant(request, request.devices, now)
+        where = [device for device in request.devices if device != kept[1]]
+        if where and self._grant(request, where, now):
+            return True
+        return kept[1] in request.devices and self._slip_in(request, kept, now)
+
+    def _slip_in(self, request: Request, kept: tuple[Request, int], now: float) -> bool:
+        """On the device kept for another: of his own floor, or before the other could begin."""
+        ground, (first, device) = self.ground, kept
+        own = ground.floors[device].kept(request.flow)
+        if own and self._grant(request, (device,), now, own):
+            return True
+        seconds = request.seconds(self._asked(request))
+        if seconds is None:
+            return False
+        ends = now + seconds * request.flow.slip
+        if ends > ground.free_at(device, first, now):
+            return False
+        return self._grant(request, (device,), now)
+
+    def _grant(
+        self, request: Request, where: Sequence[int], now: float, limit: int | None = None
+    ) -> bool:
+        """Grants it on the first device of `where` on which it fits."""
         request.lacks = ()
-        if len(where) > 1:
-            where = sorted(where, key=lambda d: -self.devices[d].sms(self.free[d]))
-        for device in where:
-            cells, free = self.devices[device], self.free[device]
-            masks = cells.fit_all(free, request.parts, self.warm[device]) if free else ()
-            lacks = [(device, mask) for mask in masks if not self._is_made(device, mask)]
-            if masks and not lacks:
-                self._give(request, device, masks)
+        ground, flow = self.ground, request.flow
+        if flow.quota is not None and not flow.is_within_quota(now):
+            return False
+        for device in ground.order(request, where):
+            masks = ground.fit(request, device, limit)
+            if not masks:
+                continue
+            lacks = [(device, mask) for mask in masks if not ground.is_made(device, mask)]
+            if not lacks:
+                request.leases = leases = ground.give(request, device, masks, now)
+                if request.holder is not None:
+                    self._held.setdefault(request.holder, []).extend(leases)
+                request.lacks = ()
+                request.state = State.GRANTED
+                self._granted += 1
                 return True
             request.lacks = request.lacks or tuple(lacks)
         return False
 
-    def _give(self, request: Request, device: int, masks: tuple[int, ...]) -> None:
-        cells, free, holder = self.devices[device], self.free[device], request.holder
-        leases = []
-        for mask in masks:
-            if mask & ~free:
-                raise AssertionError(f"cells granted twice: {mask:b} of {free:b}")
-            free &= ~mask
-            lease = Lease(device, mask, cells.sms(mask), holder)
-            self._sms_leased += lease.sms
-            leases.append(lease)
-        self.free[device] = free
-        if holder is not None:
-            self._held.setdefault(holder, []).extend(leases)
-        request.leases = tuple(leases)
-        request.lacks = ()
-        request.state = State.GRANTED
-        self._granted += 1
-
     def _dispatch(self, now: float) -> list[Request]:
         """Grants whatever can be granted now, in the order of the policy."""
         granted: list[Request] = []
+        self._is_unlocked = True
+        while self._is_unlocked:  # an owner who waits no more lends again
+            self._is_unlocked = False
+            self._dispatch_once(now, granted)
+        if granted:
+            self._tidy()
+        return granted
+
+    def _dispatch_once(self, now: float, granted: list[Request]) -> None:
         kept = self._reserved
-        if kept is not None and self._grant(kept[0], kept[0].devices):
+        if kept is not None and self._grant(kept[0], kept[0].devices, now):
             granted.append(kept[0])
             self._advance(kept[0], now)
-        firsts = {key: line.first() for key, line in self._lines.items()}
-        for key in [key for key, first in firsts.items() if first is None]:
-            del self._lines[key]
-        heads = [(*_by_rank(r), self._lines[key]) for key, r in firsts.items() if r is not None]
-        heapq.heapify(heads)  # orders differ, so lines are never compared
+        heads = self._heads()
+        heapq.heapify(heads)
         first_blocked = True
         while heads and any(self.free):
-            line = heapq.heappop(heads)[2]
+            standing, _, _, line = heads[0]
             request = line.first()
             assert request is not None
-            if self._grant(request, self._open_to(request)):
+            if standing != self._standing(line.flow):  # it was granted something meanwhile
+                heapq.heapreplace(heads, self._head(line, request))
+            elif self._try(request, now):
                 granted.append(request)
                 self._advance(request, now)
                 following = line.first()
                 if following is not None:
-                    heapq.heappush(heads, (*_by_rank(following), line))
-                continue
-            self.lacking.update(dict.fromkeys(request.lacks))
-            if first_blocked:
-                first_blocked = False
-                self._reserve(request, now)
-        if granted:
-            self._tidy()
-        return granted
+                    heapq.heapreplace(heads, self._head(line, following))
+                else:
+                    heapq.heappop(heads)
+            else:
+                heapq.heappop(heads)
+                self.lacking.update(dict.fromkeys(request.lacks))
+                if first_blocked and not self._is_limited(line):
+                    first_blocked = False
+                    self._reserve(request, now)
+
+    def _is_limited(self, line: Line) -> bool:
+        """Whether it is its class's limits that keep the first of a line from being granted."""
+        if not self.ground.is_ruled:
+            return False
+        flow, first = line.flow, line.first()
+        return flow.tokens <= 0 or (first is not None and flow.sms + self._asked(first) > flow.cap)
 
     def _reserve(self, first: Request, now: float) -> None:
         """Once the first request that does not fit has aged, a device is kept for it."""
         if self._reserved is None and not first.lacks and not self.policy.may_pass(first, now):
             # Not where it waits for itself: those cells come last of all, if ever.
             held = self._held_by(first.holder)
-            able = [d for d in first.devices if self._fits_ever(first, d, held.get(d, 0))]
+            able = [d for d in first.devices if self.ground.ever(first, d, held.get(d, 0))]
             best = max(able or first.devices, key=lambda d: self.devices[d].sms(self.free[d]))
             self._reserved = (first, best)
 
-    def _open_to(self, request: Request) -> Sequence[int]:
-        """The devices on which a request may be granted now."""
-        if self._reserved is None or self._reserved[0] is request:
-            return request.devices
-        return [d for d in request.devices if d != self._reserved[1]]
-
-    def _overtake(self, request: Request, now: float) -> bool:
+    def _overtake(self, request: Request, line: Line | None, now: float) -> bool:
         """Grants a new request past those that wait, where it may.
 
-        None of them fits now: whatever gave back cells dispatched.
+        None of them fits now: whatever gave back cells dispatched. Nor does what stands in line
+        behind one of them.
         """
-        first = min((r for line in self._lines.values() if (r := line.first())), key=_by_rank)
-        self._reserve(first, now)
-        return self._grant(request, self._open_to(request))
+        if self._reserved is None:
+            heads = [head for head in self._heads() if not self._is_limited(head[3])]
+            first = min(heads)[3].first() if heads else None
+            if first is not None:
+                self._reserve(first, now)
+        before = line.first() if line is not None else None
+        if before is None:
+            return self._try(request, now)
+        request.lacks = before.lacks
+        return False
 
-    # -- the queue -------------------------------------------------------------------------------
+    # -- time ------------------------------------------------------------------------------------
 
-    def _queue(self, request: Request) -> None:
-        request.rank = self.policy.rank(request)
-        self.lacking.update(dict.fromkeys(request.lacks))
-        key = (request.parts, request.devices)
-        self._lines.setdefault(key, _Line()).add(request)
-        if not self.waiting:
-            self._moved = request.arrived
-        self.waiting += 1
-        if request.deadline is not None:
-            heapq.heappush(self._deadlines, (request.deadline, request.order, request))
-        self._entries += 1
-        self._tidy()
+    def next_deadline(self) -> float | None:
+        """When `tick` has something to do."""
+        while self._deadlines and self._deadlines[0][2].state is not State.QUEUED:
+            heapq.heappop(self._deadlines)
+        times = [self._deadlines[0][0]] if self._deadlines else []
+        times += [flow.refilled_at() for flow in self._over_quota()]
+        return min(times, default=None)
 
-    def _advance(self, request: Request, now: float) -> None:
-        """Somebody who waited is granted: the queue moves."""
-        self._interval += SMOOTHING * (now - self._moved - self._interval)
-        self._moved = now
-        self._drop(request)
+    def _over_quota(self) -> list[Flow]:
+        """Classes that wait for nothing but their quota."""
+        if not self.ground.is_ruled or not self.waiting:
+            return []
+        return [f for f in self.ground.flows.values() if f.waiting and f.quota and f.tokens <= 0]
 
-    def _leave(self, request: Request) -> bool:
-        """Somebody stops waiting; true if a device was kept for him."""
-        request.state = State.GONE
-        kept = self._drop(request)
-        self._tidy()
-        return kept
+    def _is_refilled(self, now: float) -> bool:
+        return any(flow.is_within_quota(now) for flow in self._over_quota())
 
-    def _drop(self, request: Request) -> bool:
-        """Takes a request out of the queue; its line forgets it when it comes to its head."""
-        self.waiting -= 1
-        if self._reserved is None or self._reserved[0] is not request:
-            return False
-        self._reserved = None
-        return True
+    # -- deadlines -------------------------------------------------------------------------------
 
-    def _tidy(self) -> None:
-        """Forgets those that left, where they outnumber those that wait."""
-        if not self.waiting or self._entries > 2 * self.waiting + STALE_LEAST:
-            self._lines = {key: line for key, line in self._lines.items() if line.waiting()}
-            self._deadlines = _still_waiting(self._deadlines)
-            self._entries = self.waiting
+    def _set_due(self, request: Request, due: float) -> None:
+        """When it should be done; refuses what cannot be, not even with the most it asks for."""
+        request.due = due
+        seconds = soonest(request, self.ground)
+        if seconds is not None and request.arrived + seconds > due:
+            self._be_late(request, seconds)
 
-    def _able(self, request: Request) -> list[int]:
+    def _expect(self, request: Request, now: float) -> None:
+        """What a request that must wait is expected to take; refuses what cannot be in time."""
+        flow, asked = request.flow, self._asked(request)
+        seconds = request.seconds(asked)
+        request.work = asked * (flow.mean if seconds is None else seconds)
+        if request.due is not None and seconds is not None:
+            done, is_fair = predicted(
+                request, seconds, request.work, self.ground, self._agenda, now
+            )
+            if now + done > request.due or not is_fair:
+                self._be_late(request, done)
+
+    def _be_late(self, request: Request, done: float) -> None:
+        """As its class says: refused, or behind everybody."""
+        assert request.due is not None
+        if request.flow.rules.if_late == "refuse":
+            self._refused += 1
+            raise DeadlineImpossible(done, request.due - request.arrived)
+        request.deadline = request.due = None
+        request.priority = -math.inf
+
+    # -- refusals --------------------------------------------------------------------------------
+
+    def _able(self, request: Request) -> tuple[int, ...]:
         """The devices on which it fits when everybody has left; refuses what fits on none."""
-        able = [d for d in request.devices if self._fits_ever(request, d, 0)]
+        able = tuple(d for d in request.devices if self.ground.ever(request, d, 0))
         if not able:
-            raise TooManySMs(self._asked(request), self.most(request.devices))
+            raise TooManySMs(self._asked(request), self.ground.most(request, request.devices))
         return able
 
-    def _refuse_deadlock(self, request: Request, able: list[int]) -> None:
+    def _would_block(self, request: Request) -> WouldBlock:
+        if request.lacks:
+            return WouldBlock(
+                "the SMs are free, but no lane over just these is made yet: "
+                "use `async with pool.partition(...)`, which waits for it"
+            )
+        free = max(self.devices[d].sms(self.free[d]) for d in request.devices)
+        return WouldBlock(
+            f"the SMs it asks for are not free now ({free} are, or somebody is before it): "
+            "use `async with pool.partition(...)`, which waits"
+        )
+
+    def _refuse_deadlock(self, request: Request, able: Sequence[int]) -> None:
         """Refuses what cannot be granted while its holder holds what he has."""
         held = self._held_by(request.holder)
-        if held and not any(self._fits_ever(request, d, held.get(d, 0)) for d in able):
+        if held and not any(self.ground.ever(request, d, held.get(d, 0)) for d in able):
             most = max(self.devices[d].sms(self.devices[d].every & ~held.get(d, 0)) for d in able)
             holds = sum(self.devices[d].sms(mask) for d, mask in held.items())
-            everything = max(self.devices[d].total for d in able)
-            raise WouldDeadlock(holds, self._asked(request) or everything, most)
+            raise WouldDeadlock(holds, self._asked(request), most)
 
     def _asked(self, request: Request) -> int:
         """SMs asked for; by several parts in whole cells, which is what they cost."""
         if len(request.parts) == 1:
-            return request.parts[0].least
+            least = request.parts[0].least
+            return least or max(self.devices[device].total for device in request.devices)
         largest = max((self.devices[d] for d in request.devices), key=lambda cells: cells.total)
         return sum(max(1, -(-part.least // largest.size)) for part in request.parts) * largest.size
-
-    def _fits_ever(self, request: Request, device: int, without: int) -> bool:
-        cells = self.devices[device]
-        return bool(cells.fit_all(cells.every & ~without, request.parts))
 
     def _held_by(self, holder: Hashable) -> dict[int, int]:
         """What a holder has, by device; what drains comes back by itself and does not count."""
@@ -501,10 +514,3 @@ class Scheduler:
         mine.remove(lease)
         if not mine:
             del self._held[lease.holder]
-
-
-def validate_bound(max_waiting: int) -> int:
-    """The queue's bound, checked."""
-    if type(max_waiting) is not int or max_waiting < 0:
-        raise InvalidRequest(f"max_waiting={max_waiting!r} is no whole number >= 0")
-    return max_waiting

@@ -1,0 +1,342 @@
+"""The cells of a pool's devices: which are free, whose they are, and who may have them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from greensched.planning.cells import Cells, Demand
+from greensched.planning.fairness import FairClock
+from greensched.planning.lending import place
+from greensched.planning.placement import Placement, in_order
+from greensched.planning.requests import Lease, Request
+from greensched.planning.services import ANYBODY, Flow, ServiceClass
+
+
+class Ground:
+    """Counts cells and SMs, by device and by class.
+
+    Args:
+        devices: the cells of each device.
+        is_made: whether there is a partition over (device, cells).
+        services: the classes.
+        placement: see `placement`.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[Cells],
+        is_made: Callable[[int, int], bool],
+        services: Iterable[ServiceClass],
+        placement: Placement,
+    ) -> None:
+        self.devices = tuple(devices)
+        self.is_made = is_made
+        self.placement: Placement = placement
+        self.free = [cells.every for cells in self.devices]
+        #: Partitions that exist already, by device and number of cells; the pool keeps it true.
+        self.warm: list[dict[int, dict[int, None]]] = [{} for _ in self.devices]
+        #: Leases whose cells are not free yet, by device.
+        self.live: list[dict[Lease, None]] = [{} for _ in self.devices]
+        self.clock = FairClock()
+        self.total = sum(cells.total for cells in self.devices)
+        self.flows: dict[str, Flow] = {"": Flow(ANYBODY)}
+        self.sms_leased = self.sms_draining = 0
+        self.set_rules(services)
+
+    def set_rules(self, services: Iterable[ServiceClass]) -> None:
+        """Other classes. Leases end under the rules they began under.
+
+        A class that is not among them has no floor and no cap any more, and is forgotten once
+        nothing of it waits and it holds nothing.
+
+        Raises:
+            InvalidRequest: the floors do not fit on the devices; nothing has changed.
+        """
+        rules = {service.name: service for service in services}
+        flows = {"": self.flows[""]}
+        for name, rule in rules.items():
+            flows[name] = self.flows.get(name) or Flow(rule)
+        floors = place(self.devices, [(flow, rules[name]) for name, flow in flows.items() if name])
+        for name, flow in self.flows.items():
+            flow.cells = flow.borrowed = flow.lent = 0
+            if name not in flows:
+                flow.need = 0
+                flow.set_rules(ServiceClass(name, priority=flow.priority))
+                if flow.waiting or flow.sms:
+                    flows[name] = flow
+        for name, rule in rules.items():
+            flows[name].set_rules(rule)
+        self.flows, self.floors = flows, floors
+        for device, of_device in enumerate(floors):
+            of_device.take_over(self.live[device])
+        #: Whether a class is limited in any way, so that its limits must be looked at.
+        self.is_ruled = any(
+            flow.rules.reserve or flow.cap < self.total or flow.quota for flow in flows.values()
+        )
+
+    # -- looking for cells -----------------------------------------------------------------------
+
+    def order(self, request: Request, where: Sequence[int]) -> Sequence[int]:
+        """The devices to try for a request, in this order."""
+        if len(where) < 2:
+            return where
+        return in_order(where, self.devices, self.free, self.placement, request.near)
+
+    def fit(self, request: Request, device: int, limit: int | None = None) -> tuple[int, ...]:
+        """The free cells to grant for each part of a request; empty: they do not fit.
+
+        Args:
+            request: what is wanted.
+            device: where.
+            limit: of equal cells; None: no other than the class's own limits.
+        """
+        cells, free = self.devices[device], self.free[device]
+        if not self.is_ruled and limit is None:
+            return cells.fit_all(free, request.parts, self.warm[device]) if free else ()
+        flow, floors = request.flow, self.floors[device]
+        have = (free & cells.equal).bit_count()
+        least = most = have
+        if floors.owners:
+            least, most = floors.room(have, flow, *lengths(request, request.parts[0].least))
+        if limit is not None:
+            least, most = min(least, limit), min(most, limit)
+        left = flow.cap - flow.sms
+        return self._fit_within(request, device, least, most, left)
+
+    def _fit_within(
+        self, request: Request, device: int, least: int, most: int, left: int
+    ) -> tuple[int, ...]:
+        """Fits it in so many cells for the least it wants, so many in all, and so many SMs."""
+        cells, parts, warm = self.devices[device], request.parts, self.warm[device]
+        least, most = min(least, left // cells.size), min(most, left // cells.size)
+        if len(parts) > 1 or parts[0].named is not None:
+            masks = cells.fit_all(self._visible(request.flow, device, least), parts, warm)
+            return masks if sum(map(cells.sms, masks)) <= left else ()
+        wish = parts[0]
+        needed = -(-wish.least // cells.size)
+        wish = Demand(wish.least, max(wish.least, min(wish.most, left)))
+        if needed > least:  # the remainder may do alone
+            most = least
+        mask = self._fit_at_home(request.flow, device, wish, needed, most) if wish.least else 0
+        if not mask:
+            mask = cells.fit(self._visible(request.flow, device, most), wish, warm)
+        if cells.sms(mask) > left:
+            mask = cells.fit(self._visible(request.flow, device, most) & cells.equal, wish, warm)
+        return (mask,) if mask and cells.sms(mask) <= left else ()
+
+    def _fit_at_home(self, flow: Flow, device: int, wish: Demand, needed: int, most: int) -> int:
+        """Owners in their own block, others outside all blocks, where that does; 0: it does not."""
+        floors, cells = self.floors[device], self.devices[device]
+        if not floors.owners or needed > most or wish.most >= (needed + 1) * cells.size:
+            return 0
+        home = floors.blocks.get(flow, cells.every & ~floors.all_blocks)
+        return cells.fit(self.free[device] & home & cells.equal, wish, self.warm[device])
+
+    def _visible(self, flow: Flow, device: int, count: int) -> int:
+        """So many of the free equal cells, and the remainder; others' blocks last."""
+        free, cells, floors = self.free[device], self.devices[device], self.floors[device]
+        left = free & cells.equal
+        if count >= left.bit_count():
+            return free
+        chosen = free & cells.leftover
+        own = floors.blocks.get(flow, 0)
+        for among in (own, cells.equal & ~floors.all_blocks, cells.equal):
+            some = lowest(left & among, count)
+            chosen |= some
+            left &= ~some
+            count -= some.bit_count()
+        return chosen
+
+    def ever(self, request: Request, device: int, without: int) -> bool:
+        """Whether it fits on a device once everybody has left but for some cells."""
+        cells, flow = self.devices[device], request.flow
+        most = cells.every & ~without
+        if not self.is_ruled:
+            return bool(cells.fit_all(most, request.parts))
+        count = min(self._cells_ever(request, device), flow.cap // cells.size)
+        some = lowest(most & cells.equal, count) | (most & cells.leftover)
+        masks = cells.fit_all(some, request.parts)
+        # Elastic parts take what there is: the least of them is what must be possible.
+        least = tuple(Demand(part.least, part.least, part.named) for part in request.parts)
+        masks = masks and cells.fit_all(some, least)
+        return bool(masks) and sum(map(cells.sms, masks)) <= flow.cap
+
+    def _cells_ever(self, request: Request, device: int) -> int:
+        """Equal cells of a device that a request may ever have, others' floors being idle."""
+        flow, floors = request.flow, self.floors[device]
+        count = self.devices[device].count
+        known = request.cost is not None
+        length = lengths(request, request.parts[0].least)[0] if known else 0.0
+        for owner in floors.owners:
+            lends = flow.revocable and owner.budget > 0 and length <= owner.budget
+            if owner is not flow and not lends:
+                count -= owner.need
+        return count
+
+    def most(self, request: Request, devices: Sequence[int]) -> int:
+        """The most SMs it could ever be granted."""
+        if not self.is_ruled:
+            return max(self.devices[d].total for d in devices)
+        most = 0
+        for device in devices:
+            cells = self.devices[device]
+            count = self._cells_ever(request, device)
+            sms = cells.total if count == cells.count else count * cells.size
+            most = max(most, min(sms, request.flow.cap))
+        return most
+
+    # -- giving and taking back ------------------------------------------------------------------
+
+    def give(
+        self, request: Request, device: int, masks: tuple[int, ...], now: float
+    ) -> tuple[Lease, ...]:
+        """Leases free cells. Whatever else holds, no cell is leased twice."""
+        cells, free, flow = self.devices[device], self.free[device], request.flow
+        floors = self.floors[device]
+        leases = []
+        for mask, part in zip(masks, request.parts, strict=True):
+            if mask & ~free:
+                raise AssertionError(f"cells granted twice: {mask:b} of {free:b}")
+            sms = cells.sms(mask)
+            lease = Lease(device, mask, sms, request.holder, request, now)
+            if floors.owners:
+                have, taken = (free & cells.equal).bit_count(), (mask & cells.equal).bit_count()
+                least = min(taken, -(-part.least // cells.size)) if part.named is None else taken
+                floors.take(have, lease, taken, least, *lengths(request, sms))
+            free &= ~mask
+            seconds = request.seconds(sms)
+            if seconds is None:
+                seconds = flow.mean
+            if seconds:
+                lease.ends = now + seconds
+            self.clock.charge(flow, lease, seconds)
+            flow.sms += sms
+            self.sms_leased += sms
+            self.live[device][lease] = None
+            leases.append(lease)
+        self.free[device] = free
+        flow.granted += 1
+        return tuple(leases)
+
+    def take_back(self, lease: Lease, now: float) -> None:
+        """The cells of a lease are free."""
+        device, flow = lease.device, lease.flow
+        cells, floors = self.devices[device], self.floors[device]
+        self.sms_draining -= lease.sms
+        self.free[device] |= lease.mask
+        del self.live[device][lease]
+        flow.sms -= lease.sms
+        if floors.owners:
+            floors.give(lease, (lease.mask & cells.equal).bit_count())
+        self.clock.settle(flow, lease, now)
+        flow.saw_segment(now - lease.since)
+        request = lease.request
+        flow.saw_lease(now - lease.began, request.seconds(lease.sms))
+        cost = request.cost
+        if cost is not None and not isinstance(cost, (int, float)) and not lease.had:
+            cost.observe(lease.sms, now - lease.began)
+
+    def shrink(self, lease: Lease) -> None:
+        """An elastic lease gives back what it has above its least, if a partition is there."""
+        device = lease.device
+        cells, floors = self.devices[device], self.floors[device]
+        least = lease.request.parts[0].least
+        outside = lease.mask & ~floors.all_blocks | lease.mask & floors.blocks.get(lease.flow, 0)
+        wish = Demand(least, least)
+        for among in (outside, lease.mask):
+            mask = cells.fit(among, wish, self.warm[device])
+            if mask and mask != lease.mask and self.is_made(device, mask):
+                if floors.owners:
+                    given = (lease.mask & ~mask & cells.equal).bit_count()
+                    floors.give(lease, given)
+                self._change(lease, mask)
+                return
+
+    def grow(self, lease: Lease, before: int) -> int:
+        """An elastic lease takes up idle cells; where it can, those it had before.
+
+        Returns the cells it should have and over which no partition is made; 0: none.
+        """
+        device, flow, request = lease.device, lease.flow, lease.request
+        cells, floors, free = self.devices[device], self.floors[device], self.free[device]
+        have = (free & cells.equal).bit_count()
+        _, room = floors.room(have, flow, *lengths(request, request.parts[0].least))
+        own = (lease.mask & cells.equal).bit_count()
+        room = min(room, (flow.cap - flow.sms) // cells.size)
+        most = min(own + room, request.parts[0].most // cells.size)
+        if most <= own:
+            return 0
+        if most == (before & cells.equal).bit_count() and before & ~(free | lease.mask) == 0:
+            self._grow_to(lease, before, own)
+            return 0
+        among = lease.mask | self._visible(flow, device, most - own)
+        wish = Demand(request.parts[0].least, most * cells.size)
+        mask = cells.fit(among & cells.equal, wish, self.warm[device])
+        if mask and self.is_made(device, mask):
+            self._grow_to(lease, mask, own)
+            return 0
+        for count in range(most, own, -1):
+            for made in self.warm[device].get(count, ()):
+                if made & ~among == 0:
+                    self._grow_to(lease, made, own)
+                    return mask
+        return mask
+
+    def _grow_to(self, lease: Lease, mask: int, own: int) -> None:
+        cells, floors = self.devices[lease.device], self.floors[lease.device]
+        if floors.owners:
+            have = (self.free[lease.device] & cells.equal).bit_count()
+            more = (mask & cells.equal).bit_count() - own
+            floors.take(have, lease, more, 0, *lengths(lease.request, lease.sms))
+        self._change(lease, mask)
+
+    def _change(self, lease: Lease, mask: int) -> None:
+        device, sms = lease.device, self.devices[lease.device].sms(mask)
+        free = self.free[device] | lease.mask
+        if mask & ~free:
+            raise AssertionError(f"cells granted twice: {mask:b} of {free:b}")
+        self.free[device] = free & ~mask
+        lease.flow.sms += sms - lease.sms
+        self.sms_leased += sms - lease.sms
+        lease.mask, lease.sms = mask, sms
+
+    # -- what is to be expected ------------------------------------------------------------------
+
+    def free_at(self, device: int, request: Request, now: float) -> float:
+        """When a request fits on a device if nobody else is granted there, as far as is known.
+
+        A lease of which nothing is known, or that takes longer than was known, may end any moment.
+        """
+        cells, free = self.devices[device], self.free[device]
+        ends = [(max(now, lease.ends or now), lease.mask) for lease in self.live[device]]
+        at = now
+        if not cells.fit_all(free, request.parts):
+            for at, mask in sorted(ends):  # noqa: B007  where it fits is when
+                free |= mask
+                if cells.fit_all(free, request.parts):
+                    break
+        return at
+
+    def running(self, now: float) -> float:
+        """SM-seconds that leases are expected to take from now on."""
+        leases = (lease for of_device in self.live for lease in of_device)
+        return sum(lease.sms * max(0.0, (lease.ends or now) - now) for lease in leases)
+
+
+def lengths(request: Request, sms: int) -> tuple[float, float]:
+    """Seconds until a lease of a request has ended; until it gives back what can go before."""
+    flow = request.flow
+    elastic = request.is_elastic
+    length = flow.longest_lease(request.seconds(sms), is_elastic=elastic)
+    return length, min(length, flow.longest_segment()) if elastic else length
+
+
+def lowest(mask: int, count: int) -> int:
+    """So many of the lowest cells of a set, or all."""
+    chosen = 0
+    while count > 0 and mask:
+        cell = mask & -mask
+        chosen |= cell
+        mask ^= cell
+        count -= 1
+    return chosen

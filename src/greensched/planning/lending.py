@@ -1,0 +1,209 @@
+"""Floors, and what of them is lent: who may take how many of a device's free cells.
+
+A class's floor is a number of cells of one device, its home. What of a floor its owner does not
+use is *kept*, free, for him, but for what is *lent*. On each device, always:
+
+    free cells >= the sum over its floors of (cells its owner has not of it, less those lent)
+
+so an owner takes what is kept for him at once, and the rest when its loans come back. A class
+borrows only if it is revocable, and only from an owner who does not wait and whose blocking budget
+is at least as long as the borrower takes to give back: the next checkpoint for what an elastic
+lease has above its least size, the end of the lease for the rest. So an owner waits for his floor
+for one budget at most. Each loan is one owner's: what comes back goes to nobody else.
+
+After a change of the classes free cells may be fewer than that for a time: leases end under the
+rules they began under, and what comes free is kept until it suffices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from greensched.errors import InvalidRequest
+from greensched.planning.cells import Cells
+from greensched.planning.requests import NO_LOANS, Lease
+from greensched.planning.services import Flow, ServiceClass
+
+
+class Floors:
+    """The floors of one device.
+
+    Args:
+        cells: the device's.
+        owners: who has a floor there.
+    """
+
+    def __init__(self, cells: Cells, owners: Sequence[Flow]) -> None:
+        self.cells = cells
+        self.owners = tuple(owners)
+        #: Cells to be given last to anybody else than their owner, for each owner: so that what
+        #: is kept for him stays in one block.
+        self.blocks: dict[Flow, int] = {}
+        top = cells.count
+        for owner in self.owners:
+            top -= owner.need
+            self.blocks[owner] = ((1 << owner.need) - 1) << top
+        #: All of them; they share no cell.
+        self.all_blocks = sum(self.blocks.values())
+        #: Leases that have something on loan.
+        self.borrowers: dict[Lease, None] = {}
+
+    def kept(self, flow: Flow) -> int:
+        """Free cells that are the flow's own."""
+        return max(0, _unmet(flow) - flow.lent) if flow in self.blocks else 0
+
+    def room(self, free: int, flow: Flow, length: float, segment: float) -> tuple[int, int]:
+        """How many of so many free cells a lease of a flow may take.
+
+        Args:
+            free: free cells there are.
+            flow: whose lease.
+            length: seconds until it has ended.
+            segment: seconds until it gives back what it has above its least.
+
+        Returns:
+            For its least, and for all of it.
+        """
+        least = most = free
+        for owner in self.owners:
+            if owner is flow:
+                continue
+            kept = self.kept(owner)
+            if not kept:
+                continue
+            budget = owner.budget if flow.revocable and not owner.waiting else 0.0
+            if not 0 < length <= budget:
+                least -= kept
+            if not 0 < segment <= budget:
+                most -= kept
+        return max(0, least), max(0, least, most)
+
+    def take(
+        self, free: int, lease: Lease, taken: int, least: int, length: float, segment: float
+    ) -> None:
+        """A lease takes cells of so many free ones; what is kept for others is borrowed.
+
+        Args:
+            free: free cells there were.
+            lease: who takes.
+            taken: how many cells.
+            least: how many of them it keeps until it ends.
+            length: see `room`.
+            segment: see `room`.
+        """
+        flow = lease.flow
+        others = sum(self.kept(owner) for owner in self.owners if owner is not flow)
+        borrowed = max(0, taken - max(0, free - others))
+        until_end = max(0, borrowed - (taken - least))
+        # Whoever can wait longest lends first, and the least part first: fewer can lend it.
+        for owner in sorted(self.owners, key=lambda owner: -owner.budget) if borrowed else ():
+            if owner is flow or owner.waiting:
+                continue
+            lent = 0
+            if length <= owner.budget:
+                lent = min(until_end, self.kept(owner))
+                until_end -= lent
+                borrowed -= lent
+            if segment <= owner.budget:
+                more = min(borrowed - until_end, self.kept(owner) - lent)
+                borrowed -= more
+                lent += more
+            if lent:
+                self._lend(owner, lease, lent)
+        if flow in self.blocks:
+            flow.cells += taken
+        self._settle()
+
+    def give(self, lease: Lease, given: int) -> None:
+        """A lease gives cells back, those it has on loan first."""
+        flow = lease.flow
+        if lease.loans:
+            left = given
+            # Who waits for his floor has it back first.
+            for owner in sorted(lease.loans, key=lambda owner: not owner.waiting):
+                back = min(left, lease.loans[owner])
+                left -= back
+                self._end_loan(owner, lease, back)
+        if flow in self.blocks:
+            flow.cells -= given
+
+    def _lend(self, owner: Flow, lease: Lease, cells: int) -> None:
+        owner.lent += cells
+        if lease.flow in self.blocks:
+            lease.flow.borrowed += cells
+        lease.loans = {**lease.loans, owner: lease.loans.get(owner, 0) + cells}
+        self.borrowers[lease] = None
+
+    def _end_loan(self, owner: Flow, lease: Lease, cells: int) -> None:
+        owner.lent -= cells
+        if lease.flow in self.blocks:
+            lease.flow.borrowed -= cells
+        left = lease.loans[owner] - cells
+        others = {one: n for one, n in lease.loans.items() if one is not owner}
+        lease.loans = {**others, owner: left} if left else others
+        if not lease.loans:
+            self.borrowers.pop(lease, None)
+
+    def _settle(self) -> None:
+        """An owner who found his floor elsewhere needs no loan back: the borrower has it."""
+        again = True
+        while again:
+            again = False
+            for owner in self.owners:
+                excess = owner.lent - _unmet(owner)
+                for lease in tuple(self.borrowers) if excess > 0 else ():
+                    ended = min(excess, lease.loans.get(owner, 0))
+                    if ended > 0:
+                        excess -= ended
+                        again = True  # it is the borrower's own now, and may meet his floor
+                        self._end_loan(owner, lease, ended)
+
+    def take_over(self, leases: Iterable[Lease]) -> None:
+        """After a change of the classes: counts what is leased and lent already."""
+        for lease in leases:
+            taken = (lease.mask & self.cells.equal).bit_count()
+            if lease.flow in self.blocks:
+                lease.flow.cells += taken
+            loans, lease.loans = lease.loans, NO_LOANS
+            for owner, lent in loans.items():
+                if owner in self.blocks:
+                    self._lend(owner, lease, lent)
+        self._settle()
+
+
+def _unmet(flow: Flow) -> int:
+    """Cells of its floor that an owner does not have; what he has on loan is not of it."""
+    return max(0, flow.need - (flow.cells - flow.borrowed))
+
+
+def place(devices: Sequence[Cells], wanted: Sequence[tuple[Flow, ServiceClass]]) -> list[Floors]:
+    """Finds each floor its device: the largest first, each where most is unreserved.
+
+    A floor stays on the device it is on, where it fits.
+
+    Raises:
+        InvalidRequest: they do not fit together; nothing has changed.
+    """
+    left = [cells.count for cells in devices]
+    homes: list[list[Flow]] = [[] for _ in devices]
+    placed: list[tuple[Flow, int, int]] = []
+    for flow, rules in sorted(wanted, key=lambda one: -one[1].reserve):
+        needs = [-(-rules.reserve // cells.size) for cells in devices]
+        fits = [device for device, need in enumerate(needs) if need <= left[device]]
+        if not fits:
+            raise InvalidRequest(
+                f"service {rules.name!r}: reserve={rules.reserve}: the floors together do not fit "
+                f"on the devices, which have {_reservable(devices)} SMs in all to reserve"
+            )
+        home = max(fits, key=lambda d: (d == flow.home and flow.need > 0, left[d] - needs[d]))
+        left[home] -= needs[home]
+        placed.append((flow, home, needs[home]))
+        if rules.reserve:
+            homes[home].append(flow)
+    for flow, home, need in placed:
+        flow.home, flow.need = home, need
+    return [Floors(cells, owners) for cells, owners in zip(devices, homes, strict=True)]
+
+
+def _reservable(devices: Sequence[Cells]) -> int:
+    return sum(cells.size * cells.count for cells in devices)

@@ -1,0 +1,179 @@
+"""Who waits, in lines: the queue of the scheduler.
+
+Requests that left stay in their line until they come to its head, or outnumber those that wait:
+so a mass cancellation is linear, and nothing grows with the number of past requests.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from typing import Any
+
+from greensched.errors import InvalidRequest
+from greensched.planning.admission import Agenda
+from greensched.planning.policy import Deadline, Policy
+from greensched.planning.requests import Line, Request, State, by_rank, still_waiting
+from greensched.planning.services import SMOOTHING, Flow
+
+#: So many more entries than twice those that wait are kept before anybody tidies up.
+STALE_LEAST = 64
+
+#: A line by its first: where its class stands, the first's rank and order, and the line. Orders
+#: differ, so lines are never compared.
+Head = tuple[tuple[float, ...], tuple[float, ...], int, Line]
+
+
+class Queue:
+    """Requests that wait, by class and wish.
+
+    Args:
+        policy: their order.
+        start_of: where the next grant of a class starts in virtual time.
+        sms: SMs there are in all.
+    """
+
+    def __init__(self, policy: Policy, start_of: Callable[[Flow], float], sms: int) -> None:
+        self.waiting = 0
+        self._start_of = start_of
+        self._sms = sms
+        self._lines: dict[tuple[object, ...], Line] = {}
+        self._deadlines: list[tuple[float, int, Request]] = []
+        #: The first of the queue once it has aged, and the device that is kept for it.
+        self._reserved: tuple[Request, int] | None = None
+        self._cancelled = 0
+        #: When the queue last moved, and the mean time between its moves.
+        self._moved = 0.0
+        self._interval = 0.0
+        #: Entries in the lines, the stale ones included: never fewer than there are.
+        self._entries = 0
+        #: Somebody may be granted because a class with a floor waits no more.
+        self._is_unlocked = False
+        #: What is due when, where the policy goes by that; and the bucket of each request in it.
+        self._agenda: Agenda | None = None
+        self._agreed: dict[Request, int] = {}
+        self._set_policy(policy)
+
+    def _set_policy(self, policy: Policy) -> None:
+        self.policy = policy
+        self._stands: Callable[[Any], tuple[float, ...]] | None = getattr(policy, "standing", None)
+        by_due = isinstance(policy, Deadline)
+        self._agenda = Agenda(self._sms) if by_due else None
+        self._agreed.clear()
+
+    def _queue(self, request: Request, able: tuple[int, ...]) -> None:
+        request.rank = self.policy.rank(request)
+        flow = request.flow
+        if not self.waiting:
+            self._moved = request.arrived
+        if not flow.waiting:
+            flow.moved = request.arrived
+        self.waiting += 1
+        flow.waiting += 1
+        flow.work += request.work
+        if request.deadline is not None:
+            heapq.heappush(self._deadlines, (request.deadline, request.order, request))
+        self._stand_in_line(request, able)
+        self._tidy()
+
+    def _stand_in_line(self, request: Request, able: tuple[int, ...]) -> None:
+        key = request.wish
+        line = self._lines.get(key)
+        if line is None:
+            line = self._lines[key] = Line(request.flow, able)
+        line.add(request)
+        self._entries += 1
+        if self._agenda is not None and request.due is not None:
+            self._agenda.advance(request.arrived)
+            self._agreed[request] = self._agenda.add(request.due, request.work)
+
+    def _line_of(self, request: Request) -> Line:
+        return self._lines[request.wish]
+
+    def _advance(self, request: Request, now: float) -> None:
+        """Somebody who waited is granted: the queue moves."""
+        flow = request.flow
+        self._interval += SMOOTHING * (now - self._moved - self._interval)
+        flow.interval += SMOOTHING * (now - flow.moved - flow.interval)
+        self._moved = flow.moved = now
+        self._drop(request)
+
+    def _leave(self, request: Request) -> bool:
+        """Somebody stops waiting; true if others may be granted because of it."""
+        request.state = State.GONE
+        self._is_unlocked = False
+        kept = self._drop(request)
+        self._tidy()
+        return kept or self._is_unlocked
+
+    def _drop(self, request: Request) -> bool:
+        """Takes a request out of the queue; its line forgets it when it comes to its head."""
+        flow = request.flow
+        self.waiting -= 1
+        flow.waiting -= 1
+        flow.work -= request.work
+        if not flow.waiting:
+            flow.work = 0.0
+            self._is_unlocked = self._is_unlocked or flow.need > 0
+        if self._agreed and request in self._agreed and self._agenda is not None:
+            self._agenda.remove(self._agreed.pop(request), request.work)
+        if self._reserved is None or self._reserved[0] is not request:
+            return False
+        self._reserved = None
+        return True
+
+    def _tidy(self) -> None:
+        """Forgets those that left, where they outnumber those that wait."""
+        if not self.waiting or self._entries > 2 * self.waiting + STALE_LEAST:
+            self._lines = {key: line for key, line in self._lines.items() if line.waiting()}
+            self._deadlines = still_waiting(self._deadlines)
+            self._entries = self.waiting
+
+    # -- who is first --------------------------------------------------------------------------
+
+    def _heads(self) -> list[tuple[tuple[float, ...], tuple[float, ...], int, Line]]:
+        """The first of each line, behind where it stands: orders differ, lines are not compared."""
+        heads, empty = [], []
+        for key, line in self._lines.items():
+            first = line.first()
+            if first is None:
+                empty.append(key)
+            else:
+                heads.append(self._head(line, first))
+        for key in empty:
+            del self._lines[key]
+        return heads
+
+    def _head(
+        self, line: Line, first: Request
+    ) -> tuple[tuple[float, ...], tuple[float, ...], int, Line]:
+        return self._standing(line.flow), first.rank, first.order, line
+
+    def _standing(self, flow: Flow) -> tuple[float, ...]:
+        """Where a class stands, by a policy that says so."""
+        if self._stands is None:
+            return ()
+        flow.tag = self._start_of(flow)
+        standing: tuple[float, ...] = self._stands(flow)
+        return standing
+
+    # -- for everybody ---------------------------------------------------------------------------
+
+    def close(self) -> list[Request]:
+        """Empties the queue; returns who waited."""
+        waited = sorted((r for line in self._lines.values() for r in line.waiting()), key=by_rank)
+        for request in waited:
+            self._cancelled += 1
+            self._leave(request)
+        return waited
+
+    def retry_after(self, flow: Flow | None = None) -> float:
+        """Seconds until there may be room in the queue, from how fast it moved of late."""
+        return max(0.001, self._interval if flow is None else flow.interval)
+
+
+def validate_bound(max_waiting: int) -> int:
+    """The queue's bound, checked."""
+    if type(max_waiting) is not int or max_waiting < 0:
+        raise InvalidRequest(f"max_waiting={max_waiting!r} is no whole number >= 0")
+    return max_waiting

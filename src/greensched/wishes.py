@@ -1,0 +1,113 @@
+"""What users ask of a pool, read and checked before anything is queued."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from numbers import Real
+
+from greensched.buffers import Buffer
+from greensched.errors import InvalidRequest
+from greensched.kernels import Kernel
+from greensched.planning.cells import Demand, demands
+from greensched.planning.requests import Cost
+from greensched.planning.services import ServiceClass
+from greensched.typing import Size
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a partition is asked for: checked, and not yet requested."""
+
+    parts: tuple[Demand, ...]
+    sizes: tuple[Size, ...]
+    device: int | None
+    service: str
+    deadline: float | None
+    cost: Cost | None
+    near: int | None
+
+    def __str__(self) -> str:
+        return "sms=" + ", ".join(repr(size) for size in self.sizes)
+
+
+def wish(
+    sizes: tuple[Size, ...],
+    services: Mapping[str, ServiceClass],
+    *,
+    device: int | None = None,
+    service: str | None = None,
+    deadline: float | None = None,
+    cost: Cost | None = None,
+    near: Buffer | None = None,
+) -> Wish:
+    """Reads what `Pool.partition` is given.
+
+    Raises:
+        InvalidSize, InvalidRequest: what can never be right.
+    """
+    if device is not None and (type(device) is not int or device < 0):
+        raise InvalidRequest(f"device={device!r} is no ordinal of a device")
+    if service is not None and not _is_key(service, services):
+        known = ", ".join(services) or "none"
+        raise InvalidRequest(
+            f"no service {service!r}: this pool has {known} (name it in Pool(services=[...]))"
+        )
+    until = None if deadline is None else seconds(deadline)
+    if deadline is not None and not (until is not None and until > 0):
+        raise InvalidRequest(f"deadline={deadline!r}: give the seconds from now, more than 0")
+    if near is not None and not isinstance(near, Buffer):
+        raise InvalidRequest(f"near={near!r}: give a Buffer, to be on its device where it can be")
+    where = None if near is None else near.device
+    return Wish(demands(sizes), sizes, device, service or "", until, _cost(cost), where)
+
+
+def _is_key(key: object, named: Mapping[str, object]) -> bool:
+    return isinstance(key, str) and key in named
+
+
+def _cost(cost: object) -> Cost | None:
+    """Seconds that the work takes, or a curve of them."""
+    if cost is None or callable(getattr(cost, "at", None)):
+        return cost  # type: ignore[return-value]  # what has `at` is a curve
+    number = seconds(cost)
+    if number is None or not 0 < number < math.inf:
+        raise InvalidRequest(f"cost={cost!r}: give seconds, more than 0, or a curve")
+    return number
+
+
+def seconds(value: object) -> float | None:
+    """A number as one of Python's; None: it is none, or beyond all time."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return None
+
+
+def one_of(name: str, value: object, known: tuple[object, ...]) -> object:
+    """An option that is one of a few."""
+    if not any(value is one or (isinstance(value, str) and value == one) for one in known):
+        raise InvalidRequest(f"{name}={value!r}: give {' or '.join(map(repr, known))}")
+    return value
+
+
+def kernels(prepare: object) -> tuple[Kernel, ...]:
+    """Kernels, each once."""
+    given = tuple(prepare) if isinstance(prepare, Iterable) else (prepare,)
+    if not all(isinstance(kernel, Kernel) for kernel in given):
+        raise InvalidRequest(f"prepare={prepare!r}: give kernels, such as [kernels.saxpy]")
+    return tuple(dict.fromkeys(given))
+
+
+def ordinals(devices: object) -> tuple[int, ...]:
+    """Ordinals of devices, each once."""
+    chosen = tuple(devices) if isinstance(devices, Iterable) else ()
+    whole = all(type(ordinal) is int and ordinal >= 0 for ordinal in chosen)
+    if not chosen or not whole or len(set(chosen)) != len(chosen):
+        raise InvalidRequest(
+            f"devices={devices!r}: give the ordinals, each once and at least one, such as [0, 1]"
+        )
+    return chosen

@@ -1,0 +1,190 @@
+"""Floors, caps and loans, one by one."""
+
+from __future__ import annotations
+
+import pytest
+
+from greensched.errors import InvalidRequest, TooManySMs
+from greensched.planning.cells import Cells, demands
+from greensched.planning.policy import Fifo
+from greensched.planning.requests import Request, State
+from greensched.planning.scheduler import Scheduler
+from greensched.planning.services import ServiceClass
+from greensched.typing import ALL, Size
+
+DEVICE = Cells(size=8, count=8)
+OWNER = ServiceClass("owner", reserve=32, budget=0.010)
+BATCH = ServiceClass("batch", revocable=True, segment=0.005)
+PLAIN = ServiceClass("plain")
+
+
+def make(*classes: ServiceClass, devices: tuple[Cells, ...] = (DEVICE,)) -> Scheduler:
+    return Scheduler(devices, Fifo(), 1000, services=classes)
+
+
+def ask(scheduler: Scheduler, now: float, sms: Size, service: str, **options: object) -> Request:
+    return scheduler.request(now, demands((sms,)), service=service, **options)  # type: ignore[arg-type]
+
+
+def test_a_floor_is_kept_for_its_owner() -> None:
+    """Others get what is not reserved, and the owner finds his floor free whoever waits."""
+    scheduler = make(OWNER, PLAIN)
+    assert ask(scheduler, 0.0, 32, "plain").state is State.GRANTED
+    waiting = ask(scheduler, 0.0, 8, "plain")
+    assert waiting.state is State.QUEUED
+    assert ask(scheduler, 1.0, 32, "owner").state is State.GRANTED
+    assert ask(scheduler, 1.0, 8, "owner").state is State.QUEUED, "beyond his floor he waits too"
+
+
+def test_who_names_no_class_is_kept_out_of_floors() -> None:
+    """A request without a class is one of a class with no floor and no right to borrow."""
+    scheduler = make(OWNER)
+    ask(scheduler, 0.0, 32, "")
+    assert ask(scheduler, 0.0, 8, "").state is State.QUEUED
+    with pytest.raises(TooManySMs) as caught:
+        ask(scheduler, 0.0, ALL, "")
+    assert (caught.value.asked, caught.value.most) == (64, 32)
+
+
+def test_a_floor_is_one_block() -> None:
+    """What is kept stays in one piece, so that the owner gets a contiguous partition."""
+    scheduler = make(OWNER, PLAIN)
+    others = [ask(scheduler, 0.0, 8, "plain") for _ in range(4)]
+    for request in others[::2]:
+        scheduler.drained(0.0, request.leases[0])
+    (lease,) = ask(scheduler, 0.0, 32, "owner").leases
+    assert lease.mask == 0b11110000
+
+
+def test_a_cap_bounds_what_a_class_holds() -> None:
+    """At its cap a class waits though cells are free, elastic leases stop there, others pass."""
+    scheduler = make(ServiceClass("small", cap=16), PLAIN)
+    first = ask(scheduler, 0.0, (8, 64), "small")
+    assert first.leases[0].sms == 16
+    waiting = ask(scheduler, 0.0, 8, "small")
+    assert waiting.state is State.QUEUED
+    assert ask(scheduler, 5.0, 48, "plain").state is State.GRANTED, "no device is kept for it"
+    assert scheduler.drained(6.0, first.leases[0]) == [waiting]
+    with pytest.raises(TooManySMs, match="most that can ever be granted here is 16"):
+        ask(scheduler, 0.0, 17, "small")
+
+
+def test_only_who_can_be_back_in_time_borrows() -> None:
+    """A loan takes a revocable class, a known end, and an owner with a budget as long as that."""
+    scheduler = make(OWNER, BATCH, PLAIN)
+    ask(scheduler, 0.0, 32, "plain")
+    assert ask(scheduler, 0.0, 8, "plain", cost=0.001).state is State.QUEUED, "not revocable"
+    assert ask(scheduler, 0.0, 8, "batch", cost=0.020).state is State.QUEUED, "too long"
+    assert ask(scheduler, 0.0, 8, "batch", cost=0.010).state is State.GRANTED
+    assert ask(scheduler, 0.0, 8, "batch").state is State.GRANTED, "5 ms, as it declared"
+    assert scheduler.services()["owner"].sms_lent == 16
+    unknown = make(OWNER, ServiceClass("batch", revocable=True), PLAIN)
+    ask(unknown, 0.0, 32, "plain")
+    assert ask(unknown, 0.0, 8, "batch").state is State.QUEUED, "nothing is known of it"
+
+
+@pytest.mark.parametrize("owner", [ServiceClass("owner", reserve=32), ServiceClass("owner", 64)])
+def test_who_has_no_budget_lends_nothing(owner: ServiceClass) -> None:
+    """A floor whose owner may not be made to wait stays idle, also for those who end soon."""
+    scheduler = make(owner, BATCH)
+    with pytest.raises(TooManySMs):
+        ask(scheduler, 0.0, ALL, "batch", cost=1e-6)
+
+
+def test_the_budget_is_half_of_the_latency() -> None:
+    """A latency target without a budget lends to who is back within half of it."""
+    assert ServiceClass("a", latency=0.050).blocking_budget == 0.025
+    assert ServiceClass("a", latency=0.050, budget=0.0).blocking_budget == 0
+    assert ServiceClass("a").blocking_budget == 0
+
+
+def test_an_elastic_lease_borrows_above_its_least() -> None:
+    """What it keeps until its end is its own; what the next checkpoint gives back may be lent."""
+    scheduler = make(OWNER, BATCH, PLAIN)
+    ask(scheduler, 0.0, 24, "plain")
+    (lease,) = ask(scheduler, 0.0, (8, 64), "batch").leases
+    assert lease.sms == 40
+    assert dict(lease.loans) == {scheduler.ground.flows["owner"]: 4}
+    assert ask(scheduler, 0.0, (8, 64), "batch").state is State.QUEUED, "its least is not lent"
+
+
+def test_a_loan_comes_back_at_the_checkpoint() -> None:
+    """An owner who asks waits for the borrower's checkpoint alone, and has all of his floor."""
+    scheduler = make(OWNER, BATCH)
+    (lease,) = ask(scheduler, 0.0, (8, 64), "batch").leases
+    owner = ask(scheduler, 1.0, 32, "owner")
+    assert owner.state is State.QUEUED
+    assert scheduler.checkpoint(1.004, lease) == [owner]
+    assert lease.sms == 32, "of what is idle it takes what is not lent"
+    assert owner.leases[0].mask & lease.mask == 0
+    assert scheduler.services()["owner"].sms_lent == 0
+
+
+def test_a_loan_is_not_renewed_while_its_owner_waits() -> None:
+    """What the owner cannot use yet is kept for him all the same."""
+    scheduler = make(OWNER, BATCH, PLAIN)
+    ask(scheduler, 0.0, 8, "plain")
+    first, second = (ask(scheduler, 0.0, 16, "batch").leases[0] for _ in range(2))
+    (third,) = ask(scheduler, 0.0, 24, "batch").leases
+    owner = ask(scheduler, 0.0, 32, "owner")
+    assert owner.state is State.QUEUED
+    new = ask(scheduler, 0.0, 8, "batch")
+    assert scheduler.drained(0.001, third) == []
+    assert new.state is State.QUEUED, "24 SMs are free, and the owner's"
+    assert scheduler.drained(0.002, second) == [owner, new]
+    assert not first.over
+
+
+def test_an_owner_who_leaves_lends_again() -> None:
+    """When the last of a class with a floor stops waiting, who may borrow is granted."""
+    scheduler = make(OWNER, BATCH)
+    (lease,) = ask(scheduler, 0.0, (8, 40), "batch").leases
+    owner = ask(scheduler, 0.0, 32, "owner")
+    other = ask(scheduler, 0.0, 8, "batch")
+    assert (owner.state, other.state) == (State.QUEUED, State.QUEUED)
+    assert scheduler.cancel(0.0, owner) == [other]
+    assert lease.sms == 40
+
+
+def test_an_owner_who_finds_his_floor_elsewhere_wants_no_loan_back() -> None:
+    """What was lent of it is the borrower's own from then on, and counts against no floor."""
+    scheduler = make(OWNER, BATCH, PLAIN)
+    (plain,) = ask(scheduler, 0.0, 32, "plain").leases
+    (borrowed,) = ask(scheduler, 0.0, 32, "batch").leases
+    assert scheduler.services()["owner"].sms_lent == 32
+    scheduler.drained(0.0, plain)
+    (own,) = ask(scheduler, 0.0, 32, "owner").leases
+    assert scheduler.services()["owner"].sms_lent == 0
+    assert dict(borrowed.loans) == {}
+    scheduler.drained(0.0, own)
+    assert ask(scheduler, 0.0, 32, "plain").state is State.QUEUED, "it is his floor again"
+
+
+def test_who_takes_longer_than_he_said_borrows_no_more() -> None:
+    """A class seen to go on for longer than its owner's budget gets nothing on loan for a time."""
+    scheduler = make(OWNER, BATCH, PLAIN)
+    ask(scheduler, 0.0, 32, "plain")
+    (late,) = ask(scheduler, 0.0, 8, "batch").leases
+    scheduler.drained(0.5, late)
+    assert ask(scheduler, 0.5, 8, "batch").state is State.QUEUED
+
+
+def test_an_owner_has_his_floor_on_a_device_that_is_kept() -> None:
+    """A device kept for an aged request is not closed to who has a floor there."""
+    scheduler = make(ServiceClass("owner", reserve=16, budget=0.010), BATCH, PLAIN)
+    ask(scheduler, 0.0, 40, "plain")
+    large = ask(scheduler, 0.0, 48, "plain")
+    assert scheduler.request(1.0, demands((8,)), service="plain").state is State.QUEUED
+    assert ask(scheduler, 1.0, 16, "owner").state is State.GRANTED
+    assert large.state is State.QUEUED
+
+
+def test_floors_lie_on_the_devices_with_room() -> None:
+    """Each floor is on one device, the largest placed first; too many are refused by name."""
+    scheduler = make(
+        ServiceClass("a", reserve=40), ServiceClass("b", reserve=40), devices=(DEVICE, DEVICE)
+    )
+    homes = [scheduler.ground.flows[name].home for name in "ab"]
+    assert sorted(homes) == [0, 1]
+    with pytest.raises(InvalidRequest, match=r"'c': reserve=40: the floors together do not fit"):
+        make(*(ServiceClass(name, reserve=40) for name in "abc"), devices=(DEVICE, DEVICE))
