@@ -27,6 +27,8 @@ class Bound:
     `bound()` launches, at once and without a ticket: nothing tells when that one is done, but
     whatever is submitted behind it. `bound.submit()` launches and returns a `Job`.
 
+    It follows its partition over a checkpoint, with the values it has.
+
     Its buffers count as used by the partition until the block ends; work of other partitions on
     them is kept in order with it. So are bound launches of other partitions, where one of them
     writes a buffer they share: but then each asks for the other every time, which costs about as
@@ -37,6 +39,7 @@ class Bound:
         "__weakref__",
         "_channel",
         "_elsewhere",
+        "_is_cold",
         "_is_shared",
         "_is_wary",
         "_name",
@@ -53,7 +56,9 @@ class Bound:
         self.is_closed = False
         #: Bound launches elsewhere use its buffers, without telling.
         self._is_shared = False
-        #: Closed or shared, or somebody may capture: one thing to look at in each launch.
+        #: Its kernel was not loaded yet for the SMs it moved to: a thread loads it.
+        self._is_cold = False
+        #: Closed, shared or cold, or somebody may capture: one thing to look at in each launch.
         self._is_wary = channel.holding.is_lent
         #: Uses of its buffers by others, since its last launch.
         self._elsewhere: dict[Track, int] = {}
@@ -147,6 +152,20 @@ class Bound:
         """A bound launch elsewhere uses a buffer too: each launch asks what came before it."""
         self._is_shared = self._is_wary = True
 
+    def move(self, channel: Channel) -> None:
+        """Its partition has other SMs from now on; nothing it launched still runs."""
+        ticket, before = self._next_ticket(), self._plan.arguments.buffers
+        for buffer, _ in before.values():
+            buffer.unbind(self, ticket)
+        self._channel, self.track = channel, channel.track
+        self._elsewhere.clear()
+        self._is_shared = False
+        self._is_cold = self._is_wary = self._plan.kernel not in channel.lane.loaded
+        self._plan = self._plan.on(channel.track.stream)
+        channel.holding.bound.append(self)
+        for buffer, write in before.values():
+            self._use(buffer, write=write)
+
     def close(self) -> None:
         """The lease ends, however it does: the last launch is up to the last ticket."""
         self.is_closed = self._is_wary = True
@@ -182,6 +201,10 @@ class Bound:
                 other.check_capture()
             self._elsewhere.clear()
             order_behind(track, {}, behind)
+        if self._is_cold:
+            self._is_cold = self._plan.kernel not in self._channel.lane.loaded
+            if self._is_cold:  # a first launch may block: not here
+                self._elsewhere[track] = 0
 
     def _check_room(self) -> None:
         if not self._channel.holding.make_room():
@@ -194,9 +217,14 @@ class Bound:
         channel = self._channel
         channel.check()
         uses = tuple(self._plan.arguments.buffers.values())
-        twin = self._plan.copy()
+        twin, lane = self._plan.copy(), channel.lane
         self._elsewhere.clear()
-        return channel.submit(self._name, lambda _: twin.fire(), uses, may_block=True)
+
+        def fire(_: int) -> None:
+            twin.fire()
+            lane.loaded.add(twin.kernel)
+
+        return channel.submit(self._name, fire, uses, may_block=True)
 
     def _failed(self, error: CUDAError) -> NoReturn:
         if isinstance(error, DeviceFault):

@@ -266,6 +266,29 @@ class Desk:
             channels.append(Channel(holding, site, self.check))
         return tuple(channels)
 
+    def checkpoint(self, channel: Channel) -> Channel:
+        """A lease without work gives cells back, or takes some up. Returns where it is now.
+
+        Raises:
+            PoolClosed, Poisoned, ForkedPool: the pool does nothing any more.
+        """
+        holding, lease = channel.holding, channel.holding.lease
+        with self.lock:
+            self.check()
+            before = lease.mask
+            granted = self.scheduler.checkpoint(self.driver.time(), lease)
+            if lease.mask != before:
+                site = self.sites[lease.device]
+                holding.crew.is_leased = False
+                moved = holding.moved(site.take(lease.mask))
+                self.holdings.discard(holding)
+                self.holdings.add(moved)
+                channel = Channel(moved, site, self.check)
+        for bound in holding.bound if channel.holding is not holding else ():
+            bound.move(channel)
+        self._deliver(granted)
+        return channel
+
     # -- giving back -----------------------------------------------------------------------------
 
     def _leave(self, request: Request) -> None:

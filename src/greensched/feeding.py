@@ -45,8 +45,7 @@ class Feed:
 
     async def __anext__(self) -> Buffer:
         if not self._is_begun:
-            channel = self._ready()
-            await channel.holding.crew.open_copies(channel.holding.completion)
+            await self._open_copies()
             self._ahead = self._upload()
             self._is_begun = True
         if self._ahead is None:
@@ -55,10 +54,15 @@ class Feed:
         buffer = await self._ahead
         buffer.is_known = False  # it is closed here, also where nobody iterates to the end
         await self._make_room()
+        await self._open_copies()  # the partition may have other SMs since a checkpoint
         self._given.append(buffer)  # from here on nothing waits: a cancellation loses no buffer
         self._ahead = None
         self._ahead = self._upload()
         return buffer
+
+    async def _open_copies(self) -> None:
+        channel = self._ready()
+        await channel.holding.crew.open_copies(channel.holding.completion)
 
     def _upload(self) -> Job[Buffer] | None:
         """The next array is on its way; None: there is none."""

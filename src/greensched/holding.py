@@ -44,6 +44,8 @@ class BoundLaunch(Protocol):
 
     def be_wary(self) -> None: ...
 
+    def move(self, channel: Any) -> None: ...
+
 
 class Holding:
     """One lease of a crew, by one loop.
@@ -147,6 +149,44 @@ class Holding:
             self.crew.lane.launches.mark(ticket)
         except CUDAError as error:
             self.crew.home.lost(error)
+
+    # -- its checkpoints ---------------------------------------------------------------------------
+
+    async def settle(self) -> None:
+        """Waits until nothing of the lease runs or is queued, also what comes meanwhile.
+
+        A cancellation changes nothing.
+        """
+        launches, lane = self.crew.lane.launches, self.crew.lane
+        while launches.fault is None:
+            self.mark_unmarked()
+            for track in lane.tracks:
+                last = track.issued
+                while not (track.reached(last) or track.fault is not None):
+                    await self.completion.wait(track, last)
+            last = launches.issued
+            if self.is_exposed:
+                await self._whole_so_far()
+                last += 1
+            if not self.unmarked and last == launches.issued and lane.is_idle:
+                return
+
+    def _whole_so_far(self) -> Job[None]:
+        """Done once the whole green context is: what libraries put on streams of their own, too."""
+        launches = self.crew.lane.launches
+        job: Job[None] = Job(launches, launches.issue(), "checkpoint", self.failed)
+        self.completion.watch(launches)
+        self.crew.defer(self._record_whole, job, launches, job.ticket, self.completion)
+        return job
+
+    def moved(self, crew: Crew) -> Holding:
+        """The same lease on another lane, from now on; this lane has no work, and is let go."""
+        for job in self._unfinished:
+            job.finish()
+        self.is_open, self.is_over = False, True
+        moved = Holding(self.lease, crew, self.completion, self._keeper)
+        moved.failed = self.failed
+        return moved
 
     # -- its end -----------------------------------------------------------------------------------
 

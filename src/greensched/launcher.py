@@ -287,6 +287,15 @@ class Plan:
             stream.handle, handle, config.grid3, config.block3, config.shmem_size, arguments.address
         )
 
+    @property
+    def kernel(self) -> Kernel:
+        """What it launches."""
+        return self._how[2]
+
+    def on(self, stream: Stream) -> Plan:
+        """The same launch, with the same arguments, on another stream of the device."""
+        return Plan(stream, *self._how[1:], self.arguments)
+
     def copy(self) -> Plan:
         """The same launch with the values of now, whatever is set here later."""
         return Plan(*self._how, self.arguments.copy())

@@ -42,6 +42,8 @@ class Grantor(Protocol):
 
     async def acquire(self, wish: Any) -> tuple[Channel, ...]: ...
 
+    def checkpoint(self, channel: Channel) -> Channel: ...
+
 
 class Partition:
     """SMs of one device, leased to one task at a time; made by `pool.partition(...)`.
@@ -184,6 +186,36 @@ class Partition:
             # First: where warnings are errors, nothing after one is done.
             channel.holding.completion.door.call_threadsafe(channel.holding.end)
             warnings.warn(said, ResourceWarning, stacklevel=2, source=self)
+
+    # -- between two pieces of work ----------------------------------------------------------------
+
+    async def checkpoint(self) -> int:
+        """Waits for all of the lease's work, then lets its SMs be changed; how many it has now.
+
+        A lease of a range of sizes, `sms=(8, 64)`, gives what it has above the least to whoever
+        waits for it, or takes up what is idle. Any other lease keeps its SMs, and tells its class
+        by this that it could give them back. Between checkpoints nothing moves.
+
+        Bound launches follow, and buffers stay valid; `stream` and `context` are others afterwards:
+        ask for them again. A failed job does not show here, but where it is awaited, or at the end.
+        A checkpoint on trio; on asyncio it yields only where it waits. Cancelled while it waits, it
+        changes nothing; the change itself waits for nothing.
+
+        Raises:
+            PartitionClosed, PoolClosed, Poisoned: there is nothing to change any more.
+            InvalidRequest: the partition's stream is capturing.
+        """
+        channel = self._mine()
+        channel.check_capture()
+        channel.check_pool()
+        door = channel.holding.completion.door
+        if door.always_yields:
+            await door.checkpoint()
+        await channel.holding.settle()
+        if self._open() is channel:  # else another task's checkpoint was first
+            channel.check_capture()
+            self._channel = self._grantor.checkpoint(channel)
+        return self._open().lane.sm_count
 
     # -- facts -------------------------------------------------------------------------------------
 

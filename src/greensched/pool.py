@@ -403,6 +403,10 @@ class Pool:
         """Waits for a grant. For partitions."""
         return await self._opened().acquire(wanted)
 
+    def checkpoint(self, channel: Channel) -> Channel:
+        """Lets a lease without work have fewer SMs, or more. For partitions."""
+        return self._opened().checkpoint(channel)
+
     # -- closing ---------------------------------------------------------------------------------
 
     async def aclose(self, grace: float = GRACE) -> CloseReport:

@@ -182,6 +182,34 @@ async def _ready_for_bound(stage: Stage) -> None:
         await p.ready()
 
 
+@scenario("a checkpoint", opened)
+async def _checkpoint(stage: Stage) -> None:
+    async with anyio.create_task_group() as tasks:
+        async with stage.pool.partition((16, 1024)) as p:
+            stage.gates.append(await Gate.closed(p))
+            tasks.start_soon(_queued, stage)
+            p.context.is_green  # noqa: B018  from here on the whole context is waited for
+            p.run(lambda: None)
+            try:
+                await p.checkpoint()
+            finally:  # what it had or what it has now: never both, never none
+                held = [holding for holding in stage.pool._desk.holdings if holding.is_open]
+                assert p._open().holding in held
+                assert p.sm_count == p._open().holding.lease.sms
+                assert p._open().lane.mask == p._open().holding.lease.mask
+            await p.run(lambda: None)
+
+
+@scenario("a feed over a checkpoint", opened)
+async def _feed_over_checkpoint(stage: Stage) -> None:
+    async with anyio.create_task_group() as tasks:
+        async with stage.pool.partition((16, 1024)) as p:
+            tasks.start_soon(_queued, stage)
+            async for x in p.feed(np.ones(10) for _ in range(3)):
+                p.copy(x, x)
+                await p.checkpoint()
+
+
 @scenario("pool.launch", opened_and_held)
 async def _pool_launch(stage: Stage) -> None:
     await stage.pool.launch(spin, LaunchConfig(grid=1, block=1), 1000, sms=16)

@@ -270,8 +270,11 @@ class Ground:
             self._grow_to(lease, before, own)
             return 0
         among = lease.mask | self._visible(flow, device, most - own)
-        wish = Demand(request.parts[0].least, most * cells.size)
-        mask = cells.fit(among & cells.equal, wish, self.warm[device])
+        limit = request.parts[0].most
+        if most < cells.count:
+            limit, among = most * cells.size, among & cells.equal
+        limit = min(limit, flow.cap - flow.sms + lease.sms)
+        mask = cells.fit(among, Demand(request.parts[0].least, limit), self.warm[device])
         if mask and self.is_made(device, mask):
             self._grow_to(lease, mask, own)
             return 0

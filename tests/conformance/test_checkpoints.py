@@ -1,0 +1,214 @@
+"""Elastic leases: what a checkpoint waits for, gives back, takes up and leaves as it is."""
+
+from __future__ import annotations
+
+import anyio
+import numpy as np
+import pytest
+
+import greensched
+from greensched import LaunchConfig, Pool, ServiceClass
+from greensched.kernels import fill, saxpy
+from helpers.gate import Gate
+from helpers.waiting import still_waits, until
+from helpers.world import World
+
+CONFIG = LaunchConfig(grid=4, block=128)
+
+
+async def hold(pool: Pool, sms: int, release: anyio.Event, **options: object) -> None:
+    async with pool.partition(sms, **options):  # type: ignore[arg-type]
+        await release.wait()
+
+
+def test_a_checkpoint_gives_back_and_takes_up(world: World) -> None:
+    """An elastic lease goes down to its least for who waits, and takes up what is idle again."""
+
+    async def main() -> None:
+        async with world.pool() as pool, anyio.create_task_group() as tasks:
+            release = anyio.Event()
+            async with pool.partition((8, 1024)) as p:
+                most = p.sm_count
+                assert await p.checkpoint() == most == p.sm_count
+                tasks.start_soon(hold, pool, 8, release)
+                await until(lambda: pool.statistics().waiting == 1)
+                fewer = await p.checkpoint()
+                assert 8 <= fewer == p.sm_count < most
+                await until(lambda: pool.statistics().leases == 2)
+                release.set()
+                await until(lambda: pool.statistics().leases == 1)
+                assert await p.checkpoint() >= most - p.max_cluster_size
+            assert pool.statistics().sms_free == pool.statistics().sms_total
+
+    world.run(main)
+
+
+def test_a_lease_of_one_size_keeps_it(world: World) -> None:
+    """A checkpoint of a lease that is not elastic waits for its work, and changes nothing."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            channel, sms = p._open(), p.sm_count
+            assert await p.checkpoint() == sms
+            assert p._open() is channel
+
+    world.run(main)
+
+
+def test_a_checkpoint_awaits_the_work_first(world: World) -> None:
+    """While a job runs nothing moves, whoever waits; a cancellation meanwhile changes nothing."""
+
+    async def main() -> None:
+        async with world.pool() as pool, anyio.create_task_group() as tasks:
+            release = anyio.Event()
+            async with pool.partition((8, 1024)) as p:
+                sms = p.sm_count
+                with await Gate.closed(p) as gate:
+                    job = p.empty(8)
+                    tasks.start_soon(hold, pool, 8, release)
+                    await until(lambda: pool.statistics().waiting == 1)
+                    await still_waits(p.checkpoint())
+                    assert p.sm_count == sms
+                    assert pool.statistics().waiting == 1
+                    gate.open()
+                    await p.checkpoint()
+                    assert job.is_done
+                    (await job).close()
+                assert p.sm_count < sms
+                release.set()
+
+    world.run(main)
+
+
+@pytest.mark.runs_device_code
+def test_bound_launches_and_buffers_follow(world: World) -> None:
+    """After a checkpoint on other SMs bound launches go there, and buffers are as they were."""
+
+    async def main() -> None:
+        async with world.pool() as pool, anyio.create_task_group() as tasks:
+            release = anyio.Event()
+            async with pool.partition((8, 1024)) as p:
+                with await p.upload(np.ones(64, np.float32)) as x:
+                    with await p.upload(np.zeros(64, np.float32)) as y:
+                        await p.prepare(saxpy, CONFIG)
+                        bound = p.bind(saxpy, CONFIG, 1.0, x, y, x.size)
+                        bound()
+                        before = p._open()
+                        tasks.start_soon(hold, pool, 8, release)
+                        await until(lambda: pool.statistics().waiting == 1)
+                        await p.checkpoint()
+                        assert p._open() is not before
+                        bound()
+                        bound.set(0, 10.0)
+                        await bound.submit()
+                        await p.launch(saxpy, CONFIG, 100.0, x, y, x.size)
+                        bound()
+                        assert (await p.download(y))[63] == 1 + 1 + 10 + 100 + 10
+                        release.set()
+                        await until(lambda: pool.statistics().leases == 1)
+                        await p.checkpoint()
+                        bound()
+                        assert (await p.download(y))[0] == 132
+            with pytest.raises(greensched.PartitionClosed):
+                bound()
+
+    world.run(main)
+
+
+def test_what_libraries_were_given_is_waited_for(world: World) -> None:
+    """What is on the lease's own stream without a ticket is done before its SMs move."""
+
+    async def main() -> None:
+        async with world.pool() as pool:
+            async with pool.partition((8, 1024)) as p:
+                stream = p.stream
+                with await p.empty_pinned(1, np.uint32) as word:
+                    p.context.driver.wait_value(stream.handle, word.address, 1)
+                    await still_waits(p.checkpoint())
+                    word.array[0] = 1
+                    await p.checkpoint()
+                    assert stream.is_done
+
+    world.run(main)
+
+
+def test_a_failed_job_shows_at_the_end(world: World) -> None:
+    """A failure before a checkpoint is raised at the end of the block, as without one."""
+
+    async def main() -> None:
+        async with world.pool() as pool, anyio.create_task_group() as tasks:
+            release = anyio.Event()
+            with pytest.raises(ZeroDivisionError):
+                async with pool.partition((8, 1024)) as p:
+                    p.run(lambda: 1 / 0)
+                    tasks.start_soon(hold, pool, 8, release)
+                    await until(lambda: pool.statistics().waiting == 1)
+                    await p.checkpoint()
+                    release.set()
+
+    world.run(main)
+
+
+def test_feeding_goes_on_over_a_checkpoint(world: World) -> None:
+    """Arrays that are fed come one after another, whatever SMs the partition has by then."""
+
+    async def main() -> None:
+        async with world.pool() as pool, anyio.create_task_group() as tasks:
+            release = anyio.Event()
+            tasks.start_soon(hold, pool, 8, release)
+            await until(lambda: pool.statistics().leases == 1)
+            async with pool.partition((8, 1024)) as p:
+                seen = 0
+                async for buffer in p.feed(np.full(8, i, np.float32) for i in range(6)):
+                    assert buffer.size == 8
+                    seen += 1
+                    release.set()
+                    await p.checkpoint()
+                assert seen == 6
+
+    world.run(main)
+
+
+def test_an_owner_waits_for_a_checkpoint_alone(world: World) -> None:
+    """What was lent of a floor is its owner's at the borrower's next checkpoint, all of it."""
+    services = [
+        ServiceClass("decode", reserve=16, priority=10, budget=0.020),
+        ServiceClass("batch", revocable=True, segment=0.010),
+    ]
+
+    async def decode(pool: Pool) -> None:
+        async with pool.partition(16, service="decode") as q:
+            assert q.sm_count >= 16
+            assert pool.statistics().services["decode"].sms_lent == 0
+
+    async def main() -> None:
+        async with world.pool(services=services) as pool:
+            async with pool.partition((8, 1024), service="batch") as p:
+                lent = pool.statistics().services["decode"].sms_lent
+                assert lent >= 16
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(decode, pool)
+                    await until(lambda: pool.statistics().waiting == 1)
+                    await p.checkpoint()
+                assert await p.checkpoint() >= lent
+                assert pool.statistics().services["decode"].sms_lent == lent
+
+    world.run(main)
+
+
+def test_a_checkpoint_outside_the_block_is_refused(world: World) -> None:
+    """Before and after its block a partition has no checkpoint."""
+
+    async def main() -> None:
+        async with world.pool() as pool:
+            p = pool.partition((8, 64))
+            with pytest.raises(greensched.PartitionClosed):
+                await p.checkpoint()
+            async with p:
+                buffer = await p.empty(8)
+                await p.launch(fill, CONFIG, buffer, 1.0, 8)
+            buffer.close()
+            with pytest.raises(greensched.PartitionClosed):
+                await p.checkpoint()
+
+    world.run(main)
