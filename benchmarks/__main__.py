@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import calling, cuda, heartbeat, importing, launching, leasing
+from benchmarks import calling, cuda, heartbeat, importing, launching, leasing, plugin
 from benchmarks.measure import Bystanders, Row, table
 from greensched import driver as drivers
 
@@ -19,6 +19,7 @@ def main() -> int:
     bystanders = Bystanders()
     parts: dict[str, Callable[[], list[Row]]] = {
         "import": importing.measure,
+        "pytest": plugin.measure,
         "event loop": heartbeat.measure,
         "simulated H200, real clock": _simulated,
     }

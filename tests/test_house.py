@@ -23,6 +23,8 @@ MODULES = sorted(path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 #: A module's lines at most: the design's "600 at the very most".
 MOST_LINES = 600
+#: What there are integrations with.
+NEIGHBOURS = {"pytest", "_pytest", "starlette", "fastapi", "uvicorn"}
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 
 ERRORS = sorted(
@@ -48,11 +50,12 @@ def loaded_by(program: str) -> set[str]:
 
 
 def test_importing_loads_neither_cuda_nor_numpy() -> None:
-    """`import greensched` loads no binding of CUDA, no compiler, no numpy and no event loop."""
+    """`import greensched` loads no binding of CUDA, no numpy, no event loop and no integration."""
     heavy = {"cuda", "numpy", "anyio", "trio", "asyncio", "uvloop"}
     extra = loaded_by("import greensched") - loaded_by("")
-    assert not {name for name in extra if name.split(".")[0] in heavy}
+    assert not {name for name in extra if name.split(".")[0] in heavy | NEIGHBOURS}
     assert not {name for name in extra if name.startswith("greensched.driver")}
+    assert not {name for name in extra if name.startswith("greensched.integrations")}
 
 
 def test_looking_around_loads_no_more() -> None:
@@ -77,6 +80,8 @@ asyncio.run(main())
     assert not {name for name in loaded if name.split(".")[0] == "cuda"}
     assert "greensched.driver.cuda" not in loaded
     assert "trio" not in loaded
+    assert not {name.split(".")[0] for name in loaded} & NEIGHBOURS
+    assert not {name for name in loaded if name.startswith("greensched.integrations")}
 
 
 # -- what is public ---------------------------------------------------------------------------

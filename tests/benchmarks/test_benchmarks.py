@@ -9,7 +9,7 @@ import pytest
 from benchmarks.leases import KINDS
 from benchmarks.measure import Comparison, Row
 
-from benchmarks import calling, launching, leasing, measure, soak
+from benchmarks import calling, launching, leasing, measure, plugin, soak
 from greensched.driver import simulated
 from greensched.driver.base import Driver
 
@@ -33,6 +33,14 @@ def test_both_sides_are_measured(benchmark: object) -> None:
         assert row.theirs > 0
         assert row.interval is not None
         assert Row.from_dict(row.as_dict()) == row
+
+
+def test_the_plugins_cost_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The row has a suite's time with the plugin and with an empty one, and says what it adds."""
+    monkeypatch.setattr(plugin, "NUMBER", 2)
+    (row,) = plugin.measure()
+    assert row.ours > 0 < row.theirs
+    assert "+ 5 ms" in row.bar
 
 
 def test_a_bar_is_judged() -> None:

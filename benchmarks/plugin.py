@@ -1,0 +1,81 @@
+"""What our pytest plugin adds to a suite that does not use it, in fresh interpreters."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.measure import Comparison, Row, name_of, table
+
+#: Interpreters of each.
+NUMBER = 40
+#: Tests of the suite, none of which does anything: what a plugin costs for each of them counts.
+TESTS = 100
+#: Seconds it may add (issue 6).
+MOST_S = 5e-3
+#: A low percentile: what other processes do can only lengthen a run.
+PART = 0.25
+
+#: In the interpreter, around the whole run: pytest itself is imported before, its plugins within.
+#: It waits for nothing, so its time is the processor's, which other processes lengthen least.
+_PROGRAM = """
+import sys
+from time import process_time
+import pytest
+start = process_time()
+code = pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[1:]])
+print(process_time() - start)
+sys.exit(code)
+"""
+_SUITE = "import pytest\n\n@pytest.mark.parametrize('n', range({}))\ndef test(n):\n    pass\n"
+
+
+def measure() -> list[Row]:
+    """A suite's time with the plugin, and with an empty one; the bar is on what ours adds."""
+    found = Comparison("a suite with the plugin | with an empty one")
+    with tempfile.TemporaryDirectory() as folder:
+        suite = Path(folder, "test_unrelated.py")
+        suite.write_text(_SUITE.format(TESTS))
+        Path(folder, "empty.py").write_text("")
+        sides = [("greensched", found.ours), ("empty", found.theirs)]
+        for number in range(NUMBER + 1):
+            for plugin, rounds in sides[:: 1 if number % 2 else -1]:
+                seconds = _seconds(suite, plugin)
+                if number:  # the first fills the file caches, and writes the bytecode
+                    rounds.append(np.array([seconds]))
+    ours, theirs = found.at(PART)
+    low, high = found.interval(PART, lambda a, b: 1e3 * (a - b))
+    return [
+        Row(
+            f"{found.what}, {name_of(PART)}",
+            1e3 * ours,
+            1e3 * theirs,
+            "ms",
+            found.interval(PART, lambda a, b: a / b),
+            f"<= empty + {1e3 * MOST_S:g} ms: + {1e3 * (ours - theirs):.2f} [{low:.2f} {high:.2f}]",
+            ours - theirs <= MOST_S,
+        )
+    ]
+
+
+def _seconds(suite: Path, plugin: str) -> float:
+    """Of one run; nobody else's plugins are in it."""
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    ran = subprocess.run(
+        [sys.executable, "-c", _PROGRAM, "-p", plugin, str(suite)],
+        env=environment | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        cwd=suite.parent,
+        stdout=subprocess.PIPE,
+        check=True,
+        text=True,
+    )
+    return float(ran.stdout.splitlines()[-1])
+
+
+if __name__ == "__main__":
+    print(table(measure()))

@@ -1,0 +1,379 @@
+"""The pytest plugin, by pytest runs of its own: what a user's suite sees."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import anyio
+import pytest
+import trio  # noqa: F401  as what is said below
+
+from greensched.integrations import testing  # noqa: F401
+
+pytest_plugins = ["pytester"]
+
+#: At the top of each suite.
+HEAD = """
+import asyncio
+import anyio
+import pytest
+import greensched
+from greensched import REST, LaunchConfig, Partition, Pool
+from greensched.driver.simulated import Crash, Fail, Hang, takes
+from greensched.kernels import fill, spin
+
+CONFIG = LaunchConfig(grid=16, block=32)
+MS = 1_000_000  # spin takes nanoseconds
+"""
+
+# What a suite inside this one imports is forgotten behind it; of these there must be one each.
+anyio.run(anyio.sleep, 0)
+
+#: Plugins of ours that a suite inside this one does without: what they set would last.
+OTHERS = ("randomly", "timeout", "xdist", "cacheprovider", "hypothesispytest")
+
+
+@pytest.fixture
+def suite(pytester: pytest.Pytester) -> pytest.Pytester:
+    """A suite as a user has it, with warnings as errors."""
+    pytester.makeini(
+        "[pytest]\nfilterwarnings = error\nasyncio_default_fixture_loop_scope = function\n"
+    )
+    return pytester
+
+
+def run(
+    suite: pytest.Pytester, source: str, *options: str, apart: bool = False, **outcomes: int
+) -> pytest.RunResult:
+    """Runs a suite by a pytest of its own, and checks how many tests ended how.
+
+    `apart`: in a process of its own, because what it leaks is collected whenever it is.
+    """
+    suite.makepyfile(HEAD + source)
+    without = [word for name in OTHERS for word in ("-p", f"no:{name}")]
+    run_it = suite.runpytest_subprocess if apart else suite.runpytest_inprocess
+    result = run_it(*without, *options)
+    result.assert_outcomes(**outcomes)
+    return result
+
+
+# -- time -------------------------------------------------------------------------------------
+
+HOUR = """
+{mark}
+async def test_an_hour(sim_gpu, sim_pool):
+    async with sim_pool() as pool:
+        await {sleep}(3600)
+        async with pool.partition(16) as p:
+            await p.launch(spin, CONFIG, 5 * MS)
+    assert 3600.005 < sim_gpu.time < 3600.006
+"""
+
+
+@pytest.mark.parametrize("mark", ["", "@pytest.mark.asyncio", "@pytest.mark.anyio"])
+def test_an_async_test_runs_on_virtual_time(suite: pytest.Pytester, mark: str) -> None:
+    """An hour costs nothing, whether the test is marked for a plugin of async tests or not."""
+    backends = 2 if "anyio" in mark else 1  # anyio's own: asyncio and trio
+    run(suite, HOUR.format(mark=mark, sleep="anyio.sleep"), passed=backends)
+
+
+def test_the_auto_modes_of_others_change_nothing(suite: pytest.Pytester) -> None:
+    """Where another plugin takes all async tests, those of ours still run on virtual time."""
+    source = HOUR.format(mark="", sleep="asyncio.sleep")
+    run(suite, source, "-o", "asyncio_mode=auto", passed=1)
+
+
+def test_methods_and_parameters(suite: pytest.Pytester) -> None:
+    """An async test may be a method, and have parameters and fixtures."""
+    run(
+        suite,
+        """
+@pytest.fixture
+def pool(sim_pool):
+    return sim_pool(sms=32)
+
+class TestIt:
+    SMS = 32
+
+    @pytest.mark.parametrize("sms", [8, 16])
+    async def test_it(self, pool, sms):
+        async with pool, pool.partition(sms) as p:
+            assert p.sm_count == sms
+            assert pool.statistics().sms_total == self.SMS
+""",
+        passed=2,
+    )
+
+
+def test_async_fixtures_are_on_the_same_clock(suite: pytest.Pytester) -> None:
+    """With `anyio_backend` from `sim_gpu`, an open pool can be an async fixture."""
+    run(
+        suite,
+        """
+@pytest.fixture
+def anyio_backend(sim_gpu):
+    return sim_gpu.anyio_backend
+
+@pytest.fixture
+async def pool(sim_pool):
+    async with sim_pool() as pool:
+        yield pool
+
+@pytest.mark.anyio
+async def test_it(sim_gpu, pool):
+    await asyncio.sleep(100)
+    await pool.launch(spin, CONFIG, MS, sms=8)
+    assert 100 < sim_gpu.time < 101
+""",
+        passed=1,
+    )
+
+
+def test_a_plain_test_runs_a_program_on_either_loop(suite: pytest.Pytester) -> None:
+    """`sim_gpu.run` runs an async function on the clock, on asyncio and on trio."""
+    run(
+        suite,
+        """
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_it(sim_gpu, sim_pool, backend):
+    async def main(seconds):
+        async with sim_pool() as pool:
+            await pool.run(takes(seconds)(abs), -3, sms=16)
+        return sim_gpu.time
+
+    assert sim_gpu.run(main, 7.0, backend=backend) == pytest.approx(7.0, abs=0.01)
+""",
+        passed=2,
+    )
+
+
+# -- the machine ------------------------------------------------------------------------------
+
+
+def test_the_gpu_is_as_large_as_was_asked(suite: pytest.Pytester) -> None:
+    """`sms=` is how many SMs there are, cut as on a real one; nonsense is refused."""
+    run(
+        suite,
+        """
+@pytest.mark.parametrize(("sms", "cells"), [(8, 1), (24, 3), (64, 8), (132, 15), (200, 25)])
+async def test_it(sim_pool, sms, cells):
+    async with sim_pool(sms=sms) as pool:
+        assert pool.statistics().sms_total == sms
+        leases = [pool.partition_nowait(8) for _ in range(cells)]
+        for p in leases:
+            async with p:
+                assert p.sm_count == 8
+
+@pytest.mark.parametrize("sms", [0, -8, 7, "16", 16.0, True, None])
+def test_nonsense(sim_pool, sms):
+    with pytest.raises(greensched.InvalidRequest):
+        sim_pool(sms=sms)
+""",
+        passed=12,
+    )
+
+
+def test_faults_and_options_arrive(suite: pytest.Pytester) -> None:
+    """What shall go wrong goes wrong, and other arguments are the pool's."""
+    run(
+        suite,
+        """
+async def test_no_memory(sim_pool):
+    async with sim_pool(faults=[Fail("allocate", status="OUT_OF_MEMORY")]) as pool:
+        with pytest.raises(greensched.OutOfMemory):
+            async with pool.partition(8) as p:
+                await p.empty(1000)
+
+async def test_a_full_queue(sim_pool):
+    async with sim_pool(sms=16, max_waiting=0) as pool, pool.partition(8):
+        with pytest.raises(greensched.QueueFull):
+            await asyncio.create_task(pool.run(abs, -1, sms=16))
+
+async def test_a_service_with_a_driver(sim_gpu):
+    async with Pool(driver=sim_gpu.driver) as pool:
+        await pool.launch(spin, CONFIG, MS, sms=8)
+    sim_gpu.assert_ran(spin, times=1)
+""",
+        passed=3,
+    )
+
+
+# -- what ran where ---------------------------------------------------------------------------
+
+TWO = """
+async def two(pool, gpu):
+    async with pool, pool.partitions(16, REST) as (few, rest):
+        rest.launch(spin, CONFIG, 10 * MS)
+        with await few.empty(1000) as x:
+            await few.launch(fill, CONFIG, x, 1.0, 1000)
+        return gpu.sms_of(few), gpu.sms_of(rest)
+"""
+
+
+def test_what_ran_where_is_asserted(suite: pytest.Pytester) -> None:
+    """Which kernel ran, how often, on how many and which SMs, beside what, and until when."""
+    run(
+        suite,
+        TWO
+        + """
+async def test_it(sim_gpu, sim_pool):
+    few, rest = await two(sim_pool(), sim_gpu)
+    (one,) = sim_gpu.assert_ran(fill, times=1, sms=16, on=few, by=sim_gpu.time)
+    sim_gpu.assert_ran("spin", on=rest)
+    sim_gpu.assert_ran(spin, times=1)
+    sim_gpu.assert_ran("no such kernel", times=0)
+    sim_gpu.assert_apart(fill, spin)
+    sim_gpu.assert_at_once(fill, "spin")
+    assert one.sms == few and 0 <= one.submitted <= one.start < one.end
+    assert sorted(launch.kernel for launch in sim_gpu.launches()) == ["fill", "spin"]
+""",
+        passed=1,
+    )
+
+
+WRONG = {
+    "assert_ran(fill, times=2)": "*fill ran 1 times, not 2: there ran *spin 1 times*",
+    "assert_ran('blur')": "*blur ran 0 times, not 1: there ran *",
+    "assert_ran(fill, sms=32)": "*not on 32 SMs: fill on 16 SMs from*",
+    "assert_ran(fill, on=rest)": "*on SMs [[]0, 1*, not [[]4, 5*: fill on 16 SMs*",
+    "assert_ran(spin, by=0.005)": "*not by 0.005 s: spin on *",
+    "assert_apart(fill, 'fill2')": "*both on SMs *",
+    "assert_at_once(fill, 'fill2')": "*fill and fill2 never ran at the same time*",
+}
+
+
+def test_what_did_not_run_so_fails(suite: pytest.Pytester) -> None:
+    """Each assertion fails where it is wrong, and says what ran instead."""
+    cases = "\n".join(
+        f"""
+async def test_{number}(sim_gpu, sim_pool):
+    few, rest = await two(sim_pool(), sim_gpu)
+    launched = sim_gpu.launches
+    again = [replace(one, kernel="fill2", start=one.end, end=one.end + 1) for one in launched(fill)]
+    sim_gpu.launches = lambda k=None: again if k == "fill2" else launched(k)
+    sim_gpu.{call}
+"""
+        for number, call in enumerate(WRONG)
+    )
+    result = run(suite, "from dataclasses import replace\n" + TWO + cases, failed=len(WRONG))
+    for said in WRONG.values():
+        result.stdout.fnmatch_lines_random([f"E  {said}"])
+
+
+# -- what is left -----------------------------------------------------------------------------
+
+LEAKS = {
+    "a lease": (
+        """
+    pool = sim_pool()
+    await pool.open()
+    p = pool.partition(16)
+    await p.__aenter__()
+    sim_gpu.kept = p
+""",
+        "*16 leased*",
+    ),
+    "an open pool": ("    await sim_pool().open()", "*a pool that was not closed, <Pool: open*"),
+    "a stream": (
+        """
+    device = await asyncio.to_thread(greensched.Device, 0, driver=sim_gpu.driver)
+    sim_gpu.kept = device, await asyncio.to_thread(device.create_stream)
+""",
+        "*alive on the GPU: * stream*",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", LEAKS)
+def test_what_a_test_leaves_fails_it(suite: pytest.Pytester, kind: str) -> None:
+    """A lease, a pool or an object that outlives its test is an error that says which."""
+    body, said = LEAKS[kind]
+    source = f"async def test_it(sim_gpu, sim_pool):\n{body}\n"
+    result = run(suite, source, "-W", "ignore::ResourceWarning", apart=True, passed=1, errors=1)
+    result.stdout.fnmatch_lines([f"*the test left something behind: {said}"])
+
+
+def test_a_failed_test_is_one_failure(suite: pytest.Pytester) -> None:
+    """A test that failed is not blamed for what its traceback keeps alive as well."""
+    run(
+        suite,
+        """
+async def test_it(sim_pool):
+    async with sim_pool() as pool, pool.partition(16) as p:
+        x = await p.empty(1000)
+        assert x is None
+""",
+        failed=1,
+    )
+
+
+def test_what_must_be_left_is_no_leak(suite: pytest.Pytester) -> None:
+    """After a device fault, or over a kernel that hangs, greensched ends nothing, and may not."""
+    run(
+        suite,
+        """
+async def test_a_crash(sim_pool):
+    async with sim_pool(faults=[Crash("spin")]) as pool:
+        with pytest.raises(greensched.Poisoned):
+            await pool.launch(spin, CONFIG, MS, sms=8)
+
+async def test_a_hang(sim_pool):
+    pool = sim_pool(faults=[Hang("spin")])
+    await pool.open()
+    with anyio.move_on_after(1):
+        await pool.launch(spin, CONFIG, MS, sms=8)
+    assert (await pool.aclose(grace=1)).abandoned
+""",
+        passed=2,
+    )
+
+
+def test_one_tests_leak_is_no_other_tests(suite: pytest.Pytester) -> None:
+    """The test behind one that left a pool open has a GPU of its own, and passes."""
+    run(
+        suite,
+        """
+async def test_leaves(sim_pool):
+    await sim_pool().open()
+
+async def test_next(sim_pool):
+    async with sim_pool() as pool:
+        await pool.launch(spin, CONFIG, MS, sms=8)
+""",
+        apart=True,
+        passed=2,
+        errors=1,
+    )
+
+
+# -- what it costs ----------------------------------------------------------------------------
+
+
+def test_an_unused_plugin_loads_nothing(tmp_path: Path) -> None:
+    """A suite that asks for none of its fixtures has nothing of greensched but the plugin."""
+    (tmp_path / "test_it.py").write_text("def test_it():\n    pass\n")
+    program = """
+import json, sys, pytest
+code = pytest.main(["-q", "-p", "greensched", "-p", "no:cacheprovider", sys.argv[1]])
+print(json.dumps([int(code), *sys.modules]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)],
+        env={"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=True,
+    )
+    code, *loaded = json.loads(done.stdout.splitlines()[-1])
+    assert code == 0
+    assert {name for name in loaded if name.startswith("greensched")} == {
+        "greensched",
+        "greensched.integrations",
+        "greensched.integrations.pytest_plugin",
+    }
+    assert not {name.split(".")[0] for name in loaded} & {"numpy", "anyio", "asyncio", "starlette"}
