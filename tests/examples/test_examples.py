@@ -1,4 +1,7 @@
-"""The examples, run as a reader runs them. More of the service is in test_async_service.py."""
+"""The examples, run as a reader runs them.
+
+More of the services is in test_async_service.py and test_fastapi.py.
+"""
 
 from __future__ import annotations
 
@@ -133,7 +136,8 @@ def test_the_service_runs_as_a_program() -> None:
 def test_every_example_is_listed_and_tested() -> None:
     """The README has a line for each, and each numbered one is run by a test."""
     readme = (EXAMPLES / "README.md").read_text()
-    for path in EXAMPLES.glob("*.py"):
+    found = [*EXAMPLES.glob("*.py"), *(path.parent for path in EXAMPLES.glob("*/app.py"))]
+    for path in found:
         assert f"[{path.name}]({path.name})" in readme
-    numbered = {path.stem for path in EXAMPLES.glob("[0-9]*.py")}
-    assert numbered == {*SAID, "05_async_service"}
+    numbered = {path.stem for path in found if path.name[0].isdigit()}
+    assert numbered == {*SAID, "05_async_service", "07_fastapi"}
