@@ -504,10 +504,7 @@ class Partition:
         Buffers among the arguments are kept in order as in a launch, and count as written.
         """
         channel = self._ready()
-        if not callable(fn):
-            raise InvalidRequest(f"run calls a function, and {fn!r} is none")
-        if inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__):
-            raise InvalidRequest("run calls blocking functions, on a thread: await this one")
+        _check_blocking(fn)
         runs, holding = channel.lane.runs, channel.holding
         if not channel.has_room(runs):
             raise WouldBlock("too many calls are in flight: `await p.ready()` first")
@@ -528,6 +525,37 @@ class Partition:
         holding.is_exposed = True
         holding.completion.watch(runs)
         holding.crew.run(call, job, ticket, holding.completion)
+        return job
+
+    def local(self, factory: Callable[[], T]) -> Job[T]:
+        """What a function makes for these SMs: once, then the same to every lease of them.
+
+        For what partitions must not share: handles of libraries, workspaces, communicators,
+        graphs. The first time `factory()` is called as by `run`; its value is kept by the function
+        itself, so give the same one each time. Later, the job is done at once. Another set of SMs
+        has a value of its own. When the set is given up, at the end of the pool at the latest,
+        `value.close()` is called, if there is one, on the same thread with the same context.
+
+        Raises:
+            InvalidRequest: it is no function, one that is to be awaited, or cannot be told apart
+                from others (not hashable).
+
+        What the factory raises is the job's failure, and nothing is kept: the next call tries
+        again. It is `InvalidRequest` where 64 others have been given. Cancelling who awaits it
+        stops the waiting only: the value is made, and kept. After a device fault, or over work that
+        does not end, nothing is closed.
+        """
+        channel = self._ready()
+        _check_blocking(factory)
+        belongings, holding = channel.holding.crew.belongings, channel.holding
+        try:
+            is_made = belongings.has(factory)
+        except TypeError:
+            raise InvalidRequest(f"{factory!r} is not hashable: give a function") from None
+        if not is_made:
+            return self.run(belongings.get, factory)
+        job: Job[T] = Job(channel.lane.runs, 0, "local", holding.failed)  # 0: always reached
+        job.succeed(belongings.get(factory))
         return job
 
     # -- room --------------------------------------------------------------------------------------
@@ -555,6 +583,14 @@ class Partition:
         holding, lane = channel.holding, channel.lane
         state = "open" if holding.is_open else "closed" if holding.is_over else "draining"
         return f"<Partition: {lane.sm_count} SMs of device {channel.ordinal}, {state}>"
+
+
+def _check_blocking(fn: object) -> None:
+    """Refuses what a thread of ours cannot call."""
+    if not callable(fn):
+        raise InvalidRequest(f"a function is needed, and {fn!r} is none")
+    if inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__):
+        raise InvalidRequest("blocking functions are called, on a thread: await this one")
 
 
 # -- the steps --------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, Protocol
 
+from greensched.belongings import Belongings
 from greensched.completion import Completion
 from greensched.context import Context
 from greensched.driver.base import Driver
@@ -127,6 +128,8 @@ class Crew:
         self.lane = lane
         self.home = home
         self.is_leased = False
+        #: What users keep with the lane.
+        self.belongings = Belongings()
         driver, primary = lane.device.driver, lane.device.primary
         self.driver = driver
         name = f"greensched {lane.device.ordinal}:{lane.mask:x}"
@@ -293,8 +296,15 @@ class Crew:
         return self._worker, self._mover, *self._sleepers.values()
 
     def close(self) -> None:
-        """Ends the threads, then the lane, which has no work. Blocks."""
+        """Ends what users keep, the threads, then the lane, which has no work. Blocks."""
+        if self.belongings:
+            _hand(self._worker, lambda _: self._close_belongings())
         run_all((*(thread.stop for thread in self._threads), self.lane.close))
+
+    def _close_belongings(self) -> None:
+        """Where they were made: on the worker, with the lane's context current."""
+        with self.lane.context.entered(wait=True):
+            self.belongings.close()
 
     def abandon(self) -> None:
         """Leaves the lane as it is, and lets each thread end as soon as it can. Never waits."""
