@@ -80,6 +80,7 @@ asyncio.run(main())
     assert not {name for name in loaded if name.split(".")[0] == "cuda"}
     assert "greensched.driver.cuda" not in loaded
     assert "trio" not in loaded
+    assert "greensched.sync" not in loaded
     assert not {name.split(".")[0] for name in loaded} & NEIGHBOURS
     assert not {name for name in loaded if name.startswith("greensched.integrations")}
 

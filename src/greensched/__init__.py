@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from greensched.splitting import SMResourceOptions as SMResourceOptions
     from greensched.stream import Event as Event
     from greensched.stream import Stream as Stream
+    from greensched.sync import SyncPartition as SyncPartition
+    from greensched.sync import SyncPool as SyncPool
     from greensched.typing import ALL as ALL
     from greensched.typing import REST as REST
     from greensched.typing import CacheConfig as CacheConfig
@@ -72,6 +74,8 @@ _ROOMS = {
     "ServiceClass": "planning.services",
     "ServiceStatistics": "planning.requests",
     "Stream": "stream",
+    "SyncPartition": "sync",
+    "SyncPool": "sync",
     "WorkqueueResource": "resources",
     "WorkqueueResourceOptions": "resources",
     "launch": "launcher",

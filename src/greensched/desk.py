@@ -184,7 +184,7 @@ class Desk:
             near=None if wish.near is None else self._index(wish.near),
             deadline=None if wish.deadline is None else now + wish.deadline,
             cost=wish.cost,
-            holder=completion.door.current_task(),
+            holder=completion.door.asks(),
             wait=wait,
         )
         if request.state is State.QUEUED:

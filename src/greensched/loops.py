@@ -16,11 +16,15 @@ import abc
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Generator
+from contextvars import ContextVar
 from typing import Any, Generic
 
 from greensched.errors import NoLoop
 from greensched.running import running_trio
 from greensched.typing import T
+
+#: Who asks, where that is not the running task: a thread for which a loop asks.
+asker: ContextVar[object] = ContextVar("greensched asker", default=None)
 
 
 class Waiter(abc.ABC):
@@ -69,7 +73,11 @@ class Door(abc.ABC):
 
     @abc.abstractmethod
     def current_task(self) -> object:
-        """The running task: who holds what it is granted."""
+        """The running task."""
+
+    def asks(self) -> object:
+        """Who holds what is granted now: the running task, or whom it asks for."""
+        return asker.get() or self.current_task()
 
     def checkpoint(self) -> Awaitable[None]:
         """Yields a turn of the loop, and is where a cancellation arrives.

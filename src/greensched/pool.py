@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal, ParamSpec, Self, TypeVar, get_args
+from typing import TYPE_CHECKING, Literal, ParamSpec, Self, TypeVar, get_args
 
 import anyio
 
@@ -42,6 +42,9 @@ from greensched.typing import CaptureMode, Granularity, Size
 from greensched.verification import Verification, verify
 from greensched.wishes import Wish, wish
 from greensched.worker import Worker
+
+if TYPE_CHECKING:
+    from greensched.sync import SyncPool
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -492,6 +495,14 @@ class Pool:
     def __del__(self) -> None:
         if self.state is PoolState.OPEN:
             warnings.warn(f"{self!r} was never closed", ResourceWarning, stacklevel=2, source=self)
+
+    @property
+    def sync(self) -> SyncPool:
+        """The pool for threads that run no loop; see `SyncPool`. The same each time."""
+        from greensched.sync import SyncPool
+
+        new_loop = getattr(self._driver_spec, "new_event_loop", None)
+        return self.__dict__.setdefault("_sync", SyncPool(self, new_loop))  # type: ignore[no-any-return]  # ours
 
     # -- questions -------------------------------------------------------------------------------
 

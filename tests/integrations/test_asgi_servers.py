@@ -41,6 +41,11 @@ def application(pool: Pool) -> FastAPI:
             await p.launch(spin, CONFIG, nanoseconds)
         return "done"
 
+    @app.get("/plain/{number}")
+    def plain(number: int) -> int:
+        with pool.sync.partition(16, deadline=1) as p:
+            return p.run(abs, number)
+
     return app
 
 
@@ -96,6 +101,21 @@ def test_it_serves(run: Callable[..., None], gpu: simulated.SimulatedDriver) -> 
             assert (await client.get("/spin/1000")).status_code == 503
             assert (await client.get("/readyz")).status_code == 503
             assert (await client.get("/healthz")).status_code == 200
+
+    run(main)
+
+
+def test_a_plain_endpoint(run: Callable[..., None], gpu: simulated.SimulatedDriver) -> None:
+    """A `def` endpoint, which runs on a thread without a loop, has the pool by `pool.sync`."""
+    pool = Pool(driver=gpu)
+
+    async def main() -> None:
+        async with serving(pool) as client:
+            answers = await asyncio.gather(*(client.get(f"/plain/{-n}") for n in range(20)))
+            assert [answer.json() for answer in answers] == list(range(20))
+            async with pool.partition(ALL):
+                assert (await client.get("/plain/1")).status_code == 504
+            assert pool.statistics().leases == 0
 
     run(main)
 

@@ -6,13 +6,19 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from greensched.typing import Mailbox
+
+if TYPE_CHECKING:
+    import asyncio
 
 
 class Host:
     """Time and threads as the process has them."""
+
+    #: What makes a loop of asyncio on this driver's time, where it has a time of its own.
+    new_event_loop: Callable[[], asyncio.AbstractEventLoop] | None = None
 
     def time(self) -> float:
         """Seconds on the clock that deadlines, ageing and timers use. Monotonic."""

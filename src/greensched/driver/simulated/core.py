@@ -12,7 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 from itertools import count
-from typing import Any, ClassVar, Protocol, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypedDict, TypeVar, Unpack
 
 from greensched.driver.base import Driver
 from greensched.driver.marks import VERBS, Blocks
@@ -24,6 +24,9 @@ from greensched.driver.simulated.timeline import Device, Span, Timeline
 from greensched.errors import CUDAError, DriverMisuse, LoopWouldBlock, NotSupported, from_status
 from greensched.running import on_loop_thread
 from greensched.typing import CaptureMode, DeviceFacts, Feature, Mailbox, StreamHandle
+
+if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop
 
 T = TypeVar("T")
 H = TypeVar("H", bound=Handle)
@@ -45,6 +48,8 @@ class DriverClock(Protocol):
 
     virtual: bool
 
+    @property
+    def new_event_loop(self) -> Callable[[], AbstractEventLoop] | None: ...
     def attach(self) -> Timeline: ...
     def detach(self, timeline: Timeline) -> None: ...
     def now(self) -> int: ...
@@ -99,6 +104,7 @@ class Core(Driver):
         self.memory = [DeviceMemory(d.model.memory_bytes) for d in self.devices]
         self.space = AddressSpace()
         self.strict_events = options["strict_events"]
+        self.new_event_loop = clock.new_event_loop
         if clock.virtual:
             self.spin_budget = 0.0
         self._version = options["version"]

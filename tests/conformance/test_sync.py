@@ -1,0 +1,280 @@
+"""`pool.sync`: the same for threads without a loop. Its loop is asyncio's, whatever the world's."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+import greensched
+from greensched import ALL, LaunchConfig, Partition, Pool, PoolState
+from greensched.kernels import fill
+from helpers.gate import Gate
+from helpers.waiting import until
+from helpers.world import World
+
+CONFIG = LaunchConfig(grid=16, block=32)
+
+
+@contextmanager
+def opened(world: World, **options: object) -> Iterator[Pool]:
+    """A pool that is opened and closed without a loop, and leaves no thread behind."""
+    before = set(threading.enumerate())
+    pool = world.pool(**options)  # type: ignore[arg-type]  # a pool's
+    with pool.sync:
+        yield pool
+    assert pool.state is PoolState.CLOSED
+    left = {thread.name for thread in set(threading.enumerate()) - before}
+    assert not {
+        name for name in left if not name.startswith("greensched")
+    }  # those end by themselves
+
+
+def in_threads(*functions: Callable[[], object]) -> list[object]:
+    """Calls functions at once, each on a thread of its own."""
+    with ThreadPoolExecutor(len(functions)) as threads:
+        return [future.result(20) for future in [threads.submit(f) for f in functions]]
+
+
+@pytest.mark.runs_device_code
+def test_a_program_without_a_loop(world: World) -> None:
+    """What a partition does is waited for where it is called, and gives its value."""
+    with opened(world) as pool, pool.sync.partition(16) as p:
+        assert p.sm_count == 16
+        assert p.device == 0
+        assert p.run(divmod, 17, 5) == (3, 2)
+        p.prepare(fill, CONFIG)
+        with p.empty(100) as x, p.empty_like(x) as y, p.empty_pinned(4) as pinned:
+            p.launch(fill, CONFIG, x, 3.0, 100)
+            p.copy(y, x)
+            out = np.zeros(100, np.float32)
+            assert p.download(y, out) is out
+            assert (out == 3).all()
+            assert pinned.array.sum() == 0
+        with p.upload(np.arange(5)) as z:
+            assert (p.download(z) == np.arange(5)).all()
+
+
+def test_local_is_the_lanes(world: World) -> None:
+    """What is kept with a lane is the same to tasks and to threads."""
+    with opened(world) as pool:
+        with pool.sync.partition(ALL) as p:
+            first = p.local(object)
+        with pool.sync.partition(ALL) as p:
+            assert p.local(object) is first
+
+
+def test_joint_leases(world: World) -> None:
+    """Several leases of one request are entered and left together."""
+    with opened(world) as pool, pool.sync.partitions(8, 16) as (a, b):
+        assert (a.sm_count, b.sm_count) == (8, 16)
+        assert pool.statistics().sms_leased == 24
+
+
+def test_work_that_overlaps_is_a_coroutine(world: World) -> None:
+    """`call` runs an async function on the pool's loop, in whose hands the lease is."""
+
+    async def pipeline(p: Partition, n: int) -> float:
+        jobs = [p.run(float, i) for i in range(n)]
+        return sum([await job for job in jobs])
+
+    with opened(world) as pool, pool.sync.partition(8) as p:
+        assert pool.sync.call(pipeline, p.partition, 10) == 45
+
+
+# -- what goes wrong --------------------------------------------------------------------------
+
+
+def test_errors_are_those_of_an_await(world: World) -> None:
+    """What can never be, what cannot be now and what failed are raised where they are asked."""
+
+    def fail() -> None:
+        raise LookupError("why")
+
+    with opened(world, max_waiting=0) as pool:
+        with pytest.raises(greensched.InvalidSize):
+            pool.sync.partition(-1)
+        with pytest.raises(greensched.TooManySMs), pool.sync.partition(10_000):
+            pass
+        with pool.sync.partition(8) as p:
+            with pytest.raises(LookupError, match="why"):
+                p.run(fail)
+            with pytest.raises(greensched.QueueFull):
+                in_threads(lambda: pool.sync.partition(ALL).__enter__())
+        with pytest.raises(greensched.PartitionClosed):
+            p.run(fail)
+        with pytest.raises(ZeroDivisionError), pool.sync.partition(8):
+            raise ZeroDivisionError
+        with pool.sync.partition(ALL):
+            pass
+
+
+def test_a_deadline_passes(world: World) -> None:
+    """A thread that waits for SMs longer than it may is told."""
+    with opened(world) as pool, pool.sync.partition(ALL):
+
+        def ask() -> None:
+            with pool.sync.partition(8, deadline=0.01):
+                pass
+
+        with pytest.raises(greensched.DeadlineExceeded):
+            in_threads(ask)
+
+
+def test_a_thread_that_holds_what_it_waits_for(world: World) -> None:
+    """One that asks for more than there is beside what it holds is refused; another one waits."""
+    with opened(world) as pool:
+        asked = threading.Event()
+
+        def other() -> int:
+            asked.set()
+            with pool.sync.partition(ALL) as p:
+                return p.sm_count
+
+        with ThreadPoolExecutor(1) as thread:
+            with pool.sync.partition(8):
+                with pytest.raises(greensched.WouldDeadlock), pool.sync.partition(ALL):
+                    pass
+                waits = thread.submit(other)
+                assert asked.wait(10)
+            assert waits.result(10) > 8
+
+
+def test_before_and_after(world: World) -> None:
+    """A pool that is not open is refused; opening and closing twice is nothing."""
+    pool = world.pool()
+    with pytest.raises(greensched.PoolClosed), pool.sync.partition(8):
+        pass
+    pool.sync.open()
+    pool.sync.open()
+    assert pool.is_ready
+    with pytest.raises(greensched.InvalidRequest):
+        pool.sync.close(grace=-1)
+    assert pool.is_ready
+    assert not pool.sync.close(grace=1).abandoned
+    pool.sync.close()
+    with pytest.raises(greensched.PoolClosed):
+        pool.sync.open()
+    with pytest.raises(greensched.PoolClosed), pool.sync.partition(8):
+        pass
+
+
+def test_not_on_a_loops_thread(world: World) -> None:
+    """Where a loop runs nothing may block: it is refused, and says what to do."""
+
+    async def main() -> None:
+        async with world.pool() as pool:
+            for wrong in (pool.sync.open, pool.sync.partition(8).__enter__, pool.sync.close):
+                with pytest.raises(greensched.LoopWouldBlock):
+                    wrong()
+
+    world.run(main)
+
+
+@pytest.mark.real_time(why="a thread the clock does not know waits for the loop")
+def test_beside_a_loop(world: World) -> None:
+    """Threads may use a pool that a loop has opened; theirs comes and goes with their blocks."""
+    if world.backend == "trio":
+        pytest.skip("asyncio.to_thread needs asyncio")
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8):
+
+            def work() -> int:
+                with pool.sync.partition(8) as p:
+                    return p.run(abs, -7)
+
+            done = await asyncio.gather(*(asyncio.to_thread(work) for _ in range(8)))
+            assert done == [7] * 8
+
+    world.run(main)
+
+
+# -- threads ----------------------------------------------------------------------------------
+
+
+def test_many_threads(world: World) -> None:
+    """Each gets its lease in its turn, and what it asked for; nothing is leased behind them."""
+    with opened(world) as pool:
+
+        def work(number: int) -> Callable[[], int]:
+            def use() -> int:
+                with pool.sync.partition(32) as p:
+                    return p.run(abs, -number)
+
+            return use
+
+        assert in_threads(*(work(number) for number in range(12))) == list(range(12))
+        assert pool.statistics().leases == 0
+        assert pool.statistics().granted == 12
+
+
+# -- an interrupt -----------------------------------------------------------------------------
+
+
+@contextmanager
+def interrupted_when(condition: Callable[[], bool]) -> Iterator[None]:
+    """A Ctrl-C comes once something is the case; the block must end by it."""
+    main, done = threading.get_ident(), threading.Event()
+
+    async def wait() -> None:
+        await until(condition)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    def interrupt() -> None:
+        asyncio.run(wait())
+        done.set()
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        yield
+    assert done.wait(10)
+    thread.join(10)
+
+
+def test_an_interrupt_leaves_the_queue(world: World) -> None:
+    """Who is interrupted while he waits for SMs has no place in the queue any more."""
+    with opened(world) as pool, ThreadPoolExecutor(1) as thread:
+        held, may_end = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with pool.sync.partition(8):
+                held.set()
+                may_end.wait(20)
+
+        holder = thread.submit(hold)
+        assert held.wait(10)
+        with interrupted_when(lambda: pool.statistics().waiting == 1):
+            with pool.sync.partition(ALL):
+                pass
+        assert pool.statistics().waiting == 0
+        assert pool.statistics().cancelled == 1
+        may_end.set()
+        holder.result(10)
+
+
+@pytest.mark.real_time(why="work that is held up waits for a thread the clock does not know")
+def test_an_interrupt_ends_the_lease(world: World) -> None:
+    """Who is interrupted while he waits for work is free; the SMs come back with the work."""
+    with opened(world) as pool:
+        gates: list[Gate] = []
+
+        async def close_gate(p: Partition) -> None:
+            gates.append(await Gate.closed(p))
+
+        with interrupted_when(lambda: bool(gates) and pool.statistics().sms_leased > 0):
+            with pool.sync.partition(16) as p, p.upload(np.zeros(10)) as x:
+                pool.sync.call(close_gate, p.partition)
+                p.download(x)
+        assert pool.statistics().sms_draining == 16
+        with gates[0]:
+            gates[0].open()
+            with pool.sync.partition(ALL):
+                pass

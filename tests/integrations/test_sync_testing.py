@@ -1,0 +1,33 @@
+"""`pool.sync` under the pytest plugin: a program without a loop on virtual time."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from greensched import ForkedPool
+from greensched.driver.simulated import takes
+from greensched.integrations.testing import SimGPU, SimPool
+
+
+def test_a_plain_test_is_on_virtual_time(sim_gpu: SimGPU, sim_pool: SimPool) -> None:
+    """The loop behind `pool.sync` runs on the simulated driver's clock: an hour takes no time."""
+    pool, began = sim_pool(), time.monotonic()
+    with pool.sync, pool.sync.partition(16) as p:
+        assert p.run(takes(3600)(abs), -1) == 1
+    assert 3600 <= sim_gpu.time < 3601
+    assert time.monotonic() - began < 60
+
+
+def test_in_a_forked_child(sim_pool: SimPool) -> None:
+    """Where the pool is the parent's, and the loop's thread is not there, nothing waits for it."""
+    pool = sim_pool()
+    pool.sync.open()
+    state, pool._desk.state = pool._desk.state, type(pool.state).FORKED  # type: ignore[union-attr]
+    with pytest.raises(ForkedPool), pool.sync.partition(8):
+        pass
+    with pytest.raises(ForkedPool):
+        pool.sync.close()
+    pool._desk.state = state  # type: ignore[union-attr]
+    pool.sync.close()
