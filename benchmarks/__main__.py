@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import calling, cuda, heartbeat, importing, launching, leasing, plugin
+from benchmarks import calling, cuda, heartbeat, importing, launching, leasing, leaving, plugin
 from benchmarks.measure import Bystanders, Row, table
 from greensched import driver as drivers
 
@@ -20,6 +20,7 @@ def main() -> int:
     parts: dict[str, Callable[[], list[Row]]] = {
         "import": importing.measure,
         "pytest": plugin.measure,
+        "clients that hang up": leaving.measure,
         "event loop": heartbeat.measure,
         "simulated H200, real clock": _simulated,
     }

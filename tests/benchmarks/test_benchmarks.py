@@ -9,7 +9,7 @@ import pytest
 from benchmarks.leases import KINDS
 from benchmarks.measure import Comparison, Row
 
-from benchmarks import calling, launching, leasing, measure, plugin, soak
+from benchmarks import calling, launching, leasing, leaving, measure, plugin, soak
 from greensched.driver import simulated
 from greensched.driver.base import Driver
 
@@ -41,6 +41,15 @@ def test_the_plugins_cost_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     (row,) = plugin.measure()
     assert row.ours > 0 < row.theirs
     assert "+ 5 ms" in row.bar
+
+
+def test_clients_that_hang_up_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a few clients, their SMs' lateness is told, and judged by the worst."""
+    monkeypatch.setattr(leaving, "NUMBER", 3)
+    median, worst = leaving.measure()
+    assert median.passed is None
+    assert 0 <= median.ours <= worst.ours
+    assert worst.passed == (worst.ours <= 50)
 
 
 def test_a_bar_is_judged() -> None:

@@ -1,0 +1,102 @@
+"""How soon the SMs of clients that hang up are free: uvicorn, real sockets, a simulated H200.
+
+One client at a time sends a request and hangs up at random while its kernel runs, or while the next
+one is about to be submitted. Its SMs should be free when the running kernel has ended: the row has
+how much later that was seen, by a look every half millisecond.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+
+import httpx
+import numpy as np
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from benchmarks.measure import Row, Samples, table
+from greensched import LaunchConfig, Pool
+from greensched.driver import simulated
+from greensched.integrations import asgi
+from greensched.kernels import spin
+
+#: Clients, after one that is let finish, so that all is loaded.
+NUMBER = 150
+#: Milliseconds of each of a request's kernels.
+KERNELS_MS = (20, 5, 20)
+#: Seconds after the running kernel's end at most (issue 6).
+MOST_S = 0.050
+#: Seconds between two looks.
+LOOK_S = 0.0005
+
+
+def measure() -> list[Row]:
+    """The median and the worst lateness; the bar is on the worst."""
+    late = asyncio.run(_measure())
+    median, worst = float(np.median(late)), float(late.max())
+    what = "a client hangs up: SMs free, after its kernel's end | allowed"
+    allowed = 1e3 * MOST_S
+    return [
+        Row(f"{what}, median", 1e3 * median, allowed, "ms"),
+        Row(
+            f"{what}, max of {NUMBER}",
+            1e3 * worst,
+            allowed,
+            "ms",
+            bar=f"<= {allowed:g} ms",
+            passed=worst <= MOST_S,
+        ),
+    ]
+
+
+async def _measure() -> Samples:
+    driver, rng = simulated.open("h200"), random.Random(1)
+    ends: list[float] = []
+    driver.on_span(lambda span: ends.append(span.end / 1e9) if span.kind == "kernel" else None)
+    pool = Pool(driver=driver, prepare=[spin])
+    late = []
+    async with _serving(pool) as client:
+        await client.get("/")
+        for _ in range(NUMBER):
+            request = asyncio.create_task(client.get("/"))
+            await asyncio.sleep(rng.random() * sum(KERNELS_MS) / 1e3)
+            left = driver.time()
+            request.cancel()
+            while pool.statistics().leases:  # noqa: ASYNC110  nobody is told of another's end
+                await asyncio.sleep(LOOK_S)
+            late.append(driver.time() - max(left, ends[-1]))
+    driver.close()
+    return np.array(late)
+
+
+async def _work(request: Request) -> Response:
+    config = LaunchConfig(grid=16, block=32)
+    async with asgi.while_connected(request), request.state.pool.partition(16) as p:
+        for milliseconds in KERNELS_MS:
+            await p.launch(spin, config, milliseconds * 1_000_000)
+    return PlainTextResponse("done")
+
+
+@asynccontextmanager
+async def _serving(pool: Pool) -> AsyncGenerator[httpx.AsyncClient]:
+    app = Starlette(lifespan=asgi.lifespan(pool))
+    app.add_route("/", _work)
+    app.add_middleware(asgi.PoolErrors)
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None))
+    running = asyncio.create_task(server.serve())
+    while not server.started:  # noqa: ASYNC110  uvicorn has no event for it
+        await asyncio.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
+        yield client
+    server.should_exit = True
+    await running
+
+
+if __name__ == "__main__":
+    print(table(measure()))
