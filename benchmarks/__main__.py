@@ -9,7 +9,17 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import calling, cuda, heartbeat, importing, launching, leasing, leaving, plugin
+from benchmarks import (
+    calling,
+    cuda,
+    deciding,
+    heartbeat,
+    importing,
+    launching,
+    leasing,
+    leaving,
+    plugin,
+)
 from benchmarks.measure import Bystanders, Row, table
 from greensched import driver as drivers
 
@@ -21,6 +31,7 @@ def main() -> int:
         "import": importing.measure,
         "pytest": plugin.measure,
         "clients that hang up": leaving.measure,
+        "decisions": deciding.measure,
         "event loop": heartbeat.measure,
         "simulated H200, real clock": _simulated,
     }

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.leases import KINDS
 from benchmarks.measure import Comparison, Row
 
-from benchmarks import calling, launching, leasing, leaving, measure, plugin, soak
+from benchmarks import calling, deciding, launching, leasing, leaving, measure, plugin, soak
 from greensched.driver import simulated
 from greensched.driver.base import Driver
 
@@ -50,6 +50,15 @@ def test_clients_that_hang_up_are_measured(monkeypatch: pytest.MonkeyPatch) -> N
     assert median.passed is None
     assert 0 <= median.ours <= worst.ours
     assert worst.passed == (worst.ours <= 50)
+
+
+@pytest.mark.usefixtures("few")
+def test_decisions_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each bar on decisions has a row, and whatever waits is cancelled."""
+    monkeypatch.setattr(deciding, "MANY", 300)
+    rows = deciding.measure()
+    assert len([row for row in rows if row.bar]) == 3
+    assert all(row.ours > 0 for row in rows)
 
 
 def test_a_bar_is_judged() -> None:

@@ -89,6 +89,7 @@ class Cells:
     _blocks: dict[int, tuple[int, ...]] = field(
         init=False, default_factory=dict, compare=False, repr=False
     )
+    _starts: dict[int, int] = field(init=False, default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         equal = (1 << self.count) - 1
@@ -174,7 +175,7 @@ class Cells:
     ) -> tuple[int, ...]:
         """The cells of each part of a joint request, disjoint; empty: they do not fit together."""
         if len(parts) == 1:
-            mask = self.fit(free, parts[0], warm)
+            mask = self.fit(free, parts[0], warm) if free else 0
             return (mask,) if mask else ()
         rest = next((i for i, part in enumerate(parts) if part.named is REST), None)
         if rest is not None and free != self.every:
@@ -239,10 +240,30 @@ class Cells:
         for mask in warm.get(cells, ()):
             if mask & ~free == 0:
                 return mask
-        for mask in self.blocks(cells):
-            if mask & ~free == 0:
-                return mask
+        block = self._block(free, cells)
+        if block:
+            return block
         chosen = 0
         for _ in range(cells):
             chosen |= free & ~chosen & -(free & ~chosen)
         return chosen
+
+    def _block(self, free: int, cells: int) -> int:
+        """The first of `blocks` that is free, found by shifting; 0: none is."""
+        runs, length = free, 1  # where runs of so many free cells start
+        while length < cells:
+            step = min(length, cells - length)
+            runs &= runs >> step
+            length += step
+        if not runs:
+            return 0
+        starts = runs & self._aligned(cells) or runs
+        return (starts & -starts) * ((1 << cells) - 1)
+
+    def _aligned(self, cells: int) -> int:
+        """Where aligned blocks of so many cells start."""
+        starts = self._starts.get(cells)
+        if starts is None:
+            step = 1 << (cells - 1).bit_length() if cells > 1 else 1
+            starts = self._starts[cells] = sum(1 << start for start in range(0, self.count, step))
+        return starts

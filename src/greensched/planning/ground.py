@@ -69,6 +69,8 @@ class Ground:
         self.flows, self.floors = flows, floors
         for device, of_device in enumerate(floors):
             of_device.take_over(self.live[device])
+        #: Whether there are classes, whose leases must be accounted for.
+        self.is_classed = len(flows) > 1
         #: Whether a class is limited in any way, so that its limits must be looked at.
         self.is_ruled = any(
             flow.rules.reserve or flow.cap < self.total or flow.quota for flow in flows.values()
@@ -83,16 +85,17 @@ class Ground:
         return in_order(where, self.devices, self.free, self.placement, request.near)
 
     def fit(self, request: Request, device: int, limit: int | None = None) -> tuple[int, ...]:
-        """The free cells to grant for each part of a request; empty: they do not fit.
+        """The free cells to grant to a class with limits, for each part of a request.
 
         Args:
             request: what is wanted.
             device: where.
             limit: of equal cells; None: no other than the class's own limits.
+
+        Returns:
+            One set for each; empty: they do not fit.
         """
         cells, free = self.devices[device], self.free[device]
-        if not self.is_ruled and limit is None:
-            return cells.fit_all(free, request.parts, self.warm[device]) if free else ()
         flow, floors = request.flow, self.floors[device]
         have = (free & cells.equal).bit_count()
         least = most = have
@@ -194,29 +197,32 @@ class Ground:
         cells, free, flow = self.devices[device], self.free[device], request.flow
         floors = self.floors[device]
         leases = []
-        for mask, part in zip(masks, request.parts, strict=True):
+        for i, mask in enumerate(masks):
             if mask & ~free:
                 raise AssertionError(f"cells granted twice: {mask:b} of {free:b}")
             sms = cells.sms(mask)
             lease = Lease(device, mask, sms, request.holder, request, now)
             if floors.owners:
                 have, taken = (free & cells.equal).bit_count(), (mask & cells.equal).bit_count()
+                part = request.parts[i]
                 least = min(taken, -(-part.least // cells.size)) if part.named is None else taken
                 floors.take(have, lease, taken, least, *lengths(request, sms))
             free &= ~mask
-            seconds = request.seconds(sms)
-            if seconds is None:
-                seconds = flow.mean
-            if seconds:
-                lease.ends = now + seconds
-            self.clock.charge(flow, lease, seconds)
             flow.sms += sms
+            if self.is_classed or request.cost is not None:
+                self._charge(flow, lease, request, now)
             self.sms_leased += sms
             self.live[device][lease] = None
             leases.append(lease)
         self.free[device] = free
-        flow.granted += 1
         return tuple(leases)
+
+    def _charge(self, flow: Flow, lease: Lease, request: Request, now: float) -> None:
+        flow.granted += 1
+        seconds = flow.mean if request.cost is None else request.seconds(lease.sms)
+        if seconds:
+            lease.ends = now + seconds
+            self.clock.charge(flow, lease, seconds)
 
     def take_back(self, lease: Lease, now: float) -> None:
         """The cells of a lease are free."""
@@ -228,13 +234,16 @@ class Ground:
         flow.sms -= lease.sms
         if floors.owners:
             floors.give(lease, (lease.mask & cells.equal).bit_count())
+        if self.is_classed or lease.request.cost is not None:
+            self._settle(flow, lease, lease.request, now)
+
+    def _settle(self, flow: Flow, lease: Lease, request: Request, now: float) -> None:
         self.clock.settle(flow, lease, now)
-        flow.saw_segment(now - lease.since)
-        request = lease.request
-        flow.saw_lease(now - lease.began, request.seconds(lease.sms))
-        cost = request.cost
+        cost, took = request.cost, now - lease.began
+        expected = None if cost is None else request.seconds(lease.sms)
+        flow.saw_lease(took, now - lease.since, expected)
         if cost is not None and not isinstance(cost, (int, float)) and not lease.had:
-            cost.observe(lease.sms, now - lease.began)
+            cost.observe(lease.sms, took)
 
     def shrink(self, lease: Lease) -> None:
         """An elastic lease gives back what it has above its least, if a partition is there."""

@@ -6,18 +6,19 @@ so a mass cancellation is linear, and nothing grows with the number of past requ
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable
 from typing import Any
 
 from greensched.errors import InvalidRequest
 from greensched.planning.admission import Agenda
 from greensched.planning.policy import Deadline, Policy
-from greensched.planning.requests import Line, Request, State, by_rank, still_waiting
+from greensched.planning.requests import Entries, Line, Request, State, by_rank
 from greensched.planning.services import SMOOTHING, Flow
 
 #: So many more entries than twice those that wait are kept before anybody tidies up.
 STALE_LEAST = 64
+#: Entries looked at in one call, for those that left: a fraction of a millisecond.
+SWEEP = 2048
 
 #: A line by its first: where its class stands, the first's rank and order, and the line. Orders
 #: differ, so lines are never compared.
@@ -38,7 +39,9 @@ class Queue:
         self._start_of = start_of
         self._sms = sms
         self._lines: dict[tuple[object, ...], Line] = {}
-        self._deadlines: list[tuple[float, int, Request]] = []
+        self._deadlines = Entries()
+        #: What is being swept of those that left.
+        self._sweeping: list[Line | Entries] = []
         #: The first of the queue once it has aged, and the device that is kept for it.
         self._reserved: tuple[Request, int] | None = None
         self._cancelled = 0
@@ -61,7 +64,7 @@ class Queue:
         self._agenda = Agenda(self._sms) if by_due else None
         self._agreed.clear()
 
-    def _queue(self, request: Request, able: tuple[int, ...]) -> None:
+    def _queue(self, request: Request, line: Line) -> None:
         request.rank = self.policy.rank(request)
         flow = request.flow
         if not self.waiting:
@@ -70,18 +73,17 @@ class Queue:
             flow.moved = request.arrived
         self.waiting += 1
         flow.waiting += 1
-        flow.work += request.work
+        seconds = flow.mean if request.cost is None else request.seconds(line.asked)
+        if seconds:
+            request.work = work = line.asked * seconds
+            flow.work += work
         if request.deadline is not None:
-            heapq.heappush(self._deadlines, (request.deadline, request.order, request))
-        self._stand_in_line(request, able)
-        self._tidy()
+            self._deadlines.push((request.deadline, request.order, request))
+        self._stand_in_line(request, line)
 
-    def _stand_in_line(self, request: Request, able: tuple[int, ...]) -> None:
-        key = request.wish
-        line = self._lines.get(key)
-        if line is None:
-            line = self._lines[key] = Line(request.flow, able)
-        line.add(request)
+    def _stand_in_line(self, request: Request, line: Line) -> None:
+        """Behind whoever wants the same; in a new line, if there is none."""
+        self._lines.setdefault(request.wish, line).add(request)
         self._entries += 1
         if self._agenda is not None and request.due is not None:
             self._agenda.advance(request.arrived)
@@ -103,7 +105,8 @@ class Queue:
         request.state = State.GONE
         self._is_unlocked = False
         kept = self._drop(request)
-        self._tidy()
+        if self._is_untidy():
+            self._tidy()
         return kept or self._is_unlocked
 
     def _drop(self, request: Request) -> bool:
@@ -122,12 +125,28 @@ class Queue:
         self._reserved = None
         return True
 
+    def _is_untidy(self) -> bool:
+        """Whether those that left outnumber those that wait."""
+        return not self.waiting or self._entries > 2 * self.waiting + STALE_LEAST
+
     def _tidy(self) -> None:
-        """Forgets those that left, where they outnumber those that wait."""
-        if not self.waiting or self._entries > 2 * self.waiting + STALE_LEAST:
-            self._lines = {key: line for key, line in self._lines.items() if line.waiting()}
-            self._deadlines = still_waiting(self._deadlines)
-            self._entries = self.waiting
+        """Forgets some of those that left; all of them, in as many calls as it takes."""
+        if not self.waiting:
+            self._lines.clear()
+            self._deadlines.clear()
+            self._sweeping.clear()
+            self._entries = 0
+            return
+        if not self._sweeping:
+            self._sweeping = [self._deadlines, *self._lines.values()]
+        budget = SWEEP
+        while self._sweeping and budget:
+            budget = self._sweeping[-1].sweep(budget)
+            if budget:
+                self._sweeping.pop()
+        if not self._sweeping:
+            self._lines = {key: line for key, line in self._lines.items() if line}
+            self._entries = sum(map(len, self._lines.values()))
 
     # -- who is first --------------------------------------------------------------------------
 

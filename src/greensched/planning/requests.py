@@ -7,12 +7,10 @@ import heapq
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from math import frexp
-from typing import Protocol, TypeVar
+from typing import Any, Protocol
 
 from greensched.planning.cells import Demand
 from greensched.planning.services import Flow
-
-K = TypeVar("K")
 
 
 class State(enum.Enum):
@@ -178,37 +176,84 @@ def by_rank(request: Request) -> tuple[tuple[float, ...], int]:
     return request.rank, request.order
 
 
-def still_waiting(heap: list[tuple[K, int, Request]]) -> list[tuple[K, int, Request]]:
-    """The heap without those that left."""
-    kept = [entry for entry in heap if entry[2].state is State.QUEUED]
-    heapq.heapify(kept)
-    return kept
+class Entries(list[tuple[Any, int, Request]]):
+    """A heap of (key, order, request). Those that left stay in it until they are swept out.
+
+    Sweeping is done in parts, so that no call takes long however many left: what still waits is
+    collected beside the heap, which goes on, and takes its place once all was looked at.
+    """
+
+    __slots__ = ("_at", "_before", "_kept")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kept: list[tuple[Any, int, Request]] | None = None
+        self._before: list[tuple[Any, int, Request]] = []
+        self._at = 0
+
+    def push(self, entry: tuple[Any, int, Request]) -> None:
+        """One more waits."""
+        heapq.heappush(self, entry)
+        if self._kept is not None:
+            heapq.heappush(self._kept, entry)
+
+    def first(self) -> Request | None:
+        """The first that still waits; drops those that left."""
+        while self:
+            request = self[0][2]
+            if request.state is State.QUEUED:
+                return request
+            heapq.heappop(self)
+        return None
+
+    def sweep(self, most: int) -> int:
+        """Looks at so many entries. Returns how many it may still look at; 0: it is not done."""
+        if self._at < 0:  # what left is let go in parts, too: freeing takes as long as looking
+            del self._before[-most:]
+            if not self._before:
+                self._at = 0
+            return 0 if self._before else 1
+        if self._kept is None:
+            self._kept, self._before = [], self[:]
+        until = self._at + most
+        for entry in self._before[self._at : until]:
+            if entry[2].state is State.QUEUED:
+                heapq.heappush(self._kept, entry)
+        self._at = until
+        left = until - len(self._before)
+        if left < 0:
+            return 0
+        self[:] = self._kept
+        self._kept, self._at = None, -1
+        return self.sweep(max(1, left))
 
 
 class Line:
     """Requests of one class with the same wish, by rank. Only its first is ever tried.
 
-    Attributes:
+    Args:
+        request: one of them.
         able: the devices on which they fit when everybody has left.
+        asked: SMs asked for.
     """
 
-    __slots__ = ("_heap", "able", "flow")
+    __slots__ = ("_heap", "able", "asked", "first", "flow", "sweep")
 
-    def __init__(self, flow: Flow, able: tuple[int, ...]) -> None:
-        self.flow = flow
+    def __init__(self, request: Request, able: tuple[int, ...], asked: int) -> None:
+        self.flow = request.flow
         self.able = able
-        self._heap: list[tuple[tuple[float, ...], int, Request]] = []
+        self.asked = asked
+        self._heap = Entries()
+        self.first = self._heap.first
+        self.sweep = self._heap.sweep
 
     def add(self, request: Request) -> None:
-        heapq.heappush(self._heap, (request.rank, request.order, request))
-
-    def first(self) -> Request | None:
-        """The first that still waits; drops those that left."""
-        while self._heap and self._heap[0][2].state is not State.QUEUED:
-            heapq.heappop(self._heap)
-        return self._heap[0][2] if self._heap else None
+        self._heap.push((request.rank, request.order, request))
 
     def waiting(self) -> list[Request]:
-        """All that still wait; drops those that left."""
-        self._heap = still_waiting(self._heap)
-        return [request for _, _, request in self._heap]
+        """All that still wait."""
+        return [request for _, _, request in self._heap if request.state is State.QUEUED]
+
+    def __len__(self) -> int:
+        """Entries, with those that left and were not swept out yet."""
+        return len(self._heap)

@@ -145,27 +145,37 @@ class Scheduler(Queue):
             request.near = near
         if cost is not None:
             request.cost = cost
-        due = now + flow.rules.latency if deadline is None and flow.rules.latency else deadline
+        due = deadline
+        if due is None and flow.latency is not None:
+            due = now + flow.latency
         if due is not None:
             self._set_due(request, due)
-        line = self._lines.get(request.wish) if self.waiting else None
-        if self._overtake(request, line, now) if self.waiting else self._try(request, now):
+        line = None
+        if self.waiting:
+            line = self._lines.get((flow, parts, where) if cost is None else request.wish)
+            fits = self._overtake(request, line, now)
+        else:
+            fits = self._grant(request, where, now)
+        if fits:
             self._requested += 1
             return request
-        able = self._able(request) if line is None else line.able
+        if line is None:
+            line = Line(request, self._able(request), self._asked(request))
         if not wait:
             self._refused += 1
             raise self._would_block(request)
-        self._refuse_deadlock(request, able)
+        if holder in self._held:
+            self._refuse_deadlock(request, line.able)
         if self.waiting >= self.max_waiting or flow.waiting >= flow.max_waiting:
             self._refused += 1
             waiting = self.waiting if self.waiting >= self.max_waiting else flow.waiting
             raise QueueFull(waiting, self.retry_after(flow))
-        self._expect(request, now)
+        if due is not None and cost is not None:
+            self._admit(request, line, now)
         self._requested += 1
         if request.lacks:
             self.lacking.update(dict.fromkeys(request.lacks))
-        self._queue(request, able)
+        self._queue(request, line)
         return request
 
     def cancel(self, now: float, request: Request) -> list[Request]:
@@ -188,7 +198,8 @@ class Scheduler(Queue):
         """All work of a lease is done: its cells are free. Returns who is granted by that."""
         if lease.over:
             raise AssertionError(f"cells given back twice: {lease}")
-        self.release(lease)
+        if not lease.draining:
+            self.release(lease)
         lease.over = True
         self.ground.take_back(lease, now)
         return self._dispatch(now) if self.waiting else []
@@ -245,7 +256,7 @@ class Scheduler(Queue):
         waiting = sorted(
             (r for line in self._lines.values() for r in line.waiting()), key=lambda r: r.order
         )
-        able = {request: self._line_of(request).able for request in waiting}
+        lines = {request: self._line_of(request) for request in waiting}
         if services is not None:
             self.ground.set_rules(services)
         if policy is not None:
@@ -254,7 +265,8 @@ class Scheduler(Queue):
         self._entries = 0
         for request in waiting:
             request.rank = self.policy.rank(request)
-            self._stand_in_line(request, able[request])
+            old = lines[request]
+            self._stand_in_line(request, Line(request, old.able, old.asked))
         return self._dispatch(now)
 
     # -- questions -------------------------------------------------------------------------------
@@ -280,7 +292,7 @@ class Scheduler(Queue):
         )
 
     def services(self) -> dict[str, ServiceStatistics]:
-        """What each class has now; "": those who named none."""
+        """What each class has now; "": those who named none. Without classes, nothing."""
         size = [cells.size for cells in self.devices]
         return {
             name: ServiceStatistics(
@@ -291,6 +303,7 @@ class Scheduler(Queue):
                 sm_seconds=flow.sm_time,
             )
             for name, flow in self.ground.flows.items()
+            if self.ground.is_classed
         }
 
     # -- granting --------------------------------------------------------------------------------
@@ -324,15 +337,21 @@ class Scheduler(Queue):
     ) -> bool:
         """Grants it on the first device of `where` on which it fits."""
         request.lacks = ()
-        ground, flow = self.ground, request.flow
-        if flow.quota is not None and not flow.is_within_quota(now):
+        ground, parts = self.ground, request.parts
+        is_ruled = ground.is_ruled
+        if is_ruled and not request.flow.is_within_quota(now):
             return False
-        for device in ground.order(request, where):
-            masks = ground.fit(request, device, limit)
+        for device in where if len(where) == 1 else ground.order(request, where):
+            if is_ruled:
+                masks = ground.fit(request, device, limit)
+            else:
+                masks = self.devices[device].fit_all(self.free[device], parts, self.warm[device])
             if not masks:
                 continue
-            lacks = [(device, mask) for mask in masks if not ground.is_made(device, mask)]
-            if not lacks:
+            for mask in masks:
+                if not ground.is_made(device, mask):
+                    break
+            else:
                 request.leases = leases = ground.give(request, device, masks, now)
                 if request.holder is not None:
                     self._held.setdefault(request.holder, []).extend(leases)
@@ -340,7 +359,9 @@ class Scheduler(Queue):
                 request.state = State.GRANTED
                 self._granted += 1
                 return True
-            request.lacks = request.lacks or tuple(lacks)
+            if not request.lacks:
+                lacks = [(device, mask) for mask in masks if not ground.is_made(device, mask)]
+                request.lacks = tuple(lacks)
         return False
 
     def _dispatch(self, now: float) -> list[Request]:
@@ -350,7 +371,7 @@ class Scheduler(Queue):
         while self._is_unlocked:  # an owner who waits no more lends again
             self._is_unlocked = False
             self._dispatch_once(now, granted)
-        if granted:
+        if granted and self._is_untidy():
             self._tidy()
         return granted
 
@@ -359,16 +380,22 @@ class Scheduler(Queue):
         if kept is not None and self._grant(kept[0], kept[0].devices, now):
             granted.append(kept[0])
             self._advance(kept[0], now)
+        if len(self._lines) == 1:
+            self._serve_only(next(iter(self._lines.values())), now, granted)
+            return
         heads = self._heads()
         heapq.heapify(heads)
-        first_blocked = True
+        is_first = True
         while heads and any(self.free):
             standing, _, _, line = heads[0]
             request = line.first()
             assert request is not None
-            if standing != self._standing(line.flow):  # it was granted something meanwhile
-                heapq.heapreplace(heads, self._head(line, request))
-            elif self._try(request, now):
+            if self._stands is not None and standing != self._standing(line.flow):
+                heapq.heapreplace(heads, self._head(line, request))  # it was granted something
+            elif self._is_hopeless(line) or not self._try(request, now):
+                heapq.heappop(heads)
+                is_first = self._blocked(line, request, now, is_first=is_first)
+            else:
                 granted.append(request)
                 self._advance(request, now)
                 following = line.first()
@@ -376,23 +403,54 @@ class Scheduler(Queue):
                     heapq.heapreplace(heads, self._head(line, following))
                 else:
                     heapq.heappop(heads)
-            else:
-                heapq.heappop(heads)
-                self.lacking.update(dict.fromkeys(request.lacks))
-                if first_blocked and not self._is_limited(line):
-                    first_blocked = False
-                    self._reserve(request, now)
+
+    def _serve_only(self, line: Line, now: float, granted: list[Request]) -> None:
+        """The same where all want the same: the usual case, and a third of the work."""
+        while (request := line.first()) is not None and any(self.free):
+            kept = self._reserved
+            mine = kept is None or kept[0] is request
+            if self._is_hopeless(line) or not (
+                self._grant(request, request.devices, now) if mine else self._try(request, now)
+            ):
+                self._blocked(line, request, now, is_first=True)
+                return
+            granted.append(request)
+            self._advance(request, now)
+        if request is None:
+            self._lines.clear()
+
+    def _is_hopeless(self, line: Line) -> bool:
+        """Whether no equal cell is free, and what is left over is less than they want."""
+        for device, free in enumerate(self.free):
+            if free:
+                cells = self.devices[device]
+                if free & cells.equal or line.asked <= cells.remainder:
+                    return False
+        return True
+
+    def _blocked(self, line: Line, request: Request, now: float, *, is_first: bool) -> bool:
+        """Who is first does not fit. Returns whether the next of another line is the first."""
+        if request.lacks:
+            self.lacking.update(dict.fromkeys(request.lacks))
+        if not is_first or self._is_limited(line):
+            return is_first
+        if self._reserved is None:
+            self._reserve(request, now)
+        return False
 
     def _is_limited(self, line: Line) -> bool:
         """Whether it is its class's limits that keep the first of a line from being granted."""
         if not self.ground.is_ruled:
             return False
-        flow, first = line.flow, line.first()
-        return flow.tokens <= 0 or (first is not None and flow.sms + self._asked(first) > flow.cap)
+        flow = line.flow
+        return flow.tokens <= 0 or flow.sms + line.asked > flow.cap
 
     def _reserve(self, first: Request, now: float) -> None:
         """Once the first request that does not fit has aged, a device is kept for it."""
         if self._reserved is None and not first.lacks and not self.policy.may_pass(first, now):
+            if len(first.devices) == 1:
+                self._reserved = (first, first.devices[0])
+                return
             # Not where it waits for itself: those cells come last of all, if ever.
             held = self._held_by(first.holder)
             able = [d for d in first.devices if self.ground.ever(first, d, held.get(d, 0))]
@@ -405,24 +463,27 @@ class Scheduler(Queue):
         None of them fits now: whatever gave back cells dispatched. Nor does what stands in line
         behind one of them.
         """
+        before = line.first() if line is not None else None
         if self._reserved is None:
-            heads = [head for head in self._heads() if not self._is_limited(head[3])]
-            first = min(heads)[3].first() if heads else None
+            is_only = before is not None and len(self._lines) == 1 and not self.ground.is_ruled
+            first = before if is_only else self._first()
             if first is not None:
                 self._reserve(first, now)
-        before = line.first() if line is not None else None
         if before is None:
             return self._try(request, now)
         request.lacks = before.lacks
         return False
 
+    def _first(self) -> Request | None:
+        """The first of the queue that waits for cells, and not for its class's limits."""
+        heads = [head for head in self._heads() if not self._is_limited(head[3])]
+        return min(heads)[3].first() if heads else None
+
     # -- time ------------------------------------------------------------------------------------
 
     def next_deadline(self) -> float | None:
         """When `tick` has something to do."""
-        while self._deadlines and self._deadlines[0][2].state is not State.QUEUED:
-            heapq.heappop(self._deadlines)
-        times = [self._deadlines[0][0]] if self._deadlines else []
+        times = [self._deadlines[0][0]] if self._deadlines.first() else []
         times += [flow.refilled_at() for flow in self._over_quota()]
         return min(times, default=None)
 
@@ -444,17 +505,15 @@ class Scheduler(Queue):
         if seconds is not None and request.arrived + seconds > due:
             self._be_late(request, seconds)
 
-    def _expect(self, request: Request, now: float) -> None:
-        """What a request that must wait is expected to take; refuses what cannot be in time."""
-        flow, asked = request.flow, self._asked(request)
-        seconds = request.seconds(asked)
-        request.work = asked * (flow.mean if seconds is None else seconds)
-        if request.due is not None and seconds is not None:
-            done, is_fair = predicted(
-                request, seconds, request.work, self.ground, self._agenda, now
-            )
-            if now + done > request.due or not is_fair:
-                self._be_late(request, done)
+    def _admit(self, request: Request, line: Line, now: float) -> None:
+        """Refuses what must wait too long to be done in time, or would make others late."""
+        seconds = request.seconds(line.asked)
+        if request.due is None or seconds is None:
+            return
+        work = line.asked * seconds
+        done, is_fair = predicted(request, seconds, work, self.ground, self._agenda, now)
+        if now + done > request.due or not is_fair:
+            self._be_late(request, done)
 
     def _be_late(self, request: Request, done: float) -> None:
         """As its class says: refused, or behind everybody."""

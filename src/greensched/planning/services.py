@@ -159,6 +159,7 @@ class Flow:
         "granted",
         "home",
         "interval",
+        "latency",
         "lent",
         "longest",
         "max_waiting",
@@ -218,6 +219,7 @@ class Flow:
         self.revocable = rules.revocable
         self.budget = rules.blocking_budget
         self.cap = NO_CAP if isinstance(rules.cap, NamedSize) else rules.cap
+        self.latency = rules.latency
         self.quota = rules.quota
         self.max_waiting = math.inf if rules.max_waiting is None else rules.max_waiting
         if rules.quota is None:
@@ -232,16 +234,24 @@ class Flow:
 
     # -- what is seen of it ----------------------------------------------------------------------
 
-    def saw_segment(self, seconds: float) -> None:
-        """It went so long without a checkpoint. Rises at once, and falls slowly."""
-        self.segment = _rising(self.segment, seconds)
+    # Rising at once and falling slowly: what is promised of a class goes by its longest of late.
 
-    def saw_lease(self, seconds: float, cost: float | None) -> None:
-        """A lease of it took so long, and was expected to take `cost`."""
-        self.longest = _rising(self.longest, seconds)
+    def saw_segment(self, seconds: float) -> None:
+        """It went so long without a checkpoint."""
+        old = self.segment
+        self.segment = seconds if seconds > old else old + SMOOTHING * (seconds - old)
+
+    def saw_lease(self, seconds: float, segment: float, cost: float | None) -> None:
+        """A lease of it took so long, the last of it without a checkpoint; `cost` was expected."""
+        self.saw_segment(segment)
+        old = self.longest
+        self.longest = seconds if seconds > old else old + SMOOTHING * (seconds - old)
         self.mean += (SMOOTHING if self.mean else 1.0) * (seconds - self.mean)
         if cost:
-            self.slip = max(1.0, _rising(self.slip, seconds / cost))
+            over = seconds / cost
+            self.slip = (
+                over if over > self.slip else max(1.0, self.slip + SMOOTHING * (over - self.slip))
+            )
 
     def longest_segment(self) -> float:
         """Seconds until it gives back a loan, as far as is known; infinite: nothing is."""
@@ -272,7 +282,3 @@ class Flow:
         """When it is within its quota again."""
         assert self.quota is not None
         return self.refilled + max(0.0, -self.tokens) / self.quota
-
-
-def _rising(old: float, new: float) -> float:
-    return new if new > old else old + SMOOTHING * (new - old)

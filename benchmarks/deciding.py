@@ -1,0 +1,156 @@
+"""What a decision of the scheduler costs, beside a heap of the same size.
+
+No device and no loop: the head alone. A *cycle* gives one lease back, which grants to who waits,
+and takes one more request, which waits in its turn: so the queue keeps its length. The heap holds
+entries like the queue's, which are made beforehand.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import random
+from collections import deque
+from collections.abc import Callable
+from time import perf_counter, thread_time
+
+from benchmarks.measure import Row, compare, table
+from greensched.planning.cells import Cells, Demand
+from greensched.planning.policy import policy_named
+from greensched.planning.requests import Lease, Request
+from greensched.planning.scheduler import Scheduler
+from greensched.planning.services import ServiceClass
+
+#: An H200, cut by eights.
+DEVICE = Cells(size=8, count=16, remainder=4)
+#: Cycles in a sample: one takes some microseconds, a clock's reading a tenth of one.
+CYCLES = 50
+#: A second of arrivals is 10,000 of these.
+STEP = 1e-4
+SIZES = (16, 8, 24)
+#: Requests that wait at the most.
+MANY = 100_000
+CLASSES = (
+    ServiceClass("decode", reserve=32, priority=10, latency=0.050),
+    ServiceClass("prefill", weight=3),
+    ServiceClass("batch", cap=96, revocable=True, segment=0.005),
+)
+
+
+class Queue:
+    """A scheduler whose devices are full, and before which so many wait."""
+
+    def __init__(self, waiting: int, *, policy: str = "fifo", is_classed: bool = False) -> None:
+        services = CLASSES if is_classed else ()
+        self.names = [service.name for service in services] or [""]
+        self.sizes = SIZES if is_classed else SIZES[:1]
+        self.scheduler = Scheduler([DEVICE], policy_named(policy), 10**9, services=services)
+        self.now = 0.0
+        self.running: deque[Lease] = deque()
+        self.asked = 0
+        while self.scheduler.waiting < waiting:
+            self.ask()
+
+    def ask(self) -> Request:
+        self.asked += 1
+        sms = self.sizes[self.asked % len(self.sizes)]
+        name = self.names[self.asked % len(self.names)]
+        request = self.scheduler.request(self.now, (Demand(sms, sms),), service=name)
+        self.running.extend(request.leases)
+        return request
+
+    def cycle(self) -> None:
+        self.now += STEP
+        for granted in self.scheduler.drained(self.now, self.running.popleft()):
+            self.running.extend(granted.leases)
+        self.ask()
+
+    async def sample(self) -> float:
+        start = perf_counter()
+        for _ in range(CYCLES):
+            self.cycle()
+        return (perf_counter() - start) / CYCLES
+
+
+class Heap:
+    """A heap of so many entries: rank, order and what it is."""
+
+    def __init__(self, size: int) -> None:
+        self.random = random.Random(1)
+        self.order = 0
+        self.entries = [self.entry() for _ in range(size)]
+        heapq.heapify(self.entries)
+
+    def entry(self) -> tuple[tuple[float, float], int, object]:
+        self.order += 1
+        return (0.0, self.random.random()), self.order, self
+
+    async def sample(self) -> float:
+        entries, new = self.entries, [self.entry() for _ in range(CYCLES)]
+        start = perf_counter()
+        for entry in new:
+            heapq.heappush(entries, entry)
+            heapq.heappop(entries)
+        return (perf_counter() - start) / CYCLES
+
+
+def measure() -> list[Row]:
+    """The bars on decisions, and what classes and policies add."""
+    return asyncio.run(_measure())
+
+
+async def _measure() -> list[Row]:
+    heap = Heap(1000).sample
+    plain, classed, fair, due = (
+        Queue(1000, **options)  # type: ignore[arg-type]  # as they are named
+        for options in (
+            {},
+            {"is_classed": True},
+            {"is_classed": True, "policy": "fair"},
+            {"is_classed": True, "policy": "deadline"},
+        )
+    )
+    rows = [
+        (await compare("cycle, 1,000 waiting | heap push + pop", plain.sample, heap)).row(
+            0.5, "us", most=12
+        )
+    ]
+    for name, queue in (("", classed), (", fair", fair), (", deadline", due)):
+        what = f"the same, three classes and sizes{name} | heap push + pop"
+        rows.append((await compare(what, queue.sample, heap)).row(0.5, "us"))
+    few, many = Queue(100), Queue(MANY)
+    grown = await compare(f"cycle, {MANY:,} waiting | 100 waiting", many.sample, few.sample)
+    rows.append(grown.row(0.5, "us", most=2))
+    rows.append(_mass_cancellation(MANY))
+    return rows
+
+
+def _mass_cancellation(number: int) -> Row:
+    """The longest single call while so many that wait are cancelled, each by a call."""
+    queue = Queue(0)
+    requests = []
+    while len(requests) < number:
+        request = queue.ask()
+        if not request.leases:
+            requests.append(request)
+    random.Random(1).shuffle(requests)
+    longest = _longest(lambda request: queue.scheduler.cancel(1.0, request), requests)
+    bar = 0.010
+    return Row(
+        f"{number:,} cancelled, longest call | bar", longest * 1e3, bar * 1e3, "ms", bar="<= 1 x",
+        passed=longest <= bar,
+    )  # fmt: skip
+
+
+def _longest(call: Callable[[Request], object], requests: list[Request]) -> float:
+    """By this thread's own clock: on a machine that others use, any call may be interrupted."""
+    longest = 0.0
+    for request in requests:
+        start = thread_time()
+        call(request)
+        longest = max(longest, thread_time() - start)
+    return longest
+
+
+if __name__ == "__main__":
+    print(table(measure()))

@@ -1,0 +1,76 @@
+"""The queue's bookkeeping: nothing takes long, however many leave at once."""
+
+from __future__ import annotations
+
+import random
+
+from greensched.planning.cells import Cells, demands
+from greensched.planning.policy import Deadline, Fifo
+from greensched.planning.queue import SWEEP
+from greensched.planning.requests import Entries, Request, State
+from greensched.planning.scheduler import Scheduler
+from greensched.planning.services import ServiceClass
+from greensched.typing import ALL
+
+
+def entry(order: int) -> tuple[tuple[float, ...], int, Request]:
+    return (float(order % 7),), order, Request((), (), 0, 0.0, order)
+
+
+def test_sweeping_in_parts_is_sweeping_at_once() -> None:
+    """What still waits stays, in its order, also what came and what left meanwhile."""
+    rng = random.Random(1)
+    entries, waiting = Entries(), {}
+    for order in range(500):
+        entries.push(waiting.setdefault(order, entry(order)))
+    for order in rng.sample(range(500), 300):
+        waiting.pop(order)[2].state = State.GONE
+    new = 500
+    while not entries.sweep(17):
+        entries.push(waiting.setdefault(new, entry(new)))
+        waiting.pop(rng.choice(list(waiting)))[2].state = State.GONE
+        new += 1
+    order = []
+    while (first := entries.first()) is not None:
+        order.append(first.order)
+        first.state = State.GRANTED
+    assert order == [o for _, o, _ in sorted(waiting.values(), key=lambda one: one[:2])]
+
+
+def test_no_cancellation_sweeps_for_long() -> None:
+    """Each of 20,000 cancellations looks at a bounded number of others, and all are forgotten."""
+    scheduler = Scheduler([Cells(size=8, count=4)], Fifo(), 10**6)
+    scheduler.request(0.0, demands((ALL,)))
+    waiting = [scheduler.request(0.0, demands((8,)), deadline=9.0) for _ in range(20_000)]
+    random.Random(1).shuffle(waiting)
+    (line,) = scheduler._lines.values()
+    before = len(line)
+    for number, request in enumerate(waiting, 1):
+        looked = line._heap._at
+        scheduler.cancel(1.0, request)
+        assert line._heap._at - looked <= SWEEP
+        assert scheduler.waiting == before - number
+    assert scheduler._entries == len(scheduler._deadlines) == 0
+
+
+def test_requests_by_deadline_leave_the_agenda() -> None:
+    """Whoever is granted, cancelled or expired is no work to be done any more."""
+    services = [ServiceClass("a", latency=1.0, if_late="best_effort")]
+    scheduler = Scheduler([Cells(size=8, count=4)], Deadline(), 1000, services=services)
+    whole = scheduler.request(0.0, demands((ALL,)))
+    waiting = [
+        scheduler.request(0.0, demands((8,)), service="a", cost=0.01, deadline=0.1 * (i % 9 + 1))
+        for i in range(90)
+    ]
+    assert scheduler._agenda is not None
+    assert scheduler._agenda.due_by(5.0) > 0
+    scheduler.tick(0.45)
+    for request in waiting[::2]:
+        scheduler.cancel(0.5, request)
+    granted = scheduler.drained(0.5, whole.leases[0])
+    while granted:
+        granted += scheduler.drained(0.6, granted.pop().leases[0])
+    assert scheduler.waiting == 0
+    assert scheduler._agreed == {}
+    scheduler._agenda.advance(0.6)
+    assert abs(scheduler._agenda.due_by(5.0)) < 1e-9
