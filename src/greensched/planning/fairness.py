@@ -2,8 +2,8 @@
 
 Each grant has a start tag, the later of the virtual time and the finish tag of its class's grant
 before; its finish tag is that plus its SM-seconds by the class's weight. Whoever has the least
-start tag is next. Virtual time is the start tag of the last grant, so a class that asked for
-nothing saved nothing up. (Goyal, Vin and Cheng, SIGCOMM 1996.)
+start tag is next. Virtual time is the start tag of the last grant; a class that begins to wait
+starts there, so who asked for nothing saved nothing up. (Goyal, Vin and Cheng, SIGCOMM 1996.)
 
 How long a lease will take is not known when it is granted: its class is charged what is expected,
 and at its end what it took instead.
@@ -25,8 +25,11 @@ class FairClock:
         self.now = 0.0
 
     def start_of(self, flow: Flow) -> float:
-        """The start tag of a class's next grant."""
-        return max(self.now, flow.finish)
+        """The start tag of a class's next grant.
+
+        While it waits that may lie before virtual time: its leases took less than it was charged.
+        """
+        return flow.finish if flow.waiting else max(self.now, flow.finish)
 
     def charge(self, flow: Flow, lease: Lease, seconds: float) -> None:
         """A lease is granted, and expected to take so long."""

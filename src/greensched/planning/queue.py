@@ -71,6 +71,7 @@ class Queue:
             self._moved = request.arrived
         if not flow.waiting:
             flow.moved = request.arrived
+            flow.finish = self._start_of(flow)
         self.waiting += 1
         flow.waiting += 1
         seconds = flow.mean if request.cost is None else request.seconds(line.asked)
