@@ -289,6 +289,19 @@ class Desk:
         self._deliver(granted)
         return channel
 
+    def reconfigure(self, services: Sequence[ServiceClass] | None, policy: Policy | None) -> None:
+        """Other classes, or another policy; whoever can be granted because of that is.
+
+        Raises:
+            PoolClosed, Poisoned, ForkedPool: nothing is granted any more.
+            InvalidRequest: the floors of the classes do not fit; nothing has changed.
+        """
+        with self.lock:
+            if self.state is not PoolState.OPEN:
+                raise self.refusal()
+            granted = self.scheduler.reconfigure(self.driver.time(), services, policy)
+        self._deliver(granted)
+
     # -- giving back -----------------------------------------------------------------------------
 
     def _leave(self, request: Request) -> None:

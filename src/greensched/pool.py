@@ -300,18 +300,8 @@ class Pool:
         Raises:
             InvalidSize, InvalidRequest: what can never be right.
         """
-        return Partition(
-            self,
-            wish(
-                (sms,),
-                self._services,
-                device=device,
-                service=service,
-                deadline=deadline,
-                cost=cost,
-                near=near,
-            ),
-        )
+        wanted = wish((sms,), self._services, device, service, deadline, cost, near)
+        return Partition(self, wanted)
 
     def partitions(
         self,
@@ -328,18 +318,7 @@ class Pool:
         end together: `async with` on one of them is refused. `REST` stands for every SM of the
         device that is not in the same request. Arguments and errors as `partition`.
         """
-        return Together(
-            self,
-            wish(
-                sizes,
-                self._services,
-                device=device,
-                service=service,
-                deadline=deadline,
-                cost=cost,
-                near=near,
-            ),
-        )
+        return Together(self, wish(sizes, self._services, device, service, deadline, cost, near))
 
     def partition_nowait(
         self,
@@ -356,7 +335,7 @@ class Pool:
             WouldBlock: no SMs are free, or no lane over them is made yet.
             Others: as `partition`, and as its `async with`.
         """
-        wanted = wish((sms,), self._services, device=device, service=service, cost=cost, near=near)
+        wanted = wish((sms,), self._services, device, service, None, cost, near)
         (channel,) = self._opened().acquire_nowait(wanted)
         return Partition(self, wanted, channel)
 
@@ -401,6 +380,28 @@ class Pool:
             sms, device=device, service=service, deadline=deadline, cost=cost, near=near
         ) as p:
             return await p.run(fn, *args)
+
+    def reconfigure(
+        self,
+        *,
+        services: Sequence[ServiceClass] | None = None,
+        policy: str | Policy | None = None,
+    ) -> None:
+        """Changes the classes, or the policy, while it runs; None: as they are. Never waits.
+
+        Leases end under the rules they began under, and whoever waits keeps waiting, by the new
+        order. Those of a class that is not there any more are served without its floor and cap.
+        Until leases from before have left a new floor, what comes free is kept for its owner.
+
+        Raises:
+            InvalidRequest: what no class or policy can be, or floors that do not fit; nothing has
+                changed.
+            PoolClosed, Poisoned, ForkedPool: it is not open.
+        """
+        classes = None if services is None else checked(services)
+        self._opened().reconfigure(classes, None if policy is None else policy_named(policy))
+        if classes is not None:
+            self._services = {one.name: one for one in classes}
 
     async def acquire(self, wanted: Wish) -> tuple[Channel, ...]:
         """Waits for a grant. For partitions."""

@@ -35,7 +35,6 @@ class Wish:
 def wish(
     sizes: tuple[Size, ...],
     services: Mapping[str, ServiceClass],
-    *,
     device: int | None = None,
     service: str | None = None,
     deadline: float | None = None,

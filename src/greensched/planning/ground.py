@@ -67,6 +67,8 @@ class Ground:
         for name, rule in rules.items():
             flows[name].set_rules(rule)
         self.flows, self.floors = flows, floors
+        #: Classes that are not there any more, and still have requests or leases.
+        self.retired = flows.keys() - rules.keys() - {""}
         for device, of_device in enumerate(floors):
             of_device.take_over(self.live[device])
         #: Whether there are classes, whose leases must be accounted for.

@@ -35,6 +35,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from greensched.errors import (
     DeadlineImpossible,
+    InvalidRequest,
     QueueFull,
     TooManySMs,
     WouldBlock,
@@ -128,6 +129,7 @@ class Scheduler(Queue):
             wait: False: granted now or not at all.
 
         Raises:
+            InvalidRequest: no such class.
             TooManySMs: it can never fit.
             DeadlineImpossible: it is known that it cannot be done in time.
             WouldBlock: `wait` is false and it does not fit now.
@@ -136,7 +138,9 @@ class Scheduler(Queue):
             QueueFull: it would have to wait, and too many do.
         """
         where = self._everywhere if devices is None else devices
-        flow = self.ground.flows[service]
+        flow = self.ground.flows.get(service)
+        if flow is None or service in self.ground.retired:  # it was there when this was made
+            raise InvalidRequest(f"no service {service!r} any more: the pool was reconfigured")
         if priority is None:
             priority = flow.priority
         request = Request(parts, where, priority, now, self._requested, deadline, holder, owner)

@@ -1,0 +1,140 @@
+"""Service classes through the pool: floors, bounds, deadlines, and other classes meanwhile."""
+
+from __future__ import annotations
+
+import anyio
+import pytest
+
+import greensched
+from greensched import ALL, Pool, ServiceClass
+from helpers.waiting import until
+from helpers.world import World
+
+
+async def hold(pool: Pool, sms: object, release: anyio.Event, **options: object) -> None:
+    async with pool.partition(sms, **options):  # type: ignore[arg-type]
+        await release.wait()
+
+
+def test_a_floor_is_free_for_its_owner(world: World) -> None:
+    """However many others wait, an owner enters his floor at once."""
+    services = [ServiceClass("decode", reserve=16), ServiceClass("batch")]
+
+    async def main() -> None:
+        async with world.pool(services=services) as pool, anyio.create_task_group() as tasks:
+            release = anyio.Event()
+            for _ in range(pool.statistics().sms_total // 8 + 2):
+                tasks.start_soon(lambda: hold(pool, 8, release, service="batch"))
+            await until(lambda: pool.statistics().waiting > 0)
+            async with pool.partition(16, service="decode") as p:
+                assert p.sm_count >= 16
+                assert pool.statistics().services["decode"].sms == p.sm_count
+            release.set()
+        assert pool.state is greensched.PoolState.CLOSED
+
+    world.run(main)
+
+
+def test_each_class_has_its_own_bound(world: World) -> None:
+    """At its class's bound a request is refused, with a hint; others of the pool may queue."""
+    services = [ServiceClass("a", max_waiting=1), ServiceClass("b")]
+
+    async def main() -> None:
+        async with world.pool(services=services) as pool, anyio.create_task_group() as tasks:
+            release = anyio.Event()
+            async with pool.partition(ALL):
+                tasks.start_soon(lambda: hold(pool, 8, release, service="a"))
+                tasks.start_soon(lambda: hold(pool, 8, release, service="b"))
+                await until(lambda: pool.statistics().waiting == 2)
+                async with anyio.create_task_group() as others:
+                    others.start_soon(refused_full, pool)
+            release.set()
+
+    world.run(main)
+
+
+async def refused_full(pool: Pool) -> None:
+    with pytest.raises(greensched.QueueFull) as refused:
+        async with pool.partition(8, service="a"):
+            raise AssertionError("granted")
+    assert refused.value.waiting == 1
+    assert refused.value.retry_after > 0
+
+
+def test_what_cannot_be_in_time_is_refused_at_once(world: World) -> None:
+    """A known cost beyond the deadline, or the latency of the class, raises the prediction."""
+    services = [
+        ServiceClass("decode", latency=0.010),
+        ServiceClass("batch", latency=0.010, if_late="best_effort"),
+    ]
+
+    async def main() -> None:
+        async with world.pool(services=services) as pool:
+            with pytest.raises(greensched.DeadlineImpossible) as refused:
+                async with pool.partition(8, service="decode", cost=0.020):
+                    raise AssertionError("granted")
+            assert refused.value.predicted == pytest.approx(0.020)
+            assert refused.value.deadline == pytest.approx(0.010)
+            with pytest.raises(greensched.DeadlineImpossible):
+                await pool.run(int, sms=8, cost=2.0, deadline=1.0)
+            async with pool.partition(8, service="batch", cost=0.020):
+                pass
+            async with pool.partition(8, service="decode", cost=0.005):
+                pass
+            assert pool.statistics().waiting == 0
+
+    world.run(main)
+
+
+def test_classes_change_while_it_runs(world: World) -> None:
+    """Who waits and who holds SMs goes on, new requests go by the new classes."""
+
+    async def main() -> None:
+        async with world.pool(services=[ServiceClass("a")]) as pool:
+            release = anyio.Event()
+            async with anyio.create_task_group() as tasks:
+                async with pool.partition(ALL, service="a") as p:
+                    tasks.start_soon(lambda: hold(pool, 8, release, service="a"))
+                    await until(lambda: pool.statistics().waiting == 1)
+                    pool.reconfigure(services=[ServiceClass("b", reserve=8)], policy="fair")
+                    assert p.sm_count
+                    with pytest.raises(greensched.InvalidRequest, match="has b"):
+                        pool.partition(8, service="a")
+                await until(lambda: pool.statistics().services["a"].sms > 0)
+                async with pool.partition(8, service="b"):
+                    pass
+                release.set()
+            with pytest.raises(greensched.InvalidRequest, match="floors"):
+                pool.reconfigure(services=[ServiceClass("b", reserve=10**6)])
+            async with pool.partition(8, service="b"):
+                pass
+        with pytest.raises(greensched.PoolClosed):
+            pool.reconfigure(policy="fifo")
+
+    world.run(main)
+
+
+def test_floors_that_do_not_fit_are_refused_at_opening(world: World) -> None:
+    """A pool whose floors are more than its devices have opens nothing, and says so."""
+
+    async def main() -> None:
+        pool = world.pool(services=[ServiceClass("decode", reserve=10**6)])
+        with pytest.raises(greensched.InvalidRequest, match="reserve=1000000"):
+            await pool.open()
+        await pool.aclose()
+
+    world.run(main)
+
+
+@pytest.mark.parametrize(
+    "options", [{"cost": 0}, {"cost": "1"}, {"cost": float("inf")}, {"near": 0}], ids=repr
+)
+def test_what_is_no_cost_and_no_buffer_is_refused(world: World, options: dict) -> None:
+    """A cost is seconds above 0 or a curve, and `near` a buffer; nothing is queued."""
+
+    async def main() -> None:
+        async with world.pool() as pool:
+            with pytest.raises(greensched.InvalidRequest):
+                pool.partition(8, **options)
+
+    world.run(main)
