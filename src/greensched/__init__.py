@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from greensched.bound import Bound as Bound
     from greensched.buffers import Buffer as Buffer
     from greensched.buffers import PinnedBuffer as PinnedBuffer
+    from greensched.curves import LatencyCurve as LatencyCurve
     from greensched.desk import PoolState as PoolState
+    from greensched.desk import PoolStatistics as PoolStatistics
     from greensched.device import Context as Context
     from greensched.device import Device as Device
     from greensched.errors import *  # noqa: F403  every error is public
@@ -28,7 +30,6 @@ if TYPE_CHECKING:
     from greensched.plans import Plan as Plan
     from greensched.pool import CloseReport as CloseReport
     from greensched.pool import Pool as Pool
-    from greensched.pool import PoolStatistics as PoolStatistics
     from greensched.resources import ContextOptions as ContextOptions
     from greensched.resources import DeviceResources as DeviceResources
     from greensched.resources import SMResource as SMResource
@@ -60,13 +61,14 @@ _ROOMS = {
     "Feed": "feeding",
     "Job": "jobs",
     "Kernel": "kernels",
+    "LatencyCurve": "curves",
     "LaunchConfig": "launcher",
     "Partition": "partition",
     "PinnedBuffer": "buffers",
     "Plan": "plans",
     "Pool": "pool",
     "PoolState": "desk",
-    "PoolStatistics": "pool",
+    "PoolStatistics": "desk",
     "Program": "kernels",
     "REST": "typing",
     "SMResource": "resources",

@@ -15,8 +15,9 @@ import enum
 import logging
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 
 import anyio
@@ -36,7 +37,7 @@ from greensched.holding import Holding
 from greensched.loops import Door, Waiter, current_door
 from greensched.planning.placement import Placement
 from greensched.planning.policy import Policy
-from greensched.planning.requests import Request, State
+from greensched.planning.requests import Request, ServiceStatistics, State
 from greensched.planning.scheduler import Scheduler
 from greensched.planning.services import ServiceClass
 from greensched.site import Site
@@ -59,6 +60,34 @@ class PoolState(enum.Enum):
     CLOSED = "closed"
     POISONED = "poisoned"
     FORKED = "forked"
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStatistics:
+    """What a pool has and did. SMs over all devices; counts since it was opened.
+
+    Attributes:
+        completion: `"word"`: streams write tickets to memory; `"event"`: they cannot here.
+        services: of each class; "": of those who named none.
+    """
+
+    state: PoolState
+    devices: int
+    sms_total: int
+    sms_free: int
+    sms_leased: int
+    sms_draining: int
+    leases: int
+    waiting: int
+    requested: int
+    granted: int
+    cancelled: int
+    expired: int
+    refused: int
+    lanes: int
+    lanes_made: int
+    completion: str
+    services: Mapping[str, ServiceStatistics]
 
 
 class Queued:

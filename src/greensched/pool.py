@@ -10,11 +10,11 @@ from __future__ import annotations
 import logging
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, ParamSpec, Self, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar, get_args
 
 import anyio
 
@@ -22,7 +22,8 @@ from greensched import driver as drivers
 from greensched import process, wishes
 from greensched.buffers import Buffer
 from greensched.channel import Channel
-from greensched.desk import Desk, PoolState
+from greensched.curves import LatencyCurve
+from greensched.desk import Desk, PoolState, PoolStatistics
 from greensched.device import Device
 from greensched.driver.base import Driver
 from greensched.errors import GreenschedError, InvalidRequest, PoolClosed
@@ -30,10 +31,11 @@ from greensched.joint import Together
 from greensched.kernels import Kernel
 from greensched.launcher import LaunchConfig
 from greensched.loops import Errand
+from greensched.measuring import measure, sizes_of
 from greensched.partition import Partition
 from greensched.planning.placement import Placement
 from greensched.planning.policy import Policy, policy_named
-from greensched.planning.requests import Cost, ServiceStatistics
+from greensched.planning.requests import Cost
 from greensched.planning.scheduler import validate_bound
 from greensched.planning.services import ServiceClass, checked
 from greensched.plans import Plan, plan
@@ -56,34 +58,6 @@ logger = logging.getLogger("greensched")
 GRACE = 5.0
 #: Requests queued at most, unless told otherwise: a second of work at 1 ms each.
 MAX_WAITING = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class PoolStatistics:
-    """What a pool has and did. SMs over all devices; counts since it was opened.
-
-    Attributes:
-        completion: `"word"`: streams write tickets to memory; `"event"`: they cannot here.
-        services: of each class; "": of those who named none.
-    """
-
-    state: PoolState
-    devices: int
-    sms_total: int
-    sms_free: int
-    sms_leased: int
-    sms_draining: int
-    leases: int
-    waiting: int
-    requested: int
-    granted: int
-    cancelled: int
-    expired: int
-    refused: int
-    lanes: int
-    lanes_made: int
-    completion: str
-    services: Mapping[str, ServiceStatistics]
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,6 +354,37 @@ class Pool:
             sms, device=device, service=service, deadline=deadline, cost=cost, near=near
         ) as p:
             return await p.run(fn, *args)
+
+    async def measure(
+        self,
+        fn: Callable[..., Any],
+        /,
+        *args: object,
+        sms: Sequence[int] | None = None,
+        device: int | None = None,
+        service: str | None = None,
+    ) -> LatencyCurve:
+        """Finds how long a piece of work takes on partitions of each size.
+
+        It waits its turn for each, 21 times; the first is not counted. A cancellation leaves
+        nothing behind but what already runs.
+
+        Args:
+            fn: a blocking function, called as by `Partition.run`; or a coroutine function, called
+                with the partition first: `async def step(p, ...)`. It should wait for its work.
+            args: given to it each time.
+            sms: the sizes; None: every size there is, up to `measuring.SIZES`.
+            device: where; None: on the pool's first.
+            service: on whose behalf.
+
+        Raises:
+            InvalidRequest, TooManySMs: what can never be; and what `fn` raises.
+        """
+        site = self._opened().sites[0]
+        ordinal = site.device.ordinal if device is None else device
+        sizes = sizes_of(site.cells) if sms is None else sms
+        clock = site.device.driver.time
+        return await measure(self, clock, sizes, fn, args, device=ordinal, service=service)
 
     def reconfigure(
         self,

@@ -223,6 +223,11 @@ async def _pool_run(stage: Stage) -> None:
     await stage.pool.run(lambda: None, sms=16)
 
 
+@scenario("pool.measure", opened_and_held)
+async def _measure(stage: Stage) -> None:
+    await stage.pool.measure(len, "call", sms=[16, 32])
+
+
 @scenario("pool.verify", opened)
 async def _verify(stage: Stage) -> None:
     await stage.pool.verify()
@@ -300,8 +305,9 @@ async def as_before(stage: Stage) -> None:
 
 @pytest.fixture(autouse=True)
 def small_menu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lanes of powers of two alone are made beforehand."""
+    """Lanes of powers of two alone are made beforehand, and little is measured."""
     monkeypatch.setattr("greensched.site.MENU", 32)
+    monkeypatch.setattr("greensched.measuring.REPEATS", 1)
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
