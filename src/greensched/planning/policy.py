@@ -22,7 +22,8 @@ class Service(Protocol):
     sms: int
     #: Its requests that are queued.
     waiting: int
-    #: SM-seconds it had, in leases that are over.
+    #: Its leases, and the SM-seconds of those that are over.
+    granted: int
     sm_time: float
     #: Where its next grant starts in virtual time: how far ahead of its share it is.
     tag: float
