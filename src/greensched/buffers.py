@@ -9,13 +9,22 @@ from __future__ import annotations
 
 import abc
 import math
+import threading
 import warnings
 from collections.abc import Sequence
+from collections import deque
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 
-from greensched.errors import BufferClosed, InvalidArray, WouldBlock, WrongDevice, too_late
+from greensched.errors import (
+    BufferClosed,
+    InvalidArray,
+    OutOfMemory,
+    WouldBlock,
+    WrongDevice,
+    too_late,
+)
 from greensched.stream import Track
 from greensched.typing import HostMemory
 
@@ -33,6 +42,40 @@ class Giver(Protocol):
     is_closed: bool
     #: What ended its use before it was closed: a device fault, a fork, a pool closed over work.
     fault: BaseException | None
+
+
+class Allowance:
+    """Bytes of device memory that a service class may have at once.
+
+    Attributes:
+        most: as many; None: any.
+    """
+
+    def __init__(self, name: str, most: int | None) -> None:
+        self._name = name
+        self.most = most
+        self._lock = threading.Lock()
+        self._taken = 0
+        #: Given back, and not counted yet: a finaliser gives, perhaps while the lock is held.
+        self._given: deque[int] = deque()
+
+    def take(self, nbytes: int) -> None:
+        """So many more.
+
+        Raises:
+            OutOfMemory: more than it may have; its `total` is that.
+        """
+        with self._lock:
+            while self._given:
+                self._taken -= self._given.popleft()
+            if self.most is not None and self._taken + nbytes > self.most:
+                what = f"memory_bytes of service {self._name!r}"
+                raise OutOfMemory(what, nbytes, max(0, self.most - self._taken), self.most)
+            self._taken += nbytes
+
+    def give(self, nbytes: int) -> None:
+        """So many are given back. Takes no lock."""
+        self._given.append(nbytes)
 
 
 class DeviceGiver(Giver, Protocol):
@@ -134,7 +177,16 @@ class Buffer(Given):
         device: the ordinal of its device.
     """
 
-    __slots__ = ("_bound", "_readers", "_writers", "address", "dtype", "nbytes", "shape")
+    __slots__ = (
+        "_bound",
+        "_readers",
+        "_writers",
+        "address",
+        "allowance",
+        "dtype",
+        "nbytes",
+        "shape",
+    )
 
     _memory: DeviceGiver
 
@@ -146,6 +198,8 @@ class Buffer(Given):
         self.shape = shape
         self.dtype = dtype
         self.nbytes = math.prod(shape) * dtype.itemsize
+        #: What it counts against until it is given back.
+        self.allowance: Allowance | None = None
         #: Several only where bound launches ended that others were not ordered behind yet.
         self._writers: dict[Track, int] = {}
         self._readers: dict[Track, int] = {}
@@ -220,6 +274,8 @@ class Buffer(Given):
             bound.look_again()
         if self.address:
             self._memory.give_back(self.address, self.nbytes, self.uses())
+        if self.allowance is not None:
+            self.allowance.give(self.nbytes)
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:

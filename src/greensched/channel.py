@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol, TypeVar
 
-from greensched.buffers import Buffer, PinnedBuffer
+from greensched.buffers import Allowance, Buffer, PinnedBuffer
 from greensched.device import Device
 from greensched.errors import CUDAError, DeviceFault, InvalidRequest, Poisoned, WouldBlock
 from greensched.holding import Holding
@@ -49,11 +49,19 @@ class Site(Protocol):
 class Channel:
     """How one holder submits to his lane. For the holder's loop."""
 
-    __slots__ = ("check_pool", "holding", "lane", "ordinal", "site", "track")
+    __slots__ = ("allowance", "check_pool", "holding", "lane", "ordinal", "site", "track")
 
-    def __init__(self, holding: Holding, site: Site, check_pool: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        holding: Holding,
+        site: Site,
+        check_pool: Callable[[], None],
+        allowance: Allowance | None = None,
+    ) -> None:
         self.holding = holding
         self.site = site
+        #: What its buffers count against.
+        self.allowance = allowance
         #: Raises what keeps the pool from working: closed, poisoned, forked.
         self.check_pool = check_pool
         self.lane = holding.crew.lane

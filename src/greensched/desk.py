@@ -22,6 +22,7 @@ from functools import partial
 
 import anyio
 
+from greensched.buffers import Allowance
 from greensched.channel import Channel
 from greensched.completion import Completion
 from greensched.driver.base import Driver
@@ -126,6 +127,8 @@ class Desk:
         self.sites: tuple[Site, ...] = ()
         self.scheduler: Scheduler
         self.holdings: set[Holding] = set()
+        #: Of classes whose memory is bounded, or was.
+        self._allowances: dict[str, Allowance] = {}
         self._completions: dict[Door, Completion] = {}
         #: Lanes the builder is to make, by device and cells.
         self._making: set[tuple[int, int]] = set()
@@ -159,6 +162,7 @@ class Desk:
         for site, warm in zip(sites, scheduler.warm, strict=True):
             for mask in site.crews:
                 warm.setdefault(mask.bit_count(), {})[mask] = None
+        self._allow(services)
         with self.lock:
             self.sites, self.scheduler = tuple(sites), scheduler
             if self.state is PoolState.OPENING:  # else it is closed as soon as it is open
@@ -292,7 +296,8 @@ class Desk:
             crew = site.take(lease.mask)
             holding = Holding(lease, crew, completion, self)
             self.holdings.add(holding)
-            channels.append(Channel(holding, site, self.check))
+            allowance = self._allowances.get(request.flow.name)
+            channels.append(Channel(holding, site, self.check, allowance))
         return tuple(channels)
 
     def checkpoint(self, channel: Channel) -> Channel:
@@ -312,7 +317,7 @@ class Desk:
                 moved = holding.moved(site.take(lease.mask))
                 self.holdings.discard(holding)
                 self.holdings.add(moved)
-                channel = Channel(moved, site, self.check)
+                channel = Channel(moved, site, self.check, channel.allowance)
         for bound in holding.bound if channel.holding is not holding else ():
             bound.move(channel)
         self._deliver(granted)
@@ -329,7 +334,18 @@ class Desk:
             if self.state is not PoolState.OPEN:
                 raise self.refusal()
             granted = self.scheduler.reconfigure(self.driver.time(), services, policy)
+            if services is not None:
+                self._allow(services)
         self._deliver(granted)
+
+    def _allow(self, services: Sequence[ServiceClass]) -> None:
+        """What each class may have of memory; what it has already counts, once it is counted."""
+        for service in services:
+            known = self._allowances.get(service.name)
+            if known is not None:
+                known.most = service.memory_bytes
+            elif service.memory_bytes is not None:
+                self._allowances[service.name] = Allowance(service.name, service.memory_bytes)
 
     # -- giving back -----------------------------------------------------------------------------
 

@@ -89,11 +89,12 @@ class Feed:
 
 def _upload(channel: Channel, source: Array) -> Job[Buffer]:
     memory, copies, chunks = channel.site.memory, channel.lane.copies, channel.lane.beside
+    allowance = channel.allowance
     assert copies is not None
     assert chunks is not None
 
     def step(ticket: int) -> Buffer:
-        buffer = memory.allocate(source.shape, source.dtype, copies, ticket)
+        buffer = memory.allocate(source.shape, source.dtype, copies, ticket, allowance)
         try:
             if source.nbytes:
                 chunks.upload(source, buffer.address, lambda _: None)

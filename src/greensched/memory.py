@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from greensched.buffers import Buffer, PinnedBuffer, Use
+from greensched.buffers import Allowance, Buffer, PinnedBuffer, Use
 from greensched.driver.base import Driver
 from greensched.errors import BufferClosed, CUDAError, OutOfMemory, run_all, too_late
 from greensched.stream import Owner, Stream, Track
@@ -86,16 +86,31 @@ class DeviceMemory(_Memory):
         return self._used + _rounded(nbytes) > self._reserved
 
     def allocate(
-        self, shape: tuple[int, ...], dtype: np.dtype[Any], track: Track, ticket: int
+        self,
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],
+        track: Track,
+        ticket: int,
+        allowance: Allowance | None = None,
     ) -> Buffer:
         """A buffer usable by work on `track` from now on, and by others behind `ticket`.
+
+        It counts against the allowance until it is closed.
 
         Raises:
             OutOfMemory: with what was asked, free and there in all; nothing is lost.
         """
         nbytes = math.prod(shape) * dtype.itemsize
-        address = self._take(nbytes, track.stream) if nbytes else 0
+        if allowance is not None:
+            allowance.take(nbytes)
+        try:
+            address = self._take(nbytes, track.stream) if nbytes else 0
+        except BaseException:
+            if allowance is not None:
+                allowance.give(nbytes)
+            raise
         buffer = Buffer(self, address, shape, dtype)
+        buffer.allowance = allowance
         if address:
             buffer.note(track, ticket, write=True)
         return buffer

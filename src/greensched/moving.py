@@ -34,10 +34,10 @@ MOST_BYTES = 2**63 - 1
 def empty(channel: Channel, shape: object, dtype: npt.DTypeLike) -> Job[Buffer]:
     """See `Partition.empty`."""
     wanted, found = shape_and_dtype(shape, dtype)
-    memory, track = channel.site.memory, channel.track
+    memory, track, allowance = channel.site.memory, channel.track, channel.allowance
     return channel.submit(
         "empty",
-        lambda ticket: memory.allocate(wanted, found, track, ticket),
+        lambda ticket: memory.allocate(wanted, found, track, ticket, allowance),
         may_block=memory.would_grow(_nbytes(wanted, found)),
     )
 
@@ -51,7 +51,7 @@ def empty_pinned(channel: Channel, shape: object, dtype: npt.DTypeLike) -> Job[P
 
 def upload(channel: Channel, array: npt.ArrayLike, tell: Tell | None) -> Job[Buffer]:
     """See `Partition.upload`."""
-    memory, track = channel.site.memory, channel.track
+    memory, track, allowance = channel.site.memory, channel.track, channel.allowance
     source = transfer.source_array(array)
     progress = _progress(channel, tell, source.nbytes)
     grows = memory.would_grow(source.nbytes)
@@ -59,7 +59,7 @@ def upload(channel: Channel, array: npt.ArrayLike, tell: Tell | None) -> Job[Buf
 
     def step(ticket: int) -> Buffer:
         try:
-            buffer = memory.allocate(source.shape, source.dtype, track, ticket)
+            buffer = memory.allocate(source.shape, source.dtype, track, ticket, allowance)
         except BaseException:
             if slot is not None:
                 channel.site.slots.put_now(slot)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import anyio
+import numpy as np
 import pytest
 
 import greensched
@@ -136,5 +137,28 @@ def test_what_is_no_cost_and_no_buffer_is_refused(world: World, options: dict) -
         async with world.pool() as pool:
             with pytest.raises(greensched.InvalidRequest):
                 pool.partition(8, **options)
+
+    world.run(main)
+
+
+def test_what_a_class_allocates_is_bounded(world: World) -> None:
+    """Beyond `memory_bytes` a job fails with OutOfMemory; closed buffers, and others, are free."""
+    services = [ServiceClass("a", memory_bytes=1 << 20), ServiceClass("b")]
+
+    async def main() -> None:
+        async with world.pool(services=services) as pool:
+            async with pool.partition(8, service="a") as p:
+                half = await p.empty(1 << 19, np.uint8)
+                with await p.upload(np.ones(1 << 19, np.uint8)):
+                    with pytest.raises(greensched.OutOfMemory, match="'a'") as refused:
+                        await p.empty(1, np.uint8)
+                    assert (refused.value.free, refused.value.total) == (0, 1 << 20)
+                    async with pool.partition(8, service="b") as q:
+                        (await q.empty(1 << 21, np.uint8)).close()
+                with await p.empty(1 << 19, np.uint8):
+                    pass
+                pool.reconfigure(services=[ServiceClass("a"), ServiceClass("b")])
+                with await p.empty(1 << 21, np.uint8), half:
+                    pass
 
     world.run(main)

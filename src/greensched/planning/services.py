@@ -44,7 +44,8 @@ class ServiceClass:
             wherever it takes longer: what was seen of it. Until something was, it borrows nothing.
         max_waiting: requests of it queued at most; None: as many as the pool's.
         quota: SMs it may hold on average; it may save up `QUOTA_WINDOW` seconds of that.
-        memory_bytes: of device memory that it may have allocated through us at once.
+        memory_bytes: of device memory that it may have allocated through us at once; beyond,
+            the job fails with `OutOfMemory`. None: as much as there is.
         if_late: what becomes of a request that cannot be done in time: `"refuse"` it at once
             (`DeadlineImpossible`), or take it as `"best_effort"`, behind all others of its class.
     """
