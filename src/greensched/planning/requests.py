@@ -237,12 +237,14 @@ class Line:
         asked: SMs asked for.
     """
 
-    __slots__ = ("_heap", "able", "asked", "first", "flow", "sweep")
+    __slots__ = ("_heap", "able", "asked", "first", "flow", "least", "sweep")
 
     def __init__(self, request: Request, able: tuple[int, ...], asked: int) -> None:
         self.flow = request.flow
         self.able = able
         self.asked = asked
+        #: SMs without which none of them fits anywhere; 0: that depends on the device.
+        self.least = request.parts[0].least if len(request.parts) == 1 else 0
         self._heap = Entries()
         self.first = self._heap.first
         self.sweep = self._heap.sweep

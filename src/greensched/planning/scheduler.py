@@ -424,10 +424,15 @@ class Scheduler(Queue):
             self._lines.clear()
 
     def _is_hopeless(self, line: Line) -> bool:
-        """Whether no equal cell is free, and what is left over is less than they want."""
+        """Whether no equal cell is free, and what is left over is less than they want.
+
+        Where classes have limits a closer look is dear, so all that is free is counted first.
+        """
         for device, free in enumerate(self.free):
             if free:
                 cells = self.devices[device]
+                if self.ground.is_ruled and cells.sms(free) < line.least:
+                    continue
                 if free & cells.equal or line.asked <= cells.remainder:
                     return False
         return True
