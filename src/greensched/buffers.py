@@ -11,8 +11,8 @@ import abc
 import math
 import threading
 import warnings
-from collections.abc import Sequence
 from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np

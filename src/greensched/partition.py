@@ -12,13 +12,12 @@ from typing import Any, Literal, ParamSpec, Protocol, Self, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from greensched import moving
+from greensched import launching, moving
 from greensched.bound import Bound
 from greensched.buffers import Buffer, PinnedBuffer
 from greensched.channel import Channel, order_behind
 from greensched.context import Context
 from greensched.errors import (
-    GreenschedError,
     InvalidArray,
     InvalidRequest,
     PartitionClosed,
@@ -29,7 +28,7 @@ from greensched.errors import (
 from greensched.feeding import Feed
 from greensched.jobs import Job, Tell
 from greensched.kernels import Kernel
-from greensched.launcher import Arguments, LaunchConfig, Plan, check_launch
+from greensched.launcher import LaunchConfig
 from greensched.stream import Stream
 
 P = ParamSpec("P")
@@ -290,51 +289,7 @@ class Partition:
 
         What shows only later (a compile error, the driver's refusal) is the job's failure.
         """
-        channel = self._ready()
-        try:
-            plan = channel.lane.plans.get((kernel, config))
-        except TypeError:  # of a kind that cannot even be looked up; refused below, by name
-            plan = None
-        if plan is None:
-            plan = _first_plan(channel, kernel, config)
-        if plan is None or not channel.is_prompt():
-            return self._launch_later(channel, kernel, config, args)
-        arguments = plan.arguments
-        arguments.fill(args)
-        uses = tuple(arguments.buffers.values())
-        arguments.buffers.clear()
-        track, holding = channel.track, channel.holding
-        lagging, behind = channel.others(track, uses)
-        if lagging:
-            return self._launch_later(channel, kernel, config, args)
-        ticket = track.issue()
-        for buffer, write in uses:
-            buffer.note(track, ticket, write=write)
-        job: Job[None] = Job(track, ticket, kernel.name, holding.failed)
-
-        def fire() -> None:
-            order_behind(track, lagging, behind)
-            plan.fire()
-
-        channel.submit_now(job, fire if behind else plan.fire, ticket)
-        holding.unmarked = 0
-        holding.completion.watch(track)
-        return job
-
-    def _launch_later(
-        self, channel: Channel, kernel: Kernel, config: LaunchConfig, args: tuple[object, ...]
-    ) -> Job[None]:
-        """Launches by the mover: it must be loaded first, or something else submitted first."""
-        arguments = _checked(channel, kernel, config, args)
-        uses = tuple(arguments.buffers.values())
-
-        def step(_: int) -> None:
-            lane = channel.lane
-            lane.device.loader.load(kernel)  # it has its handle then, and the launch does the rest
-            lane.new_plan(kernel, config, arguments).fire()
-            lane.loaded.add(kernel)
-
-        return channel.submit(kernel.name, step, uses, may_block=True)
+        return launching.launch(self._ready(), kernel, config, args)
 
     def prepare(self, kernel: Kernel, config: LaunchConfig) -> Job[None]:
         """Compiles and loads a kernel for these SMs, so that no later launch waits for that.
@@ -347,20 +302,7 @@ class Partition:
         Raises:
             InvalidLaunch, NotSimulable: as `launch`.
         """
-        channel = self._ready()
-        device = channel.lane.device
-        check_launch(kernel, config, device.facts, device.driver)
-        runs = channel.lane.runs
-        job: Job[None] = Job(runs, runs.issue(), f"prepare {kernel.name}", channel.holding.failed)
-        holding = channel.holding
-
-        def get_ready() -> None:
-            channel.lane.load(kernel)
-            channel.lane.plan(kernel, config)
-
-        holding.completion.watch(runs)
-        holding.crew.run(get_ready, job, job.ticket, holding.completion)
-        return job
+        return launching.prepare(self._ready(), kernel, config)
 
     def bind(self, kernel: Kernel, config: LaunchConfig, *args: object) -> Bound:
         """Checks and packs a launch once, for launching often at the driver's own price.
@@ -370,7 +312,7 @@ class Partition:
             ArgumentMismatch, InvalidLaunch, NotSimulable: as `launch`.
         """
         channel = self._ready()
-        arguments = _checked(channel, kernel, config, args)
+        arguments = launching.checked(channel, kernel, config, args)
         if kernel not in channel.lane.loaded:
             raise WouldBlock(
                 f"kernel {kernel.name!r} was not used on these SMs yet: "
@@ -591,29 +533,3 @@ def _check_blocking(fn: object) -> None:
         raise InvalidRequest(f"a function is needed, and {fn!r} is none")
     if inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__):
         raise InvalidRequest("blocking functions are called, on a thread: await this one")
-
-
-# -- the steps --------------------------------------------------------------------------------
-
-
-def _checked(
-    channel: Channel, kernel: Kernel, config: LaunchConfig, args: tuple[object, ...]
-) -> Arguments:
-    device = channel.lane.device
-    check_launch(kernel, config, device.facts, device.driver)
-    arguments = Arguments(kernel, device.ordinal)
-    arguments.fill(args)
-    return arguments
-
-
-def _first_plan(channel: Channel, kernel: Kernel, config: LaunchConfig) -> Plan | None:
-    """Another geometry of a kernel that was loaded here is made ready at once.
-
-    What the driver has against it is the job's failure, as of any launch.
-    """
-    device = channel.lane.device
-    check_launch(kernel, config, device.facts, device.driver)
-    try:
-        return channel.lane.plan(kernel, config)
-    except GreenschedError:
-        return None

@@ -1,0 +1,104 @@
+"""Launches of a lease: checked here, and submitted at once, or left to a thread of ours.
+
+A kernel's first use on some SMs compiles and loads it, which blocks: the lane's mover does that,
+and submits whatever comes behind it until then.
+"""
+
+from __future__ import annotations
+
+from greensched.channel import Channel, order_behind
+from greensched.errors import GreenschedError
+from greensched.jobs import Job
+from greensched.kernels import Kernel
+from greensched.launcher import Arguments, LaunchConfig, Plan, check_launch
+
+
+def launch(
+    channel: Channel, kernel: Kernel, config: LaunchConfig, args: tuple[object, ...]
+) -> Job[None]:
+    """See `Partition.launch`."""
+    try:
+        plan = channel.lane.plans.get((kernel, config))
+    except TypeError:  # of a kind that cannot even be looked up; refused below, by name
+        plan = None
+    if plan is None:
+        plan = _first_plan(channel, kernel, config)
+    if plan is None or not channel.is_prompt():
+        return _launch_later(channel, kernel, config, args)
+    arguments = plan.arguments
+    arguments.fill(args)
+    uses = tuple(arguments.buffers.values())
+    arguments.buffers.clear()
+    track, holding = channel.track, channel.holding
+    lagging, behind = channel.others(track, uses)
+    if lagging:
+        return _launch_later(channel, kernel, config, args)
+    ticket = track.issue()
+    for buffer, write in uses:
+        buffer.note(track, ticket, write=write)
+    job: Job[None] = Job(track, ticket, kernel.name, holding.failed)
+
+    def fire() -> None:
+        order_behind(track, lagging, behind)
+        plan.fire()
+
+    channel.submit_now(job, fire if behind else plan.fire, ticket)
+    holding.unmarked = 0
+    holding.completion.watch(track)
+    return job
+
+
+def prepare(channel: Channel, kernel: Kernel, config: LaunchConfig) -> Job[None]:
+    """See `Partition.prepare`."""
+    device = channel.lane.device
+    check_launch(kernel, config, device.facts, device.driver)
+    runs, holding = channel.lane.runs, channel.holding
+    job: Job[None] = Job(runs, runs.issue(), f"prepare {kernel.name}", holding.failed)
+
+    def get_ready() -> None:
+        channel.lane.load(kernel)
+        channel.lane.plan(kernel, config)
+
+    holding.completion.watch(runs)
+    holding.crew.run(get_ready, job, job.ticket, holding.completion)
+    return job
+
+
+def checked(
+    channel: Channel, kernel: Kernel, config: LaunchConfig, args: tuple[object, ...]
+) -> Arguments:
+    """The arguments of a launch, packed. Raises what `Partition.launch` does."""
+    device = channel.lane.device
+    check_launch(kernel, config, device.facts, device.driver)
+    arguments = Arguments(kernel, device.ordinal)
+    arguments.fill(args)
+    return arguments
+
+
+def _launch_later(
+    channel: Channel, kernel: Kernel, config: LaunchConfig, args: tuple[object, ...]
+) -> Job[None]:
+    """By the mover: it must be loaded first, or something else submitted first."""
+    arguments = checked(channel, kernel, config, args)
+    uses = tuple(arguments.buffers.values())
+
+    def step(_: int) -> None:
+        lane = channel.lane
+        lane.device.loader.load(kernel)  # it has its handle then, and the launch does the rest
+        lane.new_plan(kernel, config, arguments).fire()
+        lane.loaded.add(kernel)
+
+    return channel.submit(kernel.name, step, uses, may_block=True)
+
+
+def _first_plan(channel: Channel, kernel: Kernel, config: LaunchConfig) -> Plan | None:
+    """Another geometry of a kernel that was loaded here is made ready at once.
+
+    What the driver has against it is the job's failure, as of any launch.
+    """
+    device = channel.lane.device
+    check_launch(kernel, config, device.facts, device.driver)
+    try:
+        return channel.lane.plan(kernel, config)
+    except GreenschedError:
+        return None
