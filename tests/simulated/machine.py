@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from greensched.driver import simulated
-from greensched.driver.simulated import SimulatedDriver, Span
+from greensched.driver.simulated import DeviceModel, SimulatedDriver, Span
 from greensched.typing import (
     CodeImage,
     Cost,
@@ -38,7 +38,7 @@ LINK_PER_NS = 55
 class Machine:
     """A driver with device 0's primary context current on the thread that made it."""
 
-    def __init__(self, spec: str = "h200", **options: Any) -> None:
+    def __init__(self, spec: str | Sequence[DeviceModel] = "h200", **options: Any) -> None:
         options.setdefault("clock", simulated.VirtualClock())
         self.driver: SimulatedDriver = simulated.open(spec, **options)
         self.driver.initialise()

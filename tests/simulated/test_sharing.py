@@ -6,6 +6,7 @@ An SM of an H200 holds 2048 threads, so 16 of the blocks of 128 that these kerne
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -407,3 +408,18 @@ def test_fair_is_max_min(asked: list[tuple[float, float]], capacity: float) -> N
     if short:
         assert sum(granted) == pytest.approx(capacity)
         assert min(levels[i] for i in short) >= max(levels) * (1 - 1e-6)
+
+
+def test_measured_interference_slows_who_works_beside_it() -> None:
+    """What a model says kernels do to each other holds while both work, on disjoint SMs too."""
+
+    def slowed(at_work: Sequence[tuple[str, float]]) -> list[float]:
+        return [2.0 if name == "victim" else 1.0 for name, _ in at_work]
+
+    machine = Machine([replace(PRESETS["h200"], interference=slowed)])
+    for (name, took), green in zip(
+        {"victim": 1_000, "other": 500}.items(), machine.greens(2), strict=True
+    ):
+        machine.run(machine.stream(green), name, sm_ns=16 * took)
+    assert times(machine) == {"victim": (0, 1_250), "other": (0, 500)}
+    machine.close()

@@ -122,7 +122,12 @@ def _share(timeline: Timeline, device: Device) -> None:
             kernel.go(timeline)
     working = [i for i, kernel in enumerate(kernels) if kernel.working]
     busy = [kernels[i] for i in working]
-    given = speeds(busy, [shares[i] for i in working], device.model.dram_bandwidth)
+    had = [shares[i] for i in working]
+    given = speeds(busy, had, device.model.dram_bandwidth)
+    slowed = device.model.interference
+    if slowed is not None and len(busy) > 1:
+        by = slowed([(kernel.name, share) for kernel, share in zip(busy, had, strict=True)])
+        given = [speed / factor for speed, factor in zip(given, by, strict=True)]
     for kernel, speed in zip(busy, given, strict=True):
         kernel.advance(timeline, speed)
 

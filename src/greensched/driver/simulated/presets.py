@@ -9,11 +9,16 @@ means: asked of an H200 under driver 580 (docs/measurements/h200-580/probe.json)
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
 from greensched.errors import InvalidRequest
 from greensched.typing import DeviceFacts
+
+#: How much slower each kernel is for the others: told the name of each that works, and how many
+#: SMs' worth it computes with; answers a factor for each, 1 or more.
+Interference = Callable[[Sequence[tuple[str, float]]], Sequence[float]]
 
 GB = 10**9
 MIB = 2**20
@@ -45,6 +50,8 @@ class DeviceModel:
     launch_latency_ns: int = 3_900
     #: From enqueueing a copy to its first byte. 1.5 us: an assumption.
     copy_latency_ns: int = 1_500
+    #: What kernels do to each other beyond SMs and bandwidth, where measured; None: nothing.
+    interference: Interference | None = None
 
     @property
     def sm_count(self) -> int:
