@@ -6,13 +6,14 @@ import argparse
 import asyncio
 import json
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, get_args
 
-from greensched.errors import GreenschedError
+from greensched.errors import GreenschedError, InvalidRequest
 from greensched.typing import Granularity, NamedSize, Size
 
 
@@ -54,7 +55,25 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("--json", action="store_true", help="print JSON instead of sentences")
     plan.set_defaults(command=_plan)
+    _add_simulate(commands.add_parser("simulate", help="what if: traffic on simulated GPUs"))
     return parser
+
+
+def _add_simulate(simulate: argparse.ArgumentParser) -> None:
+    source = simulate.add_mutually_exclusive_group()
+    source.add_argument("--trace", type=Path, help="a CSV or JSONL file of requests")
+    source.add_argument("--generate", default="azure-conv", help="a seeded generator of traffic")
+    simulate.add_argument("--gpus", default="h200", help="such as h200x2")
+    simulate.add_argument("--services", default="llm", help="llm, w2, or a JSON file of classes")
+    simulate.add_argument("--tables", type=Path, help="measured curves, a JSON file")
+    simulate.add_argument("--policy", default="all", help="names with commas between, or all")
+    simulate.add_argument("--rates", default="", help="multiples of saturation, commas between")
+    simulate.add_argument("--seconds", type=float, default=120.0, help="of traffic in each run")
+    simulate.add_argument("--seed", type=int, default=1, help="the first one")
+    simulate.add_argument("--seeds", type=int, default=1, help="how many")
+    simulate.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    simulate.add_argument("--plot", type=Path, help="draw attainment over rates into this file")
+    simulate.set_defaults(command=_simulate)
 
 
 def _size(text: str) -> Size:
@@ -91,6 +110,45 @@ def _plan(options: argparse.Namespace) -> int:
     else:
         print("\n".join(map(str, found)))
     return 0 if any(each.is_possible for each in found) else 1
+
+
+# -- simulate ---------------------------------------------------------------------------------
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    """How long it took goes to standard error: the answer is the same each time."""
+    from greensched.simulation import compare, plot, show
+
+    question = compare.Question(
+        gpus=options.gpus,
+        services=options.services,
+        policies=tuple(options.policy.split(",")),
+        trace=options.trace,
+        generator=options.generate,
+        tables=options.tables,
+        seconds=options.seconds,
+        rates=_rates(options.rates),
+        seed=options.seed,
+        repeats=options.seeds,
+    )
+    bar = _Bar()
+    began = time.perf_counter()
+    answer = compare.ask(question, bar.show)
+    bar.end()
+    took = time.perf_counter() - began
+    print(json.dumps(compare.as_dict(answer), indent=1) if options.json else show.table(answer))
+    runs = len(answer.cells) * question.repeats
+    print(f"{runs} runs of {question.seconds:g} s in {took:.1f} s", file=sys.stderr)
+    if options.plot:
+        plot.save(answer, options.plot)
+    return 0
+
+
+def _rates(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(each) for each in text.split(",") if each)
+    except ValueError:
+        raise InvalidRequest(f"--rates {text!r}: give numbers with commas between") from None
 
 
 # -- demo -------------------------------------------------------------------------------------

@@ -348,6 +348,16 @@ class NotSupported(GreenschedError, RuntimeError):
         super().__init__(f"{what} needs {needs}; this is {has}")
 
 
+class MissingPackage(GreenschedError, ImportError):
+    """An optional package is not installed; says which, and how to get it."""
+
+    def __init__(self, what: str, package: str, extra: str) -> None:
+        self.what = what
+        self.package = package
+        self.extra = extra
+        super().__init__(f"{what} needs {package}: pip install 'greensched[{extra}]'")
+
+
 class VerificationFailed(GreenschedError):
     """`pool.verify()` saw an SM in two partitions, or one on more or fewer than it has."""
 

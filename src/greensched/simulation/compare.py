@@ -1,0 +1,340 @@
+"""The experiment behind `greensched simulate`: arms, rates and seeds, and what they add up to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from greensched.errors import InvalidRequest
+from greensched.simulation import bound, report, tables, validation
+from greensched.simulation.arms import Alone, Arm, Split, baselines
+from greensched.simulation.machine import models
+from greensched.simulation.report import Latencies, of_outcome
+from greensched.simulation.run import Outcome, Setting, alone, simulate
+from greensched.simulation.sizing import RightSized
+from greensched.simulation.traffic import Arrival, faster, generate, read, window
+from greensched.simulation.workload import Service, saturation, services
+
+#: The name under which the best of all fixed splits goes: an oracle, found by trying them all.
+BEST_SPLIT = "best-split"
+#: Fixed splits that are tried: the SMs of the highest class, in parts of the device.
+PARTS = (1, 2, 3, 4, 5, 6, 8, 10, 12)
+SIXTEENTHS = 16
+#: So many seconds of a generator's traffic say how much work it is.
+LONG_S = 600.0
+
+#: Told the part done, from 0 to 1, and what is being done.
+Progress = Callable[[float, str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What an operator asks.
+
+    Attributes:
+        gpus: such as `h200x2`.
+        services: a built-in set, or a file.
+        policies: names of arms; `all`.
+        trace: a file; None: `generator`.
+        generator: the name of one.
+        tables: a file of measured curves, which go before the published ones.
+        seconds: of traffic in each run.
+        rates: multiples of saturation; empty: as fast as the traffic is.
+        seed: the first one.
+        repeats: how many seeds.
+        check: whether what is known is simulated, too.
+    """
+
+    gpus: str = "h200"
+    services: str = "llm"
+    policies: tuple[str, ...] = ("all",)
+    trace: Path | None = None
+    generator: str = "azure-conv"
+    tables: Path | None = None
+    seconds: float = 120.0
+    rates: tuple[float, ...] = ()
+    seed: int = 1
+    repeats: int = 1
+    check: bool = True
+
+
+@dataclass
+class Cell:
+    """One arm at one rate: an outcome for each seed, and each class's latencies."""
+
+    arm: str
+    rate: float
+    outcomes: list[Outcome] = field(default_factory=list)
+    latencies: list[dict[str, Latencies]] = field(default_factory=list)
+
+
+@dataclass
+class Answer:
+    """What came out: cells by arm and rate, and what they are measured against."""
+
+    question: Question
+    setting: Setting
+    saturation: float
+    offered: dict[float, float]
+    alone_p99: dict[str, float]
+    alone_rate: dict[str, float]
+    cells: list[Cell]
+    bounds: dict[float, list[dict[float, float]]]
+    checks: tuple[validation.Check, ...]
+
+
+def arms() -> dict[str, Arm]:
+    """Every arm by name, but the best split."""
+    ours: tuple[Arm, ...] = (RightSized(),)
+    return baselines() | {arm.name: arm for arm in ours}
+
+
+def ask(question: Question, progress: Progress = lambda _done, _what: None) -> Answer:
+    """Runs everything. Equal questions get equal answers."""
+    curves = tables.CURVES | (tables.load(question.tables) if question.tables else {})
+    classes = services(question.services, curves)
+    asked = _named(question.policies)
+    seeds = range(question.seed, question.seed + question.repeats)
+    if not question.seconds > 0 or question.repeats < 1 or any(r <= 0 for r in question.rates):
+        raise InvalidRequest("seconds, repeats and rates are above 0")
+    source = _Source(question, classes)
+    rates = sorted(question.rates) or [0.0]
+    setting = Setting(gpus=question.gpus, services=classes, seconds=question.seconds)
+    steps = _Steps(progress, len(rates) * len(seeds) * (len(asked) + 1) + len(seeds))
+
+    by_seed = [alone(Alone(), setting, source.traffic(rates[0], s), s) for s in seeds]
+    p99 = {
+        name: report.interval([_of(each[name], name).whole.percentile(0.99) for each in by_seed])[0]
+        for name in classes
+    }
+    alone_rate = {
+        name: sum(_of(each[name], name).rate for each in by_seed) / len(by_seed) for name in classes
+    }
+    setting = replace(setting, services=_targeted(classes, p99))
+    answer = Answer(question, setting, source.saturation, {}, p99, alone_rate, [], {}, ())
+    for rate in rates:
+        answer.offered[rate] = source.offered(rate)
+        _at_rate(answer, rate, source, asked, seeds, steps)
+    if question.check:
+        steps.next("what is known")
+        answer.checks = validation.checks()
+    return answer
+
+
+class _Steps:
+    def __init__(self, progress: Progress, number: int) -> None:
+        self._progress, self._number, self._done = progress, number, 0
+
+    def next(self, what: str) -> None:
+        self._progress(min(1.0, self._done / self._number), what)
+        self._done += 1
+
+
+class _Source:
+    """Traffic at any rate, for any seed."""
+
+    def __init__(self, question: Question, classes: Mapping[str, Service]) -> None:
+        self._question = question
+        self._whole = read(question.trace) if question.trace else None
+        self._devices = len(models(question.gpus)[0])
+        long = self._whole or generate(question.generator, LONG_S, question.seed)
+        self._check(long, classes)
+        self._classes = classes
+        #: How many times faster than it is the traffic saturates the devices.
+        self.saturation = saturation(long, classes, self._devices)
+        self._natural = len(long) / (long[-1].at or 1.0)
+
+    def offered(self, rate: float) -> float:
+        """Requests a second."""
+        return self._natural * self._factor(rate)
+
+    def traffic(self, rate: float, seed: int) -> list[Arrival]:
+        """At a multiple of saturation; 0: as it is."""
+        factor = self._factor(rate)
+        seconds = self._question.seconds * factor
+        if self._whole is not None:
+            return faster(window(self._whole, seconds, seed), factor)
+        return faster(generate(self._question.generator, seconds, seed), factor)
+
+    def _factor(self, rate: float) -> float:
+        return rate * self.saturation if rate else 1.0
+
+    @staticmethod
+    def _check(traffic: Sequence[Arrival], classes: Mapping[str, Service]) -> None:
+        plain = {arrival.service for arrival in traffic if arrival.service}
+        unknown = sorted(plain - classes.keys())
+        if unknown:
+            raise InvalidRequest(f"the traffic is of {unknown}, the services are {[*classes]}")
+        tokens = any(not arrival.service for arrival in traffic)
+        if tokens and not any(service.role == "prefill" for service in classes.values()):
+            raise InvalidRequest("the traffic is of tokens: a class must prefill, one decode")
+
+
+def _named(policies: Sequence[str]) -> list[str]:
+    known = [*arms(), BEST_SPLIT]
+    asked = known if "all" in policies else list(dict.fromkeys(policies))
+    for name in asked:
+        if name not in known and not (name.startswith("split-") and name[6:].isdigit()):
+            raise InvalidRequest(f"no policy {name!r}: there is all, {', '.join(known)}, split-N")
+    return asked
+
+
+def _targeted(classes: Mapping[str, Service], p99: Mapping[str, float]) -> dict[str, Service]:
+    """What the pool's users would have said: latencies in seconds."""
+    return {
+        name: service
+        if service.latency or service.is_best_effort
+        else replace(service, latency=service.target * p99[name])
+        for name, service in classes.items()
+    }
+
+
+def _at_rate(
+    answer: Answer, rate: float, source: _Source, asked: Sequence[str], seeds: range, steps: _Steps
+) -> None:
+    classes = answer.setting.services
+    traffic = {seed: source.traffic(rate, seed) for seed in seeds}
+    if {service.role for service in classes.values()} == {"prefill", "decode"}:
+        sms = [model.sm_count for model in models(answer.setting.gpus)[0]]
+        answer.bounds[rate] = [_bounds(each, answer, sms) for each in traffic.values()]
+    for name in asked:
+        cell = Cell(name, rate)
+        answer.cells.append(cell)
+        for seed in seeds:
+            steps.next(f"{name} at {rate:g}, seed {seed}")
+            found = [
+                simulate(arm, answer.setting, traffic[seed], seed) for arm in _arms(name, answer)
+            ]
+            best = max(found, key=lambda outcome: _worst(of_outcome(outcome), answer))
+            cell.outcomes.append(best)
+            cell.latencies.append(of_outcome(best))
+
+
+def _bounds(traffic: Sequence[Arrival], answer: Answer, sms: list[int]) -> dict[float, float]:
+    return {
+        k: bound.attainment(
+            traffic,
+            answer.setting.services,
+            sms,
+            {name: k * p99 for name, p99 in answer.alone_p99.items()},
+        )
+        for k in report.MULTIPLES
+    }
+
+
+def _arms(name: str, answer: Answer) -> list[Arm]:
+    if name == BEST_SPLIT:
+        least = min(model.sm_count for model in models(answer.setting.gpus)[0])
+        return [Split(least * part // SIXTEENTHS // 8 * 8 or 8) for part in PARTS]
+    if name.startswith("split-"):
+        return [Split(int(name[6:]))]
+    return [arms()[name]]
+
+
+def _worst(found: Mapping[str, Latencies], answer: Answer) -> float:
+    """The attainment of the class that does worst at its own target; best effort breaks ties."""
+    classes = answer.setting.services
+    worst = min(
+        (found[name].attained(s.latency) for name, s in classes.items() if not s.is_best_effort),
+        default=1.0,
+    )
+    rest = sum(found[name].rate for name, s in classes.items() if s.is_best_effort)
+    return worst + 1e-6 * rest
+
+
+def _of(outcome: Outcome, name: str) -> Latencies:
+    return of_outcome(outcome)[name]
+
+
+# -- in numbers -------------------------------------------------------------------------------
+
+
+def attained(answer: Answer, cell: Cell, multiple: float) -> list[float]:
+    """For each seed, the attainment of the class that does worst at a multiple of its alone-p99."""
+    names = [n for n, s in answer.setting.services.items() if not s.is_best_effort]
+    return [
+        min(found[name].attained(multiple * answer.alone_p99[name]) for name in names)
+        for found in cell.latencies
+    ]
+
+
+def goodputs(answer: Answer, multiple: float) -> dict[str, list[float]]:
+    """Of each arm and of the bound, for each seed: requests a second."""
+    found: dict[str, list[float]] = {}
+    seeds = range(answer.question.repeats)
+    for arm in dict.fromkeys(cell.arm for cell in answer.cells):
+        by_rate = {c.rate: attained(answer, c, multiple) for c in answer.cells if c.arm == arm}
+        found[arm] = [
+            report.goodput({answer.offered[r]: each[i] for r, each in by_rate.items()})
+            for i in seeds
+        ]
+    if answer.bounds:
+        found["bound"] = [
+            report.goodput(
+                {answer.offered[r]: each[i][multiple] for r, each in answer.bounds.items()}
+            )
+            for i in seeds
+        ]
+    return found
+
+
+def as_dict(answer: Answer) -> dict[str, Any]:
+    """For JSON. Times in seconds; intervals are [mean, low, high]."""
+    question = answer.question
+    told: dict[str, Any] = {
+        "gpus": question.gpus,
+        "traffic": question.trace.name if question.trace else question.generator,
+        "seconds": question.seconds,
+        "seeds": [*range(question.seed, question.seed + question.repeats)],
+        "saturation": answer.saturation,
+        "alone_p99": answer.alone_p99,
+        "cells": [_cell(answer, cell) for cell in answer.cells],
+        "goodput": {
+            str(multiple): {
+                arm: report.interval(each) for arm, each in goodputs(answer, multiple).items()
+            }
+            for multiple in (report.MULTIPLES if len(answer.offered) > 1 else ())
+        },
+        "known": [asdict(c) | {"is_reproduced": c.is_reproduced} for c in answer.checks],
+    }
+    return {key: report.rounded(value) for key, value in told.items()}
+
+
+def _cell(answer: Answer, cell: Cell) -> dict[str, Any]:
+    classes = answer.setting.services
+    shares = [report.shares(outcome, classes) for outcome in cell.outcomes]
+    seconds = answer.question.seconds
+    return {
+        "arm": cell.arm,
+        "rate": cell.rate,
+        "offered": answer.offered[cell.rate],
+        "classes": {name: _class(answer, cell, name) for name in classes},
+        "sm_utilisation": report.interval([outcome.busy for outcome in cell.outcomes]),
+        "jain": report.interval([report.jain(each) for each in shares]),
+        "pair_gap_sm_seconds": report.interval([max(each) - min(each) for each in shares]),
+        "decisions_per_s": report.interval([o.decisions / seconds for o in cell.outcomes]),
+    }
+
+
+def _class(answer: Answer, cell: Cell, name: str) -> dict[str, Any]:
+    found = [latencies[name] for latencies in cell.latencies]
+    done = report.interval([each.rate for each in found])
+    told: dict[str, Any] = {"work_per_s": done}
+    if answer.alone_rate[name]:
+        told["of_alone"] = report.interval([e.rate / answer.alone_rate[name] for e in found])
+    if answer.setting.services[name].is_best_effort:
+        return told
+    p99 = answer.alone_p99[name]
+    told["attained"] = {
+        str(k): report.interval([each.attained(k * p99) for each in found])
+        for k in report.MULTIPLES
+    }
+    for what in ("whole", "wait", "service"):
+        told[what] = {
+            f"p{100 * part:g}": report.interval([getattr(e, what).percentile(part) for e in found])
+            for part in (0.5, 0.95, 0.99, 0.999)
+        }
+    told["p99_of_alone"] = report.interval([e.whole.percentile(0.99) / p99 for e in found])
+    return told

@@ -1,0 +1,158 @@
+"""What runs gave, in numbers: attainment, goodput, percentiles, fairness; intervals over seeds.
+
+Everything printed here is a function of the arguments and seeds: the same command gives the same
+bytes. How long the host took is not among it.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from greensched.simulation.run import Outcome
+from greensched.simulation.serving import Samples
+from greensched.simulation.workload import Service
+
+#: Targets as multiples of the alone-p99; 1 / part of all that must meet them for goodput.
+MULTIPLES = (1.2, 1.5, 2.0, 5.0)
+MUST_MEET = 0.99
+#: The first tenth of a run fills queues and batches, and is left out.
+WARM_UP = 0.1
+#: Resamples of a bootstrap interval, and its width.
+RESAMPLES, INTERVAL = 1000, 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Weighed:
+    """Sorted values with weights: percentiles, and the part below a value."""
+
+    values: tuple[float, ...]
+    upto: tuple[int, ...]
+
+    @staticmethod
+    def of(values: Sequence[float], weights: Sequence[int]) -> Weighed:
+        """From unsorted ones."""
+        pairs = sorted(zip(values, weights, strict=True))
+        total, upto = 0, []
+        for _, weight in pairs:
+            total += weight
+            upto.append(total)
+        return Weighed(tuple(value for value, _ in pairs), tuple(upto))
+
+    @property
+    def total(self) -> int:
+        """All weight."""
+        return self.upto[-1] if self.upto else 0
+
+    def percentile(self, part: float) -> float:
+        """The least value that so much of the weight is at or below; nan: there is none."""
+        wanted = part * self.total
+        for value, upto in zip(self.values, self.upto, strict=True):
+            if upto >= wanted - 1e-9:
+                return value
+        return math.nan
+
+    def below(self, value: float) -> int:
+        """The weight at or below a value."""
+        found = 0
+        for each, upto in zip(self.values, self.upto, strict=True):
+            if each > value:
+                break
+            found = upto
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Latencies:
+    """One class in one run: all latencies, the parts of them, and what was never served."""
+
+    whole: Weighed
+    wait: Weighed
+    service: Weighed
+    left: tuple[float, ...]
+    rate: float
+
+    @staticmethod
+    def of(samples: Samples, seconds: float, began: float = 0.0) -> Latencies:
+        """Without the warm-up."""
+        kept = [i for i, at in enumerate(samples.at) if at - began >= WARM_UP * seconds]
+        weights = [samples.weight[i] for i in kept]
+        whole = [samples.latency[i] for i in kept]
+        wait = [samples.wait[i] for i in kept]
+        service = [a - b for a, b in zip(whole, wait, strict=True)]
+        return Latencies(
+            Weighed.of(whole, weights),
+            Weighed.of(wait, weights),
+            Weighed.of(service, weights),
+            tuple(samples.left),
+            samples.done / seconds,
+        )
+
+    def attained(self, target: float) -> float:
+        """The part within a target; who was never served counts once he is late."""
+        late = sum(age > target for age in self.left)
+        total = self.whole.total + late
+        return self.whole.below(target) / total if total else 1.0
+
+
+def of_outcome(outcome: Outcome) -> dict[str, Latencies]:
+    """Each class's."""
+    return {
+        name: Latencies.of(samples, outcome.seconds) for name, samples in outcome.samples.items()
+    }
+
+
+# -- over seeds -------------------------------------------------------------------------------
+
+
+def interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Mean, and the bounds of a bootstrap interval over seeds."""
+    right = [value for value in values if not math.isnan(value)]
+    if not right:
+        return math.nan, math.nan, math.nan
+    mean = sum(right) / len(right)
+    rng = random.Random(0)  # the values alone decide
+    means = sorted(sum(rng.choices(right, k=len(right))) / len(right) for _ in range(RESAMPLES))
+    cut = int((1 - INTERVAL) / 2 * RESAMPLES)
+    return mean, means[cut], means[RESAMPLES - 1 - cut]
+
+
+def jain(shares: Sequence[float]) -> float:
+    """1: all have the same; 1/n: one has everything."""
+    squares = sum(share * share for share in shares)
+    return sum(shares) ** 2 / (len(shares) * squares) if squares else 1.0
+
+
+def shares(outcome: Outcome, services: Mapping[str, Service]) -> list[float]:
+    """SM-seconds of each class for a unit of its weight."""
+    return [outcome.sm_seconds[name] / service.weight for name, service in services.items()]
+
+
+def goodput(by_rate: Mapping[float, float]) -> float:
+    """The highest rate up to which enough of all met their targets, between the rates tried.
+
+    Linear between the last rate at which it held and the first at which it did not.
+    """
+    held, kept = 0.0, 1.0
+    for rate in sorted(by_rate):
+        attained = by_rate[rate]
+        if attained < MUST_MEET:
+            if held == 0.0:
+                return 0.0
+            return held + (rate - held) * (kept - MUST_MEET) / max(1e-12, kept - attained)
+        held, kept = rate, attained
+    return held
+
+
+def rounded(value: Any, digits: int = 6) -> Any:
+    """For JSON: what is no number is null, and digits that mean nothing are not printed."""
+    if isinstance(value, float):
+        return None if math.isnan(value) or math.isinf(value) else float(f"{value:.{digits}g}")
+    if isinstance(value, Mapping):
+        return {str(key): rounded(each, digits) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [rounded(each, digits) for each in value]
+    return value

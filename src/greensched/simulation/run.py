@@ -1,0 +1,222 @@
+"""One run: traffic, classes and an arm on simulated devices, from the first request to the last."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from greensched.simulation.arms import Arm, Seats
+from greensched.simulation.interference import PUBLISHED, Guard
+from greensched.simulation.machine import Machine, Ran
+from greensched.simulation.serving import Decode, Loop, Prefill, Requests, Samples, Server
+from greensched.simulation.traffic import Arrival, Traffic
+from greensched.simulation.workload import Service
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What stays the same while arms are compared.
+
+    Attributes:
+        gpus: as `--gpus`.
+        services: the classes.
+        seconds: of traffic. What is not served then counts by how long it waited.
+        guard: interference.
+    """
+
+    gpus: str
+    services: Mapping[str, Service]
+    seconds: float
+    guard: Guard = field(default_factory=lambda: PUBLISHED)
+
+
+@dataclass
+class Outcome:
+    """What one run gave.
+
+    Attributes:
+        samples: of each class.
+        seconds: of virtual time.
+        sm_seconds: that each class had SMs for, over all devices.
+        busy: the part of all SM-seconds in which some kernel was on them.
+        decisions: leases granted.
+    """
+
+    arm: str
+    seed: int
+    seconds: float
+    samples: dict[str, Samples]
+    sm_seconds: dict[str, float]
+    busy: float
+    decisions: int = 0
+
+
+def simulate(arm: Arm, setting: Setting, traffic: Traffic, seed: int) -> Outcome:
+    """Runs an arm. The same arguments give the same outcome, to the last digit."""
+    machine = Machine(setting.gpus, setting.services, setting.guard, seed)
+    try:
+        arm.prepare(machine)
+        return machine.clock.run(_run, machine, arm, setting, traffic, seed)
+    finally:
+        machine.close()
+
+
+def alone(arm: Arm, setting: Setting, traffic: Traffic, seed: int) -> dict[str, Outcome]:
+    """Each class by itself: as if the others took no time."""
+    found = {}
+    for name, service in setting.services.items():
+        single = replace(setting, services={name: service})
+        found[name] = simulate(arm, single, traffic, seed)
+    return found
+
+
+async def _run(
+    machine: Machine, arm: Arm, setting: Setting, traffic: Traffic, seed: int
+) -> Outcome:
+    async with arm.open(machine) as seats:
+        end = machine.begin()
+        began = machine.now()
+        house = House(machine, seats)
+        tasks = [asyncio.ensure_future(server.serve()) for server in house.servers]
+        feeder = asyncio.ensure_future(house.feed(traffic, began / 1e9))
+        await asyncio.wait(
+            [*tasks, feeder],
+            timeout=setting.seconds,
+            return_when=asyncio.FIRST_EXCEPTION,
+        )
+        now, decisions = machine.now(), machine.granted()
+        for task in (*tasks, feeder):
+            task.cancel()
+        ended = await asyncio.gather(*tasks, feeder, return_exceptions=True)
+        end()
+        failed = [e for e in ended if isinstance(e, Exception)]
+        if failed:
+            raise failed[0]
+        seconds = (now - began) / 1e9
+        spans = [[r for r in ran if r.end <= now] for ran in machine.ran]
+        return Outcome(
+            arm=arm.name,
+            seed=seed,
+            seconds=seconds,
+            samples=house.samples(now / 1e9),
+            sm_seconds=_sm_seconds(spans, setting.services),
+            busy=sum(map(occupied, spans)) / (sum(machine.sms) * seconds),
+            decisions=decisions,
+        )
+
+
+class House:
+    """Every class's servers, and who sends requests to which of them."""
+
+    def __init__(self, machine: Machine, seats: Seats) -> None:
+        self._machine = machine
+        self._by: dict[str, list[Server]] = {}
+        roles = {service.role: service for service in machine.services.values()}
+        self._prefill, self._decode = roles.get("prefill"), roles.get("decode")
+        for service in sorted(machine.services.values(), key=lambda s: s.role != "decode"):
+            self._by[service.name] = [self._server(d, service, seats) for d in machine.devices]
+
+    @property
+    def servers(self) -> list[Server]:
+        """All of them."""
+        return [server for each in self._by.values() for server in each]
+
+    def _server(self, device: int, service: Service, seats: Seats) -> Server:
+        machine, seat = self._machine, seats(device, service)
+        if service.role == "prefill":
+            then = None
+            if self._decode is not None:
+                then = self._handed(self._by[self._decode.name][device])
+            return Prefill(machine, device, service, seat, then)
+        kind = {"decode": Decode, "request": Requests, "loop": Loop}[service.role]
+        return kind(machine, device, service, seat)
+
+    def _handed(self, decode: Server) -> Handed:
+        return Handed(self._machine, decode)
+
+    async def feed(self, traffic: Traffic, began: float) -> None:
+        """Sends each request when it comes, to the device with the least to do."""
+        for arrival in traffic:
+            due = began + arrival.at
+            delay = due - self._machine.now() / 1e9
+            if delay > 0:
+                await asyncio.sleep(delay)
+            self._send(replace(arrival, at=due))
+
+    def _send(self, arrival: Arrival) -> None:
+        if arrival.service:
+            if arrival.service in self._by:  # else another class is alone
+                self._least([arrival.service]).take(arrival)
+        elif self._prefill is not None:
+            names = [self._prefill.name] + ([self._decode.name] if self._decode else [])
+            self._least(names).take(arrival)
+        elif self._decode is not None and arrival.generated > 1:  # alone: as if read at once
+            self._least([self._decode.name]).take(arrival)
+
+    def _least(self, names: Sequence[str]) -> Server:
+        """The first class's server on the device where they all have the least to do."""
+        devices = self._machine.devices
+        where = min(devices, key=lambda d: (sum(self._by[name][d].load for name in names), d))
+        return self._by[names[0]][where]
+
+    def samples(self, now: float) -> dict[str, Samples]:
+        """Of each class, over all devices."""
+        found = {}
+        for name, servers in self._by.items():
+            merged = Samples()
+            for server in servers:
+                server.close(now)
+                for what in ("latency", "wait", "weight", "at", "left"):
+                    getattr(merged, what).extend(getattr(server.samples, what))
+                merged.done += server.samples.done
+            found[name] = merged
+        return found
+
+
+class Handed:
+    """Gives a prompt that was read to the decoder of its device: its tokens count from now."""
+
+    def __init__(self, machine: Machine, decode: Server) -> None:
+        self._machine = machine
+        self._decode = decode
+
+    def __call__(self, arrival: Arrival) -> None:
+        self._decode.take(replace(arrival, at=self._machine.now() / 1e9))
+
+
+# -- the devices' timelines -------------------------------------------------------------------
+
+
+def _sm_seconds(
+    spans: Sequence[Sequence[Ran]], services: Mapping[str, Service]
+) -> dict[str, float]:
+    found = dict.fromkeys(services, 0.0)
+    for ran in spans:
+        for each in ran:
+            found[each.service] += (each.end - each.start) * each.sms.bit_count() / 1e9
+    return found
+
+
+def occupied(ran: Sequence[Ran]) -> float:
+    """SM-seconds of one device in which some kernel was there: what overlaps counts once."""
+    turns = sorted(
+        [(each.start, 1, each.sms) for each in ran] + [(each.end, -1, each.sms) for each in ran]
+    )
+    on: dict[int, int] = {}
+    total, last, there = 0, 0, 0
+    for time, change, sms in turns:
+        total += (time - last) * there
+        last = time
+        on[sms] = on.get(sms, 0) + change
+        if not on[sms]:
+            del on[sms]
+        there = _union(on)
+    return total / 1e9
+
+
+def _union(on: Mapping[int, int]) -> int:
+    mask = 0
+    for sms in on:
+        mask |= sms
+    return mask.bit_count()

@@ -1,0 +1,205 @@
+"""Servers: what a program does with requests, on whatever seats an arm gives it.
+
+One for each class on each device. Times are of the virtual clock; a piece's waiting and running
+are told apart by the device's own timeline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from greensched.simulation.arms import Seat
+from greensched.simulation.machine import Machine
+from greensched.simulation.traffic import Arrival
+from greensched.simulation.workload import Service, prompt_seconds, step_seconds
+
+#: Tokens of a prompt that are read in one pass at most: what engines call chunked prefill.
+CHUNK = 2_048
+
+
+@dataclass
+class Samples:
+    """Latencies of one class in seconds, and how many requests or tokens had each.
+
+    Attributes:
+        latency: of each sample.
+        wait: the part of it in which nothing of it ran.
+        weight: how many had it.
+        at: when it began, to leave a warm-up out.
+        left: ages of what was not served at the end.
+        done: seconds of whole-device work that was done.
+    """
+
+    latency: list[float] = field(default_factory=list)
+    wait: list[float] = field(default_factory=list)
+    weight: list[int] = field(default_factory=list)
+    at: list[float] = field(default_factory=list)
+    left: list[float] = field(default_factory=list)
+    done: float = 0.0
+
+    def add(self, at: float, latency: float, served: float, weight: int = 1) -> None:
+        """One more."""
+        self.at.append(at)
+        self.latency.append(latency)
+        self.wait.append(max(0.0, latency - served))
+        self.weight.append(weight)
+
+
+class Server:
+    """Takes work, and runs it on a seat until it is cancelled."""
+
+    def __init__(self, machine: Machine, device: int, service: Service, seat: Seat) -> None:
+        self.service = service
+        self.samples = Samples()
+        #: Requests taken and not done.
+        self.load = 0
+        self._machine = machine
+        self._seat = seat
+        self._ran = machine.ran[device]
+        self._queue: deque[Arrival] = deque()
+        self._came: asyncio.Future[None] | None = None
+
+    def take(self, arrival: Arrival) -> None:
+        """One more request."""
+        self.load += 1
+        self._queue.append(arrival)
+        self._wake()
+
+    def close(self, now: float) -> None:
+        """The run is over."""
+        self.samples.left += [now - arrival.at for arrival in self._queue]
+
+    async def serve(self) -> None:
+        """Serves, for ever."""
+        raise NotImplementedError
+
+    def _now(self) -> float:
+        return self._machine.now() / 1e9
+
+    def _wake(self) -> None:
+        if self._came is not None and not self._came.done():
+            self._came.set_result(None)
+
+    async def _next(self) -> Arrival:
+        while not self._queue:
+            self._came = asyncio.get_running_loop().create_future()
+            await self._came
+        return self._queue.popleft()
+
+    async def _run(self, pieces: list[int]) -> float:
+        """A pass; returns the seconds for which it ran."""
+        before = len(self._ran)
+        await self._seat.run(pieces)
+        name = self.service.name
+        own = (ran for ran in self._ran[before:] if ran.service == name)
+        return sum(ran.end - ran.start for ran in own) / 1e9
+
+
+class Requests(Server):
+    """Requests of a known cost, one after another."""
+
+    async def serve(self) -> None:
+        """Each in pieces of at most the class's segment."""
+        while True:
+            arrival = await self._next()
+            number = max(1, round(arrival.cost / self.service.segment))
+            served = await self._run([round(arrival.cost / number * 1e9)] * number)
+            self.samples.add(arrival.at, self._now() - arrival.at, served)
+            self.samples.done += arrival.cost
+            self.load -= 1
+
+
+class Loop(Server):
+    """Best effort: the next piece is there as soon as the last is done."""
+
+    async def serve(self) -> None:
+        """Counts what was done."""
+        piece = round(self.service.segment * 1e9)
+        pieces = [piece] * self.service.depth
+        while True:
+            await self._run(pieces)
+            self.samples.done += sum(pieces) / 1e9
+
+
+class Prefill(Server):
+    """Prompts, in the order they came; the first token of each is its latency."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        device: int,
+        service: Service,
+        seat: Seat,
+        then: Callable[[Arrival], None] | None,
+    ) -> None:
+        super().__init__(machine, device, service, seat)
+        self._then = then
+
+    async def serve(self) -> None:
+        """Each in passes of at most CHUNK tokens."""
+        while True:
+            arrival = await self._next()
+            pieces = passes(arrival.context, self.service.blocks)
+            served = await self._run(pieces)
+            now = self._now()
+            self.samples.add(arrival.at, now - arrival.at, served)
+            self.samples.done += sum(pieces) / 1e9
+            self.load -= 1
+            if self._then is not None and arrival.generated > 1:
+                self._then(arrival)
+
+
+def passes(tokens: int, blocks: int) -> list[int]:
+    """The pieces of a prompt: each pass over so many tokens, in blocks of layers."""
+    pieces, read = [], 0
+    while read < tokens:
+        end = min(tokens, read + CHUNK)
+        seconds = prompt_seconds(end) - prompt_seconds(read)
+        pieces += [round(seconds / blocks * 1e9)] * blocks
+        read = end
+    return pieces
+
+
+class Decode(Server):
+    """Continuous batching: each step is a token of every running request.
+
+    A latency is the gap between two tokens of a request; those of a step that a request did not
+    join in are the same for all, so they are counted at once.
+    """
+
+    async def serve(self) -> None:
+        """Steps, as long as anybody runs."""
+        ends: list[int] = []  # the steps after which requests are done
+        step, last = 0, 0.0
+        while True:
+            if not ends:
+                self._queue.appendleft(await self._next())
+            joined = self._join(ends, step)
+            began = self._now()
+            batch = len(ends)
+            blocks = self.service.blocks
+            seconds = step_seconds(batch)
+            served = await self._run([round(seconds / blocks * 1e9)] * blocks)
+            now, step = self._now(), step + 1
+            for at in joined:
+                self.samples.add(at, now - at, served)
+            if batch > len(joined):
+                self.samples.add(began, now - last, served, batch - len(joined))
+            self.samples.done += seconds
+            last = now
+            while ends and ends[0] <= step:
+                heapq.heappop(ends)
+                self.load -= 1
+
+    def _join(self, ends: list[int], step: int) -> list[float]:
+        """Whoever waits joins the batch, up to its bound; returns when each had its last token."""
+        joined = []
+        while self._queue and len(ends) < self.service.batch:
+            arrival = self._queue.popleft()
+            heapq.heappush(ends, step + arrival.generated - 1)
+            joined.append(arrival.at)
+        return joined

@@ -1,0 +1,110 @@
+"""Our arms: leases that are sized by what a class needs now, from its table and its target.
+
+`rightsized` asks the pool for a lease for each pass. The classes above best effort get the least
+SMs on which the pass is in time, by table and guard; whoever stands below takes what they leave,
+and everything goes to whoever is alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from greensched.pool import Pool
+from greensched.simulation.arms import Pieces, Seat, Seats, pool_of
+from greensched.simulation.machine import Machine
+from greensched.simulation.workload import Service
+
+#: The part of a target that a plan may use: what the guard or a late start takes comes out of
+#: the rest.
+MARGIN = 0.92
+#: SMs that a pool hands out together, at least; and what a class below keeps at least.
+CELL = 8
+
+
+class Room:
+    """One device as the seats of an arm see it: who is at work, and how many SMs each needs."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.needs: dict[str, int] = {}
+        self.ranks: dict[str, int] = {}
+
+    def above(self, service: Service) -> int:
+        """SMs that the classes above it need now."""
+        return sum(n for name, n in self.needs.items() if self.ranks[name] > service.priority)
+
+    def below(self, service: Service) -> bool:
+        """Whether anybody else is at work."""
+        return any(name != service.name for name in self.needs)
+
+
+class SizedSeat:
+    """A lease for each pass of a class with a target, and for each piece of one below."""
+
+    def __init__(
+        self, machine: Machine, pool: Pool, device: int, service: Service, room: Room, top: bool
+    ) -> None:
+        self._pool = pool
+        self._kernel = machine.kernels[service.name]
+        self._config = machine.configs[service.name][device]
+        self._device = device
+        self._service = service
+        self._room = room
+        self._top = top
+        total = room.total
+        self._sizes = tuple(range(CELL, total - CELL + 1, CELL))
+        room.ranks[service.name] = service.priority
+
+    def _need(self, ns: int) -> int:
+        """The least SMs on which so much work is in time; most of the device where none is."""
+        service = self._service
+        if not service.latency:
+            return service.reserve or CELL
+        slowdown = MARGIN * service.latency * 1e9 / ns
+        return service.curve.least(slowdown, self._sizes)
+
+    async def run(self, pieces: Pieces) -> None:
+        """A pass."""
+        room, name = self._room, self._service.name
+        whole = sum(pieces)
+        room.needs[name] = self._need(whole) if self._top else CELL
+        try:
+            for some in (pieces,) if self._top else [(ns,) for ns in pieces]:
+                if self._top:
+                    least = room.needs[name]
+                    size = (least, least if room.below(self._service) else room.total)
+                else:
+                    size = (CELL, max(CELL, room.total - room.above(self._service)))
+                async with self._pool.partition(size, device=self._device) as p:
+                    for ns in some:
+                        job = p.launch(self._kernel, self._config, ns)
+                    await job
+        finally:
+            del room.needs[name]
+
+
+@dataclass
+class RightSized:
+    """A lease for each pass, as large as its target needs."""
+
+    name: str = "rightsized"
+    about: str = "a lease for each pass, sized by table and target"
+
+    def prepare(self, machine: Machine) -> None:
+        """Nothing."""
+
+    @asynccontextmanager
+    async def open(self, machine: Machine) -> AsyncIterator[Seats]:
+        """Seats that know of each other."""
+        top = max(service.priority for service in machine.services.values())
+        seats: dict[tuple[int, str], Seat] = {}
+        async with pool_of(machine) as pool:
+            for device in machine.devices:
+                room = Room(machine.sms[device])
+                for name, service in machine.services.items():
+                    seats[device, name] = SizedSeat(
+                        machine, pool, device, service, room, service.priority == top
+                    )
+            yield lambda device, service: seats[device, service.name]

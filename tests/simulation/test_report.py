@@ -1,0 +1,154 @@
+"""Reports: attainment, goodput, intervals; the whole question, and the command line."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import math
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from greensched import cli
+from greensched.errors import InvalidRequest, MissingPackage
+from greensched.simulation import bound, compare, plot, show, validation
+from greensched.simulation.compare import Question, as_dict, ask
+from greensched.simulation.report import Latencies, Weighed, goodput, interval, jain
+from greensched.simulation.serving import Samples
+from greensched.simulation.tables import CURVES
+from greensched.simulation.traffic import Arrival
+from greensched.simulation.validation import Check
+from greensched.simulation.workload import services
+
+PAGE = Path(__file__).parents[2] / "docs/simulation.md"
+SMALL = Question(policies=("streams", "rightsized"), rates=(0.5, 1.0), seconds=2.0, check=False)
+
+
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the seconds that simulating what is known takes."""
+    monkeypatch.setattr(validation, "checks", lambda: (Check("stand-in", 1.0, 1.0, "nothing"),))
+
+
+def test_percentiles_have_weights() -> None:
+    """A value that a hundred tokens had counts a hundred times."""
+    found = Weighed.of([2.0, 1.0, 3.0], [1, 98, 1])
+    assert [found.percentile(p) for p in (0.5, 0.98, 0.99, 1.0)] == [1.0, 1.0, 2.0, 3.0]
+    assert [found.below(v) for v in (0.5, 1.0, 2.5, 3.0)] == [0, 98, 99, 100]
+    assert math.isnan(Weighed.of([], []).percentile(0.5))
+
+
+def test_who_was_never_served_is_late() -> None:
+    """Once he has waited for longer than the target; before that nobody knows."""
+    samples = Samples([1.0, 1.0], [0.0, 0.0], [1, 1], [5.0, 6.0], left=[0.5, 3.0])
+    found = Latencies.of(samples, 10.0)
+    assert found.attained(1.0) == pytest.approx(2 / 3)
+    assert found.attained(5.0) == 1.0
+
+
+def test_goodput_is_between_rates() -> None:
+    """Linear from the last rate at which it held; nothing where it never held."""
+    assert goodput({1.0: 1.0, 2.0: 0.98}) == pytest.approx(1.5)
+    assert goodput({1.0: 0.5, 2.0: 1.0}) == 0.0
+    assert goodput({1.0: 1.0, 2.0: 0.995}) == 2.0
+
+
+def test_intervals_and_shares() -> None:
+    """An interval holds its mean and is the same each time; Jain's index is 1 for equals."""
+    mean, low, high = interval([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert low < mean == 3.0 < high
+    assert interval([1.0, 2.0, 3.0, 4.0, 5.0]) == (mean, low, high)
+    assert jain([2.0, 2.0]) == 1.0
+    assert jain([1.0, 0.0]) == 0.5
+
+
+def test_the_bound_is_above_what_one_device_can_do() -> None:
+    """Prompts that fit are in time, those that cannot are not, and nobody does more in sum."""
+    classes = services("llm")
+    latency = {"prefill": 0.2, "decode": 0.2}
+    easy = [Arrival(float(i), 512, 1) for i in range(5)]
+    hard = [Arrival(0.0, 2048, 1) for _ in range(5)]
+    assert bound.attainment(easy, classes, [132], latency) == 1.0
+    assert bound.attainment(hard, classes, [132], latency) == pytest.approx(0.2)
+    assert 1.0 <= bound.best_sum(CURVES["moe"], CURVES["gemm"], 132) < 1.25
+
+
+def test_a_question_is_answered_the_same_each_time() -> None:
+    """The same bytes, as text and as JSON; and the figures an operator needs are in them."""
+    first, second = ask(SMALL), ask(SMALL)
+    text = show.table(first)
+    assert text == show.table(second)
+    said = as_dict(first)
+    assert json.dumps(said) == json.dumps(as_dict(second))
+    assert {cell["arm"] for cell in said["cells"]} == {"streams", "rightsized"}
+    assert set(said["goodput"]) == {"1.2", "1.5", "2.0", "5.0"}
+    decode = said["cells"][0]["classes"]["decode"]
+    assert set(decode) >= {"attained", "whole", "wait", "service", "of_alone"}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"policies": ("best",)},
+        {"services": "lllm"},
+        {"generator": "poison"},
+        {"seconds": 0.0},
+        {"rates": (-1.0,)},
+        {"gpus": "h300"},
+        {"generator": "requests"},
+    ],
+)
+def test_a_question_without_sense_is_refused(wrong: dict[str, Any]) -> None:
+    """Before anything is simulated, by an error of ours."""
+    with pytest.raises(InvalidRequest):
+        ask(Question(**({"policies": ("streams",), "check": False} | wrong)))
+
+
+def test_a_plot_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without matplotlib it is a typed error with the command."""
+    real = builtins.__import__
+
+    def without(name: str, *rest: Any, **more: Any) -> Any:
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return real(name, *rest, **more)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(MissingPackage, match=r"greensched\[plot\]"):
+        plot.save(ask(SMALL), tmp_path / "a.png")
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_every_command_of_the_page_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the page's own files; for half a second of traffic and one seed, not for minutes."""
+    page = PAGE.read_text()
+    monkeypatch.setattr(compare, "PARTS", (6,))
+    monkeypatch.chdir(tmp_path)
+    for name, text in re.findall(r"^```json (\S+)\n(.*?)^```$", page, re.DOTALL | re.MULTILINE):
+        Path(name).write_text(text)
+    (csv,) = re.findall(r"^```csv\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    Path("requests.csv").write_text(csv)
+    classes = json.loads(Path("classes.json").read_text())
+    commands = re.findall(r"^    greensched (simulate .*)$", page, re.MULTILINE)
+    assert len(commands) >= 5
+    for command in commands:
+        if "--tables" not in command:  # its curve is of the measured table
+            mine = json.dumps(classes).replace('"mine"', '"moe"')
+            Path("classes.json").write_text(mine)
+        else:
+            Path("classes.json").write_text(json.dumps(classes))
+        short = re.sub(r"--seconds \S+|--seeds \S+|--rates \S+", "", command)
+        assert cli.main([*shlex.split(short), "--seconds", "0.5"]) == 0, command
+        assert "stand-in" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_bad_command_exits_with_two(capsys: pytest.CaptureFixture[str]) -> None:
+    """And says why."""
+    assert cli.main(["simulate", "--rates", "fast"]) == 2
+    assert "--rates" in capsys.readouterr().err
