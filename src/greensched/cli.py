@@ -71,6 +71,7 @@ def _add_simulate(simulate: argparse.ArgumentParser) -> None:
     simulate.add_argument("--seconds", type=float, default=120.0, help="of traffic in each run")
     simulate.add_argument("--seed", type=int, default=1, help="the first one")
     simulate.add_argument("--seeds", type=int, default=1, help="how many")
+    simulate.add_argument("--target", type=float, default=0.0, help="of all, x alone-p99")
     simulate.add_argument("--json", action="store_true", help="print JSON instead of tables")
     simulate.add_argument("--plot", type=Path, help="draw attainment over rates into this file")
     simulate.set_defaults(command=_simulate)
@@ -130,6 +131,7 @@ def _simulate(options: argparse.Namespace) -> int:
         rates=_rates(options.rates),
         seed=options.seed,
         repeats=options.seeds,
+        target=options.target,
     )
     bar = _Bar()
     began = time.perf_counter()

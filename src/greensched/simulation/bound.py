@@ -1,10 +1,10 @@
 """What nobody could beat: a fluid that knows everything, for prefill and decode.
 
-Each device is one fluid whose speed is the best that any split of it reaches in sum, without
-interference, launch costs or grains of work. Decoding goes at the slowest pace its target allows,
-which costs least: `step(batch)` of work each target gap. What is left reads prompts, the most
-urgent first; a prompt that cannot be in time is known beforehand and takes nothing. All devices of
-a pool are one fluid. Every scheduler, with these tables, does worse.
+Each device is one fluid, as fast as the best of its splits is in sum, interference and all, without
+launch costs or grains of work. Decoding goes at the slowest pace its target allows, which costs
+least: `step(batch)` of work each target gap. What is left reads prompts, the most urgent first; a
+prompt that cannot be in time is known beforehand and takes nothing. All devices of a pool are one
+fluid.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping
 
+from greensched.simulation.interference import Guard, factor
 from greensched.simulation.tables import Curve
 from greensched.simulation.traffic import Traffic
 from greensched.simulation.workload import Service, prompt_seconds, step_seconds
@@ -20,20 +21,31 @@ from greensched.simulation.workload import Service, prompt_seconds, step_seconds
 STEP = 0.010
 
 
-def best_sum(one: Curve, other: Curve, sms: int) -> float:
+def best_sum(one: Curve, other: Curve, sms: int, guard: Guard) -> float:
     """The most that two kinds of work do side by side, in units of one device each alone."""
     cuts = range(8, sms - 7, 8)
-    together = (1 / one.slowdown(cut) + 1 / other.slowdown(sms - cut) for cut in cuts)
+    together = (
+        _speed(one, cut, other, guard) + _speed(other, sms - cut, one, guard) for cut in cuts
+    )
     return max(1.0, *together)
 
 
+def _speed(curve: Curve, sms: int, beside: Curve, guard: Guard) -> float:
+    factors = guard.get((curve.name, beside.name))
+    return 1 / curve.slowdown(sms) / (factor(factors, sms) if factors else 1.0)
+
+
 def attainment(
-    traffic: Traffic, services: Mapping[str, Service], sms: list[int], latency: Mapping[str, float]
+    traffic: Traffic,
+    services: Mapping[str, Service],
+    sms: list[int],
+    latency: Mapping[str, float],
+    guard: Guard,
 ) -> float:
     """The part of prompts whose first token the fluid has in time, all gaps being in time."""
     roles = {service.role: service for service in services.values()}
     decode, prefill = roles["decode"], roles["prefill"]
-    speed = sum(best_sum(decode.curve, prefill.curve, each) for each in sms)
+    speed = sum(best_sum(decode.curve, prefill.curve, each, guard) for each in sms)
     gap, target = latency[decode.name], latency[prefill.name]
     waiting: list[tuple[float, int, float]] = []  # (when due, order, work left)
     ends: list[float] = []  # when each request that is decoded has its last token

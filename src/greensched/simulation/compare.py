@@ -13,7 +13,7 @@ from greensched.simulation.arms import Alone, Arm, Split, baselines
 from greensched.simulation.machine import models
 from greensched.simulation.report import Latencies, of_outcome
 from greensched.simulation.run import Outcome, Setting, alone, simulate
-from greensched.simulation.sizing import RightSized
+from greensched.simulation.sizing import Classes, RightSized
 from greensched.simulation.traffic import Arrival, faster, generate, read, window
 from greensched.simulation.workload import Service, saturation, services
 
@@ -44,6 +44,7 @@ class Question:
         rates: multiples of saturation; empty: as fast as the traffic is.
         seed: the first one.
         repeats: how many seeds.
+        target: of every class, in multiples of its alone-p99; 0: as the services say.
         check: whether what is known is simulated, too.
     """
 
@@ -57,6 +58,7 @@ class Question:
     rates: tuple[float, ...] = ()
     seed: int = 1
     repeats: int = 1
+    target: float = 0.0
     check: bool = True
 
 
@@ -81,13 +83,13 @@ class Answer:
     alone_p99: dict[str, float]
     alone_rate: dict[str, float]
     cells: list[Cell]
-    bounds: dict[float, list[dict[float, float]]]
+    bounds: dict[float, list[dict[float | None, float]]]
     checks: tuple[validation.Check, ...]
 
 
 def arms() -> dict[str, Arm]:
     """Every arm by name, but the best split."""
-    ours: tuple[Arm, ...] = (RightSized(),)
+    ours: tuple[Arm, ...] = (RightSized(), Classes())
     return baselines() | {arm.name: arm for arm in ours}
 
 
@@ -112,7 +114,7 @@ def ask(question: Question, progress: Progress = lambda _done, _what: None) -> A
     alone_rate = {
         name: sum(_of(each[name], name).rate for each in by_seed) / len(by_seed) for name in classes
     }
-    setting = replace(setting, services=_targeted(classes, p99))
+    setting = replace(setting, services=_targeted(classes, p99, question.target))
     answer = Answer(question, setting, source.saturation, {}, p99, alone_rate, [], {}, ())
     for rate in rates:
         answer.offered[rate] = source.offered(rate)
@@ -181,12 +183,14 @@ def _named(policies: Sequence[str]) -> list[str]:
     return asked
 
 
-def _targeted(classes: Mapping[str, Service], p99: Mapping[str, float]) -> dict[str, Service]:
+def _targeted(
+    classes: Mapping[str, Service], p99: Mapping[str, float], target: float
+) -> dict[str, Service]:
     """What the pool's users would have said: latencies in seconds."""
     return {
         name: service
-        if service.latency or service.is_best_effort
-        else replace(service, latency=service.target * p99[name])
+        if service.is_best_effort or (service.latency and not target)
+        else replace(service, latency=(target or service.target) * p99[name])
         for name, service in classes.items()
     }
 
@@ -212,15 +216,18 @@ def _at_rate(
             cell.latencies.append(of_outcome(best))
 
 
-def _bounds(traffic: Sequence[Arrival], answer: Answer, sms: list[int]) -> dict[float, float]:
+def _bounds(
+    traffic: Sequence[Arrival], answer: Answer, sms: list[int]
+) -> dict[float | None, float]:
     return {
         k: bound.attainment(
             traffic,
             answer.setting.services,
             sms,
-            {name: k * p99 for name, p99 in answer.alone_p99.items()},
+            targets(answer, k),
+            answer.setting.guard,
         )
-        for k in report.MULTIPLES
+        for k in (*report.MULTIPLES, None)
     }
 
 
@@ -236,10 +243,8 @@ def _arms(name: str, answer: Answer) -> list[Arm]:
 def _worst(found: Mapping[str, Latencies], answer: Answer) -> float:
     """The attainment of the class that does worst at its own target; best effort breaks ties."""
     classes = answer.setting.services
-    worst = min(
-        (found[name].attained(s.latency) for name, s in classes.items() if not s.is_best_effort),
-        default=1.0,
-    )
+    wanted = targets(answer, None)
+    worst = min((found[n].attained(latency) for n, latency in wanted.items()), default=1.0)
     rest = sum(found[name].rate for name, s in classes.items() if s.is_best_effort)
     return worst + 1e-6 * rest
 
@@ -251,31 +256,38 @@ def _of(outcome: Outcome, name: str) -> Latencies:
 # -- in numbers -------------------------------------------------------------------------------
 
 
-def attained(answer: Answer, cell: Cell, multiple: float) -> list[float]:
-    """For each seed, the attainment of the class that does worst at a multiple of its alone-p99."""
-    names = [n for n, s in answer.setting.services.items() if not s.is_best_effort]
+def targets(answer: Answer, multiple: float | None) -> dict[str, float]:
+    """Seconds, of each class but best effort: a multiple of its alone-p99; None: its own target."""
+    return {
+        name: service.latency if multiple is None else multiple * answer.alone_p99[name]
+        for name, service in answer.setting.services.items()
+        if not service.is_best_effort
+    }
+
+
+def attained(answer: Answer, cell: Cell, multiple: float | None) -> list[float]:
+    """For each seed, the attainment of the class that does worst."""
+    wanted = targets(answer, multiple)
     return [
-        min(found[name].attained(multiple * answer.alone_p99[name]) for name in names)
+        min((found[name].attained(latency) for name, latency in wanted.items()), default=1.0)
         for found in cell.latencies
     ]
 
 
-def goodputs(answer: Answer, multiple: float) -> dict[str, list[float]]:
+def goodputs(answer: Answer, multiple: float | None) -> dict[str, list[float]]:
     """Of each arm and of the bound, for each seed: requests a second."""
     found: dict[str, list[float]] = {}
     seeds = range(answer.question.repeats)
+    offered = answer.offered
     for arm in dict.fromkeys(cell.arm for cell in answer.cells):
         by_rate = {c.rate: attained(answer, c, multiple) for c in answer.cells if c.arm == arm}
         found[arm] = [
-            report.goodput({answer.offered[r]: each[i] for r, each in by_rate.items()})
-            for i in seeds
+            report.goodput({offered[r]: each[i] for r, each in by_rate.items()}) for i in seeds
         ]
     if answer.bounds:
+        bounds = answer.bounds.items()
         found["bound"] = [
-            report.goodput(
-                {answer.offered[r]: each[i][multiple] for r, each in answer.bounds.items()}
-            )
-            for i in seeds
+            report.goodput({offered[r]: each[i][multiple] for r, each in bounds}) for i in seeds
         ]
     return found
 
@@ -290,12 +302,13 @@ def as_dict(answer: Answer) -> dict[str, Any]:
         "seeds": [*range(question.seed, question.seed + question.repeats)],
         "saturation": answer.saturation,
         "alone_p99": answer.alone_p99,
+        "targets": targets(answer, None),
         "cells": [_cell(answer, cell) for cell in answer.cells],
         "goodput": {
-            str(multiple): {
+            str(multiple or "target"): {
                 arm: report.interval(each) for arm, each in goodputs(answer, multiple).items()
             }
-            for multiple in (report.MULTIPLES if len(answer.offered) > 1 else ())
+            for multiple in ((*report.MULTIPLES, None) if len(answer.offered) > 1 else ())
         },
         "known": [asdict(c) | {"is_reproduced": c.is_reproduced} for c in answer.checks],
     }

@@ -26,6 +26,7 @@ def table(answer: Answer) -> str:
         f"{said['traffic']} on {said['gpus']}, {said['seconds']:g} s for each of the seeds {seeds}",
         f"saturation at {said['saturation']:.3f} x the traffic's own rate; alone-p99: "
         + ", ".join(f"{n} {1e3 * v:.1f} ms" for n, v in said["alone_p99"].items() if v),
+        "targets: " + ", ".join(f"{n} {1e3 * v:.1f} ms" for n, v in said["targets"].items()),
     ]
     for rate in answer.offered:
         cells = [cell for cell in said["cells"] if cell["rate"] == report.rounded(rate)]
@@ -74,7 +75,8 @@ def _goodput(said: dict[str, dict[str, list[float]]], seeds: int) -> list[str]:
     if not said:
         return []
     arms_named = list(next(iter(said.values())))
-    rows = [["policy", *(f"at {k} x alone-p99" for k in said)]]
+    heads = ["at its targets" if k == "target" else f"at {k} x alone-p99" for k in said]
+    rows = [["policy", *heads]]
     rows += [[arm, *(_interval(each[arm], seeds) for each in said.values())] for arm in arms_named]
     head = "Goodput: requests/s up to which 99 % of every class are in time (95 % interval)"
     return ["", head, *aligned(rows)]

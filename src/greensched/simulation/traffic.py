@@ -177,6 +177,12 @@ def poisson(rng: random.Random, rate: float) -> Gaps:
         yield rng.expovariate(rate)
 
 
+def paced(rng: random.Random, rate: float) -> Gaps:
+    """One after another, hardly varied: nobody waits for another request where there is room."""
+    while True:
+        yield rng.uniform(0.9, 1.1) / rate
+
+
 def lognormal(rng: random.Random, rate: float, sigma: float) -> Gaps:
     """Bursts: gaps whose logarithm is normal, as Paella's (SOSP'23) arrivals are."""
     mu = -math.log(rate) - sigma * sigma / 2
@@ -222,7 +228,8 @@ class Generator:
 #: By name. Rates are those of the traces. Conversation: the variance of its counts in a minute is
 #: 20.6 x their mean, which a rate that varies by 24 % from minute to minute gives. Code: gaps of
 #: coefficient of variation 13.2, which is a lognormal's of sigma = sqrt(ln(1 + 13.2^2)) = 2.27.
-#: Bursty: sigma 1.5, Paella's milder setting. Requests: 4 ms at load 0.5, which is Tally's.
+#: Bursty: sigma 1.5, Paella's milder setting. Requests: 4 ms at load 0.5, which is
+#: Tally's; paced, as its requests must be, whose p99 alone is 1.01 of their mean.
 GENERATORS: dict[str, Generator] = {
     "poisson": Generator(5.53, poisson, CONVERSATION),
     "bursty": Generator(5.53, lambda rng, rate: lognormal(rng, rate, 1.5), CONVERSATION),
@@ -232,6 +239,7 @@ GENERATORS: dict[str, Generator] = {
     ),
     "azure-code": Generator(2.57, lambda rng, rate: lognormal(rng, rate, 2.27), CODE),
     "mooncake": Generator(3.40, poisson, LONG),
+    "paced": Generator(125.0, paced),
     "requests": Generator(125.0, poisson),
     "request-bursts": Generator(125.0, lambda rng, rate: lognormal(rng, rate, 1.5)),
 }
