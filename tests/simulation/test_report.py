@@ -7,6 +7,7 @@ import json
 import math
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,17 @@ import pytest
 from greensched import cli
 from greensched.errors import InvalidRequest, MissingPackage
 from greensched.simulation import bound, compare, plot, show, validation
-from greensched.simulation.compare import Question, as_dict, ask
+from greensched.simulation.compare import Question, against, as_dict, ask
 from greensched.simulation.interference import PUBLISHED
-from greensched.simulation.report import Latencies, Weighed, goodput, interval, jain
+from greensched.simulation.report import (
+    Latencies,
+    Weighed,
+    goodput,
+    interval,
+    jain,
+    ratio,
+    recovered,
+)
 from greensched.simulation.serving import Samples
 from greensched.simulation.tables import CURVES
 from greensched.simulation.traffic import Arrival
@@ -64,6 +73,25 @@ def test_intervals_and_shares() -> None:
     assert interval([1.0, 2.0, 3.0, 4.0, 5.0]) == (mean, low, high)
     assert jain([2.0, 2.0]) == 1.0
     assert jain([1.0, 0.0]) == 0.5
+
+
+def test_gaps_are_recovered_in_parts() -> None:
+    """Of means over the same seeds; where there is no gap, or nothing below, there is no number."""
+    assert ratio([2.0, 4.0], [1.0, 2.0]) == (2.0, 2.0, 2.0)
+    assert math.isnan(ratio([1.0], [0.0])[0])
+    value, low, high = recovered([1.5, 1.8], [1.0, 1.0], [2.0, 2.0])
+    assert low <= value <= high
+    assert value == pytest.approx(0.65)
+    assert math.isnan(recovered([1.0], [1.0], [1.0])[0])
+
+
+def test_a_question_compares_with_doing_without() -> None:
+    """At their targets: over plain streams, and nowhere worse where those do well enough."""
+    said = against(ask(replace(SMALL, rates=(0.2, 0.4), target=20.0)))
+    assert said["rightsized"]["streams"][0] >= 0.98
+    assert said["rightsized"]["where streams do"][0] >= 0.98
+    assert "bound" in said
+    assert "recovered" not in said["rightsized"]
 
 
 def test_the_bound_is_above_what_one_device_can_do() -> None:

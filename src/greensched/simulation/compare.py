@@ -292,6 +292,38 @@ def goodputs(answer: Answer, multiple: float | None) -> dict[str, list[float]]:
     return found
 
 
+def against(answer: Answer) -> dict[str, dict[str, report.Interval]]:
+    """Each arm's goodput at its targets over what stands for doing without: [value, low, high].
+
+    `streams` and `best-split`: over theirs. `recovered`: of the gap between the best split and the
+    bound. `where streams do`: the least of its attainment over theirs, of all rates at which plain
+    streams have enough of every class in time.
+    """
+    good = goodputs(answer, None)
+    told: dict[str, dict[str, report.Interval]] = {}
+    for arm, found in good.items():
+        rows = told[arm] = {}
+        for other in ("streams", BEST_SPLIT):
+            if other in good and other != arm:
+                rows[other] = report.ratio(found, good[other])
+        if BEST_SPLIT in good and "bound" in good and arm not in (BEST_SPLIT, "bound"):
+            rows["recovered"] = report.recovered(found, good[BEST_SPLIT], good["bound"])
+        if "streams" in good and arm not in ("streams", "bound"):
+            rows["where streams do"] = report.interval(_beside_streams(answer, arm))
+    return told
+
+
+def _beside_streams(answer: Answer, arm: str) -> list[float]:
+    """For each seed the least of its attainment over that of plain streams, where those do."""
+    by = {(cell.arm, cell.rate): attained(answer, cell, None) for cell in answer.cells}
+    found = []
+    for i in range(answer.question.repeats):
+        pairs = [(by[arm, rate][i], by["streams", rate][i]) for rate in answer.offered]
+        beside = [mine / theirs for mine, theirs in pairs if theirs >= report.MUST_MEET]
+        found.append(min(beside) if beside else float("nan"))
+    return found
+
+
 def as_dict(answer: Answer) -> dict[str, Any]:
     """For JSON. Times in seconds; intervals are [mean, low, high]."""
     question = answer.question
@@ -310,6 +342,7 @@ def as_dict(answer: Answer) -> dict[str, Any]:
             }
             for multiple in ((*report.MULTIPLES, None) if len(answer.offered) > 1 else ())
         },
+        "against": against(answer) if len(answer.offered) > 1 else {},
         "known": [asdict(c) | {"is_reproduced": c.is_reproduced} for c in answer.checks],
     }
     return {key: report.rounded(value) for key, value in told.items()}

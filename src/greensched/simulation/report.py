@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,16 +108,51 @@ def of_outcome(outcome: Outcome) -> dict[str, Latencies]:
 # -- over seeds -------------------------------------------------------------------------------
 
 
-def interval(values: Sequence[float]) -> tuple[float, float, float]:
+#: A value, and the bounds of its interval; nan: there is none.
+Interval = tuple[float, float, float]
+
+
+def interval(values: Sequence[float]) -> Interval:
     """Mean, and the bounds of a bootstrap interval over seeds."""
     right = [value for value in values if not math.isnan(value)]
-    if not right:
+    return bootstrap(len(right), lambda some: _mean([right[i] for i in some]))
+
+
+def bootstrap(seeds: int, of: Callable[[Sequence[int]], float]) -> Interval:
+    """A statistic of seeds, and its interval when seeds are drawn again. The same each time."""
+    if not seeds:
         return math.nan, math.nan, math.nan
-    mean = sum(right) / len(right)
     rng = random.Random(0)  # the values alone decide
-    means = sorted(sum(rng.choices(right, k=len(right))) / len(right) for _ in range(RESAMPLES))
-    cut = int((1 - INTERVAL) / 2 * RESAMPLES)
-    return mean, means[cut], means[RESAMPLES - 1 - cut]
+    drawn = (of(rng.choices(range(seeds), k=seeds)) for _ in range(RESAMPLES if seeds > 1 else 1))
+    found = sorted(value for value in drawn if not math.isnan(value))
+    if not found:
+        return of(range(seeds)), math.nan, math.nan
+    cut = int((1 - INTERVAL) / 2 * len(found))
+    return of(range(seeds)), found[cut], found[-1 - cut]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def ratio(above: Sequence[float], below: Sequence[float]) -> Interval:
+    """Of two means, seed by seed the same traffic; nan where there is nothing below."""
+
+    def of(some: Sequence[int]) -> float:
+        under = sum(below[i] for i in some)
+        return sum(above[i] for i in some) / under if under else math.nan
+
+    return bootstrap(len(above), of)
+
+
+def recovered(found: Sequence[float], least: Sequence[float], most: Sequence[float]) -> Interval:
+    """The part of the gap between two means that a third one covers; nan where there is none."""
+
+    def of(some: Sequence[int]) -> float:
+        gap = sum(most[i] - least[i] for i in some)
+        return sum(found[i] - least[i] for i in some) / gap if gap > 0 else math.nan
+
+    return bootstrap(len(found), of)
 
 
 def jain(shares: Sequence[float]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from greensched.simulation import report, validation
@@ -10,7 +11,7 @@ from greensched.simulation.compare import Answer, arms, as_dict
 #: What a column shows of a class.
 _HEADS = (
     "policy", "class", *(f"<={k:g}x" for k in report.MULTIPLES), "p50", "p95", "p99", "p99.9",
-    "wait p99", "run p99", "of alone", "SMs busy", "Jain", "gap", "grants/s",
+    "x alone", "wait p99", "run p99", "of alone", "SMs busy", "Jain", "gap", "grants/s",
 )  # fmt: skip
 
 
@@ -33,6 +34,7 @@ def table(answer: Answer) -> str:
         named = f"{rate:g} x saturation, " if rate else ""
         told += ["", f"{named}{answer.offered[rate]:.2f} requests/s", *_cells(cells)]
     told += _goodput(said["goodput"], len(said["seeds"]))
+    told += _against(said["against"], len(said["seeds"]))
     told += ["", *(f"{name:12} {arm.about}" for name, arm in arms().items() if _has(said, name))]
     if answer.checks:
         told += ["", *validation.lines(answer.checks), *_caveats(answer)]
@@ -61,11 +63,12 @@ def _cells(cells: list[dict[str, Any]]) -> list[str]:
 
 def _latencies(found: dict[str, Any]) -> list[str]:
     if "attained" not in found:
-        return ["-"] * (len(report.MULTIPLES) + 6)
+        return ["-"] * (len(report.MULTIPLES) + 7)
     whole = found["whole"]
     return [
         *(_percent(each) for each in found["attained"].values()),
         *(_number(whole[p], 1, 1e3) for p in ("p50", "p95", "p99", "p99.9")),
+        _number(found["p99_of_alone"], 2),
         _number(found["wait"]["p99"], 1, 1e3),
         _number(found["service"]["p99"], 1, 1e3),
     ]
@@ -82,8 +85,30 @@ def _goodput(said: dict[str, dict[str, list[float]]], seeds: int) -> list[str]:
     return ["", head, *aligned(rows)]
 
 
-def _interval(found: list[float], seeds: int) -> str:
+def _against(said: dict[str, dict[str, list[float]]], seeds: int) -> list[str]:
+    heads = list(dict.fromkeys(head for each in said.values() for head in each))
+    if not heads:
+        return []
+    named = {
+        "streams": "x streams",
+        "best-split": "x best split",
+        "recovered": "of the gap to the bound",
+        "where streams do": "attained, x streams where those do",
+    }
+    rows = [["at their targets", *(named[head] for head in heads)]]
+    rows += [
+        [arm, *(_interval(each[h], seeds) if h in each else "-" for h in heads)]
+        for arm, each in said.items()
+    ]
+    return ["", *aligned(rows)]
+
+
+def _interval(found: Sequence[float | None], seeds: int) -> str:
     mean, low, high = found
+    if mean is None:
+        return "-"
+    if low is None:
+        return f"{mean:.2f}"
     return f"{mean:.2f} [{low:.2f}, {high:.2f}]" if seeds > 1 else f"{mean:.2f}"
 
 
