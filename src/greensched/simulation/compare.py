@@ -13,7 +13,7 @@ from greensched.simulation.arms import Alone, Arm, Split, baselines
 from greensched.simulation.machine import models
 from greensched.simulation.report import Latencies, of_outcome
 from greensched.simulation.run import Outcome, Setting, alone, simulate
-from greensched.simulation.sizing import Classes, RightSized
+from greensched.simulation.sizing import Classes, Elastic, RightSized
 from greensched.simulation.traffic import Arrival, faster, generate, read, window
 from greensched.simulation.workload import Service, saturation, services
 
@@ -89,7 +89,7 @@ class Answer:
 
 def arms() -> dict[str, Arm]:
     """Every arm by name, but the best split."""
-    ours: tuple[Arm, ...] = (RightSized(), Classes())
+    ours: tuple[Arm, ...] = (RightSized(), Classes(), Elastic())
     return baselines() | {arm.name: arm for arm in ours}
 
 

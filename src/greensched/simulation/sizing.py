@@ -7,10 +7,12 @@ and everything goes to whoever is alone.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from greensched.partition import Partition
 from greensched.planning.services import ServiceClass
 from greensched.pool import Pool
 from greensched.simulation.arms import Pieces, Seat, Seats, pool_of
@@ -110,6 +112,18 @@ class RightSized:
             yield lambda device, service: seats[device, service.name]
 
 
+def size_of(machine: Machine, device: int, service: Service) -> tuple[int, int]:
+    """Its floor, up to its cap. Who has none asks for what the floors of others leave, at least.
+
+    A smaller least would be granted, too, and nobody has to give it any more after that.
+    """
+    total = machine.sms[device]
+    floors = sum(other.reserve for other in machine.services.values())
+    least = service.reserve or max(CELL, (total - floors) // CELL * CELL)
+    most = service.cap or total
+    return min(least, most), most
+
+
 class ClassSeat:
     """A lease for each pass of a class with a target, and for each piece of another, by class.
 
@@ -122,20 +136,21 @@ class ClassSeat:
         self._config = machine.configs[service.name][device]
         self._device = device
         self._service = service
-        self._total = machine.sms[device]
-        self._floor = service.reserve or CELL
+        self._size = size_of(machine, device, service)
         self._whole = bool(service.reserve)
 
     async def run(self, pieces: Pieces) -> None:
         """Whoever has a floor keeps a lease for the pass; others give theirs back at each piece."""
         service = self._service
-        size = (self._floor, service.cap or self._total)
         for some in (pieces,) if self._whole else [(ns,) for ns in pieces]:
-            seconds = sum(some) * service.curve.slowdown(self._floor) / 1e9
+            seconds = sum(some) * service.curve.slowdown(self._size[0]) / 1e9
             async with self._pool.partition(
-                size, device=self._device, service=service.name, cost=seconds
+                self._size, device=self._device, service=service.name, cost=seconds
             ) as p:
                 await p.launch(self._kernel, self._config, sum(some))
+
+    async def close(self) -> None:
+        """Nothing is left."""
 
 
 @dataclass
@@ -155,11 +170,70 @@ class Classes:
         written = [_written(service) for service in machine.services.values()]
         async with pool_of(machine, services=written, policy=self.policy) as pool:
             seats = {
-                (device, name): ClassSeat(machine, pool, device, service)
+                (device, name): self.seat(machine, pool, device, service)
                 for device in machine.devices
                 for name, service in machine.services.items()
             }
             yield lambda device, service: seats[device, service.name]
+            for seat in seats.values():
+                await seat.close()
+
+    def seat(self, machine: Machine, pool: Pool, device: int, service: Service) -> ClassSeat:
+        """On a lease for each pass or piece."""
+        return ClassSeat(machine, pool, device, service)
+
+
+class ElasticSeat(ClassSeat):
+    """An elastic lease for as long as there is work; a checkpoint before each pass or piece."""
+
+    def __init__(self, machine: Machine, pool: Pool, device: int, service: Service) -> None:
+        super().__init__(machine, pool, device, service)
+        self._lease: Partition | None = None
+        self._runs = 0
+
+    async def run(self, pieces: Pieces) -> None:
+        """Whoever has a floor keeps its SMs for a pass; the others look at each piece."""
+        self._runs += 1
+        for some in (pieces,) if self._whole else [(ns,) for ns in pieces]:
+            lease = await self._leased()
+            await lease.launch(self._kernel, self._config, sum(some))
+        self._leaving = asyncio.ensure_future(self._leave_unless_more(self._runs))
+
+    async def _leased(self) -> Partition:
+        if self._lease is not None:
+            await self._lease.checkpoint()
+            return self._lease
+        lease = self._pool.partition(self._size, device=self._device, service=self._service.name)
+        await lease.__aenter__()
+        self._lease = lease
+        return lease
+
+    async def _leave_unless_more(self, runs: int) -> None:
+        """Gives the lease back once its server has found nothing more to do in its next turn."""
+        for _ in range(3):
+            await asyncio.sleep(0)
+        lease = self._lease
+        if self._runs == runs and lease is not None:
+            self._lease = None
+            await lease.__aexit__(None, None, None)
+
+    async def close(self) -> None:
+        """Gives the lease back."""
+        self._runs += 1
+        if self._lease is not None:
+            await self._lease.__aexit__(None, None, None)
+
+
+@dataclass
+class Elastic(Classes):
+    """Service classes with elastic leases."""
+
+    name: str = "elastic"
+    about: str = "the pool with service classes and elastic leases: a checkpoint between pieces"
+
+    def seat(self, machine: Machine, pool: Pool, device: int, service: Service) -> ClassSeat:
+        """On a lease that lasts."""
+        return ElasticSeat(machine, pool, device, service)
 
 
 def _written(service: Service) -> ServiceClass:
