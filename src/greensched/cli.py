@@ -139,8 +139,9 @@ def _simulate(options: argparse.Namespace) -> int:
     bar.end()
     took = time.perf_counter() - began
     print(json.dumps(compare.as_dict(answer), indent=1) if options.json else show.table(answer))
-    runs = len(answer.cells) * question.repeats
-    print(f"{runs} runs of {question.seconds:g} s in {took:.1f} s", file=sys.stderr)
+    hours = answer.simulated / 3600
+    rate = f"{took / hours:.0f} s an hour, the check of what is known in it"
+    print(f"{hours:.2f} hours of traffic in {took:.1f} s: {rate}", file=sys.stderr)
     if options.plot:
         plot.save(answer, options.plot)
     return 0

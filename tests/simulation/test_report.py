@@ -115,7 +115,7 @@ def test_a_question_is_answered_the_same_each_time() -> None:
     assert {cell["arm"] for cell in said["cells"]} == {"streams", "rightsized"}
     assert set(said["goodput"]) == {"1.2", "1.5", "2.0", "5.0", "target"}
     decode = said["cells"][0]["classes"]["decode"]
-    assert set(decode) >= {"attained", "whole", "wait", "service", "of_alone"}
+    assert set(decode) >= {"attained", "whole", "wait", "service", "p99_of_alone"}
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,9 @@ SIXTEENTHS = 16
 #: So many seconds of a generator's traffic say how much work it is.
 LONG_S = 600.0
 
+#: A load at which a class by itself hardly waits for its own: alone-p99 are taken there, or lower.
+QUIET = 0.5
+
 #: Told the part done, from 0 to 1, and what is being done.
 Progress = Callable[[float, str], None]
 
@@ -85,6 +88,8 @@ class Answer:
     cells: list[Cell]
     bounds: dict[float, list[dict[float | None, float]]]
     checks: tuple[validation.Check, ...]
+    #: Seconds of traffic that were played, all in all.
+    simulated: float
 
 
 def arms() -> dict[str, Arm]:
@@ -106,7 +111,8 @@ def ask(question: Question, progress: Progress = lambda _done, _what: None) -> A
     setting = Setting(gpus=question.gpus, services=classes, seconds=question.seconds)
     steps = _Steps(progress, len(rates) * len(seeds) * (len(asked) + 1) + len(seeds))
 
-    by_seed = [alone(Alone(), setting, source.traffic(rates[0], s), s) for s in seeds]
+    quiet = min(QUIET, rates[0] or 1 / source.saturation)
+    by_seed = [alone(Alone(), setting, source.traffic(quiet, s), s) for s in seeds]
     p99 = {
         name: report.interval([_of(each[name], name).whole.percentile(0.99) for each in by_seed])[0]
         for name in classes
@@ -115,7 +121,10 @@ def ask(question: Question, progress: Progress = lambda _done, _what: None) -> A
         name: sum(_of(each[name], name).rate for each in by_seed) / len(by_seed) for name in classes
     }
     setting = replace(setting, services=_targeted(classes, p99, question.target))
-    answer = Answer(question, setting, source.saturation, {}, p99, alone_rate, [], {}, ())
+    simulated = sum(outcome.seconds for each in by_seed for outcome in each.values())
+    answer = Answer(
+        question, setting, source.saturation, {}, p99, alone_rate, [], {}, (), simulated
+    )
     for rate in rates:
         answer.offered[rate] = source.offered(rate)
         _at_rate(answer, rate, source, asked, seeds, steps)
@@ -211,6 +220,7 @@ def _at_rate(
             found = [
                 simulate(arm, answer.setting, traffic[seed], seed) for arm in _arms(name, answer)
             ]
+            answer.simulated += sum(outcome.seconds for outcome in found)
             best = max(found, key=lambda outcome: _worst(of_outcome(outcome), answer))
             cell.outcomes.append(best)
             cell.latencies.append(of_outcome(best))
@@ -368,9 +378,8 @@ def _class(answer: Answer, cell: Cell, name: str) -> dict[str, Any]:
     found = [latencies[name] for latencies in cell.latencies]
     done = report.interval([each.rate for each in found])
     told: dict[str, Any] = {"work_per_s": done}
-    if answer.alone_rate[name]:
-        told["of_alone"] = report.interval([e.rate / answer.alone_rate[name] for e in found])
     if answer.setting.services[name].is_best_effort:
+        told["of_alone"] = report.interval([e.rate / answer.alone_rate[name] for e in found])
         return told
     p99 = answer.alone_p99[name]
     told["attained"] = {
