@@ -93,6 +93,16 @@ def test_best_effort_counts_by_its_work() -> None:
     assert gated.samples["training"].done == pytest.approx(1 - asked, abs=0.15)
 
 
+@pytest.mark.parametrize("late_last", [False, True])
+def test_who_is_late_anyway_goes_last(late_last: bool) -> None:
+    """Where the arm says so, a prompt that cannot be in time lets those pass that can."""
+    long, short = Arrival(0.0, 8192, 1), Arrival(0.0, 256, 1)
+    services = {name: replace(service, latency=0.5) for name, service in TOKENS.items()}
+    setting = Setting(gpus="h200", services=services, seconds=5.0)
+    outcome = simulate(Split(64, late_last=late_last), setting, [long, short, short], 1)
+    assert sum(latency < 0.5 for latency in outcome.samples["prefill"].latency) == 2 * late_last
+
+
 def test_two_devices_share_the_requests() -> None:
     """Whoever has less to do gets the next request, and both are used."""
     setting = Setting(gpus="h200x2", services=REQUESTS, seconds=1.0)

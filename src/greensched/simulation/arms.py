@@ -247,8 +247,11 @@ def pool_of(machine: Machine, **options: object) -> Pool:
 class LeaseSeat:
     """A lease that is held all the time."""
 
-    def __init__(self, machine: Machine, p: Partition, device: int, service: str) -> None:
-        self.partition = p
+    def __init__(
+        self, machine: Machine, p: Partition, device: int, service: str, *, late_last: bool = False
+    ) -> None:
+        #: Prompts that cannot be in time go behind all that can.
+        self.late_last = late_last
         self._bound: Bound = p.bind(machine.kernels[service], machine.configs[service][device], 0)
 
     async def run(self, pieces: Pieces) -> None:
@@ -267,6 +270,7 @@ class Split:
     first: int
     name: str = ""
     about: str = ""
+    late_last: bool = False
 
     def __post_init__(self) -> None:
         self.name = self.name or f"split-{self.first}"
@@ -296,7 +300,9 @@ class Split:
                     pool.partitions(*sizes.values(), device=device)
                 )
                 for name, p in zip(sizes, parts, strict=True):
-                    seats[device, name] = LeaseSeat(machine, p, device, name)
+                    seats[device, name] = LeaseSeat(
+                        machine, p, device, name, late_last=self.late_last
+                    )
             yield lambda device, service: seats[device, service.name]
 
 

@@ -19,6 +19,8 @@ from greensched.simulation.workload import Service, saturation, services
 
 #: The name under which the best of all fixed splits goes: an oracle, found by trying them all.
 BEST_SPLIT = "best-split"
+#: The same, and prompts that cannot be in time go last: how much of what our arms gain is that.
+BEST_LATE = "best-split-late"
 #: Fixed splits that are tried: the SMs of the highest class, in parts of the device.
 PARTS = (1, 2, 3, 4, 5, 6, 8, 10, 12)
 SIXTEENTHS = 16
@@ -184,7 +186,7 @@ class _Source:
 
 
 def _named(policies: Sequence[str]) -> list[str]:
-    known = [*arms(), BEST_SPLIT]
+    known = [*arms(), BEST_SPLIT, BEST_LATE]
     asked = known if "all" in policies else list(dict.fromkeys(policies))
     for name in asked:
         if name not in known and not (name.startswith("split-") and name[6:].isdigit()):
@@ -242,9 +244,10 @@ def _bounds(
 
 
 def _arms(name: str, answer: Answer) -> list[Arm]:
-    if name == BEST_SPLIT:
+    if name in (BEST_SPLIT, BEST_LATE):
         least = min(model.sm_count for model in models(answer.setting.gpus)[0])
-        return [Split(least * part // SIXTEENTHS // 8 * 8 or 8) for part in PARTS]
+        firsts = [least * part // SIXTEENTHS // 8 * 8 or 8 for part in PARTS]
+        return [Split(first, late_last=name == BEST_LATE) for first in firsts]
     if name.startswith("split-"):
         return [Split(int(name[6:]))]
     return [arms()[name]]
@@ -313,7 +316,7 @@ def against(answer: Answer) -> dict[str, dict[str, report.Interval]]:
     told: dict[str, dict[str, report.Interval]] = {}
     for arm, found in good.items():
         rows = told[arm] = {}
-        for other in ("streams", BEST_SPLIT):
+        for other in ("streams", BEST_SPLIT, BEST_LATE):
             if other in good and other != arm:
                 rows[other] = report.ratio(found, good[other])
         if BEST_SPLIT in good and "bound" in good and arm not in (BEST_SPLIT, "bound"):

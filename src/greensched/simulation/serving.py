@@ -19,6 +19,8 @@ from greensched.simulation.workload import Service, prompt_seconds, step_seconds
 
 #: Tokens of a prompt that are read in one pass at most: what engines call chunked prefill.
 CHUNK = 2_048
+#: Weight of the newest prompt in how long prompts take: the last ten or so count.
+SMOOTHING = 0.1
 
 
 @dataclass
@@ -138,19 +140,41 @@ class Prefill(Server):
     ) -> None:
         super().__init__(machine, device, service, seat)
         self._then = then
+        self._late_last = getattr(seat, "late_last", False)
+        #: How many times longer than alone prompts took of late.
+        self._stretch = 1.0
 
     async def serve(self) -> None:
         """Each in passes of at most CHUNK tokens."""
         while True:
             arrival = await self._next()
             pieces = passes(arrival.context, self.service.blocks)
+            began = self._now()
             served = await self._run(pieces)
             now = self._now()
+            self._stretch += SMOOTHING * ((now - began) * 1e9 / sum(pieces) - self._stretch)
             self.samples.add(arrival.at, now - arrival.at, served)
             self.samples.done += sum(pieces) / 1e9
             self.load -= 1
             if self._then is not None and arrival.generated > 1:
                 self._then(arrival)
+
+    async def _next(self) -> Arrival:
+        """In their order; where the arm says so, those that would be late wait for all others."""
+        first = await super()._next()
+        if not self._late_last or self._is_in_time(first):
+            return first
+        found = next((other for other in self._queue if self._is_in_time(other)), None)
+        if found is None:
+            return first
+        self._queue.remove(found)
+        self._queue.appendleft(first)
+        return found
+
+    def _is_in_time(self, arrival: Arrival) -> bool:
+        """If it begins now, and takes as much longer than alone as those of late did."""
+        seconds = prompt_seconds(arrival.context) * self._stretch
+        return self._now() + seconds <= arrival.at + self.service.latency
 
 
 def passes(tokens: int, blocks: int) -> list[int]:

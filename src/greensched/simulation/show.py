@@ -92,6 +92,7 @@ def _against(said: dict[str, dict[str, list[float]]], seeds: int) -> list[str]:
     named = {
         "streams": "x streams",
         "best-split": "x best split",
+        "best-split-late": "x that, late last",
         "recovered": "of the gap to the bound",
         "where streams do": "attained, x streams where those do",
     }

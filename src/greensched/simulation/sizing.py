@@ -47,6 +47,9 @@ class Room:
 class SizedSeat:
     """A lease for each pass of a class with a target, and for each piece of one below."""
 
+    #: Prompts that cannot be in time go behind all that can.
+    late_last = True
+
     def __init__(
         self, machine: Machine, pool: Pool, device: int, service: Service, room: Room, top: bool
     ) -> None:
@@ -92,7 +95,7 @@ class RightSized:
     """A lease for each pass, as large as its target needs."""
 
     name: str = "rightsized"
-    about: str = "a lease for each pass, sized by table and target"
+    about: str = "the pool; a lease for each pass, sized by table and target; late prompts last"
 
     def prepare(self, machine: Machine) -> None:
         """Nothing."""
