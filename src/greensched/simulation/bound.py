@@ -1,15 +1,19 @@
-"""What nobody could beat: a fluid that knows everything, for prefill and decode.
+"""What a clairvoyant fluid does, for prefill and decode: what is left to be gained at the most.
 
 Each device is one fluid, as fast as the best of its splits is in sum, interference and all, without
-launch costs or grains of work. Decoding goes at the slowest pace its target allows, which costs
-least: `step(batch)` of work each target gap. What is left reads prompts, the most urgent first; a
-prompt that cannot be in time is known beforehand and takes nothing. All devices of a pool are one
-fluid.
+launch costs or grains of work; all devices of a pool are one. Decoding has what its target asks for
+first: `step(batch)` of work each target gap, which is the least, and what nobody else wants beside.
+The rest reads prompts, the most urgent first. Where not all that wait can be in time, the largest
+are given up beforehand, which leaves the most of them.
+
+That it is a bound is not proven: which prompts to give up is decided as they come, by the speed
+that is left then.
 """
 
 from __future__ import annotations
 
 import heapq
+from bisect import insort
 from collections.abc import Mapping
 
 from greensched.simulation.interference import Guard, factor
@@ -19,6 +23,8 @@ from greensched.simulation.workload import Service, prompt_seconds, step_seconds
 
 #: Seconds of fluid that are worked out at once.
 STEP = 0.010
+#: One token in a hundred may be late: so much of decoding is done in time.
+IN_TIME = 0.99
 
 
 def best_sum(one: Curve, other: Curve, sms: int, guard: Guard) -> float:
@@ -46,38 +52,85 @@ def attainment(
     roles = {service.role: service for service in services.values()}
     decode, prefill = roles["decode"], roles["prefill"]
     speed = sum(best_sum(decode.curve, prefill.curve, each, guard) for each in sms)
-    gap, target = latency[decode.name], latency[prefill.name]
-    waiting: list[tuple[float, int, float]] = []  # (when due, order, work left)
-    ends: list[float] = []  # when each request that is decoded has its last token
-    now, index, met = 0.0, 0, 0
-    while index < len(traffic) or waiting:
-        if not waiting and not ends and index < len(traffic):
+    tokens = _Tokens(len(sms), latency[decode.name])
+    prompts = _Prompts(latency[prefill.name])
+    now, index = 0.0, 0
+    while index < len(traffic) or prompts.waiting:
+        if index < len(traffic) and not prompts.waiting and not tokens.ends:
             now = max(now, traffic[index].at)
+        left = max(0.0, speed - tokens.least()) * STEP
         while index < len(traffic) and traffic[index].at <= now:
-            arrival = traffic[index]
-            heapq.heappush(waiting, (arrival.at + target, index, prompt_seconds(arrival.context)))
+            prompts.take(now, traffic[index].at, traffic[index].context, index, left / STEP)
             index += 1
-        while ends and ends[0] <= now:
-            heapq.heappop(ends)
-        left = (speed - _decoding(len(ends), len(sms), gap)) * STEP
         now += STEP
-        while waiting and left > 0:
-            due, order, work = heapq.heappop(waiting)
-            if now - STEP + work / speed > due:
-                continue  # late whatever is done: a clairvoyant never began it
+        left, done = prompts.work(left)
+        tokens.work(STEP, left)
+        for order in done:
+            tokens.join(traffic[order].generated - 1)
+    return prompts.met / len(traffic)
+
+
+class _Prompts:
+    """Those that wait and can be in time: (when due, order, work left), the most urgent first."""
+
+    def __init__(self, target: float) -> None:
+        self.waiting: list[tuple[float, int, float]] = []
+        self.met = 0
+        self._target = target
+
+    def take(self, now: float, at: float, context: int, order: int, speed: float) -> None:
+        """One more; somebody is given up if not all can be in time."""
+        insort(self.waiting, (at + self._target, order, prompt_seconds(context)))
+        total = 0.0
+        for i, (due, _, work) in enumerate(self.waiting):
+            total += work
+            if total > speed * (due - now):
+                self.waiting.remove(max(self.waiting[: i + 1], key=lambda one: one[2]))
+                return
+
+    def work(self, left: float) -> tuple[float, list[int]]:
+        """Does so much; returns what is left over, and who is done."""
+        done: list[int] = []
+        while self.waiting and left > 0:
+            due, order, work = self.waiting[0]
             if work > left:
-                heapq.heappush(waiting, (due, order, work - left))
-                break
+                self.waiting[0] = (due, order, work - left)
+                return 0.0, done
             left -= work
-            met += 1
-            heapq.heappush(ends, now + max(0, traffic[order].generated - 1) * gap)
-    return met / len(traffic)
+            self.waiting.pop(0)
+            self.met += 1
+            done.append(order)
+        return left, done
 
 
-def _decoding(batch: int, devices: int, gap: float) -> float:
-    """The part of the fluid that decoding takes: one step of its share on each device a gap."""
-    if not batch:
-        return 0.0
-    used = min(devices, batch)
-    # One token in a hundred may be late: so much less is done.
-    return 0.99 * used * step_seconds(-(-batch // used)) / gap
+class _Tokens:
+    """Requests that are decoded, all at one pace: each ends so many tokens after it joined."""
+
+    def __init__(self, devices: int, gap: float) -> None:
+        self.ends: list[float] = []
+        self._written = 0.0
+        self._devices = devices
+        self._gap = gap
+
+    def _step(self) -> float:
+        """Work of one token of everybody."""
+        batch = len(self.ends)
+        used = min(self._devices, batch)
+        return used * step_seconds(-(-batch // used)) if batch else 0.0
+
+    def least(self) -> float:
+        """The part of the fluid that keeps them in time."""
+        return IN_TIME * self._step() / self._gap
+
+    def work(self, seconds: float, more: float) -> None:
+        """So many seconds at that pace, and faster by what nobody else wanted."""
+        step = self._step()
+        if step:
+            self._written += IN_TIME * seconds / self._gap + more / step
+        while self.ends and self.ends[0] <= self._written:
+            heapq.heappop(self.ends)
+
+    def join(self, tokens: int) -> None:
+        """One more, with so many tokens to come."""
+        if tokens > 0:
+            heapq.heappush(self.ends, self._written + tokens)

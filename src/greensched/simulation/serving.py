@@ -51,6 +51,10 @@ class Samples:
         self.weight.append(weight)
 
 
+def _nobody(_latency: float, _weight: int) -> None:
+    """Most arms plan without looking back."""
+
+
 class Server:
     """Takes work, and runs it on a seat until it is cancelled."""
 
@@ -64,6 +68,8 @@ class Server:
         self._ran = machine.ran[device]
         self._queue: deque[Arrival] = deque()
         self._came: asyncio.Future[None] | None = None
+        #: An arm that learns from what became of its plans is told of each latency.
+        self._tell: Callable[[float, int], None] = getattr(seat, "told", _nobody)
 
     def take(self, arrival: Arrival) -> None:
         """One more request."""
@@ -211,8 +217,10 @@ class Decode(Server):
             now, step = self._now(), step + 1
             for at in joined:
                 self.samples.add(at, now - at, served)
+                self._tell(now - at, 1)
             if batch > len(joined):
                 self.samples.add(began, now - last, served, batch - len(joined))
+                self._tell(now - last, batch - len(joined))
             self.samples.done += seconds
             last = now
             while ends and ends[0] <= step:
