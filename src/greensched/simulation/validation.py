@@ -14,7 +14,7 @@ import math
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from greensched.simulation.arms import (
     Arm,
@@ -28,6 +28,7 @@ from greensched.simulation.arms import (
 )
 from greensched.simulation.machine import Machine
 from greensched.simulation.report import Weighed
+from greensched.simulation.sizing import Classes
 from greensched.simulation.tables import CURVES, Curve
 from greensched.simulation.workload import Service
 
@@ -183,23 +184,27 @@ OWN_NS, EVERY_S, BORROWER_NS = 62_500, 0.005, 1_609_000
 
 
 def _inversion(seed: int) -> Iterator[Check]:
-    strict, strict_done = _lent(seed, lends=False)
-    lent, lent_done = _lent(seed, lends=True)
+    strict, strict_done = _lent(seed, _Sized({"critical": 52, "other": 52}))
+    lent, lent_done = _lent(seed, _Sized({"critical": 52, "other": (52, 104)}))
+    ruled, _ = _lent(seed, Classes())
     given = "the tenant alone (62.5 us), the borrower's kernel on what it is lent (1609 us)"
     yield Check("strict halves, p99, us", 62.5, _percentile(strict, 0.99), given)
     yield Check("lent without a rule, p99, us", 1650.0, _percentile(lent, 0.99), given)
     ratio = _percentile(lent, 0.99) / _percentile(strict, 0.99)
     yield Check("inversion: lent without a rule over strict", 26.4, ratio, given)
+    by_rule = _percentile(ruled, 0.99)
+    yield Check("lent by the rule (a floor of our classes), p99, us", 55.7, by_rule, given)
     yield Check("what lending gives to the borrower", 1.92, lent_done / strict_done, given)
 
 
-def _lent(seed: int, *, lends: bool) -> tuple[list[float], float]:
+def _lent(seed: int, arm: Arm) -> tuple[list[float], float]:
     """Latencies of the critical tenant, and work done by the other a second. On the real pool."""
-    machine = Machine("a100", _pair(work(108), TINY), {}, seed)
+    services = _pair(work(108), TINY)
+    services["critical"] = replace(services["critical"], reserve=52, cap=52, budget=0.0)
+    machine = Machine("a100", services, {}, seed)
     rng = random.Random(f"lent {seed}")
     found: list[float] = []
     done: list[int] = []
-    sizes: dict[str, int | tuple[int, int]] = {"critical": 52, "other": (52, 104) if lends else 52}
     latency = machine.driver.devices[0].model.launch_latency_ns
     # On all it may be lent a kernel takes BORROWER_NS; its work is the same when it is not lent.
     kernel = round(BORROWER_NS / work(108).slowdown(104))
@@ -214,7 +219,7 @@ def _lent(seed: int, *, lends: bool) -> tuple[list[float], float]:
     async def drive(_: Machine, seat: Callable[[str], Seat]) -> None:
         await _beside(critical(seat("critical")), _forever(seat("other"), _same(kernel), done))
 
-    _drive(machine, _Sized(sizes), drive)
+    _drive(machine, arm, drive)
     return found, sum(done) / machine.now()
 
 
