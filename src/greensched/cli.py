@@ -118,9 +118,9 @@ def _plan(options: argparse.Namespace) -> int:
 
 def _simulate(options: argparse.Namespace) -> int:
     """How long it took goes to standard error: the answer is the same each time."""
-    from greensched.simulation import compare, plot, show
+    from greensched.simulation import answers, compare, plot, show
 
-    question = compare.Question(
+    question = answers.Question(
         gpus=options.gpus,
         services=options.services,
         policies=tuple(options.policy.split(",")),
@@ -138,7 +138,7 @@ def _simulate(options: argparse.Namespace) -> int:
     answer = compare.ask(question, bar.show)
     bar.end()
     took = time.perf_counter() - began
-    print(json.dumps(compare.as_dict(answer), indent=1) if options.json else show.table(answer))
+    print(json.dumps(answers.as_dict(answer), indent=1) if options.json else show.table(answer))
     hours = answer.simulated / 3600
     rate = f"{took / hours:.0f} s an hour, the check of what is known in it"
     print(f"{hours:.2f} hours of traffic in {took:.1f} s: {rate}", file=sys.stderr)

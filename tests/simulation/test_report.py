@@ -16,7 +16,8 @@ import pytest
 from greensched import cli
 from greensched.errors import InvalidRequest, MissingPackage
 from greensched.simulation import bound, compare, plot, show, validation
-from greensched.simulation.compare import Question, against, as_dict, ask
+from greensched.simulation.answers import Question, against, as_dict
+from greensched.simulation.compare import ask
 from greensched.simulation.interference import PUBLISHED
 from greensched.simulation.report import (
     Latencies,

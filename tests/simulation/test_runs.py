@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from greensched.simulation.arms import Alone, Arm, Split, baselines
+from greensched.simulation.arms import Alone, Arm, Split
 from greensched.simulation.compare import arms
 from greensched.simulation.machine import Ran
 from greensched.simulation.run import Outcome, Setting, alone, occupied, simulate
 from greensched.simulation.serving import passes
+from greensched.simulation.streams import baselines
 from greensched.simulation.tables import CURVES
 from greensched.simulation.traffic import Arrival, generate
 from greensched.simulation.workload import (

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from greensched.curves import LatencyCurve
 from greensched.errors import InvalidRequest
 from greensched.simulation.interference import PUBLISHED, factor, slowdowns
 from greensched.simulation.tables import CURVES, Curve, load
@@ -52,6 +53,12 @@ def test_a_measured_table_is_read(tmp_path: Path) -> None:
         path.write_text(json.dumps({"mine": wrong}))
         with pytest.raises(InvalidRequest):
             load(path)
+
+
+def test_what_a_pool_measured_is_read(tmp_path: Path) -> None:
+    """A saved latency curve, under the name of its file."""
+    LatencyCurve({8: [0.004], 64: [0.001]}).save(tmp_path / "mine.json")
+    assert load(tmp_path / "mine.json")["mine"].slowdown(8) == 4
 
 
 def test_the_guard_blames_one_side() -> None:

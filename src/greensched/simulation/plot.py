@@ -7,7 +7,7 @@ from typing import Any
 
 from greensched.errors import InvalidRequest, MissingPackage
 from greensched.simulation import report
-from greensched.simulation.compare import Answer, attained
+from greensched.simulation.answers import Answer, attained
 
 
 def save(answer: Answer, path: Path) -> None:

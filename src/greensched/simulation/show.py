@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from greensched.simulation import report, validation
-from greensched.simulation.compare import Answer, arms, as_dict
+from greensched.simulation.answers import Answer, as_dict
+from greensched.simulation.compare import arms
 
 #: What a column shows of a class.
 _HEADS = (

@@ -116,13 +116,19 @@ class Curve:
 
 
 def load(path: Path) -> dict[str, Curve]:
-    """Reads measured curves: a JSON object of `{name: {"sms": [...], "ms": [...], "fills": true}}`.
+    """Reads measured curves.
+
+    A JSON object of `{name: {"sms": [...], "ms": [...], "fills": true}}`; or one curve as
+    `LatencyCurve.save` writes it, which is named as its file is.
 
     Raises:
         InvalidRequest: it cannot be read, or a curve is none.
     """
     try:
         said = json.loads(path.read_text())
+        if "latency" in said:  # what a pool measured; the median counts
+            rows = sorted((int(row["sms"]), 1e3 * float(row["median"])) for row in said["latency"])
+            said = {path.stem: {"sms": [r[0] for r in rows], "ms": [r[1] for r in rows]}}
         return {
             name: Curve(
                 name,

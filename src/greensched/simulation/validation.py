@@ -16,19 +16,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
-from greensched.simulation.arms import (
-    Arm,
-    Fifo,
-    GrantSeat,
-    PriorityGate,
-    Seat,
-    Seats,
-    Split,
-    Streams,
-)
+from greensched.simulation.arms import Arm, Fifo, GrantSeat, Seat, Seats, Split
 from greensched.simulation.machine import Machine
 from greensched.simulation.report import Weighed
 from greensched.simulation.sizing import Classes
+from greensched.simulation.streams import PriorityGate, Streams
 from greensched.simulation.tables import CURVES, Curve
 from greensched.simulation.workload import Service
 
