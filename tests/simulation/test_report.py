@@ -5,8 +5,11 @@ from __future__ import annotations
 import builtins
 import json
 import math
+import os
 import re
 import shlex
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -117,6 +120,25 @@ def test_a_question_is_answered_the_same_each_time() -> None:
     assert set(said["goodput"]) == {"1.2", "1.5", "2.0", "5.0", "target"}
     decode = said["cells"][0]["classes"]["decode"]
     assert set(decode) >= {"attained", "whole", "wait", "service", "p99_of_alone"}
+
+
+def test_another_process_gives_the_same_bytes() -> None:
+    """Whatever its hashes of strings are: nothing hangs on the order of a set."""
+    program = (
+        "from greensched.simulation import answers, compare, show; print(show.table(compare.ask("
+        "answers.Question(policies=('streams', 'elastic'), seconds=1.0, check=False))))"
+    )
+    printed = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            capture_output=True,
+            timeout=50,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(printed) == 1
 
 
 @pytest.mark.parametrize(

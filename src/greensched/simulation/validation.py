@@ -12,14 +12,14 @@ import asyncio
 import functools
 import math
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from greensched.simulation.arms import Arm, Fifo, GrantSeat, Seat, Seats, Split
+from greensched.simulation.arms import Arm, Fifo, GrantSeat, Seat, Split
 from greensched.simulation.machine import Machine
 from greensched.simulation.report import Weighed
 from greensched.simulation.sizing import Classes
+from greensched.simulation.slices import Sliced
 from greensched.simulation.streams import PriorityGate, Streams
 from greensched.simulation.tables import CURVES, Curve
 from greensched.simulation.workload import Service
@@ -136,6 +136,7 @@ def _percentile(values: Sequence[float], part: float) -> float:
 #: Of an idle partition, from launch to start: median 3.9 us, p99 14.0. The critical kernel runs
 #: for 1.2 us, and the load's kernels for 513 us (holoscan/holohub, green_context_benchmarking).
 IDLE_US, IDLE_P99_US, SHORT_NS, LOAD_NS = 3.9, 14.0, 1_200, 513_000
+STARTS = 1_000
 
 
 def _start_latency(seed: int) -> Iterator[Check]:
@@ -154,7 +155,7 @@ def _starts(arm: Arm, seed: int) -> list[float]:
     found: list[float] = []
 
     async def critical(seat: Seat) -> None:
-        for _ in range(1500):
+        for _ in range(STARTS):
             await asyncio.sleep(rng.uniform(0.001, 0.003))
             began = machine.now()
             await seat.run((SHORT_NS,))
@@ -239,8 +240,6 @@ REQUEST_NS, KERNEL_NS, PERIOD_S = 4_050_000, 34_000, 0.0081
 #: Kernels of training: the same profile's median and p99, and at most the longest of its training
 #: steps (3.7 ms).
 TRAIN_MEDIAN_NS, TRAIN_P99_NS, TRAIN_MOST_NS = 34_000, 515_000, 3_700_000
-#: Time slices of two processes: 2 ms. An assumption: the driver's default, as commonly measured.
-SLICE_NS = 2_000_000
 #: What TGS lets best effort have in those runs; Tally's bound on a turn.
 TGS_RATE, TURN_NS = 0.79, 31_600
 REQUESTS = 120
@@ -298,82 +297,6 @@ def _beside_training(arm: Arm, lengths: Iterator[int], rate: float, seed: int) -
 
     _drive(machine, arm, drive)
     return _percentile(found, 0.99)
-
-
-class Turns:
-    """Whose time slice it is; who is alone has all of them."""
-
-    def __init__(self, machine: Machine) -> None:
-        self._machine = machine
-        self._wants: set[str] = set()
-        self._whose = ""
-        self._since = 0
-        self._left: asyncio.Future[None] | None = None
-
-    def want(self, name: str) -> None:
-        """Somebody has work."""
-        self._wants.add(name)
-
-    def leave(self, name: str) -> None:
-        """Somebody has none any more."""
-        self._wants.discard(name)
-        if self._left is not None and not self._left.done():
-            self._left.set_result(None)
-
-    def rest(self, name: str) -> int:
-        """Nanoseconds that he still has; 0: it is another's turn."""
-        now = self._machine.now()
-        if self._whose not in self._wants or self._wants == {name}:
-            if self._whose != name:
-                self._whose, self._since = name, now
-        elif now - self._since >= SLICE_NS:
-            passed = (now - self._since) // SLICE_NS
-            self._since += passed * SLICE_NS
-            if passed % 2:
-                self._whose = next(n for n in sorted(self._wants) if n != self._whose)
-        return SLICE_NS - (now - self._since) if self._whose == name else 0
-
-    async def wait(self) -> None:
-        """Until the other's slice ends, or he has nothing to do."""
-        self._left = asyncio.get_running_loop().create_future()
-        # A loop's timer may be a nanosecond early: a little later is surely in the next slice.
-        left = max(0, SLICE_NS - (self._machine.now() - self._since)) + 100
-        await asyncio.wait([self._left], timeout=left / 1e9)
-
-
-class SlicedSeat:
-    """Runs in its slices only; a slice takes a kernel off the device, so long ones are cut."""
-
-    def __init__(self, inner: Seat, turns: Turns, name: str) -> None:
-        self._inner = inner
-        self._turns = turns
-        self._name = name
-
-    async def run(self, pieces: Sequence[int]) -> None:
-        """What fits into a slice at a time."""
-        turns, name = self._turns, self._name
-        turns.want(name)
-        left = sum(pieces)
-        while left > 0:
-            rest = turns.rest(name)
-            if rest <= 0:
-                await turns.wait()
-                continue
-            now = min(left, rest)
-            await self._inner.run((now,))
-            left -= now
-        turns.leave(name)
-
-
-class Sliced(Streams):
-    """Two processes on one device without MPS: time slices."""
-
-    @asynccontextmanager
-    async def open(self, machine: Machine) -> AsyncIterator[Seats]:
-        """Seats in turns."""
-        turns = Turns(machine)
-        async with super().open(machine) as seats:
-            yield lambda device, service: SlicedSeat(seats(device, service), turns, service.name)
 
 
 # -- 4: nothing saturates -----------------------------------------------------------------------
