@@ -30,7 +30,7 @@ SAID = {
     ],
     "04_your_own_kernel": ["below 100,000 is that of 77,031: 350 steps"],
     "06_feeding": ["all of 4.2 MB are back", "12 batches of 4.2 MB added up: right"],
-    "07_your_own_policy": ["served: many few many few many", "they took turns"],
+    "08_your_own_policy": ["served: many few many few many", "they took turns"],
 }
 
 #: Run first, these make a result wrong: kernels that do nothing, an account that loses SMs.
@@ -48,7 +48,7 @@ SABOTAGE = {
     ],
     "04_your_own_kernel": ["numpy.flatnonzero = lambda _: numpy.empty(0, int)"],
     "06_feeding": ["kernels.saxpy.spec.reference = lambda *_: None"],
-    "07_your_own_policy": [
+    "08_your_own_policy": [
         (
             "old = Pool.__init__; "
             "Pool.__init__ = lambda pool, *a, policy, **options: old(pool, *a, **options)"

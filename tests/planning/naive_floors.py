@@ -91,9 +91,10 @@ class NaiveFloors:
         """Seconds in which it gives back, as it said: its declared segment, or its known cost."""
         declared = lease.flow.rules.segment or math.inf
         cost = lease.request.cost
-        if not lease.request.is_elastic:
-            return declared if cost is None else float(cost)  # type: ignore[arg-type]
-        return declared
+        if cost is None:
+            return declared
+        known = float(cost)  # type: ignore[arg-type]  # no curves here
+        return min(known, declared) if lease.request.is_elastic else known
 
     def gives_back_at_its_end(self, lease: Lease) -> bool:
         """Whether what it still has on loan after a checkpoint is of its least."""

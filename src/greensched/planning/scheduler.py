@@ -226,9 +226,12 @@ class Scheduler(Queue):
             granted = self._dispatch(now) if lease.mask != before else []
         is_kept = self._reserved is not None and self._reserved[1] == lease.device
         if not is_kept and flow.is_within_quota(now):
+            held = lease.mask
             missing = ground.grow(lease, before)
             if missing and not ground.is_made(lease.device, missing):
                 self.lacking[lease.device, missing] = None
+            if held & ~lease.mask and self.waiting:  # it went elsewhere, to have more
+                granted += self._dispatch(now)
         return granted
 
     def made(self, now: float) -> list[Request]:

@@ -1,6 +1,6 @@
 """A policy of your own: service classes take turns, and nobody waits for ever.
 
-python examples/07_your_own_policy.py
+python examples/08_your_own_policy.py
 """
 
 from __future__ import annotations
