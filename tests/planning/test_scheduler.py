@@ -50,6 +50,24 @@ def test_a_request_that_fits_is_granted_at_once() -> None:
     assert request.owner == "me"
 
 
+def test_what_a_request_lacked_once_is_not_lacking_for_ever() -> None:
+    """A partition is asked for while its cells are free: not again when others have them.
+
+    Or it would be made again and again, by whoever makes it and asks at once what else there is.
+    """
+    cells = Cells(size=8, count=2, remainder=12)
+    scheduler = Scheduler((cells,), Fifo(), 1000, lambda _, mask: mask != 0b11)
+    waiting = ask(scheduler, 0.0, 16)
+    assert scheduler.lacking == {(0, 0b11): None}
+    for _ in range(2):
+        assert ask(scheduler, 0.0, 8).state is State.GRANTED
+    assert scheduler.free == [0b100]
+    scheduler.lacking.clear()
+    assert scheduler.made(0.0) == []
+    assert not scheduler.lacking
+    assert waiting.state is State.QUEUED
+
+
 def test_cells_come_free_by_drained_alone() -> None:
     """A released lease still has its cells: its work may run; only `drained` gives them back."""
     scheduler = make()

@@ -399,7 +399,7 @@ class Scheduler(Queue):
             assert request is not None
             if self._stands is not None and standing != self._standing(line.flow):
                 heapq.heapreplace(heads, self._head(line, request))  # it was granted something
-            elif self._is_hopeless(line) or not self._try(request, now):
+            elif not self._attempt(line, request, now):
                 heapq.heappop(heads)
                 is_first = self._blocked(line, request, now, is_first=is_first)
             else:
@@ -414,17 +414,18 @@ class Scheduler(Queue):
     def _serve_only(self, line: Line, now: float, granted: list[Request]) -> None:
         """The same where all want the same: the usual case, and a third of the work."""
         while (request := line.first()) is not None and any(self.free):
-            kept = self._reserved
-            mine = kept is None or kept[0] is request
-            if self._is_hopeless(line) or not (
-                self._grant(request, request.devices, now) if mine else self._try(request, now)
-            ):
+            if not self._attempt(line, request, now):
                 self._blocked(line, request, now, is_first=True)
                 return
             granted.append(request)
             self._advance(request, now)
         if request is None:
             self._lines.clear()
+
+    def _attempt(self, line: Line, request: Request, now: float) -> bool:
+        """Grants the first of a line where it may be granted now; what it lacks is of now, too."""
+        request.lacks = ()
+        return not self._is_hopeless(line) and self._try(request, now)
 
     def _is_hopeless(self, line: Line) -> bool:
         """Whether no equal cell is free, and what is left over is less than they want.
