@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 
 import pytest
 
@@ -33,11 +34,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(skip)
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Has the collector pass over all that is imported by now.
+#: So many tests leave about as much in caches as one collection has to look at without them.
+OFTEN = 20
+_begun = itertools.count()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Has the collector pass over all that is imported or cached by now, between tests.
 
     It stays as long as the process, and most tests collect to see that nothing of theirs is left:
-    without this the suite spends half its time on looking at modules again.
+    without this the suite spends most of its time on looking at the same things again.
     """
-    gc.collect()
-    gc.freeze()
+    if next(_begun) % OFTEN == 0:
+        gc.collect()
+        gc.freeze()

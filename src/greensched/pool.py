@@ -498,9 +498,10 @@ class Pool:
         if self._desk is not None:
             self._desk.forked()
 
-    def __del__(self) -> None:
-        if self.state is PoolState.OPEN:
-            warnings.warn(f"{self!r} was never closed", ResourceWarning, stacklevel=2, source=self)
+    def __del__(self, is_open: PoolState = PoolState.OPEN, warn: Any = warnings.warn) -> None:
+        # Kept here, for at the interpreter's end the module may have them no more.
+        if self.state is is_open:
+            warn(f"{self!r} was never closed", ResourceWarning, stacklevel=2, source=self)
 
     @property
     def sync(self) -> SyncPool:
