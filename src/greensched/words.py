@@ -25,6 +25,7 @@ class Words:
         #: Whether streams write them; `try_writing` finds out.
         self.are_written = True
         self._pages: list[HostMemory] = []
+        #: One list for life: tracks give their words back to it.
         self._free: list[tuple[memoryview[int], int]] = []
 
     def _take(self) -> tuple[memoryview[int], int]:
@@ -34,7 +35,7 @@ class Words:
             self._pages.append(page)
             words = page.view.cast("B").cast("I")
             step = LINE // 4
-            self._free = [
+            self._free += [
                 (words[i : i + 1], page.device_address + 4 * i) for i in range(0, PAGE // 4, step)
             ]
         return self._free.pop()

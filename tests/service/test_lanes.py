@@ -287,6 +287,21 @@ def test_one_page_of_words_that_cannot_be_ended_keeps_no_other() -> None:
     driver.close()
 
 
+def test_words_given_back_are_used_again() -> None:
+    """Tracks that come and go, over several pages of words, take no page that is not needed."""
+    driver = simulated.open("h200")
+    device = Device(0, driver=driver)
+    words = Words(device.primary)
+    for _ in range(3):
+        tracks = [words.create_track(device.primary) for _ in range(3 * PAGE // LINE)]
+        for track in tracks:
+            track.close()
+    assert driver.live() == {"primary": 1, "pinned memory": 3}
+    words.close()
+    device.close()
+    driver.close()
+
+
 def test_a_track_that_cannot_be_made_keeps_no_word() -> None:
     """However often the driver refuses a track, its words are given back and no page is added."""
     driver = simulated.open("h200")
