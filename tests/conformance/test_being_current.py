@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import logging
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack, closing
 from typing import Any
 
 import pytest
@@ -23,27 +23,12 @@ from greensched import (
 )
 from greensched.driver.base import Driver
 from greensched.typing import Feature
-from helpers.world import World, needs
+from helpers.world import World, needs, opened
 
 BELOW_POOLS = True
 
 THREADS = 4
 TURNS = 50
-
-
-@contextmanager
-def opened(world: World, devices: int = 1) -> Iterator[tuple[Device, ...]]:
-    """Devices on one driver, closed at the end; skipped where there are not so many."""
-    driver = world.driver("h200" if devices == 1 else f"h200x{devices}")
-    driver.initialise()
-    if driver.device_count() < devices:
-        pytest.skip(f"needs {devices} devices")
-    with ExitStack() as stack:
-        yield tuple(
-            stack.enter_context(closing(Device(ordinal, driver=driver)))
-            for ordinal in range(devices)
-        )
-        assert driver.current() is None, "the test left something current"
 
 
 def green_of(device: Device) -> Context:
@@ -157,7 +142,7 @@ def test_set_current_stays(world: World) -> None:
 
 def test_two_devices_nest_four_deep(world: World) -> None:
     """Alternating between two devices, each level restores the one around it."""
-    with opened(world, devices=2) as (one, two):
+    with opened(world, "h200x2", devices=2) as (one, two):
         driver = one.driver
 
         def now() -> int | None:

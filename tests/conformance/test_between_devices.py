@@ -31,7 +31,7 @@ def two(world: World, pair: str) -> Pool:
         driver = world.driver()
         driver.initialise()
         if driver.device_count() < 2:
-            pytest.skip("needs two devices")
+            pytest.skip("the test copies between two devices, and this machine has one")
     return world.pool(pair, devices=[0, 1])
 
 

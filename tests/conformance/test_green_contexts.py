@@ -28,27 +28,12 @@ from greensched import (
 )
 from greensched.kernels import fill
 from greensched.typing import ContextHandle, Feature, GreenHandle, HostMemory, StreamHandle
-from helpers.world import World, needs
+from helpers.world import World, needs, opened
 
 BELOW_POOLS = True
 
 N = 1000
 CONFIG = LaunchConfig(grid=8, block=64)
-
-
-@contextmanager
-def opened(world: World, spec: str = "h200", devices: int = 1) -> Iterator[tuple[Device, ...]]:
-    """Devices on one driver, closed at the end; skipped where there are not so many."""
-    driver = world.driver(spec)
-    driver.initialise()
-    if driver.device_count() < devices:
-        pytest.skip(f"needs {devices} devices")
-    with ExitStack() as stack:
-        yield tuple(
-            stack.enter_context(closing(Device(ordinal, driver=driver)))
-            for ordinal in range(devices)
-        )
-        assert driver.current() is None, "the test left something current"
 
 
 def step(device: Device) -> int:

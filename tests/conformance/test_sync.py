@@ -181,7 +181,7 @@ def test_not_on_a_loops_thread(world: World) -> None:
 def test_beside_a_loop(world: World) -> None:
     """Threads may use a pool that a loop has opened; theirs comes and goes with their blocks."""
     if world.backend == "trio":
-        pytest.skip("asyncio.to_thread needs asyncio")
+        pytest.skip("the test asks from asyncio.to_thread, which trio has not")
 
     async def main() -> None:
         async with world.pool() as pool, pool.partition(8):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +15,8 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
+
+from helpers.programs import serving
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -114,30 +115,14 @@ def test_an_example_runs_on_what_was_chosen() -> None:
 
 def test_the_service_runs_as_a_program() -> None:
     """It says on what it runs, serves on its port, and ends by SIGTERM without a traceback."""
-    with subprocess.Popen(
-        [*PYTHON, str(EXAMPLES / "05_async_service.py"), "0"],
-        env=without_gpu(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as service:
-        assert service.stdout is not None
-        said = ""
-        while (address := re.search(r"running on (http://127.0.0.1:\d+)", said)) is None:
-            line = service.stdout.readline()
-            assert line, said
-            said += line
+    command = [*PYTHON, str(EXAMPLES / "05_async_service.py"), "0"]
+    with serving(command, without_gpu()) as program:
         even = np.full((8, 8), 0.5, np.float32)
         body = io.BytesIO()
         np.save(body, even)
-        answer = httpx.post(f"{address[1]}/blur", content=body.getvalue(), timeout=20)
+        answer = httpx.post(f"{program.address}/blur", content=body.getvalue(), timeout=20)
         np.testing.assert_allclose(np.load(io.BytesIO(answer.content)), even, rtol=1e-5)
-        service.send_signal(signal.SIGTERM)
-        said += service.stdout.read()
-    assert service.returncode in (0, -signal.SIGTERM)  # uvicorn ends by the signal it was sent
-    assert "runs on a simulated one" in said
-    assert "Finished server process" in said
-    assert "Traceback" not in said
+    assert "runs on a simulated one" in program.said
 
 
 def test_every_example_is_listed_and_tested() -> None:

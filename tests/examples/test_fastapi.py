@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import httpx
 import pytest
+
+from helpers.programs import serving
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "07_fastapi"
 #: With warnings as errors; pytest-asyncio, which the example does without, wants to be told this.
@@ -57,23 +57,11 @@ def test_its_tests_find_what_is_wrong(kind: str, tmp_path: Path) -> None:
 
 def test_it_runs_as_a_program() -> None:
     """It serves on its port on the GPU that was chosen, and ends by SIGTERM without a traceback."""
-    with subprocess.Popen(
-        [sys.executable, "-W", "error", str(EXAMPLE / "app.py"), "0"],
-        env=os.environ | {"GREENSCHED_DRIVER": "simulated:h200"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as service:
-        assert service.stdout is not None
-        said = ""
-        while (address := re.search(r"running on (http://127.0.0.1:\d+)", said)) is None:
-            line = service.stdout.readline()
-            assert line, said
-            said += line
-        assert httpx.post(f"{address[1]}/sum", json=[1, 2, 3.5], timeout=20).json() == {"sum": 6.5}
-        assert httpx.post(f"{address[1]}/sum", json=["x"], timeout=20).status_code == 422
-        assert "132 SMs" in httpx.get(f"{address[1]}/readyz", timeout=20).json()["detail"]
-        service.send_signal(signal.SIGTERM)
-        said += service.stdout.read()
-    assert "Finished server process" in said
-    assert "Traceback" not in said
+    command = [sys.executable, "-W", "error", str(EXAMPLE / "app.py"), "0"]
+    environment = os.environ | {"GREENSCHED_DRIVER": "simulated:h200"}
+    with serving(command, environment) as program:
+        sums = f"{program.address}/sum"
+        assert httpx.post(sums, json=[1, 2, 3.5], timeout=20).json() == {"sum": 6.5}
+        assert httpx.post(sums, json=["x"], timeout=20).status_code == 422
+        ready = httpx.get(f"{program.address}/readyz", timeout=20)
+        assert "132 SMs" in ready.json()["detail"]

@@ -25,7 +25,7 @@ async def several(pool: Pool) -> None:
     await pool.open()
     if len(pool.devices) < 2:
         await pool.aclose()
-        pytest.skip("this machine has one GPU")
+        pytest.skip("the test is of several GPUs, and this machine has one")
 
 
 def test_leases_of_several_devices() -> None:

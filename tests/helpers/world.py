@@ -6,13 +6,15 @@ import ctypes
 import gc
 import os
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any, TypeVar
 
 import anyio
 import pytest
 
 import greensched
+from greensched import Device
 from greensched import driver as drivers
 from greensched.driver import simulated
 from greensched.driver.base import Driver
@@ -97,6 +99,21 @@ class World:
             if thread.name.startswith("greensched") and not thread.name.endswith("simulated-gpu"):
                 thread.join(5)
                 assert not thread.is_alive(), thread.name
+
+
+@contextmanager
+def opened(world: World, spec: str = "h200", devices: int = 1) -> Iterator[tuple[Device, ...]]:
+    """Devices on one driver, closed at the end; skipped where there are not so many."""
+    driver = world.driver(spec)
+    driver.initialise()
+    if driver.device_count() < devices:
+        pytest.skip(f"the test is of {devices} devices, and this machine has fewer")
+    with ExitStack() as stack:
+        yield tuple(
+            stack.enter_context(closing(Device(ordinal, driver=driver)))
+            for ordinal in range(devices)
+        )
+        assert driver.current() is None, "the test left something current"
 
 
 def needs(driver: Driver, feature: Feature) -> None:

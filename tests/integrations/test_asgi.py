@@ -1,6 +1,7 @@
 """A pool behind Starlette and FastAPI, at the ASGI interface, in virtual time.
 
-Over real sockets: test_asgi_servers.py.
+A sleep here moves the simulated device's clock, and takes no time. Over real sockets:
+test_asgi_servers.py.
 """
 
 from __future__ import annotations
