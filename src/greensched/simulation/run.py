@@ -129,8 +129,9 @@ class House:
             if self._decode is not None:
                 then = self._handed(self._by[self._decode.name][device])
             return Prefill(machine, device, service, seat, then)
-        kind = {"decode": Decode, "request": Requests, "loop": Loop}[service.role]
-        return kind(machine, device, service, seat)
+        kinds: dict[str, type[Decode | Requests | Loop]]
+        kinds = {"decode": Decode, "request": Requests, "loop": Loop}
+        return kinds[service.role](machine, device, service, seat)
 
     def _handed(self, decode: Server) -> Handed:
         return Handed(self._machine, decode)

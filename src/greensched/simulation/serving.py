@@ -6,6 +6,7 @@ are told apart by the device's own timeline.
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import heapq
 from collections import deque
@@ -55,7 +56,7 @@ def _nobody(_latency: float, _weight: int) -> None:
     """Most arms plan without looking back."""
 
 
-class Server:
+class Server(abc.ABC):
     """Takes work, and runs it on a seat until it is cancelled."""
 
     def __init__(self, machine: Machine, device: int, service: Service, seat: Seat) -> None:
@@ -81,9 +82,9 @@ class Server:
         """The run is over."""
         self.samples.left += [now - arrival.at for arrival in self._queue]
 
+    @abc.abstractmethod
     async def serve(self) -> None:
         """Serves, for ever."""
-        raise NotImplementedError
 
     def _now(self) -> float:
         return self._machine.now() / 1e9
