@@ -232,11 +232,16 @@ def interrupted_when(condition: Callable[[], bool]) -> Iterator[None]:
         done.set()
 
     thread = threading.Thread(target=interrupt)
-    thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        yield
-    assert done.wait(10)
-    thread.join(10)
+    # What a shell starts in the background ignores interrupts; Python then leaves them ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            yield
+        assert done.wait(10)
+        thread.join(10)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_an_interrupt_leaves_the_queue(world: World) -> None:
