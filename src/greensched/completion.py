@@ -105,7 +105,8 @@ class Completion:
         self._lost = lost
         self._tend = tend
         self._errands = 0
-        self._waiters = 0
+        #: Somebody waits for what is on a stream already, as of the last look.
+        self._on_device = False
         self._ticker = door.create_ticker(self._step)
         self._unsubscribe = driver.subscribe(self._look_virtual)
         self._due = math.inf
@@ -130,8 +131,10 @@ class Completion:
     def when_reached(self, track: Track, ticket: int, wake: Wake) -> None:
         """Calls `wake` on the loop's thread once a ticket is reached or its track is lost."""
         self._watched(track).add(ticket, wake)
-        self._waiters += 1
-        self._hurry()
+        if ticket <= track.submitted:
+            self._hurry()
+        else:
+            self._leave_to_threads()
 
     def watch(self, track: Track) -> None:
         """Work is outstanding on a track: sweeps it until there is none, awaited or not."""
@@ -143,7 +146,7 @@ class Completion:
     def errand(self) -> None:
         """A thread of ours has got something to do: it may need the GIL."""
         self._errands += 1
-        self._hurry()
+        self._leave_to_threads()
 
     def delivered(self) -> None:
         """A thread of ours has done it."""
@@ -179,13 +182,19 @@ class Completion:
         if self._unsubscribe is None:
             self._appoint(0.0)
 
+    def _leave_to_threads(self) -> None:
+        """A thread of ours goes first, and wakes the loop: to look until then takes its GIL."""
+        self._spent = 0.0
+        if self._unsubscribe is None:
+            self._appoint(LET_GO_EVERY_S)
+
     def _kick(self) -> None:
         self._kicked = False  # first: who comes from here on wakes the loop again
         while self._delivered:
             self._delivered.popleft()
             self._errands -= 1
         self._look()
-        if self._waiters:
+        if self._on_device:
             self._hurry()
 
     def _watched(self, track: Track) -> Watch:
@@ -197,15 +206,16 @@ class Completion:
 
     def _look(self) -> bool:
         """Wakes whoever's ticket is reached; forgets tracks with nothing outstanding."""
-        progressed = False
+        progressed = self._on_device = False
         for track, watch in tuple(self.tracks.items()):
             entries = watch.entries
             while entries and (track.fault is not None or track.reached(entries[0][0])):
-                self._waiters -= 1
                 progressed = True
                 entries.popleft()[1]()
             if not entries and (track.fault is not None or track.is_idle):
                 self.tracks.pop(track, None)
+            elif entries and entries[0][0] <= track.submitted:
+                self._on_device = True
         if progressed:
             self._progress = self._driver.time()
             self._spent = 0.0
@@ -226,7 +236,7 @@ class Completion:
             time.sleep(LET_GO_S)
             self._let_go = time.perf_counter()
         if self._unsubscribe is None:
-            if (self._waiters or self._errands) and self._spent < self._driver.spin_budget:
+            if (self._on_device or self._errands) and self._spent < self._driver.spin_budget:
                 if began - self._swept > SAFETY_MOST_S:  # a busy loop may look for ever
                     self._sweep()
                 self._appoint(0.0)

@@ -89,9 +89,8 @@ class Worker:
             return self._mailbox
 
     def _run(self, mailbox: Mailbox[Any]) -> None:
-        if self._context is not None:  # else the driver may not be initialised yet
-            with suppress(CUDAError):
-                self._driver.exchange_capture_mode(CaptureMode.RELAXED)
+        with suppress(CUDAError):  # the driver may not be initialised yet
+            self._driver.exchange_capture_mode(CaptureMode.RELAXED)
         while True:
             item = mailbox.get()
             if isinstance(item, _Stop):
@@ -133,7 +132,7 @@ class Crew:
         driver, primary = lane.device.driver, lane.device.primary
         self.driver = driver
         name = f"greensched {lane.device.ordinal}:{lane.mask:x}"
-        self._worker = Worker(driver, f"{name} worker", primary)
+        self._worker = Worker(driver, f"{name} worker")  # calls enter the lane's own context
         self._mover = Worker(driver, f"{name} mover", primary)
         self._sleepers = {
             lane.launches: Worker(driver, f"{name} sleeper", primary),
