@@ -18,7 +18,7 @@ from greensched.errors import (
 )
 from greensched.jobs import Job
 from greensched.launcher import Plan
-from greensched.stream import Track
+from greensched.stream import MASK, Track
 
 
 class Bound:
@@ -100,15 +100,11 @@ class Bound:
             raise wrong_thread()
         if self._is_wary or self._elsewhere:
             self._catch_up()
-        full = track.in_flight >= channel.lane.depth
-        if track.submitted != track.issued or self._elsewhere or full:
+        issued = track.issued
+        full = (issued - track.word[0]) & MASK >= channel.depth
+        if full or track.submitted != issued or self._elsewhere:
             return self._launch_later()
-        ticket = track.issue()
-        job: Job[None] = Job(track, ticket, self._name, holding.failed)
-        channel.submit_now(job, self._plan.fire, ticket)
-        holding.unmarked = 0
-        holding.completion.watch(track)
-        return job
+        return channel.submit_now(self._plan.fire, self._name, issued + 1)
 
     def set(self, index: int, value: object) -> None:
         """Patches one argument, for the launches from here on.

@@ -107,10 +107,11 @@ class BoundUser(Protocol):
 class Given(abc.ABC):
     """What every buffer is: memory that is somebody's until `close()`."""
 
-    __slots__ = ("__weakref__", "_memory", "is_closed", "is_known")
+    __slots__ = ("__weakref__", "is_closed", "is_known", "memory")
 
     def __init__(self, memory: Giver) -> None:
-        self._memory = memory
+        #: Where it is from, and goes back to.
+        self.memory = memory
         self.is_closed = False
         #: Somebody was given it, and is to close it. The result of a cancelled job is nobody's.
         self.is_known = False
@@ -118,7 +119,7 @@ class Given(abc.ABC):
     @property
     def device(self) -> int:
         """The ordinal of its device."""
-        return self._memory.device
+        return self.memory.device
 
     def check(self, device: int) -> None:
         """Refuses a closed buffer, and one of another device.
@@ -128,16 +129,16 @@ class Given(abc.ABC):
             Poisoned, ForkedPool, PoolClosed: what ended its device's use.
             WrongDevice: it belongs to another device.
         """
-        if self.is_closed or self._memory.is_closed:
+        if self.is_closed or self.memory.is_closed:
             raise BufferClosed("this buffer")
-        if self._memory.fault is not None:
-            raise too_late(self._memory.fault)
-        if device != self._memory.device:
-            raise WrongDevice("this buffer", self._memory.device, device)
+        if self.memory.fault is not None:
+            raise too_late(self.memory.fault)
+        if device != self.memory.device:
+            raise WrongDevice("this buffer", self.memory.device, device)
 
     def is_from(self, memory: object) -> bool:
         """Whether it is a part of this memory."""
-        return self._memory is memory
+        return self.memory is memory
 
     def close(self) -> None:
         """Gives its memory back behind its last user. Idempotent; does not wait."""
@@ -156,7 +157,7 @@ class Given(abc.ABC):
         self.close()
 
     def __del__(self) -> None:
-        memory = self._memory
+        memory = self.memory
         if not self.is_closed and not memory.is_closed and memory.fault is None:
             said = f"{self!r} was never closed"
             self.close()  # first: where warnings are errors, nothing after one is done
@@ -179,16 +180,17 @@ class Buffer(Given):
 
     __slots__ = (
         "_bound",
-        "_readers",
-        "_writers",
         "address",
         "allowance",
         "dtype",
         "nbytes",
+        "readers",
         "shape",
+        "sole",
+        "writers",
     )
 
-    _memory: DeviceGiver
+    memory: DeviceGiver
 
     def __init__(
         self, memory: DeviceGiver, address: int, shape: tuple[int, ...], dtype: np.dtype[Any]
@@ -200,11 +202,14 @@ class Buffer(Given):
         self.nbytes = math.prod(shape) * dtype.itemsize
         #: What it counts against until it is given back.
         self.allowance: Allowance | None = None
-        #: Several only where bound launches ended that others were not ordered behind yet.
-        self._writers: dict[Track, int] = {}
-        self._readers: dict[Track, int] = {}
+        #: Who writes it, up to which ticket. Several only where bound launches ended that others
+        #: were not ordered behind yet. Whoever is `sole` may note itself here without asking.
+        self.writers: dict[Track, int] = {}
+        self.readers: dict[Track, int] = {}
         #: Bound launches that use it, and whether they write it.
         self._bound: dict[BoundUser, bool] = {}
+        #: The one track that has ever used it, where there is no other, nor a bound launch.
+        self.sole: Track | None = None
 
     @property
     def size(self) -> int:
@@ -220,8 +225,8 @@ class Buffer(Given):
 
     def before(self, track: Track, *, write: bool) -> Sequence[Use]:
         """Work elsewhere that work on `track` must be ordered behind."""
-        mine = not self._bound and _only(self._writers, track)
-        if mine and (not write or _only(self._readers, track)):
+        mine = not self._bound and _only(self.writers, track)
+        if mine and (not write or _only(self.readers, track)):
             return ()  # as for most buffers: nobody else uses them
         uses = self.uses() if write else self._written()
         return [
@@ -230,8 +235,8 @@ class Buffer(Given):
 
     def note(self, track: Track, ticket: int, *, write: bool) -> None:
         """Work on `track` up to `ticket` uses it, ordered behind what `before` said."""
-        if write and not (_only(self._writers, track) and not self._readers):
-            for uses in (self._writers, self._readers):
+        if write and not (_only(self.writers, track) and not self.readers):
+            for uses in (self.writers, self.readers):
                 for use in tuple(uses.items()):
                     if not _goes_on_beside(use, track):
                         del uses[use[0]]
@@ -244,6 +249,7 @@ class Buffer(Given):
                 other.share()
                 bound.share()
         self._bound[bound] = write or self._bound.get(bound, False)
+        self.sole = None
 
     def unbind(self, bound: BoundUser, ticket: int) -> None:
         """The bound launch is over; its last use has this ticket.
@@ -255,25 +261,27 @@ class Buffer(Given):
             self._add(bound.track, ticket, write=write)
 
     def _add(self, track: Track, ticket: int, *, write: bool) -> None:
-        (self._writers if write else self._readers)[track] = ticket
+        (self.writers if write else self.readers)[track] = ticket
+        alone = not self._bound and _only(self.writers, track) and _only(self.readers, track)
+        self.sole = track if alone else None
         for bound, writes in self._bound.items():
             if write or writes:
                 bound.use_elsewhere(track, ticket)
 
     def _written(self) -> tuple[Use, ...]:
         bound = (bound.last_use() for bound, writes in self._bound.items() if writes)
-        return (*self._writers.items(), *bound)
+        return (*self.writers.items(), *bound)
 
     def uses(self) -> tuple[Use, ...]:
         """Everybody who uses it, and up to which ticket."""
         reading = (bound.last_use() for bound, writes in self._bound.items() if not writes)
-        return (*self._readers.items(), *reading, *self._written())
+        return (*self.readers.items(), *reading, *self._written())
 
     def _give_back(self) -> None:
         for bound in self._bound:
             bound.look_again()
         if self.address:
-            self._memory.give_back(self.address, self.nbytes, self.uses())
+            self.memory.give_back(self.address, self.nbytes, self.uses())
         if self.allowance is not None:
             self.allowance.give(self.nbytes)
 
@@ -344,7 +352,7 @@ class PinnedBuffer(Given):
 
     __slots__ = ("_bound", "_host", "_uses", "address", "array")
 
-    _memory: PinnedGiver
+    memory: PinnedGiver
 
     def __init__(
         self, memory: PinnedGiver, host: HostMemory, shape: tuple[int, ...], dtype: np.dtype[Any]
@@ -384,7 +392,7 @@ class PinnedBuffer(Given):
         for bound in self._bound:
             bound.look_again()
         uses = (*self._uses.items(), *(bound.last_use() for bound in self._bound))
-        self._memory.give_back(self._host, uses)
+        self.memory.give_back(self._host, uses)
 
     def __repr__(self) -> str:
         state = "closed" if self.is_closed else f"device {self.device}"

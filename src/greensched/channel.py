@@ -49,7 +49,16 @@ class Site(Protocol):
 class Channel:
     """How one holder submits to his lane. For the holder's loop."""
 
-    __slots__ = ("allowance", "check_pool", "holding", "lane", "ordinal", "site", "track")
+    __slots__ = (
+        "allowance",
+        "check_pool",
+        "depth",
+        "holding",
+        "lane",
+        "ordinal",
+        "site",
+        "track",
+    )
 
     def __init__(
         self,
@@ -66,6 +75,8 @@ class Channel:
         self.check_pool = check_pool
         self.lane = holding.crew.lane
         self.track = self.lane.launches
+        #: Jobs in flight on it at most.
+        self.depth = self.lane.depth
         self.ordinal = self.lane.device.ordinal
 
     def check(self) -> None:
@@ -92,7 +103,7 @@ class Channel:
 
     def has_room(self, track: Track) -> bool:
         """Whether one more job can be in flight on a track."""
-        return track.in_flight < self.lane.depth or track.is_idle
+        return track.in_flight < self.depth or track.is_idle
 
     def is_prompt(self) -> bool:
         """Whether everything issued is submitted: what comes now can go at once."""
@@ -127,41 +138,50 @@ class Channel:
         ticket = track.issue()
         for buffer, write in uses:
             buffer.note(track, ticket, write=write)
-        job: Job[T] = Job(track, ticket, what, holding.failed)
 
         def whole() -> T:
             order_behind(track, lagging, behind)
             return step(ticket)
 
-        holding.completion.watch(track)
         if at_once:
-            self.submit_now(job, whole, ticket)
-        else:
-            holding.crew.defer(whole, job, track, ticket, holding.completion)
+            return self.submit_now(whole, what, ticket)
+        job: Job[T] = Job(track, ticket, what, holding.failed)
+        holding.completion.watch(track)
+        holding.crew.defer(whole, job, track, ticket, holding.completion)
         if beside is None:
             holding.unmarked = 0
         return job
 
-    def submit_now(self, job: Job[T], step: Callable[[], T], ticket: int) -> None:
-        """Submits on this thread. What the driver refuses is the job's failure.
+    def submit_now(self, step: Callable[[], T], what: str, ticket: int) -> Job[T]:
+        """Submits on this thread, with the ticket that comes next. A refusal is the job's failure.
 
         The ticket is written whatever happens, or everything after it would wait for ever.
 
         Raises:
             Poisoned: a device fault.
         """
+        track, holding = self.track, self.holding
+        track.issued = ticket
+        job: Job[T] = Job(track, ticket, what, holding.failed)
         try:
             try:
-                job.succeed(step())
+                value = step()
+                if value is not None:
+                    job.succeed(value)
             except DeviceFault:
                 raise
             except Exception as error:
                 job.fail(error)
             finally:
-                self.track.mark(ticket)
+                track.mark(ticket)
         except CUDAError as fault:
-            self.holding.crew.home.lost(fault)
+            holding.crew.home.lost(fault)
             raise Poisoned(fault) from None
+        holding.unmarked = 0
+        completion = holding.completion
+        if track not in completion.tracks:
+            completion.watch(track)
+        return job
 
     def others(self, track: Track, uses: Uses) -> tuple[Lagging, list[Track]]:
         """Who else uses the buffers: (who has not submitted a ticket yet, whom to wait for).

@@ -72,6 +72,9 @@ class Holding:
         self.is_lent = False
         #: What is bound, and must not launch once the cells are somebody else's.
         self.bound: list[BoundLaunch] = []
+        #: Open, in a pool that works, and its stream never handed out: one thing to look at in
+        #: each submission.
+        self.is_plain = True
         #: Bound launches since the last ticket.
         self.unmarked = 0
         #: Bound launches until they must be counted again, by `make_room`.
@@ -92,6 +95,7 @@ class Holding:
     def lend(self) -> None:
         """The stream of its launches goes to others."""
         self.is_exposed = self.is_lent = True
+        self.is_plain = False
         for bound in self.bound:
             bound.be_wary()
 
@@ -183,7 +187,8 @@ class Holding:
         """The same lease on another lane, from now on; this lane has no work, and is let go."""
         for job in self._unfinished:
             job.finish()
-        self.is_open, self.is_over = False, True
+        self.is_open = self.is_plain = False
+        self.is_over = True
         moved = Holding(self.lease, crew, self.completion, self._keeper)
         moved.failed = self.failed
         return moved
@@ -223,6 +228,7 @@ class Holding:
 
     def end_bound(self) -> None:
         """No bound launch is fired any more: the lease is over, or the pool under it."""
+        self.is_plain = False
         for bound in self.bound:
             bound.close()
         self.bound.clear()

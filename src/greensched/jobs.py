@@ -91,28 +91,21 @@ class Job(Generic[T]):
     ends normally is raised there.
     """
 
-    __slots__ = (
-        "_drop",
-        "_error",
-        "_failures",
-        "_finish",
-        "_finishing",
-        "_is_seen",
-        "_track",
-        "_value",
-        "ticket",
-        "what",
-    )
+    __slots__ = ("__dict__", "_failures", "_track", "ticket", "what")
+
+    #: What few jobs have. Those that do have a place for it; the others are made the faster.
+    _value: Any = None
+    _error: BaseException | None = None
+    _finish: Callable[[T], object] | None = None
+    _finishing: threading.Lock
+    _drop: Callable[[], object]
+    _is_seen = False
 
     def __init__(self, track: Track, ticket: int, what: str, failures: list[Job[Any]]) -> None:
         self._failures = failures
         self._track = track
         #: Written by the stream when the work is done.
         self.ticket = ticket
-        self._value: Any = None
-        self._error: BaseException | None = None
-        self._finish: Callable[[T], object] | None = None
-        self._is_seen = False
         #: What it does, for people.
         self.what = what
 
@@ -135,13 +128,17 @@ class Job(Generic[T]):
                 raise WouldBlock(f"{self!r} is not done: await it")
             self._was_seen()
             raise too_late(self._track.fault)
+        return self._outcome()
+
+    def _outcome(self) -> T:
+        """What it gave, or failed with; its ticket is reached."""
         if self._finish is not None:
             self.finish()
         if self._error is not None:
             self._was_seen()
             raise self._error
         value = self._value
-        if isinstance(value, Given):
+        if value is not None and isinstance(value, Given):
             value.is_known = True
         return value  # type: ignore[no-any-return]  # T, or None where T is None
 
@@ -162,14 +159,16 @@ class Job(Generic[T]):
             WrongThread: its partition's context is current here, which a call may be waiting for.
         """
         track, ticket = self._track, self.ticket
-        if track.fault is None and not track.reached(ticket):
+        if track.reached(ticket):
+            if asyncio._get_running_loop() is None:  # trio: an await is a checkpoint, wait or not
+                yield from current_door().checkpoint().__await__()
+            return self._outcome()
+        if track.fault is None:
             if track.crew.lane.context.is_entered:
                 raise WrongThread("no `await` inside `with p.context:`: leave that block first")
             completion = track.crew.home.completion()
             while not (track.reached(ticket) or track.fault is not None):
                 yield from completion.wait(track, ticket).__await__()
-        elif asyncio._get_running_loop() is None:  # trio: an await is a checkpoint, wait or not
-            yield from current_door().checkpoint().__await__()
         return self.result()
 
     # -- for the partition -----------------------------------------------------------------------

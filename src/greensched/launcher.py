@@ -9,8 +9,9 @@ one store.
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Number
 from typing import Any
 
@@ -20,7 +21,7 @@ from greensched.buffers import Buffer, PinnedBuffer
 from greensched.driver.base import Driver
 from greensched.errors import ArgumentMismatch, InvalidLaunch, InvalidRequest, NotSimulable
 from greensched.kernels import Kernel
-from greensched.stream import Stream
+from greensched.stream import Stream, Track
 from greensched.typing import DeviceFacts, Dim3, KernelHandle, Parameter
 
 #: memoryview formats of numpy's scalar codes. Half floats and structures have none.
@@ -51,6 +52,7 @@ class LaunchConfig:
     grid: int | tuple[int, ...]
     block: int | tuple[int, ...]
     shmem_size: int = 0
+    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "grid", _dim3("grid", self.grid))
@@ -59,6 +61,10 @@ class LaunchConfig:
         if not isinstance(size, (int, np.integer)) or isinstance(size, bool) or size < 0:
             raise InvalidLaunch("shmem_size", size, "a whole number of bytes, >= 0")
         object.__setattr__(self, "shmem_size", int(size))
+        object.__setattr__(self, "_hash", hash((self.grid, self.block, self.shmem_size)))
+
+    def __hash__(self) -> int:  # each launch looks its plan up
+        return self._hash
 
     @property
     def grid3(self) -> Dim3:
@@ -104,7 +110,16 @@ class Arguments:
         device: the ordinal the buffers must belong to.
     """
 
-    __slots__ = ("_device", "_kernel", "_setters", "_slots", "address", "buffers")
+    __slots__ = (
+        "_device",
+        "_kernel",
+        "_pack",
+        "_pointers",
+        "_setters",
+        "_slots",
+        "address",
+        "buffers",
+    )
 
     def __init__(self, kernel: Kernel, device: int) -> None:
         self._kernel = kernel
@@ -127,6 +142,40 @@ class Arguments:
             self._setter(i, parameter, memory, offset)
             for i, (parameter, offset) in enumerate(zip(parameters, offsets, strict=True))
         )
+        #: For `pack`: which are pointers, to what, and whether the kernel writes there.
+        self._pointers = tuple(
+            (i, None if p.dtype == "V1" else np.dtype(p.dtype), not p.const)
+            for i, p in enumerate(parameters)
+            if p.pointer
+        )
+        #: All values at once; None where one is of a kind that `struct` does not know.
+        self._pack = _packer(parameters)
+
+    def pack(self, values: Sequence[Any], track: Track, ticket: int) -> bool:
+        """The usual case at once: numbers, and buffers that only this track has ever used.
+
+        They are noted as used up to the ticket. False: something is unusual, perhaps wrong; what
+        it is, `fill` says.
+        """
+        if self._pack is None or len(values) != len(self._setters):
+            return False
+        numbers = list(values)
+        try:
+            for index, dtype, write in self._pointers:
+                buffer = values[index]
+                if buffer.sole is not track or buffer.is_closed:
+                    return False
+                memory = buffer.memory
+                if memory.is_closed or memory.fault is not None:
+                    return False
+                if buffer.dtype is not dtype and dtype is not None:
+                    return False
+                (buffer.writers if write else buffer.readers)[track] = ticket
+                numbers[index] = buffer.address
+            self._pack(self._slots, 0, *numbers)
+        except (AttributeError, TypeError, ValueError, OverflowError, struct.error):
+            return False
+        return True
 
     def fill(self, values: Sequence[object]) -> None:
         """Sets all of them.
@@ -222,6 +271,17 @@ class Arguments:
             buffers[index] = (value, write)
 
         return pointer
+
+
+def _packer(parameters: Sequence[Parameter]) -> Callable[..., None] | None:
+    """Stores all values, each in its slot of 8 bytes."""
+    form = "="
+    for parameter in parameters:
+        code = "Q" if parameter.pointer else _FORMATS.get(parameter.dtype)
+        if code is None:
+            return None
+        form += f"{code}{8 - struct.calcsize('=' + code)}x"
+    return struct.Struct(form).pack_into
 
 
 def _structure_setter(place: memoryview[int]) -> Callable[[Any], None]:

@@ -23,29 +23,26 @@ def launch(
         plan = None
     if plan is None:
         plan = _first_plan(channel, kernel, config)
-    if plan is None or not channel.is_prompt():
+    if plan is None or channel.track.submitted != channel.track.issued:
         return _launch_later(channel, kernel, config, args)
-    arguments = plan.arguments
+    arguments, track = plan.arguments, channel.track
+    ticket = track.issued + 1
+    if arguments.pack(args, track, ticket):
+        return channel.submit_now(plan.fire, kernel.name, ticket)
     arguments.fill(args)
     uses = tuple(arguments.buffers.values())
     arguments.buffers.clear()
-    track, holding = channel.track, channel.holding
     lagging, behind = channel.others(track, uses)
     if lagging:
         return _launch_later(channel, kernel, config, args)
-    ticket = track.issue()
     for buffer, write in uses:
         buffer.note(track, ticket, write=write)
-    job: Job[None] = Job(track, ticket, kernel.name, holding.failed)
 
     def fire() -> None:
         order_behind(track, lagging, behind)
         plan.fire()
 
-    channel.submit_now(job, fire if behind else plan.fire, ticket)
-    holding.unmarked = 0
-    holding.completion.watch(track)
-    return job
+    return channel.submit_now(fire if behind else plan.fire, kernel.name, ticket)
 
 
 def prepare(channel: Channel, kernel: Kernel, config: LaunchConfig) -> Job[None]:

@@ -29,7 +29,7 @@ from greensched.feeding import Feed
 from greensched.jobs import Job, Tell
 from greensched.kernels import Kernel
 from greensched.launcher import LaunchConfig
-from greensched.stream import Stream
+from greensched.stream import MASK, Stream
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -167,6 +167,15 @@ class Partition:
 
     def _ready(self) -> Channel:
         """Everything that can be wrong with submitting anything at all."""
+        channel = self._channel
+        if channel is not None:
+            holding, track = channel.holding, channel.track
+            if (
+                holding.is_plain
+                and holding.thread == threading.get_ident()
+                and (track.issued - track.word[0]) & MASK < channel.depth
+            ):
+                return channel
         channel = self._mine()
         channel.check_pool()
         channel.check()
@@ -513,7 +522,7 @@ class Partition:
         channel.check_capture()
         for track in (channel.track, channel.lane.runs):
             while not channel.has_room(track) and track.fault is None:
-                oldest = track.issued - channel.lane.depth + 1
+                oldest = track.issued - channel.depth + 1
                 await channel.holding.completion.wait(track, oldest)
         await channel.holding.wait_for_room()
         channel.check_pool()
