@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import deque
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -36,6 +37,7 @@ async def measure(driver: Driver) -> list[Row]:
             comparisons = [
                 await bench.bound(),
                 await bench.patched(),
+                await bench.patched_with(other),
                 await bench.submitted(),
                 await bench.launched(),
                 await bench.asked(),
@@ -90,15 +92,38 @@ class _Bench:
         return await compare(what, self._ours(self.bind), self._theirs(self.hand.launch))
 
     async def patched(self) -> Comparison:
-        """Four arguments set before each launch, beside one that sets none."""
+        """Four arguments set before each launch, the numbers new and the buffers the same.
+
+        Beside a launch that sets none: numbers are what changes from step to step, mostly.
+        """
+        numbers = itertools.count()
+        _, x, y, items = self.bound_values
 
         def launch() -> None:
-            for index, value in enumerate(self.bound_values):
-                self.bind.set(index, value)
+            bind_set = self.bind.set
+            bind_set(0, float(next(numbers)))
+            bind_set(1, x)
+            bind_set(2, y)
+            bind_set(3, items)
             self.bind()
 
         what = "bound launch, 4 arguments set | raw launch, packed once"
         return await compare(what, self._ours(launch), self._theirs(self.hand.launch))
+
+    async def patched_with(self, other: Buffer) -> Comparison:
+        """The same, with two other buffers each time: whose order must be looked after."""
+        turns = itertools.cycle([arguments(other), self.bound_values])
+
+        def launch() -> None:
+            for index, value in enumerate(next(turns)):
+                self.bind.set(index, value)
+            self.bind()
+
+        what = "bound launch, 2 other buffers set | raw launch, packed once"
+        found = await compare(what, self._ours(launch), self._theirs(self.hand.launch))
+        for index, value in enumerate(self.bound_values):
+            self.bind.set(index, value)
+        return found
 
     async def submitted(self) -> Comparison:
         """Both are marked behind; ours is a job."""

@@ -37,6 +37,7 @@ class Bound:
 
     __slots__ = (
         "__weakref__",
+        "_arguments",
         "_channel",
         "_elsewhere",
         "_is_cold",
@@ -51,6 +52,7 @@ class Bound:
     def __init__(self, channel: Channel, plan: Plan, name: str) -> None:
         self._channel = channel
         self._plan = plan
+        self._arguments = plan.arguments
         self._name = name
         self.track = channel.track
         self.is_closed = False
@@ -116,9 +118,12 @@ class Bound:
         """
         if self.is_closed:
             raise PartitionClosed("the partition of this bound launch")
-        buffers = self._plan.arguments.buffers
+        arguments = self._arguments
+        buffers = arguments.buffers
         before = buffers.get(index)
-        self._plan.arguments.set(index, value)
+        if before is not None and before[0] is value and not before[0].is_closed:
+            return
+        arguments.set(index, value)
         if before is not None:
             buffer, write = buffers[index]
             self._use(buffer, write=write)
@@ -150,7 +155,7 @@ class Bound:
 
     def move(self, channel: Channel) -> None:
         """Its partition has other SMs from now on; nothing it launched still runs."""
-        ticket, before = self._next_ticket(), self._plan.arguments.buffers
+        ticket, before = self._next_ticket(), self._arguments.buffers
         for buffer, _ in before.values():
             buffer.unbind(self, ticket)
         self._channel, self.track = channel, channel.track
@@ -158,14 +163,14 @@ class Bound:
         self._is_shared = False
         self._is_cold = self._is_wary = self._plan.kernel not in channel.lane.loaded
         self._plan = self._plan.on(channel.track.stream)
-        channel.holding.bound.append(self)
+        channel.holding.bind(self)
         for buffer, write in before.values():
             self._use(buffer, write=write)
 
     def close(self) -> None:
         """The lease ends, however it does: the last launch is up to the last ticket."""
         self.is_closed = self._is_wary = True
-        for buffer, _ in self._plan.arguments.buffers.values():
+        for buffer, _ in self._arguments.buffers.values():
             buffer.unbind(self, self._next_ticket())
 
     def _use(self, buffer: Buffer | PinnedBuffer, *, write: bool) -> None:
@@ -185,7 +190,7 @@ class Bound:
                 raise too_late(self.track.fault)
             raise PartitionClosed("the partition of this bound launch")
         self._channel.check_capture()
-        for buffer, write in self._plan.arguments.buffers.values():
+        for buffer, write in self._arguments.buffers.values():
             buffer.check(self._channel.ordinal)
             if self._is_shared:
                 self._elsewhere.update(buffer.before(self.track, write=write))
@@ -212,7 +217,7 @@ class Bound:
         """By the mover, with the values of now."""
         channel = self._channel
         channel.check()
-        uses = tuple(self._plan.arguments.buffers.values())
+        uses = tuple(self._arguments.buffers.values())
         twin, lane = self._plan.copy(), channel.lane
         self._elsewhere.clear()
 

@@ -36,6 +36,7 @@ from greensched.errors import (
 )
 from greensched.holding import Holding
 from greensched.loops import Door, Waiter, current_door
+from greensched.parking import Parking
 from greensched.planning.placement import Placement
 from greensched.planning.policy import Policy
 from greensched.planning.requests import Request, ServiceStatistics, State
@@ -137,6 +138,9 @@ class Desk:
         self._waiting_for_none: list[Queued] = []
         #: Requests of tasks that were collected while they waited: the next caller gives them up.
         self._forsaken: deque[Request] = deque()
+        self._parking = Parking(self.lock)
+        #: A lease that was parked, as `acquire` would give it; and whether one can be parked.
+        self.take, self.park = self._parking.take, self._parking.park
 
     def start(
         self,
@@ -167,6 +171,7 @@ class Desk:
             self.sites, self.scheduler = tuple(sites), scheduler
             if self.state is PoolState.OPENING:  # else it is closed as soon as it is open
                 self.state = PoolState.OPEN
+                self._start_parking()
 
     # -- asking ----------------------------------------------------------------------------------
 
@@ -204,10 +209,35 @@ class Desk:
         with self.lock:
             return self._claim(self._request(wish, completion, wait=False), completion)
 
+    def unpark(self) -> None:
+        """The scheduler knows again who holds what, and what is free. Holds the lock."""
+        parking = self._parking
+        for holding, holder in parking.untold.items():
+            self.scheduler.pass_on(holding.lease, holder)
+        parking.untold.clear()
+        for channel in parking.clear():
+            channel.holding.crew.is_leased = False
+            self.holdings.discard(channel.holding)
+            granted = self.scheduler.drained(self.driver.time(), channel.holding.lease)
+            assert not granted, "something was parked while somebody waited"
+
+    def _start_parking(self) -> None:
+        self._parking.scheduler = None if self.scheduler.ground.is_classed else self.scheduler
+
+    def _stop_parking(self) -> None:
+        self._parking.scheduler = None
+        self.unpark()
+
+    @property
+    def retaken(self) -> int:
+        """Leases that were granted without a decision."""
+        return self._parking.taken
+
     def _request(self, wish: Wish, completion: Completion, *, wait: bool) -> Request:
         """Asks the scheduler. Holds the lock."""
         if self.state is not PoolState.OPEN:
             raise self.refusal()
+        self.unpark()
         now = self.driver.time()
         request = self.scheduler.request(
             now,
@@ -309,6 +339,7 @@ class Desk:
         holding, lease = channel.holding, channel.holding.lease
         with self.lock:
             self.check()
+            self.unpark()
             before = lease.mask
             granted = self.scheduler.checkpoint(self.driver.time(), lease)
             if lease.mask != before:
@@ -333,9 +364,11 @@ class Desk:
         with self.lock:
             if self.state is not PoolState.OPEN:
                 raise self.refusal()
+            self.unpark()
             granted = self.scheduler.reconfigure(self.driver.time(), services, policy)
             if services is not None:
                 self._allow(services)
+            self._start_parking()
         self._deliver(granted)
 
     def _allow(self, services: Sequence[ServiceClass]) -> None:
@@ -382,6 +415,7 @@ class Desk:
     def draining(self, holding: Holding) -> None:
         """A lease has ended, and its work has not: nobody holds it, and nobody gets it yet."""
         with self.lock:
+            self._parking.untold.pop(holding, None)
             self.scheduler.release(holding.lease)
 
     def over(self, holding: Holding) -> None:
@@ -391,6 +425,7 @@ class Desk:
         with self.lock:
             holding.crew.is_leased = False
             self.holdings.discard(holding)
+            self._parking.untold.pop(holding, None)
             granted = self.scheduler.drained(self.driver.time(), holding.lease)
         self._deliver(granted)
         self._give_up_forsaken()
@@ -432,6 +467,8 @@ class Desk:
             closed = [door for door in self._completions if door.is_closed]
             for door in closed:
                 del self._completions[door]
+            if closed:
+                self.unpark()
             for request in [r for r, door in self._asking.items() if door.is_closed]:
                 granted += self._drop(request)
             orphans = [h for h in self.holdings if h.completion.door.is_closed]
@@ -463,6 +500,7 @@ class Desk:
                 return
             self.fault = fault
             self.state = PoolState.POISONED
+            self._stop_parking()
             waiting = self.scheduler.close() if self.sites else []
             completions = list(self._completions.values())
             for site in self.sites:
@@ -505,6 +543,8 @@ class Desk:
         """In a forked child: nothing works, and whoever tries is told."""
         self.lock = threading.Lock()  # the old one may be held by a thread that is not here
         self.state = PoolState.FORKED
+        self._parking.scheduler = None
+        self._parking.clear()
         for site in self.sites:
             site.fail(ForkedPool("this pool"))
         for holding in tuple(self.holdings):
@@ -513,7 +553,11 @@ class Desk:
     def stop(self) -> None:
         """Grants nothing more; who is queued is told."""
         with self.lock:
-            waiting = self.scheduler.close() if self.state is PoolState.OPEN else []
+            if self.state is PoolState.OPEN:
+                self._stop_parking()
+                waiting = self.scheduler.close()
+            else:
+                waiting = []
             if self.state in (PoolState.OPENING, PoolState.OPEN):
                 self.state = PoolState.CLOSING
         for request in waiting:

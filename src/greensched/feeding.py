@@ -62,6 +62,7 @@ class Feed:
 
     async def _open_copies(self) -> None:
         channel = self._ready()
+        channel.holding.is_involved = True
         await channel.holding.crew.open_copies(channel.holding.completion)
 
     def _upload(self) -> Job[Buffer] | None:

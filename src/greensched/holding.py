@@ -68,6 +68,8 @@ class Holding:
         self.is_over = False
         #: Something beyond our own tickets may have work on the lane: `run`, `stream`, `context`.
         self.is_exposed = False
+        #: Its end has more to see to than the work on its launches.
+        self.is_involved = False
         #: The stream of its launches was handed out: somebody may capture on it.
         self.is_lent = False
         #: What is bound, and must not launch once the cells are somebody else's.
@@ -82,7 +84,7 @@ class Holding:
         #: Jobs that failed and nobody saw, for the end of the block.
         self.failed: list[Job[Any]] = []
         #: Jobs for which the host has something left to do once the device is done.
-        self._unfinished: deque[Job[Any]] = deque()
+        self.unfinished: deque[Job[Any]] = deque()
         self._keeper = keeper
         self._waiters: list[Waiter] = []
         #: Tickets behind bound launches in flight, one for each batch of them.
@@ -92,9 +94,19 @@ class Holding:
 
     # -- while it is held --------------------------------------------------------------------------
 
+    def expose(self) -> None:
+        """Something beyond our own tickets may have work on the lane from here on."""
+        self.is_exposed = self.is_involved = True
+
+    def bind(self, bound: BoundLaunch) -> None:
+        """A bound launch is made on it, or moves to it."""
+        self.is_involved = True
+        self.bound.append(bound)
+
     def lend(self) -> None:
         """The stream of its launches goes to others."""
-        self.is_exposed = self.is_lent = True
+        self.expose()
+        self.is_lent = True
         self.is_plain = False
         for bound in self.bound:
             bound.be_wary()
@@ -104,7 +116,8 @@ class Holding:
 
         Also where the loop has closed that would have done it.
         """
-        unfinished = self._unfinished
+        self.is_involved = True
+        unfinished = self.unfinished
         while unfinished and unfinished[0].is_finished:
             unfinished.popleft()
         unfinished.append(job)
@@ -185,7 +198,7 @@ class Holding:
 
     def moved(self, crew: Crew) -> Holding:
         """The same lease on another lane, from now on; this lane has no work, and is let go."""
-        for job in self._unfinished:
+        for job in self.unfinished:
             job.finish()
         self.is_open = self.is_plain = False
         self.is_over = True
@@ -304,7 +317,7 @@ class Holding:
     def _finish(self) -> None:
         if not self.is_over:
             self.is_over = True
-            for job in self._unfinished:
+            for job in self.unfinished:
                 job.finish()
             self._keeper.over(self)
             waiters, self._waiters = self._waiters, []

@@ -213,12 +213,13 @@ class Arguments:
             IndexError: there is no such argument.
             ArgumentMismatch, BufferClosed, WrongDevice: as for `fill`.
         """
-        if not 0 <= index < len(self._setters):
+        try:
+            setter = self._setters[index if index >= 0 else len(self._setters)]
+        except IndexError:
             raise IndexError(
                 f"kernel {self._kernel.name!r} has no argument {index}: it takes "
                 f"{len(self._setters)}, from 0 on"
-            )
-        setter = self._setters[index]
+            ) from None
         try:
             setter(value)
         except (TypeError, ValueError, OverflowError) as error:

@@ -23,10 +23,11 @@ def launch(
         plan = None
     if plan is None:
         plan = _first_plan(channel, kernel, config)
-    if plan is None or channel.track.submitted != channel.track.issued:
+    track = channel.track
+    issued = track.issued
+    if plan is None or track.submitted != issued:
         return _launch_later(channel, kernel, config, args)
-    arguments, track = plan.arguments, channel.track
-    ticket = track.issued + 1
+    arguments, ticket = plan.arguments, issued + 1
     if arguments.pack(args, track, ticket):
         return channel.submit_now(plan.fire, kernel.name, ticket)
     arguments.fill(args)
@@ -56,6 +57,7 @@ def prepare(channel: Channel, kernel: Kernel, config: LaunchConfig) -> Job[None]
         channel.lane.load(kernel)
         channel.lane.plan(kernel, config)
 
+    holding.is_involved = True
     holding.completion.watch(runs)
     holding.crew.run(get_ready, job, job.ticket, holding.completion)
     return job

@@ -147,6 +147,9 @@ class AsyncioDoor(Door):
     def current_task(self) -> object:
         return asyncio.current_task(self.loop)
 
+    def asks(self) -> object:  # for each lease: in one call
+        return asker.get() or asyncio.current_task(self.loop)
+
 
 # -- trio -------------------------------------------------------------------------------------
 

@@ -43,6 +43,10 @@ class Grantor(Protocol):
 
     def checkpoint(self, channel: Channel) -> Channel: ...
 
+    def take(self, wish: Any) -> Channel | None: ...
+
+    def park(self, wish: Any, channel: Channel) -> bool: ...
+
 
 class Partition:
     """SMs of one device, leased to one task at a time; made by `pool.partition(...)`.
@@ -62,7 +66,7 @@ class Partition:
       may be awaited anywhere, and the facts may be read anywhere.
     """
 
-    __slots__ = ("__weakref__", "_channel", "_grantor", "_is_entered", "_wish")
+    __slots__ = ("__weakref__", "_channel", "_grantor", "_is_entered", "_is_left", "_wish")
 
     def __init__(
         self,
@@ -77,6 +81,8 @@ class Partition:
         self._channel = granted
         #: Somebody's block is entered, or about to be.
         self._is_entered = is_entered
+        #: Its block was left, and its lease may be somebody else's by now.
+        self._is_left = False
 
     # -- being leased ------------------------------------------------------------------------------
 
@@ -95,11 +101,13 @@ class Partition:
             PartitionClosed: its block has ended.
         """
         if self._is_entered:
-            if self._channel is not None:
+            if self._channel is not None or self._is_left:
                 self._open()
             raise InvalidRequest("this partition is entered already: ask for another")
         self._is_entered = True
         if self._channel is None:  # else granted beforehand, by partition_nowait
+            self._channel = self._grantor.take(self._wish)
+        if self._channel is None:
             try:
                 (self._channel,) = await self._grantor.acquire(self._wish)
             except BaseException:  # it may be tried again
@@ -112,7 +120,7 @@ class Partition:
     ) -> None:
         """Ends the lease; see the class. A cancellation while it waits only stops the waiting."""
         self.leave(kind)
-        if kind is None:
+        if kind is None and not self._is_left:
             await self.finish()
             self.raise_unseen()
 
@@ -123,18 +131,20 @@ class Partition:
         while a lock is held that the end needs. Then its loop ends it in a turn of its own, or
         whichever loop takes over from a closed one.
         """
-        if kind is GeneratorExit and self._channel is not None:
-            holding = self._channel.holding
-            holding.completion.door.call_threadsafe(holding.end)
+        channel = self._channel or self._granted()
+        if kind is GeneratorExit:
+            channel.holding.completion.door.call_threadsafe(channel.holding.end)
+        elif self._grantor.park(self._wish, channel):
+            self._channel, self._is_left = None, True
         else:
-            self._granted().holding.end()
+            channel.holding.end()
 
     def end(self) -> None:
         """Nothing more is submitted; the SMs go back when the work is done. Does not wait.
 
         Idempotent: the lease may have ended already, with its loop.
         """
-        if self._granted().holding.is_open:
+        if not self._is_left and self._granted().holding.is_open:
             self._mine().holding.end()
 
     async def finish(self) -> None:
@@ -156,7 +166,8 @@ class Partition:
 
     def _granted(self) -> Channel:
         if self._channel is None:
-            raise PartitionClosed("this partition", "not granted: use it with `async with`")
+            state = "closed" if self._is_left else "not granted: use it with `async with`"
+            raise PartitionClosed("this partition", state)
         return self._channel
 
     def _open(self) -> Channel:
@@ -270,7 +281,7 @@ class Partition:
         """Its green context. Current on one thread at a time; no `await` while it is."""
         channel = self._open()
         channel.check_pool()
-        channel.holding.is_exposed = True
+        channel.holding.expose()
         return channel.lane.context
 
     def __cuda_stream__(self) -> tuple[Literal[0], int]:
@@ -329,7 +340,7 @@ class Partition:
             )
         plan = channel.lane.new_plan(kernel, config, arguments)
         bound = Bound(channel, plan, kernel.name)
-        channel.holding.bound.append(bound)
+        channel.holding.bind(bound)
         return bound
 
     # -- memory ------------------------------------------------------------------------------------
@@ -473,7 +484,7 @@ class Partition:
             order_behind(runs, lagging, behind)
             return fn(*args, **kwargs)
 
-        holding.is_exposed = True
+        holding.expose()
         holding.completion.watch(runs)
         holding.crew.run(call, job, ticket, holding.completion)
         return job
@@ -530,7 +541,7 @@ class Partition:
     def __repr__(self) -> str:
         channel = self._channel
         if channel is None:
-            return f"<Partition: {self._wish}, not granted>"
+            return f"<Partition: {self._wish}, {'closed' if self._is_left else 'not granted'}>"
         holding, lane = channel.holding, channel.lane
         state = "open" if holding.is_open else "closed" if holding.is_over else "draining"
         return f"<Partition: {lane.sm_count} SMs of device {channel.ordinal}, {state}>"

@@ -12,7 +12,7 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar, get_args
 
@@ -32,7 +32,7 @@ from greensched.kernels import Kernel
 from greensched.launcher import LaunchConfig
 from greensched.loops import Errand
 from greensched.measuring import measure, sizes_of
-from greensched.partition import Partition
+from greensched.partition import Grantor, Partition
 from greensched.planning.placement import Placement
 from greensched.planning.policy import Policy, policy_named
 from greensched.planning.requests import Cost
@@ -58,6 +58,9 @@ logger = logging.getLogger("greensched")
 GRACE = 5.0
 #: Requests queued at most, unless told otherwise: a second of work at 1 ms each.
 MAX_WAITING = 1024
+#: Sizes for which a pool keeps the wish: more than a device has.
+SHARED_WISHES = 256
+NOTHING_ELSE = (None,) * 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +134,10 @@ class Pool:
         if type(reserve_bytes) is not int or reserve_bytes < 0:
             raise InvalidRequest(f"reserve_bytes={reserve_bytes!r}: a number of bytes, at least 0")
         self._reserve_bytes = reserve_bytes
+        #: Whom partitions ask: the desk, once it is open.
+        self._grantor: Grantor = self
+        #: Sizes that were asked for with nothing else: they are the same wish every time.
+        self._wishes: dict[int, Wish] = {}
         self._lock = threading.Lock()
         process.on_fork(self)
 
@@ -199,6 +206,7 @@ class Pool:
                 site.neighbours = {s.device.ordinal: s for s in sites if s is not site}
             services = tuple(self._services.values())
             desk.start(sites, self._policy, self._max_waiting, services, self._placement)
+            self._grantor = desk
         except BaseException:
             for site in sites:
                 site.abandon()
@@ -274,8 +282,19 @@ class Pool:
         Raises:
             InvalidSize, InvalidRequest: what can never be right.
         """
-        wanted = wish((sms,), self._services, device, service, deadline, cost, near)
-        return Partition(self, wanted)
+        wanted = self._wish(sms, device, service, deadline, cost, near)
+        return Partition(self._grantor, wanted)
+
+    def _wish(self, sms: Size, *others: Any) -> Wish:
+        """Reads what is asked for; a number of SMs and nothing else, as most do, only once."""
+        if type(sms) is not int or others != NOTHING_ELSE:  # True is no size
+            return wish((sms,), self._services, *others)
+        found = self._wishes.get(sms)
+        if found is None:
+            found = replace(wish((sms,), self._services), is_shared=True)
+            if len(self._wishes) < SHARED_WISHES:
+                self._wishes[sms] = found
+        return found
 
     def partitions(
         self,
@@ -309,9 +328,11 @@ class Pool:
             WouldBlock: no SMs are free, or no lane over them is made yet.
             Others: as `partition`, and as its `async with`.
         """
-        wanted = wish((sms,), self._services, device, service, None, cost, near)
-        (channel,) = self._opened().acquire_nowait(wanted)
-        return Partition(self, wanted, channel)
+        wanted = self._wish(sms, device, service, None, cost, near)
+        channel = self._grantor.take(wanted)
+        if channel is None:
+            (channel,) = self._opened().acquire_nowait(wanted)
+        return Partition(self._grantor, wanted, channel)
 
     async def launch(
         self,
@@ -411,6 +432,14 @@ class Pool:
     async def acquire(self, wanted: Wish) -> tuple[Channel, ...]:
         """Waits for a grant. For partitions."""
         return await self._opened().acquire(wanted)
+
+    def take(self, wanted: Wish) -> Channel | None:
+        """A lease of the same that nobody holds; None: ask for one. For partitions."""
+        return None if self._desk is None else self._desk.take(wanted)
+
+    def park(self, wanted: Wish, channel: Channel) -> bool:
+        """Whether a lease that ends goes to the next who asks for the same. For partitions."""
+        return self._opened().park(wanted, channel)
 
     def checkpoint(self, channel: Channel) -> Channel:
         """Lets a lease without work have fewer SMs, or more. For partitions."""
@@ -539,6 +568,7 @@ class Pool:
         """What it has and did, at one moment."""
         desk = self._opened()
         with desk.lock:
+            desk.unpark()
             s = desk.scheduler.statistics()
             crews = [crew for site in desk.sites for crew in site.crews.values()]
             return PoolStatistics(
@@ -550,8 +580,8 @@ class Pool:
                 sms_draining=s.sms_draining,
                 leases=len(desk.holdings),
                 waiting=s.waiting,
-                requested=s.requested,
-                granted=s.granted,
+                requested=s.requested + desk.retaken,
+                granted=s.granted + desk.retaken,
                 cancelled=s.cancelled,
                 expired=s.expired,
                 refused=s.refused,

@@ -16,7 +16,7 @@ from greensched.planning.services import ServiceClass
 from greensched.typing import Size
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Wish:
     """What a partition is asked for: checked, and not yet requested."""
 
@@ -27,6 +27,8 @@ class Wish:
     deadline: float | None
     cost: Cost | None
     near: int | None
+    #: One object stands for all who ask this.
+    is_shared: bool = False
 
     def __str__(self) -> str:
         return "sms=" + ", ".join(repr(size) for size in self.sizes)

@@ -149,6 +149,8 @@ class Kernel:
     def __init__(self, program: Program, spec: KernelSpec) -> None:
         self._program = program
         self._spec = spec
+        #: Its name in the code.
+        self.name = spec.name
 
     def __repr__(self) -> str:
         shown = ", ".join(
@@ -183,11 +185,6 @@ class Kernel:
             raise InvalidRequest(f"{self!r} already has a cost")
         self._spec.cost = function
         return function
-
-    @property
-    def name(self) -> str:
-        """Its name in the code."""
-        return self._spec.name
 
     @property
     def program(self) -> Program:

@@ -198,6 +198,14 @@ class Scheduler(Queue):
             if lease.holder is not None:
                 self._forget(lease)
 
+    def pass_on(self, lease: Lease, holder: Hashable) -> None:
+        """Another holds a lease from now on; None: nobody in particular."""
+        if lease.holder is not None:
+            self._forget(lease)
+        lease.holder = lease.request.holder = holder
+        if holder is not None:
+            self._held.setdefault(holder, []).append(lease)
+
     def drained(self, now: float, lease: Lease) -> list[Request]:
         """All work of a lease is done: its cells are free. Returns who is granted by that."""
         if lease.over:

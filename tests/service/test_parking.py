@@ -1,0 +1,250 @@
+"""Leases that ended without work go to the next who asks the same, and nobody else can tell."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import weakref
+
+import numpy as np
+import pytest
+
+from greensched import ALL, LaunchConfig, PartitionClosed, Pool, ServiceClass, WouldDeadlock
+from greensched.errors import Poisoned
+from greensched.kernels import fill
+from helpers.waiting import turns
+
+CONFIG = LaunchConfig(grid=1, block=8)
+
+
+def parked(pool: Pool) -> int:
+    """Leases that the pool has parked."""
+    assert pool._desk is not None
+    wishes = pool._desk._parking._parked.values()
+    return sum(len(channels) for found in wishes for channels in found.values())
+
+
+async def leased(pool: Pool, sms: int = 16) -> None:
+    async with pool.partition(sms):
+        pass
+
+
+def on_h200(**options: object) -> Pool:
+    return Pool(driver="simulated:h200", **options)  # type: ignore[arg-type]
+
+
+def test_the_next_of_the_same_size_has_it() -> None:
+    """Leases that follow each other are one to the scheduler, and all are counted."""
+
+    async def main() -> None:
+        async with on_h200() as pool:
+            for _ in range(5):
+                await leased(pool)
+                assert parked(pool) == 1
+            with_nowait = pool.partition_nowait(16)
+            async with with_nowait as p:
+                assert p.sm_count == 16
+                assert parked(pool) == 0
+            assert pool._desk is not None
+            assert pool._desk.retaken == 5
+            stats = pool.statistics()
+            assert (stats.requested, stats.granted) == (6, 6)
+
+    asyncio.run(main())
+
+
+def test_parked_sms_are_free_to_everybody_else() -> None:
+    """Statistics, the whole device, and another size are as if nothing had been parked."""
+
+    async def main() -> None:
+        async with on_h200() as pool:
+            await leased(pool)
+            stats = pool.statistics()
+            assert (stats.sms_free, stats.sms_leased, stats.leases) == (132, 0, 0)
+            await leased(pool)
+            async with pool.partition(ALL) as p:
+                assert p.sm_count == 132
+            await leased(pool)
+            async with pool.partition(120), pool.partition(8):
+                assert pool.statistics().sms_free == 0  # 8 are given the 12 that are left over
+
+    asyncio.run(main())
+
+
+def test_a_block_that_was_left_stays_left() -> None:
+    """Its partition is closed, though another holds the same lane by now."""
+
+    async def main() -> None:
+        async with on_h200() as pool:
+            async with pool.partition(16) as before:
+                with await before.upload(np.zeros(8, np.float32)) as x:
+                    await before.launch(fill, CONFIG, x, 1.0, 8)
+            await leased(pool)
+            async with pool.partition(16) as old:
+                pass
+            async with pool.partition(16):
+                for wrong in (old, before):
+                    with pytest.raises(PartitionClosed):
+                        _ = wrong.sm_count
+                    with pytest.raises(PartitionClosed):
+                        wrong.launch(fill, CONFIG, x, 1.0, 8)
+                    with pytest.raises(PartitionClosed):
+                        async with wrong:
+                            raise AssertionError
+                    assert "closed" in repr(wrong)
+
+    asyncio.run(main())
+
+
+def test_nothing_is_parked_before_who_waits() -> None:
+    """Who waits is granted what the next lease gives back, before its holder has it again."""
+
+    async def main() -> None:
+        async with on_h200() as pool:
+            order: list[str] = []
+
+            async def wait() -> None:
+                async with pool.partition(132):
+                    order.append("all")
+
+            async with pool.partition(16):
+                waiting = asyncio.create_task(wait())
+                await turns()
+            async with pool.partition(16):
+                order.append("again")
+            await waiting
+            assert order == ["all", "again"]
+
+    asyncio.run(main())
+
+
+def test_who_holds_what_was_parked_is_known() -> None:
+    """A task that asks for what can never come while it holds a lease taken again is told so."""
+
+    async def main() -> None:
+        async with on_h200() as pool:
+            await leased(pool)
+            async with pool.partition(16):
+                with pytest.raises(WouldDeadlock):
+                    await pool.partition(ALL).__aenter__()
+            async with pool.partition(ALL):  # nor is it held against who left
+                pass
+
+    asyncio.run(main())
+
+
+def test_no_task_is_kept_by_what_it_left() -> None:
+    """A parked lease keeps no reference to who held it."""
+
+    async def main() -> None:
+        async with on_h200() as pool:
+            tasks = [asyncio.create_task(leased(pool)) for _ in range(3)]
+            known = [weakref.ref(task) for task in tasks]
+            await asyncio.gather(*tasks)
+            tasks.clear()
+            await turns()
+            gc.collect()
+            assert parked(pool)
+            assert all(ref() is None for ref in known)
+
+    asyncio.run(main())
+
+
+def test_another_loop_asks_the_scheduler() -> None:
+    """What one loop has parked is no other's; it is given back when somebody else asks."""
+
+    async def main(pool: Pool) -> None:
+        await leased(pool)
+        other = threading.Thread(target=lambda: asyncio.run(leased(pool, 132)))
+        other.start()
+        await asyncio.to_thread(other.join)
+        assert parked(pool) == 1  # the other's, whose loop is over
+        await leased(pool)
+        await leased(pool)
+        assert pool.statistics().sms_free == 132
+
+    async def all_of_it() -> None:
+        async with on_h200() as pool:
+            await main(pool)
+
+    asyncio.run(all_of_it())
+
+
+def test_one_loop_after_the_other() -> None:
+    """A loop that is over has parked nothing for the next on its thread."""
+    pool = on_h200()
+
+    async def first() -> None:
+        await pool.open()
+        await leased(pool)
+        assert parked(pool) == 1
+
+    async def second() -> None:
+        async with pool.partition(16) as p, pool.partition(8):
+            assert p.sm_count == 16
+        await pool.aclose()
+
+    asyncio.run(first())
+    asyncio.run(second())
+
+
+def test_classes_are_asked_about_each_time() -> None:
+    """Where classes have rules every lease is a decision; also from when they come to have."""
+
+    async def main() -> None:
+        async with on_h200(services=[ServiceClass("a", reserve=16)]) as pool:
+            await leased(pool)
+            assert not parked(pool)
+        async with on_h200() as pool:
+            await leased(pool)
+            pool.reconfigure(services=[ServiceClass("a", reserve=16)])
+            await leased(pool)
+            assert not parked(pool)
+            pool.reconfigure(services=[])
+            await leased(pool)
+            assert parked(pool) == 1
+
+    asyncio.run(main())
+
+
+def test_a_fault_ends_what_is_parked() -> None:
+    """After a device fault nobody is given a lease that was parked before it."""
+
+    async def main() -> None:
+        async with on_h200() as pool:
+            await leased(pool)
+            assert pool._desk is not None
+            pool._desk.lost(RuntimeError("the device is gone"))
+            with pytest.raises(Poisoned):
+                await leased(pool)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("use", ["run", "stream", "context", "bind", "feed", "failed"])
+def test_what_has_more_to_see_to_is_ended(use: str) -> None:
+    """A lease whose end has more to do than to look at its launches is no other's before."""
+
+    async def main() -> None:
+        async with on_h200() as pool:
+            async with pool.partition(16) as p:
+                with await p.empty(8) as x:
+                    await p.launch(fill, CONFIG, x, 1.0, 8)
+                    if use == "run":
+                        await p.run(int)
+                    elif use == "stream":
+                        _ = p.stream
+                    elif use == "context":
+                        _ = p.context
+                    elif use == "bind":
+                        p.bind(fill, CONFIG, x, 1.0, 8)()
+                    elif use == "feed":
+                        async for _ in p.feed([np.zeros(4, np.float32)]):
+                            pass
+                    else:
+                        with pytest.raises(ZeroDivisionError):
+                            await p.run(lambda: 1 // 0)
+            assert not parked(pool)
+
+    asyncio.run(main())
