@@ -17,6 +17,7 @@ import pytest
 
 from greensched import Buffer, LaunchConfig, Partition, Pool
 from greensched.kernels import fill
+from helpers.waiting import until
 from standin.conftest import Standin
 
 pytestmark = pytest.mark.standin
@@ -25,6 +26,8 @@ CONFIG = LaunchConfig(grid=1, block=64)
 ITEMS = 64
 #: Each thing is done so often: a count is per time, and what comes once in a while shows.
 TIMES = 64
+#: Looks, one in each turn of the loop, at which nothing new was asked.
+QUIET = 10
 
 #: What the safety look asks, once in milliseconds.
 SWEEP = {"cuEventQuery", "cuThreadExchangeStreamCaptureMode"}
@@ -67,6 +70,16 @@ class Counts:
         self._standin, self._folder, self._loop = standin, folder, loop
         self.driver: dict[str, float] = {}
         self.loop: dict[str, float] = {}
+
+    async def quiet(self) -> None:
+        """Until threads of ours have left what they did before: they are told of, then they leave."""
+        seen: list[Counter[str]] = []
+
+        def is_quiet() -> bool:
+            seen.append(self._calls())
+            return len(seen) > QUIET and all(calls == seen[-1] for calls in seen[-QUIET:])
+
+        await until(is_quiet)
 
     def _calls(self) -> Counter[str]:
         found = json.loads(self._standin.report(self._folder / "calls").read_text())["calls"]
@@ -147,6 +160,7 @@ def count(standin: Standin, folder: Path, what: Work) -> Counts:
                 loop = asyncio.get_running_loop()
                 assert isinstance(loop, Loop)
                 counts = Counts(standin, folder, loop)
+                await counts.quiet()
                 with counts.counted():
                     for _ in range(TIMES):
                         await work()
@@ -172,10 +186,10 @@ def count(standin: Standin, folder: Path, what: Work) -> Counts:
 def test_a_short_job_costs_its_launch_and_a_mark(
     standin: Standin, tmp_path: Path, what: Work, driver: dict[str, float]
 ) -> None:
-    """No other driver call, and nothing at all of the loop: no turn, timer, task, hop or future."""
+    """No other driver call, and of the loop no turn, task, hop or future; a timer for all of it."""
     counts = count(standin, tmp_path, what)
     assert counts.driver == driver
-    assert counts.loop == {}
+    assert counts.loop in ({}, {"timer": 1 / TIMES})  # the safety look's
 
 
 def test_a_call_wakes_the_loop_once(standin: Standin, tmp_path: Path) -> None:
