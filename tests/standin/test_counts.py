@@ -72,7 +72,7 @@ class Counts:
         self.loop: dict[str, float] = {}
 
     async def quiet(self) -> None:
-        """Until threads of ours have left what they did before: they are told of, then they leave."""
+        """Until threads of ours have left what they did: they tell the loop first."""
         seen: list[Counter[str]] = []
 
         def is_quiet() -> bool:
