@@ -543,7 +543,7 @@ class Desk:
         """In a forked child: nothing works, and whoever tries is told."""
         self.lock = threading.Lock()  # the old one may be held by a thread that is not here
         self.state = PoolState.FORKED
-        self._parking.scheduler = None
+        self._parking.lock, self._parking.scheduler = self.lock, None
         self._parking.clear()
         for site in self.sites:
             site.fail(ForkedPool("this pool"))

@@ -28,7 +28,7 @@ class Parking:
     """
 
     def __init__(self, lock: Lock) -> None:
-        self._lock = lock
+        self.lock = lock
         self._parked: dict[Any, dict[Wish, list[Channel]]] = {}
         #: Who decides, while the pool is open and has no classes; None: nothing is parked.
         self.scheduler: Scheduler | None = None
@@ -71,7 +71,7 @@ class Parking:
         loop = _get_running_loop()
         if loop is None:  # trio: to ask is a turn of the loop anyway
             return False
-        with self._lock:
+        with self.lock:
             scheduler = self.scheduler
             if scheduler is None or scheduler.waiting:
                 return False

@@ -221,19 +221,29 @@ def test_many_threads(world: World) -> None:
 @contextmanager
 def interrupted_when(condition: Callable[[], bool]) -> Iterator[None]:
     """A Ctrl-C comes once something is the case; the block must end by it."""
-    main, done = threading.get_ident(), threading.Event()
+    main, done, seen = threading.get_ident(), threading.Event(), threading.Event()
+
+    def is_seen() -> bool:
+        """Again until it is: one that comes just before a thread blocks is seen only afterwards."""
+        if not seen.is_set():
+            signal.pthread_kill(main, signal.SIGINT)
+        return seen.is_set()
+
+    def handle(*_: object) -> None:
+        if not seen.is_set():
+            seen.set()
+            raise KeyboardInterrupt
 
     async def wait() -> None:
         await until(condition)
-        signal.pthread_kill(main, signal.SIGINT)
+        await until(is_seen)
 
     def interrupt() -> None:
         asyncio.run(wait())
         done.set()
 
     thread = threading.Thread(target=interrupt)
-    # What a shell starts in the background ignores interrupts; Python then leaves them ignored.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    before = signal.signal(signal.SIGINT, handle)
     try:
         thread.start()
         with pytest.raises(KeyboardInterrupt):

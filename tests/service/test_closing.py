@@ -134,7 +134,7 @@ def test_a_closing_hears_of_the_last_lease_of_another_thread() -> None:
         thread.start()
         await until(held.is_set)
         desk: Any = pool._desk
-        desk.lock = Contended(desk.lock)
+        desk.lock = desk._parking.lock = Contended(desk.lock)
         desk._waiting_for_none = Slow(go, [over, desk.lock.had_to_wait])
         async with asyncio.timeout(20):
             assert not (await pool.aclose(grace=1000.0)).abandoned
