@@ -315,8 +315,9 @@ class Context(State):
                 stream (cuda.h, cuGreenCtxStreamCreate).
 
         Raises:
-            InvalidRequest: a blocking stream; or a primary context, whose streams
-                `Device.create_stream` makes, because they run on every SM.
+            InvalidRequest: a blocking stream; what is no priority; or a primary context, whose
+                streams `Device.create_stream` makes, because they run on every SM.
+            NotSupported: it is green, and the driver is below CUDA 12.5.
         """
         self._check()
         if self.kind == "primary":

@@ -178,8 +178,10 @@ class WorkqueueResourceOptions:
         if scope is not None and scope not in get_args(SharingScope):
             known = " or ".join(map(repr, get_args(SharingScope)))
             raise InvalidRequest(f"sharing_scope={scope!r}: give {known}")
-        if limit is not None and (type(limit) is not int or limit < 1):
-            raise InvalidRequest(f"concurrency_limit={limit!r}: give a number of at least 1")
+        if limit is not None and (type(limit) is not int or not 1 <= limit <= splitting.MOST):
+            raise InvalidRequest(
+                f"concurrency_limit={limit!r}: give a number from 1 to {splitting.MOST}"
+            )
 
 
 class WorkqueueResource:

@@ -23,6 +23,9 @@ NEEDED = "driver and bindings of CUDA 13.1"
 #: CUDA_ERROR_INVALID_VALUE and CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION. Source: cuda.h.
 REFUSALS = (1, 915)
 
+#: What an `unsigned int` of the driver holds at most: past it a wheel raises, or cuts digits off.
+MOST = 2**32 - 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SMResourceOptions:
@@ -77,8 +80,10 @@ def _is_sequence(value: object) -> bool:
 def _sms(name: str, value: object) -> int:
     if value is None:
         return 0
-    if type(value) is not int or value <= 0:
-        raise InvalidRequest(f"{name}={value!r}: give a number of SMs, more than 0, or None")
+    if type(value) is not int or not 0 < value <= MOST:
+        raise InvalidRequest(
+            f"{name}={value!r}: give a number of SMs, more than 0 and at most {MOST}, or None"
+        )
     return value
 
 

@@ -14,6 +14,9 @@ from greensched.driver.base import Driver
 from greensched.errors import InvalidRequest
 from greensched.typing import CacheConfig, ContextFlags, Limit
 
+#: What a `size_t` of the driver holds at most: past it a wheel raises.
+MOST_BYTES = 2**64 - 1
+
 
 class State(abc.ABC):
     """Typed properties for everything that a context can be set to.
@@ -103,8 +106,10 @@ class State(abc.ABC):
             return self.driver.limit(limit)
 
     def _set_limit(self, limit: Limit, nbytes: int, what: str) -> None:
-        if type(nbytes) is not int or nbytes < 0:
-            raise InvalidRequest(f"{what}={nbytes!r} is no number of bytes: give an int from 0 on")
+        if type(nbytes) is not int or not 0 <= nbytes <= MOST_BYTES:
+            raise InvalidRequest(
+                f"{what}={nbytes!r} is no number of bytes: give an int from 0 to {MOST_BYTES}"
+            )
         with self._inside():
             self.driver.set_limit(limit, nbytes)
 

@@ -32,6 +32,8 @@ if TYPE_CHECKING:  # they stand side by side, and neither needs the other to run
 
 #: What streams write of a ticket: its lowest 32 bits. There are never 2**32 in flight.
 MASK = 0xFFFFFFFF
+#: A priority is a signed 32-bit number. Source: cuda.h, cuStreamCreateWithPriority.
+PRIORITIES = 2**31
 #: Source: cuda.h, CUDA_ERROR_INVALID_HANDLE.
 INVALID_HANDLE = 400
 
@@ -132,6 +134,8 @@ class Stream:
 
     def __init__(self, context: Owner, *, priority: int = 0) -> None:
         self.is_closed = True
+        if type(priority) is not int or not -PRIORITIES <= priority < PRIORITIES:
+            raise InvalidRequest(f"priority={priority!r}: give an int, such as 0, or -1 before it")
         #: The context it belongs to, which it keeps alive.
         self.context = context
         with context.entered():

@@ -582,7 +582,7 @@ def test_what_a_context_is_set_to(world: World) -> None:
             assert getattr(own, name) == default
             setattr(green, name, default)
             assert getattr(device.primary, name) == default
-            for wrong in (-1, 1.5, True, None):
+            for wrong in (-1, 1.5, True, None, 2**64):
                 with pytest.raises(greensched.InvalidRequest, match=f"{name}="):
                     setattr(own, name, wrong)
         before = green.persisting_l2_bytes

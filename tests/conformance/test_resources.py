@@ -104,10 +104,11 @@ def test_a_device_says_its_work_queues_where_it_has_them(device: Device) -> None
         {"concurrency_limit": 0},
         {"concurrency_limit": -3},
         {"concurrency_limit": True},
+        {"concurrency_limit": 2**32},
     ],
 )
 def test_what_is_no_configuration_is_refused(options: dict[str, Any]) -> None:
-    """An unknown scope or a limit below 1 is a ValueError where the options are made."""
+    """An unknown scope or a limit that no driver holds is a ValueError where options are made."""
     with pytest.raises(ValueError, match=f"{next(iter(options))}=.*: give "):
         WorkqueueResourceOptions(**options)
 
@@ -139,6 +140,9 @@ def test_a_configuration_takes_options(device: Device) -> None:
         ({"count": ()}, "no group"),
         ({"count": 8, "backfill": 1}, "True or False"),
         ({"count": (8, -1)}, "more than 0"),
+        ({"count": 2**32 + 16}, "at most 4294967295"),
+        ({"count": 16, "coscheduled_sm_count": 2**32 + 8}, "at most 4294967295"),
+        ({"count": 16, "preferred_coscheduled_sm_count": 2**32}, "at most 4294967295"),
     ],
 )
 @pytest.mark.parametrize("dry_run", [False, True])
@@ -344,6 +348,10 @@ def test_streams_of_a_green_context_are_non_blocking(device: Device) -> None:
         context.create_stream(nonblocking=False)
     with pytest.raises(ValueError, match=r"Device\.create_stream"):
         device.primary.create_stream()
+    for wrong in (2**31, -(2**31) - 1, 1.5, True, None):
+        for maker in (context, device):
+            with pytest.raises(InvalidRequest, match="priority="):
+                maker.create_stream(priority=wrong)  # type: ignore[arg-type]
     if device.driver.supports(Feature.GREEN_STREAMS):
         least, greatest = 0, -1
         for priority in (least, greatest):
