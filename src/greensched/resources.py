@@ -111,7 +111,8 @@ class SMResource:
             )
         groups = options.groups
         self._check_whole()
-        return self._outputs(splitting.split(self._driver, self.handle, groups), trial=dry_run)
+        cut = splitting.split(self._driver, self.device, self.handle, groups)
+        return self._outputs(cut, trial=dry_run)
 
     def split_evenly(
         self, minimum: int, *, fine: bool = False

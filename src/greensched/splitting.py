@@ -26,6 +26,10 @@ REFUSALS = (1, 915)
 #: What an `unsigned int` of the driver holds at most: past it a wheel raises, or cuts digits off.
 MOST = 2**32 - 1
 
+#: The largest sets of co-scheduled SMs, from compute capability 9.0 on and before. Source:
+#: programming guide, table 30.
+LARGEST_SETS = (32, 2)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SMResourceOptions:
@@ -93,8 +97,14 @@ def _flag(name: str, value: object) -> bool:
     return value
 
 
-def split(driver: Driver, whole: ResourceHandle, groups: Sequence[SMGroup]) -> Cut:
+def split(driver: Driver, device: int, whole: ResourceHandle, groups: Sequence[SMGroup]) -> Cut:
     """Cuts the groups asked for out of some SMs, all of one call and disjoint. Does not block.
+
+    Args:
+        driver: who cuts.
+        device: the ordinal of the SMs' device.
+        whole: the SMs.
+        groups: what is asked.
 
     Raises:
         InvalidSplit: it cannot be cut so; says why, and what is nearest.
@@ -109,7 +119,9 @@ def split(driver: Driver, whole: ResourceHandle, groups: Sequence[SMGroup]) -> C
         have = driver.resource_facts(whole)
         nearest = _nearest(driver, whole, groups)
         asked = tuple(group.sm_count or None for group in groups)
-        why = _why(have, groups, structured=way is _structured)
+        has_clusters = driver.device_facts(device).compute_capability >= (9, 0)
+        largest_set = LARGEST_SETS[0 if has_clusters else 1]
+        why = _why(have, groups, largest_set, structured=way is _structured)
         raise InvalidSplit(asked, have.sm_count, why, nearest) from error
 
 
@@ -176,13 +188,21 @@ def _by_count(driver: Driver, whole: ResourceHandle, groups: Sequence[SMGroup]) 
 # -- refusing ---------------------------------------------------------------------------------
 
 
-def _why(have: ResourceFacts, groups: Sequence[SMGroup], *, structured: bool) -> str:
+def _why(
+    have: ResourceFacts, groups: Sequence[SMGroup], largest_set: int, *, structured: bool
+) -> str:
     """What stands against it, as far as numbers tell."""
     counts = [group.sm_count for group in groups]
     for count, group in zip(counts, groups, strict=True):
-        step = group.coscheduled_sm_count or have.coscheduled_alignment or 2
-        fine = group.coscheduled_sm_count == 2  # has a least group of its own
+        sets, wider = group.coscheduled_sm_count, group.preferred_coscheduled_sm_count
+        for size in (sets, wider):
+            if size % 2 or size > largest_set:
+                return f"sets of {size} are none: they are even, and of {largest_set} SMs at most"
+        step = sets or have.coscheduled_alignment or 2
+        fine = sets == 2  # has a least group of its own
         least = step if structured or fine else max(step, have.min_partition_size)
+        if wider % step:
+            return f"sets of {wider} are preferred, which is no multiple of {step}"
         if count > have.sm_count:
             return f"{count} are more than there are"
         if count % 2:

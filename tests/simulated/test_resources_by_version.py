@@ -139,6 +139,15 @@ def test_preferred_sets_are_larger_where_there_is_room(opened: Open, version: st
         ("13.4", {"count": (None, None)}, "leaves nothing", (120,)),
         ("13.1", {"count": (8,) * 16}, "borders", (8,) * 15),
         ("13.1", {"count": (64, 70), "coscheduled_sm_count": 2}, "together", (64, 68)),
+        ("13.1", {"count": 12, "coscheduled_sm_count": 3}, "sets of 3 are none", ()),
+        ("13.1", {"count": 64, "coscheduled_sm_count": 64}, "of 32 SMs at most", ()),
+        ("13.1", {"count": 32, "preferred_coscheduled_sm_count": 64}, "sets of 64 are none", ()),
+        (
+            "13.1",
+            {"count": 24, "preferred_coscheduled_sm_count": 12},
+            "12 are preferred.* of 8",
+            (),
+        ),
         ("13.0", {"count": 12}, "no multiple of the 8", (16,)),
         ("13.0", {"count": (8,) * 16}, "borders", (8,) * 15),
         ("13.0", {"count": (72, 72)}, "together", (64, 64)),
@@ -165,6 +174,8 @@ def test_below_8_the_oldest_split_has_a_smallest_group(opened: Open) -> None:
     assert refused.value.nearest == (4,)
     assert sizes(opened("a100@13.1"), count=2) == ([2], 106)
     assert sizes(opened("a100@13.0"), count=2, coscheduled_sm_count=2) == ([2], 106)
+    with pytest.raises(InvalidSplit, match=r"sets of 8 are none.* of 2 SMs at most"):
+        sizes(opened("a100@13.1"), count=16, coscheduled_sm_count=8)
 
 
 def test_a_drivers_other_failures_are_not_refusals(opened: Open) -> None:
