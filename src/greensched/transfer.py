@@ -93,18 +93,17 @@ def pieces(array: Array, limit: int, offset: int = 0) -> Iterator[tuple[int, Arr
 
     Whatever the strides, no piece copies anything.
     """
+    array = np.asarray(array)  # of a subclass rows may be no rows: a matrix's are matrices
     if array.nbytes <= limit:
         yield offset, array
-    elif array.ndim == 1:
-        step = max(1, limit // array.itemsize)
-        for start in range(0, len(array), step):
-            yield offset + start * array.itemsize, array[start : start + step]
-    else:
+    elif array.ndim:
         row = array.nbytes // len(array)
         step = max(1, limit // row)
         for start in range(0, len(array), step):
-            part = array[start] if row > limit else array[start : start + step]
+            part = array[start, ...] if row > limit else array[start : start + step]
             yield from pieces(part, limit, offset + start * row)
+    else:  # a single element that is larger: its bytes
+        yield from pieces(array.reshape(1).view(np.uint8), limit, offset)
 
 
 def source_array(array: object) -> Array:

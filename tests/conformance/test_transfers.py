@@ -45,6 +45,10 @@ def layouts() -> dict[str, npt.NDArray[np.generic]]:
         "chunks, fortran": np.asfortranarray(large),
         "chunks, rows": large[::2, ::-1],
         "one long row": RNG.random((1, BIG)),
+        "long elements": np.resize(np.frombuffer(RNG.bytes(2 * CHUNK + 2), f"V{CHUNK + 1}"), 4)[
+            ::3
+        ],
+        "one long element": np.frombuffer(RNG.bytes(CHUNK + 1), f"V{CHUNK + 1}").reshape(()),
     }
 
 
@@ -73,6 +77,21 @@ def test_every_layout_arrives(world: World, layout: str) -> None:
                     view = spread[..., ::2]
                     await p.download(buffer, out=view)
                     np.testing.assert_array_equal(view, array)
+
+    world.run(main)
+
+
+@pytest.mark.filterwarnings("ignore:the matrix subclass:PendingDeprecationWarning")
+def test_a_matrix_is_filled(world: World) -> None:
+    """A matrix, whose rows have two dimensions again, takes a download as any other array."""
+
+    async def main() -> None:
+        array = RNG.random((1, BIG))
+        async with world.pool() as pool, pool.partition(8) as p:
+            with await p.upload(np.asmatrix(array)) as buffer:
+                out = np.asmatrix(np.zeros_like(array))
+                assert await p.download(buffer, out) is out
+                np.testing.assert_array_equal(out, array)
 
     world.run(main)
 
