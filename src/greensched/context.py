@@ -6,7 +6,6 @@ allocation, an event, a copy) happens inside one synchronous `with context.enter
 
 from __future__ import annotations
 
-import inspect
 import logging
 import threading
 import warnings
@@ -29,6 +28,7 @@ from greensched.errors import (
 )
 from greensched.kernels import Loader
 from greensched.resources import DeviceResources
+from greensched.running import is_asynchronous
 from greensched.state import State
 from greensched.stream import Event, Stream
 from greensched.typing import (
@@ -291,7 +291,7 @@ class Context(State):
         Raises:
             InvalidRequest: the function is a coroutine's: its body would run later, without it.
         """
-        if inspect.iscoroutinefunction(function):
+        if is_asynchronous(function):
             raise InvalidRequest(f"{function!r} is asynchronous: give what runs at once, or p.run")
         with self:
             return function()

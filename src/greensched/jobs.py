@@ -11,6 +11,7 @@ from typing import Any, Generic
 from greensched.buffers import Given
 from greensched.errors import InvalidRequest, WouldBlock, WrongThread, too_late
 from greensched.loops import Door, current_door
+from greensched.running import is_asynchronous
 from greensched.stream import Track
 from greensched.typing import T
 
@@ -31,9 +32,11 @@ class Progress:
 
     __slots__ = ("_done", "_door", "_error", "_is_posted", "_nbytes", "_tell", "_thread", "_told")
 
-    def __init__(self, tell: Tell, nbytes: int, door: Door) -> None:
-        if not callable(tell):
-            raise InvalidRequest(f"progress={tell!r}: give what to call with bytes done and in all")
+    def __init__(self, tell: object, nbytes: int, door: Door) -> None:
+        if not callable(tell) or is_asynchronous(tell):
+            raise InvalidRequest(
+                f"progress={tell!r}: give a plain function of bytes done and in all"
+            )
         self._tell = tell
         self._nbytes = nbytes
         self._door = door

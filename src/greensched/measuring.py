@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from greensched.curves import LatencyCurve
 from greensched.errors import InvalidRequest
 from greensched.planning.cells import Cells
+from greensched.running import is_asynchronous
 
 if TYPE_CHECKING:
     from greensched.pool import Pool
@@ -45,7 +45,7 @@ async def measure(
         for sms in sizes:
             async with pool.partition(sms, device=device, service=service) as p:
                 start = clock()
-                await (fn(p, *args) if inspect.iscoroutinefunction(fn) else p.run(fn, *args))
+                await (fn(p, *args) if is_asynchronous(fn) else p.run(fn, *args))
                 took = clock() - start
                 if turn:  # the first time, things are made and loaded
                     samples.setdefault(p.sm_count, []).append(took)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import threading
 import warnings
 from collections.abc import Callable, Iterable
@@ -29,6 +28,7 @@ from greensched.feeding import Feed
 from greensched.jobs import Job, Tell
 from greensched.kernels import Kernel
 from greensched.launcher import LaunchConfig
+from greensched.running import is_asynchronous
 from greensched.stream import MASK, Stream
 
 P = ParamSpec("P")
@@ -551,5 +551,5 @@ def _check_blocking(fn: object) -> None:
     """Refuses what a thread of ours cannot call."""
     if not callable(fn):
         raise InvalidRequest(f"a function is needed, and {fn!r} is none")
-    if inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__):
+    if is_asynchronous(fn):
         raise InvalidRequest("blocking functions are called, on a thread: await this one")

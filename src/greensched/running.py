@@ -1,7 +1,8 @@
-"""Which event loop runs on the calling thread. Imports none of them."""
+"""Which event loop runs on the calling thread, and what needs one. Imports none of them."""
 
 from __future__ import annotations
 
+import inspect
 import sys
 from typing import Any
 
@@ -24,6 +25,12 @@ def running_trio() -> Any:
     trio = sys.modules.get("trio")
     lowlevel = getattr(trio, "lowlevel", None)
     return trio if lowlevel is not None and lowlevel.in_trio_run() else None
+
+
+def is_asynchronous(function: object) -> bool:
+    """Whether calling it only makes a coroutine, for a loop to run: not where something calls."""
+    called = type(function).__call__
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
 
 
 def on_loop_thread() -> bool:

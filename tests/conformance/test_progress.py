@@ -155,12 +155,15 @@ def test_a_stopped_download_leaves_the_rest_of_its_array_alone(world: World) -> 
 
 
 def test_what_is_no_callback_is_refused(world: World) -> None:
-    """`progress` must be callable; nothing is submitted."""
+    """`progress` must be callable, and no coroutine function: nobody would await it."""
+
+    async def later(done: int, total: int) -> None: ...
 
     async def main() -> None:
         async with world.pool() as pool, pool.partition(8) as p:
-            with pytest.raises(greensched.InvalidRequest, match="bytes done"):
-                p.upload(SMALL, progress=7)  # type: ignore[arg-type]
+            for wrong in (7, later):
+                with pytest.raises(greensched.InvalidRequest, match="bytes done"):
+                    p.upload(SMALL, progress=wrong)  # type: ignore[arg-type]
             assert p._open().track.issued == p._open().track.submitted
 
     world.run(main)
