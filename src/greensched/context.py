@@ -371,6 +371,8 @@ class Context(State):
         if self.kind != "adopted" and self.is_current:
             raise InvalidRequest(f"{self!r} is current on this thread: leave its block, then close")
         threads = [thread.name for ref in self.inside if (thread := ref()) is not None]
+        if current.stands(self):  # below what was pushed or entered since
+            threads.append(current.here.me.name)
         if threads:
             raise InvalidRequest(
                 f"{self!r} is current, or will be again, on thread {threads[-1]!r}: leave its "

@@ -33,8 +33,9 @@ class _Here(threading.local):
 
     Attributes:
         blocks: the `with` blocks it is inside, the innermost last.
-        standing: what it made current without a block, and whether by pushing: one place of the
-            stack each. What was set stands until something else is set there.
+        standing: what it made current without a block, and whether on a place of the stack that
+            was pushed for it; else it was set in the place of what was there, a block's perhaps,
+            and stands until something else is set there.
     """
 
     def __init__(self) -> None:
@@ -166,7 +167,8 @@ class Block(Entered):
 
     It sets, as the runtime API does, and does not push: so it nests with torch and CuPy. What is
     current afterwards is what was before, whatever others set, push or pop inside. Where they do
-    not balance that, it also changed what lies *below* on the stack, which no driver shows.
+    not balance that, past our rooms, it also changed what lies *below* on the stack, which no
+    driver shows.
     """
 
     __slots__ = ("_standing", "_watch")
@@ -191,6 +193,7 @@ class Block(Entered):
         here.blocks.remove(self)
         self.context.inside.remove(here.ref)
         try:
+            self._pop_ours()
             super().__exit__()
         except GreenschedError as error:
             if problem is not None:
@@ -201,6 +204,13 @@ class Block(Entered):
                 _leave(len(here.standing) - 1)
         if problem is not None:
             raise problem
+
+    def _pop_ours(self) -> None:
+        """Pops what was pushed inside it and is still there, so that below is what was."""
+        with suppress(GreenschedError):  # what was current is to be restored all the same
+            for context, pushed in reversed(here.standing[self._standing :]):
+                if pushed and context.driver.current() == context.handle:
+                    context.driver.pop_current()
 
     @staticmethod
     def innermost(context: Enterable) -> Block | None:
@@ -233,12 +243,12 @@ class Block(Entered):
 def replace(context: Enterable) -> None:
     """Makes a context current in the place of what is, on this thread, until something else is."""
     before = context.driver.current()
-    _stand(context, context.driver.set_current, pushed=False)
-    index = len(here.standing) - 2
-    if index >= _first():
-        replaced, pushed = here.standing[index]
-        if not pushed or (replaced.driver is context.driver and replaced.handle == before):
-            _leave(index)
+    index = len(here.standing) - 1
+    replaced, pushed = here.standing[index] if index >= _first() else (None, False)
+    is_there = replaced is not None and _matches(replaced, context.driver, before)
+    _stand(context, context.driver.set_current, pushed=pushed and is_there)
+    if replaced is not None and (is_there or not pushed):
+        _leave(index)
 
 
 def push(context: Enterable) -> None:
@@ -250,13 +260,17 @@ def pop(context: Enterable) -> None:
     """Takes a context off the top of this thread's stack: it floats, or is current lower down.
 
     Raises:
-        InvalidRequest: it is not the top, or a block put it there.
+        InvalidRequest: it is not the top, or it is in a block's place.
     """
     driver = context.driver
     if driver.current() != context.handle:
         raise InvalidRequest(f"{context!r} is not what is current on thread {here.me.name!r}")
     found = [index for index in range(_first(), len(here.standing)) if _is(index, context)]
-    if not found and Block.innermost(context) is not None:
+    if found:
+        is_blocks = bool(here.blocks) and not here.standing[found[-1]][1]
+    else:
+        is_blocks = Block.innermost(context) is not None
+    if is_blocks:
         raise InvalidRequest(f"{context!r} is current by a `with` block: leave that instead")
     driver.pop_current()
     if found:
@@ -269,6 +283,11 @@ def forget(context: Enterable) -> None:
     was_set = last >= _first() and _is(last, context) and not here.standing[last][1]
     if was_set and context.driver.current() != context.handle:
         _leave(last)
+
+
+def stands(context: Enterable) -> bool:
+    """Whether this thread made it current without a block, and nothing was set there since."""
+    return any(_is(index, context) for index in range(len(here.standing)))
 
 
 def _stand(
@@ -301,8 +320,11 @@ def _is_counted(context: Enterable, pushed: bool) -> bool:
 
 
 def _is(index: int, context: Enterable) -> bool:
-    standing = here.standing[index][0]
-    return standing.driver is context.driver and standing.handle == context.handle
+    return _matches(here.standing[index][0], context.driver, context.handle)
+
+
+def _matches(context: Enterable, driver: Driver, handle: ContextHandle | None) -> bool:
+    return context.driver is driver and context.handle == handle
 
 
 def _first() -> int:

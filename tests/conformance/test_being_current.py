@@ -328,6 +328,12 @@ def test_closing_a_context_that_is_in_use_is_refused(world: World) -> None:
             with device, pytest.raises(greensched.InvalidRequest, match="will be again"):
                 context.close()
             context.pop()
+            context.set_current()
+            device.primary.push()
+            with pytest.raises(greensched.InvalidRequest, match="will be again"):
+                context.close()
+            device.primary.pop()
+            context.pop()
             on_thread(context.close)
             context.close()
             assert "closed" in repr(context)
@@ -458,7 +464,11 @@ def test_popping_what_is_not_on_top_is_refused(world: World) -> None:
                 own.pop()
             with pytest.raises(greensched.InvalidRequest, match="`with` block"):
                 device.primary.pop()
+            own.set_current()  # in the block's place
+            with pytest.raises(greensched.InvalidRequest, match="`with` block"):
+                own.pop()
         own.pop()
+        assert device.driver.current() is None
 
 
 def test_what_is_pushed_in_a_block_ends_with_it(world: World) -> None:
@@ -471,6 +481,15 @@ def test_what_is_pushed_in_a_block_ends_with_it(world: World) -> None:
                 assert green.is_current
             assert device.driver.current() is None
             assert on_thread(lambda: green.scoped(lambda: green.is_current))
+        own = Context.create(device)
+        for leave_behind in (green.push, lambda: (own.push(), green.set_current())):
+            own.push()
+            with device:
+                leave_behind()
+            assert own.is_current
+            own.pop()
+            assert device.driver.current() is None, "below the block is what was"
+        own.close()
         green.close()
 
 
