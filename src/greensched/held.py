@@ -15,7 +15,8 @@ asks to be called when the turn is over; launches and blocks off a loop's thread
   would make every checkpoint of the program a third slower.
 * In asyncio's debug mode, or Python's (`-X dev`), the error is raised instead of warned of: on
   Python 3.12 and newer at the await itself, by `sys.monitoring`, before anybody else runs; where
-  that does not reach (3.11, a block inside a generator) when the block ends.
+  that does not reach (3.11, a block inside a generator, a coroutine that returned with its block
+  open) when the block ends.
 
 Not noticed: the first step of an eager task (3.12) that another task starts inside a block. It is
 synchronous, and runs on that context; whatever of it holds the block longer is noticed.
@@ -28,6 +29,7 @@ import threading
 import warnings
 import weakref
 from collections import Counter
+from dis import opname
 from types import CodeType, FrameType
 from typing import Any
 
@@ -58,7 +60,17 @@ _here = _Here()
 class Watch:
     """One open block on a loop's thread."""
 
-    __slots__ = ("block", "context", "debug", "frame", "module", "problem", "runner", "task")
+    __slots__ = (
+        "awaiters",
+        "block",
+        "context",
+        "debug",
+        "frame",
+        "module",
+        "problem",
+        "runner",
+        "task",
+    )
 
     def __init__(self, context: object, runner: object, task: Any, debug: bool) -> None:
         written = _written_in(sys._getframe(2))
@@ -71,6 +83,8 @@ class Watch:
         self.module = written.f_globals
         #: Where it awaits: the innermost frame that can, None in a mere callback.
         self.frame = _awaiting(written)
+        #: Who awaits that, the nearest first: it may return and leave the block open to them.
+        self.awaiters = _awaiters(self.frame)
         #: What its end shall raise.
         self.problem: HeldAcrossAwait | None = None
 
@@ -158,7 +172,10 @@ def _tell(watch: Watch) -> None:
 
 
 def _problem(watch: Watch) -> HeldAcrossAwait:
-    frame, task = watch.frame, None if watch.task is None else watch.task()
+    task = None if watch.task is None else watch.task()
+    frame = watch.frame
+    while frame is not None and _has_returned(frame):
+        frame = watch.awaiters.pop(0) if watch.awaiters else None
     suspended = "an unknown place" if frame is None else _place(frame)
     who = "a callback" if frame is None else f"coroutine {frame.f_code.co_qualname!r}"
     name = getattr(task, "get_name", lambda: getattr(task, "name", None))()
@@ -166,6 +183,13 @@ def _problem(watch: Watch) -> HeldAcrossAwait:
         who = f"task {name!r}, {who}"
     file, line = watch.block
     return HeldAcrossAwait(repr(watch.context), f"{file}:{line}", who, suspended)
+
+
+def _has_returned(frame: FrameType) -> bool:
+    """Whether it is over: where a helper's coroutine opened the block for whoever awaited it."""
+    code = frame.f_code
+    is_coroutine = bool(code.co_flags & _COROUTINE)
+    return is_coroutine and opname[code.co_code[frame.f_lasti]].startswith("RETURN")
 
 
 def _place(frame: FrameType) -> str:
@@ -184,6 +208,13 @@ def _awaiting(frame: FrameType | None) -> FrameType | None:
     while frame is not None and not frame.f_code.co_flags & _AWAITS:
         frame = frame.f_back
     return frame
+
+
+def _awaiters(frame: FrameType | None) -> list[FrameType]:
+    found: list[FrameType] = []
+    while frame is not None and (frame := frame.f_back) and frame.f_code.co_flags & _AWAITS:
+        found.append(frame)
+    return found
 
 
 # -- at the await itself ---------------------------------------------------------------------------

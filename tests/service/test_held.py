@@ -119,8 +119,17 @@ def test_a_block_in_a_helper_is_told_where_it_is_written(device: Device, loop: s
         async with asynchronous():
             await pause()
 
+    async def opens(stack: contextlib.ExitStack) -> None:
+        stack.enter_context(device)  # the block
+
+    async def by_a_coroutine_that_returned() -> None:
+        with contextlib.ExitStack() as stack:
+            await opens(stack)
+            await pause()  # the await
+
     async def main() -> None:
         for holder, written in (
+            (by_a_coroutine_that_returned, opens),
             (by_generator, helper.__wrapped__),  # type: ignore[attr-defined]
             (by_stack, by_stack),
             (by_asynchronous, asynchronous.__wrapped__),  # type: ignore[attr-defined]
