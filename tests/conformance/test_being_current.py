@@ -307,6 +307,11 @@ def test_synchronize_is_of_this_context(world: World) -> None:
         with device:
             own.synchronize()
             assert device.primary.is_current
+        with closing(own.create_stream()) as stream:
+            config = greensched.LaunchConfig(grid=1, block=1)
+            greensched.launch(stream, config, greensched.kernels.spin, 5_000_000)
+            on_thread(lambda: device.primary.scoped(own.synchronize))
+            assert stream.is_done
         own.close()
         with pytest.raises(greensched.Closed, match="own"):
             own.synchronize()

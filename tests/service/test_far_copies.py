@@ -67,7 +67,9 @@ def test_a_failed_copy_leaves_nothing(pair: str, verb: str) -> None:
                 driver.script.add(Fail(verb, nth=driver.script.calls[verb] + 1))
                 with pytest.raises(Exception, match="INVALID_VALUE"):
                     await p.copy(here, there)
+                made = driver.script.calls["allocate_host"]
                 await p.copy(here, there)
+                assert driver.script.calls["allocate_host"] == made, "what was lent had come back"
                 np.testing.assert_array_equal(await p.download(here), LARGE)
 
     anyio.run(main)

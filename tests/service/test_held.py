@@ -207,8 +207,13 @@ def test_what_is_left_in_time_is_not_told(device: Device, loop: str) -> None:
             assert own.scoped(lambda: 2) == 2
         await anyio.to_thread.run_sync(elsewhere)
 
-    with device:  # the loop's whole life is inside it
-        run(loop, main)
+    with warnings.catch_warnings(
+        record=True
+    ) as told:  # an error would have no block to come out of
+        warnings.simplefilter("always", HeldAcrossAwait)
+        with device:  # the loop's whole life is inside it
+            run(loop, main)
+    assert not told
     own.close()
 
 
