@@ -34,14 +34,15 @@ def test_a_pool_cuts_as_finely_as_it_was_told(world: World, granularity: Any) ->
     world.run(main)
 
 
-def test_what_clusters_a_partition_has(world: World) -> None:
+@pytest.mark.parametrize("spec", ["h200", "a100"])
+def test_what_clusters_a_partition_has(world: World, spec: str) -> None:
     """Co-scheduled partitions have clusters of 8 from 9.0 on; fine ones have none that large.
 
     A driver below 13.0 does not say how the SMs of a context are aligned: nothing is sure there.
     """
 
     async def main() -> None:
-        async with world.pool() as pool:
+        async with world.pool(spec) as pool:
             device = pool.devices[0]
             said = device.driver.version >= (13, 0)
             large = 8 if said and device.compute_capability >= (9, 0) else 1
@@ -51,7 +52,7 @@ def test_what_clusters_a_partition_has(world: World) -> None:
                 assert p.max_cluster_size == large
             with pytest.raises(greensched.PartitionClosed):
                 _ = p.max_cluster_size
-        async with world.pool(granularity="fine") as pool, pool.partition(8) as p:
+        async with world.pool(spec, granularity="fine") as pool, pool.partition(8) as p:
             assert p.max_cluster_size == min(2, large)
 
     world.run(main)

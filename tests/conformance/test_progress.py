@@ -84,15 +84,21 @@ def test_progress_comes_while_the_copy_runs(world: World, copy: Copy) -> None:
     world.run(main)
 
 
-def test_a_long_copy_on_the_device_is_told_of_in_parts(world: World) -> None:
+def test_a_long_copy_on_the_device_is_told_of_in_parts(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A copy inside a device that is listened to goes in parts, and arrives whole."""
 
     async def main() -> None:
         told: list[int] = []
         array = np.arange(PART // 8 + 1000, dtype=np.float64)
         async with world.pool() as pool, pool.partition(8) as p:
+            parts, driver = [], p.context.driver
+            submit = driver.copy
+            monkeypatch.setattr(driver, "copy", lambda *a: (parts.append(a[2]), submit(*a)))
             with await p.upload(array) as a, await p.empty_like(a) as b:
                 await p.copy(b, a, progress=lambda done, _: told.append(done))
+                assert parts == [PART, array.nbytes - PART]
                 assert told[-1] == array.nbytes
                 assert set(told) <= {PART, array.nbytes}
                 np.testing.assert_array_equal(await p.download(b), array)

@@ -25,6 +25,7 @@ from greensched.driver.simulated import Crash, Fail, Hang
 from greensched.driver.simulated.presets import PRESETS, DeviceModel
 from greensched.kernels import fill, saxpy, spin
 from greensched.site import Site
+from greensched.transfer import SLOTS
 from greensched.typing import Feature
 from helpers.waiting import turns, until
 
@@ -54,6 +55,27 @@ async def opened(driver: simulated.SimulatedDriver) -> Pool:
     pool = Pool(driver=driver)
     await pool.open()
     return pool
+
+
+def test_an_upload_without_room_gives_its_slot_back() -> None:
+    """However many small uploads fail, the next ones have staging as before."""
+    driver = simulated.open("h200")
+
+    async def main() -> None:
+        async with Pool(driver=driver) as pool, pool.partition(8) as p:
+            first = driver.script.calls["allocate"] + 1
+            driver.script.add(Fail("allocate", first, "OUT_OF_MEMORY", last=first + 2))
+            for _ in range(3):
+                with pytest.raises(greensched.OutOfMemory):
+                    await p.upload(np.ones(5))
+            slots = pool._opened().sites[0].slots
+            taken = [slots.take() for _ in range(SLOTS)]
+            assert all(taken)
+            for slot in filter(None, taken):
+                slots.put_now(slot)
+
+    anyio.run(main)
+    driver.close()
 
 
 def test_a_device_fault_ends_everything_within_a_second(clock: Any) -> None:
