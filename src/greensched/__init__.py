@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from greensched.buffers import Buffer as Buffer
     from greensched.buffers import PinnedBuffer as PinnedBuffer
     from greensched.curves import LatencyCurve as LatencyCurve
-    from greensched.desk import PoolState as PoolState
-    from greensched.desk import PoolStatistics as PoolStatistics
     from greensched.device import Context as Context
     from greensched.device import Device as Device
     from greensched.errors import *  # noqa: F403  every error is public
@@ -28,7 +26,6 @@ if TYPE_CHECKING:
     from greensched.planning.requests import ServiceStatistics as ServiceStatistics
     from greensched.planning.services import ServiceClass as ServiceClass
     from greensched.plans import Plan as Plan
-    from greensched.pool import CloseReport as CloseReport
     from greensched.pool import Pool as Pool
     from greensched.resources import ContextOptions as ContextOptions
     from greensched.resources import DeviceResources as DeviceResources
@@ -36,6 +33,9 @@ if TYPE_CHECKING:
     from greensched.resources import WorkqueueResource as WorkqueueResource
     from greensched.resources import WorkqueueResourceOptions as WorkqueueResourceOptions
     from greensched.splitting import SMResourceOptions as SMResourceOptions
+    from greensched.standing import CloseReport as CloseReport
+    from greensched.standing import PoolState as PoolState
+    from greensched.standing import PoolStatistics as PoolStatistics
     from greensched.stream import Event as Event
     from greensched.stream import Stream as Stream
     from greensched.sync import SyncPartition as SyncPartition
@@ -51,7 +51,7 @@ _ROOMS = {
     "Bound": "bound",
     "Buffer": "buffers",
     "CacheConfig": "typing",
-    "CloseReport": "pool",
+    "CloseReport": "standing",
     "Context": "device",  # which it needs for `Context.device`, and is above its own room
     "ContextFlags": "typing",
     "ContextOptions": "resources",
@@ -67,8 +67,8 @@ _ROOMS = {
     "PinnedBuffer": "buffers",
     "Plan": "plans",
     "Pool": "pool",
-    "PoolState": "desk",
-    "PoolStatistics": "desk",
+    "PoolState": "standing",
+    "PoolStatistics": "standing",
     "Program": "kernels",
     "REST": "typing",
     "SMResource": "resources",

@@ -11,13 +11,11 @@ granted in the meantime gives its cells back.
 
 from __future__ import annotations
 
-import enum
 import logging
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 
 import anyio
@@ -39,10 +37,11 @@ from greensched.loops import Door, Waiter, current_door
 from greensched.parking import Parking
 from greensched.planning.placement import Placement
 from greensched.planning.policy import Policy
-from greensched.planning.requests import Request, ServiceStatistics, State
+from greensched.planning.requests import Request, State
 from greensched.planning.scheduler import Scheduler
 from greensched.planning.services import ServiceClass
 from greensched.site import Site
+from greensched.standing import PoolState
 from greensched.wishes import Wish
 from greensched.worker import Crew, Worker
 
@@ -50,46 +49,6 @@ logger = logging.getLogger("greensched")
 
 #: While requests wait, closed loops are looked for so often.
 TEND_S = 0.050
-
-
-class PoolState(enum.Enum):
-    """Where a pool is in its life."""
-
-    NEW = "not open"
-    OPENING = "opening"
-    OPEN = "open"
-    CLOSING = "closing"
-    CLOSED = "closed"
-    POISONED = "poisoned"
-    FORKED = "forked"
-
-
-@dataclass(frozen=True, slots=True)
-class PoolStatistics:
-    """What a pool has and did. SMs over all devices; counts since it was opened.
-
-    Attributes:
-        completion: `"word"`: streams write tickets to memory; `"event"`: they cannot here.
-        services: of each class; "": of those who named none.
-    """
-
-    state: PoolState
-    devices: int
-    sms_total: int
-    sms_free: int
-    sms_leased: int
-    sms_draining: int
-    leases: int
-    waiting: int
-    requested: int
-    granted: int
-    cancelled: int
-    expired: int
-    refused: int
-    lanes: int
-    lanes_made: int
-    completion: str
-    services: Mapping[str, ServiceStatistics]
 
 
 class Queued:

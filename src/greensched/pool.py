@@ -12,7 +12,7 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar, get_args
 
@@ -23,7 +23,7 @@ from greensched import process, wishes
 from greensched.buffers import Buffer
 from greensched.channel import Channel
 from greensched.curves import LatencyCurve
-from greensched.desk import Desk, PoolState, PoolStatistics
+from greensched.desk import Desk
 from greensched.device import Device
 from greensched.driver.base import Driver
 from greensched.errors import GreenschedError, InvalidRequest, PoolClosed
@@ -40,6 +40,7 @@ from greensched.planning.scheduler import validate_bound
 from greensched.planning.services import ServiceClass, checked
 from greensched.plans import Plan, plan
 from greensched.site import Site
+from greensched.standing import CloseReport, PoolState, PoolStatistics
 from greensched.typing import CaptureMode, Granularity, Size
 from greensched.verification import Verification, verify
 from greensched.wishes import Wish, wish
@@ -61,13 +62,6 @@ MAX_WAITING = 1024
 #: Sizes for which a pool keeps the wish: more than a device has.
 SHARED_WISHES = 256
 NOTHING_ELSE = (None,) * 5
-
-
-@dataclass(frozen=True, slots=True)
-class CloseReport:
-    """How a pool ended: what it had to leave behind, leased or at work after the grace."""
-
-    abandoned: tuple[str, ...] = ()
 
 
 class Pool:

@@ -18,7 +18,6 @@ import numpy.typing as npt
 from anyio.from_thread import BlockingPortalProvider
 
 from greensched.buffers import Buffer, PinnedBuffer
-from greensched.desk import PoolState
 from greensched.errors import ForkedPool, LoopWouldBlock, PartitionClosed
 from greensched.jobs import Job, Tell
 from greensched.kernels import Kernel
@@ -26,12 +25,13 @@ from greensched.launcher import LaunchConfig
 from greensched.loops import asker
 from greensched.partition import Array, Partition
 from greensched.running import on_loop_thread
+from greensched.standing import CloseReport, PoolState
 from greensched.typing import Size
 
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
 
-    from greensched.pool import CloseReport, Pool
+    from greensched.pool import Pool
 
 P = ParamSpec("P")
 T = TypeVar("T")

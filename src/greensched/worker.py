@@ -23,7 +23,7 @@ from greensched.belongings import Belongings
 from greensched.completion import Completion
 from greensched.context import Context
 from greensched.driver.base import Driver
-from greensched.errors import CUDAError, DeviceFault, run_all
+from greensched.errors import CUDAError, DeviceFault, GreenschedError, run_all
 from greensched.jobs import Job
 from greensched.lane import Lane
 from greensched.loops import Errand
@@ -89,7 +89,7 @@ class Worker:
             return self._mailbox
 
     def _run(self, mailbox: Mailbox[Any]) -> None:
-        with suppress(CUDAError):  # the driver may not be initialised yet
+        with suppress(GreenschedError):  # there may be no driver yet, or none at all
             self._driver.exchange_capture_mode(CaptureMode.RELAXED)
         while True:
             item = mailbox.get()
