@@ -30,6 +30,7 @@ from greensched.jobs import Job, Tell
 from greensched.kernels import Kernel
 from greensched.launcher import LaunchConfig
 from greensched.stream import Stream
+from greensched.typing import DeviceArray
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -280,10 +281,15 @@ class Partition:
             kernel: what to launch.
             config: with how many threads.
             args: as the kernel's parameters: a `Buffer` or `PinnedBuffer` for each pointer, a
-                number for each scalar.
+                number for each scalar. A pointer may also be an array of another library, in
+                device memory and C order, by DLPack or `__cuda_array_interface__`: it is used
+                where it lies, behind its producer's stream, and kept alive until the job is done.
 
         Raises:
-            ArgumentMismatch: wrong number or kind of arguments.
+            ArgumentMismatch: wrong number or kind of arguments; an array in host memory, of other
+                strides than C order's, read-only where the parameter is not const, or one that its
+                library refuses to hand out.
+            InvalidArray: an array that lies in no device's memory, whatever it says.
             InvalidLaunch: a grid, block or shared memory beyond the device.
             NotSimulable: simulated, and the kernel has no reference or no cost.
 
@@ -354,7 +360,8 @@ class Partition:
         No device ever reads it: large ones go through chunks of pinned memory of ours, by a thread.
 
         Args:
-            array: anything numpy takes for an array, but one in device memory.
+            array: anything numpy takes for an array; or a device array, as in `launch`, which the
+                device copies.
             progress: called on this loop's thread with the bytes done and the bytes in all, never
                 backwards, and with all of them before the job gives its value. What it raises
                 stops a large copy between two chunks and fails the job.
@@ -369,7 +376,11 @@ class Partition:
         return moving.upload(self._ready(), array, progress)
 
     def download(
-        self, buffer: Buffer, out: Array | None = None, *, progress: Tell | None = None
+        self,
+        buffer: Buffer | DeviceArray,
+        out: Array | None = None,
+        *,
+        progress: Tell | None = None,
     ) -> Job[Array]:
         """Copies a buffer to a numpy array: a new one, or `out`.
 
@@ -378,16 +389,23 @@ class Partition:
         that goes through pinned memory of ours.
 
         Args:
-            buffer: of this device.
+            buffer: of this device; or a device array of another library, as in `launch`.
             out: of the same shape and dtype, with any strides.
             progress: as of `upload`.
 
         Raises:
-            InvalidArray: `out` is read-only, or of another shape or dtype.
+            InvalidArray: `out` is read-only, or of another shape or dtype; or a device array that
+                cannot be used, see `launch`.
         """
         return moving.download(self._ready(), buffer, out, progress)
 
-    def copy(self, dst: Buffer, src: Buffer | Array, *, progress: Tell | None = None) -> Job[None]:
+    def copy(
+        self,
+        dst: Buffer | DeviceArray,
+        src: Buffer | DeviceArray | Array,
+        *,
+        progress: Tell | None = None,
+    ) -> Job[None]:
         """Copies a buffer, or an array, into an existing buffer of the same shape and dtype.
 
         An array must not change until the job is done, unless it has at most 64 KiB.
@@ -397,13 +415,13 @@ class Partition:
         can; else in chunks through pinned memory of the host, by a thread of ours.
 
         Args:
-            dst: written.
-            src: read.
+            dst: written: a buffer, or a device array of another library, as in `launch`.
+            src: read: the same, or an array of the host.
             progress: as of `upload`. A copy of device memory that is listened to goes in parts of
                 64 MiB.
 
         Raises:
-            InvalidArray: they differ in shape or dtype.
+            InvalidArray: they differ in shape or dtype; or a device array that cannot be used.
             WrongDevice: neither is of this device, or one is of a device outside the pool.
         """
         return moving.copy(self._ready(), dst, src, progress)
