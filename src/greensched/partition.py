@@ -6,6 +6,7 @@ import inspect
 import threading
 import warnings
 from collections.abc import Callable, Iterable
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, ParamSpec, Protocol, Self, TypeVar
 
@@ -15,6 +16,7 @@ import numpy.typing as npt
 from greensched import launching, moving
 from greensched.bound import Bound
 from greensched.buffers import Buffer, PinnedBuffer
+from greensched.calls import Call, inside, surroundings
 from greensched.channel import Channel, order_behind
 from greensched.context import Context
 from greensched.errors import (
@@ -462,6 +464,8 @@ class Partition:
         done. A call that nobody waits for any more runs to its end, and the SMs stay until then.
 
         Buffers among the arguments are kept in order as in a launch, and count as written.
+        Libraries with a current stream have it set where their integration was imported
+        (`greensched.integrations.torch`, say); `current_call()` says there what SMs there are.
         """
         channel = self._ready()
         _check_blocking(fn)
@@ -472,6 +476,8 @@ class Partition:
         uses = [(a, True) for a in given if isinstance(a, (Buffer, PinnedBuffer))]
         for buffer, _ in uses:
             buffer.check(channel.ordinal)
+        where = self._call(channel, runs.stream)
+        arounds = surroundings(where, given)
         lagging, behind = channel.others(runs, uses)
         ticket = runs.issue()
         for buffer, write in uses:
@@ -480,12 +486,30 @@ class Partition:
 
         def call() -> T:
             order_behind(runs, lagging, behind)
-            return fn(*args, **kwargs)
+            return inside(where, arounds, partial(fn, *args, **kwargs))
+
+        if arounds:  # what they put on the stream may outlast the call
+            runs.keep(ticket, given)
+            holding.completion.when_reached(runs, ticket, runs.let_go)
 
         holding.is_exposed = True
         holding.completion.watch(runs)
         holding.crew.run(call, job, ticket, holding.completion)
         return job
+
+    @property
+    def call(self) -> Call:
+        """Where its launches and copies go, for integrations whose blocks work there, too.
+
+        Raises:
+            WouldBlock: as `stream`.
+        """
+        return self._call(self._open(), self.stream)
+
+    def _call(self, channel: Channel, stream: Stream) -> Call:
+        lane = channel.lane
+        is_simulated = not lane.device.driver.needs_binary
+        return Call(stream, channel.ordinal, lane.sm_count, is_simulated)
 
     def local(self, factory: Callable[[], T]) -> Job[T]:
         """What a function makes for these SMs: once, then the same to every lease of them.
