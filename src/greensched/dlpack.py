@@ -74,10 +74,14 @@ _LAYOUTS: Final = {b"dltensor": _Managed, b"dltensor_versioned": _Versioned}
 #: Source: numpy 2.1's release notes.
 _GIVES_VERSIONED: Final = tuple(map(int, np.__version__.split(".")[:2])) >= (2, 1)
 
-_name = ctypes.pythonapi.PyCapsule_GetName
-_name.restype, _name.argtypes = ctypes.c_char_p, [ctypes.c_void_p]
-_pointer = ctypes.pythonapi.PyCapsule_GetPointer
-_pointer.restype, _pointer.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_char_p]
+# Functions of our own: those that are attributes of `ctypes.pythonapi` are everybody's, and other
+# libraries declare them otherwise.
+_name = ctypes.PYFUNCTYPE(ctypes.c_char_p, ctypes.py_object)(
+    ("PyCapsule_GetName", ctypes.pythonapi)
+)
+_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +107,13 @@ def read(capsule: object) -> View:
     """
     if type(capsule).__name__ != "PyCapsule":
         raise InvalidArray(f"__dlpack__ gave a {type(capsule).__name__}, and no capsule")
-    name = _name(id(capsule))
+    name = _name(capsule)
     layout = _LAYOUTS.get(name)
     if layout is None:
         if name.startswith(b"used_"):
             raise InvalidArray("its DLPack capsule was consumed already: give the array itself")
         raise InvalidArray(f"a capsule named {name!r} is none of DLPack's")
-    managed = layout.from_address(_pointer(id(capsule), name))
+    managed = layout.from_address(_pointer(capsule, name))
     if layout is _Versioned and managed.major != VERSION[0]:
         raise InvalidArray(f"its DLPack is of version {managed.major}, and 1 is known here")
     tensor = managed.tensor
@@ -184,7 +188,7 @@ def make(
         capsule = array.__dlpack__(**options)
     except BufferError as error:
         raise InvalidArray(f"DLPack has no elements of dtype {dtype}: {error}") from None
-    name = _name(id(capsule))
-    tensor = _LAYOUTS[name].from_address(_pointer(id(capsule), name)).tensor
+    name = _name(capsule)
+    tensor = _LAYOUTS[name].from_address(_pointer(capsule, name)).tensor
     tensor.device_type, tensor.device_id = CUDA, device
     return capsule

@@ -40,7 +40,7 @@ from greensched.planning.scheduler import validate_bound
 from greensched.planning.services import ServiceClass, checked
 from greensched.plans import Plan, plan
 from greensched.site import Site
-from greensched.typing import CaptureMode, Granularity, Size
+from greensched.typing import CaptureMode, Granularity, Size, SupportsDevice
 from greensched.verification import Verification, verify
 from greensched.wishes import Wish, wish
 from greensched.worker import Worker
@@ -74,7 +74,7 @@ class Pool:
     loops, in several threads, may share it.
 
     Args:
-        devices: ordinals; None: every visible device.
+        devices: ordinals, or devices of cuda.core; None: every visible device.
         driver: a driver, `"cuda"`, or `"simulated:h200"`; None: what the environment variable
             `GREENSCHED_DRIVER` says, else CUDA. A simulation is never chosen by itself.
         services: classes of users, for `partition(service=...)`.
@@ -102,7 +102,7 @@ class Pool:
 
     def __init__(
         self,
-        devices: Sequence[int] | None = None,
+        devices: Sequence[int | SupportsDevice] | None = None,
         *,
         driver: str | Driver | None = None,
         services: Sequence[ServiceClass] = (),

@@ -306,6 +306,13 @@ class SupportsCudaStream(Protocol):
     def __cuda_stream__(self) -> tuple[Literal[0], int]: ...
 
 
+class SupportsDevice(Protocol):
+    """Another library's device, cuda.core's say."""
+
+    @property
+    def device_id(self) -> int: ...
+
+
 class SupportsDLPack(Protocol):
     """An array that another library takes without a copy, by DLPack."""
 

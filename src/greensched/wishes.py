@@ -102,8 +102,9 @@ def kernels(prepare: object) -> tuple[Kernel, ...]:
 
 
 def ordinals(devices: object) -> tuple[int, ...]:
-    """Ordinals of devices, each once."""
-    chosen = tuple(devices) if isinstance(devices, Iterable) else ()
+    """Ordinals of devices, each once; another library's device says its own."""
+    given = tuple(devices) if isinstance(devices, Iterable) else ()
+    chosen = tuple(getattr(device, "device_id", device) for device in given)
     whole = all(type(ordinal) is int and ordinal >= 0 for ordinal in chosen)
     if not chosen or not whole or len(set(chosen)) != len(chosen):
         raise InvalidRequest(

@@ -6,6 +6,7 @@ protocol. The real ones have tests of their own (tests/integrations).
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import weakref
 from collections.abc import AsyncIterator, Callable
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 
 import greensched
-from greensched import Buffer, Device, InvalidArray, LaunchConfig, Partition, Pool, Stream
+from greensched import Buffer, Device, InvalidArray, LaunchConfig, Partition, Pool, Stream, dlpack
 from greensched.kernels import fill, saxpy
 from helpers.gate import Gate
 from helpers.waiting import until
@@ -275,12 +276,8 @@ def flagged(buffer: Buffer) -> Callable[[], object]:
     """Capsules that say that their memory is only to be read."""
 
     def make() -> object:
-        import ctypes
-
-        from greensched import dlpack
-
         capsule: Any = buffer.__dlpack__(stream=-1, max_version=(1, 1))
-        place = dlpack._pointer(id(capsule), dlpack._name(id(capsule)))
+        place = dlpack._pointer(capsule, dlpack._name(capsule))
         ctypes.c_uint64.from_address(place + 24).value |= 1
         return capsule
 
@@ -291,11 +288,7 @@ def consumed(buffer: Buffer) -> Callable[[], object]:
     """Capsules that somebody has taken."""
 
     def make() -> object:
-        import ctypes
-
         capsule = buffer.__dlpack__(stream=-1)
-        rename = ctypes.pythonapi.PyCapsule_SetName
-        rename.argtypes = [ctypes.py_object, ctypes.c_char_p]
         rename(capsule, USED)
         taken.append(capsule)
         return capsule
@@ -303,18 +296,18 @@ def consumed(buffer: Buffer) -> Callable[[], object]:
     return make
 
 
-USED = b"used_dltensor"
+#: A capsule keeps the address of its name.
+FRESH, USED = b"dltensor", b"used_dltensor"
+rename = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_SetName", ctypes.pythonapi)
+)
 #: Capsules that nobody ends: their memory would stay lent.
 taken: list[object] = []
 
 
 def give_back_taken() -> None:
-    import ctypes
-
-    rename = ctypes.pythonapi.PyCapsule_SetName
-    rename.argtypes = [ctypes.py_object, ctypes.c_char_p]
     for capsule in taken:
-        rename(capsule, b"dltensor")
+        rename(capsule, FRESH)
     taken.clear()
 
 
