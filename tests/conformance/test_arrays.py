@@ -567,3 +567,22 @@ def test_a_stream_follows_anybodys(world: World) -> None:
             x.close()
 
     world.run(main)
+
+
+def test_a_device_that_says_which_it_is_is_one_of_ours(world: World) -> None:
+    """`Device` and `Pool(devices=...)` take another library's device by its `device_id`."""
+
+    class Theirs:
+        device_id = 0
+
+    async def main() -> None:
+        async with world.pool(devices=[Theirs()]) as pool:
+            assert [device.ordinal for device in pool.devices] == [0]
+
+    world.run(main)
+    device = Device(Theirs(), driver=world.driver())
+    assert device.ordinal == 0
+    device.close()
+    strange = type("Strange", (), {"device_id": "0"})()
+    with pytest.raises(greensched.InvalidRequest):
+        Device(strange, driver=world.driver())
