@@ -29,8 +29,7 @@ def stream(where: Partition | Call | None = None) -> Any:
         InvalidRequest: neither is there, or the GPU is simulated.
         WouldBlock: as `Partition.stream`.
     """
-    call = call_of(where)
-    return cupy.cuda.ExternalStream(call.stream.address, call.device)
+    return cupy.cuda.Stream.from_external(call_of(where).stream)
 
 
 @contextmanager
@@ -65,7 +64,7 @@ def around_call(call: Call, given: Sequence[object]) -> Callable[[Callable[[], A
 
     def around(function: Callable[[], Any]) -> Any:
         call.stream.follow(_address(theirs))
-        with stream(call):
+        with cupy.cuda.Device(call.device), stream(call):
             return function()
 
     return around
