@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 import types
+from contextlib import contextmanager
 from typing import Any
 
+import anyio
 import numpy as np
 import pytest
 
@@ -150,3 +154,91 @@ def test_torch_takes_what_a_capsule_of_ours_says(monkeypatch: pytest.MonkeyPatch
         assert len(returned) == before + 1
     view = dlpack.read(torch.ones(3, 2, dtype=torch.bfloat16).T.__dlpack__())
     assert (view.shape, view.strides, view.kind) == ((2, 3), (2, 4), "bfloat16")
+
+
+class FakeCuda:
+    """torch.cuda as far as the integration goes: a current stream for each thread, and a log."""
+
+    def __init__(self) -> None:
+        self.log: list[Any] = []
+        self._here = threading.local()
+
+    def is_available(self) -> bool:
+        return True
+
+    is_initialized = is_available
+
+    def is_current_stream_capturing(self) -> bool:
+        return False
+
+    def current_stream(self, device: int) -> Any:
+        return getattr(self._here, "stream", "default")
+
+    def ExternalStream(self, address: int, device: int) -> Any:  # noqa: N802  as torch has it
+        return types.SimpleNamespace(
+            address=address, wait_event=lambda event: self.log.append((address, "waits", event.of))
+        )
+
+    def Event(self) -> Any:  # noqa: N802  as torch has it
+        event = types.SimpleNamespace()
+        event.record = functools.partial(setattr, event, "of")
+        return event
+
+    @contextmanager
+    def stream(self, stream: Any) -> Any:
+        before, self._here.stream = self.current_stream(0), stream
+        try:
+            yield
+        finally:
+            self._here.stream = before
+
+
+class FakeTensor:
+    """A tensor on the GPU, which says what stream it was recorded on."""
+
+    is_cuda = True
+
+    def __init__(self) -> None:
+        self.on: list[Any] = []
+
+    def record_stream(self, stream: Any) -> None:
+        self.on.append(getattr(stream, "address", stream))
+
+
+def test_streams_are_handed_over_by_events(
+    cuda_pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which stream waits for which, is current where, and which tensors are recorded on which.
+
+    torch's part is played: the CPU's torch has no streams. tests/gpu has the real one.
+    """
+    cuda = FakeCuda()
+    fake = types.SimpleNamespace(cuda=cuda, Tensor=FakeTensor)
+    monkeypatch.setattr(gs_torch, "torch", fake)
+    gs_torch._has_cuda.cache_clear()
+    x, y = FakeTensor(), FakeTensor()
+
+    def call(given: Any) -> Any:
+        return cuda.current_stream(0).address, {"y": [y]}
+
+    async def main() -> None:
+        async with cuda_pool as pool, pool.partition(8) as p:
+            run = p._open().lane.runs.stream.address
+            address, _ = await p.run(call, x)
+            assert address == run
+            assert (cuda.log, x.on, y.on) == ([(run, "waits", "default")], [], ["default"])
+            cuda.log.clear()
+            with gs_torch.current(p, x) as ours:
+                assert cuda.current_stream(0) is ours
+                assert gs_torch.sm_count() == 8
+            launch = p.stream.address
+            assert (cuda.log, x.on) == ([(launch, "waits", "default")], [launch])
+            with cuda.stream(gs_torch.stream(p)):
+                y.on.clear()
+                gs_torch.take(p, y)
+            assert y.on == [launch]
+
+    try:
+        anyio.run(main)
+    finally:
+        gs_torch._has_cuda.cache_clear()
