@@ -5,6 +5,9 @@
 #   make check          lint, format, types, import contracts
 #   make test-standin   the conformance suite and more, with the real cuda.bindings on a stand-in
 #                       driver built from STANDIN=<folder with a Makefile>
+#   make test-integrations  torch, cuda.core, numba-cuda and Warp beside greensched, in an environment
+#                       of their own, some gigabytes; STANDIN=... for those that need a driver
+#   make check-extras   whether every extra installs beside the newest torch; installs nothing
 #   make test-gpu       the same suite and all gpu tests, on the GPU of this machine, with the
 #                       Python (GPU_PYTHON=...) and packages found there
 #   make bench          benchmarks on the simulated driver; STANDIN=... adds the real bindings
@@ -15,8 +18,9 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STANDIN ?=
 BUILT  := .build/standin
+OTHERS := .build/integrations
 
-.PHONY: demo test check format test-standin test-gpu bench soak clean
+.PHONY: demo test check format test-standin test-integrations check-extras test-gpu bench soak clean
 
 demo: $(VENV)/.ready
 	$(BIN)/greensched demo $(ARGS)
@@ -39,8 +43,22 @@ format: $(VENV)/.ready
 test-standin: $(VENV)/.ready standin-built
 	$(BIN)/python tests/run_standin.py $(BUILT)/build $(ARGS)
 
+# On the stand-in they leave what is theirs for the process, so no account is read afterwards.
+test-integrations: $(OTHERS)/.ready $(if $(STANDIN),standin-built)
+	$(OTHERS)/bin/python -m pytest tests/neighbours $(ARGS)
+ifneq ($(STANDIN),)
+	for version in 13000 13010; do \
+	  GREENSCHED_STANDIN_LIB=$(abspath $(BUILT)/build) LD_LIBRARY_PATH=$(abspath $(BUILT)/build) \
+	  STUBCUDA_DRIVER_VERSION=$$version \
+	  $(OTHERS)/bin/python -m pytest tests/neighbours --driver cuda $(ARGS) || exit 1; \
+	done
+endif
+
+check-extras: $(VENV)/.ready
+	$(BIN)/python tests/extras.py
+
 test-gpu:
-	PYTHONPATH=src:$$PYTHONPATH $(or $(GPU_PYTHON),python3) -m pytest -c tests/gpu.ini --rootdir . -p no:cacheprovider tests/conformance tests/gpu --driver cuda $(ARGS)
+	PYTHONPATH=src:$$PYTHONPATH $(or $(GPU_PYTHON),python3) -m pytest -c tests/gpu.ini --rootdir . -p no:cacheprovider tests/conformance tests/neighbours tests/gpu --driver cuda $(ARGS)
 
 bench: $(VENV)/.ready $(if $(STANDIN),standin-built)
 	$(BIN)/python -m benchmarks $(if $(STANDIN),--standin $(BUILT)/build) $(ARGS)
@@ -61,6 +79,15 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "pip>=25.1"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e . --group dev
+	@touch $@
+
+# torch decides which CUDA components there are: those of the constraints are left to it.
+$(OTHERS)/.ready: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed, and none was found"; exit 2; }
+	$(PYTHON) -m venv $(OTHERS)
+	$(OTHERS)/bin/python -m pip install --quiet --disable-pip-version-check "pip>=25.1"
+	@grep -v '^cuda-\|^nvidia-' constraints.txt > $(OTHERS)/constraints.txt
+	$(OTHERS)/bin/python -m pip install --quiet --disable-pip-version-check -c $(OTHERS)/constraints.txt -e . --group integrations
 	@touch $@
 
 clean:

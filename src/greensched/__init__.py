@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from greensched.bound import Bound as Bound
     from greensched.buffers import Buffer as Buffer
     from greensched.buffers import PinnedBuffer as PinnedBuffer
+    from greensched.calls import Call as Call
+    from greensched.calls import around_calls as around_calls
+    from greensched.calls import call_of as call_of
+    from greensched.calls import current_call as current_call
     from greensched.curves import LatencyCurve as LatencyCurve
     from greensched.device import Context as Context
     from greensched.device import Device as Device
@@ -51,6 +55,7 @@ _ROOMS = {
     "Bound": "bound",
     "Buffer": "buffers",
     "CacheConfig": "typing",
+    "Call": "calls",
     "CloseReport": "standing",
     "Context": "device",  # which it needs for `Context.device`, and is above its own room
     "ContextFlags": "typing",
@@ -80,6 +85,9 @@ _ROOMS = {
     "SyncPool": "sync",
     "WorkqueueResource": "resources",
     "WorkqueueResourceOptions": "resources",
+    "around_calls": "calls",
+    "call_of": "calls",
+    "current_call": "calls",
     "launch": "launcher",
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import NoReturn
 
+from greensched.arrays import Borrowed
 from greensched.buffers import Buffer, PinnedBuffer, Use
 from greensched.channel import Channel, order_behind
 from greensched.errors import (
@@ -28,6 +29,9 @@ class Bound:
     whatever is submitted behind it. `bound.submit()` launches and returns a `Job`.
 
     It follows its partition over a checkpoint, with the values it has.
+
+    An array of another library is ordered behind its producer once, when it is bound or set; what
+    writes it later, elsewhere, is for the user to order. It lives until the block has ended.
 
     Its buffers count as used by the partition until the block ends; work of other partitions on
     them is kept in order with it. So are bound launches of other partitions, where one of them
@@ -64,8 +68,11 @@ class Bound:
         self._is_wary = channel.holding.is_lent
         #: Uses of its buffers by others, since its last launch.
         self._elsewhere: dict[Track, int] = {}
-        for buffer, write in plan.arguments.buffers.values():
-            self._use(buffer, write=write)
+        uses = tuple(plan.arguments.buffers.values())
+        for buffer, write in uses:  # all of them before any: an array of others may be refused
+            self._elsewhere.update(buffer.before(self.track, write=write))
+        for buffer, write in uses:
+            buffer.bind(self, write=write)
 
     def __call__(self) -> None:
         """Launches. Never waits.
@@ -113,7 +120,7 @@ class Bound:
 
         Raises:
             IndexError: there is no such argument.
-            ArgumentMismatch, BufferClosed, WrongDevice: as `Partition.launch`.
+            ArgumentMismatch, BufferClosed, InvalidArray, WrongDevice: as `Partition.launch`.
             PartitionClosed: its partition's block has ended.
         """
         if self.is_closed:
@@ -121,12 +128,16 @@ class Bound:
         arguments = self._arguments
         buffers = arguments.buffers
         before = buffers.get(index)
-        if before is not None and before[0] is value and not before[0].is_closed:
+        if before is not None and before[0] is value and not value.is_closed:  # type: ignore[union-attr]  # what it is, `value` is: a buffer
             return
         arguments.set(index, value)
         if before is not None:
             buffer, write = buffers[index]
-            self._use(buffer, write=write)
+            try:
+                self._use(buffer, write=write)
+            except BaseException:
+                arguments.set(index, before[0])
+                raise
             if all(kept is not before[0] for kept, _ in buffers.values()):
                 before[0].unbind(self, self._next_ticket())
 
@@ -173,7 +184,7 @@ class Bound:
         for buffer, _ in self._arguments.buffers.values():
             buffer.unbind(self, self._next_ticket())
 
-    def _use(self, buffer: Buffer | PinnedBuffer, *, write: bool) -> None:
+    def _use(self, buffer: Buffer | PinnedBuffer | Borrowed, *, write: bool) -> None:
         self._elsewhere.update(buffer.before(self.track, write=write))
         buffer.bind(self, write=write)
 

@@ -12,11 +12,13 @@ import math
 import threading
 import warnings
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 
+from greensched import dlpack
 from greensched.errors import (
     BufferClosed,
     InvalidArray,
@@ -180,6 +182,7 @@ class Buffer(Given):
 
     __slots__ = (
         "_bound",
+        "_takers",
         "address",
         "allowance",
         "dtype",
@@ -210,6 +213,8 @@ class Buffer(Given):
         self._bound: dict[BoundUser, bool] = {}
         #: The one track that has ever used it, where there is no other, nor a bound launch.
         self.sole: Track | None = None
+        #: One for each who took it by DLPack and has it still.
+        self._takers: list[None] = []
 
     @property
     def size(self) -> int:
@@ -280,10 +285,20 @@ class Buffer(Given):
     def _give_back(self) -> None:
         for bound in self._bound:
             bound.look_again()
+        self._leave()
+
+    def _leave(self) -> None:
+        """One of those who have it lets go; the last of them, and no other, finds no taker left."""
+        if self._takers:
+            with suppress(IndexError):  # another thread was here at the same time
+                self._takers.pop()
+                return
         if self.address:
             self.memory.give_back(self.address, self.nbytes, self.uses())
         if self.allowance is not None:
             self.allowance.give(self.nbytes)
+
+    # -- in other libraries' hands ---------------------------------------------------------------
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -297,11 +312,7 @@ class Buffer(Given):
                 behind which not every library can order itself: await that job first.
             BufferClosed, Poisoned, ForkedPool, PoolClosed: as `check`.
         """
-        self.check(self.device)
-        pending = [(who, ticket) for who, ticket in self._written() if not who.reached(ticket)]
-        # A call's own arguments count as written by it; in the call, its stream is the right one.
-        if not all(w.has_submitted(t) or w.crew.lane.context.is_entered for w, t in pending):
-            raise WouldBlock("this buffer's writer is still to be submitted: await its job first")
+        pending = self._pending(self._written())
         if any(who.stream.context.device_ordinal != self.device for who, _ in pending):
             raise WouldBlock("another device still writes this buffer: await that job first")
         stream = None
@@ -318,6 +329,59 @@ class Buffer(Given):
             "version": 3,
             "stream": stream,
         }
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """(2, its device): kDLCUDA."""
+        return dlpack.CUDA, self.device
+
+    def __dlpack__(
+        self,
+        *,
+        stream: int | None = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> object:
+        """A DLPack capsule, for libraries that take device arrays without a copy.
+
+        The taker's stream waits, on the device, for whatever uses the buffer now. The memory stays
+        until the taker has let go of it and the buffer is closed, or its pool is: let go when your
+        work on it is done, for the taker's stream is not ours to look at.
+
+        Args:
+            stream: the taker's: a raw `CUstream`; None or 1: the legacy default stream; 2: the
+                thread's own; -1: nothing waits.
+            max_version, dl_device, copy: as the array API has them; copies are not made.
+
+        Raises:
+            WouldBlock: what uses it is not even submitted yet: await that job first.
+            InvalidArray: DLPack has no such elements, or a copy or another device is asked for.
+            BufferClosed, Poisoned, ForkedPool, PoolClosed: as `check`.
+        """
+        if copy or (dl_device is not None and tuple(dl_device) != self.__dlpack_device__()):
+            raise InvalidArray("a buffer is handed out where it lies, and is not copied")
+        uses = self._pending(self.uses())
+        if stream != -1:
+            for who, _ in uses:
+                who.lead(dlpack.LEGACY if stream is None else stream)
+        self._takers.append(None)
+        return dlpack.make(
+            self.address,
+            self.shape,
+            self.dtype,
+            self.device,
+            newest=max_version,
+            returned=self._leave,
+        )
+
+    def _pending(self, uses: Iterable[Use]) -> list[Use]:
+        """Those that are not done, and on their streams already."""
+        self.check(self.device)
+        pending = [(who, ticket) for who, ticket in uses if not who.reached(ticket)]
+        # A call's own arguments count as written by it; in the call, its stream is the right one.
+        if not all(w.has_submitted(t) or w.crew.lane.context.is_entered for w, t in pending):
+            raise WouldBlock("this buffer's user is still to be submitted: await its job first")
+        return pending
 
     def __repr__(self) -> str:
         state = "closed" if self.is_closed else f"device {self.device}"

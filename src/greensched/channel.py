@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol, TypeVar
 
+from greensched.arrays import Borrowed
 from greensched.buffers import Allowance, Buffer, PinnedBuffer
 from greensched.device import Device
 from greensched.errors import CUDAError, DeviceFault, InvalidRequest, Poisoned, WouldBlock
@@ -27,7 +28,7 @@ from greensched.transfer import Slots
 T = TypeVar("T")
 
 #: A buffer a piece of work uses, and whether it writes it.
-Uses = Iterable[tuple[Buffer | PinnedBuffer, bool]]
+Uses = Iterable[tuple[Buffer | PinnedBuffer | Borrowed, bool]]
 #: Up to which ticket somebody has yet to submit.
 Lagging = Mapping[Track, int]
 

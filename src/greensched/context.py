@@ -30,7 +30,7 @@ from greensched.kernels import Loader
 from greensched.resources import DeviceResources
 from greensched.running import is_asynchronous
 from greensched.state import State
-from greensched.stream import Event, Stream
+from greensched.stream import Event, Stream, Track
 from greensched.typing import (
     ContextFlags,
     ContextHandle,
@@ -110,6 +110,8 @@ class Context(State):
         self.turn = None if green is None else Turn(driver)
         self.streams: set[StreamHandle] = set()
         self.events: set[EventHandle] = set()
+        #: Of a primary: the tracks of its device, by their streams' addresses.
+        self.tracks: dict[int, Track] = {}
         #: The threads inside a block of it, or standing on it, once for each time.
         self.inside: list[weakref.ref[Me]] = []
         #: Its end was given up, because it still works or the device is lost: nobody warns of it.

@@ -16,7 +16,7 @@ from greensched.errors import Closed, InvalidRequest, run_all
 from greensched.kernels import Loader
 from greensched.resources import ContextOptions, DeviceResources, describe
 from greensched.stream import Stream
-from greensched.typing import ContextFlags, DeviceFacts
+from greensched.typing import ContextFlags, DeviceFacts, SupportsDevice
 
 
 class Device:
@@ -25,7 +25,8 @@ class Device:
     The primary context is retained when first needed, and released by `close()`.
 
     Args:
-        ordinal: which device, as the driver counts them.
+        ordinal: which device, as the driver counts them; or another library's device that says so
+            by `device_id`, as cuda.core's does.
         driver: a driver, `"cuda"`, or `"simulated:h200"`; None: the environment's, else CUDA.
 
     Raises:
@@ -33,10 +34,13 @@ class Device:
         InvalidRequest: no such device.
     """
 
-    def __init__(self, ordinal: int = 0, *, driver: str | Driver | None = None) -> None:
+    def __init__(
+        self, ordinal: int | SupportsDevice = 0, *, driver: str | Driver | None = None
+    ) -> None:
         self.driver = drivers.open(driver)
         self.driver.initialise()
         count = self.driver.device_count()
+        ordinal = getattr(ordinal, "device_id", ordinal)
         if type(ordinal) is not int or not 0 <= ordinal < count:
             raise InvalidRequest(f"no device {ordinal!r}: there are {count}, from 0 on")
         #: What never changes about it.

@@ -317,6 +317,7 @@ class Holding:
     def _finish(self) -> None:
         if not self.is_over:
             self.is_over = True
+            self.crew.lane.launches.let_go()
             for job in self.unfinished:
                 job.finish()
             self._keeper.over(self)

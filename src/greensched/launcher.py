@@ -17,9 +17,16 @@ from typing import Any
 
 import numpy as np
 
+from greensched.arrays import Borrowed, borrow
 from greensched.buffers import Buffer, PinnedBuffer
 from greensched.driver.base import Driver
-from greensched.errors import ArgumentMismatch, InvalidLaunch, InvalidRequest, NotSimulable
+from greensched.errors import (
+    ArgumentMismatch,
+    InvalidArray,
+    InvalidLaunch,
+    InvalidRequest,
+    NotSimulable,
+)
 from greensched.kernels import Kernel
 from greensched.stream import Stream, Track
 from greensched.typing import DeviceFacts, Dim3, KernelHandle, Parameter
@@ -136,7 +143,7 @@ class Arguments:
         #: Host address of the array of pointers to the values.
         self.address = base + end
         #: What stands for each pointer parameter: (buffer, does the kernel write it).
-        self.buffers: dict[int, tuple[Buffer | PinnedBuffer, bool]] = {}
+        self.buffers: dict[int, tuple[Buffer | PinnedBuffer | Borrowed, bool]] = {}
         memory = memoryview(self._slots).cast("B")
         self._setters = tuple(
             self._setter(i, parameter, memory, offset)
@@ -196,6 +203,7 @@ class Arguments:
             for index, setter in enumerate(setters):
                 setter(values[index])
         except (TypeError, ValueError, OverflowError) as error:
+            self.buffers.clear()  # a plan kept for the next launch keeps nobody's memory
             raise self._refused(index, values[index], error) from None
 
     def copy(self) -> Arguments:
@@ -263,10 +271,9 @@ class Arguments:
 
         def pointer(value: Any) -> None:
             if not isinstance(value, (Buffer, PinnedBuffer)):
-                hint = "did you forget `await`?" if hasattr(value, "__await__") else "see p.upload"
-                raise TypeError(f"must be a Buffer ({hint})")
+                value = _borrowed(value, dtype, write=write)
             value.check(device)
-            if dtype is not None and value.dtype != dtype:
+            if dtype is not None and value.dtype != dtype and not isinstance(value, Borrowed):
                 raise TypeError(f"holds {value.dtype}, and must hold {dtype}")
             slot[0] = value.address
             buffers[index] = (value, write)
@@ -283,6 +290,22 @@ def _packer(parameters: Sequence[Parameter]) -> Callable[..., None] | None:
             return None
         form += f"{code}{8 - struct.calcsize('=' + code)}x"
     return struct.Struct(form).pack_into
+
+
+def _borrowed(value: Any, dtype: np.dtype[Any] | None, *, write: bool) -> Borrowed:
+    """An array of another library, for a pointer. Raises TypeError where it cannot be one."""
+    try:
+        array = borrow(value)
+    except InvalidArray as error:
+        raise TypeError(str(error)) from None
+    if array is None:
+        hint = "did you forget `await`?" if hasattr(value, "__await__") else "see p.upload"
+        raise TypeError(f"must be a Buffer or an array of a device ({hint})")
+    if dtype is not None and not array.holds(dtype):
+        raise TypeError(f"holds {array.kind}, and must hold {dtype}")
+    if write and array.is_read_only:
+        raise TypeError("is read-only, and the kernel may write it: is its parameter const?")
+    return array
 
 
 def _structure_setter(place: memoryview[int]) -> Callable[[Any], None]:
@@ -400,8 +423,9 @@ def check_runnable(kernel: Kernel, driver: Driver) -> None:
 def launch(stream: Stream, config: LaunchConfig, kernel: Kernel, *args: object) -> None:
     """Launches a kernel on a stream, in cuda.core's order of arguments, and does not wait for it.
 
-    Nothing here orders the launch behind work of other streams on the same buffers, or tells
-    when it is done: that is what partitions are for. The first launch of a kernel on a device
+    Nothing here orders the launch behind work of other streams on the same buffers, tells when it
+    is done, or keeps anything until then: that is what partitions are for. It does come behind the
+    producers of other libraries' arrays. The first launch of a kernel on a device
     compiles and loads it, which blocks: not on an event-loop thread.
 
     Raises:
@@ -409,6 +433,7 @@ def launch(stream: Stream, config: LaunchConfig, kernel: Kernel, *args: object) 
         InvalidRequest: no `Stream`, no kernel, or no launch configuration.
         InvalidLaunch: a geometry beyond the device or the kernel.
         ArgumentMismatch: wrong number or kind of arguments.
+        InvalidArray, WrongDevice: an array that cannot be used here.
         NotSimulable: simulated, and the kernel has no reference or no cost.
         CompileFailed: its source does not compile.
         CUDAError: the driver refused it.
@@ -427,7 +452,11 @@ def launch(stream: Stream, config: LaunchConfig, kernel: Kernel, *args: object) 
     if handle is None:
         with owner.primary.entered():  # a green context may be current on another thread
             handle = owner.loader.load(kernel)
-    Plan(stream, config, kernel, handle, arguments).fire()
+    plan = Plan(stream, config, kernel, handle, arguments)
+    for array, _ in arguments.buffers.values():
+        if isinstance(array, Borrowed):
+            array.order(stream)
+    plan.fire()
 
 
 def _dim3(what: str, value: object) -> Dim3:

@@ -15,13 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 from greensched import transfer
+from greensched.arrays import Borrowed, OnDevice, borrow, is_on_device
 from greensched.buffers import Buffer, PinnedBuffer, dtype_of
 from greensched.channel import Channel, Site
 from greensched.errors import InvalidArray
 from greensched.jobs import Job, Progress, Tell
 from greensched.staging import Moved
 from greensched.transfer import Slot
-from greensched.typing import T
+from greensched.typing import DeviceArray, T
 
 Array = npt.NDArray[Any]
 
@@ -51,6 +52,8 @@ def empty_pinned(channel: Channel, shape: object, dtype: npt.DTypeLike) -> Job[P
 
 def upload(channel: Channel, array: npt.ArrayLike, tell: Tell | None) -> Job[Buffer]:
     """See `Partition.upload`."""
+    if is_on_device(array):
+        return _duplicate(channel, _on_device(array, channel), tell)
     memory, track, allowance = channel.site.memory, channel.track, channel.allowance
     source = transfer.source_array(array)
     progress = _progress(channel, tell, source.nbytes)
@@ -78,9 +81,37 @@ def upload(channel: Channel, array: npt.ArrayLike, tell: Tell | None) -> Job[Buf
     return job
 
 
-def download(channel: Channel, buffer: Buffer, out: Array | None, tell: Tell | None) -> Job[Array]:
+def _duplicate(channel: Channel, source: OnDevice, tell: Tell | None) -> Job[Buffer]:
+    """A copy of a device array, made by the device."""
+    memory, track, allowance = channel.site.memory, channel.track, channel.allowance
+    progress = _progress(channel, tell, source.nbytes)
+    device = channel.lane.device
+
+    def step(ticket: int) -> Buffer:
+        buffer = memory.allocate(source.shape, source.dtype, track, ticket, allowance)
+        try:
+            if source.nbytes:
+                with device.primary.entered():
+                    device.driver.copy(
+                        buffer.address, source.address, source.nbytes, track.stream.handle
+                    )
+        except BaseException:
+            buffer.close()
+            raise
+        return buffer
+
+    grows = memory.would_grow(source.nbytes)
+    job = channel.submit("upload", step, [(source, False)], may_block=grows)
+    if progress is not None:
+        _finish(channel, job, lambda buffer: _told(progress, buffer))
+    return job
+
+
+def download(
+    channel: Channel, given: Buffer | DeviceArray, out: Array | None, tell: Tell | None
+) -> Job[Array]:
     """See `Partition.download`."""
-    _check_buffer(buffer, channel)
+    buffer = _on_device(given, channel)
     target = transfer.target_array(buffer, out)
     progress = _progress(channel, tell, target.nbytes)
     slots, track = channel.site.slots, channel.track
@@ -115,12 +146,21 @@ def download(channel: Channel, buffer: Buffer, out: Array | None, tell: Tell | N
     return job
 
 
-def copy(channel: Channel, dst: Buffer, src: Buffer | Array, tell: Tell | None) -> Job[None]:
+def copy(
+    channel: Channel,
+    into: Buffer | DeviceArray,
+    src: Buffer | DeviceArray | Array,
+    tell: Tell | None,
+) -> Job[None]:
     """See `Partition.copy`."""
-    if isinstance(src, Buffer):
-        job = _copy_buffer(channel, dst, src, progress := _progress(channel, tell, src.nbytes))
+    dst = _known(into)
+    if isinstance(dst, Borrowed) and dst.is_read_only:
+        raise InvalidArray(f"{dst!r} is read-only")
+    if is_on_device(src):
+        progress = _progress(channel, tell, (near := _known(src)).nbytes)
+        job = _copy_buffer(channel, dst, near, progress)
     else:
-        _check_buffer(dst, channel)
+        dst.check(channel.ordinal)
         source = transfer.source_array(src)
         transfer.check_alike(source, dst, "src")
         progress = _progress(channel, tell, source.nbytes)
@@ -158,11 +198,28 @@ def _nbytes(shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
-def _check_buffer(buffer: object, channel: Channel) -> None:
-    if not isinstance(buffer, Buffer):
-        hint = ": did you forget `await`?" if hasattr(buffer, "__await__") else ""
-        raise InvalidArray(f"a Buffer is needed, and this is a {type(buffer).__name__}{hint}")
-    buffer.check(channel.ordinal)
+def _known(array: object) -> OnDevice:
+    """A buffer, or what of another library is used like one."""
+    if isinstance(array, Buffer):
+        return array
+    try:
+        found = borrow(array)
+    except InvalidArray as error:
+        raise InvalidArray(f"a Buffer is needed, and this {type(array).__name__} {error}") from None
+    if found is None:
+        hint = ": did you forget `await`?" if hasattr(array, "__await__") else ""
+        raise InvalidArray(
+            "a Buffer is needed, or an array of a device, and this is a "
+            f"{type(array).__name__}{hint}"
+        )
+    return found
+
+
+def _on_device(array: object, channel: Channel) -> OnDevice:
+    """One that can be used here."""
+    found = _known(array)
+    found.check(channel.ordinal)
+    return found
 
 
 def _staged(channel: Channel, source: Array) -> tuple[Slot | None, Array]:
@@ -180,7 +237,7 @@ def _staged(channel: Channel, source: Array) -> tuple[Slot | None, Array]:
 
 
 def _fill(
-    channel: Channel, buffer: Buffer, source: Array, slot: Slot | None, ticket: int, moved: Moved
+    channel: Channel, buffer: OnDevice, source: Array, slot: Slot | None, ticket: int, moved: Moved
 ) -> None:
     if slot is None:
         if source.nbytes:
@@ -197,7 +254,7 @@ def _fill(
 
 
 def _copy_buffer(
-    channel: Channel, dst: Buffer, src: Buffer, progress: Progress | None
+    channel: Channel, dst: OnDevice, src: OnDevice, progress: Progress | None
 ) -> Job[None]:
     far = _neighbour(channel, dst, src)
     if dst.shape != src.shape or dst.dtype != src.dtype:
@@ -224,7 +281,7 @@ def _copy_buffer(
     return channel.submit("copy", step, uses, may_block=may_block)
 
 
-def _neighbour(channel: Channel, *buffers: object) -> Site | None:
+def _neighbour(channel: Channel, *buffers: OnDevice) -> Site | None:
     """The other device of the pool that one of two buffers belongs to; None: both are of this one.
 
     Raises:
@@ -232,8 +289,8 @@ def _neighbour(channel: Channel, *buffers: object) -> Site | None:
     """
     elsewhere: list[Buffer] = []
     for buffer in buffers:
-        if not isinstance(buffer, Buffer) or buffer.device == channel.ordinal:
-            _check_buffer(buffer, channel)
+        if isinstance(buffer, Borrowed) or buffer.device == channel.ordinal:
+            buffer.check(channel.ordinal)
         else:
             buffer.check(buffer.device)
             elsewhere.append(buffer)
@@ -246,7 +303,7 @@ def _neighbour(channel: Channel, *buffers: object) -> Site | None:
 
 
 def _copier(
-    channel: Channel, dst: Buffer, src: Buffer, far: Site | None
+    channel: Channel, dst: OnDevice, src: OnDevice, far: Site | None
 ) -> Callable[[int, int], None]:
     """What submits a part of a copy that the device makes itself."""
     driver, stream = channel.lane.device.driver, channel.track.stream.handle
@@ -262,7 +319,7 @@ def _copier(
     )
 
 
-def _copy_by_host(channel: Channel, far: Site, dst: Buffer, src: Buffer, moved: Moved) -> None:
+def _copy_by_host(channel: Channel, far: Site, dst: OnDevice, src: OnDevice, moved: Moved) -> None:
     """Where the hardware has no way between the two."""
     chunks = channel.lane.chunks
     go = chunks.fetch if dst.device == channel.ordinal else chunks.send

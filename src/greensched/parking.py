@@ -65,6 +65,7 @@ class Parking:
             and not holding.failed
             and issued & MASK == track.word[0]
             and issued == track.submitted
+            and not track.kept
             and holding.thread == get_ident()
         ):
             return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterable
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, ParamSpec, Protocol, Self, TypeVar
 
@@ -14,6 +15,7 @@ import numpy.typing as npt
 from greensched import launching, moving
 from greensched.bound import Bound
 from greensched.buffers import Buffer, PinnedBuffer
+from greensched.calls import Call, inside, surroundings
 from greensched.channel import Channel, order_behind
 from greensched.context import Context
 from greensched.errors import (
@@ -30,6 +32,7 @@ from greensched.kernels import Kernel
 from greensched.launcher import LaunchConfig
 from greensched.running import is_asynchronous
 from greensched.stream import MASK, Stream
+from greensched.typing import DeviceArray
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -300,10 +303,15 @@ class Partition:
             kernel: what to launch.
             config: with how many threads.
             args: as the kernel's parameters: a `Buffer` or `PinnedBuffer` for each pointer, a
-                number for each scalar.
+                number for each scalar. A pointer may also be an array of another library, in
+                device memory and C order, by DLPack or `__cuda_array_interface__`: it is used
+                where it lies, behind its producer's stream, and kept alive until the job is done.
 
         Raises:
-            ArgumentMismatch: wrong number or kind of arguments.
+            ArgumentMismatch: wrong number or kind of arguments; an array in host memory, of other
+                strides than C order's, read-only where the parameter is not const, or one that its
+                library refuses to hand out.
+            InvalidArray: an array that lies in no device's memory, whatever it says.
             InvalidLaunch: a grid, block or shared memory beyond the device.
             NotSimulable: simulated, and the kernel has no reference or no cost.
 
@@ -374,7 +382,8 @@ class Partition:
         No device ever reads it: large ones go through chunks of pinned memory of ours, by a thread.
 
         Args:
-            array: anything numpy takes for an array, but one in device memory.
+            array: anything numpy takes for an array; or a device array, as in `launch`, which the
+                device copies.
             progress: called on this loop's thread with the bytes done and the bytes in all, never
                 backwards, and with all of them before the job gives its value. What it raises
                 stops a large copy between two chunks and fails the job.
@@ -389,7 +398,11 @@ class Partition:
         return moving.upload(self._ready(), array, progress)
 
     def download(
-        self, buffer: Buffer, out: Array | None = None, *, progress: Tell | None = None
+        self,
+        buffer: Buffer | DeviceArray,
+        out: Array | None = None,
+        *,
+        progress: Tell | None = None,
     ) -> Job[Array]:
         """Copies a buffer to a numpy array: a new one, or `out`.
 
@@ -398,16 +411,23 @@ class Partition:
         that goes through pinned memory of ours.
 
         Args:
-            buffer: of this device.
+            buffer: of this device; or a device array of another library, as in `launch`.
             out: of the same shape and dtype, with any strides.
             progress: as of `upload`.
 
         Raises:
-            InvalidArray: `out` is read-only, or of another shape or dtype.
+            InvalidArray: `out` is read-only, or of another shape or dtype; or a device array that
+                cannot be used, see `launch`.
         """
         return moving.download(self._ready(), buffer, out, progress)
 
-    def copy(self, dst: Buffer, src: Buffer | Array, *, progress: Tell | None = None) -> Job[None]:
+    def copy(
+        self,
+        dst: Buffer | DeviceArray,
+        src: Buffer | DeviceArray | Array,
+        *,
+        progress: Tell | None = None,
+    ) -> Job[None]:
         """Copies a buffer, or an array, into an existing buffer of the same shape and dtype.
 
         An array must not change until the job is done, unless it has at most 64 KiB.
@@ -417,13 +437,13 @@ class Partition:
         can; else in chunks through pinned memory of the host, by a thread of ours.
 
         Args:
-            dst: written.
-            src: read.
+            dst: written: a buffer, or a device array of another library, as in `launch`.
+            src: read: the same, or an array of the host.
             progress: as of `upload`. A copy of device memory that is listened to goes in parts of
                 64 MiB.
 
         Raises:
-            InvalidArray: they differ in shape or dtype.
+            InvalidArray: they differ in shape or dtype; or a device array that cannot be used.
             WrongDevice: neither is of this device, or one is of a device outside the pool.
         """
         return moving.copy(self._ready(), dst, src, progress)
@@ -464,6 +484,8 @@ class Partition:
         done. A call that nobody waits for any more runs to its end, and the SMs stay until then.
 
         Buffers among the arguments are kept in order as in a launch, and count as written.
+        Libraries with a current stream have it set where their integration was imported
+        (`greensched.integrations.torch`, say); `current_call()` says there what SMs there are.
         """
         channel = self._ready()
         _check_blocking(fn)
@@ -474,6 +496,8 @@ class Partition:
         uses = [(a, True) for a in given if isinstance(a, (Buffer, PinnedBuffer))]
         for buffer, _ in uses:
             buffer.check(channel.ordinal)
+        where = self._call(channel, runs.stream)
+        arounds = surroundings(where, given)
         lagging, behind = channel.others(runs, uses)
         ticket = runs.issue()
         for buffer, write in uses:
@@ -482,12 +506,30 @@ class Partition:
 
         def call() -> T:
             order_behind(runs, lagging, behind)
-            return fn(*args, **kwargs)
+            return inside(where, arounds, partial(fn, *args, **kwargs))
+
+        if arounds:  # what they put on the stream may outlast the call
+            runs.keep(ticket, given)
+            holding.completion.when_reached(runs, ticket, runs.let_go)
 
         holding.expose()
         holding.completion.watch(runs)
         holding.crew.run(call, job, ticket, holding.completion)
         return job
+
+    @property
+    def call(self) -> Call:
+        """Where its launches and copies go, for integrations whose blocks work there, too.
+
+        Raises:
+            WouldBlock: as `stream`.
+        """
+        return self._call(self._open(), self.stream)
+
+    def _call(self, channel: Channel, stream: Stream) -> Call:
+        lane = channel.lane
+        is_simulated = not lane.device.driver.needs_binary
+        return Call(stream, channel.ordinal, lane.sm_count, is_simulated)
 
     def local(self, factory: Callable[[], T]) -> Job[T]:
         """What a function makes for these SMs: once, then the same to every lease of them.

@@ -12,7 +12,6 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar, get_args
 
@@ -41,9 +40,9 @@ from greensched.planning.services import ServiceClass, checked
 from greensched.plans import Plan, plan
 from greensched.site import Site
 from greensched.standing import CloseReport, PoolState, PoolStatistics
-from greensched.typing import CaptureMode, Granularity, Size
+from greensched.typing import CaptureMode, Granularity, Size, SupportsDevice
 from greensched.verification import Verification, verify
-from greensched.wishes import Wish, wish
+from greensched.wishes import Wish, Wishes
 from greensched.worker import Worker
 
 if TYPE_CHECKING:
@@ -59,9 +58,6 @@ logger = logging.getLogger("greensched")
 GRACE = 5.0
 #: Requests queued at most, unless told otherwise: a second of work at 1 ms each.
 MAX_WAITING = 1024
-#: Sizes for which a pool keeps the wish: more than a device has.
-SHARED_WISHES = 256
-NOTHING_ELSE = (None,) * 5
 
 
 class Pool:
@@ -71,7 +67,7 @@ class Pool:
     loops, in several threads, may share it.
 
     Args:
-        devices: ordinals; None: every visible device.
+        devices: ordinals, or devices of cuda.core; None: every visible device.
         driver: a driver, `"cuda"`, or `"simulated:h200"`; None: what the environment variable
             `GREENSCHED_DRIVER` says, else CUDA. A simulation is never chosen by itself.
         services: classes of users, for `partition(service=...)`.
@@ -99,7 +95,7 @@ class Pool:
 
     def __init__(
         self,
-        devices: Sequence[int] | None = None,
+        devices: Sequence[int | SupportsDevice] | None = None,
         *,
         driver: str | Driver | None = None,
         services: Sequence[ServiceClass] = (),
@@ -117,7 +113,7 @@ class Pool:
         self._is_ending = False
         self._wanted = None if devices is None else wishes.ordinals(devices)
         self._driver_spec = driver
-        self._services = {one.name: one for one in checked(services)}
+        self._asked = Wishes(checked(services))
         self._policy = policy_named(policy)
         wishes.one_of("placement", placement, get_args(Placement))
         self._placement: Placement = placement
@@ -130,8 +126,6 @@ class Pool:
         self._reserve_bytes = reserve_bytes
         #: Whom partitions ask: the desk, once it is open.
         self._grantor: Grantor = self
-        #: Sizes that were asked for with nothing else: they are the same wish every time.
-        self._wishes: dict[int, Wish] = {}
         self._lock = threading.Lock()
         process.on_fork(self)
 
@@ -162,7 +156,7 @@ class Pool:
                 self._desk.check()
             if self._opening is None:
                 driver = drivers.open(self._driver_spec)
-                self._desk = Desk(driver, Worker(driver, "greensched builder"))
+                self._desk = Desk(driver, Worker(driver, "greensched builder", is_relaxed=False))
                 opening = Errand(self._build)
                 try:
                     self._desk.builder.submit(opening.do)
@@ -198,7 +192,7 @@ class Pool:
                 sites.append(site)
             for site in sites:
                 site.neighbours = {s.device.ordinal: s for s in sites if s is not site}
-            services = tuple(self._services.values())
+            services = self._asked.services
             desk.start(sites, self._policy, self._max_waiting, services, self._placement)
             self._grantor = desk
         except BaseException:
@@ -276,19 +270,8 @@ class Pool:
         Raises:
             InvalidSize, InvalidRequest: what can never be right.
         """
-        wanted = self._wish(sms, device, service, deadline, cost, near)
-        return Partition(self._grantor, wanted)
-
-    def _wish(self, sms: Size, *others: Any) -> Wish:
-        """Reads what is asked for; a number of SMs and nothing else, as most do, only once."""
-        if type(sms) is not int or others != NOTHING_ELSE:  # True is no size
-            return wish((sms,), self._services, *others)
-        found = self._wishes.get(sms)
-        if found is None:
-            found = replace(wish((sms,), self._services), is_shared=True)
-            if len(self._wishes) < SHARED_WISHES:
-                self._wishes[sms] = found
-        return found
+        asked = self._asked.one(sms, device, service, deadline, cost, near)
+        return Partition(self._grantor, asked)
 
     def partitions(
         self,
@@ -305,7 +288,7 @@ class Pool:
         end together: `async with` on one of them is refused. `REST` stands for every SM of the
         device that is not in the same request. Arguments and errors as `partition`.
         """
-        return Together(self, wish(sizes, self._services, device, service, deadline, cost, near))
+        return Together(self, self._asked.several(sizes, device, service, deadline, cost, near))
 
     def partition_nowait(
         self,
@@ -322,7 +305,7 @@ class Pool:
             WouldBlock: no SMs are free, or no lane over them is made yet.
             Others: as `partition`, and as its `async with`.
         """
-        wanted = self._wish(sms, device, service, None, cost, near)
+        wanted = self._asked.one(sms, device, service, None, cost, near)
         channel = self._grantor.take(wanted)
         if channel is None:
             (channel,) = self._opened().acquire_nowait(wanted)
@@ -421,19 +404,17 @@ class Pool:
         classes = None if services is None else checked(services)
         self._opened().reconfigure(classes, None if policy is None else policy_named(policy))
         if classes is not None:
-            self._services = {one.name: one for one in classes}
+            self._asked.services = classes
 
     async def acquire(self, wanted: Wish) -> tuple[Channel, ...]:
         """Waits for a grant. For partitions."""
         return await self._opened().acquire(wanted)
 
-    def take(self, wanted: Wish) -> Channel | None:
-        """A lease of the same that nobody holds; None: ask for one. For partitions."""
-        return None if self._desk is None else self._desk.take(wanted)
+    def take(self, _: Wish) -> None:
+        """Nothing: what was made before the pool was open is asked for, and ended."""
 
-    def park(self, wanted: Wish, channel: Channel) -> bool:
-        """Whether a lease that ends goes to the next who asks for the same. For partitions."""
-        return self._opened().park(wanted, channel)
+    def park(self, _: Wish, __: Channel) -> bool:
+        return False
 
     def checkpoint(self, channel: Channel) -> Channel:
         """Lets a lease without work have fewer SMs, or more. For partitions."""

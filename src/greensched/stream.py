@@ -12,7 +12,7 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from greensched.driver.base import Driver
@@ -25,6 +25,7 @@ from greensched.typing import (
     GreenHandle,
     Mailbox,
     StreamHandle,
+    SupportsCudaStream,
 )
 
 if TYPE_CHECKING:  # they stand side by side, and neither needs the other to run
@@ -34,6 +35,8 @@ if TYPE_CHECKING:  # they stand side by side, and neither needs the other to run
 MASK = 0xFFFFFFFF
 #: A priority is a signed 32-bit number. Source: cuda.h, cuStreamCreateWithPriority.
 PRIORITIES = 2**31
+#: The default stream of the calling thread. Source: cuda.h, CU_STREAM_PER_THREAD.
+PER_THREAD = 2
 #: Source: cuda.h, CUDA_ERROR_INVALID_HANDLE.
 INVALID_HANDLE = 400
 
@@ -50,6 +53,7 @@ class Owner(Protocol):
     loader: Any
     streams: set[StreamHandle]
     events: set[EventHandle]
+    tracks: dict[int, Track]
     is_closed: bool
     is_abandoned: bool
 
@@ -148,6 +152,11 @@ class Stream:
         _open(self, "stream")
 
     @property
+    def address(self) -> int:
+        """The raw `CUstream`, as a number."""
+        return self.context.driver.stream_address(self.handle)
+
+    @property
     def resources(self) -> DeviceResources:
         """What its context was given: `sm` and `workqueue`."""
         return _open(self, "stream").context.resources
@@ -201,6 +210,45 @@ class Stream:
         if _apart(self, event) and "green" in (self.context.kind, event.context.kind):
             raise WrongContext(event, self)
         driver.wait_event(self.handle, event.handle)
+
+    def follow(self, other: SupportsCudaStream | int) -> None:
+        """Later work on this stream waits for all that was submitted to another so far.
+
+        The host does not. The other may be anybody's, of any library.
+
+        Args:
+            other: what has `__cuda_stream__`, or a raw `CUstream`; 1 is the legacy default stream
+                and 2 the thread's own, of the context that is current.
+
+        Raises:
+            InvalidRequest: no stream; one that is capturing; or one of somebody else's green
+                context, where this driver wants an event made there.
+        """
+        primary, address = _open(self, "stream").context.primary, address_of(other)
+        if address == self.address:
+            return
+        ours = primary.tracks.get(address)
+        if ours is not None:
+            ours.lead(self.address)
+            return
+        driver = primary.driver
+        with _somewhere(primary):
+            theirs = driver.foreign_stream(address)
+            if address > PER_THREAD and driver.is_capturing(theirs):
+                raise InvalidRequest(f"{other!r} is capturing: end the capture first")
+            event = driver.create_event()
+            try:
+                driver.record_event(event, theirs)
+                driver.wait_event(self.handle, event)
+            except CUDAError as error:
+                if error.status != INVALID_HANDLE:
+                    raise
+                raise InvalidRequest(
+                    f"nothing can be ordered behind {other!r}: this driver wants an event of its "
+                    "context. Give the array by DLPack, or wait for its producer first"
+                ) from error
+            finally:
+                driver.destroy_event(event)
 
     @property
     def is_done(self) -> bool:
@@ -259,6 +307,7 @@ class Track:
         "event",
         "fault",
         "issued",
+        "kept",
         "stream",
         "submitted",
         "word",
@@ -286,7 +335,10 @@ class Track:
         self.crew: Any = None
         #: Threads that wait until a ticket is submitted.
         self._lagging: list[tuple[int, Mailbox[None]]] = []
+        #: (up to which ticket, what): memory of others that work here uses.
+        self.kept: deque[tuple[int, object]] = deque()
         self._write = self._bind(address)
+        stream.context.primary.tracks[stream.address] = self
 
     def _bind(self, address: int) -> Callable[[int], None]:
         return self.stream.context.driver.bind_mark(self.stream.handle, address)
@@ -374,6 +426,31 @@ class Track:
         driver.record_event(other.event.handle, other.stream.handle)
         driver.wait_event(self.stream.handle, other.event.handle)
 
+    def lead(self, address: int) -> None:
+        """Later work on a stream of anybody's waits for everything submitted here so far.
+
+        Raises:
+            InvalidRequest: this one is capturing.
+        """
+        if address != self.stream.address:
+            self.check_capture()
+            driver = self.stream.context.driver
+            driver.record_event(self.event.handle, self.stream.handle)
+            with _somewhere(self.stream.context.primary):
+                driver.wait_event(driver.foreign_stream(address), self.event.handle)
+
+    def keep(self, ticket: int, thing: object) -> None:
+        """Work up to a ticket uses it: it lives until then, whoever else lets go."""
+        self.kept.append((ticket, thing))
+
+    def let_go(self) -> None:
+        """Lets go of what was kept for work that is done."""
+        with suppress(IndexError):  # another thread was here at the same time
+            for _ in range(len(self.kept)):
+                kept = self.kept.popleft()
+                if not self.reached(kept[0]):
+                    self.kept.append(kept)
+
     def close(self) -> None:
         """Ends its event and its stream, which has no work any more. May block.
 
@@ -381,6 +458,8 @@ class Track:
         goes to another track.
         """
         self.word = _private_word(self.issued)
+        self.kept.clear()
+        self.stream.context.primary.tracks.pop(self.stream.address, None)
         run_all((self.event.close, self.stream.close, self._release))
 
 
@@ -446,6 +525,33 @@ class EventTrack(Track):
         """Ends its events and its stream."""
         self._pending.clear()
         run_all((*(event.close for event in self._ring), super().close))
+
+
+def address_of(stream: object) -> int:
+    """The raw `CUstream` of anybody's stream, as a number.
+
+    Raises:
+        InvalidRequest: it is none, or 0, which says nothing of whose default stream it is.
+    """
+    protocol = getattr(stream, "__cuda_stream__", None)
+    address: object = stream
+    if protocol is not None:
+        try:
+            version, address = protocol() if callable(protocol) else protocol
+        except (TypeError, ValueError):
+            version = address = None
+        if version != 0:
+            raise InvalidRequest(f"__cuda_stream__ of {stream!r} is of no version known here")
+    if type(address) is not int or address <= 0:
+        raise InvalidRequest(
+            f"{stream!r} is no stream: give what has __cuda_stream__, or its number"
+        )
+    return address
+
+
+def _somewhere(primary: Owner) -> AbstractContextManager[object]:
+    """A block in which some context is current: a default stream is that of the current one."""
+    return nullcontext() if primary.driver.current() is not None else primary.entered()
 
 
 def _private_word(ticket: int) -> memoryview[int]:

@@ -26,7 +26,7 @@ from greensched.loops import asker
 from greensched.partition import Array, Partition
 from greensched.running import on_loop_thread
 from greensched.standing import CloseReport, PoolState
-from greensched.typing import Size
+from greensched.typing import DeviceArray, Size
 
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
@@ -274,12 +274,22 @@ class SyncPartition:
         return self._wait(self.partition.upload, array, progress=progress)
 
     def download(
-        self, buffer: Buffer, out: Array | None = None, *, progress: Tell | None = None
+        self,
+        buffer: Buffer | DeviceArray,
+        out: Array | None = None,
+        *,
+        progress: Tell | None = None,
     ) -> Array:
         """Copies a buffer to a numpy array: a new one, or `out`."""
         return self._wait(self.partition.download, buffer, out, progress=progress)
 
-    def copy(self, dst: Buffer, src: Buffer | Array, *, progress: Tell | None = None) -> None:
+    def copy(
+        self,
+        dst: Buffer | DeviceArray,
+        src: Buffer | DeviceArray | Array,
+        *,
+        progress: Tell | None = None,
+    ) -> None:
         """Copies a buffer, or an array, into an existing buffer."""
         self._wait(self.partition.copy, dst, src, progress=progress)
 

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from greensched.buffers import Buffer, dtype_of
+from greensched.arrays import OnDevice, is_on_device
+from greensched.buffers import dtype_of
 from greensched.errors import InvalidArray
 from greensched.stream import Owner, Track
 from greensched.typing import HostMemory
@@ -113,7 +114,7 @@ def source_array(array: object) -> Array:
         InvalidArray: not an array, an array of Python objects or of foreign byte order, or one
             that lives on a device.
     """
-    if hasattr(array, "__cuda_array_interface__"):
+    if is_on_device(array):
         raise InvalidArray(f"{type(array).__name__} is in device memory already")
     try:
         found = np.asarray(array)
@@ -123,7 +124,7 @@ def source_array(array: object) -> Array:
     return found
 
 
-def target_array(buffer: Buffer, out: object) -> Array:
+def target_array(buffer: OnDevice, out: object) -> Array:
     """Where a download goes: `out`, or a new array.
 
     Raises:
@@ -139,7 +140,7 @@ def target_array(buffer: Buffer, out: object) -> Array:
     return out
 
 
-def check_alike(array: Array, buffer: Buffer, what: str) -> None:
+def check_alike(array: Array, buffer: OnDevice, what: str) -> None:
     """Refuses an array that is not as its buffer."""
     if array.shape != buffer.shape or array.dtype != buffer.dtype:
         raise InvalidArray(

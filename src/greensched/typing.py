@@ -306,6 +306,33 @@ class SupportsCudaStream(Protocol):
     def __cuda_stream__(self) -> tuple[Literal[0], int]: ...
 
 
+class SupportsDevice(Protocol):
+    """Another library's device, cuda.core's say."""
+
+    @property
+    def device_id(self) -> int: ...
+
+
+class SupportsDLPack(Protocol):
+    """An array that another library takes without a copy, by DLPack."""
+
+    def __dlpack__(self, *, stream: int | None = None) -> object: ...
+
+    def __dlpack_device__(self) -> tuple[int, int]: ...
+
+
+class SupportsCudaArray(Protocol):
+    """The same, by numba's `__cuda_array_interface__`."""
+
+    @property
+    def __cuda_array_interface__(self) -> Mapping[str, Any]: ...
+
+
+#: An array of another library in device memory, in C order: torch's, CuPy's, numba's, Warp's,
+#: JAX's; a `Buffer` of cuda.core, which is so many bytes.
+DeviceArray = SupportsDLPack | SupportsCudaArray
+
+
 class Mailbox(Protocol[T]):
     """How work reaches one of our threads: `put` never waits, `get` waits for the next item."""
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from numbers import Real
+from typing import Any
 
 from greensched.buffers import Buffer
 from greensched.errors import InvalidRequest
@@ -14,6 +15,10 @@ from greensched.planning.cells import Demand, demands
 from greensched.planning.requests import Cost
 from greensched.planning.services import ServiceClass
 from greensched.typing import Size
+
+#: Sizes of which the wish is kept: more than a device has.
+SHARED = 256
+NOTHING_ELSE = (None,) * 5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,38 +39,60 @@ class Wish:
         return "sms=" + ", ".join(repr(size) for size in self.sizes)
 
 
-def wish(
-    sizes: tuple[Size, ...],
-    services: Mapping[str, ServiceClass],
-    device: int | None = None,
-    service: str | None = None,
-    deadline: float | None = None,
-    cost: Cost | None = None,
-    near: Buffer | None = None,
-) -> Wish:
-    """Reads what `Pool.partition` is given.
+class Wishes:
+    """What a pool is asked for.
 
-    Raises:
-        InvalidSize, InvalidRequest: what can never be right.
+    Args:
+        services: its classes; they may change.
     """
-    if device is not None and (type(device) is not int or device < 0):
-        raise InvalidRequest(f"device={device!r} is no ordinal of a device")
-    if service is not None and not _is_key(service, services):
-        known = ", ".join(services) or "none"
-        raise InvalidRequest(
-            f"no service {service!r}: this pool has {known} (name it in Pool(services=[...]))"
-        )
-    until = None if deadline is None else seconds(deadline)
-    if deadline is not None and not (until is not None and until > 0):
-        raise InvalidRequest(f"deadline={deadline!r}: give the seconds from now, more than 0")
-    if near is not None and not isinstance(near, Buffer):
-        raise InvalidRequest(f"near={near!r}: give a Buffer, to be on its device where it can be")
-    where = None if near is None else near.device
-    return Wish(demands(sizes), sizes, device, service or "", until, _cost(cost), where)
 
+    def __init__(self, services: Sequence[ServiceClass]) -> None:
+        self.services = services
+        #: Sizes that were asked for with nothing else, as most are: one wish for each.
+        self._shared: dict[int, Wish] = {}
 
-def _is_key(key: object, named: Mapping[str, object]) -> bool:
-    return isinstance(key, str) and key in named
+    def one(self, sms: Size, *others: Any) -> Wish:
+        """Reads what `Pool.partition` is given; a number of SMs and nothing else, only once.
+
+        Raises:
+            InvalidSize, InvalidRequest: what can never be right.
+        """
+        if type(sms) is not int or others != NOTHING_ELSE:  # True is no size
+            return self.several((sms,), *others)
+        found = self._shared.get(sms)
+        if found is None:
+            found = replace(self.several((sms,)), is_shared=True)
+            if len(self._shared) < SHARED:
+                self._shared[sms] = found
+        return found
+
+    def several(
+        self,
+        sizes: tuple[Size, ...],
+        device: int | None = None,
+        service: str | None = None,
+        deadline: float | None = None,
+        cost: Cost | None = None,
+        near: Buffer | None = None,
+    ) -> Wish:
+        """Reads what `Pool.partitions` is given. Raises as `one`."""
+        if device is not None and (type(device) is not int or device < 0):
+            raise InvalidRequest(f"device={device!r} is no ordinal of a device")
+        names = [one.name for one in self.services]
+        if service is not None and service not in names:
+            known = ", ".join(names) or "none"
+            raise InvalidRequest(
+                f"no service {service!r}: this pool has {known} (name it in Pool(services=[...]))"
+            )
+        until = None if deadline is None else seconds(deadline)
+        if deadline is not None and not (until is not None and until > 0):
+            raise InvalidRequest(f"deadline={deadline!r}: give the seconds from now, more than 0")
+        if near is not None and not isinstance(near, Buffer):
+            raise InvalidRequest(
+                f"near={near!r}: give a Buffer, to be on its device where it can be"
+            )
+        where = None if near is None else near.device
+        return Wish(demands(sizes), sizes, device, service or "", until, _cost(cost), where)
 
 
 def _cost(cost: object) -> Cost | None:
@@ -104,8 +131,9 @@ def kernels(prepare: object) -> tuple[Kernel, ...]:
 
 
 def ordinals(devices: object) -> tuple[int, ...]:
-    """Ordinals of devices, each once."""
-    chosen = tuple(devices) if isinstance(devices, Iterable) else ()
+    """Ordinals of devices, each once; another library's device says its own."""
+    given = tuple(devices) if isinstance(devices, Iterable) else ()
+    chosen = tuple(getattr(device, "device_id", device) for device in given)
     whole = all(type(ordinal) is int and ordinal >= 0 for ordinal in chosen)
     if not chosen or not whole or len(set(chosen)) != len(chosen):
         raise InvalidRequest(

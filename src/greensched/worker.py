@@ -23,7 +23,7 @@ from greensched.belongings import Belongings
 from greensched.completion import Completion
 from greensched.context import Context
 from greensched.driver.base import Driver
-from greensched.errors import CUDAError, DeviceFault, GreenschedError, run_all
+from greensched.errors import CUDAError, DeviceFault, run_all
 from greensched.jobs import Job
 from greensched.lane import Lane
 from greensched.loops import Errand
@@ -50,9 +50,18 @@ class Worker:
         driver: whose threads these are.
         name: of the thread.
         context: entered for each item; None: the items see to that themselves.
+        is_relaxed: its calls spoil nobody's capture; only where the driver is initialised.
     """
 
-    def __init__(self, driver: Driver, name: str, context: Context | None = None) -> None:
+    def __init__(
+        self,
+        driver: Driver,
+        name: str,
+        context: Context | None = None,
+        *,
+        is_relaxed: bool = True,
+    ) -> None:
+        self._is_relaxed = is_relaxed
         self._driver = driver
         self._name = name
         self._context = context
@@ -89,8 +98,9 @@ class Worker:
             return self._mailbox
 
     def _run(self, mailbox: Mailbox[Any]) -> None:
-        with suppress(GreenschedError):  # there may be no driver yet, or none at all
-            self._driver.exchange_capture_mode(CaptureMode.RELAXED)
+        if self._is_relaxed:
+            with suppress(CUDAError):
+                self._driver.exchange_capture_mode(CaptureMode.RELAXED)
         while True:
             item = mailbox.get()
             if isinstance(item, _Stop):

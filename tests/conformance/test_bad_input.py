@@ -412,12 +412,14 @@ def test_what_is_no_buffer_is_refused(world: World) -> None:
                         (None, "NoneType"),
                         (b.address, "int"),
                     ):
-                        with pytest.raises(greensched.InvalidArray, match=f"Buffer is .*{said}"):
+                        with pytest.raises(
+                            greensched.InvalidArray, match=f"Buffer is needed.*{said}"
+                        ):
                             p.download(wrong)
-                        with pytest.raises(greensched.InvalidArray, match=f"Buffer is .*{said}"):
+                        with pytest.raises(
+                            greensched.InvalidArray, match=f"Buffer is needed.*{said}"
+                        ):
                             p.copy(wrong, b)
-                    with pytest.raises(greensched.InvalidArray, match="device memory"):
-                        p.upload(b)
 
     world.run(main)
 

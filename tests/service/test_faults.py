@@ -424,9 +424,47 @@ def test_the_verbs_are_covered() -> None:
                  "destroy_context", "context_device", "push_current", "pop_current", "limit",
                  "set_limit", "cache_config", "set_cache_config", "context_flags",
                  "set_primary_flags", "can_access_peer", "share_memory_pool",
-                 "copy_peer"}  # fmt: skip
+                 "copy_peer", "foreign_stream", "memory_device"}  # fmt: skip
     assert set(VERBS) - set(CALLS) <= elsewhere, set(VERBS) - set(CALLS) - elsewhere
     assert "h200" in PRESETS
+
+
+class Shown:
+    """An array of another library, on a stream of its own."""
+
+    def __init__(self, buffer: greensched.Buffer, stream: int) -> None:
+        self.__cuda_array_interface__ = buffer.__cuda_array_interface__ | {"stream": stream}
+
+
+def test_an_array_that_cannot_be_ordered_is_refused(clock: Any) -> None:
+    """Each call for such an array may fail: the copy is refused, and the next is right."""
+    driver = simulated.open("h200", clock=clock)
+
+    async def main() -> None:
+        async with Pool(driver=driver) as pool, pool.partition(8) as p:
+            theirs = await p.run(p.context.device.create_stream)
+            with await p.upload(np.arange(4)) as x:
+                array = Shown(x, theirs.address)
+                for verb in (
+                    "memory_device",
+                    "foreign_stream",
+                    "is_capturing",
+                    "create_event",
+                    "record_event",
+                    "wait_event",
+                ):
+                    before = driver.live()
+                    issued = p._open().track.issued
+                    driver.script.add(Fail(verb, driver.script.calls[verb] + 1, "OUT_OF_MEMORY"))
+                    with pytest.raises(greensched.OutOfMemory):
+                        p.download(array)
+                    assert driver.live() == before
+                    assert p._open().track.issued == issued
+                    assert (await p.download(array)).tolist() == [0, 1, 2, 3]
+            await p.run(theirs.close)
+
+    clock.run(main)
+    assert not driver.live()
 
 
 async def _busy() -> None:

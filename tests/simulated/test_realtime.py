@@ -11,7 +11,7 @@ import pytest
 
 from greensched.driver import simulated
 from greensched.driver.simulated import Crash, realtime, takes
-from greensched.driver.simulated.core import current_clock
+from greensched.driver.simulated.core import current_driver
 from greensched.errors import CUDAError, DeviceFault
 from greensched.typing import Cost, LaunchFacts, Parameter
 
@@ -226,10 +226,10 @@ def test_the_hosts_side(machine: Machine) -> None:
     assert driver.subscribe(lambda: None) is None
     before = driver.time()
     box, answer = driver.create_mailbox(), driver.create_mailbox()
-    clocks: list[object] = []
+    drivers: list[object] = []
 
     def echo() -> None:
-        clocks.append(current_clock())
+        drivers.append(current_driver())
         answer.put(box.get())
 
     thread = driver.start_thread(echo, "echo")
@@ -238,8 +238,8 @@ def test_the_hosts_side(machine: Machine) -> None:
     thread.join(10)
     assert thread.daemon
     assert thread.name == "echo"
-    assert clocks == [driver.clock]
-    assert current_clock() is None
+    assert drivers == [driver]
+    assert current_driver() is None
     assert driver.time() >= before
 
 

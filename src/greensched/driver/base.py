@@ -330,6 +330,15 @@ class Driver(Host, abc.ABC):
 
     @abc.abstractmethod
     @verb(NEVER)
+    def foreign_stream(self, address: int) -> StreamHandle:
+        """A raw `CUstream` of anybody's, to order work behind it, or it behind ours.
+
+        1 and 2 are the legacy default stream and the thread's own (CU_STREAM_LEGACY,
+        CU_STREAM_PER_THREAD): those of the context that is current at each use.
+        """
+
+    @abc.abstractmethod
+    @verb(NEVER)
     def query_stream(self, stream: StreamHandle) -> bool:
         """Whether all work of the stream is done. Raises what its context suffered."""
 
@@ -490,6 +499,11 @@ class Driver(Host, abc.ABC):
     @verb(NEVER, needs_context=True)
     def memory_info(self) -> tuple[int, int]:
         """(free, total) bytes of the current context's device."""
+
+    @abc.abstractmethod
+    @verb(NEVER)
+    def memory_device(self, address: int) -> int | None:
+        """The device whose memory an address lies in, whoever allocated it; None: no device's."""
 
     @abc.abstractmethod
     @verb(NEVER, needs_context=True)

@@ -24,6 +24,11 @@ _PORTABLE_DEVICEMAP: Final = 1 | 2
 _KEEP_EVERYTHING: Final = 2**64 - 1
 
 _POOL_ATTRIBUTE: Final[Any] = cuda.CUmemPool_attribute
+_ATTRIBUTE_KIND: Final = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+_ATTRIBUTE_ORDINAL: Final = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+#: CU_MEMORYTYPE_DEVICE; managed memory is this, too.
+_DEVICE_MEMORY: Final = 2
+_INVALID_VALUE: Final = 1
 
 #: Every registered mapping, by its address. Who forgets one (a pool abandoned at work) must not
 #: have it unmapped under the device, nor its address given to another mapping.
@@ -148,6 +153,18 @@ class Memory(Driver):
         """`cuMemGetInfo`: of the whole device and all its processes, not of a partition."""
         free, total = ask(cuda.cuMemGetInfo)
         return int(free), int(total)
+
+    def memory_device(self, address: int) -> int | None:
+        """`cuPointerGetAttribute`: INVALID_VALUE of memory that no allocation of CUDA's holds."""
+        try:
+            kind = ask(cuda.cuPointerGetAttribute, _ATTRIBUTE_KIND, address)
+            if int(kind) != _DEVICE_MEMORY:
+                return None
+            return int(ask(cuda.cuPointerGetAttribute, _ATTRIBUTE_ORDINAL, address))
+        except errors.CUDAError as error:
+            if error.status == _INVALID_VALUE:
+                return None
+            raise
 
     def copy_to_device(self, address: int, host: int, nbytes: int, stream: StreamHandle) -> None:
         """`cuMemcpyHtoDAsync`; the host memory must live until the copy is done."""

@@ -76,6 +76,10 @@ class Streams(Driver):
         """The number in the wrapper; no driver call."""
         return number(stream)
 
+    def foreign_stream(self, address: int) -> StreamHandle:
+        """The number, wrapped; no driver call."""
+        return StreamHandle(cuda.CUstream(address))
+
     def query_stream(self, stream: StreamHandle) -> bool:
         """`cuStreamQuery`; spoils a global-mode capture elsewhere in the process."""
         try:

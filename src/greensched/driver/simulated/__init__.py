@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import ParamSpec, TypeVar
 
 from greensched.driver.simulated.code import Code
-from greensched.driver.simulated.core import checked, current_clock
+from greensched.driver.simulated.core import checked, current_driver
 from greensched.driver.simulated.faults import Crash, Fail, Fault, Hang, Slow
 from greensched.driver.simulated.presets import MEASURED, PRESETS, VERSIONS, DeviceModel, parse
 from greensched.driver.simulated.realtime import RealClock
 from greensched.driver.simulated.timeline import Span
 from greensched.driver.simulated.virtual import VirtualClock
-from greensched.typing import Feature
+from greensched.typing import Cost, Feature
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -77,20 +77,32 @@ def open(  # noqa: A001  the module is used by its name: simulated.open("h200")
     )
 
 
-def takes(seconds: float) -> Callable[[Callable[P, T]], Callable[P, T]]:
+def takes(how: float | Cost | Callable[P, Cost]) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Decorates a callable for `partition.run` with the time it takes when simulated.
 
-    On a simulated driver's worker thread the call lasts `seconds` of that driver's clock longer;
-    anywhere else it is called as it is.
+    On a simulated driver's worker thread, what it says comes behind the call; anywhere else the
+    callable is called as it is.
+
+    Args:
+        how: seconds of the driver's clock, or a `Cost`: work that takes as long as that says on the
+            partition's SMs, behind what was submitted to them before, and beside what else runs
+            there. Or a function of the callable's arguments that gives one.
+
+    Raises:
+        InvalidRequest: in the call: a cost that is none.
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(function)
         def timed(*args: P.args, **kwargs: P.kwargs) -> T:
             result = function(*args, **kwargs)
-            clock = current_clock()
-            if clock is not None:
-                clock.sleep(int(seconds * 1e9))
+            driver = current_driver()
+            if isinstance(driver, Code):
+                if isinstance(how, (int, float)):
+                    driver.clock.sleep(int(how * 1e9))
+                else:
+                    name = getattr(function, "__name__", "call")
+                    driver.occupy(name, how if isinstance(how, Cost) else how(*args, **kwargs))
             return result
 
         return timed

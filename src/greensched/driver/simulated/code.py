@@ -13,9 +13,9 @@ import numpy as np
 from greensched.driver.simulated.engines import Kernel as KernelOperation
 from greensched.driver.simulated.faults import Hang
 from greensched.driver.simulated.memories import Memories
-from greensched.driver.simulated.objects import Handle, SimulatedStream
+from greensched.driver.simulated.objects import Context, Handle, SimulatedStream
 from greensched.driver.simulated.sharing import bits
-from greensched.driver.simulated.timeline import Device
+from greensched.driver.simulated.timeline import Device, Wait
 from greensched.errors import (
     CUDAError,
     DriverMisuse,
@@ -27,6 +27,7 @@ from greensched.typing import (
     CodeImage,
     Cost,
     Dim3,
+    GreenHandle,
     KernelHandle,
     KernelLimits,
     KernelSpec,
@@ -157,6 +158,25 @@ class Code(Memories):
 
         return launch
 
+    def occupy(self, name: str, cost: Cost) -> None:
+        """Work on the SMs of what is current here, behind all of that; blocks until it is done.
+
+        It fills the SMs that it uses: no kernel begins there meanwhile.
+        """
+        _check_cost(name, cost)
+        context: Context = self._thread.stack[-1]
+        green = None if context.green is None else GreenHandle(context.green)
+        handle = self.create_stream(green)
+        try:
+            stream = self._stream(handle, name)
+            self._enqueue(stream, Wait(self._work_so_far(stream.device, context)), name)
+            blocks = stream.sms.bit_count()
+            work = KernelOperation(name, cost, blocks, 1.0, stream.sms, lambda: None)
+            self._enqueue(stream, work, name)
+            self.synchronize_stream(handle)
+        finally:
+            self.destroy_stream(handle)
+
     # -- a launch --------------------------------------------------------------------------------
 
     def _load(self, kernel: Kernel, device: Device, what: str) -> None:
@@ -242,8 +262,13 @@ def _cost(spec: KernelSpec, facts: LaunchFacts, arguments: list[Any]) -> Cost:
         cost = spec.cost(facts, *arguments)
     except Exception as error:
         raise InvalidRequest(f"the cost of kernel {spec.name!r} failed: {error!r}") from error
+    _check_cost(spec.name, cost)
+    return cost
+
+
+def _check_cost(name: str, cost: Cost) -> None:
     if not isinstance(cost, Cost):
-        raise InvalidRequest(f"the cost of kernel {spec.name!r} is {cost!r}, and no Cost")
+        raise InvalidRequest(f"the cost of kernel {name!r} is {cost!r}, and no Cost")
     numbers = (cost.dram_bytes, cost.fixed_ns, cost.limit_ns or 0, cost.sms or 1)
     try:
         right = all(math.isfinite(n) and n >= 0 for n in numbers)
@@ -251,8 +276,7 @@ def _cost(spec: KernelSpec, facts: LaunchFacts, arguments: list[Any]) -> Cost:
     except TypeError:
         right = False
     if not right:
-        raise InvalidRequest(f"the cost of kernel {spec.name!r} needs finite numbers >= 0: {cost}")
-    return cost
+        raise InvalidRequest(f"the cost of kernel {name!r} needs finite numbers >= 0: {cost}")
 
 
 def _check_geometry(name: str, grid: Dim3, block: Dim3, max_grid: Dim3) -> None:

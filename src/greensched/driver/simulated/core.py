@@ -61,13 +61,13 @@ class DriverClock(Protocol):
     def subscribe(self, look: Callable[[], None]) -> Callable[[], None] | None: ...
 
 
-#: The clock of the driver that a thread works for.
+#: The driver that a thread works for.
 _threads = threading.local()
 
 
-def current_clock() -> DriverClock | None:
-    """The clock of the simulated driver whose thread this is; None on any other thread."""
-    return getattr(_threads, "clock", None)
+def current_driver() -> Core | None:
+    """The simulated driver whose thread this is; None on any other thread."""
+    return getattr(_threads, "driver", None)
 
 
 class PerThread(threading.local):
@@ -133,7 +133,7 @@ class Core(Driver):
         """Starts one of our own threads; under virtual time it takes turns with the others."""
 
         def body() -> None:
-            _threads.clock = self.clock
+            _threads.driver = self
             target()
 
         return self.clock.start_thread(body, name)

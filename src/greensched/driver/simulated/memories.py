@@ -125,6 +125,13 @@ class Memories(Streams):
         memory = self.memory[device]
         return memory.free, memory.total
 
+    def memory_device(self, address: int) -> int | None:
+        """That of the live allocation there."""
+        try:
+            return self.space.find(address, 0, "memory_device").device
+        except DriverMisuse:
+            return None
+
     # -- copies ------------------------------------------------------------------------------------
 
     def copy_to_device(self, address: int, host: int, nbytes: int, stream: StreamHandle) -> None:

@@ -85,6 +85,20 @@ class Streams(Contexts):
         """A number that stands for the stream."""
         return self.address_of(self._expect(stream, SimulatedStream, "stream_address").ident)
 
+    def foreign_stream(self, address: int) -> StreamHandle:
+        """The stream that the number stands for; a default stream is one that nobody works on."""
+        if address in (1, 2):
+            if not self._thread.stack:
+                raise from_status(201, "foreign_stream", detail="no context is current")
+            context: Context = self._thread.stack[-1]
+            device = self.devices[context.device]
+            return StreamHandle(self._own(SimulatedStream(0, device, context, 0)))
+        for device in self.devices:
+            found = device.streams.get(address - self.address_of(0))
+            if isinstance(found, SimulatedStream) and found.alive:
+                return StreamHandle(found)
+        raise DriverMisuse(f"foreign_stream: {address:#x} is no live stream")
+
     @staticmethod
     def address_of(ident: int) -> int:
         """The number that stands for the stream of a `Span`."""

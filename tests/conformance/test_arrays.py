@@ -1,0 +1,588 @@
+"""Device arrays of other libraries as arguments and ends of copies, and buffers in their hands.
+
+The libraries are stood in for by views of our own buffers: `Lent` has DLPack, `Shown` the older
+protocol. The real ones have tests of their own (tests/integrations).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import weakref
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+import greensched
+from greensched import Buffer, Device, InvalidArray, LaunchConfig, Partition, Pool, Stream, dlpack
+from greensched.kernels import fill, saxpy
+from helpers.gate import Gate
+from helpers.waiting import until
+from helpers.world import World
+
+CONFIG = LaunchConfig(grid=4, block=128)
+ONES = np.ones(8, np.float32)
+
+
+class Lent:
+    """A library's array, by DLPack: its producer is whoever writes the buffer."""
+
+    def __init__(self, buffer: Buffer, **facts: Any) -> None:
+        self.buffer = buffer
+        self.dtype = buffer.dtype
+        self.asked: list[int] = []
+        self.device = facts.get("device", (2, buffer.device))
+        self.capsule = facts.get("capsule")
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.device
+
+    def __dlpack__(self, *, stream: int, max_version: tuple[int, int] | None = None) -> object:
+        self.asked.append(stream)
+        if self.capsule is not None:
+            return self.capsule()
+        return self.buffer.__dlpack__(stream=stream, max_version=max_version)
+
+
+class OldLent(Lent):
+    """The same, of before versions."""
+
+    def __dlpack__(self, *, stream: int) -> object:  # type: ignore[override]
+        return super().__dlpack__(stream=stream)
+
+
+class Untyped:
+    """Bytes and no more, as a cuda.core Buffer is."""
+
+    def __init__(self, buffer: Buffer) -> None:
+        self._buffer = buffer
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, self._buffer.device
+
+    def __dlpack__(self, *, stream: int, max_version: tuple[int, int]) -> object:
+        return self._buffer.__dlpack__(stream=stream, max_version=max_version)
+
+
+class Shown:
+    """A library's array, by `__cuda_array_interface__`, with something of it said otherwise."""
+
+    def __init__(self, buffer: Buffer, **facts: Any) -> None:
+        self._buffer = buffer
+        self._facts = facts
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return self._buffer.__cuda_array_interface__ | self._facts
+
+
+WAYS: list[Callable[[Buffer], Any]] = [Lent, OldLent, Shown]
+
+
+@asynccontextmanager
+async def untouched(pool: Pool, p: Partition) -> AsyncIterator[None]:
+    """Whatever is tried inside submits nothing, and the next work is right."""
+    lane = p._open().lane
+    before = lane.launches.issued, lane.runs.issued
+    yield
+    assert (lane.launches.issued, lane.runs.issued) == before
+    with await p.upload(ONES) as b:
+        assert (await p.download(b)).tolist() == ONES.tolist()
+
+
+@asynccontextmanager
+async def foreign_stream(p: Partition) -> AsyncIterator[Stream]:
+    """A stream of the primary context, as another library would have; made and ended aside."""
+    device = p._open().lane.device
+    stream = await p.run(device.create_stream)
+    yield stream
+    await p.run(stream.sync)
+    await p.run(stream.close)
+
+
+# -- as arguments -----------------------------------------------------------------------------
+
+
+@pytest.mark.runs_device_code
+@pytest.mark.parametrize("way", WAYS)
+def test_a_kernel_works_on_it_where_it_lies(world: World, way: Callable[[Buffer], Any]) -> None:
+    """What the kernel wrote is in the other library's own memory, also by a bound launch."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            with await p.upload(ONES) as b:
+                for _ in range(2):  # a first use goes another way
+                    await p.launch(saxpy, CONFIG, 2.0, way(b), way(b), b.size)
+                np.testing.assert_array_equal(await p.download(b), 9 * ONES)
+                bound = p.bind(saxpy, CONFIG, 1.0, way(b), way(b), b.size)
+                bound()
+                await bound.submit()
+                np.testing.assert_array_equal(await p.download(b), 36 * ONES)
+                bound.set(1, b)
+                bound.set(2, way(b))
+                await bound.submit()
+                np.testing.assert_array_equal(await p.download(b), 72 * ONES)
+            await pool.launch(fill, CONFIG, *(way(b2 := await p.empty(8)), 3.0, 8), sms=8)
+            np.testing.assert_array_equal(await p.download(b2), 3 * ONES)
+            b2.close()
+
+    world.run(main)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_its_producer_is_waited_for_on_the_device(
+    world: World, way: Callable[[Buffer], Any]
+) -> None:
+    """Work on an array begins behind what its producer's stream has, and no thread waits."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partitions(8, 8) as (p, q):
+            await p.prepare(fill, CONFIG)
+            with await q.empty(8) as x, await p.empty(8) as y:
+                with await Gate.closed(q) as gate:
+                    written = q.copy(x, ONES)
+                    array = way(x)
+                    jobs = [p.copy(y, array), p.launch(fill, CONFIG, array, 2.0, 8)]
+                    bound = p.bind(fill, CONFIG, array, 2.0, 8)
+                    jobs.append(bound.submit())
+                    assert not any(job.is_done for job in jobs)
+                    gate.open()
+                for job in (written, *jobs):
+                    await job
+                np.testing.assert_array_equal(await p.download(y), ONES)
+
+    world.run(main)
+
+
+def test_a_stream_of_nobody_we_know_is_waited_for(world: World) -> None:
+    """The stream that an array names, of another context, holds up what comes behind it."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p, foreign_stream(p) as theirs:
+            with await p.upload(ONES) as x, await p.empty(8) as y:
+                word = await p.empty_pinned(1, np.uint32)
+                driver = theirs.context.driver
+                driver.wait_value(theirs.handle, word.address, 1)
+                with theirs.context.entered():
+                    driver.set_bytes(x.address, 0, x.nbytes, theirs.handle)
+                job = p.copy(y, Shown(x, stream=theirs.address))
+                assert not job.is_done
+                word.array[0] = 1
+                await job
+                word.close()
+                np.testing.assert_array_equal(await p.download(y), 0 * ONES)
+
+    world.run(main)
+
+
+def test_the_default_streams_have_numbers(world: World) -> None:
+    """Streams 1 and 2 of an array are the driver's default ones, and None is no stream at all."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            with await p.upload(ONES) as x:
+                for stream in (1, 2, None):
+                    found = await p.download(Shown(x, stream=stream))
+                    np.testing.assert_array_equal(found, ONES)
+
+    world.run(main)
+
+
+def test_our_stream_is_what_a_producer_is_told(world: World) -> None:
+    """DLPack's producer is asked for an order behind the stream that the work goes to."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            with await p.upload(ONES) as x:
+                array = Lent(x)
+                await p.download(array)
+                assert array.asked == [-1, p.__cuda_stream__()[1]]
+
+    world.run(main)
+
+
+def test_it_lives_until_the_job_is_done(world: World) -> None:
+    """The array is kept while work on it is queued or runs, whoever else lets go, and no longer."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            await p.prepare(fill, CONFIG)
+            for way in WAYS:
+                with await p.empty(8) as x:
+                    with await Gate.closed(p) as gate:
+                        gone = weakref.ref(array := way(x))
+                        job = p.launch(fill, CONFIG, array, 1.0, 8)
+                        del array
+                        gc.collect()
+                        assert gone() is not None
+                        gate.open()
+                    await job
+                    await until(lambda gone=gone: gone() is None)  # type: ignore[misc]
+
+    world.run(main)
+
+
+def test_a_bound_launch_keeps_it_until_its_end(world: World) -> None:
+    """Whoever leaves over a bound launch in flight keeps its arrays until the device is done."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as q:
+            x = await q.empty(8)
+            gates = []
+            with pytest.raises(ZeroDivisionError):
+                async with pool.partition(8) as p:
+                    await p.prepare(fill, CONFIG)
+                    gates.append(await Gate.closed(p))
+                    gone = weakref.ref(array := Lent(x))
+                    bound = p.bind(fill, CONFIG, array, 1.0, 8)
+                    bound()
+                    del array, bound, p
+                    raise ZeroDivisionError
+            gc.collect()
+            assert gone() is not None
+            with gates.pop() as gate:
+                gate.open()
+            await until(lambda: gone() is None)
+            x.close()
+
+    world.run(main)
+
+
+def test_a_bound_launch_refuses_what_it_cannot_take(world: World) -> None:
+    """A refused array leaves a bound launch as it was, or unmade, and its other arguments free."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            await p.prepare(fill, CONFIG)
+            with await p.upload(ONES) as x:
+                bad = Shown(x, data=(ONES.ctypes.data, False))
+                with pytest.raises(InvalidArray, match="no memory of a device"):
+                    p.bind(fill, CONFIG, bad, 1.0, 8)
+                bound = p.bind(fill, CONFIG, x, 1.0, 8)
+                with pytest.raises(InvalidArray, match="no memory of a device"):
+                    bound.set(0, bad)
+                await bound.submit()
+
+    world.run(main)
+
+
+# -- refused ----------------------------------------------------------------------------------
+
+
+def flagged(buffer: Buffer) -> Callable[[], object]:
+    """Capsules that say that their memory is only to be read."""
+
+    def make() -> object:
+        capsule: Any = buffer.__dlpack__(stream=-1, max_version=(1, 1))
+        place = dlpack._pointer(capsule, dlpack._name(capsule))
+        ctypes.c_uint64.from_address(place + 24).value |= 1
+        return capsule
+
+    return make
+
+
+def consumed(buffer: Buffer) -> Callable[[], object]:
+    """Capsules that somebody has taken."""
+
+    def make() -> object:
+        capsule = buffer.__dlpack__(stream=-1)
+        rename(capsule, USED)
+        taken.append(capsule)
+        return capsule
+
+    return make
+
+
+#: A capsule keeps the address of its name.
+FRESH, USED = b"dltensor", b"used_dltensor"
+rename = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_SetName", ctypes.pythonapi)
+)
+#: Capsules that nobody ends: their memory would stay lent.
+taken: list[object] = []
+
+
+def give_back_taken() -> None:
+    for capsule in taken:
+        rename(capsule, FRESH)
+    taken.clear()
+
+
+def refusing() -> object:
+    raise BufferError("requires grad")
+
+
+REFUSED: list[tuple[str, Callable[[Buffer], Any]]] = [
+    ("is in no CUDA device's memory.*p.upload", lambda b: np.ones(8, np.float32)),
+    ("is not contiguous", lambda b: Shown(b, strides=(8,))),
+    ("masked", lambda b: Shown(b, mask=np.ones(8))),
+    ("big-endian", lambda b: Shown(b, typestr=">f4")),
+    ("not as agreed", lambda b: Shown(b, typestr="what")),
+    ("stream 0", lambda b: Shown(b, stream=0)),
+    ("consumed already", lambda b: Lent(b, capsule=consumed(b))),
+    ("no capsule", lambda b: Lent(b, capsule=lambda: 3)),
+    ("not handed out by its library: requires grad", lambda b: Lent(b, capsule=refusing)),
+]
+
+
+@pytest.mark.parametrize(("said", "made"), REFUSED, ids=[said for said, _ in REFUSED])
+def test_an_array_that_cannot_be_used_is_refused(
+    world: World, said: str, made: Callable[[Buffer], Any]
+) -> None:
+    """Each says what is wrong with it, as an argument and in a copy, before anything is queued."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            for _ in range(2):  # also once the kernel was used
+                with await p.upload(ONES) as b:
+                    async with untouched(pool, p):
+                        with pytest.raises(
+                            greensched.ArgumentMismatch, match=f"argument 0.*{said}"
+                        ):
+                            p.launch(fill, CONFIG, made(b), 1.0, 8)
+                        with pytest.raises(InvalidArray, match=said):
+                            p.download(made(b))
+                        with pytest.raises(InvalidArray, match=said):
+                            p.copy(made(b), b)
+                    give_back_taken()
+                await p.prepare(fill, CONFIG)
+
+    world.run(main)
+
+
+def test_what_is_only_to_be_read_is_not_written(world: World) -> None:
+    """Where an array says so, it is refused where a kernel or a copy may write, and read freely."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            with await p.upload(ONES) as b, await p.empty(8) as c:
+                shown = Shown(b, data=(b.address, True))
+                for array in (shown, Lent(b, capsule=flagged(b))):
+                    async with untouched(pool, p):
+                        with pytest.raises(greensched.ArgumentMismatch, match="read-only"):
+                            p.launch(fill, CONFIG, array, 1.0, 8)
+                        with pytest.raises(InvalidArray, match="read-only"):
+                            p.copy(array, ONES)
+                    await p.launch(saxpy, CONFIG, 1.0, array, c, 8)
+                    np.testing.assert_array_equal(await p.download(array), ONES)
+
+    world.run(main)
+
+
+def test_elements_are_those_of_the_parameter(world: World) -> None:
+    """An array of other elements is refused; bytes without a dtype are any kernel's."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            with await p.upload(np.ones(8)) as b, await p.upload(np.zeros(3, np.int8)) as three:
+                for way in WAYS:
+                    with pytest.raises(greensched.ArgumentMismatch, match="holds float64"):
+                        p.launch(fill, CONFIG, way(b), 1.0, 8)
+                await p.launch(fill, CONFIG, Untyped(b), 1.0, 16)
+                with pytest.raises(greensched.ArgumentMismatch, match="holds int8"):
+                    p.launch(fill, CONFIG, Untyped(three), 1.0, 1)
+
+    world.run(main)
+
+
+def test_memory_that_is_no_devices_is_refused(world: World) -> None:
+    """Where an array does not say whose memory it is in, the driver is asked."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            with await p.upload(ONES) as b:
+                array = Shown(b, data=(ONES.ctypes.data, False), stream=None)
+                async with untouched(pool, p):
+                    for submit in (
+                        lambda: p.launch(fill, CONFIG, array, 1.0, 8),
+                        lambda: p.download(array),
+                    ):
+                        with pytest.raises(InvalidArray, match="no memory of a device"):
+                            submit()
+
+    world.run(main)
+
+
+def test_an_array_of_another_device_is_refused(world: World) -> None:
+    """By what it says, and where it says nothing by where its memory lies."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            with await p.upload(ONES) as b:
+                async with untouched(pool, p):
+                    with pytest.raises(greensched.WrongDevice) as refused:
+                        p.launch(fill, CONFIG, Lent(b, device=(2, 7)), 1.0, 8)
+                    assert (refused.value.has, refused.value.wants) == (7, 0)
+        if not world.is_simulated:
+            return
+        async with world.pool("h200x2", devices=[0, 1]) as pool:
+            async with pool.partition(8, near=None) as p:
+                other = next(i for i in (0, 1) if i != p.device)
+                async with pool.partitions(greensched.ALL) as (q,):
+                    assert q.device == other
+                    with await q.upload(ONES) as b:
+                        with pytest.raises(greensched.WrongDevice):
+                            p.download(Shown(b, stream=None))
+
+    world.run(main)
+
+
+# -- in copies --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_copies_go_to_it_and_from_it(world: World, way: Callable[[Buffer], Any]) -> None:
+    """Each end of a copy may be an array of another library, and each tells how far it is."""
+
+    async def main() -> None:
+        told: list[tuple[int, int]] = []
+
+        def tell(done: int, of: int) -> None:
+            told.append((done, of))
+
+        async with world.pool() as pool, pool.partition(8) as p:
+            with await p.empty(8) as x, await p.empty(8) as y:
+                await p.copy(way(x), ONES)
+                np.testing.assert_array_equal(await p.download(way(x)), ONES)
+                await p.copy(way(y), way(x), progress=tell)
+                np.testing.assert_array_equal(await p.download(y), ONES)
+                with await p.upload(way(y), progress=tell) as z:  # type: ignore[arg-type]
+                    await p.copy(y, 2 * ONES)
+                    np.testing.assert_array_equal(await p.download(z), ONES)
+                assert told.count((32, 32)) == 2
+                with await p.empty(4) as short, pytest.raises(InvalidArray, match="does not fit"):
+                    p.copy(way(x), short)
+
+    world.run(main)
+
+
+# -- out --------------------------------------------------------------------------------------
+
+
+def test_a_takers_stream_waits_for_the_writer(world: World) -> None:
+    """Whoever takes a buffer by DLPack works behind what writes it, unless he wants no order."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p, foreign_stream(p) as theirs:
+            with await p.empty(8) as x, await p.empty(8) as y:
+                with await Gate.closed(p) as gate:
+                    job = p.copy(x, ONES)
+                    capsules = [x.__dlpack__(stream=-1)]
+                    assert theirs.is_done
+                    capsules.append(x.__dlpack__(stream=theirs.address, max_version=(1, 0)))
+                    driver = theirs.context.driver
+                    with theirs.context.entered():
+                        driver.copy(y.address, x.address, x.nbytes, theirs.handle)
+                    assert not theirs.is_done
+                    gate.open()
+                await job
+                await until(lambda: theirs.is_done)
+                np.testing.assert_array_equal(await p.download(y), ONES)
+                capsules.append(x.__dlpack__())
+            assert x.is_closed
+            del capsules
+
+    world.run(main)
+
+
+def test_memory_in_other_hands_is_not_given_back(world: World) -> None:
+    """A closed buffer's memory is free once who took it by DLPack has let go, and not before."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            memory = p._open().site.memory
+            before = memory.used_bytes
+            x = await p.upload(ONES)
+            held = [x.__dlpack__(stream=-1), x.__dlpack__(stream=-1, max_version=(1, 1))]
+            x.close()
+            while held:
+                memory.reap()
+                assert memory.used_bytes > before
+                held.pop()
+            memory.reap()
+            await until(lambda: memory.reap() or memory.used_bytes == before)
+            with pytest.raises(greensched.BufferClosed):
+                x.__dlpack__()
+
+    world.run(main)
+
+
+def test_a_capsule_may_end_while_an_exception_is_on_its_way(world: World) -> None:
+    """The end of a capsule takes no exception for its own."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            with await p.upload(ONES) as x:
+                for _ in range(3):
+                    with pytest.raises(ZeroDivisionError):
+                        print(x.__dlpack__(stream=-1), 1 / 0)
+
+    world.run(main)
+
+
+def test_what_cannot_be_handed_out_says_so(world: World) -> None:
+    """A copy, another device, or elements that DLPack has not."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            with await p.upload(ONES) as x, await p.upload(np.zeros(2, "i4,f4")) as pairs:
+                assert x.__dlpack_device__() == (2, 0)
+                for wrong in ({"copy": True}, {"dl_device": (1, 0)}):
+                    with pytest.raises(InvalidArray, match="not copied"):
+                        x.__dlpack__(**wrong)  # type: ignore[arg-type]
+                with pytest.raises(InvalidArray, match="no elements"):
+                    pairs.__dlpack__(stream=-1)
+                with await Gate.closed(p):
+                    large = p.upload(np.zeros(1 << 20, np.float32))
+                    p.launch(fill, CONFIG, x, 1.0, 8)
+                    with pytest.raises(greensched.WouldBlock):
+                        x.__dlpack__(stream=-1)
+                (await large).close()
+
+    world.run(main)
+
+
+def test_a_stream_follows_anybodys(world: World) -> None:
+    """`Stream.follow` takes what speaks `__cuda_stream__`, and refuses what is none."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p, foreign_stream(p) as theirs:
+            await p.launch(fill, CONFIG, x := await p.empty(8), 1.0, 8)
+            with await Gate.closed(p) as gate:
+                theirs.follow(p)
+                assert not theirs.is_done
+                gate.open()
+            theirs.follow(1)
+            p.stream.follow(p.stream)
+            for wrong in (0, -1, None, "stream", True, Device):
+                with pytest.raises(greensched.InvalidRequest, match="is no stream"):
+                    theirs.follow(wrong)  # type: ignore[arg-type]
+            for bad in ((1, 3), 3, (0,)):
+                strange = type("Strange", (), {"__cuda_stream__": lambda _, bad=bad: bad})()
+                with pytest.raises(greensched.InvalidRequest, match="no version"):
+                    theirs.follow(strange)
+            x.close()
+
+    world.run(main)
+
+
+def test_a_device_that_says_which_it_is_is_one_of_ours(world: World) -> None:
+    """`Device` and `Pool(devices=...)` take another library's device by its `device_id`."""
+
+    class Theirs:
+        device_id = 0
+
+    async def main() -> None:
+        async with world.pool(devices=[Theirs()]) as pool:
+            assert [device.ordinal for device in pool.devices] == [0]
+
+    world.run(main)
+    device = Device(Theirs(), driver=world.driver())
+    assert device.ordinal == 0
+    device.close()
+    strange = type("Strange", (), {"device_id": "0"})()
+    with pytest.raises(greensched.InvalidRequest):
+        Device(strange, driver=world.driver())
