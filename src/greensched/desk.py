@@ -338,6 +338,13 @@ class Desk:
                 self._allow(services)
         self._deliver(granted)
 
+    def observe(self, service: str, latency: float, number: int) -> None:
+        """So many of a class had this latency; whoever can be granted because of that is."""
+        with self.lock:
+            self.check()
+            granted = self.scheduler.observe(self.driver.time(), service, latency, number)
+        self._deliver(granted)
+
     def _allow(self, services: Sequence[ServiceClass]) -> None:
         """What each class may have of memory; what it has already counts, once it is counted."""
         for service in services:

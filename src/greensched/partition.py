@@ -224,6 +224,11 @@ class Partition:
         return self._open().lane.sm_count
 
     @property
+    def is_unsplit(self) -> bool:
+        """Whether it has all SMs beside others that have them, too: see `ServiceClass.unsplit`."""
+        return self._open().holding.lease.is_seat
+
+    @property
     def max_cluster_size(self) -> int:
         """Blocks of the largest thread-block cluster that is sure to find room here.
 

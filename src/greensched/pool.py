@@ -12,7 +12,7 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar, get_args
 
@@ -408,6 +408,19 @@ class Pool:
         if classes is not None:
             self._services = {one.name: one for one in classes}
 
+    def observe(self, service: str, latency: float, number: int = 1) -> None:
+        """Says that so many of a class had this latency, in seconds. Never waits.
+
+        By that it is decided whether devices are split for classes that are `unsplit`. Of a class
+        of which nobody says it, the time from a lease's request to its end counts.
+
+        Raises:
+            InvalidRequest: no such class, or what is no latency.
+            PoolClosed, Poisoned, ForkedPool: it is not open.
+        """
+        wishes.observed(service, self._services, latency, number)
+        self._opened().observe(service, latency, number)
+
     async def acquire(self, wanted: Wish) -> tuple[Channel, ...]:
         """Waits for a grant. For partitions."""
         return await self._opened().acquire(wanted)
@@ -545,20 +558,12 @@ class Pool:
                 state=desk.state,
                 devices=len(desk.sites),
                 sms_total=sum(site.cells.total for site in desk.sites),
-                sms_free=s.sms_free,
-                sms_leased=s.sms_leased,
-                sms_draining=s.sms_draining,
                 leases=len(desk.holdings),
-                waiting=s.waiting,
-                requested=s.requested,
-                granted=s.granted,
-                cancelled=s.cancelled,
-                expired=s.expired,
-                refused=s.refused,
                 lanes=len(crews),
                 lanes_made=sum(site.lanes_made for site in desk.sites),
                 completion="event" if crews and crews[0].lane.uses_events else "word",
                 services=desk.scheduler.services(),
+                **asdict(s),
             )
 
     def plan(self, *sizes: Size) -> tuple[Plan, ...]:

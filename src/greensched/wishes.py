@@ -48,11 +48,8 @@ def wish(
     """
     if device is not None and (type(device) is not int or device < 0):
         raise InvalidRequest(f"device={device!r} is no ordinal of a device")
-    if service is not None and not _is_key(service, services):
-        known = ", ".join(services) or "none"
-        raise InvalidRequest(
-            f"no service {service!r}: this pool has {known} (name it in Pool(services=[...]))"
-        )
+    if service is not None:
+        _known(service, services)
     until = None if deadline is None else seconds(deadline)
     if deadline is not None and not (until is not None and until > 0):
         raise InvalidRequest(f"deadline={deadline!r}: give the seconds from now, more than 0")
@@ -60,6 +57,26 @@ def wish(
         raise InvalidRequest(f"near={near!r}: give a Buffer, to be on its device where it can be")
     where = None if near is None else near.device
     return Wish(demands(sizes), sizes, device, service or "", until, _cost(cost), where)
+
+
+def observed(
+    service: object, services: Mapping[str, object], latency: object, number: object
+) -> None:
+    """Checks what `Pool.observe` is told."""
+    _known(service, services)
+    took = seconds(latency)
+    if took is None or not 0 <= took < math.inf:
+        raise InvalidRequest(f"latency={latency!r}: give seconds, at least 0")
+    if type(number) is not int or number < 1:
+        raise InvalidRequest(f"number={number!r}: give how many had it, at least 1")
+
+
+def _known(service: object, services: Mapping[str, object]) -> None:
+    if not _is_key(service, services):
+        known = ", ".join(services) or "none"
+        raise InvalidRequest(
+            f"no service {service!r}: this pool has {known} (name it in Pool(services=[...]))"
+        )
 
 
 def _is_key(key: object, named: Mapping[str, object]) -> bool:

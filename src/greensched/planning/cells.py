@@ -105,6 +105,10 @@ class Cells:
             return self.size * (mask & self.equal).bit_count() + self.remainder
         return self.size * mask.bit_count()
 
+    def seat(self, number: int) -> int:
+        """Every cell, as one of those who have them all at once: told apart by a bit above."""
+        return self.every | 1 << self.count + 1 + number
+
     def possible(self, mask: int) -> bool:
         """Whether one green context can have just these cells."""
         if not mask & self.leftover or mask in (self.leftover, self.every):

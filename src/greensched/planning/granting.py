@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
+from greensched.planning import seats
 from greensched.planning.cells import Cells
 from greensched.planning.ground import Ground
 from greensched.planning.placement import Placement
@@ -65,22 +66,29 @@ class Granting(Queue):
     ) -> bool:
         """Grants it on the first device of `where` on which it fits."""
         request.lacks = ()
-        ground, parts = self.ground, request.parts
-        is_ruled = ground.is_ruled
-        if is_ruled and not request.flow.is_within_quota(now):
+        ground, is_seat = self.ground, False
+        if ground.is_ruled and not request.flow.is_within_quota(now):
             return False
         for device in where if len(where) == 1 else ground.order(request, where):
-            if is_ruled:
-                masks = ground.fit(request, device, limit)
-            else:
-                masks = self.devices[device].fit_all(self.free[device], parts, self.warm[device])
+            if ground.is_shared:
+                is_seat = limit is None and seats.may_sit(ground, request, device)
+                if ground.seats[device] and not request.flow.unsplit:
+                    continue
+            masks = (
+                (seats.seat(ground, device),) if is_seat else ground.find(request, device, limit)
+            )
             if not masks:
                 continue
             for mask in masks:
                 if not ground.is_made(device, mask):
                     break
             else:
-                request.leases = leases = ground.give(request, device, masks, now)
+                if is_seat:
+                    request.leases = leases = seats.give_seat(
+                        ground, request, device, masks[0], now
+                    )
+                else:
+                    request.leases = leases = ground.give(request, device, masks, now)
                 if request.holder is not None:
                     self._held.setdefault(request.holder, []).extend(leases)
                 request.lacks = ()
@@ -114,7 +122,7 @@ class Granting(Queue):
         heads = self._heads()
         heapq.heapify(heads)
         is_first = True
-        while heads and any(self.free):
+        while heads and (any(self.free) or self.ground.is_shared):
             standing, _, _, line = heads[0]
             request = line.first()
             assert request is not None
@@ -134,7 +142,7 @@ class Granting(Queue):
 
     def _serve_only(self, line: Line, now: float, granted: list[Request]) -> None:
         """The same where all want the same: the usual case, and a third of the work."""
-        while (request := line.first()) is not None and any(self.free):
+        while (request := line.first()) is not None and (any(self.free) or self.ground.is_shared):
             if not self._attempt(line, request, now):
                 self._blocked(line, request, now, is_first=True)
                 return
@@ -153,6 +161,8 @@ class Granting(Queue):
 
         Where classes have limits a closer look is dear, so all that is free is counted first.
         """
+        if line.flow.unsplit and not self.ground.verdict.is_split:
+            return False
         for device, free in enumerate(self.free):
             if free:
                 cells = self.devices[device]
@@ -227,7 +237,8 @@ class Granting(Queue):
         """What a holder has, by device; what drains comes back by itself and does not count."""
         held: dict[int, int] = {}
         for lease in self._held.get(holder, ()):
-            held[lease.device] = held.get(lease.device, 0) | lease.mask
+            mask = lease.mask & self.devices[lease.device].every
+            held[lease.device] = held.get(lease.device, 0) | mask
         return held
 
     def _forget(self, lease: Lease) -> None:

@@ -10,6 +10,7 @@ from greensched.planning.lending import place
 from greensched.planning.placement import Placement, in_order
 from greensched.planning.requests import Lease, Request
 from greensched.planning.services import ANYBODY, Flow, ServiceClass
+from greensched.planning.sharing import Verdict
 
 
 class Ground:
@@ -37,10 +38,13 @@ class Ground:
         self.warm: list[dict[int, dict[int, None]]] = [{} for _ in self.devices]
         #: Leases whose cells are not free yet, by device.
         self.live: list[dict[Lease, None]] = [{} for _ in self.devices]
+        #: Leases with a seat, by device; and how many leases nobody with a seat may be beside.
+        self.seats: list[dict[Lease, None]] = [{} for _ in self.devices]
+        self.apart = [0 for _ in self.devices]
+        self.verdict = Verdict()
         self.clock = FairClock()
         self.total = sum(cells.total for cells in self.devices)
         self.flows: dict[str, Flow] = {"": Flow(ANYBODY)}
-        self.sms_leased = self.sms_draining = 0
         self.set_rules(services)
 
     def set_rules(self, services: Iterable[ServiceClass]) -> None:
@@ -67,12 +71,15 @@ class Ground:
         for name, rule in rules.items():
             flows[name].set_rules(rule)
         self.flows, self.floors = flows, floors
+        self.verdict.forget()
         #: Classes that are not there any more, and still have requests or leases.
         self.retired = flows.keys() - rules.keys() - {""}
         for device, of_device in enumerate(floors):
-            of_device.take_over(self.live[device])
+            of_device.take_over(x for x in self.live[device] if not x.is_seat)
         #: Whether there are classes, whose leases must be accounted for.
         self.is_classed = len(flows) > 1
+        #: Whether there are seats, or may be.
+        self.is_shared = any(flow.unsplit for flow in flows.values()) or any(self.seats)
         #: Whether a class is limited in any way, so that its limits must be looked at.
         self.is_ruled = any(
             flow.rules.reserve or flow.cap < self.total or flow.quota for flow in flows.values()
@@ -84,10 +91,18 @@ class Ground:
         """The devices to try for a request, in this order."""
         if len(where) < 2:
             return where
+        if self.is_shared:
+            where = sorted(where, key=lambda device: len(self.seats[device]))
         return in_order(where, self.devices, self.free, self.placement, request.near)
 
+    def find(self, request: Request, device: int, limit: int | None = None) -> tuple[int, ...]:
+        """The free cells to grant, for each part of a request; empty: they do not fit."""
+        if self.is_ruled:
+            return self.fit(request, device, limit)
+        return self.devices[device].fit_all(self.free[device], request.parts, self.warm[device])
+
     def fit(self, request: Request, device: int, limit: int | None = None) -> tuple[int, ...]:
-        """The free cells to grant to a class with limits, for each part of a request.
+        """The same for a class with limits.
 
         Args:
             request: what is wanted.
@@ -204,6 +219,10 @@ class Ground:
                 raise AssertionError(f"cells granted twice: {mask:b} of {free:b}")
             sms = cells.sms(mask)
             lease = Lease(device, mask, sms, request.holder, request, now)
+            if flow.unsplit:
+                lease.is_apart = False
+            else:
+                self.apart[device] += 1
             if floors.owners:
                 have, taken = (free & cells.equal).bit_count(), (mask & cells.equal).bit_count()
                 part = request.parts[i]
@@ -212,14 +231,13 @@ class Ground:
             free &= ~mask
             flow.sms += sms
             if self.is_classed or request.cost is not None:
-                self._charge(flow, lease, request, now)
-            self.sms_leased += sms
+                self.charge(flow, lease, request, now)
             self.live[device][lease] = None
             leases.append(lease)
         self.free[device] = free
         return tuple(leases)
 
-    def _charge(self, flow: Flow, lease: Lease, request: Request, now: float) -> None:
+    def charge(self, flow: Flow, lease: Lease, request: Request, now: float) -> None:
         flow.granted += 1
         seconds = flow.mean if request.cost is None else request.seconds(lease.sms)
         if seconds:
@@ -230,12 +248,15 @@ class Ground:
         """The cells of a lease are free."""
         device, flow = lease.device, lease.flow
         cells, floors = self.devices[device], self.floors[device]
-        self.sms_draining -= lease.sms
-        self.free[device] |= lease.mask
         del self.live[device][lease]
         flow.sms -= lease.sms
-        if floors.owners:
-            floors.give(lease, (lease.mask & cells.equal).bit_count())
+        if lease.is_seat:
+            del self.seats[device][lease]
+        else:
+            self.apart[device] -= lease.is_apart
+            self.free[device] |= lease.mask
+            if floors.owners:
+                floors.give(lease, (lease.mask & cells.equal).bit_count())
         if self.is_classed or lease.request.cost is not None:
             self._settle(flow, lease, lease.request, now)
 
@@ -246,6 +267,8 @@ class Ground:
         flow.saw_lease(took, now - lease.since, expected)
         if cost is not None and not isinstance(cost, (int, float)) and not lease.had:
             cost.observe(lease.sms, took)
+        if flow.unsplit and not flow.is_told and not lease.had:
+            self.verdict.saw(flow, now - request.arrived, 1, now)
 
     def shrink(self, lease: Lease) -> None:
         """An elastic lease gives back what it has above its least, if a partition is there."""
@@ -311,7 +334,6 @@ class Ground:
             raise AssertionError(f"cells granted twice: {mask:b} of {free:b}")
         self.free[device] = free & ~mask
         lease.flow.sms += sms - lease.sms
-        self.sms_leased += sms - lease.sms
         lease.mask, lease.sms = mask, sms
 
     # -- what is to be expected ------------------------------------------------------------------
@@ -322,10 +344,13 @@ class Ground:
         A lease of which nothing is known, or that takes longer than was known, may end any moment.
         """
         cells, free = self.devices[device], self.free[device]
-        ends = [(max(now, lease.ends or now), lease.mask) for lease in self.live[device]]
+        ends = [(max(now, x.ends or now), x.mask) for x in self.live[device] if not x.is_seat]
         at = now
+        if self.seats[device] and not request.flow.unsplit:
+            at = max(max(now, lease.ends or now) for lease in self.seats[device])
         if not cells.fit_all(free, request.parts):
-            for at, mask in sorted(ends):  # noqa: B007  where it fits is when
+            for end, mask in sorted(ends):
+                at = max(at, end)
                 free |= mask
                 if cells.fit_all(free, request.parts):
                     break

@@ -41,6 +41,7 @@ from greensched.errors import (
     WouldBlock,
     WouldDeadlock,
 )
+from greensched.planning import seats
 from greensched.planning.admission import predicted, soonest
 from greensched.planning.cells import Cells, Demand
 from greensched.planning.granting import Granting
@@ -188,8 +189,6 @@ class Scheduler(Granting):
         """The work of a lease may still run; its cells stay until it is `drained`."""
         if not lease.draining:
             lease.draining = True
-            self.ground.sms_leased -= lease.sms
-            self.ground.sms_draining += lease.sms
             if lease.holder is not None:
                 self._forget(lease)
 
@@ -216,11 +215,17 @@ class Scheduler(Granting):
         if lease.draining or not lease.request.is_elastic:
             return []
         granted: list[Request] = []
-        if self.waiting:
-            ground.shrink(lease)
-            granted = self._dispatch(now) if lease.mask != before else []
+        if ground.is_shared:
+            self._sit_or_stand(lease)
+        if lease.is_seat:
+            return self._dispatch(now) if self.waiting and lease.mask != before else []
+        is_claimed = seats.is_claimed(ground, lease.device)
+        if self.waiting or is_claimed:
+            if lease.mask == before:
+                ground.shrink(lease)
+            granted = self._dispatch(now) if lease.mask != before and self.waiting else []
         is_kept = self._reserved is not None and self._reserved[1] == lease.device
-        if not is_kept and flow.is_within_quota(now):
+        if not (is_kept or is_claimed) and flow.is_within_quota(now):
             held = lease.mask
             missing = ground.grow(lease, before)
             if missing and not ground.is_made(lease.device, missing):
@@ -228,6 +233,34 @@ class Scheduler(Granting):
             if held & ~lease.mask and self.waiting:  # it went elsewhere, to have more
                 granted += self._dispatch(now)
         return granted
+
+    def _sit_or_stand(self, lease: Lease) -> None:
+        """An elastic lease has all SMs with others, or cells, as its device is split or not."""
+        ground, device = self.ground, lease.device
+        # Whoever could have had more may wait for nothing but the seats.
+        others = any(flow.waiting and not flow.unsplit for flow in ground.flows.values())
+        if lease.is_seat:
+            if others or ground.verdict.is_split:
+                missing = seats.stand_up(ground, lease)
+                if missing:
+                    self.lacking[device, missing] = None
+        elif not others and not lease.is_apart and seats.may_sit(ground, lease.request, device):
+            seat = seats.seat(ground, device)
+            if ground.is_made(device, seat):
+                seats.sit(ground, lease, seat)
+            else:
+                self.lacking[device, seat] = None
+
+    def observe(self, now: float, service: str, latency: float, number: int) -> list[Request]:
+        """So many of a class had this latency, from end to end. Returns who is granted by that.
+
+        From then on that counts for whether devices are split, instead of how long the class's
+        leases take.
+        """
+        flow = self.ground.flows[service]
+        flow.is_told = True
+        is_changed = flow.unsplit and self.ground.verdict.saw(flow, latency, number, now)
+        return self._dispatch(now) if is_changed and self.waiting else []
 
     def made(self, now: float) -> list[Request]:
         """There are more partitions. Returns who is granted because of that."""
@@ -276,11 +309,18 @@ class Scheduler(Granting):
     @property
     def is_idle(self) -> bool:
         """Whether every cell is free."""
-        return not self.ground.sms_leased and not self.ground.sms_draining
+        return not any(self.ground.live)
 
     def statistics(self) -> SchedulerStatistics:
         """What is the case now."""
-        free = sum(c.sms(f) for c, f in zip(self.devices, self.free, strict=True))
+        leased = draining = 0
+        for cells, live in zip(self.devices, self.ground.live, strict=True):
+            held = all_held = 0
+            for lease in live:
+                all_held |= lease.mask
+                held |= 0 if lease.draining else lease.mask
+            leased += cells.sms(held & cells.every)
+            draining += cells.sms(all_held & ~held & cells.every)
         return SchedulerStatistics(
             waiting=self.waiting,
             requested=self._requested,
@@ -288,9 +328,9 @@ class Scheduler(Granting):
             cancelled=self._cancelled,
             expired=self._expired,
             refused=self._refused,
-            sms_free=free,
-            sms_leased=self.ground.sms_leased,
-            sms_draining=self.ground.sms_draining,
+            sms_free=self.ground.total - leased - draining,
+            sms_leased=leased,
+            sms_draining=draining,
         )
 
     def services(self) -> dict[str, ServiceStatistics]:
@@ -303,6 +343,7 @@ class Scheduler(Granting):
                 waiting=flow.waiting,
                 granted=flow.granted,
                 sm_seconds=flow.sm_time,
+                is_unsplit=flow.unsplit and not self.ground.verdict.is_split,
             )
             for name, flow in self.ground.flows.items()
             if self.ground.is_classed

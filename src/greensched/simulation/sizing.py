@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from greensched.partition import Partition
 from greensched.planning.services import ServiceClass
@@ -202,7 +202,7 @@ class Classes:
     @asynccontextmanager
     async def open(self, machine: Machine) -> AsyncIterator[Seats]:
         """Seats by class."""
-        written = [_written(service) for service in machine.services.values()]
+        written = [self.written(service) for service in machine.services.values()]
         async with pool_of(machine, services=written, policy=self.policy) as pool:
             seats = {
                 (device, name): self.seat(machine, pool, device, service)
@@ -217,6 +217,19 @@ class Classes:
         """On a lease for each pass or piece."""
         return ClassSeat(machine, pool, device, service)
 
+    def written(self, service: Service) -> ServiceClass:
+        """What the operator says. Who has no floor gives back at each piece, and may borrow."""
+        return ServiceClass(
+            service.name,
+            reserve=service.reserve,
+            cap=service.cap or ALL,
+            priority=service.priority,
+            weight=service.weight,
+            revocable=not service.reserve,
+            # Not its latency: a lease here is a pass, and a request is refused by nobody.
+            budget=service.latency / 2 if service.budget < 0 else service.budget,
+        )
+
 
 class ElasticSeat(ClassSeat):
     """An elastic lease for as long as there is work; a checkpoint before each pass or piece."""
@@ -229,10 +242,15 @@ class ElasticSeat(ClassSeat):
     async def run(self, pieces: Pieces) -> None:
         """Whoever has a floor keeps its SMs for a pass; the others look at each piece."""
         self._runs += 1
-        for some in (pieces,) if self._whole else [(ns,) for ns in pieces]:
-            lease = await self._leased()
-            await lease.launch(self._kernel, self._config, sum(some))
+        while pieces:
+            pieces = await self._some(await self._leased(), pieces)
         self._leaving = asyncio.ensure_future(self._leave_unless_more(self._runs))
+
+    async def _some(self, lease: Partition, pieces: Pieces) -> Pieces:
+        """Does what is done between two checkpoints; returns what is left."""
+        some = len(pieces) if self._whole else 1
+        await lease.launch(self._kernel, self._config, sum(pieces[:some]))
+        return pieces[some:]
 
     async def _leased(self) -> Partition:
         if self._lease is not None:
@@ -271,15 +289,34 @@ class Elastic(Classes):
         return ElasticSeat(machine, pool, device, service)
 
 
-def _written(service: Service) -> ServiceClass:
-    """What the operator says. Whoever has no floor gives back at each piece, and may borrow."""
-    return ServiceClass(
-        service.name,
-        reserve=service.reserve,
-        cap=service.cap or ALL,
-        priority=service.priority,
-        weight=service.weight,
-        revocable=not service.reserve,
-        # Not its latency: a lease here is a pass, and a request is refused by nobody.
-        budget=service.latency / 2 if service.budget < 0 else service.budget,
-    )
+class UnsplitSeat(ElasticSeat):
+    """The same, and the pool is told what became of it. All at once where there is no split."""
+
+    async def _some(self, lease: Partition, pieces: Pieces) -> Pieces:
+        """On all SMs it is a stream beside others, and there is nothing to give back meanwhile."""
+        if not lease.is_unsplit:
+            return await super()._some(lease, pieces)
+        jobs = [lease.launch(self._kernel, self._config, ns) for ns in pieces]
+        await jobs[-1]
+        return ()
+
+    def told(self, latency: float, weight: int) -> None:
+        """So many requests or tokens had this latency."""
+        self._pool.observe(self._service.name, latency, weight)
+
+
+@dataclass
+class Unsplit(Elastic):
+    """Service classes with elastic leases, on devices that are split only where that is needed."""
+
+    name: str = "unsplit"
+    about: str = "as elastic, and all SMs for all as long as every class has its target so"
+
+    def seat(self, machine: Machine, pool: Pool, device: int, service: Service) -> ClassSeat:
+        """On a lease that lasts."""
+        return UnsplitSeat(machine, pool, device, service)
+
+    def written(self, service: Service) -> ServiceClass:
+        """Nobody minds neighbours on his SMs while he has his target."""
+        said = super().written(service)
+        return replace(said, unsplit=True, cap=ALL, latency=service.latency or None)
