@@ -167,6 +167,7 @@ class Desk:
             self.sites, self.scheduler = tuple(sites), scheduler
             if self.state is PoolState.OPENING:  # else it is closed as soon as it is open
                 self.state = PoolState.OPEN
+        self._have_made()
 
     # -- asking ----------------------------------------------------------------------------------
 

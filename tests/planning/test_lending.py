@@ -188,3 +188,27 @@ def test_floors_lie_on_the_devices_with_room() -> None:
     assert sorted(homes) == [0, 1]
     with pytest.raises(InvalidRequest, match=r"'c': reserve=40: the floors together do not fit"):
         make(*(ServiceClass(name, reserve=40) for name in "abc"), devices=(DEVICE, DEVICE))
+
+
+def test_what_an_elastic_lease_gives_back_is_made() -> None:
+    """Where there is no partition of its least, that is lacking, and not everybody's waiting."""
+    made = {DEVICE.every}
+    scheduler = Scheduler(
+        (DEVICE,), Fifo(), 10, lambda _, mask: mask in made, services=(OWNER, BATCH)
+    )
+    (lease,) = ask(scheduler, 0.0, (8, 64), "batch", cost=0.001).leases
+    assert lease.mask == DEVICE.every
+    floor = (0, 0b11110000), (0, 0b00001111)
+    assert tuple(scheduler.lacking) == floor, "and it is before anybody asks"
+    scheduler.lacking.clear()
+    ask(scheduler, 0.0, 32, "owner")
+    assert scheduler.checkpoint(0.001, lease) == []
+    assert lease.sms == 64
+    made.add(0b00001111)
+    scheduler.warm[0][4] = {0b00001111: None}
+    scheduler.checkpoint(0.001, lease)
+    assert lease.sms == 32, "as near as can be"
+    assert (0, 1) in scheduler.lacking
+    made.add(1)
+    scheduler.checkpoint(0.002, lease)
+    assert lease.sms == 8

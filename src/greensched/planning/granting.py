@@ -196,7 +196,7 @@ class Granting(Queue):
                 self._reserved = (first, first.devices[0])
                 return
             # Not where it waits for itself: those cells come last of all, if ever.
-            held = self._held_by(first.holder)
+            held = self._held_by(first)
             able = [d for d in first.devices if self.ground.ever(first, d, held.get(d, 0))]
             best = max(able or first.devices, key=lambda d: self.devices[d].sms(self.free[d]))
             self._reserved = (first, best)
@@ -233,12 +233,13 @@ class Granting(Queue):
         largest = max((self.devices[d] for d in request.devices), key=lambda cells: cells.total)
         return sum(max(1, -(-part.least // largest.size)) for part in request.parts) * largest.size
 
-    def _held_by(self, holder: Hashable) -> dict[int, int]:
-        """What a holder has, by device; what drains comes back by itself and does not count."""
+    def _held_by(self, request: Request) -> dict[int, int]:
+        """What keeps its holder from it that is his own, by device; what drains comes back."""
         held: dict[int, int] = {}
-        for lease in self._held.get(holder, ()):
-            mask = lease.mask & self.devices[lease.device].every
-            held[lease.device] = held.get(lease.device, 0) | mask
+        for lease in self._held.get(request.holder, ()):
+            if not (lease.is_seat and request.flow.unsplit):
+                mask = lease.mask & self.devices[lease.device].every
+                held[lease.device] = held.get(lease.device, 0) | mask
         return held
 
     def _forget(self, lease: Lease) -> None:

@@ -130,7 +130,7 @@ class Ground:
         cells, parts, warm = self.devices[device], request.parts, self.warm[device]
         least, most = min(least, left // cells.size), min(most, left // cells.size)
         if len(parts) > 1 or parts[0].named is not None:
-            masks = cells.fit_all(self._visible(request.flow, device, least), parts, warm)
+            masks = cells.fit_all(self.visible(request.flow, device, least), parts, warm)
             return masks if sum(map(cells.sms, masks)) <= left else ()
         wish = parts[0]
         needed = -(-wish.least // cells.size)
@@ -139,9 +139,9 @@ class Ground:
             most = least
         mask = self._fit_at_home(request.flow, device, wish, needed, most) if wish.least else 0
         if not mask:
-            mask = cells.fit(self._visible(request.flow, device, most), wish, warm)
+            mask = cells.fit(self.visible(request.flow, device, most), wish, warm)
         if cells.sms(mask) > left:
-            mask = cells.fit(self._visible(request.flow, device, most) & cells.equal, wish, warm)
+            mask = cells.fit(self.visible(request.flow, device, most) & cells.equal, wish, warm)
         return (mask,) if mask and cells.sms(mask) <= left else ()
 
     def _fit_at_home(self, flow: Flow, device: int, wish: Demand, needed: int, most: int) -> int:
@@ -152,7 +152,7 @@ class Ground:
         home = floors.blocks.get(flow, cells.every & ~floors.all_blocks)
         return cells.fit(self.free[device] & home & cells.equal, wish, self.warm[device])
 
-    def _visible(self, flow: Flow, device: int, count: int) -> int:
+    def visible(self, flow: Flow, device: int, count: int) -> int:
         """So many of the free equal cells, and the remainder; others' blocks last."""
         free, cells, floors = self.free[device], self.devices[device], self.floors[device]
         left = free & cells.equal
@@ -270,21 +270,46 @@ class Ground:
         if flow.unsplit and not flow.is_told and not lease.had:
             self.verdict.saw(flow, now - request.arrived, 1, now)
 
-    def shrink(self, lease: Lease) -> None:
-        """An elastic lease gives back what it has above its least, if a partition is there."""
+    def shrink(self, lease: Lease) -> int:
+        """An elastic lease gives back what it has above its least, as far as partitions are there.
+
+        Returns the cells it should keep and over which no partition is made; 0: none.
+        """
         device = lease.device
         cells, floors = self.devices[device], self.floors[device]
         least = lease.request.parts[0].least
         outside = lease.mask & ~floors.all_blocks | lease.mask & floors.blocks.get(lease.flow, 0)
-        wish = Demand(least, least)
+        wish, missing = Demand(least, least), 0
         for among in (outside, lease.mask):
             mask = cells.fit(among, wish, self.warm[device])
-            if mask and mask != lease.mask and self.is_made(device, mask):
-                if floors.owners:
-                    given = (lease.mask & ~mask & cells.equal).bit_count()
-                    floors.give(lease, given)
-                self._change(lease, mask)
-                return
+            if not mask or mask == lease.mask:
+                continue
+            if self.is_made(device, mask):
+                self._shrink_to(lease, mask)
+                return 0
+            missing = missing or mask
+        needed, own = -(-least // cells.size), (lease.mask & cells.equal).bit_count()
+        instead = self.made_within(device, lease.mask, needed, own - 1) if missing else 0
+        if instead:
+            self._shrink_to(lease, instead)
+        return missing
+
+    def _shrink_to(self, lease: Lease, mask: int) -> None:
+        cells, floors = self.devices[lease.device], self.floors[lease.device]
+        if floors.owners:
+            floors.give(lease, (lease.mask & ~mask & cells.equal).bit_count())
+        self._change(lease, mask)
+
+    def made_within(self, device: int, among: int, least: int, most: int) -> int:
+        """The smallest partition that is made, of so many cells of a set; 0: there is none.
+
+        Making one waits until a device has nothing to do, on some drivers: a busy one never has.
+        """
+        for count in range(least, most + 1):
+            for made in self.warm[device].get(count, ()):
+                if made & ~among == 0:
+                    return made
+        return 0
 
     def grow(self, lease: Lease, before: int) -> int:
         """An elastic lease takes up idle cells; where it can, those it had before.
@@ -303,7 +328,7 @@ class Ground:
         if most == (before & cells.equal).bit_count() and before & ~(free | lease.mask) == 0:
             self._grow_to(lease, before, own)
             return 0
-        among = lease.mask | self._visible(flow, device, most - own)
+        among = lease.mask | self.visible(flow, device, most - own)
         limit = request.parts[0].most
         if most < cells.count:
             limit, among = most * cells.size, among & cells.equal

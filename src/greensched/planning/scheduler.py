@@ -91,6 +91,7 @@ class Scheduler(Granting):
         self.max_waiting = max_waiting
         self._everywhere = tuple(range(len(self.devices)))
         self._requested = self._expired = self._refused = 0
+        self._lack_floors()
 
     # -- what happens ----------------------------------------------------------------------------
 
@@ -206,23 +207,25 @@ class Scheduler(Granting):
         """The holder of a lease has no work on it now, and lets its cells be changed.
 
         An elastic one gives back what it has above its least, whoever can be granted because of
-        that is, and then it takes up what is idle, to its most. `lease.mask` and `lease.sms` say
-        what it has from now on. Returns who is granted by it.
+        that is, and then it takes up what is idle, to its most. One with a seat has the least it
+        asked for instead, if its device is to be split. `lease.mask` and `lease.sms` say what it
+        has from now on. Returns who is granted by it.
         """
         ground, flow, before = self.ground, lease.flow, lease.mask
         flow.saw_segment(now - lease.since)
         ground.clock.pay(flow, lease, now)
-        if lease.draining or not lease.request.is_elastic:
+        if lease.draining:
             return []
         granted: list[Request] = []
         if ground.is_shared:
             self._sit_or_stand(lease)
-        if lease.is_seat:
+        if lease.is_seat or not lease.request.is_elastic:
             return self._dispatch(now) if self.waiting and lease.mask != before else []
         is_claimed = seats.is_claimed(ground, lease.device)
         if self.waiting or is_claimed:
-            if lease.mask == before:
-                ground.shrink(lease)
+            missing = ground.shrink(lease) if lease.mask == before else 0
+            if missing:
+                self.lacking[lease.device, missing] = None
             granted = self._dispatch(now) if lease.mask != before and self.waiting else []
         is_kept = self._reserved is not None and self._reserved[1] == lease.device
         if not (is_kept or is_claimed) and flow.is_within_quota(now):
@@ -235,7 +238,7 @@ class Scheduler(Granting):
         return granted
 
     def _sit_or_stand(self, lease: Lease) -> None:
-        """An elastic lease has all SMs with others, or cells, as its device is split or not."""
+        """A lease of a class that allows it has a seat, or cells, as its device is split or not."""
         ground, device = self.ground, lease.device
         # Whoever could have had more may wait for nothing but the seats.
         others = any(flow.waiting and not flow.unsplit for flow in ground.flows.values())
@@ -294,6 +297,7 @@ class Scheduler(Granting):
         lines = {request: self._line_of(request) for request in waiting}
         if services is not None:
             self.ground.set_rules(services)
+            self._lack_floors()
         if policy is not None:
             self._set_policy(policy)
         self._lines.clear()
@@ -303,6 +307,16 @@ class Scheduler(Granting):
             old = lines[request]
             self._stand_in_line(request, Line(request, old.able, old.asked))
         return self._dispatch(now)
+
+    def _lack_floors(self) -> None:
+        """Has each floor made, and what is beside all of them, before a device is busy."""
+        for device, (cells, floors) in enumerate(
+            zip(self.devices, self.ground.floors, strict=True)
+        ):
+            beside = cells.complement(floors.all_blocks) if floors.owners else 0
+            for mask in (*floors.blocks.values(), beside):
+                if mask and not self.ground.is_made(device, mask):
+                    self.lacking[device, mask] = None
 
     # -- questions -------------------------------------------------------------------------------
 
@@ -417,7 +431,9 @@ class Scheduler(Granting):
 
     def _refuse_deadlock(self, request: Request, able: Sequence[int]) -> None:
         """Refuses what cannot be granted while its holder holds what he has."""
-        held = self._held_by(request.holder)
+        held = self._held_by(request)
+        if any(seats.may_sit(self.ground, request, device) for device in able):
+            return
         if held and not any(self.ground.ever(request, d, held.get(d, 0)) for d in able):
             most = max(self.devices[d].sms(self.devices[d].every & ~held.get(d, 0)) for d in able)
             holds = sum(self.devices[d].sms(mask) for d, mask in held.items())

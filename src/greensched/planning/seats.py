@@ -43,7 +43,7 @@ def give_seat(
 
 
 def sit(ground: Ground, lease: Lease, seat: int) -> None:
-    """An elastic lease gives its cells back, and has a seat from now on."""
+    """A lease gives its cells back, and has a seat from now on."""
     device, cells = lease.device, ground.devices[lease.device]
     if ground.floors[device].owners:
         ground.floors[device].give(lease, (lease.mask & cells.equal).bit_count())
@@ -54,7 +54,7 @@ def sit(ground: Ground, lease: Lease, seat: int) -> None:
 
 
 def stand_up(ground: Ground, lease: Lease) -> int:
-    """An elastic lease has the least it asked for instead of its seat, if that is free.
+    """A lease has the least it asked for instead of its seat, if that is free.
 
     Returns the cells it should have and over which no partition is made; 0: none.
     """
@@ -63,9 +63,15 @@ def stand_up(ground: Ground, lease: Lease) -> int:
     flow.sms -= lease.sms  # what it would have instead is within the class's cap
     least = -(-request.parts[0].least // cells.size)
     (mask,) = ground.fit(request, device, least) or (0,)
-    if not mask or not ground.is_made(device, mask):
+    missing = 0 if ground.is_made(device, mask) else mask
+    if missing and least:
+        room, _ = floors.room(
+            (ground.free[device] & cells.equal).bit_count(), flow, *lengths(request, lease.sms)
+        )
+        mask = ground.made_within(device, ground.visible(flow, device, room), least, room)
+    if not mask or (missing and mask == missing):
         flow.sms += lease.sms
-        return mask
+        return missing
     lease.sms = cells.sms(mask)
     flow.sms += lease.sms
     if floors.owners:
@@ -77,10 +83,10 @@ def stand_up(ground: Ground, lease: Lease) -> int:
     ground.free[device] &= ~mask
     del ground.seats[device][lease]
     lease.mask, lease.is_seat = mask, False
-    return 0
+    return missing
 
 
 def is_claimed(ground: Ground, device: int) -> bool:
     """Whether somebody on a seat, whose device is to be split, has to find room for his least."""
     seats = ground.seats[device]
-    return ground.verdict.is_split and any(x.request.is_elastic and not x.draining for x in seats)
+    return ground.verdict.is_split and any(not x.draining for x in seats)
