@@ -201,7 +201,7 @@ def test_what_an_elastic_lease_gives_back_is_made() -> None:
     floor = (0, 0b11110000), (0, 0b00001111)
     assert tuple(scheduler.lacking) == floor, "and it is before anybody asks"
     scheduler.lacking.clear()
-    ask(scheduler, 0.0, 32, "owner")
+    ask(scheduler, 0.0, 48, "owner")
     assert scheduler.checkpoint(0.001, lease) == []
     assert lease.sms == 64
     made.add(0b00001111)
