@@ -222,6 +222,12 @@ class Cells:
         needs[best] -= saved
         return best
 
+    def is_helped(self, free: int, least: int) -> bool:
+        """Whether the remainder, which is free, may make up for equal cells that are not."""
+        if not free & self.leftover:
+            return False
+        return self.joins or self.remainder >= least or free == self.every
+
     def _beside_leftover(self, least: int) -> int | None:
         """How many equal cells are needed beside the remainder; None: it helps nobody."""
         if self.remainder >= least:

@@ -50,6 +50,8 @@ class Granting(Queue):
     def _slip_in(self, request: Request, kept: tuple[Request, int], now: float) -> bool:
         """On the device kept for another: of his own floor, or before the other could begin."""
         ground, (first, device) = self.ground, kept
+        if request.cost is None and not request.flow.need:
+            return False
         own = ground.floors[device].kept(request.flow)
         if own and self._grant(request, (device,), now, own):
             return True
@@ -67,7 +69,7 @@ class Granting(Queue):
         """Grants it on the first device of `where` on which it fits."""
         request.lacks = ()
         ground, is_seat = self.ground, False
-        if ground.is_ruled and not request.flow.is_within_quota(now):
+        if request.flow.quota is not None and not request.flow.is_within_quota(now):
             return False
         for device in where if len(where) == 1 else ground.order(request, where):
             if ground.is_shared:
@@ -122,15 +124,15 @@ class Granting(Queue):
         heads = self._heads()
         heapq.heapify(heads)
         is_first = True
-        while heads and (any(self.free) or self.ground.is_shared):
-            standing, _, _, line = heads[0]
-            request = line.first()
-            assert request is not None
+        free, is_shared = self.free, self.ground.is_shared
+        while heads and (is_shared or any(free)):
+            standing, _, _, line, request = heads[0]
             if self._stands is not None and standing != self._standing(line.flow):
                 heapq.heapreplace(heads, self._head(line, request))  # it was granted something
             elif not self._attempt(line, request, now):
                 heapq.heappop(heads)
-                is_first = self._blocked(line, request, now, is_first=is_first)
+                if is_first or request.lacks:
+                    is_first = self._blocked(line, request, now, is_first=is_first)
             else:
                 granted.append(request)
                 self._advance(request, now)
@@ -163,13 +165,15 @@ class Granting(Queue):
         """
         if line.flow.unsplit and not self.ground.verdict.is_split:
             return False
-        for device, free in enumerate(self.free):
-            if free:
-                cells = self.devices[device]
-                if self.ground.is_ruled and cells.sms(free) < line.least:
-                    continue
-                if free & cells.equal or line.asked <= cells.remainder:
-                    return False
+        least = line.least if self.ground.is_ruled else 0
+        for cells, free in zip(self.devices, self.free, strict=True):
+            equal = free & cells.equal
+            if least and least > cells.size * equal.bit_count() + (
+                cells.remainder if free & cells.leftover else 0
+            ):
+                continue
+            if equal or (free and line.asked <= cells.remainder):
+                return False
         return True
 
     def _blocked(self, line: Line, request: Request, now: float, *, is_first: bool) -> bool:
@@ -221,7 +225,7 @@ class Granting(Queue):
     def _first(self) -> Request | None:
         """The first of the queue that waits for cells, and not for its class's limits."""
         heads = [head for head in self._heads() if not self._is_limited(head[3])]
-        return min(heads)[3].first() if heads else None
+        return min(heads)[4] if heads else None
 
     # -- what is held ----------------------------------------------------------------------------
 

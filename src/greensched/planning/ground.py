@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from greensched.planning.cells import Cells, Demand
 from greensched.planning.fairness import FairClock
-from greensched.planning.lending import place
+from greensched.planning.lending import lengths, place
 from greensched.planning.placement import Placement, in_order
 from greensched.planning.requests import Lease, Request
 from greensched.planning.services import ANYBODY, Flow, ServiceClass
@@ -117,7 +117,7 @@ class Ground:
         have = (free & cells.equal).bit_count()
         least = most = have
         if floors.owners:
-            least, most = floors.room(have, flow, *lengths(request, request.parts[0].least))
+            least, most = floors.room(have, request, request.parts[0].least)
         if limit is not None:
             least, most = min(least, limit), min(most, limit)
         left = flow.cap - flow.sms
@@ -128,21 +128,26 @@ class Ground:
     ) -> tuple[int, ...]:
         """Fits it in so many cells for the least it wants, so many in all, and so many SMs."""
         cells, parts, warm = self.devices[device], request.parts, self.warm[device]
-        least, most = min(least, left // cells.size), min(most, left // cells.size)
+        if left < cells.total:
+            least, most = min(least, left // cells.size), min(most, left // cells.size)
         if len(parts) > 1 or parts[0].named is not None:
             masks = cells.fit_all(self.visible(request.flow, device, least), parts, warm)
             return masks if sum(map(cells.sms, masks)) <= left else ()
         wish = parts[0]
         needed = -(-wish.least // cells.size)
-        wish = Demand(wish.least, max(wish.least, min(wish.most, left)))
+        if wish.most > left:
+            wish = Demand(wish.least, max(wish.least, left))
         if needed > least:  # the remainder may do alone
+            if not cells.is_helped(self.free[device], wish.least):
+                return ()
             most = least
         mask = self._fit_at_home(request.flow, device, wish, needed, most) if wish.least else 0
         if not mask:
             mask = cells.fit(self.visible(request.flow, device, most), wish, warm)
-        if cells.sms(mask) > left:
+        if left < cells.total and cells.sms(mask) > left:
             mask = cells.fit(self.visible(request.flow, device, most) & cells.equal, wish, warm)
-        return (mask,) if mask and cells.sms(mask) <= left else ()
+            return (mask,) if mask and cells.sms(mask) <= left else ()
+        return (mask,) if mask else ()
 
     def _fit_at_home(self, flow: Flow, device: int, wish: Demand, needed: int, most: int) -> int:
         """Owners in their own block, others outside all blocks, where that does; 0: it does not."""
@@ -227,7 +232,7 @@ class Ground:
                 have, taken = (free & cells.equal).bit_count(), (mask & cells.equal).bit_count()
                 part = request.parts[i]
                 least = min(taken, -(-part.least // cells.size)) if part.named is None else taken
-                floors.take(have, lease, taken, least, *lengths(request, sms))
+                floors.take(have, lease, taken, least, sms)
             free &= ~mask
             flow.sms += sms
             if self.is_classed or request.cost is not None:
@@ -319,7 +324,7 @@ class Ground:
         device, flow, request = lease.device, lease.flow, lease.request
         cells, floors, free = self.devices[device], self.floors[device], self.free[device]
         have = (free & cells.equal).bit_count()
-        _, room = floors.room(have, flow, *lengths(request, request.parts[0].least))
+        _, room = floors.room(have, request, request.parts[0].least)
         own = (lease.mask & cells.equal).bit_count()
         room = min(room, (flow.cap - flow.sms) // cells.size)
         most = min(own + room, request.parts[0].most // cells.size)
@@ -349,7 +354,7 @@ class Ground:
         if floors.owners:
             have = (self.free[lease.device] & cells.equal).bit_count()
             more = (mask & cells.equal).bit_count() - own
-            floors.take(have, lease, more, 0, *lengths(lease.request, lease.sms))
+            floors.take(have, lease, more, 0, lease.sms)
         self._change(lease, mask)
 
     def _change(self, lease: Lease, mask: int) -> None:
@@ -385,14 +390,6 @@ class Ground:
         """SM-seconds that leases are expected to take from now on."""
         leases = (lease for of_device in self.live for lease in of_device)
         return sum(lease.sms * max(0.0, (lease.ends or now) - now) for lease in leases)
-
-
-def lengths(request: Request, sms: int) -> tuple[float, float]:
-    """Seconds until a lease of a request has ended; until it gives back what can go before."""
-    flow = request.flow
-    elastic = request.is_elastic
-    length = flow.longest_lease(request.seconds(sms), is_elastic=elastic)
-    return length, min(length, flow.longest_segment()) if elastic else length
 
 
 def lowest(mask: int, count: int) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from greensched.planning.ground import Ground, lengths
+from greensched.planning.ground import Ground
+from greensched.planning.lending import lengths
 from greensched.planning.requests import Lease, Request
 
 
@@ -65,9 +66,8 @@ def stand_up(ground: Ground, lease: Lease) -> int:
     (mask,) = ground.fit(request, device, least) or (0,)
     missing = 0 if ground.is_made(device, mask) else mask
     if missing and least:
-        room, _ = floors.room(
-            (ground.free[device] & cells.equal).bit_count(), flow, *lengths(request, lease.sms)
-        )
+        have = (ground.free[device] & cells.equal).bit_count()
+        room, _ = floors.room(have, request, lease.sms)
         mask = ground.made_within(device, ground.visible(flow, device, room), least, room)
     if not mask or (missing and mask == missing):
         flow.sms += lease.sms
@@ -79,7 +79,7 @@ def stand_up(ground: Ground, lease: Lease) -> int:
             (ground.free[device] & cells.equal).bit_count(),
             (mask & cells.equal).bit_count(),
         )
-        floors.take(have, lease, taken, taken, *lengths(request, lease.sms))
+        floors.take(have, lease, taken, taken, lease.sms)
     ground.free[device] &= ~mask
     del ground.seats[device][lease]
     lease.mask, lease.is_seat = mask, False
