@@ -216,3 +216,18 @@ def test_what_an_elastic_lease_gives_back_is_made() -> None:
     made.add(1)
     assert scheduler.checkpoint(0.002, lease) == [waiting]
     assert lease.sms == 8
+
+
+def test_an_elastic_lease_of_an_owner_has_its_floor_back() -> None:
+    """Granted no more than its least, it does not wait, and borrowers give back all the same."""
+    scheduler = make(OWNER, BATCH)
+    (borrower,) = ask(scheduler, 0.0, (8, 56), "batch").leases
+    (lease,) = ask(scheduler, 0.001, (8, 32), "owner").leases
+    assert (borrower.sms, lease.sms) == (56, 8)
+    scheduler.checkpoint(0.004, borrower)
+    assert borrower.sms == 32, "the loan is not renewed"
+    scheduler.checkpoint(0.005, lease)
+    assert (borrower.sms, lease.sms) == (32, 32)
+    scheduler.drained(0.006, lease)
+    scheduler.checkpoint(0.007, borrower)
+    assert borrower.sms == 56, "nobody wants it any more"

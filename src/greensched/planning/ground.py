@@ -62,7 +62,7 @@ class Ground:
             flows[name] = self.flows.get(name) or Flow(rule)
         floors = place(self.devices, [(flow, rules[name]) for name, flow in flows.items() if name])
         for name, flow in self.flows.items():
-            flow.cells = flow.borrowed = flow.lent = 0
+            flow.cells = flow.borrowed = flow.lent = flow.short = 0
             if name not in flows:
                 flow.need = 0
                 flow.set_rules(ServiceClass(name, priority=flow.priority))
@@ -233,6 +233,7 @@ class Ground:
                 part = request.parts[i]
                 least = min(taken, -(-part.least // cells.size)) if part.named is None else taken
                 floors.take(have, lease, taken, least, sms)
+                floors.note(lease)
             free &= ~mask
             flow.sms += sms
             if self.is_classed or request.cost is not None:
@@ -262,6 +263,7 @@ class Ground:
             self.free[device] |= lease.mask
             if floors.owners:
                 floors.give(lease, (lease.mask & cells.equal).bit_count())
+                floors.note(lease, is_over=True)
         if self.is_classed or lease.request.cost is not None:
             self._settle(flow, lease, lease.request, now)
 
@@ -365,6 +367,7 @@ class Ground:
         self.free[device] = free & ~mask
         lease.flow.sms += sms - lease.sms
         lease.mask, lease.sms = mask, sms
+        self.floors[device].note(lease)
 
     # -- what is to be expected ------------------------------------------------------------------
 

@@ -5,11 +5,12 @@ use is *kept*, free, for him, but for what is *lent*. On each device, always:
 
     free cells >= the sum over its floors of (cells its owner has not of it, less those lent)
 
-so an owner takes what is kept for him at once, and the rest when its loans come back. A class
-borrows only if it is revocable, and only from an owner who does not wait and whose blocking budget
-is at least as long as the borrower takes to give back: the next checkpoint for what an elastic
-lease has above its least size, the end of the lease for the rest. So an owner waits for his floor
-for one budget at most. Each loan is one owner's: what comes back goes to nobody else.
+An owner wants his floor while a request of his waits, or an elastic lease of his has less than it
+may have. He takes what is kept for him at once, and the rest when its loans come back. A class
+borrows only if it is revocable, and only from an owner who wants none of it and whose blocking
+budget is at least as long as the borrower takes to give back: the next checkpoint for what an
+elastic lease has above its least size, the end of the lease for the rest. So an owner waits for his
+floor for one budget at most. Each loan is one owner's: what comes back goes to nobody else.
 
 After a change of the classes free cells may be fewer than that for a time: leases end under the
 rules they began under, and what comes free is kept until it suffices.
@@ -76,7 +77,7 @@ class Floors:
             kept = self.kept(owner)
             if not kept:
                 continue
-            if flow.revocable and owner.budget > 0 and not owner.waiting:
+            if flow.revocable and owner.budget > 0 and not (owner.waiting or owner.short):
                 if length < 0:
                     length, segment = lengths(request, sms)
                 if not 0 < length <= owner.budget:
@@ -117,7 +118,7 @@ class Floors:
         length, segment = lengths(lease.request, sms)
         # Whoever can wait longest lends first, and the least part first: fewer can lend it.
         for owner in sorted(self.owners, key=lambda owner: -owner.budget):
-            if owner is lease.flow or owner.waiting:
+            if owner is lease.flow or owner.waiting or owner.short:
                 continue
             lent = 0
             if length <= owner.budget:
@@ -143,6 +144,17 @@ class Floors:
                 self._end_loan(owner, lease, back)
         if flow in self.blocks:
             flow.cells -= given
+
+    def note(self, lease: Lease, *, is_over: bool = False) -> None:
+        """Counts whether an owner's elastic lease has less than it may have."""
+        flow, part = lease.flow, lease.request.parts[0]
+        if flow not in self.blocks or not lease.request.is_elastic:
+            return
+        most = min(part.most, flow.cap) // self.cells.size
+        have = (lease.mask & self.cells.equal).bit_count()
+        is_short = have < min(most, self.cells.count) and not is_over
+        flow.short += is_short - lease.is_short
+        lease.is_short = is_short
 
     def _lend(self, owner: Flow, lease: Lease, cells: int) -> None:
         owner.lent += cells
@@ -178,6 +190,8 @@ class Floors:
     def take_over(self, leases: Iterable[Lease]) -> None:
         """After a change of the classes: counts what is leased and lent already."""
         for lease in leases:
+            lease.is_short = False
+            self.note(lease)
             taken = (lease.mask & self.cells.equal).bit_count()
             if lease.flow in self.blocks:
                 lease.flow.cells += taken

@@ -46,6 +46,8 @@ class Lease:
     is_seat = False
     #: Nobody with a seat may be on its device.
     is_apart = True
+    #: It is an owner's, elastic, and has less than it may have: he wants what is lent of his floor.
+    is_short = False
     #: Cells it has on loan, by the owner of the floor they are of.
     loans = NO_LOANS
     #: When it ends, as far as is known.

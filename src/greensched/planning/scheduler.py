@@ -222,7 +222,7 @@ class Scheduler(Granting):
         if lease.is_seat or not lease.request.is_elastic:
             return self._dispatch(now) if self.waiting and lease.mask != before else []
         is_claimed = seats.is_claimed(ground, lease.device)
-        if self.waiting or is_claimed:
+        if self.waiting or is_claimed or any(owner.short for owner in lease.loans):
             missing = ground.shrink(lease) if lease.mask == before else 0
             if missing:
                 self.lacking[lease.device, missing] = None

@@ -48,6 +48,7 @@ def sit(ground: Ground, lease: Lease, seat: int) -> None:
     device, cells = lease.device, ground.devices[lease.device]
     if ground.floors[device].owners:
         ground.floors[device].give(lease, (lease.mask & cells.equal).bit_count())
+        ground.floors[device].note(lease, is_over=True)
     ground.free[device] |= lease.mask
     ground.seats[device][lease] = None
     lease.flow.sms += cells.total - lease.sms
@@ -83,6 +84,7 @@ def stand_up(ground: Ground, lease: Lease) -> int:
     ground.free[device] &= ~mask
     del ground.seats[device][lease]
     lease.mask, lease.is_seat = mask, False
+    floors.note(lease)
     return missing
 
 

@@ -180,6 +180,7 @@ class Flow:
         "revocable",
         "rules",
         "segment",
+        "short",
         "slip",
         "sm_time",
         "sms",
@@ -199,6 +200,8 @@ class Flow:
         self.cells = self.borrowed = 0
         #: Cells of its floor that others have on loan.
         self.lent = 0
+        #: Its elastic leases there that have less than they may have.
+        self.short = 0
         #: Its requests that are queued, and the SM-seconds they are expected to take.
         self.waiting = 0
         self.work = 0.0
