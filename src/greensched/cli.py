@@ -64,7 +64,7 @@ def _add_simulate(simulate: argparse.ArgumentParser) -> None:
     source.add_argument("--trace", type=Path, help="a CSV or JSONL file of requests")
     source.add_argument("--generate", default="azure-conv", help="a seeded generator of traffic")
     simulate.add_argument("--gpus", default="h200", help="such as h200x2")
-    simulate.add_argument("--services", default="llm", help="llm, w2, or a JSON file of classes")
+    simulate.add_argument("--services", default="llm", help="llm, w2, w8, or a file of classes")
     simulate.add_argument("--tables", type=Path, help="measured curves, a JSON file")
     simulate.add_argument("--policy", default="all", help="names with commas between, or all")
     simulate.add_argument("--rates", default="", help="multiples of saturation, commas between")

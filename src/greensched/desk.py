@@ -16,6 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from functools import partial
 
 import anyio
@@ -41,7 +42,7 @@ from greensched.planning.requests import Request, State
 from greensched.planning.scheduler import Scheduler
 from greensched.planning.services import ServiceClass
 from greensched.site import Site
-from greensched.standing import PoolState
+from greensched.standing import PoolState, PoolStatistics
 from greensched.wishes import Wish
 from greensched.worker import Crew, Worker
 
@@ -131,6 +132,7 @@ class Desk:
             if self.state is PoolState.OPENING:  # else it is closed as soon as it is open
                 self.state = PoolState.OPEN
                 self._start_parking()
+        self._have_made()
 
     # -- asking ----------------------------------------------------------------------------------
 
@@ -171,10 +173,13 @@ class Desk:
     def unpark(self) -> None:
         """The scheduler knows again who holds what, and what is free. Holds the lock."""
         parking = self._parking
-        for holding, holder in parking.untold.items():
-            self.scheduler.pass_on(holding.lease, holder)
-        parking.untold.clear()
-        for channel in parking.clear():
+        for holding in tuple(parking.untold):  # takes no lock, whoever is added meanwhile
+            self.scheduler.pass_on(holding.lease, parking.untold.pop(holding, None))
+        channels = parking.clear()
+        if parking.put:
+            self.scheduler.count_again(parking.put - len(channels))
+            parking.put = 0
+        for channel in channels:
             channel.holding.crew.is_leased = False
             self.holdings.discard(channel.holding)
             granted = self.scheduler.drained(self.driver.time(), channel.holding.lease)
@@ -186,11 +191,6 @@ class Desk:
     def _stop_parking(self) -> None:
         self._parking.scheduler = None
         self.unpark()
-
-    @property
-    def retaken(self) -> int:
-        """Leases that were granted without a decision."""
-        return self._parking.taken
 
     def _request(self, wish: Wish, completion: Completion, *, wait: bool) -> Request:
         """Asks the scheduler. Holds the lock."""
@@ -329,6 +329,30 @@ class Desk:
                 self._allow(services)
             self._start_parking()
         self._deliver(granted)
+
+    def observe(self, service: str, latency: float, number: int) -> None:
+        """So many of a class had this latency; whoever can be granted because of that is."""
+        with self.lock:
+            self.check()
+            granted = self.scheduler.observe(self.driver.time(), service, latency, number)
+        self._deliver(granted)
+
+    def statistics(self) -> PoolStatistics:
+        """What the pool has and did, at one moment."""
+        with self.lock:
+            self.unpark()
+            crews = [crew for site in self.sites for crew in site.crews.values()]
+            return PoolStatistics(
+                state=self.state,
+                devices=len(self.sites),
+                sms_total=sum(site.cells.total for site in self.sites),
+                leases=len(self.holdings),
+                lanes=len(crews),
+                lanes_made=sum(site.lanes_made for site in self.sites),
+                completion="event" if crews and crews[0].lane.uses_events else "word",
+                services=self.scheduler.services(),
+                **asdict(self.scheduler.statistics()),
+            )
 
     def _allow(self, services: Sequence[ServiceClass]) -> None:
         """What each class may have of memory; what it has already counts, once it is counted."""

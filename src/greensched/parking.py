@@ -32,9 +32,10 @@ class Parking:
         self._parked: dict[Any, dict[Wish, list[Channel]]] = {}
         #: Who decides, while the pool is open and has no classes; None: nothing is parked.
         self.scheduler: Scheduler | None = None
-        #: Leases that were parked and taken again: the scheduler was not asked.
-        self.taken = 0
-        #: Those of them that are held, and by whom: the scheduler has not been told.
+        #: How often one was parked since the last `clear`: those that are not there any more were
+        #: taken, and the scheduler has not counted that.
+        self.put = 0
+        #: Those that were taken and are held, and by whom: the scheduler has not been told.
         self.untold: dict[Holding, object] = {}
 
     def take(self, wish: Wish) -> Channel | None:
@@ -51,7 +52,6 @@ class Parking:
         holding.is_open = holding.is_plain = True
         holding.is_over = False
         self.untold[holding] = holding.completion.door.asks()
-        self.taken += 1
         return channel
 
     def park(self, wish: Wish, channel: Channel) -> bool:
@@ -81,6 +81,7 @@ class Parking:
                 scheduler.pass_on(holding.lease, None)
             holding.is_open = holding.is_plain = False
             holding.is_over = True
+            self.put += 1
             try:
                 self._parked[loop][wish].append(channel)
             except KeyError:

@@ -45,9 +45,7 @@ class Grantor(Protocol):
     async def acquire(self, wish: Any) -> tuple[Channel, ...]: ...
 
     def checkpoint(self, channel: Channel) -> Channel: ...
-
     def take(self, wish: Any) -> Channel | None: ...
-
     def park(self, wish: Any, channel: Channel) -> bool: ...
 
 
@@ -245,6 +243,11 @@ class Partition:
     def sm_count(self) -> int:
         """The SMs it was granted: never fewer than were asked for, often a few more."""
         return self._open().lane.sm_count
+
+    @property
+    def is_unsplit(self) -> bool:
+        """Whether it has all SMs beside others that have them, too: see `ServiceClass.unsplit`."""
+        return self._open().holding.lease.is_seat
 
     @property
     def max_cluster_size(self) -> int:

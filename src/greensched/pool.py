@@ -406,6 +406,19 @@ class Pool:
         if classes is not None:
             self._asked.services = classes
 
+    def observe(self, service: str, latency: float, number: int = 1) -> None:
+        """Says that so many of a class had this latency, in seconds. Never waits.
+
+        By that it is decided whether devices are split for classes that are `unsplit`. Of a class
+        of which nobody says it, the time from a lease's request to its end counts.
+
+        Raises:
+            InvalidRequest: no such class, or what is no latency.
+            PoolClosed, Poisoned, ForkedPool: it is not open.
+        """
+        self._asked.check_observed(service, latency, number)
+        self._opened().observe(service, latency, number)
+
     async def acquire(self, wanted: Wish) -> tuple[Channel, ...]:
         """Waits for a grant. For partitions."""
         return await self._opened().acquire(wanted)
@@ -541,30 +554,7 @@ class Pool:
 
     def statistics(self) -> PoolStatistics:
         """What it has and did, at one moment."""
-        desk = self._opened()
-        with desk.lock:
-            desk.unpark()
-            s = desk.scheduler.statistics()
-            crews = [crew for site in desk.sites for crew in site.crews.values()]
-            return PoolStatistics(
-                state=desk.state,
-                devices=len(desk.sites),
-                sms_total=sum(site.cells.total for site in desk.sites),
-                sms_free=s.sms_free,
-                sms_leased=s.sms_leased,
-                sms_draining=s.sms_draining,
-                leases=len(desk.holdings),
-                waiting=s.waiting,
-                requested=s.requested + desk.retaken,
-                granted=s.granted + desk.retaken,
-                cancelled=s.cancelled,
-                expired=s.expired,
-                refused=s.refused,
-                lanes=len(crews),
-                lanes_made=sum(site.lanes_made for site in desk.sites),
-                completion="event" if crews and crews[0].lane.uses_events else "word",
-                services=desk.scheduler.services(),
-            )
+        return self._opened().statistics()
 
     def plan(self, *sizes: Size) -> tuple[Plan, ...]:
         """What `partitions(*sizes)` would get on each device, were it free. Never waits.

@@ -187,7 +187,7 @@ class Site:
 
     def _resources(self, mask: int) -> list[SMResource | WorkqueueResource]:
         cut = self.cut
-        if mask == self.cells.every:
+        if mask & self.cells.every == self.cells.every:  # alone, or as one of several there
             return [cut.whole, *self._queues]
         chosen = [group for i, group in enumerate(cut.groups) if mask >> i & 1]
         if mask & self.cells.leftover and cut.remainder is not None:

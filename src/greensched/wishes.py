@@ -78,12 +78,8 @@ class Wishes:
         """Reads what `Pool.partitions` is given. Raises as `one`."""
         if device is not None and (type(device) is not int or device < 0):
             raise InvalidRequest(f"device={device!r} is no ordinal of a device")
-        names = [one.name for one in self.services]
-        if service is not None and service not in names:
-            known = ", ".join(names) or "none"
-            raise InvalidRequest(
-                f"no service {service!r}: this pool has {known} (name it in Pool(services=[...]))"
-            )
+        if service is not None:
+            self._check_known(service)
         until = None if deadline is None else seconds(deadline)
         if deadline is not None and not (until is not None and until > 0):
             raise InvalidRequest(f"deadline={deadline!r}: give the seconds from now, more than 0")
@@ -93,6 +89,27 @@ class Wishes:
             )
         where = None if near is None else near.device
         return Wish(demands(sizes), sizes, device, service or "", until, _cost(cost), where)
+
+    def check_observed(self, service: object, latency: object, number: object) -> None:
+        """Checks what `Pool.observe` is told.
+
+        Raises:
+            InvalidRequest: no such class, or what is no latency or number.
+        """
+        self._check_known(service)
+        took = seconds(latency)
+        if took is None or not 0 <= took < math.inf:
+            raise InvalidRequest(f"latency={latency!r}: give seconds, at least 0")
+        if type(number) is not int or number < 1:
+            raise InvalidRequest(f"number={number!r}: give how many had it, at least 1")
+
+    def _check_known(self, service: object) -> None:
+        names = [one.name for one in self.services]
+        if service not in names:
+            known = ", ".join(names) or "none"
+            raise InvalidRequest(
+                f"no service {service!r}: this pool has {known} (name it in Pool(services=[...]))"
+            )
 
 
 def _cost(cost: object) -> Cost | None:

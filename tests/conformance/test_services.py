@@ -162,3 +162,54 @@ def test_what_a_class_allocates_is_bounded(world: World) -> None:
                     pass
 
     world.run(main)
+
+
+def test_classes_that_allow_it_are_on_all_sms_together(world: World) -> None:
+    """On streams of their own, until one of them is late; then on SMs of their own."""
+    services = [
+        ServiceClass("quick", unsplit=True, latency=10.0),
+        ServiceClass("bulk", unsplit=True),
+    ]
+
+    async def main() -> None:
+        async with world.pool(services=services) as pool:
+            total = pool.statistics().sms_total
+            async with pool.partition(8, service="quick") as a:
+                async with pool.partition((8, 16), service="bulk") as b:
+                    assert (a.sm_count, b.sm_count) == (total, total)
+                    assert a.is_unsplit
+                    assert b.is_unsplit
+                    assert a.stream.handle != b.stream.handle
+                    data = np.arange(8, dtype=np.float32)
+                    buffers = [await p.upload(data) for p in (a, b)]
+                    for p, buffer in zip((a, b), buffers, strict=True):
+                        np.testing.assert_array_equal(await p.download(buffer), data)
+                        buffer.close()
+                    pool.observe("quick", 11.0, 100)
+                    assert not pool.statistics().services["bulk"].is_unsplit
+                    assert await b.checkpoint() <= 16
+                    assert not b.is_unsplit
+                    async with pool.partition(8, service="quick") as c:
+                        assert c.sm_count < total
+
+    world.run(main)
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("nobody", 1.0), "no service 'nobody'"),
+        (("quick", -1.0), "at least 0"),
+        (("quick", "soon"), "at least 0"),
+        (("quick", 1.0, 0), "at least 1"),
+    ],
+)
+def test_what_is_no_latency_is_refused(world: World, args: tuple, said: str) -> None:
+    """The message says what would be one."""
+
+    async def main() -> None:
+        async with world.pool(services=[ServiceClass("quick", unsplit=True)]) as pool:
+            with pytest.raises(greensched.InvalidRequest, match=said):
+                pool.observe(*args)
+
+    world.run(main)

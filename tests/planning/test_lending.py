@@ -188,3 +188,46 @@ def test_floors_lie_on_the_devices_with_room() -> None:
     assert sorted(homes) == [0, 1]
     with pytest.raises(InvalidRequest, match=r"'c': reserve=40: the floors together do not fit"):
         make(*(ServiceClass(name, reserve=40) for name in "abc"), devices=(DEVICE, DEVICE))
+
+
+def test_what_an_elastic_lease_gives_back_is_made() -> None:
+    """Where there is no partition of its least, that is lacking, and not everybody's waiting."""
+    made = {DEVICE.every}
+    scheduler = Scheduler(
+        (DEVICE,),
+        Fifo(),
+        10,
+        lambda _, mask: mask in made or mask.bit_count() == 6,
+        services=(OWNER, BATCH),
+    )
+    (lease,) = ask(scheduler, 0.0, (8, 64), "batch", cost=0.001).leases
+    assert lease.mask == DEVICE.every
+    floor = (0, 0b11110000), (0, 0b00001111)
+    assert tuple(scheduler.lacking) == floor, "and it is before anybody asks"
+    scheduler.lacking.clear()
+    waiting = ask(scheduler, 0.0, 48, "owner")
+    assert scheduler.checkpoint(0.001, lease) == []
+    assert lease.sms == 64
+    made.add(0b00001111)
+    scheduler.warm[0][4] = {0b00001111: None}
+    scheduler.checkpoint(0.001, lease)
+    assert lease.sms == 32, "as near as can be"
+    assert (0, 1) in scheduler.lacking
+    made.add(1)
+    assert scheduler.checkpoint(0.002, lease) == [waiting]
+    assert lease.sms == 8
+
+
+def test_an_elastic_lease_of_an_owner_has_its_floor_back() -> None:
+    """Granted no more than its least, it does not wait, and borrowers give back all the same."""
+    scheduler = make(OWNER, BATCH)
+    (borrower,) = ask(scheduler, 0.0, (8, 56), "batch").leases
+    (lease,) = ask(scheduler, 0.001, (8, 32), "owner").leases
+    assert (borrower.sms, lease.sms) == (56, 8)
+    scheduler.checkpoint(0.004, borrower)
+    assert borrower.sms == 32, "the loan is not renewed"
+    scheduler.checkpoint(0.005, lease)
+    assert (borrower.sms, lease.sms) == (32, 32)
+    scheduler.drained(0.006, lease)
+    scheduler.checkpoint(0.007, borrower)
+    assert borrower.sms == 56, "nobody wants it any more"

@@ -279,6 +279,7 @@ class ServiceMachine(RuleBasedStateMachine):
             self.end(self.naive.leases[0])
         for flow in self.scheduler.ground.flows.values():
             assert (flow.sms, flow.cells, flow.lent, flow.borrowed, flow.work) == (0, 0, 0, 0, 0)
+            assert flow.short == 0
         assert not any(floors.borrowers for floors in self.scheduler.ground.floors)
         assert not any(self.scheduler.ground.live)
         assert self.scheduler._lines == {}

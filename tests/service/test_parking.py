@@ -47,7 +47,7 @@ def test_the_next_of_the_same_size_has_it() -> None:
                 assert p.sm_count == 16
                 assert parked(pool) == 0
             assert pool._desk is not None
-            assert pool._desk.retaken == 5
+            assert pool._desk._parking.put == 6
             stats = pool.statistics()
             assert (stats.requested, stats.granted) == (6, 6)
 

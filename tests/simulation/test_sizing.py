@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from statistics import median
 
 import pytest
 
 from greensched.simulation.compare import arms
 from greensched.simulation.run import Outcome, Setting, simulate
 from greensched.simulation.sizing import LEAST, MOST, SAFE, Pace
+from greensched.simulation.tables import CURVES
 from greensched.simulation.traffic import Arrival, generate
-from greensched.simulation.workload import LLM, W2
+from greensched.simulation.workload import LLM, W2, Service
 
 
 def w2(name: str) -> Outcome:
@@ -52,3 +54,23 @@ def test_who_is_alone_has_everything() -> None:
         expected = 0.138 if name == "rightsized" else 0.137 * 1.7  # the floor is not lent
         outcome = simulate(arms()[name], setting, [Arrival(0.0, 2048, 1)], 1)
         assert outcome.samples["prefill"].latency[0] <= expected
+
+
+def test_devices_are_split_only_where_that_is_needed() -> None:
+    """Small kernels beside a loop: as on plain streams, to the digit; beside large ones, it is."""
+    small = {
+        "inference": replace(W2[0], latency=0.020, reserve=64),
+        "scan": Service(name="scan", role="loop", curve=CURVES["ssm-b8"], segment=0.002),
+    }
+    traffic = generate("paced", 1.0, 1)
+    setting = Setting(gpus="a100", services=small, seconds=1.0)
+    ours, theirs = (simulate(arms()[name], setting, traffic, 1) for name in ("unsplit", "streams"))
+    found, expected = ours.samples["inference"], theirs.samples["inference"]
+    assert max(found.latency[1:]) <= 1.01 * max(expected.latency)  # the first has lanes made
+    assert ours.samples["scan"].done >= 0.99 * theirs.samples["scan"].done
+
+    large = small | {"scan": replace(small["scan"], curve=CURVES["gemm"], segment=0.001)}
+    setting = replace(setting, services=large)
+    ours, theirs = (simulate(arms()[name], setting, traffic, 1) for name in ("unsplit", "streams"))
+    found, expected = ours.samples["inference"], theirs.samples["inference"]
+    assert median(found.latency) < 0.5 * median(expected.latency)

@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from greensched.simulation import validation
-from greensched.simulation.validation import Check
+from greensched.simulation.apart import inversion, start_latency
+from greensched.simulation.scenes import Check
+from greensched.simulation.shared import PUBLISHED_SPLITS, colocation, nothing_saturates
 
 
 @pytest.mark.parametrize(
     "situation",
-    [validation._start_latency, validation._inversion, validation._nothing_saturates],
+    [start_latency, inversion, nothing_saturates],
     ids=["start latency", "inversion", "nothing saturates"],
 )
 def test_a_known_situation_is_reproduced(situation: Callable[[int], Iterator[Check]]) -> None:
@@ -23,16 +24,17 @@ def test_a_known_situation_is_reproduced(situation: Callable[[int], Iterator[Che
 
 def test_plain_streams_win_where_nothing_saturates() -> None:
     """Small kernels lose by every published split, and nothing on two streams."""
-    found = {check.what: check.found for check in validation._nothing_saturates(1)}
+    found = {check.what: check.found for check in nothing_saturates(1)}
     streams = found["small kernels on two streams: decode, ms"]
-    for prefill, decode in validation.PUBLISHED_SPLITS:
+    assert found["the same, classes of our pool that are unsplit, ms"] <= 1.02 * streams
+    for prefill, decode in PUBLISHED_SPLITS:
         assert found[f"split {prefill}/{decode}: decode, ms"] > streams
 
 
 def test_tallys_order_comes_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """MPS is worst, then throttling, then time slices; who yields in microseconds hardly hurts."""
-    monkeypatch.setattr(validation, "REQUESTS", 20)
-    mps, _, tgs, slices, tally = (check.found for check in validation._colocation(1))
+    monkeypatch.setattr("greensched.simulation.shared.REQUESTS", 20)
+    mps, _, tgs, slices, tally = (check.found for check in colocation(1))
     assert mps > tgs > slices > tally
     assert tally < 1.1
 

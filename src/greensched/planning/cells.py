@@ -105,6 +105,10 @@ class Cells:
             return self.size * (mask & self.equal).bit_count() + self.remainder
         return self.size * mask.bit_count()
 
+    def seat(self, number: int) -> int:
+        """Every cell, as one of those who have them all at once: told apart by a bit above."""
+        return self.every | 1 << self.count + 1 + number
+
     def possible(self, mask: int) -> bool:
         """Whether one green context can have just these cells."""
         if not mask & self.leftover or mask in (self.leftover, self.every):
@@ -217,6 +221,12 @@ class Cells:
             return None
         needs[best] -= saved
         return best
+
+    def is_helped(self, free: int, least: int) -> bool:
+        """Whether the remainder, which is free, may make up for equal cells that are not."""
+        if not free & self.leftover:
+            return False
+        return self.joins or self.remainder >= least or free == self.every
 
     def _beside_leftover(self, least: int) -> int | None:
         """How many equal cells are needed beside the remainder; None: it helps nobody."""

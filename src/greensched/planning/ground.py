@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 from greensched.planning.cells import Cells, Demand
 from greensched.planning.fairness import FairClock
-from greensched.planning.lending import place
+from greensched.planning.lending import lengths, place
 from greensched.planning.placement import Placement, in_order
 from greensched.planning.requests import Lease, Request
 from greensched.planning.services import ANYBODY, Flow, ServiceClass
+from greensched.planning.sharing import Verdict
 
 
 class Ground:
@@ -37,10 +38,13 @@ class Ground:
         self.warm: list[dict[int, dict[int, None]]] = [{} for _ in self.devices]
         #: Leases whose cells are not free yet, by device.
         self.live: list[dict[Lease, None]] = [{} for _ in self.devices]
+        #: Leases with a seat, by device; and how many leases nobody with a seat may be beside.
+        self.seats: list[dict[Lease, None]] = [{} for _ in self.devices]
+        self.apart = [0 for _ in self.devices]
+        self.verdict = Verdict()
         self.clock = FairClock()
         self.total = sum(cells.total for cells in self.devices)
         self.flows: dict[str, Flow] = {"": Flow(ANYBODY)}
-        self.sms_leased = self.sms_draining = 0
         self.set_rules(services)
 
     def set_rules(self, services: Iterable[ServiceClass]) -> None:
@@ -58,7 +62,7 @@ class Ground:
             flows[name] = self.flows.get(name) or Flow(rule)
         floors = place(self.devices, [(flow, rules[name]) for name, flow in flows.items() if name])
         for name, flow in self.flows.items():
-            flow.cells = flow.borrowed = flow.lent = 0
+            flow.cells = flow.borrowed = flow.lent = flow.short = 0
             if name not in flows:
                 flow.need = 0
                 flow.set_rules(ServiceClass(name, priority=flow.priority))
@@ -67,12 +71,15 @@ class Ground:
         for name, rule in rules.items():
             flows[name].set_rules(rule)
         self.flows, self.floors = flows, floors
+        self.verdict.forget()
         #: Classes that are not there any more, and still have requests or leases.
         self.retired = flows.keys() - rules.keys() - {""}
         for device, of_device in enumerate(floors):
-            of_device.take_over(self.live[device])
+            of_device.take_over(x for x in self.live[device] if not x.is_seat)
         #: Whether there are classes, whose leases must be accounted for.
         self.is_classed = len(flows) > 1
+        #: Whether there are seats, or may be.
+        self.is_shared = any(flow.unsplit for flow in flows.values()) or any(self.seats)
         #: Whether a class is limited in any way, so that its limits must be looked at.
         self.is_ruled = any(
             flow.rules.reserve or flow.cap < self.total or flow.quota for flow in flows.values()
@@ -84,10 +91,18 @@ class Ground:
         """The devices to try for a request, in this order."""
         if len(where) < 2:
             return where
+        if self.is_shared:
+            where = sorted(where, key=lambda device: len(self.seats[device]))
         return in_order(where, self.devices, self.free, self.placement, request.near)
 
+    def find(self, request: Request, device: int, limit: int | None = None) -> tuple[int, ...]:
+        """The free cells to grant, for each part of a request; empty: they do not fit."""
+        if self.is_ruled:
+            return self.fit(request, device, limit)
+        return self.devices[device].fit_all(self.free[device], request.parts, self.warm[device])
+
     def fit(self, request: Request, device: int, limit: int | None = None) -> tuple[int, ...]:
-        """The free cells to grant to a class with limits, for each part of a request.
+        """The same for a class with limits.
 
         Args:
             request: what is wanted.
@@ -102,7 +117,7 @@ class Ground:
         have = (free & cells.equal).bit_count()
         least = most = have
         if floors.owners:
-            least, most = floors.room(have, flow, *lengths(request, request.parts[0].least))
+            least, most = floors.room(have, request, request.parts[0].least)
         if limit is not None:
             least, most = min(least, limit), min(most, limit)
         left = flow.cap - flow.sms
@@ -113,21 +128,26 @@ class Ground:
     ) -> tuple[int, ...]:
         """Fits it in so many cells for the least it wants, so many in all, and so many SMs."""
         cells, parts, warm = self.devices[device], request.parts, self.warm[device]
-        least, most = min(least, left // cells.size), min(most, left // cells.size)
+        if left < cells.total:
+            least, most = min(least, left // cells.size), min(most, left // cells.size)
         if len(parts) > 1 or parts[0].named is not None:
-            masks = cells.fit_all(self._visible(request.flow, device, least), parts, warm)
+            masks = cells.fit_all(self.visible(request.flow, device, least), parts, warm)
             return masks if sum(map(cells.sms, masks)) <= left else ()
         wish = parts[0]
         needed = -(-wish.least // cells.size)
-        wish = Demand(wish.least, max(wish.least, min(wish.most, left)))
+        if wish.most > left:
+            wish = Demand(wish.least, max(wish.least, left))
         if needed > least:  # the remainder may do alone
+            if not cells.is_helped(self.free[device], wish.least):
+                return ()
             most = least
         mask = self._fit_at_home(request.flow, device, wish, needed, most) if wish.least else 0
         if not mask:
-            mask = cells.fit(self._visible(request.flow, device, most), wish, warm)
-        if cells.sms(mask) > left:
-            mask = cells.fit(self._visible(request.flow, device, most) & cells.equal, wish, warm)
-        return (mask,) if mask and cells.sms(mask) <= left else ()
+            mask = cells.fit(self.visible(request.flow, device, most), wish, warm)
+        if left < cells.total and cells.sms(mask) > left:
+            mask = cells.fit(self.visible(request.flow, device, most) & cells.equal, wish, warm)
+            return (mask,) if mask and cells.sms(mask) <= left else ()
+        return (mask,) if mask else ()
 
     def _fit_at_home(self, flow: Flow, device: int, wish: Demand, needed: int, most: int) -> int:
         """Owners in their own block, others outside all blocks, where that does; 0: it does not."""
@@ -137,7 +157,7 @@ class Ground:
         home = floors.blocks.get(flow, cells.every & ~floors.all_blocks)
         return cells.fit(self.free[device] & home & cells.equal, wish, self.warm[device])
 
-    def _visible(self, flow: Flow, device: int, count: int) -> int:
+    def visible(self, flow: Flow, device: int, count: int) -> int:
         """So many of the free equal cells, and the remainder; others' blocks last."""
         free, cells, floors = self.free[device], self.devices[device], self.floors[device]
         left = free & cells.equal
@@ -204,22 +224,26 @@ class Ground:
                 raise AssertionError(f"cells granted twice: {mask:b} of {free:b}")
             sms = cells.sms(mask)
             lease = Lease(device, mask, sms, request.holder, request, now)
+            if flow.unsplit:
+                lease.is_apart = False
+            else:
+                self.apart[device] += 1
             if floors.owners:
                 have, taken = (free & cells.equal).bit_count(), (mask & cells.equal).bit_count()
                 part = request.parts[i]
                 least = min(taken, -(-part.least // cells.size)) if part.named is None else taken
-                floors.take(have, lease, taken, least, *lengths(request, sms))
+                floors.take(have, lease, taken, least, sms)
+                floors.note(lease)
             free &= ~mask
             flow.sms += sms
             if self.is_classed or request.cost is not None:
-                self._charge(flow, lease, request, now)
-            self.sms_leased += sms
+                self.charge(flow, lease, request, now)
             self.live[device][lease] = None
             leases.append(lease)
         self.free[device] = free
         return tuple(leases)
 
-    def _charge(self, flow: Flow, lease: Lease, request: Request, now: float) -> None:
+    def charge(self, flow: Flow, lease: Lease, request: Request, now: float) -> None:
         flow.granted += 1
         seconds = flow.mean if request.cost is None else request.seconds(lease.sms)
         if seconds:
@@ -230,12 +254,16 @@ class Ground:
         """The cells of a lease are free."""
         device, flow = lease.device, lease.flow
         cells, floors = self.devices[device], self.floors[device]
-        self.sms_draining -= lease.sms
-        self.free[device] |= lease.mask
         del self.live[device][lease]
         flow.sms -= lease.sms
-        if floors.owners:
-            floors.give(lease, (lease.mask & cells.equal).bit_count())
+        if lease.is_seat:
+            del self.seats[device][lease]
+        else:
+            self.apart[device] -= lease.is_apart
+            self.free[device] |= lease.mask
+            if floors.owners:
+                floors.give(lease, (lease.mask & cells.equal).bit_count())
+                floors.note(lease, is_over=True)
         if self.is_classed or lease.request.cost is not None:
             self._settle(flow, lease, lease.request, now)
 
@@ -246,22 +274,49 @@ class Ground:
         flow.saw_lease(took, now - lease.since, expected)
         if cost is not None and not isinstance(cost, (int, float)) and not lease.had:
             cost.observe(lease.sms, took)
+        if flow.unsplit and not flow.is_told and not lease.had:
+            self.verdict.saw(flow, now - request.arrived, 1, now)
 
-    def shrink(self, lease: Lease) -> None:
-        """An elastic lease gives back what it has above its least, if a partition is there."""
+    def shrink(self, lease: Lease) -> int:
+        """An elastic lease gives back what it has above its least, as far as partitions are there.
+
+        Returns the cells it should keep and over which no partition is made; 0: none.
+        """
         device = lease.device
         cells, floors = self.devices[device], self.floors[device]
         least = lease.request.parts[0].least
         outside = lease.mask & ~floors.all_blocks | lease.mask & floors.blocks.get(lease.flow, 0)
-        wish = Demand(least, least)
+        wish, missing = Demand(least, least), 0
         for among in (outside, lease.mask):
             mask = cells.fit(among, wish, self.warm[device])
-            if mask and mask != lease.mask and self.is_made(device, mask):
-                if floors.owners:
-                    given = (lease.mask & ~mask & cells.equal).bit_count()
-                    floors.give(lease, given)
-                self._change(lease, mask)
-                return
+            if not mask or mask == lease.mask:
+                continue
+            if self.is_made(device, mask):
+                self._shrink_to(lease, mask)
+                return 0
+            missing = missing or mask
+        needed, own = -(-least // cells.size), (lease.mask & cells.equal).bit_count()
+        instead = self.made_within(device, lease.mask, needed, own - 1) if missing else 0
+        if instead:
+            self._shrink_to(lease, instead)
+        return missing
+
+    def _shrink_to(self, lease: Lease, mask: int) -> None:
+        cells, floors = self.devices[lease.device], self.floors[lease.device]
+        if floors.owners:
+            floors.give(lease, (lease.mask & ~mask & cells.equal).bit_count())
+        self._change(lease, mask)
+
+    def made_within(self, device: int, among: int, least: int, most: int) -> int:
+        """The smallest partition that is made, of so many cells of a set; 0: there is none.
+
+        Making one waits until a device has nothing to do, on some drivers: a busy one never has.
+        """
+        for count in range(least, most + 1):
+            for made in self.warm[device].get(count, ()):
+                if made & ~among == 0:
+                    return made
+        return 0
 
     def grow(self, lease: Lease, before: int) -> int:
         """An elastic lease takes up idle cells; where it can, those it had before.
@@ -271,7 +326,7 @@ class Ground:
         device, flow, request = lease.device, lease.flow, lease.request
         cells, floors, free = self.devices[device], self.floors[device], self.free[device]
         have = (free & cells.equal).bit_count()
-        _, room = floors.room(have, flow, *lengths(request, request.parts[0].least))
+        _, room = floors.room(have, request, request.parts[0].least)
         own = (lease.mask & cells.equal).bit_count()
         room = min(room, (flow.cap - flow.sms) // cells.size)
         most = min(own + room, request.parts[0].most // cells.size)
@@ -280,7 +335,7 @@ class Ground:
         if most == (before & cells.equal).bit_count() and before & ~(free | lease.mask) == 0:
             self._grow_to(lease, before, own)
             return 0
-        among = lease.mask | self._visible(flow, device, most - own)
+        among = lease.mask | self.visible(flow, device, most - own)
         limit = request.parts[0].most
         if most < cells.count:
             limit, among = most * cells.size, among & cells.equal
@@ -301,7 +356,7 @@ class Ground:
         if floors.owners:
             have = (self.free[lease.device] & cells.equal).bit_count()
             more = (mask & cells.equal).bit_count() - own
-            floors.take(have, lease, more, 0, *lengths(lease.request, lease.sms))
+            floors.take(have, lease, more, 0, lease.sms)
         self._change(lease, mask)
 
     def _change(self, lease: Lease, mask: int) -> None:
@@ -311,8 +366,8 @@ class Ground:
             raise AssertionError(f"cells granted twice: {mask:b} of {free:b}")
         self.free[device] = free & ~mask
         lease.flow.sms += sms - lease.sms
-        self.sms_leased += sms - lease.sms
         lease.mask, lease.sms = mask, sms
+        self.floors[device].note(lease)
 
     # -- what is to be expected ------------------------------------------------------------------
 
@@ -322,10 +377,13 @@ class Ground:
         A lease of which nothing is known, or that takes longer than was known, may end any moment.
         """
         cells, free = self.devices[device], self.free[device]
-        ends = [(max(now, lease.ends or now), lease.mask) for lease in self.live[device]]
+        ends = [(max(now, x.ends or now), x.mask) for x in self.live[device] if not x.is_seat]
         at = now
+        if self.seats[device] and not request.flow.unsplit:
+            at = max(max(now, lease.ends or now) for lease in self.seats[device])
         if not cells.fit_all(free, request.parts):
-            for at, mask in sorted(ends):  # noqa: B007  where it fits is when
+            for end, mask in sorted(ends):
+                at = max(at, end)
                 free |= mask
                 if cells.fit_all(free, request.parts):
                     break
@@ -335,14 +393,6 @@ class Ground:
         """SM-seconds that leases are expected to take from now on."""
         leases = (lease for of_device in self.live for lease in of_device)
         return sum(lease.sms * max(0.0, (lease.ends or now) - now) for lease in leases)
-
-
-def lengths(request: Request, sms: int) -> tuple[float, float]:
-    """Seconds until a lease of a request has ended; until it gives back what can go before."""
-    flow = request.flow
-    elastic = request.is_elastic
-    length = flow.longest_lease(request.seconds(sms), is_elastic=elastic)
-    return length, min(length, flow.longest_segment()) if elastic else length
 
 
 def lowest(mask: int, count: int) -> int:

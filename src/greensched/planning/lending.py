@@ -5,11 +5,12 @@ use is *kept*, free, for him, but for what is *lent*. On each device, always:
 
     free cells >= the sum over its floors of (cells its owner has not of it, less those lent)
 
-so an owner takes what is kept for him at once, and the rest when its loans come back. A class
-borrows only if it is revocable, and only from an owner who does not wait and whose blocking budget
-is at least as long as the borrower takes to give back: the next checkpoint for what an elastic
-lease has above its least size, the end of the lease for the rest. So an owner waits for his floor
-for one budget at most. Each loan is one owner's: what comes back goes to nobody else.
+An owner wants his floor while a request of his waits, or an elastic lease of his has less than it
+may have. He takes what is kept for him at once, and the rest when its loans come back. A class
+borrows only if it is revocable, and only from an owner who wants none of it and whose blocking
+budget is at least as long as the borrower takes to give back: the next checkpoint for what an
+elastic lease has above its least size, the end of the lease for the rest. So an owner waits for his
+floor for one budget at most. Each loan is one owner's: what comes back goes to nobody else.
 
 After a change of the classes free cells may be fewer than that for a time: leases end under the
 rules they began under, and what comes free is kept until it suffices.
@@ -21,7 +22,7 @@ from collections.abc import Iterable, Sequence
 
 from greensched.errors import InvalidRequest
 from greensched.planning.cells import Cells
-from greensched.planning.requests import NO_LOANS, Lease
+from greensched.planning.requests import NO_LOANS, Lease, Request
 from greensched.planning.services import Flow, ServiceClass
 
 
@@ -50,37 +51,47 @@ class Floors:
 
     def kept(self, flow: Flow) -> int:
         """Free cells that are the flow's own."""
-        return max(0, _unmet(flow) - flow.lent) if flow in self.blocks else 0
+        if flow not in self.blocks:
+            return 0
+        kept = flow.need - flow.cells + flow.borrowed  # what he has on loan is not of it
+        kept = kept - flow.lent if kept > 0 else 0
+        return max(0, kept)
 
-    def room(self, free: int, flow: Flow, length: float, segment: float) -> tuple[int, int]:
-        """How many of so many free cells a lease of a flow may take.
+    def room(self, free: int, request: Request, sms: int) -> tuple[int, int]:
+        """How many of so many free cells a lease may take.
 
         Args:
             free: free cells there are.
-            flow: whose lease.
-            length: seconds until it has ended.
-            segment: seconds until it gives back what it has above its least.
+            request: whose.
+            sms: how many it will have, as far as is known: how long it takes goes by that.
 
         Returns:
             For its least, and for all of it.
         """
+        flow = request.flow
         least = most = free
+        length = segment = -1.0
         for owner in self.owners:
             if owner is flow:
                 continue
             kept = self.kept(owner)
             if not kept:
                 continue
-            budget = owner.budget if flow.revocable and not owner.waiting else 0.0
-            if not 0 < length <= budget:
+            if flow.revocable and owner.budget > 0 and not (owner.waiting or owner.short):
+                if length < 0:
+                    length, segment = lengths(request, sms)
+                if not 0 < length <= owner.budget:
+                    least -= kept
+                if not 0 < segment <= owner.budget:
+                    most -= kept
+            else:
                 least -= kept
-            if not 0 < segment <= budget:
                 most -= kept
-        return max(0, least), max(0, least, most)
+        if least < 0:
+            least = 0
+        return least, max(least, most)
 
-    def take(
-        self, free: int, lease: Lease, taken: int, least: int, length: float, segment: float
-    ) -> None:
+    def take(self, free: int, lease: Lease, taken: int, least: int, sms: int) -> None:
         """A lease takes cells of so many free ones; what is kept for others is borrowed.
 
         Args:
@@ -88,16 +99,26 @@ class Floors:
             lease: who takes.
             taken: how many cells.
             least: how many of them it keeps until it ends.
-            length: see `room`.
-            segment: see `room`.
+            sms: see `room`.
         """
         flow = lease.flow
-        others = sum(self.kept(owner) for owner in self.owners if owner is not flow)
-        borrowed = max(0, taken - max(0, free - others))
-        until_end = max(0, borrowed - (taken - least))
+        left = free - taken
+        for owner in self.owners:
+            if owner is not flow:
+                left -= self.kept(owner)
+        if left < 0:
+            self._borrow(lease, min(taken, -left), taken - least, sms)
+        if flow in self.blocks:
+            flow.cells += taken
+        self._settle()
+
+    def _borrow(self, lease: Lease, borrowed: int, spare: int, sms: int) -> None:
+        """So many cells; what is beyond those that it can give back before its end, until then."""
+        until_end = max(0, borrowed - spare)
+        length, segment = lengths(lease.request, sms)
         # Whoever can wait longest lends first, and the least part first: fewer can lend it.
-        for owner in sorted(self.owners, key=lambda owner: -owner.budget) if borrowed else ():
-            if owner is flow or owner.waiting:
+        for owner in sorted(self.owners, key=lambda owner: -owner.budget):
+            if owner is lease.flow or owner.waiting or owner.short:
                 continue
             lent = 0
             if length <= owner.budget:
@@ -110,9 +131,6 @@ class Floors:
                 lent += more
             if lent:
                 self._lend(owner, lease, lent)
-        if flow in self.blocks:
-            flow.cells += taken
-        self._settle()
 
     def give(self, lease: Lease, given: int) -> None:
         """A lease gives cells back, those it has on loan first."""
@@ -126,6 +144,17 @@ class Floors:
                 self._end_loan(owner, lease, back)
         if flow in self.blocks:
             flow.cells -= given
+
+    def note(self, lease: Lease, *, is_over: bool = False) -> None:
+        """Counts whether an owner's elastic lease has less than it may have."""
+        flow, part = lease.flow, lease.request.parts[0]
+        if flow not in self.blocks or not lease.request.is_elastic:
+            return
+        most = min(part.most, flow.cap) // self.cells.size
+        have = (lease.mask & self.cells.equal).bit_count()
+        is_short = have < min(most, self.cells.count) and not is_over
+        flow.short += is_short - lease.is_short
+        lease.is_short = is_short
 
     def _lend(self, owner: Flow, lease: Lease, cells: int) -> None:
         owner.lent += cells
@@ -146,7 +175,7 @@ class Floors:
 
     def _settle(self) -> None:
         """An owner who found his floor elsewhere needs no loan back: the borrower has it."""
-        again = True
+        again = bool(self.borrowers)
         while again:
             again = False
             for owner in self.owners:
@@ -161,6 +190,8 @@ class Floors:
     def take_over(self, leases: Iterable[Lease]) -> None:
         """After a change of the classes: counts what is leased and lent already."""
         for lease in leases:
+            lease.is_short = False
+            self.note(lease)
             taken = (lease.mask & self.cells.equal).bit_count()
             if lease.flow in self.blocks:
                 lease.flow.cells += taken
@@ -169,6 +200,14 @@ class Floors:
                 if owner in self.blocks:
                     self._lend(owner, lease, lent)
         self._settle()
+
+
+def lengths(request: Request, sms: int) -> tuple[float, float]:
+    """Seconds until a lease of a request has ended; until it gives back what can go before."""
+    flow = request.flow
+    elastic = request.is_elastic
+    length = flow.longest_lease(request.seconds(sms), is_elastic=elastic)
+    return length, min(length, flow.longest_segment()) if elastic else length
 
 
 def _unmet(flow: Flow) -> int:

@@ -20,9 +20,9 @@ STALE_LEAST = 64
 #: Entries looked at in one call, for those that left: a fraction of a millisecond.
 SWEEP = 2048
 
-#: A line by its first: where its class stands, the first's rank and order, and the line. Orders
-#: differ, so lines are never compared.
-Head = tuple[tuple[float, ...], tuple[float, ...], int, Line]
+#: A line by its first: where its class stands, the first's rank and order, the line, and the first.
+#: Orders differ, so lines are never compared.
+Head = tuple[tuple[float, ...], tuple[float, ...], int, Line, Request]
 
 
 class Queue:
@@ -151,23 +151,24 @@ class Queue:
 
     # -- who is first --------------------------------------------------------------------------
 
-    def _heads(self) -> list[tuple[tuple[float, ...], tuple[float, ...], int, Line]]:
+    def _heads(self) -> list[Head]:
         """The first of each line, behind where it stands: orders differ, lines are not compared."""
-        heads, empty = [], []
+        heads: list[Head] = []
+        empty = []
         for key, line in self._lines.items():
             first = line.first()
             if first is None:
                 empty.append(key)
+            elif self._stands is None:
+                heads.append(((), first.rank, first.order, line, first))
             else:
                 heads.append(self._head(line, first))
         for key in empty:
             del self._lines[key]
         return heads
 
-    def _head(
-        self, line: Line, first: Request
-    ) -> tuple[tuple[float, ...], tuple[float, ...], int, Line]:
-        return self._standing(line.flow), first.rank, first.order, line
+    def _head(self, line: Line, first: Request) -> Head:
+        return self._standing(line.flow), first.rank, first.order, line, first
 
     def _standing(self, flow: Flow) -> tuple[float, ...]:
         """Where a class stands, by a policy that says so."""

@@ -41,6 +41,13 @@ class Lease:
     draining = False
     #: Its cells are free.
     over = False
+    #: It has all SMs of a device, and others may have them, too (`sharing`); `mask` says which of
+    #: the device's seats it is on.
+    is_seat = False
+    #: Nobody with a seat may be on its device.
+    is_apart = True
+    #: It is an owner's, elastic, and has less than it may have: he wants what is lent of his floor.
+    is_short = False
     #: Cells it has on loan, by the owner of the floor they are of.
     loans = NO_LOANS
     #: When it ends, as far as is known.
@@ -162,6 +169,7 @@ class ServiceStatistics:
         waiting: its requests that are queued.
         granted: its leases since the beginning.
         sm_seconds: what they took, those that are over.
+        is_unsplit: it is granted all SMs of a device, beside others that are.
     """
 
     sms: int
@@ -169,6 +177,7 @@ class ServiceStatistics:
     waiting: int
     granted: int
     sm_seconds: float
+    is_unsplit: bool
 
 
 def by_rank(request: Request) -> tuple[tuple[float, ...], int]:

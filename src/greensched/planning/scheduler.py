@@ -41,12 +41,13 @@ from greensched.errors import (
     WouldBlock,
     WouldDeadlock,
 )
+from greensched.planning import seats
 from greensched.planning.admission import predicted, soonest
 from greensched.planning.cells import Cells, Demand
-from greensched.planning.ground import Ground
+from greensched.planning.granting import Granting
 from greensched.planning.placement import Placement
 from greensched.planning.policy import Policy
-from greensched.planning.queue import STALE_LEAST, Queue, validate_bound
+from greensched.planning.queue import STALE_LEAST, validate_bound
 from greensched.planning.requests import (
     Cost,
     Lease,
@@ -61,7 +62,7 @@ from greensched.planning.services import Flow, ServiceClass
 __all__ = ["STALE_LEAST", "Lease", "Request", "Scheduler", "State", "validate_bound"]
 
 
-class Scheduler(Queue):
+class Scheduler(Granting):
     """Decides who gets which cells.
 
     Args:
@@ -86,15 +87,11 @@ class Scheduler(Queue):
         services: Iterable[ServiceClass] = (),
         placement: Placement = "spread",
     ) -> None:
-        self.ground = ground = Ground(devices, is_made, services, placement)
-        self.devices, self.free, self.warm = ground.devices, ground.free, ground.warm
-        super().__init__(policy, ground.clock.start_of, ground.total)
+        super().__init__(devices, policy, is_made, services, placement)
         self.max_waiting = max_waiting
-        #: (device, cells) to be made, since the pool last took them.
-        self.lacking: dict[tuple[int, int], None] = {}
         self._everywhere = tuple(range(len(self.devices)))
-        self._held: dict[Hashable, list[Lease]] = {}
-        self._requested = self._granted = self._expired = self._refused = 0
+        self._requested = self._expired = self._refused = 0
+        self._lack_floors()
 
     # -- what happens ----------------------------------------------------------------------------
 
@@ -193,10 +190,13 @@ class Scheduler(Queue):
         """The work of a lease may still run; its cells stay until it is `drained`."""
         if not lease.draining:
             lease.draining = True
-            self.ground.sms_leased -= lease.sms
-            self.ground.sms_draining += lease.sms
             if lease.holder is not None:
                 self._forget(lease)
+
+    def count_again(self, number: int) -> None:
+        """So many leases went to who asked for the same, without a decision."""
+        self._requested += number
+        self._granted += number
 
     def pass_on(self, lease: Lease, holder: Hashable) -> None:
         """Another holds a lease from now on; None: nobody in particular."""
@@ -220,20 +220,28 @@ class Scheduler(Queue):
         """The holder of a lease has no work on it now, and lets its cells be changed.
 
         An elastic one gives back what it has above its least, whoever can be granted because of
-        that is, and then it takes up what is idle, to its most. `lease.mask` and `lease.sms` say
-        what it has from now on. Returns who is granted by it.
+        that is, and then it takes up what is idle, to its most. One with a seat has the least it
+        asked for instead, if its device is to be split. `lease.mask` and `lease.sms` say what it
+        has from now on. Returns who is granted by it.
         """
         ground, flow, before = self.ground, lease.flow, lease.mask
         flow.saw_segment(now - lease.since)
         ground.clock.pay(flow, lease, now)
-        if lease.draining or not lease.request.is_elastic:
+        if lease.draining:
             return []
         granted: list[Request] = []
-        if self.waiting:
-            ground.shrink(lease)
-            granted = self._dispatch(now) if lease.mask != before else []
+        if ground.is_shared:
+            self._sit_or_stand(lease)
+        if lease.is_seat or not lease.request.is_elastic:
+            return self._dispatch(now) if self.waiting and lease.mask != before else []
+        is_claimed = seats.is_claimed(ground, lease.device)
+        if self.waiting or is_claimed or any(owner.short for owner in lease.loans):
+            missing = ground.shrink(lease) if lease.mask == before else 0
+            if missing:
+                self.lacking[lease.device, missing] = None
+            granted = self._dispatch(now) if lease.mask != before and self.waiting else []
         is_kept = self._reserved is not None and self._reserved[1] == lease.device
-        if not is_kept and flow.is_within_quota(now):
+        if not (is_kept or is_claimed) and flow.is_within_quota(now):
             held = lease.mask
             missing = ground.grow(lease, before)
             if missing and not ground.is_made(lease.device, missing):
@@ -241,6 +249,34 @@ class Scheduler(Queue):
             if held & ~lease.mask and self.waiting:  # it went elsewhere, to have more
                 granted += self._dispatch(now)
         return granted
+
+    def _sit_or_stand(self, lease: Lease) -> None:
+        """A lease of a class that allows it has a seat, or cells, as its device is split or not."""
+        ground, device = self.ground, lease.device
+        # Whoever could have had more may wait for nothing but the seats.
+        others = any(flow.waiting and not flow.unsplit for flow in ground.flows.values())
+        if lease.is_seat:
+            if others or ground.verdict.is_split:
+                missing = seats.stand_up(ground, lease)
+                if missing:
+                    self.lacking[device, missing] = None
+        elif not others and not lease.is_apart and seats.may_sit(ground, lease.request, device):
+            seat = seats.seat(ground, device)
+            if ground.is_made(device, seat):
+                seats.sit(ground, lease, seat)
+            else:
+                self.lacking[device, seat] = None
+
+    def observe(self, now: float, service: str, latency: float, number: int) -> list[Request]:
+        """So many of a class had this latency, from end to end. Returns who is granted by that.
+
+        From then on that counts for whether devices are split, instead of how long the class's
+        leases take.
+        """
+        flow = self.ground.flows[service]
+        flow.is_told = True
+        is_changed = flow.unsplit and self.ground.verdict.saw(flow, latency, number, now)
+        return self._dispatch(now) if is_changed and self.waiting else []
 
     def made(self, now: float) -> list[Request]:
         """There are more partitions. Returns who is granted because of that."""
@@ -274,6 +310,7 @@ class Scheduler(Queue):
         lines = {request: self._line_of(request) for request in waiting}
         if services is not None:
             self.ground.set_rules(services)
+            self._lack_floors()
         if policy is not None:
             self._set_policy(policy)
         self._lines.clear()
@@ -284,16 +321,33 @@ class Scheduler(Queue):
             self._stand_in_line(request, Line(request, old.able, old.asked))
         return self._dispatch(now)
 
+    def _lack_floors(self) -> None:
+        """Has each floor made, and what is beside all of them, before a device is busy."""
+        for device, (cells, floors) in enumerate(
+            zip(self.devices, self.ground.floors, strict=True)
+        ):
+            beside = cells.complement(floors.all_blocks) if floors.owners else 0
+            for mask in (*floors.blocks.values(), beside):
+                if mask and not self.ground.is_made(device, mask):
+                    self.lacking[device, mask] = None
+
     # -- questions -------------------------------------------------------------------------------
 
     @property
     def is_idle(self) -> bool:
         """Whether every cell is free."""
-        return not self.ground.sms_leased and not self.ground.sms_draining
+        return not any(self.ground.live)
 
     def statistics(self) -> SchedulerStatistics:
         """What is the case now."""
-        free = sum(c.sms(f) for c, f in zip(self.devices, self.free, strict=True))
+        leased = draining = 0
+        for cells, live in zip(self.devices, self.ground.live, strict=True):
+            held = all_held = 0
+            for lease in live:
+                all_held |= lease.mask
+                held |= 0 if lease.draining else lease.mask
+            leased += cells.sms(held & cells.every)
+            draining += cells.sms(all_held & ~held & cells.every)
         return SchedulerStatistics(
             waiting=self.waiting,
             requested=self._requested,
@@ -301,9 +355,9 @@ class Scheduler(Queue):
             cancelled=self._cancelled,
             expired=self._expired,
             refused=self._refused,
-            sms_free=free,
-            sms_leased=self.ground.sms_leased,
-            sms_draining=self.ground.sms_draining,
+            sms_free=self.ground.total - leased - draining,
+            sms_leased=leased,
+            sms_draining=draining,
         )
 
     def services(self) -> dict[str, ServiceStatistics]:
@@ -316,189 +370,11 @@ class Scheduler(Queue):
                 waiting=flow.waiting,
                 granted=flow.granted,
                 sm_seconds=flow.sm_time,
+                is_unsplit=flow.unsplit and not self.ground.verdict.is_split,
             )
             for name, flow in self.ground.flows.items()
             if self.ground.is_classed
         }
-
-    # -- granting --------------------------------------------------------------------------------
-
-    def _try(self, request: Request, now: float) -> bool:
-        """Grants it where it may be granted now."""
-        kept = self._reserved
-        if kept is None or kept[0] is request:
-            return self._grant(request, request.devices, now)
-        where = [device for device in request.devices if device != kept[1]]
-        if where and self._grant(request, where, now):
-            return True
-        return kept[1] in request.devices and self._slip_in(request, kept, now)
-
-    def _slip_in(self, request: Request, kept: tuple[Request, int], now: float) -> bool:
-        """On the device kept for another: of his own floor, or before the other could begin."""
-        ground, (first, device) = self.ground, kept
-        own = ground.floors[device].kept(request.flow)
-        if own and self._grant(request, (device,), now, own):
-            return True
-        seconds = request.seconds(self._asked(request))
-        if seconds is None:
-            return False
-        ends = now + seconds * request.flow.slip
-        if ends > ground.free_at(device, first, now):
-            return False
-        return self._grant(request, (device,), now)
-
-    def _grant(
-        self, request: Request, where: Sequence[int], now: float, limit: int | None = None
-    ) -> bool:
-        """Grants it on the first device of `where` on which it fits."""
-        request.lacks = ()
-        ground, parts = self.ground, request.parts
-        is_ruled = ground.is_ruled
-        if is_ruled and not request.flow.is_within_quota(now):
-            return False
-        for device in where if len(where) == 1 else ground.order(request, where):
-            if is_ruled:
-                masks = ground.fit(request, device, limit)
-            else:
-                masks = self.devices[device].fit_all(self.free[device], parts, self.warm[device])
-            if not masks:
-                continue
-            for mask in masks:
-                if not ground.is_made(device, mask):
-                    break
-            else:
-                request.leases = leases = ground.give(request, device, masks, now)
-                if request.holder is not None:
-                    self._held.setdefault(request.holder, []).extend(leases)
-                request.lacks = ()
-                request.state = State.GRANTED
-                self._granted += 1
-                return True
-            if not request.lacks:
-                lacks = [(device, mask) for mask in masks if not ground.is_made(device, mask)]
-                request.lacks = tuple(lacks)
-        return False
-
-    def _dispatch(self, now: float) -> list[Request]:
-        """Grants whatever can be granted now, in the order of the policy."""
-        granted: list[Request] = []
-        self._is_unlocked = True
-        while self._is_unlocked:  # an owner who waits no more lends again
-            self._is_unlocked = False
-            self._dispatch_once(now, granted)
-        if granted and self._is_untidy():
-            self._tidy()
-        return granted
-
-    def _dispatch_once(self, now: float, granted: list[Request]) -> None:
-        kept = self._reserved
-        if kept is not None and self._grant(kept[0], kept[0].devices, now):
-            granted.append(kept[0])
-            self._advance(kept[0], now)
-        if len(self._lines) == 1:
-            self._serve_only(next(iter(self._lines.values())), now, granted)
-            return
-        heads = self._heads()
-        heapq.heapify(heads)
-        is_first = True
-        while heads and any(self.free):
-            standing, _, _, line = heads[0]
-            request = line.first()
-            assert request is not None
-            if self._stands is not None and standing != self._standing(line.flow):
-                heapq.heapreplace(heads, self._head(line, request))  # it was granted something
-            elif not self._attempt(line, request, now):
-                heapq.heappop(heads)
-                is_first = self._blocked(line, request, now, is_first=is_first)
-            else:
-                granted.append(request)
-                self._advance(request, now)
-                following = line.first()
-                if following is not None:
-                    heapq.heapreplace(heads, self._head(line, following))
-                else:
-                    heapq.heappop(heads)
-
-    def _serve_only(self, line: Line, now: float, granted: list[Request]) -> None:
-        """The same where all want the same: the usual case, and a third of the work."""
-        while (request := line.first()) is not None and any(self.free):
-            if not self._attempt(line, request, now):
-                self._blocked(line, request, now, is_first=True)
-                return
-            granted.append(request)
-            self._advance(request, now)
-        if request is None:
-            self._lines.clear()
-
-    def _attempt(self, line: Line, request: Request, now: float) -> bool:
-        """Grants the first of a line where it may be granted now; what it lacks is of now, too."""
-        request.lacks = ()
-        return not self._is_hopeless(line) and self._try(request, now)
-
-    def _is_hopeless(self, line: Line) -> bool:
-        """Whether no equal cell is free, and what is left over is less than they want.
-
-        Where classes have limits a closer look is dear, so all that is free is counted first.
-        """
-        for device, free in enumerate(self.free):
-            if free:
-                cells = self.devices[device]
-                if self.ground.is_ruled and cells.sms(free) < line.least:
-                    continue
-                if free & cells.equal or line.asked <= cells.remainder:
-                    return False
-        return True
-
-    def _blocked(self, line: Line, request: Request, now: float, *, is_first: bool) -> bool:
-        """Who is first does not fit. Returns whether the next of another line is the first."""
-        if request.lacks:
-            self.lacking.update(dict.fromkeys(request.lacks))
-        if not is_first or self._is_limited(line):
-            return is_first
-        if self._reserved is None:
-            self._reserve(request, now)
-        return False
-
-    def _is_limited(self, line: Line) -> bool:
-        """Whether it is its class's limits that keep the first of a line from being granted."""
-        if not self.ground.is_ruled:
-            return False
-        flow = line.flow
-        return flow.tokens <= 0 or flow.sms + line.asked > flow.cap
-
-    def _reserve(self, first: Request, now: float) -> None:
-        """Once the first request that does not fit has aged, a device is kept for it."""
-        if self._reserved is None and not first.lacks and not self.policy.may_pass(first, now):
-            if len(first.devices) == 1:
-                self._reserved = (first, first.devices[0])
-                return
-            # Not where it waits for itself: those cells come last of all, if ever.
-            held = self._held_by(first.holder)
-            able = [d for d in first.devices if self.ground.ever(first, d, held.get(d, 0))]
-            best = max(able or first.devices, key=lambda d: self.devices[d].sms(self.free[d]))
-            self._reserved = (first, best)
-
-    def _overtake(self, request: Request, line: Line | None, now: float) -> bool:
-        """Grants a new request past those that wait, where it may.
-
-        None of them fits now: whatever gave back cells dispatched. Nor does what stands in line
-        behind one of them.
-        """
-        before = line.first() if line is not None else None
-        if self._reserved is None:
-            is_only = before is not None and len(self._lines) == 1 and not self.ground.is_ruled
-            first = before if is_only else self._first()
-            if first is not None:
-                self._reserve(first, now)
-        if before is None:
-            return self._try(request, now)
-        request.lacks = before.lacks
-        return False
-
-    def _first(self) -> Request | None:
-        """The first of the queue that waits for cells, and not for its class's limits."""
-        heads = [head for head in self._heads() if not self._is_limited(head[3])]
-        return min(heads)[3].first() if heads else None
 
     # -- time ------------------------------------------------------------------------------------
 
@@ -568,29 +444,10 @@ class Scheduler(Queue):
 
     def _refuse_deadlock(self, request: Request, able: Sequence[int]) -> None:
         """Refuses what cannot be granted while its holder holds what he has."""
-        held = self._held_by(request.holder)
+        held = self._held_by(request)
+        if any(seats.may_sit(self.ground, request, device) for device in able):
+            return
         if held and not any(self.ground.ever(request, d, held.get(d, 0)) for d in able):
             most = max(self.devices[d].sms(self.devices[d].every & ~held.get(d, 0)) for d in able)
             holds = sum(self.devices[d].sms(mask) for d, mask in held.items())
             raise WouldDeadlock(holds, self._asked(request), most)
-
-    def _asked(self, request: Request) -> int:
-        """SMs asked for; by several parts in whole cells, which is what they cost."""
-        if len(request.parts) == 1:
-            least = request.parts[0].least
-            return least or max(self.devices[device].total for device in request.devices)
-        largest = max((self.devices[d] for d in request.devices), key=lambda cells: cells.total)
-        return sum(max(1, -(-part.least // largest.size)) for part in request.parts) * largest.size
-
-    def _held_by(self, holder: Hashable) -> dict[int, int]:
-        """What a holder has, by device; what drains comes back by itself and does not count."""
-        held: dict[int, int] = {}
-        for lease in self._held.get(holder, ()):
-            held[lease.device] = held.get(lease.device, 0) | lease.mask
-        return held
-
-    def _forget(self, lease: Lease) -> None:
-        mine = self._held[lease.holder]
-        mine.remove(lease)
-        if not mine:
-            del self._held[lease.holder]

@@ -46,6 +46,10 @@ class ServiceClass:
         quota: SMs it may hold on average; it may save up `QUOTA_WINDOW` seconds of that.
         memory_bytes: of device memory that it may have allocated through us at once; beyond,
             the job fails with `OutOfMemory`. None: as much as there is.
+        unsplit: as long as every class that says so has its `latency`, they are granted all SMs of
+            a device at once, several leases together, whatever size they ask for: plain streams,
+            which nothing beats while nothing saturates. Their leases may share SMs with each
+            other, and with nobody else's.
         if_late: what becomes of a request that cannot be done in time: `"refuse"` it at once
             (`DeadlineImpossible`), or take it as `"best_effort"`, behind all others of its class.
     """
@@ -62,6 +66,7 @@ class ServiceClass:
     max_waiting: int | None = None
     quota: float | None = None
     memory_bytes: int | None = None
+    unsplit: bool = False
     if_late: IfLate = "refuse"
 
     @property
@@ -119,6 +124,7 @@ def _rules(one: ServiceClass) -> Iterable[tuple[str, bool, str]]:
         value = getattr(one, field)
         yield field, value is None or (_number(value) and value > 0), "seconds, above 0, or None"
     yield "revocable", isinstance(one.revocable, bool), "True or False"
+    yield "unsplit", isinstance(one.unsplit, bool), "True or False"
     yield "budget", _absent_or_at_least_0(one.budget), "seconds, at least 0, or None"
     yield "max_waiting", one.max_waiting is None or _count(one.max_waiting), "a whole number"
     yield "quota", one.quota is None or (_number(one.quota) and one.quota > 0), "SMs, above 0"
@@ -160,6 +166,7 @@ class Flow:
         "granted",
         "home",
         "interval",
+        "is_told",
         "latency",
         "lent",
         "longest",
@@ -173,12 +180,14 @@ class Flow:
         "revocable",
         "rules",
         "segment",
+        "short",
         "slip",
         "sm_time",
         "sms",
         "start",
         "tag",
         "tokens",
+        "unsplit",
         "waiting",
         "weight",
         "work",
@@ -191,6 +200,8 @@ class Flow:
         self.cells = self.borrowed = 0
         #: Cells of its floor that others have on loan.
         self.lent = 0
+        #: Its elastic leases there that have less than they may have.
+        self.short = 0
         #: Its requests that are queued, and the SM-seconds they are expected to take.
         self.waiting = 0
         self.work = 0.0
@@ -208,6 +219,8 @@ class Flow:
         self.moved = self.interval = 0.0
         #: SM-seconds left of its quota, and since when.
         self.tokens, self.refilled = math.inf, 0.0
+        #: Its users say what latency they have; else that of its leases counts.
+        self.is_told = False
         #: Its floor in cells, and the device it is on; set by `lending`.
         self.need, self.home = 0, 0
         self.set_rules(rules)
@@ -218,6 +231,7 @@ class Flow:
         self.priority = rules.priority
         self.weight = rules.weight
         self.revocable = rules.revocable
+        self.unsplit = rules.unsplit
         self.budget = rules.blocking_budget
         self.cap = NO_CAP if isinstance(rules.cap, NamedSize) else rules.cap
         self.latency = rules.latency

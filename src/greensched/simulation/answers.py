@@ -6,9 +6,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from greensched.simulation import report, validation
+from greensched.simulation import report
 from greensched.simulation.report import Latencies
 from greensched.simulation.run import Outcome, Setting
+from greensched.simulation.scenes import Check
 
 #: The name under which the best of all fixed splits goes: an oracle, found by trying them all.
 BEST_SPLIT = "best-split"
@@ -71,7 +72,7 @@ class Answer:
     alone_rate: dict[str, float]
     cells: list[Cell]
     bounds: dict[float, list[dict[float | None, float]]]
-    checks: tuple[validation.Check, ...]
+    checks: tuple[Check, ...]
     #: Seconds of traffic that were played, all in all.
     simulated: float
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from greensched.bound import Bound
 from greensched.partition import Partition
@@ -151,37 +151,34 @@ class Alone(Split):
 
 
 class GrantSeat:
-    """A lease for each piece, of whatever size the arm says then."""
+    """A lease for each piece, or each pass, of whatever size is needed then."""
+
+    #: Whether a pass keeps its lease.
+    whole = False
 
     def __init__(
-        self,
-        machine: Machine,
-        pool: Pool,
-        device: int,
-        service: Service,
-        size: Callable[[int], Size],
-        *,
-        whole: bool = False,
+        self, machine: Machine, pool: Pool, device: int, service: Service, size: Size = ALL
     ) -> None:
         self._pool = pool
         self._kernel = machine.kernels[service.name]
         self._config = machine.configs[service.name][device]
         self._device = device
+        self._service = service
         self._size = size
-        self._whole = whole
-        #: Somebody wants to run here, or does.
-        self.busy = 0
+
+    def asked(self, ns: int) -> dict[str, Any]:  # noqa: ARG002  others go by it
+        """What is asked of the pool for so much work."""
+        return {"sms": self._size}
 
     async def run(self, pieces: Pieces) -> None:
         """Piece by piece, each in its turn; or the whole pass in one lease."""
-        self.busy += 1
-        try:
-            for some in (pieces,) if self._whole else ((ns,) for ns in pieces):
-                size = self._size(sum(some))
-                async with self._pool.partition(size, device=self._device) as p:
-                    await p.launch(self._kernel, self._config, sum(some))
-        finally:
-            self.busy -= 1
+        for some in (pieces,) if self.whole else ((ns,) for ns in pieces):
+            asked = self.asked(sum(some))
+            async with self._pool.partition(device=self._device, **asked) as p:
+                await p.launch(self._kernel, self._config, sum(some))
+
+    async def close(self) -> None:
+        """Nothing is left."""
 
 
 @dataclass
@@ -194,19 +191,25 @@ class Fifo:
     def prepare(self, machine: Machine) -> None:
         """Nothing."""
 
+    def options(self, machine: Machine) -> dict[str, Any]:  # noqa: ARG002  others do
+        """What else the pool is told."""
+        return {}
+
     @asynccontextmanager
     async def open(self, machine: Machine) -> AsyncIterator[Seats]:
-        """Seats that ask for their floor, and take what is free up to all."""
-        async with pool_of(machine) as pool:
+        """A seat for each class on each device."""
+        async with pool_of(machine, **self.options(machine)) as pool:
             seats = {
                 (device, name): self.seat(machine, pool, device, service)
                 for device in machine.devices
                 for name, service in machine.services.items()
             }
             yield lambda device, service: seats[device, service.name]
+            for seat in seats.values():
+                await seat.close()
 
-    def seat(self, machine: Machine, pool: Pool, device: int, service: Service) -> Seat:
+    def seat(self, machine: Machine, pool: Pool, device: int, service: Service) -> GrantSeat:
         """It asks for its floor, and takes what is free up to all."""
         total = machine.sms[device]
         size = (service.reserve or 8, min(total, service.cap or total))
-        return GrantSeat(machine, pool, device, service, lambda _: size)
+        return GrantSeat(machine, pool, device, service, size)

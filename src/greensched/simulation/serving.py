@@ -117,7 +117,9 @@ class Requests(Server):
             arrival = await self._next()
             number = max(1, round(arrival.cost / self.service.segment))
             served = await self._run([round(arrival.cost / number * 1e9)] * number)
-            self.samples.add(arrival.at, self._now() - arrival.at, served)
+            latency = self._now() - arrival.at
+            self.samples.add(arrival.at, latency, served)
+            self._tell(latency, 1)
             self.samples.done += arrival.cost
             self.load -= 1
 
@@ -161,6 +163,7 @@ class Prefill(Server):
             now = self._now()
             self._stretch += SMOOTHING * ((now - began) * 1e9 / sum(pieces) - self._stretch)
             self.samples.add(arrival.at, now - arrival.at, served)
+            self._tell(now - arrival.at, 1)
             self.samples.done += sum(pieces) / 1e9
             self.load -= 1
             if self._then is not None and arrival.generated > 1:

@@ -8,14 +8,13 @@ and everything goes to whoever is alone.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from greensched.partition import Partition
 from greensched.planning.services import ServiceClass
 from greensched.pool import Pool
-from greensched.simulation.arms import Pieces, Seat, Seats, pool_of
+from greensched.simulation.arms import Fifo, GrantSeat, Pieces
 from greensched.simulation.machine import Machine
 from greensched.simulation.workload import Service
 from greensched.typing import ALL
@@ -74,7 +73,7 @@ class Pace:
             self._late = self._seen = 0
 
 
-class SizedSeat:
+class SizedSeat(GrantSeat):
     """A lease for each pass of a class with a target, and for each piece of one below."""
 
     #: Prompts that cannot be in time go behind all that can.
@@ -83,15 +82,10 @@ class SizedSeat:
     def __init__(
         self, machine: Machine, pool: Pool, device: int, service: Service, room: Room, top: bool
     ) -> None:
-        self._pool = pool
-        self._kernel = machine.kernels[service.name]
-        self._config = machine.configs[service.name][device]
-        self._device = device
-        self._service = service
+        super().__init__(machine, pool, device, service)
         self._room = room
-        self._top = top
-        total = room.total
-        self._sizes = tuple(range(CELL, total - CELL + 1, CELL))
+        self.whole = top
+        self._sizes = tuple(range(CELL, room.total - CELL + 1, CELL))
         room.ranks[service.name] = service.priority
         self._pace = Pace(service.latency)
         self.told = self._pace.told
@@ -104,47 +98,40 @@ class SizedSeat:
         slowdown = self._pace.part * service.latency * 1e9 / ns
         return service.curve.least(slowdown, self._sizes)
 
+    def asked(self, ns: int) -> dict[str, Any]:  # noqa: ARG002  others go by it
+        """What it needs, and all if nobody else is at work; below, what those above leave."""
+        room = self._room
+        if not self.whole:
+            return {"sms": (CELL, max(CELL, room.total - room.above(self._service)))}
+        least = room.needs[self._service.name]
+        return {"sms": (least, least if room.below(self._service) else room.total)}
+
     async def run(self, pieces: Pieces) -> None:
         """A pass."""
-        room, name = self._room, self._service.name
-        whole = sum(pieces)
-        room.needs[name] = self._need(whole) if self._top else CELL
+        needs, name = self._room.needs, self._service.name
+        needs[name] = self._need(sum(pieces)) if self.whole else CELL
         try:
-            for some in (pieces,) if self._top else [(ns,) for ns in pieces]:
-                if self._top:
-                    least = room.needs[name]
-                    size = (least, least if room.below(self._service) else room.total)
-                else:
-                    size = (CELL, max(CELL, room.total - room.above(self._service)))
-                async with self._pool.partition(size, device=self._device) as p:
-                    await p.launch(self._kernel, self._config, sum(some))
+            await super().run(pieces)
         finally:
-            del room.needs[name]
+            del needs[name]
 
 
 @dataclass
-class RightSized:
+class RightSized(Fifo):
     """A lease for each pass, as large as its target needs."""
 
     name: str = "rightsized"
     about: str = "the pool; a lease for each pass, sized by table and target; late prompts last"
+    _rooms: dict[int, Room] = field(default_factory=dict, repr=False)
 
     def prepare(self, machine: Machine) -> None:
-        """Nothing."""
+        """Nobody is at work."""
+        self._rooms = {device: Room(machine.sms[device]) for device in machine.devices}
 
-    @asynccontextmanager
-    async def open(self, machine: Machine) -> AsyncIterator[Seats]:
-        """Seats that know of each other."""
-        top = max(service.priority for service in machine.services.values())
-        seats: dict[tuple[int, str], Seat] = {}
-        async with pool_of(machine) as pool:
-            for device in machine.devices:
-                room = Room(machine.sms[device])
-                for name, service in machine.services.items():
-                    seats[device, name] = SizedSeat(
-                        machine, pool, device, service, room, service.priority == top
-                    )
-            yield lambda device, service: seats[device, service.name]
+    def seat(self, machine: Machine, pool: Pool, device: int, service: Service) -> GrantSeat:
+        """Seats of a device know of each other."""
+        top = service.priority == max(s.priority for s in machine.services.values())
+        return SizedSeat(machine, pool, device, service, self._rooms[device], top)
 
 
 def size_of(machine: Machine, device: int, service: Service) -> tuple[int, int]:
@@ -159,63 +146,52 @@ def size_of(machine: Machine, device: int, service: Service) -> tuple[int, int]:
     return min(least, most), most
 
 
-class ClassSeat:
+class ClassSeat(GrantSeat):
     """A lease for each pass of a class with a target, and for each piece of another, by class.
 
     Who is next, what is kept for whom and who may borrow it is the pool's.
     """
 
     def __init__(self, machine: Machine, pool: Pool, device: int, service: Service) -> None:
-        self._pool = pool
-        self._kernel = machine.kernels[service.name]
-        self._config = machine.configs[service.name][device]
-        self._device = device
-        self._service = service
-        self._size = size_of(machine, device, service)
-        self._whole = bool(service.reserve)
+        self._least, most = size_of(machine, device, service)
+        super().__init__(machine, pool, device, service, (self._least, most))
+        # Whoever has a floor keeps a lease for the pass; others give theirs back at each piece.
+        self.whole = bool(service.reserve)
 
-    async def run(self, pieces: Pieces) -> None:
-        """Whoever has a floor keeps a lease for the pass; others give theirs back at each piece."""
+    def asked(self, ns: int) -> dict[str, Any]:
+        """Its size, and what it will take on the least of it."""
         service = self._service
-        for some in (pieces,) if self._whole else [(ns,) for ns in pieces]:
-            seconds = sum(some) * service.curve.slowdown(self._size[0]) / 1e9
-            async with self._pool.partition(
-                self._size, device=self._device, service=service.name, cost=seconds
-            ) as p:
-                await p.launch(self._kernel, self._config, sum(some))
-
-    async def close(self) -> None:
-        """Nothing is left."""
+        cost = ns * service.curve.slowdown(self._least) / 1e9
+        return {"sms": self._size, "service": service.name, "cost": cost}
 
 
 @dataclass
-class Classes:
+class Classes(Fifo):
     """The pool with service classes, as an operator would write them down from the services."""
 
-    policy: str = "fifo"
     name: str = "classes"
     about: str = "the pool with service classes: floors, and loans of what is idle of them"
 
-    def prepare(self, machine: Machine) -> None:
-        """Nothing."""
+    def options(self, machine: Machine) -> dict[str, Any]:
+        """The classes."""
+        return {"services": [self.written(service) for service in machine.services.values()]}
 
-    @asynccontextmanager
-    async def open(self, machine: Machine) -> AsyncIterator[Seats]:
-        """Seats by class."""
-        written = [_written(service) for service in machine.services.values()]
-        async with pool_of(machine, services=written, policy=self.policy) as pool:
-            seats = {
-                (device, name): self.seat(machine, pool, device, service)
-                for device in machine.devices
-                for name, service in machine.services.items()
-            }
-            yield lambda device, service: seats[device, service.name]
-            for seat in seats.values():
-                await seat.close()
-
-    def seat(self, machine: Machine, pool: Pool, device: int, service: Service) -> ClassSeat:
+    def seat(self, machine: Machine, pool: Pool, device: int, service: Service) -> GrantSeat:
         """On a lease for each pass or piece."""
         return ClassSeat(machine, pool, device, service)
+
+    def written(self, service: Service) -> ServiceClass:
+        """What the operator says. Who has no floor gives back at each piece, and may borrow."""
+        return ServiceClass(
+            service.name,
+            reserve=service.reserve,
+            cap=service.cap or ALL,
+            priority=service.priority,
+            weight=service.weight,
+            revocable=not service.reserve,
+            # Not its latency: a lease here is a pass, and a request is refused by nobody.
+            budget=service.latency / 2 if service.budget < 0 else service.budget,
+        )
 
 
 class ElasticSeat(ClassSeat):
@@ -229,10 +205,15 @@ class ElasticSeat(ClassSeat):
     async def run(self, pieces: Pieces) -> None:
         """Whoever has a floor keeps its SMs for a pass; the others look at each piece."""
         self._runs += 1
-        for some in (pieces,) if self._whole else [(ns,) for ns in pieces]:
-            lease = await self._leased()
-            await lease.launch(self._kernel, self._config, sum(some))
+        while pieces:
+            pieces = await self._some(await self._leased(), pieces)
         self._leaving = asyncio.ensure_future(self._leave_unless_more(self._runs))
+
+    async def _some(self, lease: Partition, pieces: Pieces) -> Pieces:
+        """Does what is done between two checkpoints; returns what is left."""
+        some = len(pieces) if self.whole else 1
+        await lease.launch(self._kernel, self._config, sum(pieces[:some]))
+        return pieces[some:]
 
     async def _leased(self) -> Partition:
         if self._lease is not None:
@@ -266,20 +247,39 @@ class Elastic(Classes):
     name: str = "elastic"
     about: str = "the pool with service classes and elastic leases: a checkpoint between pieces"
 
-    def seat(self, machine: Machine, pool: Pool, device: int, service: Service) -> ClassSeat:
+    def seat(self, machine: Machine, pool: Pool, device: int, service: Service) -> GrantSeat:
         """On a lease that lasts."""
         return ElasticSeat(machine, pool, device, service)
 
 
-def _written(service: Service) -> ServiceClass:
-    """What the operator says. Whoever has no floor gives back at each piece, and may borrow."""
-    return ServiceClass(
-        service.name,
-        reserve=service.reserve,
-        cap=service.cap or ALL,
-        priority=service.priority,
-        weight=service.weight,
-        revocable=not service.reserve,
-        # Not its latency: a lease here is a pass, and a request is refused by nobody.
-        budget=service.latency / 2 if service.budget < 0 else service.budget,
-    )
+class UnsplitSeat(ElasticSeat):
+    """The same, and the pool is told what became of it. All at once where there is no split."""
+
+    async def _some(self, lease: Partition, pieces: Pieces) -> Pieces:
+        """On all SMs it is a stream beside others, and there is nothing to give back meanwhile."""
+        if not lease.is_unsplit:
+            return await super()._some(lease, pieces)
+        jobs = [lease.launch(self._kernel, self._config, ns) for ns in pieces]
+        await jobs[-1]
+        return ()
+
+    def told(self, latency: float, weight: int) -> None:
+        """So many requests or tokens had this latency."""
+        self._pool.observe(self._service.name, latency, weight)
+
+
+@dataclass
+class Unsplit(Elastic):
+    """Service classes with elastic leases, on devices that are split only where that is needed."""
+
+    name: str = "unsplit"
+    about: str = "as elastic, and all SMs for all as long as every class has its target so"
+
+    def seat(self, machine: Machine, pool: Pool, device: int, service: Service) -> GrantSeat:
+        """On a lease that lasts."""
+        return UnsplitSeat(machine, pool, device, service)
+
+    def written(self, service: Service) -> ServiceClass:
+        """Nobody minds neighbours on his SMs while he has his target."""
+        said = super().written(service)
+        return replace(said, unsplit=True, cap=ALL, latency=service.latency or None)

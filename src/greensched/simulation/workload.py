@@ -138,7 +138,20 @@ W2 = (
     ),
     Service(name="training", role="loop", curve=CURVES["gemm"], segment=0.00025),
 )
-SERVICES: dict[str, tuple[Service, ...]] = {"llm": LLM, "w2": W2}
+#: The control: kernels that leave room beside others that do, on a device that neither fills.
+W8 = (
+    Service(
+        name="inference",
+        role="request",
+        curve=CURVES["attention-b8"],
+        reserve=64,
+        priority=10,
+        target=1.3,
+        segment=0.0002,
+    ),
+    Service(name="scan", role="loop", curve=CURVES["ssm-b8"], segment=0.002),
+)
+SERVICES: dict[str, tuple[Service, ...]] = {"llm": LLM, "w2": W2, "w8": W8}
 
 
 def services(said: str, tables: Mapping[str, Curve] = CURVES) -> dict[str, Service]:

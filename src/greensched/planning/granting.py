@@ -1,0 +1,253 @@
+"""Granting: who of those that wait is granted what is free, in the order of the policy.
+
+The rules are the scheduler's; this is how they are gone through.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Hashable, Iterable, Sequence
+
+from greensched.planning import seats
+from greensched.planning.cells import Cells
+from greensched.planning.ground import Ground
+from greensched.planning.placement import Placement
+from greensched.planning.policy import Policy
+from greensched.planning.queue import Queue
+from greensched.planning.requests import Lease, Line, Request, State
+from greensched.planning.services import ServiceClass
+
+
+class Granting(Queue):
+    """A queue before devices. Arguments as `Scheduler`."""
+
+    def __init__(
+        self,
+        devices: Sequence[Cells],
+        policy: Policy,
+        is_made: Callable[[int, int], bool],
+        services: Iterable[ServiceClass],
+        placement: Placement,
+    ) -> None:
+        self.ground = ground = Ground(devices, is_made, services, placement)
+        self.devices, self.free, self.warm = ground.devices, ground.free, ground.warm
+        super().__init__(policy, ground.clock.start_of, ground.total)
+        #: (device, cells) to be made, since the pool last took them.
+        self.lacking: dict[tuple[int, int], None] = {}
+        self._held: dict[Hashable, list[Lease]] = {}
+        self._granted = 0
+
+    def _try(self, request: Request, now: float) -> bool:
+        """Grants it where it may be granted now."""
+        kept = self._reserved
+        if kept is None or kept[0] is request:
+            return self._grant(request, request.devices, now)
+        where = [device for device in request.devices if device != kept[1]]
+        if where and self._grant(request, where, now):
+            return True
+        return kept[1] in request.devices and self._slip_in(request, kept, now)
+
+    def _slip_in(self, request: Request, kept: tuple[Request, int], now: float) -> bool:
+        """On the device kept for another: of his own floor, or before the other could begin."""
+        ground, (first, device) = self.ground, kept
+        if request.cost is None and not request.flow.need:
+            return False
+        own = ground.floors[device].kept(request.flow)
+        if own and self._grant(request, (device,), now, own):
+            return True
+        seconds = request.seconds(self._asked(request))
+        if seconds is None:
+            return False
+        ends = now + seconds * request.flow.slip
+        if ends > ground.free_at(device, first, now):
+            return False
+        return self._grant(request, (device,), now)
+
+    def _grant(
+        self, request: Request, where: Sequence[int], now: float, limit: int | None = None
+    ) -> bool:
+        """Grants it on the first device of `where` on which it fits."""
+        request.lacks = ()
+        ground, is_seat = self.ground, False
+        if request.flow.quota is not None and not request.flow.is_within_quota(now):
+            return False
+        for device in where if len(where) == 1 else ground.order(request, where):
+            if ground.is_shared:
+                is_seat = limit is None and seats.may_sit(ground, request, device)
+                if ground.seats[device] and not request.flow.unsplit:
+                    continue
+            masks = (
+                (seats.seat(ground, device),) if is_seat else ground.find(request, device, limit)
+            )
+            if not masks:
+                continue
+            for mask in masks:
+                if not ground.is_made(device, mask):
+                    break
+            else:
+                if is_seat:
+                    request.leases = leases = seats.give_seat(
+                        ground, request, device, masks[0], now
+                    )
+                else:
+                    request.leases = leases = ground.give(request, device, masks, now)
+                if request.holder is not None:
+                    self._held.setdefault(request.holder, []).extend(leases)
+                request.lacks = ()
+                request.state = State.GRANTED
+                self._granted += 1
+                return True
+            if not request.lacks:
+                lacks = [(device, mask) for mask in masks if not ground.is_made(device, mask)]
+                request.lacks = tuple(lacks)
+        return False
+
+    def _dispatch(self, now: float) -> list[Request]:
+        """Grants whatever can be granted now, in the order of the policy."""
+        granted: list[Request] = []
+        self._is_unlocked = True
+        while self._is_unlocked:  # an owner who waits no more lends again
+            self._is_unlocked = False
+            self._dispatch_once(now, granted)
+        if granted and self._is_untidy():
+            self._tidy()
+        return granted
+
+    def _dispatch_once(self, now: float, granted: list[Request]) -> None:
+        kept = self._reserved
+        if kept is not None and self._grant(kept[0], kept[0].devices, now):
+            granted.append(kept[0])
+            self._advance(kept[0], now)
+        if len(self._lines) == 1:
+            self._serve_only(next(iter(self._lines.values())), now, granted)
+            return
+        heads = self._heads()
+        heapq.heapify(heads)
+        is_first = True
+        free, is_shared = self.free, self.ground.is_shared
+        while heads and (is_shared or any(free)):
+            standing, _, _, line, request = heads[0]
+            if self._stands is not None and standing != self._standing(line.flow):
+                heapq.heapreplace(heads, self._head(line, request))  # it was granted something
+            elif not self._attempt(line, request, now):
+                heapq.heappop(heads)
+                if is_first or request.lacks:
+                    is_first = self._blocked(line, request, now, is_first=is_first)
+            else:
+                granted.append(request)
+                self._advance(request, now)
+                following = line.first()
+                if following is not None:
+                    heapq.heapreplace(heads, self._head(line, following))
+                else:
+                    heapq.heappop(heads)
+
+    def _serve_only(self, line: Line, now: float, granted: list[Request]) -> None:
+        """The same where all want the same: the usual case, and a third of the work."""
+        while (request := line.first()) is not None and (any(self.free) or self.ground.is_shared):
+            if not self._attempt(line, request, now):
+                self._blocked(line, request, now, is_first=True)
+                return
+            granted.append(request)
+            self._advance(request, now)
+        if request is None:
+            self._lines.clear()
+
+    def _attempt(self, line: Line, request: Request, now: float) -> bool:
+        """Grants the first of a line where it may be granted now; what it lacks is of now, too."""
+        request.lacks = ()
+        return not self._is_hopeless(line) and self._try(request, now)
+
+    def _is_hopeless(self, line: Line) -> bool:
+        """Whether no equal cell is free, and what is left over is less than they want.
+
+        Where classes have limits a closer look is dear, so all that is free is counted first.
+        """
+        if line.flow.unsplit and not self.ground.verdict.is_split:
+            return False
+        least = line.least if self.ground.is_ruled else 0
+        for cells, free in zip(self.devices, self.free, strict=True):
+            equal = free & cells.equal
+            if least and least > cells.size * equal.bit_count() + (
+                cells.remainder if free & cells.leftover else 0
+            ):
+                continue
+            if equal or (free and line.asked <= cells.remainder):
+                return False
+        return True
+
+    def _blocked(self, line: Line, request: Request, now: float, *, is_first: bool) -> bool:
+        """Who is first does not fit. Returns whether the next of another line is the first."""
+        if request.lacks:
+            self.lacking.update(dict.fromkeys(request.lacks))
+        if not is_first or self._is_limited(line):
+            return is_first
+        if self._reserved is None:
+            self._reserve(request, now)
+        return False
+
+    def _is_limited(self, line: Line) -> bool:
+        """Whether it is its class's limits that keep the first of a line from being granted."""
+        if not self.ground.is_ruled:
+            return False
+        flow = line.flow
+        return flow.tokens <= 0 or flow.sms + line.asked > flow.cap
+
+    def _reserve(self, first: Request, now: float) -> None:
+        """Once the first request that does not fit has aged, a device is kept for it."""
+        if self._reserved is None and not first.lacks and not self.policy.may_pass(first, now):
+            if len(first.devices) == 1:
+                self._reserved = (first, first.devices[0])
+                return
+            # Not where it waits for itself: those cells come last of all, if ever.
+            held = self._held_by(first)
+            able = [d for d in first.devices if self.ground.ever(first, d, held.get(d, 0))]
+            best = max(able or first.devices, key=lambda d: self.devices[d].sms(self.free[d]))
+            self._reserved = (first, best)
+
+    def _overtake(self, request: Request, line: Line | None, now: float) -> bool:
+        """Grants a new request past those that wait, where it may.
+
+        None of them fits now: whatever gave back cells dispatched. Nor does what stands in line
+        behind one of them.
+        """
+        before = line.first() if line is not None else None
+        if self._reserved is None:
+            is_only = before is not None and len(self._lines) == 1 and not self.ground.is_ruled
+            first = before if is_only else self._first()
+            if first is not None:
+                self._reserve(first, now)
+        if before is None:
+            return self._try(request, now)
+        request.lacks = before.lacks
+        return False
+
+    def _first(self) -> Request | None:
+        """The first of the queue that waits for cells, and not for its class's limits."""
+        heads = [head for head in self._heads() if not self._is_limited(head[3])]
+        return min(heads)[4] if heads else None
+
+    # -- what is held ----------------------------------------------------------------------------
+
+    def _asked(self, request: Request) -> int:
+        """SMs asked for; by several parts in whole cells, which is what they cost."""
+        if len(request.parts) == 1:
+            least = request.parts[0].least
+            return least or max(self.devices[device].total for device in request.devices)
+        largest = max((self.devices[d] for d in request.devices), key=lambda cells: cells.total)
+        return sum(max(1, -(-part.least // largest.size)) for part in request.parts) * largest.size
+
+    def _held_by(self, request: Request) -> dict[int, int]:
+        """What keeps its holder from it that is his own, by device; what drains comes back."""
+        held: dict[int, int] = {}
+        for lease in self._held.get(request.holder, ()):
+            if not (lease.is_seat and request.flow.unsplit):
+                mask = lease.mask & self.devices[lease.device].every
+                held[lease.device] = held.get(lease.device, 0) | mask
+        return held
+
+    def _forget(self, lease: Lease) -> None:
+        mine = self._held[lease.holder]
+        mine.remove(lease)
+        if not mine:
+            del self._held[lease.holder]
