@@ -14,6 +14,8 @@ from greensched import ALL, Pool, belongings
 from helpers.waiting import until
 from helpers.world import World
 
+IS_VERSIONED = False
+
 
 class Things:
     """Makes things, and notes where each was made and closed: on which thread, in which context."""

@@ -11,6 +11,8 @@ from greensched import ALL, Pool, ServiceClass
 from helpers.waiting import until
 from helpers.world import World
 
+IS_VERSIONED = False
+
 
 async def hold(pool: Pool, sms: object, release: anyio.Event, **options: object) -> None:
     async with pool.partition(sms, **options):  # type: ignore[arg-type]
