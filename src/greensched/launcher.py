@@ -171,18 +171,30 @@ class Arguments:
             for index, dtype, write in self._pointers:
                 buffer = values[index]
                 if buffer.sole is not track or buffer.is_closed:
-                    return False
+                    break
                 memory = buffer.memory
                 if memory.is_closed or memory.fault is not None:
-                    return False
+                    break
                 if buffer.dtype is not dtype and dtype is not None:
-                    return False
+                    break
                 (buffer.writers if write else buffer.readers)[track] = ticket
                 numbers[index] = buffer.address
-            self._pack(self._slots, 0, *numbers)
+            else:
+                self._pack(self._slots, 0, *numbers)
+                return True
         except (AttributeError, TypeError, ValueError, OverflowError, struct.error):
-            return False
-        return True
+            pass
+        self._take_back(values, track, ticket)
+        return False
+
+    def _take_back(self, values: Sequence[Any], track: Track, ticket: int) -> None:
+        """Who was noted for a ticket that may never come is so for the one before."""
+        for index, _, write in self._pointers:
+            buffer = values[index]
+            if isinstance(buffer, Buffer):
+                uses = buffer.writers if write else buffer.readers
+                if uses.get(track) == ticket:
+                    uses[track] = ticket - 1
 
     def fill(self, values: Sequence[object]) -> None:
         """Sets all of them.

@@ -597,3 +597,22 @@ def test_every_use_of_a_closed_buffer_is_refused(world: World) -> None:
             kept.close()
 
     world.run(main)
+
+
+def test_a_refused_launch_has_not_used_its_buffers(world: World) -> None:
+    """A buffer beside a wrong argument is free again as if nothing had been asked."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            config = LaunchConfig(grid=1, block=8)
+            with await p.empty(8) as x, await p.empty(8) as y:
+                await p.launch(saxpy, config, 1.0, x, y, 8)
+                await p.launch(saxpy, config, 1.0, x, y, 8)
+                for wrong in ((1.0, x, y, "8"), (1.0, x, None, 8), ("1", x, y, 8)):
+                    with pytest.raises(greensched.ArgumentMismatch):
+                        p.launch(saxpy, config, *wrong)
+                    uses = (*x.uses(), *y.uses())
+                    assert uses
+                    assert all(track.reached(ticket) for track, ticket in uses)
+
+    world.run(main)
