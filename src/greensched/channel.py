@@ -154,7 +154,9 @@ class Channel:
         return job
 
     def submit_now(self, step: Callable[[], T], what: str, ticket: int) -> Job[T]:
-        """Submits on this thread, with the ticket that comes next. A refusal is the job's failure.
+        """Submits on this thread. What the driver refuses is the job's failure.
+
+        The ticket is the next, or was issued just now.
 
         The ticket is written whatever happens, or everything after it would wait for ever.
 

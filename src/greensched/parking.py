@@ -51,6 +51,8 @@ class Parking:
         holding = channel.holding
         holding.is_open = holding.is_plain = True
         holding.is_over = False
+        if self.scheduler is None:  # the pool stopped just now: each submission looks at that
+            holding.is_plain = False
         self.untold[holding] = holding.completion.door.asks()
         return channel
 

@@ -105,7 +105,7 @@ class Wishes:
 
     def _check_known(self, service: object) -> None:
         names = [one.name for one in self.services]
-        if service not in names:
+        if not (isinstance(service, str) and service in names):  # no array: that is no truth value
             known = ", ".join(names) or "none"
             raise InvalidRequest(
                 f"no service {service!r}: this pool has {known} (name it in Pool(services=[...]))"
