@@ -6,7 +6,7 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from greensched.planning.requests import ServiceStatistics
+from greensched.planning.requests import SchedulerStatistics, ServiceStatistics
 
 
 class PoolState(enum.Enum):
@@ -22,10 +22,12 @@ class PoolState(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class PoolStatistics:
+class PoolStatistics(SchedulerStatistics):
     """What a pool has and did. SMs over all devices; counts since it was opened.
 
     Attributes:
+        waiting, requested, granted, cancelled, expired, refused: requests.
+        sms_free, sms_leased, sms_draining: of the `sms_total`.
         completion: `"word"`: streams write tickets to memory; `"event"`: they cannot here.
         services: of each class; "": of those who named none.
     """
@@ -33,16 +35,7 @@ class PoolStatistics:
     state: PoolState
     devices: int
     sms_total: int
-    sms_free: int
-    sms_leased: int
-    sms_draining: int
     leases: int
-    waiting: int
-    requested: int
-    granted: int
-    cancelled: int
-    expired: int
-    refused: int
     lanes: int
     lanes_made: int
     completion: str
