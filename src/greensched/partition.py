@@ -5,18 +5,17 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterable
-from functools import partial
 from types import TracebackType
 from typing import Any, Literal, ParamSpec, Protocol, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from greensched import launching, moving
+from greensched import calling, launching, moving
 from greensched.bound import Bound
 from greensched.buffers import Buffer, PinnedBuffer
-from greensched.calls import Call, inside, surroundings
-from greensched.channel import Channel, order_behind
+from greensched.calls import Call
+from greensched.channel import Channel
 from greensched.context import Context
 from greensched.errors import (
     InvalidArray,
@@ -30,7 +29,6 @@ from greensched.feeding import Feed
 from greensched.jobs import Job, Tell
 from greensched.kernels import Kernel
 from greensched.launcher import LaunchConfig
-from greensched.running import is_asynchronous
 from greensched.stream import MASK, Stream
 from greensched.typing import DeviceArray
 
@@ -490,35 +488,22 @@ class Partition:
         Libraries with a current stream have it set where their integration was imported
         (`greensched.integrations.torch`, say); `current_call()` says there what SMs there are.
         """
-        channel = self._ready()
-        _check_blocking(fn)
-        runs, holding = channel.lane.runs, channel.holding
-        if not channel.has_room(runs):
-            raise WouldBlock("too many calls are in flight: `await p.ready()` first")
-        given = (*args, *kwargs.values())
-        uses = [(a, True) for a in given if isinstance(a, (Buffer, PinnedBuffer))]
-        for buffer, _ in uses:
-            buffer.check(channel.ordinal)
-        where = self._call(channel, runs.stream)
-        arounds = surroundings(where, given)
-        lagging, behind = channel.others(runs, uses)
-        ticket = runs.issue()
-        for buffer, write in uses:
-            buffer.note(runs, ticket, write=write)
-        job: Job[T] = Job(runs, ticket, getattr(fn, "__name__", "run"), holding.failed)
+        return calling.run(self._ready(), fn, args, kwargs)
 
-        def call() -> T:
-            order_behind(runs, lagging, behind)
-            return inside(where, arounds, partial(fn, *args, **kwargs))
+    def keep(self, *things: object) -> Job[None]:
+        """Keeps things alive until the device has done what it was given here so far.
 
-        if arounds:  # what they put on the stream may outlast the call
-            runs.keep(ticket, given)
-            holding.completion.when_reached(runs, ticket, runs.let_go)
+        For arrays of other libraries that work on `stream` uses: a library may give their memory to
+        other work as soon as nobody has them. Returns at once; the job is done when that work is.
+        Cancelling who awaits it changes nothing.
 
-        holding.expose()
-        holding.completion.watch(runs)
-        holding.crew.run(call, job, ticket, holding.completion)
-        return job
+        Raises:
+            PartitionClosed, PoolClosed, Poisoned, WrongThread: as `launch`.
+            InvalidRequest: the partition's stream is capturing.
+        """
+        channel = self._mine()
+        channel.check_pool()
+        return calling.keep(channel, things)
 
     @property
     def call(self) -> Call:
@@ -527,12 +512,7 @@ class Partition:
         Raises:
             WouldBlock: as `stream`.
         """
-        return self._call(self._open(), self.stream)
-
-    def _call(self, channel: Channel, stream: Stream) -> Call:
-        lane = channel.lane
-        is_simulated = not lane.device.driver.needs_binary
-        return Call(stream, channel.ordinal, lane.sm_count, is_simulated)
+        return calling.call_on(self._open(), self.stream)
 
     def local(self, factory: Callable[[], T]) -> Job[T]:
         """What a function makes for these SMs: once, then the same to every lease of them.
@@ -552,18 +532,7 @@ class Partition:
         stops the waiting only: the value is made, and kept. After a device fault, or over work that
         does not end, nothing is closed.
         """
-        channel = self._ready()
-        _check_blocking(factory)
-        belongings, holding = channel.holding.crew.belongings, channel.holding
-        try:
-            is_made = belongings.has(factory)
-        except TypeError:
-            raise InvalidRequest(f"{factory!r} is not hashable: give a function") from None
-        if not is_made:
-            return self.run(belongings.get, factory)
-        job: Job[T] = Job(channel.lane.runs, 0, "local", holding.failed)  # 0: always reached
-        job.succeed(belongings.get(factory))
-        return job
+        return calling.local(self._ready(), factory)
 
     # -- room --------------------------------------------------------------------------------------
 
@@ -590,11 +559,3 @@ class Partition:
         holding, lane = channel.holding, channel.lane
         state = "open" if holding.is_open else "closed" if holding.is_over else "draining"
         return f"<Partition: {lane.sm_count} SMs of device {channel.ordinal}, {state}>"
-
-
-def _check_blocking(fn: object) -> None:
-    """Refuses what a thread of ours cannot call."""
-    if not callable(fn):
-        raise InvalidRequest(f"a function is needed, and {fn!r} is none")
-    if is_asynchronous(fn):
-        raise InvalidRequest("blocking functions are called, on a thread: await this one")

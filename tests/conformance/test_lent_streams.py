@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from contextlib import suppress
 
 import numpy as np
@@ -22,6 +24,10 @@ CONFIG = LaunchConfig(grid=4, block=128)
 
 class Left(Exception):
     """A holder leaves."""
+
+
+class Thing:
+    """Another library's array, say."""
 
 
 def begin(stream: Stream) -> None:
@@ -63,6 +69,46 @@ def test_a_stream_is_lent_when_everything_is_on_it(world: World) -> None:
                             use()
                 await job
                 assert p.stream.__cuda_stream__() == p.__cuda_stream__()
+
+    world.run(main)
+
+
+@pytest.mark.parametrize("stays", [True, False], ids=["in the lease", "after the lease"])
+def test_what_is_kept_lives_until_the_work_is_done(world: World, stays: bool) -> None:
+    """`keep` holds what nobody else does while the device has work of before, and no longer."""
+
+    async def main() -> None:
+        async with world.pool() as pool:
+            async with pool.partition(8) as p:
+                with await Gate.closed(p) as gate:
+                    kept = Thing()
+                    alive = weakref.ref(kept)
+                    job = p.keep(kept)
+                    del kept
+                    gc.collect()
+                    assert alive() is not None
+                    assert not job.is_done
+                    gate.open()
+                    if stays:
+                        await job
+                        await until(lambda: alive() is None)
+            assert alive() is None
+
+    world.run(main)
+
+
+def test_nothing_is_kept_where_nothing_can_be_submitted(world: World) -> None:
+    """`keep` is refused while the stream is capturing, and after the lease."""
+
+    async def main() -> None:
+        async with world.pool() as pool:
+            async with pool.partition(8) as p:
+                begin(p.stream)
+                with pytest.raises(greensched.InvalidRequest, match="capturing"):
+                    p.keep(Thing())
+                end(p.stream)
+            with pytest.raises(greensched.PartitionClosed):
+                p.keep(Thing())
 
     world.run(main)
 

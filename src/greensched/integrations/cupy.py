@@ -8,7 +8,7 @@
 
 An array is a kernel argument as it is: by DLPack, behind CuPy's current stream. CuPy's memory pool
 goes by the stream that memory was taken on, and is told of no other: use what a call returned once
-it was awaited, and await that work before the array is forgotten.
+it was awaited, and await that work before the array is forgotten, or name it to the block.
 """
 
 from __future__ import annotations
@@ -33,10 +33,15 @@ def stream(where: Partition | Call | None = None) -> Any:
 
 
 @contextmanager
-def current(p: Partition) -> Iterator[Any]:
+def current(p: Partition, *arrays: Any) -> Iterator[Any]:
     """A block in which CuPy's current stream is the partition's; no `await` inside.
 
     It comes behind what CuPy's current stream had before. Of the calling thread alone.
+
+    Args:
+        p: whose launches and copies it is in one order with.
+        arrays: those made elsewhere that are used inside: they are kept until that is done, so
+            their memory is not used again before.
 
     Returns:
         The stream.
@@ -49,7 +54,11 @@ def current(p: Partition) -> Iterator[Any]:
     ours = stream(call)
     call.stream.follow(_address(cupy.cuda.get_current_stream(call.device)))
     with call.entered(), cupy.cuda.Device(call.device), ours:
-        yield ours
+        try:
+            yield ours
+        finally:
+            if arrays:
+                p.keep(*arrays)
 
 
 def around_call(call: Call, given: Sequence[object]) -> Callable[[Callable[[], Any]], Any] | None:  # noqa: ARG001  any argument may be CuPy's

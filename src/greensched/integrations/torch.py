@@ -45,8 +45,8 @@ def current(p: Partition, *tensors: torch.Tensor) -> Iterator[torch.cuda.Stream 
 
     Args:
         p: whose launches and copies it is in one order with.
-        tensors: those made elsewhere that are used inside: their memory is not used again before
-            that is done (`record_stream`).
+        tensors: those made elsewhere that are used inside: they are kept until that is done, so
+            their memory is not used again before.
 
     Returns:
         The stream, or None on a simulated GPU, where torch is left as it is.
@@ -61,9 +61,15 @@ def current(p: Partition, *tensors: torch.Tensor) -> Iterator[torch.cuda.Stream 
             yield None
             return
         ours = stream(call)
-        _hand_over(_mark(torch.cuda.current_stream(call.device)), ours, tensors)
-        with torch.cuda.stream(ours):
-            yield ours
+        _follow(ours, _mark(torch.cuda.current_stream(call.device)))
+        try:
+            with torch.cuda.stream(ours):
+                yield ours
+        finally:
+            # Not `record_stream`: torch would mark our stream when it frees them, which may be long
+            # after the pool has ended it, and ends the process then.
+            if tensors:
+                p.keep(*tensors)
 
 
 def take(p: Partition, *tensors: torch.Tensor) -> None:
@@ -71,12 +77,23 @@ def take(p: Partition, *tensors: torch.Tensor) -> None:
 
     Args:
         p: where the tensors were made, in a block of `current`.
-        tensors: what is to be used here: their memory is not used again before that is done.
+        tensors: what is to be used here: their memory is not used again before that is done. In a
+            block of another partition it is that block to which they are named.
+
+    Raises:
+        InvalidRequest: tensors are named in a block of `current`, or in a call; the partition's
+            stream is capturing.
+        WouldBlock: as `Partition.stream`.
     """
     call = p.call
-    if not call.is_simulated:
-        here = torch.cuda.current_stream(call.device)
-        _hand_over(_mark(stream(call)), here, tensors)
+    if call.is_simulated:
+        return
+    if tensors and current_call() is not None:
+        raise InvalidRequest("name the tensors to the block that uses them: `current(p, tensor)`")
+    here = torch.cuda.current_stream(call.device)
+    _follow(here, _mark(stream(call)))
+    for tensor in tensors:
+        _lives_until(here, tensor)
 
 
 def sm_count() -> int:
@@ -124,6 +141,7 @@ def around_call(call: Call, given: Sequence[object]) -> Callable[[Callable[[], A
     The call's stream comes behind torch's current stream of who submits it, and is torch's current
     one in the call. The arguments live until it is done. What is returned, be it in tuples, lists
     or dicts, may be used on that stream of the submitter's: its memory is not used again before.
+    A submitter inside a block of `current` names it to the block that uses it.
 
     Raises:
         InvalidRequest: torch's current stream is capturing.
@@ -134,16 +152,18 @@ def around_call(call: Call, given: Sequence[object]) -> Callable[[Callable[[], A
     mark = None
     if torch.cuda.is_initialized():
         mark = _mark(torch.cuda.current_stream(call.device))
+    from_a_block = current_call() is not None
 
     def around(function: Callable[[], Any]) -> Any:
         ours = stream(call)
         if mark is not None:
-            _hand_over(mark, ours, ())
+            _follow(ours, mark)
         with torch.cuda.stream(ours):
             result = function()
-        theirs = torch.cuda.default_stream(call.device) if mark is None else mark[0]
-        for tensor in _tensors(result):
-            tensor.record_stream(theirs)
+        if not from_a_block:
+            theirs = torch.cuda.default_stream(call.device) if mark is None else mark[0]
+            for tensor in _tensors(result):
+                _lives_until(theirs, tensor)
         return result
 
     return around
@@ -167,19 +187,21 @@ def _mark(source: torch.cuda.Stream) -> _Mark:
     return source, event
 
 
-def _hand_over(mark: _Mark, target: torch.cuda.Stream, tensors: Sequence[torch.Tensor]) -> None:
+def _follow(follower: torch.cuda.Stream, mark: _Mark) -> None:
     source, event = mark
-    if source != target:
-        target.wait_event(event)
-        for tensor in tensors:
-            if tensor.is_cuda:
-                tensor.record_stream(target)
+    if source != follower:
+        follower.wait_event(event)
+
+
+def _lives_until(here: torch.cuda.Stream, tensor: torch.Tensor) -> None:
+    """Its memory is not used again before what `here`, a stream of torch's own, has then."""
+    if tensor.is_cuda:
+        tensor.record_stream(here)
 
 
 def _tensors(result: object) -> Iterator[torch.Tensor]:
     if isinstance(result, torch.Tensor):
-        if result.is_cuda:
-            yield result
+        yield result
     elif isinstance(result, dict):
         for value in result.values():
             yield from _tensors(value)

@@ -1,0 +1,90 @@
+"""Calls of a lease: blocking functions on its lane's own thread, and what outlives their code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+from greensched.buffers import Buffer, PinnedBuffer
+from greensched.calls import Call, inside, surroundings
+from greensched.channel import Channel, order_behind
+from greensched.errors import InvalidRequest, WouldBlock
+from greensched.jobs import Job
+from greensched.running import is_asynchronous
+from greensched.stream import Stream
+
+T = TypeVar("T")
+
+
+def run(
+    channel: Channel, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Job[T]:
+    """See `Partition.run`."""
+    _check_blocking(fn)
+    runs, holding = channel.lane.runs, channel.holding
+    if not channel.has_room(runs):
+        raise WouldBlock("too many calls are in flight: `await p.ready()` first")
+    given = (*args, *kwargs.values())
+    uses = [(a, True) for a in given if isinstance(a, (Buffer, PinnedBuffer))]
+    for buffer, _ in uses:
+        buffer.check(channel.ordinal)
+    where = call_on(channel, runs.stream)
+    arounds = surroundings(where, given)
+    lagging, behind = channel.others(runs, uses)
+    ticket = runs.issue()
+    for buffer, write in uses:
+        buffer.note(runs, ticket, write=write)
+    job: Job[T] = Job(runs, ticket, getattr(fn, "__name__", "run"), holding.failed)
+
+    def call() -> T:
+        order_behind(runs, lagging, behind)
+        return inside(where, arounds, partial(fn, *args, **kwargs))
+
+    if arounds:  # what they put on the stream may outlast the call
+        runs.keep(ticket, given)
+        holding.completion.when_reached(runs, ticket, runs.let_go)
+
+    holding.expose()
+    holding.completion.watch(runs)
+    holding.crew.run(call, job, ticket, holding.completion)
+    return job
+
+
+def local(channel: Channel, factory: Callable[[], T]) -> Job[T]:
+    """See `Partition.local`."""
+    _check_blocking(factory)
+    belongings, holding = channel.holding.crew.belongings, channel.holding
+    try:
+        is_made = belongings.has(factory)
+    except TypeError:
+        raise InvalidRequest(f"{factory!r} is not hashable: give a function") from None
+    if not is_made:
+        return run(channel, belongings.get, (factory,), {})
+    job: Job[T] = Job(channel.lane.runs, 0, "local", holding.failed)  # 0: always reached
+    job.succeed(belongings.get(factory))
+    return job
+
+
+def keep(channel: Channel, things: tuple[object, ...]) -> Job[None]:
+    """See `Partition.keep`."""
+    channel.check_capture()
+    track = channel.track
+    job = channel.submit("keep", lambda ticket: track.keep(ticket, things))
+    channel.holding.completion.when_reached(track, job.ticket, track.let_go)
+    return job
+
+
+def call_on(channel: Channel, stream: Stream) -> Call:
+    """What integrations are told of a lease, and of the stream they work on."""
+    lane = channel.lane
+    is_simulated = not lane.device.driver.needs_binary
+    return Call(stream, channel.ordinal, lane.sm_count, is_simulated)
+
+
+def _check_blocking(fn: object) -> None:
+    """Refuses what a thread of ours cannot call."""
+    if not callable(fn):
+        raise InvalidRequest(f"a function is needed, and {fn!r} is none")
+    if is_asynchronous(fn):
+        raise InvalidRequest("blocking functions are called, on a thread: await this one")
