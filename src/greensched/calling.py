@@ -29,17 +29,19 @@ def run(
     uses = [(a, True) for a in given if isinstance(a, (Buffer, PinnedBuffer))]
     for buffer, _ in uses:
         buffer.check(channel.ordinal)
-    where = call_on(channel, runs.stream)
+    where = _in_calls(channel)
     arounds = surroundings(where, given)
-    lagging, behind = channel.others(runs, uses)
+    lagging, behind = channel.others(runs, uses) if uses else ({}, ())
     ticket = runs.issue()
     for buffer, write in uses:
         buffer.note(runs, ticket, write=write)
     job: Job[T] = Job(runs, ticket, getattr(fn, "__name__", "run"), holding.failed)
+    function = partial(fn, *args, **kwargs) if given else fn
 
     def call() -> T:
-        order_behind(runs, lagging, behind)
-        return inside(where, arounds, partial(fn, *args, **kwargs))
+        if uses:
+            order_behind(runs, lagging, behind)
+        return inside(where, arounds, function)
 
     if arounds:  # what they put on the stream may outlast the call
         runs.keep(ticket, given)
@@ -73,6 +75,13 @@ def keep(channel: Channel, things: tuple[object, ...]) -> Job[None]:
     job = channel.submit("keep", lambda ticket: track.keep(ticket, things))
     channel.holding.completion.when_reached(track, job.ticket, track.let_go)
     return job
+
+
+def _in_calls(channel: Channel) -> Call:
+    """What is current in every call of the lease: made once."""
+    if channel.in_calls is None:
+        channel.in_calls = call_on(channel, channel.lane.runs.stream)
+    return channel.in_calls
 
 
 def call_on(channel: Channel, stream: Stream) -> Call:

@@ -117,5 +117,8 @@ def inside(call: Call, arounds: Sequence[Around], function: Callable[[], T]) -> 
     """Calls a function with all of that around it, on the partition's thread."""
     for around in arounds:
         function = partial(around, function)
-    with call.entered():
+    token = _current.set(call)  # not `entered`, for each call: that is a generator
+    try:
         return function()
+    finally:
+        _current.reset(token)

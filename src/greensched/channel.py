@@ -16,6 +16,7 @@ from typing import Protocol, TypeVar
 
 from greensched.arrays import Borrowed
 from greensched.buffers import Allowance, Buffer, PinnedBuffer
+from greensched.calls import Call
 from greensched.device import Device
 from greensched.errors import CUDAError, DeviceFault, InvalidRequest, Poisoned, WouldBlock
 from greensched.holding import Holding
@@ -55,6 +56,7 @@ class Channel:
         "check_pool",
         "depth",
         "holding",
+        "in_calls",
         "lane",
         "ordinal",
         "site",
@@ -79,6 +81,8 @@ class Channel:
         #: Jobs in flight on it at most.
         self.depth = self.lane.depth
         self.ordinal = self.lane.device.ordinal
+        #: What is current in its calls, once there was one.
+        self.in_calls: Call | None = None
 
     def check(self) -> None:
         """Refuses what can be refused before anything is looked at.

@@ -190,6 +190,8 @@ class Completion:
 
     def _kick(self) -> None:
         self._kicked = False  # first: who comes from here on wakes the loop again
+        if self._delivered:
+            self._let_go = time.perf_counter()  # so one of them had the GIL just now
         while self._delivered:
             self._delivered.popleft()
             self._errands -= 1

@@ -144,6 +144,7 @@ class Entered:
         """Makes current what was; where that is not possible any more, at least not ours."""
         before, driver = self._before, self._driver
         if before is None:  # NULL pops once, and somebody may have pushed meanwhile
+            self._set(None)
             while driver.current() is not None:
                 self._set(None)
         elif self.always or driver.current() != before:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from types import FunctionType
 from typing import Any
 
 
@@ -29,6 +30,10 @@ def running_trio() -> Any:
 
 def is_asynchronous(function: object) -> bool:
     """Whether calling it only makes a coroutine, for a loop to run: not where something calls."""
+    if (
+        type(function) is FunctionType and not function.__dict__
+    ):  # most are, and it is for each call
+        return bool(function.__code__.co_flags & inspect.CO_COROUTINE)
     called = type(function).__call__
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
 

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from greensched.belongings import Belongings
-from greensched.completion import Completion
+from greensched.completion import CAPTURE_STATUSES, Completion
 from greensched.context import Context
 from greensched.driver.base import Driver
 from greensched.errors import CUDAError, DeviceFault, run_all
@@ -114,12 +114,14 @@ class Worker:
 
     def _do(self, item: Item) -> None:
         """An item is done whatever happens: somebody waits for it. Without its context it fails."""
+        if self._context is None:
+            item()
+            return
         with ExitStack() as block:
-            if self._context is not None:
-                try:
-                    block.enter_context(self._context.entered())
-                except CUDAError as error:
-                    logger.error("%s: its context cannot be entered: %s", self._name, error)
+            try:
+                block.enter_context(self._context.entered())
+            except CUDAError as error:
+                logger.error("%s: its context cannot be entered: %s", self._name, error)
             item()
 
 
@@ -128,6 +130,20 @@ class _Stop:
 
     def __init__(self, ended: Mailbox[None]) -> None:
         self.ended = ended
+
+
+class _Call:
+    """A callable on its way to a worker."""
+
+    __slots__ = ("completion", "function", "job", "ticket")
+
+    def __init__(
+        self, function: Callable[[], Any], job: Job[Any], ticket: int, completion: Completion
+    ) -> None:
+        self.function = function
+        self.job = job
+        self.ticket = ticket
+        self.completion = completion
 
 
 class Crew:
@@ -148,7 +164,9 @@ class Crew:
             lane.launches: Worker(driver, f"{name} sleeper", primary),
             lane.runs: Worker(driver, f"{name} run sleeper", primary),
         }
-        #: Callables on their way to the worker through the mover: later ones must not overtake.
+        #: Callables for the worker, which is woken once for each.
+        self._calls: deque[_Call] = deque()
+        #: Those on their way to it through the mover: later ones must not overtake.
         self._on_the_way: deque[None] = deque()
         lane.launches.crew = lane.runs.crew = self
 
@@ -227,23 +245,22 @@ class Crew:
         It begins behind what was submitted before: on the device by an event, and where that is
         not submitted yet, behind the mover. `completion` is the holder's.
         """
-        launches = self.lane.launches
+        launches, call = self.lane.launches, _Call(function, job, ticket, completion)
         completion.errand()
 
-        def call(refused: Exception | None) -> None:
-            self._attempt(lambda: self._call(function), job, refused)
-            self._mark_run(ticket)
-            completion.deliver_threadsafe()
-
         def forward(_: Exception | None) -> None:
-            _hand(self._worker, call)
+            self._enqueue(call)
             self._on_the_way.popleft()
 
         if launches.submitted == launches.issued and not self._on_the_way:
-            _hand(self._worker, call)
+            self._enqueue(call)
         else:
             self._on_the_way.append(None)
             _hand(self._mover, forward)
+
+    def _enqueue(self, call: _Call) -> None:
+        self._calls.append(call)
+        _hand(self._worker, self._make_calls)
 
     def after_runs(self, item: Item) -> None:
         """Has the mover do something after all callables and all that was deferred before."""
@@ -256,25 +273,55 @@ class Crew:
 
         _hand(self._mover, after_deferred)
 
-    def _call(self, function: Callable[[], Any]) -> Any:
-        """Left before anybody hears that it is done: a context is current on one thread only."""
-        lane = self.lane
-        with lane.context.entered(wait=True):
-            if not lane.launches.is_idle:
-                lane.runs.order_behind(lane.launches)
-            return function()
+    def _make_calls(self, refused: Exception | None) -> None:
+        """Makes all calls that are queued, in one block of the lane's context.
 
-    def _mark_run(self, ticket: int) -> None:
-        """The callable has returned: its ticket comes when what it left on the stream is done."""
-        runs = self.lane.runs
+        That is left before anybody hears of the last: a context is current on one thread only.
+        """
+        made: _Call | None = None
         try:
-            self.drop_capture(runs)
-            if self.driver.query_stream(runs.stream.handle):
+            if refused is not None:
+                raise refused
+            if self._calls:
+                with self.lane.context.entered(wait=True):
+                    while self._calls:
+                        if made is not None:
+                            self._made(made)
+                        made = self._calls.popleft()
+                        self._attempt(partial(self._call, made.function), made.job, None)
+        except Exception as error:  # the thread cannot be started, the context entered or left
+            made = made or self._calls.popleft()
+            made.job.fail(error)
+        if made is not None:
+            self._made(made)
+
+    def _call(self, function: Callable[[], Any]) -> Any:
+        lane = self.lane
+        if not lane.launches.is_idle:
+            lane.runs.order_behind(lane.launches)
+        return function()
+
+    def _made(self, call: _Call) -> None:
+        """The callable has returned: its ticket comes when what it left on the stream is done."""
+        runs, ticket = self.lane.runs, call.ticket
+        try:
+            if self._has_nothing(runs):
                 runs.mark_here(ticket)
             else:
                 runs.mark(ticket)
         except CUDAError as error:
             self.home.lost(error)
+        call.completion.deliver_threadsafe()
+
+    def _has_nothing(self, track: Track) -> bool:
+        """Whether a track's stream has no work, or had but a capture: that is dropped."""
+        try:
+            return self.driver.query_stream(track.stream.handle)
+        except CUDAError as error:
+            if error.status not in CAPTURE_STATUSES:
+                raise
+            self.drop_capture(track)
+            return self.driver.query_stream(track.stream.handle)
 
     def drop_capture(self, track: Track) -> None:
         """Ends a capture that was left open on a track's stream, or our ticket would go into it.
