@@ -10,6 +10,7 @@
 #   make check-extras   whether every extra installs beside the newest torch; installs nothing
 #   make test-gpu       the same suite and all gpu tests, on the GPU of this machine, with the
 #                       Python (GPU_PYTHON=...) and packages found there
+#   make bench-gpu      benchmarks on the GPU of this machine, found as by test-gpu
 #   make bench          benchmarks on the simulated driver; STANDIN=... adds the real bindings
 #   make soak           200,000 leases: memory, threads and files must not grow
 
@@ -20,7 +21,7 @@ STANDIN ?=
 BUILT  := .build/standin
 OTHERS := .build/integrations
 
-.PHONY: demo test check format test-standin test-integrations check-extras test-gpu bench soak clean
+.PHONY: demo test check format test-standin test-integrations check-extras test-gpu bench bench-gpu soak clean
 
 demo: $(VENV)/.ready
 	$(BIN)/greensched demo $(ARGS)
@@ -62,6 +63,9 @@ test-gpu:
 
 bench: $(VENV)/.ready $(if $(STANDIN),standin-built)
 	$(BIN)/python -m benchmarks $(if $(STANDIN),--standin $(BUILT)/build) $(ARGS)
+
+bench-gpu:
+	PYTHONPATH=src:$$PYTHONPATH $(or $(GPU_PYTHON),python3) -m benchmarks.gpu $(ARGS)
 
 soak: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.soak $(ARGS)

@@ -30,6 +30,8 @@ ITEMS = 128
 class ByHand:
     """One stream, one event, one kernel."""
 
+    #: The stream's address, for libraries that take one.
+    stream: int
     #: Launches with arguments packed once.
     launch: Callable[[], object]
     #: Packs the arguments and launches.
@@ -84,6 +86,7 @@ def _on_the_port(
         launch()
 
     return ByHand(
+        driver.stream_address(stream),
         launch,
         pack_and_launch,
         lambda: driver.record_event(event, stream),
@@ -112,6 +115,7 @@ def _cuda(_: Driver, stream: Any, kernel: Any, event: Any, buffer: Buffer, word:
             raise RuntimeError(answer[0])
 
     return ByHand(
+        int(stream),
         lambda: check(cuda.cuLaunchKernel(function, *geometry, packed.address, 0)),
         pack_and_launch,
         lambda: check(cuda.cuEventRecord(event, stream)),

@@ -11,9 +11,10 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 
-from benchmarks import calling, launching, leasing
+from benchmarks import calling, launching, leasing, peers
 from benchmarks.measure import Row, table
 from greensched import driver as drivers
 
@@ -34,6 +35,7 @@ _BARS = {
     "lease | semaphore": 3.0,
     "run | to_thread, 1 at once": 0.9,
     "run | to_thread, 8 at once": 0.4,
+    "bound launch | cuda.core launch": 1.0,
 }
 
 
@@ -44,18 +46,19 @@ def measure(folder: str) -> list[Row]:
         CalledProcessError: a process failed; it has said why.
     """
     waiting = [row for row in _in_a_process(folder, _SOME_TIME) if "await" in row.what]
+    judged = [judge(row, _BARS) for row in _in_a_process(folder, _NO_TIME)]
     return [
-        *(_judged(row) for row in _in_a_process(folder, _NO_TIME)),
+        *(replace(row, what=f"0 us: {row.what}") for row in judged),
         *(replace(row, what=f"20 us: {row.what}") for row in waiting),
     ]
 
 
-def _judged(row: Row) -> Row:
-    most = _BARS.get(row.what.removesuffix(", median"))
-    what = f"0 us: {row.what}"
+def judge(row: Row, bars: Mapping[str, float]) -> Row:
+    """The row with its bar, if its median has one."""
+    most = bars.get(row.what.removesuffix(", median"))
     if most is None:
-        return replace(row, what=what)
-    return replace(row, what=what, bar=f"<= {most:g} x", passed=row.ratio <= most)
+        return row
+    return replace(row, bar=f"<= {most:g} x", passed=row.ratio <= most)
 
 
 def _in_a_process(folder: str, settings: dict[str, str]) -> list[Row]:
@@ -67,7 +70,7 @@ def _in_a_process(folder: str, settings: dict[str, str]) -> list[Row]:
 
 async def _rows() -> list[Row]:
     driver = drivers.open("cuda")
-    parts = leasing, launching, calling
+    parts = leasing, launching, calling, peers
     return [row for part in parts for row in await part.measure(driver)]
 
 

@@ -1,0 +1,196 @@
+"""The same work on as many SMs by other libraries, and by other ways than a pool.
+
+Each as its users can write it best; skipped where it is not installed, and on a simulated device:
+
+* **cuda.core**: `launch` of a kernel of its own, of the same code, on the stream that is launched
+  on by hand. It packs its arguments each time, as our `launch` does; `bind` did so once.
+* **A callback of the driver's**, which is how numba's `Stream.async_done` wakes the loop, behind a
+  launch whose arguments were packed once. By hand: in numba-cuda 0.30.4 it raises `AttributeError`
+  on every stream.
+* **A split per call**, as FlashInfer's `split_device_green_ctx` does it: split, context, stream,
+  launch, poll, and their end. Who asks for the same sizes keeps what it made; this is for who
+  cannot. It goes through our port, whose part in it is a hundredth.
+* **torch.cuda.green_contexts**: made beforehand, set for one element-wise operation and popped, an
+  event behind it polled, and a semaphore around that: a context is current once. Beside a lease
+  with that operation in a block of `greensched.integrations.torch`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import importlib
+from collections.abc import Awaitable, Callable
+from time import perf_counter
+from typing import Any
+
+from benchmarks.byhand import CONFIG, ITEMS, SMS, ByHand, arguments, by_hand
+from benchmarks.launching import BURST
+from benchmarks.measure import Comparison, Row, Work, compare, table
+from greensched import Buffer, Partition, Pool
+from greensched import driver as drivers
+from greensched.driver.base import Driver
+from greensched.kernels import saxpy
+from greensched.launcher import Arguments
+
+#: Source: cuda.h, CUhostFn.
+_HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+async def measure(driver: Driver) -> list[Row]:
+    """Median and p99 of each that is there."""
+    if driver.name != "cuda":
+        return []
+    found: list[Comparison] = []
+    async with Pool([0], driver=driver, prepare=[saxpy]) as pool:
+        async with by_hand(driver, pool) as hand, pool.partition(SMS) as p:
+            with await p.empty(ITEMS) as buffer:
+                if (core := _library("cuda.core")) is not None:
+                    found += await _beside_cuda_core(core, p, buffer, hand)
+                found.append(await _beside_a_callback(p, buffer, hand))
+        found.append(await _beside_a_split_per_call(driver, pool))
+        if (torch := _library("torch")) is not None and torch.cuda.is_available():
+            found.append(await _beside_torch(torch, pool))
+    return [c.row(part, "us") for c in found for part in (0.5, 0.99)]
+
+
+def _library(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
+
+
+def _once(step: Callable[[], Awaitable[object]]) -> Work:
+    async def work() -> float:
+        start = perf_counter()
+        await step()
+        return perf_counter() - start
+
+    return work
+
+
+async def _beside_cuda_core(
+    core: Any, p: Partition, buffer: Buffer, hand: ByHand
+) -> list[Comparison]:
+    device = core.Device(p.device)
+    device.set_current()
+    major, minor = device.compute_capability
+    code = core.ObjectCode.from_cubin(saxpy.program.compile(f"sm_{major}{minor}"))
+    kernel = code.get_kernel(saxpy.name)
+    config = core.LaunchConfig(grid=CONFIG.grid, block=CONFIG.block)
+    stream = core.Stream.from_handle(hand.stream)
+    number, items = ctypes.c_float(0.0), ctypes.c_size_t(ITEMS)
+    values = arguments(buffer)
+
+    def burst(launch: Callable[[], object], finish: Callable[[], Awaitable[object]]) -> Work:
+        async def work() -> float:
+            start = perf_counter()
+            for _ in range(BURST):
+                launch()
+            took = perf_counter() - start
+            await finish()
+            return took / BURST
+
+        return work
+
+    async def end() -> None:
+        hand.record()
+        await hand.poll()
+
+    address = buffer.address
+    theirs = burst(
+        lambda: core.launch(stream, config, kernel, number, address, address, items), end
+    )
+    # First what is not bound: a launch on a buffer that a bound one uses must look after its order.
+    launches = burst(lambda: p.launch(saxpy, CONFIG, *values), p.keep)
+    launched = await compare("launch | cuda.core launch", launches, theirs)
+    bound = burst(p.bind(saxpy, CONFIG, *values), p.keep)
+    return [launched, await compare("bound launch | cuda.core launch", bound, theirs)]
+
+
+async def _beside_a_callback(p: Partition, buffer: Buffer, hand: ByHand) -> Comparison:
+    values = arguments(buffer)
+    driver = p.stream.context.driver
+    stream = driver.foreign_stream(hand.stream)
+    loop = asyncio.get_running_loop()
+
+    async def ours() -> None:
+        await p.launch(saxpy, CONFIG, *values)
+
+    waiting: list[asyncio.Future[None]] = []
+    wake = _HOST_FUNCTION(
+        lambda _: loop.call_soon_threadsafe(lambda: waiting.pop().set_result(None))
+    )
+    address = ctypes.cast(wake, ctypes.c_void_p).value or 0
+
+    async def theirs() -> None:
+        hand.launch()
+        waiting.append(loop.create_future())
+        driver.host_function(stream, address, 0)
+        await waiting[0]
+
+    what = "launch, await | raw launch, the driver's callback (numba async_done)"
+    return await compare(what, _once(ours), _once(theirs))
+
+
+async def _beside_a_split_per_call(driver: Driver, pool: Pool) -> Comparison:
+    async with pool.partition(SMS) as p:
+        buffer = await p.empty(ITEMS)
+        await p.launch(saxpy, CONFIG, *arguments(buffer))
+        kernel = pool.devices[p.device].loader.loaded(saxpy)
+        assert kernel is not None
+    packed = Arguments(saxpy, buffer.device)
+    packed.fill(arguments(buffer))
+    geometry = (CONFIG.grid3, CONFIG.block3, 0, packed.address)
+
+    async def ours() -> None:
+        async with pool.partition(SMS) as p:
+            await p.launch(saxpy, CONFIG, *arguments(buffer))
+
+    async def theirs() -> None:
+        (group,), _ = driver.split_by_count(driver.device_resource(0), 1, SMS)
+        green = driver.create_green(driver.describe([group]), 0)
+        stream = driver.create_stream(green)
+        driver.bind_launch(stream, kernel, *geometry)()
+        while not driver.query_stream(stream):  # noqa: ASYNC110  as in byhand.py
+            await asyncio.sleep(0)
+        driver.destroy_stream(stream)
+        driver.destroy_green(green)
+
+    with buffer:
+        what = "lease, launch, await | a split per call"
+        return await compare(what, _once(ours), _once(theirs))
+
+
+async def _beside_torch(torch: Any, pool: Pool) -> Comparison:
+    from greensched.integrations import torch as gs_torch
+
+    green = torch.cuda.green_contexts.GreenContext.create(num_sms=SMS, device_id=0)
+    x = torch.ones(ITEMS, device="cuda")
+    y = torch.ones(ITEMS, device="cuda")
+    event, semaphore = torch.cuda.Event(), asyncio.Semaphore(1)
+
+    async def ours() -> None:
+        async with pool.partition(SMS) as p:
+            with gs_torch.current(p):
+                y.add_(x, alpha=0.0)
+            await p.keep()
+
+    async def theirs() -> None:
+        async with semaphore:
+            green.set_context()
+            try:
+                y.add_(x, alpha=0.0)
+                event.record()
+            finally:
+                green.pop_context()
+            while not event.query():  # noqa: ASYNC110  as in byhand.py
+                await asyncio.sleep(0)
+
+    what = "lease, torch operation, await | torch green context, polled event"
+    return await compare(what, _once(ours), _once(theirs))
+
+
+if __name__ == "__main__":
+    print(table(asyncio.run(measure(drivers.open("cuda")))))
