@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from benchmarks.leases import KINDS
 from benchmarks.measure import Comparison, Row
+from benchmarks.report import Report
 
-from benchmarks import calling, deciding, launching, leasing, leaving, measure, plugin, soak
+from benchmarks import (
+    calling,
+    deciding,
+    launching,
+    leasing,
+    leaving,
+    measure,
+    plugin,
+    sharing,
+    soak,
+)
 from greensched.driver import simulated
 from greensched.driver.base import Driver
 
@@ -99,3 +113,36 @@ def test_growth_is_seen() -> None:
         "threads": (0, 0),
         "files": (1, 0),
     }
+
+
+def test_two_users_are_measured_on_every_arm(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A short W8 has a sweep, every arm's samples, and rows against each way by hand."""
+    monkeypatch.setattr(sharing, "ROUNDS", 1)
+    monkeypatch.setattr(sharing, "LEAST", 0.05)
+    monkeypatch.setattr(sharing, "MEASURED", 0.0)
+    monkeypatch.setattr(sharing, "SWEEP", 0.0)
+    file, switching = tmp_path / "found.json", sys.getswitchinterval()
+    report = Report(file, 60)
+    try:
+        sharing.run("simulated:h200", ["W8"], report)
+    finally:
+        report.close()
+        sys.setswitchinterval(switching)
+    found = json.loads(file.read_text())
+    assert found["errors"] == []
+    case = found["W8"]["cases"]["two small"]
+    assert set(sharing.BY_HAND) < set(case["arms"])
+    assert all(arm["critical_samples"] for name, arm in case["arms"].items() if "other" not in name)
+    for hand in sharing.BY_HAND:
+        assert any(
+            row["what"].startswith("W8") and f"| {hand}" in row["what"] for row in case["rows"]
+        )
+
+
+def test_the_best_split_is_the_one_that_serves_both() -> None:
+    """Of splits that the critical user can live with, the other one's fastest; else his own."""
+    assert sharing._best({8: (1.1, 2.0), 16: (1.2, 1.0), 24: (1.4, 0.5)}, worse_of_both=False) == 16
+    assert sharing._best({8: (3.0, 1.0), 16: (2.0, 9.0)}, worse_of_both=False) == 16
+    assert sharing._best({8: (2.0, 1.0), 16: (1.2, 1.5)}, worse_of_both=True) == 16
