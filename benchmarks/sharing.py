@@ -50,11 +50,13 @@ from greensched.driver.base import Driver
 from greensched.driver.simulated import SimulatedDriver
 
 ROUNDS = 5
-#: Of a workload's time: the sweep's part. What is left of the rest goes to opening and draining.
+#: Of a workload's time: the sweep's part.
 SWEEP = 0.12
-MEASURED = 0.72
-#: A slice at least, in seconds.
+#: A slice at least, and one of the round that is thrown away, in seconds.
 LEAST = 0.1
+WARM = 0.15
+#: What a slice takes besides: changing the classes, the last pieces.
+BESIDES = 0.04
 #: Mean pause between two requests of W1: its kernel takes 2 us, and should find any moment.
 PAUSE = 0.0005
 #: What the sweep allows the critical user, over alone.
@@ -213,17 +215,18 @@ class Bench:
 
     async def measure(self, seconds: float) -> None:
         """The sweep, then all cases in turns; what is found is kept as it is found."""
+        end = time.perf_counter() + seconds
         self.found["clocks before"] = await blocking(clocks)
         async with self._opened([]) as (_pool, works):
             await self._sweep(works, SWEEP * seconds)
         services = next(iter(self._workload.variants.values()))(self.split)
         async with self._opened(services) as (pool, works):
-            for case in self._workload.cases:
+            for done, case in enumerate(self._workload.cases):
                 self._report.put(self._workload.name, self.found)
                 if self._report.left < 1:
                     raise TimeoutError("the time is up: what is left was not measured")
-                each = MEASURED * seconds / len(self._workload.cases)
-                await self._case(pool, works, case, each)
+                left = (end - time.perf_counter()) / (len(self._workload.cases) - done)
+                await self._case(pool, works, case, left)
         self.found["clocks after"] = await blocking(clocks)
         self._report.put(self._workload.name, self.found)
 
@@ -293,25 +296,28 @@ class Bench:
             await blocking(raw.close)
 
     async def _seconds(self, place: Place) -> float:
-        """Of a request, the median of twenty, behind ten others."""
-        took = []
-        for _ in range(30):
-            began = time.perf_counter()
-            await place.request()
-            took.append(time.perf_counter() - began)
-        return float(np.median(took[10:]))
+        """Of a request: the least of three medians of ten, for the rate of all arms goes by it."""
+        medians = []
+        for _ in range(3):
+            took = []
+            for _ in range(10):
+                began = time.perf_counter()
+                await place.request()
+                took.append(time.perf_counter() - began)
+            medians.append(float(np.median(took)))
+        return min(medians)
 
     async def _case(self, pool: Pool, works: Works, case: str, seconds: float) -> None:
         raw = await blocking(Raw, self._device)
         try:
             arms = await self._arms(raw, pool, works, case)
             seen = {name: Seen() for name in arms}
-            each = max(LEAST, seconds / len(arms) / ROUNDS)
+            each = max(LEAST, (seconds / len(arms) - WARM - BESIDES) / ROUNDS - BESIDES)
             for number in range(ROUNDS + 1):
                 names = list(arms)
                 for name in names[number % len(names) :] + names[: number % len(names)]:
                     async with arms[name]() as pair:
-                        some = each if number else min(each, 0.15)
+                        some = each if number else min(each, WARM)
                         got = await self._clients.slice(pair, case, some, 10 * number)
                     if number:
                         seen[name].slices.append(got)
@@ -472,7 +478,7 @@ async def _main(driver: Driver, device: Device, names: list[str], report: Report
     shares = sum(WORKLOADS[name].share for name in names)
     for name in names:
         workload = WORKLOADS[name]
-        seconds = max(1.0, report.left - 5) * workload.share / shares
+        seconds = max(1.0, report.left - 3) * workload.share / shares
         shares -= workload.share
         bench = Bench(workload, driver, device, report)
         try:

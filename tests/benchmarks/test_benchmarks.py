@@ -121,8 +121,8 @@ def test_two_users_are_measured_on_every_arm(
     """A short W8 has a sweep, every arm's samples, and rows against each way by hand."""
     monkeypatch.setattr(sharing, "ROUNDS", 1)
     monkeypatch.setattr(sharing, "LEAST", 0.05)
-    monkeypatch.setattr(sharing, "MEASURED", 0.0)
     monkeypatch.setattr(sharing, "SWEEP", 0.0)
+    monkeypatch.setattr(sharing, "BESIDES", 60.0)  # so each slice is the least
     file, switching = tmp_path / "found.json", sys.getswitchinterval()
     report = Report(file, 60)
     try:
