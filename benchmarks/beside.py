@@ -205,7 +205,7 @@ class Bench:
         (group,), rest = device.resources.sm.split(core.SMResourceOptions(count=SMS))
         streams = []
         for resource in (group, rest):
-            context = device.create_context(core.ContextOptions(resources=resource))
+            context = device.create_context(core.ContextOptions(resources=[resource]))
             stream = context.create_stream()
             self.stack.push_async_callback(asyncio.to_thread, context.close)
             self.stack.push_async_callback(asyncio.to_thread, stream.close)

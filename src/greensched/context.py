@@ -370,7 +370,9 @@ class Context(State):
     def refuse_while_used(self) -> None:
         """Raises InvalidRequest where `close` would, and ends nothing."""
         current.forget(self)
-        if self.kind != "adopted" and self.is_current:
+        # The primary may be current by others, torch say, who hold it, too: to them it stays.
+        is_ours = self.kind in ("green", "own") or current.is_by_us(self)
+        if self.kind != "adopted" and is_ours and self.is_current:
             raise InvalidRequest(f"{self!r} is current on this thread: leave its block, then close")
         threads = [thread.name for ref in self.inside if (thread := ref()) is not None]
         if current.stands(self):  # below what was pushed or entered since

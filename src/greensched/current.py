@@ -291,6 +291,11 @@ def stands(context: Enterable) -> bool:
     return any(_is(index, context) for index in range(len(here.standing)))
 
 
+def is_by_us(context: Enterable) -> bool:
+    """Whether this thread is in a block of it, or made it current by one of its methods."""
+    return here.ref in context.inside or stands(context)
+
+
 def _stand(
     context: Enterable, make_current: Callable[[ContextHandle], None], *, pushed: bool
 ) -> None:

@@ -219,14 +219,33 @@ class Holding:
             self._leave_stream()
         if launches.fault is not None:
             self._finish()
-        elif self.is_exposed or any(not t.is_idle for t in self.crew.lane.tracks[1:]):
+        elif self._has_last_ticket():
+            self._await_last()
+        else:
             self.completion.errand()
             self.crew.after_runs(partial(self._settle, self.completion))
-        else:
-            self._last = launches.issued
-            self._await_last()
         if not self.is_over:
             self._keeper.draining(self)
+
+    def _has_last_ticket(self) -> bool:
+        """Whether a ticket is behind everything of the lease, or could be put there here and now.
+
+        Where a thread of ours has something left to do it comes first, and then puts it there.
+        """
+        lane = self.crew.lane
+        launches = lane.launches
+        if any(not track.is_idle for track in lane.tracks[1:]):
+            return False
+        if self.is_exposed:
+            if launches.submitted != launches.issued:
+                return False
+            try:
+                self._order_whole()
+            except CUDAError:  # somebody captures on a stream of his own: a thread waits for that
+                return False
+            self._mark(launches.issue())
+        self._last = launches.issued
+        return True
 
     def _leave_stream(self) -> None:
         """Sees to it that a last ticket is, or will be, behind everything on the stream."""
@@ -291,11 +310,9 @@ class Holding:
         self.completion.door.call_threadsafe(self._await_last)
 
     def _record_whole(self) -> None:
-        lane, driver = self.crew.lane, self.crew.driver
-        green = lane.context.green
-        assert green is not None
+        lane = self.crew.lane
         try:
-            driver.record_green(green, lane.whole.handle)
+            self._order_whole()
         except CUDAError as error:
             if lane.launches.fault is not None:
                 raise
@@ -303,9 +320,15 @@ class Holding:
             logger.warning(
                 "the lane's work could not be marked (%s): waiting for it instead", error
             )
-            driver.synchronize_context(lane.context.handle)
-        else:
-            driver.wait_event(lane.launches.stream.handle, lane.whole.handle)
+            self.crew.driver.synchronize_context(lane.context.handle)
+
+    def _order_whole(self) -> None:
+        """What comes on the stream of the launches is behind all of the green context."""
+        lane, driver = self.crew.lane, self.crew.driver
+        green = lane.context.green
+        assert green is not None
+        driver.record_green(green, lane.whole.handle)
+        driver.wait_event(lane.launches.stream.handle, lane.whole.handle)
 
     def _await_last(self) -> None:
         launches = self.crew.lane.launches

@@ -303,6 +303,19 @@ def test_a_device_ends_its_green_contexts_before_its_primary(world: World) -> No
         child.close()
 
 
+def test_a_device_closes_while_others_have_its_primary_current(world: World) -> None:
+    """Who else holds the primary and made it current, as torch does, keeps it; none is refused."""
+    driver = world.driver()
+    device = Device(0, driver=driver)
+    theirs = driver.retain_primary(0)
+    driver.set_current(theirs)
+    device.create_stream().close()
+    device.close()
+    assert driver.current() == theirs
+    driver.set_current(None)
+    driver.release_primary(0)
+
+
 def test_a_forgotten_stream_warns(world: World) -> None:
     """A stream nobody closed warns, and ends with its context."""
     device = Device(0, driver=world.driver())

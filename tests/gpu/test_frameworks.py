@@ -23,6 +23,8 @@ def torch() -> Any:
     found = pytest.importorskip("torch", reason="torch is not on this machine")
     if not found.cuda.is_available():
         pytest.skip("torch on this machine was built without CUDA")
+    import greensched.integrations.torch  # noqa: F401  calls have torch's stream by this
+
     return found
 
 

@@ -210,6 +210,7 @@ def test_streams_are_handed_over_by_events(
 ) -> None:
     """Which stream waits for which, is current where, and which tensors are recorded on which.
 
+    Never on ours: torch marks such a stream when the tensor goes, whenever that is.
     torch's part is played: the CPU's torch has no streams. tests/gpu has the real one.
     """
     cuda = FakeCuda()
@@ -232,11 +233,12 @@ def test_streams_are_handed_over_by_events(
                 assert cuda.current_stream(0) is ours
                 assert gs_torch.sm_count() == 8
             launch = p.stream.address
-            assert (cuda.log, x.on) == ([(launch, "waits", "default")], [launch])
-            with cuda.stream(gs_torch.stream(p)):
-                y.on.clear()
+            assert (cuda.log, x.on) == ([(launch, "waits", "default")], [])
+            y.on.clear()
+            gs_torch.take(p, y)
+            assert y.on == ["default"]
+            with gs_torch.current(p), pytest.raises(greensched.InvalidRequest, match="block"):
                 gs_torch.take(p, y)
-            assert y.on == [launch]
 
     try:
         anyio.run(main)
