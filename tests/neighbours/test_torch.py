@@ -162,6 +162,7 @@ class FakeCuda:
     def __init__(self) -> None:
         self.log: list[Any] = []
         self._here = threading.local()
+        self._default = self.ExternalStream("default", 0)
 
     def is_available(self) -> bool:
         return True
@@ -172,11 +173,12 @@ class FakeCuda:
         return False
 
     def current_stream(self, device: int) -> Any:
-        return getattr(self._here, "stream", "default")
+        return getattr(self._here, "stream", self._default)
 
-    def ExternalStream(self, address: int, device: int) -> Any:  # noqa: N802  as torch has it
+    def ExternalStream(self, address: Any, device: int) -> Any:  # noqa: N802  as torch has it
         return types.SimpleNamespace(
-            address=address, wait_event=lambda event: self.log.append((address, "waits", event.of))
+            address=address,
+            wait_event=lambda event: self.log.append((address, "waits", event.of.address)),
         )
 
     def Event(self) -> Any:  # noqa: N802  as torch has it
@@ -202,7 +204,7 @@ class FakeTensor:
         self.on: list[Any] = []
 
     def record_stream(self, stream: Any) -> None:
-        self.on.append(getattr(stream, "address", stream))
+        self.on.append(stream.address)
 
 
 def test_streams_are_handed_over_by_events(
@@ -235,8 +237,9 @@ def test_streams_are_handed_over_by_events(
             launch = p.stream.address
             assert (cuda.log, x.on) == ([(launch, "waits", "default")], [])
             y.on.clear()
+            cuda.log.clear()
             gs_torch.take(p, y)
-            assert y.on == ["default"]
+            assert (cuda.log, y.on) == ([("default", "waits", launch)], ["default"])
             with gs_torch.current(p), pytest.raises(greensched.InvalidRequest, match="block"):
                 gs_torch.take(p, y)
 
