@@ -23,6 +23,8 @@ from helpers.gate import Gate
 from helpers.waiting import until
 from helpers.world import World
 
+IS_VERSIONED = False
+
 CONFIG = LaunchConfig(grid=4, block=128)
 ONES = np.ones(8, np.float32)
 

@@ -24,6 +24,8 @@ from helpers.gate import Gate
 from helpers.waiting import still_waits, until
 from helpers.world import World
 
+IS_VERSIONED = False
+
 CONFIG = LaunchConfig(grid=8, block=256)
 ONE = LaunchConfig(grid=1, block=1)
 SIZE = CHUNK // 4 + 1000

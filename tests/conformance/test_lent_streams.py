@@ -19,6 +19,8 @@ from helpers.gate import Gate
 from helpers.waiting import until
 from helpers.world import World
 
+IS_VERSIONED = False
+
 CONFIG = LaunchConfig(grid=4, block=128)
 
 

@@ -172,7 +172,7 @@ class FakeCuda:
     def is_current_stream_capturing(self) -> bool:
         return False
 
-    def current_stream(self, device: int) -> Any:
+    def current_stream(self, device: int = 0) -> Any:
         return getattr(self._here, "stream", self._default)
 
     def ExternalStream(self, address: Any, device: int) -> Any:  # noqa: N802  as torch has it
