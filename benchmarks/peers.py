@@ -175,7 +175,6 @@ async def _beside_torch(torch: Any, pool: Pool) -> Comparison:
         async with pool.partition(SMS) as p:
             with gs_torch.current(p):
                 y.add_(x, alpha=0.0)
-            await p.keep()
 
     async def theirs() -> None:
         async with semaphore:
