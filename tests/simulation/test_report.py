@@ -19,7 +19,7 @@ import pytest
 from greensched import cli
 from greensched.errors import InvalidRequest, MissingPackage
 from greensched.simulation import bound, compare, plot, show, validation
-from greensched.simulation.answers import Question, against, as_dict
+from greensched.simulation.answers import Question, against, as_dict, attained
 from greensched.simulation.compare import ask
 from greensched.simulation.interference import PUBLISHED
 from greensched.simulation.report import (
@@ -98,15 +98,40 @@ def test_a_question_compares_with_doing_without() -> None:
     assert "recovered" not in said["rightsized"]
 
 
-def test_the_bound_is_above_what_one_device_can_do() -> None:
-    """Prompts that fit are in time, those that cannot are not, and nobody does more in sum."""
-    classes = services("llm")
+def bounded(prompts: list[Arrival], seconds: float = 10.0) -> float:
+    """The bound of prompts due after 0.2 s, on one device."""
     latency = {"prefill": 0.2, "decode": 0.2}
-    easy = [Arrival(float(i), 512, 1) for i in range(5)]
-    hard = [Arrival(0.0, 2048, 1) for _ in range(5)]
-    assert bound.attainment(easy, classes, [132], latency, PUBLISHED) == 1.0
-    assert bound.attainment(hard, classes, [132], latency, PUBLISHED) == pytest.approx(0.2)
-    assert 1.0 <= bound.best_sum(CURVES["moe"], CURVES["gemm"], 132, PUBLISHED) < 1.25
+    return bound.attainment(prompts, services("llm"), [132], latency, PUBLISHED, seconds)
+
+
+def test_the_bound_is_what_one_device_can_do() -> None:
+    """Prompts that fit are in time, those that cannot are not, and the largest is given up."""
+    assert bounded([Arrival(1.0 + i, 512, 1) for i in range(5)]) == 1.0
+    assert bounded([Arrival(1.0, 2048, 1)] * 5) == pytest.approx(0.2)
+    assert bounded([Arrival(1.0, 2048, 1), *[Arrival(1.01, 512, 1)] * 3]) == pytest.approx(0.75)
+    assert bounded([Arrival(9.9, 2048, 1)] * 5) == 1.0, "nobody is late before he is due"
+
+
+def test_what_classes_do_side_by_side_is_the_hull_of_splits() -> None:
+    """No point beside another is below the line of two splits, and none is far above the sum."""
+    frontier = bound.Frontier(CURVES["moe"], CURVES["gemm"], [132], PUBLISHED)
+    speeds = [frontier.beside(i / 50) for i in range(51)]
+    assert (frontier.most, speeds[0], speeds[50]) == (1.0, 1.0, 0.0)
+    assert all(i / 50 + speed < 1.1 for i, speed in enumerate(speeds))
+    bends = (a + c - 2 * b for a, b, c in zip(speeds, speeds[1:], speeds[2:], strict=False))
+    assert all(bend <= 1e-9 for bend in bends)
+    two = bound.Frontier(CURVES["moe"], CURVES["gemm"], [132, 132], PUBLISHED)
+    assert two.beside(0.8) == pytest.approx(2 * frontier.beside(0.4))
+
+
+@pytest.mark.parametrize("arm", ["streams", "split-24", "rightsized"])
+def test_nobody_is_above_the_bound(arm: str) -> None:
+    """In no run has anybody more prompts in time than the bound, all tokens being in time."""
+    asked = replace(SMALL, seconds=20.0, generator="bursty", policies=(arm,), rates=(1.0, 1.3))
+    answer = ask(replace(asked, repeats=2))
+    for cell in answer.cells:
+        for mine, most in zip(attained(answer, cell, None), answer.bounds[cell.rate], strict=True):
+            assert mine <= most[None]
 
 
 def test_a_question_is_answered_the_same_each_time() -> None:

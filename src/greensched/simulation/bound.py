@@ -1,39 +1,114 @@
-"""What a clairvoyant fluid does, for prefill and decode: what is left to be gained at the most.
+"""What nobody could beat, for prefill and decode: a clairvoyant fluid on the same devices.
 
-Each device is one fluid, as fast as the best of its splits is in sum, interference and all, without
-launch costs or grains of work; all devices of a pool are one. Decoding has what its target asks for
-first: `step(batch)` of work each target gap, which is the least, and what nobody else wants beside.
-The rest reads prompts, the most urgent first. Where not all that wait can be in time, the largest
-are given up beforehand, which leaves the most of them.
+It knows every request beforehand, has no launch costs and no grains of work, and all devices of a
+pool are one. Why no server of these classes does better, part by part:
 
-That it is a bound is not proven: which prompts to give up is decided as they come, by the speed
-that is left then.
+*Speed.* At each moment a device computes on some SMs for one class and on others for the other, or
+on all for one; on average over a time it is at a point of the concave hull of those (`Frontier`),
+interference as published. So whoever decodes at a speed reads prompts at the hull's speed at most;
+of several devices the same holds on average, the hull being concave.
+
+*Decoding* takes the least work that keeps its target: one step for each gap of the target, all
+together in as few batches as can be. A step costs less for each of its tokens the more there are of
+them, and whoever goes slower is together with more: so less work is not possible by any moment
+either, unless tokens come late. One in a hundred may; the fluid goes so much slower. It begins to
+decode a prompt when its first token is due, and before that only with what no prompt wants.
+
+*Which prompts.* All prompts have the same target, so they are due in the order in which they came,
+and reading them in that order is best. Who cannot be in time is found when he is due; then that
+prompt is given up, also one that was read already, without which the others are done soonest, from
+where all that waited began to wait. That leaves the most of them: Kise, Ibaraki and Mine, A
+solvable case of the one-machine scheduling problem with ready and due times (Operations Research
+26, 1978).
+What is given up is not decoded; nor was it, from the moment it is given up.
+
+Two things it does not do, because no user would want them, though what is counted allows them: to
+stop all decoding for seconds, which makes each running request's next token late and none of the
+others; and to refuse everybody in the warm-up, which is left out.
 """
 
 from __future__ import annotations
 
 import heapq
-from bisect import insort
-from collections.abc import Mapping
+import math
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
 from greensched.simulation.interference import Guard, factor
+from greensched.simulation.report import MUST_MEET, WARM_UP
 from greensched.simulation.tables import Curve
-from greensched.simulation.traffic import Traffic
+from greensched.simulation.traffic import Arrival, Traffic
 from greensched.simulation.workload import Service, prompt_seconds, step_seconds
 
 #: Seconds of fluid that are worked out at once.
 STEP = 0.010
-#: One token in a hundred may be late: so much of decoding is done in time.
-IN_TIME = 0.99
+#: SMs by which splits differ: half of what devices are cut into, so none is missed.
+GRAIN = 4
 
 
-def best_sum(one: Curve, other: Curve, sms: int, guard: Guard) -> float:
-    """The most that two kinds of work do side by side, in units of one device each alone."""
-    cuts = range(8, sms - 7, 8)
-    together = (
-        _speed(one, cut, other, guard) + _speed(other, sms - cut, one, guard) for cut in cuts
+class Frontier:
+    """How fast one class can go beside the other, in whole devices: a concave hull of splits.
+
+    Args:
+        first: the curve of the class whose speed is given.
+        second: of the other.
+        sms: of each device.
+        guard: what they do to each other.
+    """
+
+    def __init__(self, first: Curve, second: Curve, sms: Sequence[int], guard: Guard) -> None:
+        hulls = [_hull(first, second, each, guard) for each in sms]
+        # The sum of hulls is made of all their edges, the flattest first.
+        edges = sorted(
+            (
+                ((y1 - y0) / (x1 - x0), x1 - x0)
+                for hull in hulls
+                for (x0, y0), (x1, y1) in pairwise(hull)
+            ),
+            reverse=True,
+        )
+        self._x, self._y = [0.0], [sum(hull[0][1] for hull in hulls)]
+        for slope, length in edges:
+            self._x.append(self._x[-1] + length)
+            self._y.append(self._y[-1] + slope * length)
+
+    def beside(self, speed: float) -> float:
+        """The most of the second class while the first has this speed; 0: it has no more."""
+        if speed >= self._x[-1]:
+            return 0.0
+        high = bisect_right(self._x, speed)
+        x0, x1, y0, y1 = self._x[high - 1], self._x[high], self._y[high - 1], self._y[high]
+        return y0 + (y1 - y0) * (speed - x0) / (x1 - x0)
+
+    @property
+    def most(self) -> float:
+        """The first class by itself."""
+        return self._x[-1]
+
+
+def _hull(first: Curve, second: Curve, sms: int, guard: Guard) -> list[tuple[float, float]]:
+    splits = (
+        (_speed(first, cut, second, guard), _speed(second, sms - cut, first, guard))
+        for cut in range(GRAIN, sms, GRAIN)
     )
-    return max(1.0, *together)
+    hull: list[tuple[float, float]] = []
+    for x, y in sorted([(0.0, 1.0), (1.0, 0.0), *splits]):
+        while hull and hull[-1][1] <= y:
+            hull.pop()
+        while len(hull) > 1 and _is_below(hull[-2], hull[-1], (x, y)):
+            hull.pop()
+        hull.append((x, y))
+    return [(0.0, hull[0][1]), *hull] if hull[0][0] > 0 else hull
+
+
+def _is_below(
+    left: tuple[float, float], middle: tuple[float, float], right: tuple[float, float]
+) -> bool:
+    over = (middle[0] - left[0]) * (right[1] - left[1])
+    return (middle[1] - left[1]) * (right[0] - left[0]) <= over
 
 
 def _speed(curve: Curve, sms: int, beside: Curve, guard: Guard) -> float:
@@ -44,93 +119,181 @@ def _speed(curve: Curve, sms: int, beside: Curve, guard: Guard) -> float:
 def attainment(
     traffic: Traffic,
     services: Mapping[str, Service],
-    sms: list[int],
+    sms: Sequence[int],
     latency: Mapping[str, float],
     guard: Guard,
+    seconds: float,
 ) -> float:
-    """The part of prompts whose first token the fluid has in time, all gaps being in time."""
+    """The most prompts, as a part of those counted, of which anybody has the first token in time.
+
+    Args:
+        traffic: requests.
+        services: a class that reads prompts, and one that decodes.
+        sms: of each device.
+        latency: the target of each class, in seconds.
+        guard: what they do to each other.
+        seconds: of the run: who is not due by then is not late.
+    """
     roles = {service.role: service for service in services.values()}
     decode, prefill = roles["decode"], roles["prefill"]
-    speed = sum(best_sum(decode.curve, prefill.curve, each, guard) for each in sms)
-    tokens = _Tokens(len(sms), latency[decode.name])
+    frontier = Frontier(decode.curve, prefill.curve, sms, guard)
+    tokens = _Tokens(len(sms), decode.batch, latency[decode.name])
     prompts = _Prompts(latency[prefill.name])
-    now, index = 0.0, 0
-    while index < len(traffic) or prompts.waiting:
-        if index < len(traffic) and not prompts.waiting and not tokens.ends:
-            now = max(now, traffic[index].at)
-        left = max(0.0, speed - tokens.least()) * STEP
-        while index < len(traffic) and traffic[index].at <= now:
-            prompts.take(now, traffic[index].at, traffic[index].context, index, left / STEP)
-            index += 1
-        now += STEP
-        left, done = prompts.work(left)
-        tokens.work(STEP, left)
-        for order in done:
-            tokens.join(traffic[order].generated - 1)
-    return prompts.met / len(traffic)
+    coming = deque(sorted(traffic, key=lambda arrival: arrival.at))
+    late = 0
+    for tick in range(math.ceil(seconds / STEP)):
+        now = tick * STEP
+        while coming and coming[0].at <= now:
+            prompts.take(coming.popleft())
+        for given_up in prompts.look(now):
+            late += given_up.at >= WARM_UP * seconds
+            tokens.leave(given_up)
+        is_busy = prompts.is_waiting
+        for read in prompts.to_decode(now, is_late=is_busy):
+            tokens.join(read)
+        least = tokens.least()
+        prompts.work(STEP * frontier.beside(least))
+        tokens.work(STEP, 0.0 if is_busy else STEP * max(0.0, frontier.most - least))
+    counted = sum(arrival.at >= WARM_UP * seconds for arrival in traffic)
+    return 1 - late / counted if counted else 1.0
+
+
+@dataclass(slots=True, eq=False)
+class _Prompt:
+    """One that is to be read: when it came and what it takes, in seconds of a whole device.
+
+    `came` is of the capacity there was for prompts until then, as `done` is: when it is read.
+    """
+
+    arrival: Arrival
+    came: float
+    work: float
+    done: float = 0.0
+    is_given_up: bool = False
+    is_decoded: bool = False
 
 
 class _Prompts:
-    """Those that wait and can be in time: (when due, order, work left), the most urgent first."""
+    """Those that can be in time, in the order in which they came and are due."""
 
     def __init__(self, target: float) -> None:
-        self.waiting: list[tuple[float, int, float]] = []
-        self.met = 0
         self._target = target
+        #: What could have been read until now.
+        self._capacity = 0.0
+        #: Since nobody waited: who came, and in the same order those whose due is to come, and
+        #: those that decode not yet.
+        self._since: list[_Prompt] = []
+        self._due: deque[_Prompt] = deque()
+        self._read: deque[_Prompt] = deque()
 
-    def take(self, now: float, at: float, context: int, order: int, speed: float) -> None:
-        """One more; somebody is given up if not all can be in time."""
-        insort(self.waiting, (at + self._target, order, prompt_seconds(context)))
-        total = 0.0
-        for i, (due, _, work) in enumerate(self.waiting):
-            total += work
-            if total > speed * (due - now):
-                self.waiting.remove(max(self.waiting[: i + 1], key=lambda one: one[2]))
-                return
+    @property
+    def is_waiting(self) -> bool:
+        """Whether there is anything to be read."""
+        return bool(self._since) and self._since[-1].done > self._capacity
 
-    def work(self, left: float) -> tuple[float, list[int]]:
-        """Does so much; returns what is left over, and who is done."""
-        done: list[int] = []
-        while self.waiting and left > 0:
-            due, order, work = self.waiting[0]
-            if work > left:
-                self.waiting[0] = (due, order, work - left)
-                return 0.0, done
-            left -= work
-            self.waiting.pop(0)
-            self.met += 1
-            done.append(order)
-        return left, done
+    def take(self, arrival: Arrival) -> None:
+        """One more."""
+        if not self.is_waiting:
+            self._since.clear()
+        one = _Prompt(arrival, self._capacity, prompt_seconds(arrival.context))
+        one.done = max(one.came, self._since[-1].done if self._since else 0.0) + one.work
+        self._since.append(one)
+        self._due.append(one)
+        self._read.append(one)
+
+    def work(self, capacity: float) -> None:
+        """So much can be read."""
+        self._capacity += capacity
+
+    def look(self, now: float) -> list[Arrival]:
+        """Gives up whom others cannot be in time with, of those that are due by now."""
+        given_up = []
+        while self._due and self._due[0].arrival.at + self._target <= now:
+            one = self._due[0]
+            if one.is_given_up or one.done <= self._capacity:
+                self._due.popleft()
+                continue
+            worst = self._worst(self._since.index(one) + 1)
+            worst.is_given_up = True
+            given_up.append(worst.arrival)
+            self._since.remove(worst)
+            before = 0.0
+            for other in self._since:
+                other.done = before = max(before, other.came) + other.work
+        return given_up
+
+    def _worst(self, number: int) -> _Prompt:
+        """Without whom the first so many are done soonest."""
+        some = self._since[:number]
+        # They are done when the last to begin a time without a pause is, with all after it.
+        ends, total = [0.0] * number, 0.0
+        for i in range(number - 1, -1, -1):
+            total += some[i].work
+            ends[i] = some[i].came + total
+        after = [0.0] * (number + 1)
+        for i in range(number - 1, -1, -1):
+            after[i] = max(ends[i], after[i + 1])
+        before, found, least = -math.inf, some[-1], math.inf
+        for i, one in enumerate(some):
+            end = max(before - one.work, after[i + 1])
+            if end < least:
+                found, least = one, end
+            before = max(before, ends[i])
+        return found
+
+    def to_decode(self, now: float, *, is_late: bool) -> list[Arrival]:
+        """Those of which tokens must be written now; if not `is_late`, may be."""
+        found = []
+        while self._read:
+            one = self._read[0]
+            due = one.arrival.at + self._target if is_late else now
+            if not one.is_given_up and (one.done > self._capacity or due > now):
+                break
+            self._read.popleft()
+            if not one.is_given_up:
+                found.append(one.arrival)
+        return found
 
 
 class _Tokens:
     """Requests that are decoded, all at one pace: each ends so many tokens after it joined."""
 
-    def __init__(self, devices: int, gap: float) -> None:
-        self.ends: list[float] = []
+    def __init__(self, devices: int, batch: int, gap: float) -> None:
+        self._ends: list[tuple[float, int]] = []
+        self._running: dict[int, Arrival] = {}
         self._written = 0.0
         self._devices = devices
+        self._batch = batch
         self._gap = gap
 
     def _step(self) -> float:
-        """Work of one token of everybody."""
-        batch = len(self.ends)
-        used = min(self._devices, batch)
-        return used * step_seconds(-(-batch // used)) if batch else 0.0
+        """Work of one token of everybody, in as few batches as is best."""
+        number = len(self._running)
+        if not number:
+            return 0.0
+        least = min(self._devices, math.ceil(number / self._batch))
+        most = max(least, min(self._devices, number))
+        return min(used * step_seconds(number / used) for used in range(least, most + 1))
 
     def least(self) -> float:
-        """The part of the fluid that keeps them in time."""
-        return IN_TIME * self._step() / self._gap
+        """The speed that keeps them in time."""
+        return MUST_MEET * self._step() / self._gap
 
     def work(self, seconds: float, more: float) -> None:
         """So many seconds at that pace, and faster by what nobody else wanted."""
         step = self._step()
         if step:
-            self._written += IN_TIME * seconds / self._gap + more / step
-        while self.ends and self.ends[0] <= self._written:
-            heapq.heappop(self.ends)
+            self._written += MUST_MEET * seconds / self._gap + more / step
+        while self._ends and self._ends[0][0] <= self._written:
+            self._running.pop(heapq.heappop(self._ends)[1], None)
 
-    def join(self, tokens: int) -> None:
-        """One more, with so many tokens to come."""
-        if tokens > 0:
-            heapq.heappush(self.ends, self._written + tokens)
+    def join(self, arrival: Arrival) -> None:
+        """One more."""
+        if arrival.generated > 1:
+            self._running[id(arrival)] = arrival
+            end = self._written + arrival.generated - 1
+            heapq.heappush(self._ends, (end, id(arrival)))
+
+    def leave(self, arrival: Arrival) -> None:
+        """It was given up."""
+        self._running.pop(id(arrival), None)

@@ -181,6 +181,7 @@ def _bounds(
             sms,
             targets(answer, k),
             answer.setting.guard,
+            answer.setting.seconds,
         )
         for k in (*report.MULTIPLES, None)
     }

@@ -64,6 +64,8 @@ class Server(abc.ABC):
         self.samples = Samples()
         #: Requests taken and not done.
         self.load = 0
+        #: Since when each of those waits whose turn it is now.
+        self._current: list[float] = []
         self._machine = machine
         self._seat = seat
         self._ran = machine.ran[device]
@@ -79,8 +81,9 @@ class Server(abc.ABC):
         self._wake()
 
     def close(self, now: float) -> None:
-        """The run is over."""
-        self.samples.left += [now - arrival.at for arrival in self._queue]
+        """The run is over: who waits still, and who is being served, counts by his age."""
+        began = [*self._current, *(arrival.at for arrival in self._queue)]
+        self.samples.left += [now - at for at in began]
 
     @abc.abstractmethod
     async def serve(self) -> None:
@@ -99,10 +102,12 @@ class Server(abc.ABC):
             await self._came
         return self._queue.popleft()
 
-    async def _run(self, pieces: list[int]) -> float:
-        """A pass; returns the seconds for which it ran."""
+    async def _run(self, pieces: list[int], since: list[float]) -> float:
+        """A pass for those that wait since then; returns the seconds for which it ran."""
         before = len(self._ran)
+        self._current = since
         await self._seat.run(pieces)
+        self._current = []
         name = self.service.name
         own = (ran for ran in self._ran[before:] if ran.service == name)
         return sum(ran.end - ran.start for ran in own) / 1e9
@@ -116,7 +121,7 @@ class Requests(Server):
         while True:
             arrival = await self._next()
             number = max(1, round(arrival.cost / self.service.segment))
-            served = await self._run([round(arrival.cost / number * 1e9)] * number)
+            served = await self._run([round(arrival.cost / number * 1e9)] * number, [arrival.at])
             latency = self._now() - arrival.at
             self.samples.add(arrival.at, latency, served)
             self._tell(latency, 1)
@@ -132,7 +137,7 @@ class Loop(Server):
         piece = round(self.service.segment * 1e9)
         pieces = [piece] * self.service.depth
         while True:
-            await self._run(pieces)
+            await self._run(pieces, [])
             self.samples.done += sum(pieces) / 1e9
 
 
@@ -159,7 +164,7 @@ class Prefill(Server):
             arrival = await self._next()
             pieces = passes(arrival.context, self.service.blocks)
             began = self._now()
-            served = await self._run(pieces)
+            served = await self._run(pieces, [arrival.at])
             now = self._now()
             self._stretch += SMOOTHING * ((now - began) * 1e9 / sum(pieces) - self._stretch)
             self.samples.add(arrival.at, now - arrival.at, served)
@@ -217,7 +222,8 @@ class Decode(Server):
             batch = len(ends)
             blocks = self.service.blocks
             seconds = step_seconds(batch)
-            served = await self._run([round(seconds / blocks * 1e9)] * blocks)
+            since = joined + [last] * (batch - len(joined))
+            served = await self._run([round(seconds / blocks * 1e9)] * blocks, since)
             now, step = self._now(), step + 1
             for at in joined:
                 self.samples.add(at, now - at, served)

@@ -85,7 +85,7 @@ def prompt_seconds(tokens: int) -> float:
     return _through(PROMPT, tokens)
 
 
-def step_seconds(batch: int) -> float:
+def step_seconds(batch: float) -> float:
     """Seconds on the whole device for one token of each of so many requests."""
     return _through(STEP, batch)
 
