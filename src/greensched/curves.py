@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -46,6 +47,8 @@ class LatencyCurve:
             self._p95[sms] = _quantile(durations, TAIL)
         if not self._median:
             raise InvalidRequest("a curve needs the durations of at least one size")
+        #: The sizes in order; and what is kept of each, smoothed, made when it is asked for.
+        self._sizes = tuple(sorted(self._median))
         self._smooth: tuple[dict[int, float], dict[int, float]] | None = None
 
     # -- questions -------------------------------------------------------------------------------
@@ -53,7 +56,7 @@ class LatencyCurve:
     @property
     def sizes(self) -> tuple[int, ...]:
         """The sizes it knows, the smallest first."""
-        return tuple(sorted(self._median))
+        return self._sizes
 
     def at(self, sms: int) -> float:
         """The median on so many SMs, in seconds; below the smallest size, in inverse proportion."""
@@ -92,19 +95,40 @@ class LatencyCurve:
         most = self.sizes[-1]
         raise InvalidRequest(f"{seconds:.3g} s: {most} SMs take {self.p95(most):.3g} s (p95)")
 
+    def times(self, factor: float) -> Scaled:
+        """The same work so many times over, as a `cost`; what is learnt of it is this curve's."""
+        return Scaled(self, factor)
+
     # -- learning --------------------------------------------------------------------------------
 
     def observe(self, sms: int, seconds: float) -> None:
         """One more duration. O(1), on whatever thread: it is called while serving."""
         if sms not in self._median:
             self._median[sms], self._p95[sms] = self.at(sms), self.p95(sms)
+            self._sizes, self._smooth = tuple(sorted(self._median)), None
         # Each goes towards the newest by a part of it; the tail up by 95 parts and down by 5, so it
         # stands where one in twenty is above.
         median, p95 = self._median[sms], self._p95[sms]
-        self._median[sms] = median + NEWEST * (seconds - median)
+        new_median = self._median[sms] = median + NEWEST * (seconds - median)
         part = TAIL if seconds > p95 else 1 - TAIL
-        self._p95[sms] = p95 + 2 * NEWEST * part * (seconds - p95)
-        self._smooth = None
+        new_p95 = self._p95[sms] = p95 + 2 * NEWEST * part * (seconds - p95)
+        if self._smooth is not None:
+            smooth_median, smooth_p95 = self._smooth
+            if not (
+                self._is_moved(smooth_median, sms, median, new_median)
+                and self._is_moved(smooth_p95, sms, p95, new_p95)
+            ):
+                self._smooth = None  # made again when it is asked
+
+    def _is_moved(self, smooth: dict[int, float], sms: int, old: float, new: float) -> bool:
+        """Changes one size, where it needs no smoothing before or after: the usual case."""
+        place = bisect_right(self._sizes, sms)
+        above = smooth[self._sizes[place - 2]] if place > 1 else math.inf
+        below = smooth[self._sizes[place]] if place < len(self._sizes) else 0.0
+        if smooth[sms] != old or not below < new < above:
+            return False
+        smooth[sms] = new
+        return True
 
     # -- keeping ---------------------------------------------------------------------------------
 
@@ -139,13 +163,35 @@ class LatencyCurve:
         return self._smooth
 
     def _at(self, smooth: dict[int, float], sms: int) -> float:
-        known = [size for size in self.sizes if size <= sms]
-        smallest = self.sizes[0]
-        return smooth[known[-1]] if known else smooth[smallest] * smallest / max(1, sms)
+        place = bisect_right(self._sizes, sms)
+        smallest = self._sizes[0]
+        if not place:
+            return smooth[smallest] * smallest / max(1, sms)
+        return smooth[self._sizes[place - 1]]
 
     def __repr__(self) -> str:
         shown = ", ".join(f"{sms}: {1e3 * self.at(sms):.3g} ms" for sms in self.sizes)
         return f"<LatencyCurve {shown}>"
+
+
+class Scaled:
+    """A curve's work so many times over: a batch of so many. What it learns, the curve does."""
+
+    __slots__ = ("_curve", "_factor")
+
+    def __init__(self, curve: LatencyCurve, factor: float) -> None:
+        if not 0 < factor < math.inf:
+            raise InvalidRequest(f"factor={factor!r}: give how many times, more than 0")
+        self._curve = curve
+        self._factor = factor
+
+    def at(self, sms: int) -> float:
+        """The median on so many SMs, in seconds."""
+        return self._factor * self._curve.at(sms)
+
+    def observe(self, sms: int, seconds: float) -> None:
+        """One more duration."""
+        self._curve.observe(sms, seconds / self._factor)
 
 
 def _quantile(ordered: list[float], part: float) -> float:

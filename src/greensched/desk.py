@@ -38,7 +38,7 @@ from greensched.loops import Door, Waiter, current_door
 from greensched.parking import Parking
 from greensched.planning.placement import Placement
 from greensched.planning.policy import Policy
-from greensched.planning.requests import Request, State
+from greensched.planning.requests import Cost, Request, State
 from greensched.planning.scheduler import Scheduler
 from greensched.planning.services import ServiceClass
 from greensched.site import Site
@@ -289,7 +289,7 @@ class Desk:
             channels.append(Channel(holding, site, self.check, allowance))
         return tuple(channels)
 
-    def checkpoint(self, channel: Channel) -> Channel:
+    def checkpoint(self, channel: Channel, cost: Cost | None) -> Channel:
         """A lease without work gives cells back, or takes some up. Returns where it is now.
 
         Raises:
@@ -300,7 +300,7 @@ class Desk:
             self.check()
             self.unpark()
             before = lease.mask
-            granted = self.scheduler.checkpoint(self.driver.time(), lease)
+            granted = self.scheduler.checkpoint(self.driver.time(), lease, cost)
             if lease.mask != before:
                 site = self.sites[lease.device]
                 holding.crew.is_leased = False

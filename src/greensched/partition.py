@@ -42,7 +42,7 @@ class Grantor(Protocol):
 
     async def acquire(self, wish: Any) -> tuple[Channel, ...]: ...
 
-    def checkpoint(self, channel: Channel) -> Channel: ...
+    def checkpoint(self, channel: Channel, cost: Any) -> Channel: ...
     def take(self, wish: Any) -> Channel | None: ...
     def park(self, wish: Any, channel: Channel) -> bool: ...
 
@@ -207,21 +207,21 @@ class Partition:
 
     # -- between two pieces of work ----------------------------------------------------------------
 
-    async def checkpoint(self) -> int:
+    async def checkpoint(self, cost: Any = None) -> int:
         """Waits for all of the lease's work, then lets its SMs be changed; how many it has now.
 
         A lease of a range of sizes, `sms=(8, 64)`, gives what it has above the least to whoever
         waits for it, or takes up what is idle. Any other lease keeps its SMs, and tells its class
         by this that it could give them back. Between checkpoints nothing moves.
 
-        Bound launches follow, and buffers stay valid; `stream` and `context` are others afterwards:
-        ask for them again. A failed job does not show here, but where it is awaited, or at the end.
-        A checkpoint on trio; on asyncio it yields only where it waits. Cancelled while it waits, it
-        changes nothing; the change itself waits for nothing.
+        Bound launches follow, buffers stay valid; `stream` and `context` are others afterwards: ask
+        for them again. A failed job does not show here, but where it is awaited, or at the end. A
+        checkpoint on trio; on asyncio it yields only where it waits. Cancelled while it waits, it
+        changes nothing; the change itself waits for nothing. `cost`: of what comes next.
 
         Raises:
             PartitionClosed, PoolClosed, Poisoned: there is nothing to change any more.
-            InvalidRequest: the partition's stream is capturing.
+            InvalidRequest: the partition's stream is capturing, or that is no cost.
         """
         channel = self._mine()
         channel.check_capture()
@@ -232,7 +232,7 @@ class Partition:
         await channel.holding.settle()
         if self._open() is channel:  # else another task's checkpoint was first
             channel.check_capture()
-            self._channel = self._grantor.checkpoint(channel)
+            self._channel = self._grantor.checkpoint(channel, cost)
         return self._open().lane.sm_count
 
     # -- facts -------------------------------------------------------------------------------------

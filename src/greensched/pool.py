@@ -42,7 +42,7 @@ from greensched.site import Site
 from greensched.standing import CloseReport, PoolState, PoolStatistics
 from greensched.typing import CaptureMode, Granularity, Size, SupportsDevice
 from greensched.verification import Verification, verify
-from greensched.wishes import Wish, Wishes
+from greensched.wishes import Wish, Wishes, checked_cost
 from greensched.worker import Worker
 
 if TYPE_CHECKING:
@@ -429,9 +429,9 @@ class Pool:
     def park(self, _: Wish, __: Channel) -> bool:
         return False
 
-    def checkpoint(self, channel: Channel) -> Channel:
+    def checkpoint(self, channel: Channel, cost: object) -> Channel:
         """Lets a lease without work have fewer SMs, or more. For partitions."""
-        return self._opened().checkpoint(channel)
+        return self._opened().checkpoint(channel, checked_cost(cost))
 
     # -- closing ---------------------------------------------------------------------------------
 

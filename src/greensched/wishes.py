@@ -88,7 +88,7 @@ class Wishes:
                 f"near={near!r}: give a Buffer, to be on its device where it can be"
             )
         where = None if near is None else near.device
-        return Wish(demands(sizes), sizes, device, service or "", until, _cost(cost), where)
+        return Wish(demands(sizes), sizes, device, service or "", until, checked_cost(cost), where)
 
     def check_observed(self, service: object, latency: object, number: object) -> None:
         """Checks what `Pool.observe` is told.
@@ -112,7 +112,7 @@ class Wishes:
             )
 
 
-def _cost(cost: object) -> Cost | None:
+def checked_cost(cost: object) -> Cost | None:
     """Seconds that the work takes, or a curve of them."""
     if cost is None or callable(getattr(cost, "at", None)):
         return cost  # type: ignore[return-value]  # what has `at` is a curve

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from greensched.planning.cells import Cells
+from greensched.planning.cells import Cells, Demand
+from greensched.planning.policy import Sized
 from greensched.planning.requests import Lease, Request
 from greensched.planning.scheduler import Scheduler
 from greensched.planning.services import Flow
@@ -83,6 +84,13 @@ class NaiveFloors:
             needed = -(-part.least // cells.size)
             assert self.equal(lease.device, lease.mask) <= needed
 
+    def gave_back(self, lease: Lease) -> bool:
+        """Whether an elastic lease has no cell more than its least asks for."""
+        cells = self.devices[lease.device]
+        needed = -(-lease.request.parts[0].least // cells.size)
+        is_least = self.equal(lease.device, lease.mask) <= needed
+        return is_least or not is_enough(cells, lease.mask & cells.equal, lease.request.parts[0])
+
     def is_due(self, lease: Lease, now: float) -> bool:
         """Whether a borrower who keeps his word comes to a checkpoint now."""
         return now - self.taken_at[lease] >= self.segment(lease)
@@ -90,10 +98,9 @@ class NaiveFloors:
     def segment(self, lease: Lease) -> float:
         """Seconds in which it gives back, as it said: its declared segment, or its known cost."""
         declared = lease.flow.rules.segment or math.inf
-        cost = lease.request.cost
-        if cost is None:
+        known = lease.request.seconds(lease.sms)
+        if known is None:
             return declared
-        known = float(cost)  # type: ignore[arg-type]  # no curves here
         return min(known, declared) if lease.request.is_elastic else known
 
     def gives_back_at_its_end(self, lease: Lease) -> bool:
@@ -112,6 +119,23 @@ class NaiveFloors:
         is_capped = flow.sms + needed * cells.size > flow.cap
         return needed <= self.unmet(flow) and not is_capped
 
+    def wanted(self, request: Request, device: int) -> Demand:
+        """What it is to have there: what was asked for, or what the policy says, within bounds."""
+        part, policy = request.parts[0], self.scheduler.policy
+        if not isinstance(policy, Sized) or not request.is_elastic:
+            return part
+        self.scheduler._set_size(request, device)
+        (wants,) = request.wants
+        cells, flow = self.devices[device], request.flow
+        assert part.least <= wants.least <= wants.most
+        if request.allowed is None:
+            assert wants.least <= max(part.least, cells.size * -(-part.least // cells.size))
+        if self.is_entitled(request) and flow.home == device:
+            assert -(-wants.least // cells.size) <= max(
+                -(-part.least // cells.size), self.unmet(flow)
+            ), "more than his floor is kept waiting for"
+        return wants
+
     def could_be_granted(self, request: Request, device: int) -> bool:
         """Whether free cells that are kept for nobody are enough: no loan, and within the cap."""
         cells, flow = self.devices[device], request.flow
@@ -119,7 +143,7 @@ class NaiveFloors:
             return False
         others = sum(self.kept(owner) for owner in self.owners(device) if owner is not flow)
         count = self.equal(device, self.free(device)) - others
-        part = request.parts[0]
+        part = self.wanted(request, device)
         for mask in subsets(self.free(device)):
             fits = self.equal(device, mask) <= count and sms(cells, mask) <= flow.cap - flow.sms
             named = part.named in (ALL, REST)

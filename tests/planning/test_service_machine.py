@@ -24,6 +24,25 @@ AGEING = 3
 NAMES = ("owner", "second", "batch", "small")
 
 
+class Work:
+    """SM-seconds that more SMs divide: of the same amount there is one curve."""
+
+    def __init__(self, sm_seconds: int) -> None:
+        self.sm_seconds = sm_seconds
+        self.number = 0
+
+    def at(self, sms: int) -> float:
+        return self.sm_seconds / max(1, sms)
+
+    def observe(self, _sms: int, seconds: float) -> None:
+        assert seconds >= 0
+        self.number += 1
+
+
+CURVES = [Work(4), Work(16), Work(60)]
+COSTS = st.sampled_from([None, None, None, 1, 2, 4, *CURVES])
+
+
 @st.composite
 def classes(draw: st.DrawFn, most: int) -> list[ServiceClass]:
     """Two owners, a class that borrows, and one that does not."""
@@ -31,7 +50,8 @@ def classes(draw: st.DrawFn, most: int) -> list[ServiceClass]:
     budgets = st.sampled_from([0, 2, 4, 4])
     return [
         ServiceClass("owner", reserve=floor, priority=draw(st.integers(0, 1)),
-                     budget=draw(budgets)),
+                     budget=draw(budgets), latency=draw(st.sampled_from([None, 3, 8])),
+                     if_late="best_effort"),
         ServiceClass("second", reserve=draw(st.integers(0, most - floor)), budget=draw(budgets),
                      revocable=draw(st.booleans()), segment=3),
         ServiceClass("batch", revocable=True, segment=draw(st.sampled_from([1, 2, 3, 5]))),
@@ -97,7 +117,7 @@ class ServiceMachine(RuleBasedStateMachine):
     def request(self, name: str, parts: tuple[Demand, ...], data: st.DataObject) -> None:
         options = {
             "service": name,
-            "cost": data.draw(st.sampled_from([None, None, 1, 2, 4])),
+            "cost": data.draw(COSTS),
             "deadline": data.draw(st.none() | st.none() | st.integers(1, 9).map(self.later)),
             "wait": data.draw(st.sampled_from([True, True, True, False])),
         }
@@ -138,7 +158,16 @@ class ServiceMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.naive.leases)
     @rule(data=st.data())
     def checkpoint(self, data: st.DataObject) -> None:
-        self.come_to_checkpoint(data.draw(st.sampled_from(self.naive.leases)))
+        """Some say what comes next."""
+        lease = data.draw(st.sampled_from(self.naive.leases))
+        is_told = lease.request.cost is not None and lease.request.is_elastic and not lease.loans
+        self.come_to_checkpoint(lease, data.draw(COSTS) if is_told else None)
+
+    @rule(name=st.sampled_from(NAMES), latency=st.integers(1, 9), number=st.integers(1, 900))
+    def observe(self, name: str, latency: int, number: int) -> None:
+        """Users say what latency they have: a class plans with less of it, or more."""
+        granted = self.scheduler.observe(self.now, name, latency, number)
+        assert granted == self.twin.observe(self.now, name, latency, number) == []
 
     @rule(later=st.integers(1, 2))
     def tick(self, later: int) -> None:
@@ -166,11 +195,15 @@ class ServiceMachine(RuleBasedStateMachine):
         granted = self.scheduler.drained(self.now, lease)
         self.granted(granted, self.twin.drained(self.now, twin))
 
-    def come_to_checkpoint(self, lease: Lease) -> None:
+    def come_to_checkpoint(self, lease: Lease, cost: object = None) -> None:
         before = lease.mask, lease.sms
         loans = dict(lease.loans)
-        granted = self.scheduler.checkpoint(self.now, lease)
-        self.granted(granted, self.twin.checkpoint(self.now, self.twin_of(lease)))
+        aged = self.scheduler._reserved
+        granted = self.scheduler.checkpoint(self.now, lease, cost)
+        self.granted(granted, self.twin.checkpoint(self.now, self.twin_of(lease), cost))
+        if aged is not None and aged[1] == lease.device and lease.request.is_elastic:
+            kept = self.scheduler._reserved
+            assert kept is not aged or self.naive.gave_back(lease), "it keeps out who has aged"
         if not lease.request.is_elastic:
             assert (lease.mask, lease.sms) == before
         else:

@@ -94,6 +94,32 @@ async def multiply(p: Partition, n: int) -> None:
         await p.launch(matmul, config, a, b, c, n, n, n, 1)
 
 
+def test_what_it_learns_is_smooth_at_once() -> None:
+    """After each duration it says what a curve made of the same would: more SMs take no longer."""
+    curve = LatencyCurve({8: [4.0], 16: [2.0], 32: [1.0]})
+    assert curve.at(16) == 2.0
+    for sms, seconds in ((16, 2.5), (32, 6.0), (8, 1.0), (24, 9.0)) * 30:
+        curve.observe(sms, seconds)
+        times = [curve.at(size) for size in curve.sizes]
+        assert times == sorted(times, reverse=True)
+        tails = [curve.p95(size) for size in curve.sizes]
+        assert tails == sorted(tails, reverse=True)
+        again = LatencyCurve({size: [curve._median[size]] for size in curve.sizes})
+        assert times == [again.at(size) for size in curve.sizes]
+
+
+def test_so_many_times_the_work_teaches_the_same_curve() -> None:
+    """A batch takes as many times as long as it is large, and one that took longer is learnt."""
+    curve = LatencyCurve({8: [1.0], 16: [0.5]})
+    batch = curve.times(4)
+    assert (batch.at(8), batch.at(16)) == (4.0, 2.0)
+    for _ in range(300):
+        batch.observe(16, 3.0)
+    assert curve.at(16) == pytest.approx(0.75, rel=0.01)
+    with pytest.raises(InvalidRequest):
+        curve.times(0)
+
+
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 def test_a_pool_measures_a_piece_of_work(backend: str) -> None:
     """On a simulated GPU in virtual time, each size is measured, and more SMs are faster."""

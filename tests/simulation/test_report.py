@@ -38,7 +38,7 @@ from greensched.simulation.validation import Check
 from greensched.simulation.workload import services
 
 PAGE = Path(__file__).parents[2] / "docs/simulation.md"
-SMALL = Question(policies=("streams", "rightsized"), rates=(0.5, 1.0), seconds=2.0, check=False)
+SMALL = Question(policies=("streams", "sized"), rates=(0.5, 1.0), seconds=2.0, check=False)
 
 
 @pytest.fixture
@@ -92,10 +92,10 @@ def test_gaps_are_recovered_in_parts() -> None:
 def test_a_question_compares_with_doing_without() -> None:
     """At their targets: over plain streams, and nowhere worse where those do well enough."""
     said = against(ask(replace(SMALL, rates=(0.2, 0.4), target=20.0)))
-    assert said["rightsized"]["streams"][0] >= 0.98
-    assert said["rightsized"]["where streams do"][0] >= 0.98
+    assert said["sized"]["streams"][0] >= 0.98
+    assert said["sized"]["where streams do"][0] >= 0.98
     assert "bound" in said
-    assert "recovered" not in said["rightsized"]
+    assert "recovered" not in said["sized"]
 
 
 def bounded(prompts: list[Arrival], seconds: float = 10.0) -> float:
@@ -124,7 +124,7 @@ def test_what_classes_do_side_by_side_is_the_hull_of_splits() -> None:
     assert two.beside(0.8) == pytest.approx(2 * frontier.beside(0.4))
 
 
-@pytest.mark.parametrize("arm", ["streams", "split-24", "rightsized"])
+@pytest.mark.parametrize("arm", ["streams", "split-24", "sized"])
 def test_nobody_is_above_the_bound(arm: str) -> None:
     """In no run has anybody more prompts in time than the bound, all tokens being in time."""
     asked = replace(SMALL, seconds=20.0, generator="bursty", policies=(arm,), rates=(1.0, 1.3))
@@ -141,7 +141,7 @@ def test_a_question_is_answered_the_same_each_time() -> None:
     assert text == show.table(second)
     said = as_dict(first)
     assert json.dumps(said) == json.dumps(as_dict(second))
-    assert {cell["arm"] for cell in said["cells"]} == {"streams", "rightsized"}
+    assert {cell["arm"] for cell in said["cells"]} == {"streams", "sized"}
     assert set(said["goodput"]) == {"1.2", "1.5", "2.0", "5.0", "target"}
     decode = said["cells"][0]["classes"]["decode"]
     assert set(decode) >= {"attained", "whole", "wait", "service", "p99_of_alone"}

@@ -69,7 +69,7 @@ def test_every_arm_serves(name: str) -> None:
     assert min(outcome.samples["decode"].latency) >= 0.0305
 
 
-@pytest.mark.parametrize("name", ["streams", "fifo", "rightsized"])
+@pytest.mark.parametrize("name", ["streams", "fifo", "sized"])
 def test_the_same_seed_gives_the_same_run(name: str) -> None:
     """To the last digit."""
     first, second = (run(arms()[name], 3.0) for _ in range(2))

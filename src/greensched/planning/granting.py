@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
-from greensched.planning import seats
+from greensched.planning import seats, sizing
 from greensched.planning.cells import Cells
 from greensched.planning.ground import Ground
 from greensched.planning.placement import Placement
@@ -76,6 +76,8 @@ class Granting(Queue):
                 is_seat = limit is None and seats.may_sit(ground, request, device)
                 if ground.seats[device] and not request.flow.unsplit:
                     continue
+            if self._size is not None:
+                self._set_size(request, device)
             masks = (
                 (seats.seat(ground, device),) if is_seat else ground.find(request, device, limit)
             )
@@ -101,6 +103,13 @@ class Granting(Queue):
                 lacks = [(device, mask) for mask in masks if not ground.is_made(device, mask)]
                 request.lacks = tuple(lacks)
         return False
+
+    def _set_size(self, request: Request, device: int, lease: Lease | None = None) -> None:
+        """Asks the policy what an elastic request is to have on a device now."""
+        if self._size is not None and request.is_elastic:
+            lines = self._lines.values()
+            wanted = sizing.wanted(self._size, self.ground, lines, request, device, lease)
+            request.wants = (wanted,)
 
     def _dispatch(self, now: float) -> list[Request]:
         """Grants whatever can be granted now, in the order of the policy."""

@@ -8,7 +8,7 @@ from greensched.planning.cells import Cells, Demand
 from greensched.planning.fairness import FairClock
 from greensched.planning.lending import lengths, place
 from greensched.planning.placement import Placement, in_order
-from greensched.planning.requests import Lease, Request
+from greensched.planning.requests import Cost, Lease, Request
 from greensched.planning.services import ANYBODY, Flow, ServiceClass
 from greensched.planning.sharing import Verdict
 
@@ -99,7 +99,7 @@ class Ground:
         """The free cells to grant, for each part of a request; empty: they do not fit."""
         if self.is_ruled:
             return self.fit(request, device, limit)
-        return self.devices[device].fit_all(self.free[device], request.parts, self.warm[device])
+        return self.devices[device].fit_all(self.free[device], request.wants, self.warm[device])
 
     def fit(self, request: Request, device: int, limit: int | None = None) -> tuple[int, ...]:
         """The same for a class with limits.
@@ -117,7 +117,7 @@ class Ground:
         have = (free & cells.equal).bit_count()
         least = most = have
         if floors.owners:
-            least, most = floors.room(have, request, request.parts[0].least)
+            least, most = floors.room(have, request, request.wants[0].least)
         if limit is not None:
             least, most = min(least, limit), min(most, limit)
         left = flow.cap - flow.sms
@@ -127,7 +127,7 @@ class Ground:
         self, request: Request, device: int, least: int, most: int, left: int
     ) -> tuple[int, ...]:
         """Fits it in so many cells for the least it wants, so many in all, and so many SMs."""
-        cells, parts, warm = self.devices[device], request.parts, self.warm[device]
+        cells, parts, warm = self.devices[device], request.wants, self.warm[device]
         if left < cells.total:
             least, most = min(least, left // cells.size), min(most, left // cells.size)
         if len(parts) > 1 or parts[0].named is not None:
@@ -197,6 +197,18 @@ class Ground:
             if owner is not flow and not lends:
                 count -= owner.need
         return count
+
+    def most_now(self, request: Request, device: int, lease: Lease | None) -> int:
+        """The most SMs of a device that one may have while others of its class have what they have.
+
+        `lease`: what it has already.
+        """
+        cells, most = self.devices[device], request.parts[0].most
+        if not self.is_ruled:
+            return min(most, cells.total)
+        count = self._cells_ever(request, device)
+        most = min(most, count * cells.size + cells.remainder)
+        return min(most, request.flow.cap - request.flow.sms + (lease.sms if lease else 0))
 
     def most(self, request: Request, devices: Sequence[int]) -> int:
         """The most SMs it could ever be granted."""
@@ -274,17 +286,28 @@ class Ground:
         flow.saw_lease(took, now - lease.since, expected)
         if cost is not None and not isinstance(cost, (int, float)) and not lease.had:
             cost.observe(lease.sms, took)
-        if flow.unsplit and not flow.is_told and not lease.had:
-            self.verdict.saw(flow, now - request.arrived, 1, now)
+        if not flow.is_told and not lease.had:
+            flow.saw_latency(now - request.arrived, 1)
+            if flow.unsplit:
+                self.verdict.saw(flow, now - request.arrived, 1, now)
 
-    def shrink(self, lease: Lease) -> int:
-        """An elastic lease gives back what it has above its least, as far as partitions are there.
+    def saw_piece(self, lease: Lease, cost: Cost, now: float) -> None:
+        """A piece of a lease is done, of which the cost is known; that of the next is given."""
+        request, flow, took = lease.request, lease.flow, now - lease.since
+        if request.cost is not None:
+            if not isinstance(request.cost, (int, float)):
+                request.cost.observe(lease.sms, took)
+            if not flow.is_told:
+                flow.saw_latency(took, 1)
+        request.cost = cost
+
+    def shrink(self, lease: Lease, least: int) -> int:
+        """An elastic lease gives back what is above so many SMs, as far as partitions are there.
 
         Returns the cells it should keep and over which no partition is made; 0: none.
         """
         device = lease.device
         cells, floors = self.devices[device], self.floors[device]
-        least = lease.request.parts[0].least
         outside = lease.mask & ~floors.all_blocks | lease.mask & floors.blocks.get(lease.flow, 0)
         wish, missing = Demand(least, least), 0
         for among in (outside, lease.mask):
@@ -329,16 +352,16 @@ class Ground:
         _, room = floors.room(have, request, request.parts[0].least)
         own = (lease.mask & cells.equal).bit_count()
         room = min(room, (flow.cap - flow.sms) // cells.size)
-        most = min(own + room, request.parts[0].most // cells.size)
+        most = min(own + room, request.wants[0].most // cells.size)
         if most <= own:
             return 0
         if most == (before & cells.equal).bit_count() and before & ~(free | lease.mask) == 0:
             self._grow_to(lease, before, own)
             return 0
         among = lease.mask | self.visible(flow, device, most - own)
-        limit = request.parts[0].most
+        limit = request.wants[0].most
         if most < cells.count:
-            limit, among = most * cells.size, among & cells.equal
+            limit = min(limit, most * cells.size + cells.remainder)
         limit = min(limit, flow.cap - flow.sms + lease.sms)
         mask = cells.fit(among, Demand(request.parts[0].least, limit), self.warm[device])
         if mask and self.is_made(device, mask):
@@ -377,10 +400,10 @@ class Ground:
         A lease of which nothing is known, or that takes longer than was known, may end any moment.
         """
         cells, free = self.devices[device], self.free[device]
-        ends = [(max(now, x.ends or now), x.mask) for x in self.live[device] if not x.is_seat]
+        ends = [(x.frees_at(now), x.mask) for x in self.live[device] if not x.is_seat]
         at = now
         if self.seats[device] and not request.flow.unsplit:
-            at = max(max(now, lease.ends or now) for lease in self.seats[device])
+            at = max(lease.frees_at(now) for lease in self.seats[device])
         if not cells.fit_all(free, request.parts):
             for end, mask in sorted(ends):
                 at = max(at, end)

@@ -49,6 +49,10 @@ class Floors:
         #: Leases that have something on loan.
         self.borrowers: dict[Lease, None] = {}
 
+    def unmet(self, flow: Flow) -> int:
+        """Cells of its floor that a class does not have."""
+        return _unmet(flow) if flow in self.blocks else 0
+
     def kept(self, flow: Flow) -> int:
         """Free cells that are the flow's own."""
         if flow not in self.blocks:
@@ -147,7 +151,7 @@ class Floors:
 
     def note(self, lease: Lease, *, is_over: bool = False) -> None:
         """Counts whether an owner's elastic lease has less than it may have."""
-        flow, part = lease.flow, lease.request.parts[0]
+        flow, part = lease.flow, lease.request.wants[0]
         if flow not in self.blocks or not lease.request.is_elastic:
             return
         most = min(part.most, flow.cap) // self.cells.size

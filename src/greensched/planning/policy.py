@@ -41,17 +41,49 @@ class Waiting(Protocol):
     #: When it should be done, in seconds, by its deadline or its class's latency; None: any time.
     due: float | None
 
+    @property
+    def allowed(self) -> float | None:
+        """Seconds it may take once it is granted; None: it has no latency, or no known cost.
+
+        Of its class's latency it is the part with which the class was in time of late.
+        """
+
+    def seconds(self, sms: int) -> float | None:
+        """How long it is expected to take on so many SMs; None: nobody knows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a policy sees of a device, for a lease that may have more SMs or fewer.
+
+    Attributes:
+        sizes: what it can have there, from the least it asks for to the most it may have now.
+        left: SMs that classes of higher priority neither have nor want.
+        is_alone: nobody else has or wants any.
+    """
+
+    sizes: tuple[int, ...]
+    left: int
+    is_alone: bool
+
 
 class Policy(Protocol):
     """The order of the queue. Pure: equal inputs, equal answers. It is asked under a lock.
 
     Floors, caps, quotas, loans and bounds hold under every policy; it says who is next of those
-    who may be. A third method is asked where there is one:
+    who may be. Two more methods are asked where they are there:
 
         def standing(self, service: Service) -> tuple[float, ...]
 
     Whose class stands smaller goes first, before any rank. It is asked at every decision, once
     for each class that waits, so it may follow what changes.
+
+        def size(self, request: Waiting, room: Room) -> tuple[int, int]
+
+    How many SMs an elastic request is to have now, at least and at most: whenever it is tried, and
+    at each checkpoint of its lease. Fewer than so many it is not granted, unless they are its
+    floor; more it gives back. Without it that is what was asked for, and whoever comes to a
+    checkpoint while others wait gives back what is above its least.
     """
 
     def rank(self, request: Waiting) -> tuple[float, ...]:
@@ -115,8 +147,33 @@ class Deadline(Fifo):
         return (-request.priority, due, request.order)
 
 
+class Sized(Fifo):
+    """The right size: who has a latency has the fewest SMs for it, the others what that leaves.
+
+    Of elastic requests; whoever is alone has all he asks for. Order and ageing as in `Fifo`.
+    """
+
+    def size(self, request: Waiting, room: Room) -> tuple[int, int]:
+        """By what it takes on each size, and never what classes above it want."""
+        most, left = room.sizes[-1], max(room.left, room.sizes[0])
+        allowed = request.allowed
+        if allowed is None:
+            return room.sizes[0], left
+        enough = next((sms for sms in room.sizes if _takes(request, sms) <= allowed), most)
+        return min(enough, left), most if room.is_alone else min(enough, left)
+
+
+def _takes(request: Waiting, sms: int) -> float:
+    return request.seconds(sms) or 0.0
+
+
 #: Policies by name.
-POLICIES: dict[str, type[Policy]] = {"fifo": Fifo, "fair": Fair, "deadline": Deadline}
+POLICIES: dict[str, type[Policy]] = {
+    "fifo": Fifo,
+    "fair": Fair,
+    "deadline": Deadline,
+    "sized": Sized,
+}
 
 
 def policy_named(policy: str | Policy) -> Policy:

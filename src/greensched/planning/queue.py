@@ -11,7 +11,7 @@ from typing import Any
 
 from greensched.errors import InvalidRequest
 from greensched.planning.admission import Agenda
-from greensched.planning.policy import Deadline, Policy
+from greensched.planning.policy import Deadline, Policy, Room
 from greensched.planning.requests import Entries, Line, Request, State, by_rank
 from greensched.planning.services import SMOOTHING, Flow
 
@@ -60,6 +60,7 @@ class Queue:
     def _set_policy(self, policy: Policy) -> None:
         self.policy = policy
         self._stands: Callable[[Any], tuple[float, ...]] | None = getattr(policy, "standing", None)
+        self._size: Callable[[Any, Room], tuple[int, int]] | None = getattr(policy, "size", None)
         by_due = isinstance(policy, Deadline)
         self._agenda = Agenda(self._sms) if by_due else None
         self._agreed.clear()

@@ -69,6 +69,11 @@ class Lease:
         #: When it began; and when it last came to a checkpoint.
         self.began = self.since = now
 
+    def frees_at(self, now: float) -> float:
+        """When its cells may be free at the earliest, as far as is known."""
+        is_known = self.ends is not None and not self.request.is_elastic
+        return max(now, self.ends or now) if is_known else now
+
     def __repr__(self) -> str:
         state = "over" if self.over else "draining" if self.draining else "leased"
         return f"<Lease: {self.sms} SMs of device {self.device}, cells {self.mask:b}, {state}>"
@@ -105,6 +110,8 @@ class Request:
         owner: object = None,
     ) -> None:
         self.parts = parts
+        #: What it is to have now, by a policy that sizes it; else what was asked for.
+        self.wants = parts
         self.devices = devices
         self.priority = priority
         self.arrived = arrived
@@ -130,6 +137,14 @@ class Request:
             return self.flow, self.parts, self.devices
         magnitude = frexp(cost)[1] if isinstance(cost, (int, float)) else cost
         return self.flow, self.parts, self.devices, magnitude
+
+    @property
+    def allowed(self) -> float | None:
+        """Seconds it may take once it is granted; None: no latency, or no cost, is known."""
+        latency = self.flow.latency
+        if latency is None or self.cost is None:
+            return None
+        return latency * self.flow.pace.part
 
     def seconds(self, sms: int) -> float | None:
         """How long it is expected to take on so many SMs; None: nobody knows."""

@@ -216,16 +216,19 @@ class Scheduler(Granting):
         self.ground.take_back(lease, now)
         return self._dispatch(now) if self.waiting else []
 
-    def checkpoint(self, now: float, lease: Lease) -> list[Request]:
+    def checkpoint(self, now: float, lease: Lease, cost: Cost | None = None) -> list[Request]:
         """The holder of a lease has no work on it now, and lets its cells be changed.
 
         An elastic one gives back what it has above its least, whoever can be granted because of
-        that is, and then it takes up what is idle, to its most. One with a seat has the least it
-        asked for instead, if its device is to be split. `lease.mask` and `lease.sms` say what it
-        has from now on. Returns who is granted by it.
+        that is, and then it takes up what is idle, to its most; least and most are the policy's, if
+        it says them. One with a seat has the least it asked for instead, if its device is to be
+        split. `lease.mask` and `lease.sms` say what it has from now on; `cost` is what it takes to
+        its next checkpoint. Returns who is granted by it.
         """
         ground, flow, before = self.ground, lease.flow, lease.mask
         flow.saw_segment(now - lease.since)
+        if cost is not None:
+            ground.saw_piece(lease, cost, now)
         ground.clock.pay(flow, lease, now)
         if lease.draining:
             return []
@@ -235,8 +238,12 @@ class Scheduler(Granting):
         if lease.is_seat or not lease.request.is_elastic:
             return self._dispatch(now) if self.waiting and lease.mask != before else []
         is_claimed = seats.is_claimed(ground, lease.device)
-        if self.waiting or is_claimed or any(owner.short for owner in lease.loans):
-            missing = ground.shrink(lease) if lease.mask == before else 0
+        if self._size is not None:
+            self._set_size(lease.request, lease.device, lease)
+        is_over = self._size is not None and lease.sms > lease.request.wants[0].most
+        if self.waiting or is_claimed or is_over or any(owner.short for owner in lease.loans):
+            least = self._kept_least(lease, is_claimed=is_claimed)
+            missing = ground.shrink(lease, least) if lease.mask == before else 0
             if missing:
                 self.lacking[lease.device, missing] = None
             granted = self._dispatch(now) if lease.mask != before and self.waiting else []
@@ -249,6 +256,13 @@ class Scheduler(Granting):
             if held & ~lease.mask and self.waiting:  # it went elsewhere, to have more
                 granted += self._dispatch(now)
         return granted
+
+    def _kept_least(self, lease: Lease, *, is_claimed: bool) -> int:
+        """SMs it keeps whoever waits, by the policy; not of others' floors, nor from the aged."""
+        is_kept = self._reserved is not None and self._reserved[1] == lease.device
+        is_due = any(owner.short or owner.waiting for owner in lease.loans)
+        parts = lease.request.parts if is_kept or is_due or is_claimed else lease.request.wants
+        return parts[0].least
 
     def _sit_or_stand(self, lease: Lease) -> None:
         """A lease of a class that allows it has a seat, or cells, as its device is split or not."""
@@ -270,11 +284,12 @@ class Scheduler(Granting):
     def observe(self, now: float, service: str, latency: float, number: int) -> list[Request]:
         """So many of a class had this latency, from end to end. Returns who is granted by that.
 
-        From then on that counts for whether devices are split, instead of how long the class's
-        leases take.
+        From then on that counts for whether devices are split, and for how much of its latency its
+        leases may take, instead of how long they take.
         """
         flow = self.ground.flows[service]
         flow.is_told = True
+        flow.saw_latency(latency, number)
         is_changed = flow.unsplit and self.ground.verdict.saw(flow, latency, number, now)
         return self._dispatch(now) if is_changed and self.waiting else []
 
@@ -404,10 +419,13 @@ class Scheduler(Granting):
 
     def _admit(self, request: Request, line: Line, now: float) -> None:
         """Refuses what must wait too long to be done in time, or would make others late."""
-        seconds = request.seconds(line.asked)
+        sms = line.asked
+        if request.is_elastic:  # it may be granted more than its least
+            sms = min(request.parts[0].most, self.ground.most(request, request.devices))
+        seconds = request.seconds(sms)
         if request.due is None or seconds is None:
             return
-        work = line.asked * seconds
+        work = sms * seconds
         done, is_fair = predicted(request, seconds, work, self.ground, self._agenda, now)
         if now + done > request.due or not is_fair:
             self._be_late(request, done)

@@ -12,6 +12,7 @@ from numbers import Real
 from typing import Literal, get_args
 
 from greensched.errors import InvalidRequest
+from greensched.planning.pacing import Pace
 from greensched.typing import ALL, NamedSize
 
 #: Weight of the newest sample in what a class is remembered by: the last ten or so count.
@@ -174,6 +175,7 @@ class Flow:
         "mean",
         "moved",
         "need",
+        "pace",
         "priority",
         "quota",
         "refilled",
@@ -221,6 +223,7 @@ class Flow:
         self.tokens, self.refilled = math.inf, 0.0
         #: Its users say what latency they have; else that of its leases counts.
         self.is_told = False
+        self.pace = Pace()
         #: Its floor in cells, and the device it is on; set by `lending`.
         self.need, self.home = 0, 0
         self.set_rules(rules)
@@ -267,6 +270,11 @@ class Flow:
             self.slip = (
                 over if over > self.slip else max(1.0, self.slip + SMOOTHING * (over - self.slip))
             )
+
+    def saw_latency(self, latency: float, number: int) -> None:
+        """So many of it had this latency."""
+        if self.latency is not None:
+            self.pace.saw(number, is_late=latency > self.latency)
 
     def longest_segment(self) -> float:
         """Seconds until it gives back a loan, as far as is known; infinite: nothing is."""

@@ -19,7 +19,7 @@ from greensched.simulation.arms import Alone, Arm, Split
 from greensched.simulation.machine import models
 from greensched.simulation.report import Latencies, of_outcome
 from greensched.simulation.run import Outcome, Setting, alone, simulate
-from greensched.simulation.sizing import Classes, Elastic, RightSized, Unsplit
+from greensched.simulation.sizing import Classes, Elastic, Sized, Unsplit
 from greensched.simulation.streams import baselines
 from greensched.simulation.traffic import Arrival, faster, generate, read, window
 from greensched.simulation.workload import Service, saturation, services
@@ -39,7 +39,7 @@ Progress = Callable[[float, str], None]
 
 def arms() -> dict[str, Arm]:
     """Every arm by name, but the best split."""
-    ours: tuple[Arm, ...] = (RightSized(), Classes(), Elastic(), Unsplit())
+    ours: tuple[Arm, ...] = (Classes(), Elastic(), Unsplit(), Sized())
     return baselines() | {arm.name: arm for arm in ours}
 
 

@@ -175,21 +175,38 @@ class Prefill(Server):
                 self._then(arrival)
 
     async def _next(self) -> Arrival:
-        """In their order; where the arm says so, those that would be late wait for all others."""
+        """In their order; where the arm says so, whoever makes others late waits for all others."""
         first = await super()._next()
-        if not self._late_last or self._is_in_time(first):
+        if not self._late_last or not self._queue:
             return first
-        found = next((other for other in self._queue if self._is_in_time(other)), None)
-        if found is None:
-            return first
-        self._queue.remove(found)
-        self._queue.appendleft(first)
+        found = self._first_in_time([first, *self._queue]) or first
+        if found is not first:
+            self._queue.remove(found)
+            self._queue.appendleft(first)
         return found
 
-    def _is_in_time(self, arrival: Arrival) -> bool:
-        """If it begins now, and takes as much longer than alone as those of late did."""
-        seconds = prompt_seconds(arrival.context) * self._stretch
-        return self._now() + seconds <= arrival.at + self.service.latency
+    def _first_in_time(self, waiting: list[Arrival]) -> Arrival | None:
+        """The first of those that can all be in time; None: nobody can.
+
+        Where somebody would be late the longest of those up to him is left out, which leaves the
+        most of them (Moore 1968), if all take as much longer than alone as those of late did.
+        """
+        kept: list[Arrival] = []
+        end = now = self._now()
+        for arrival in waiting:
+            due, seconds = arrival.at + self.service.latency, self._seconds(arrival)
+            if now + seconds > due:
+                continue
+            kept.append(arrival)
+            end += seconds
+            if end > due:
+                longest = max(kept, key=lambda each: each.context)
+                kept.remove(longest)
+                end -= self._seconds(longest)
+        return kept[0] if kept else None
+
+    def _seconds(self, arrival: Arrival) -> float:
+        return prompt_seconds(arrival.context) * self._stretch
 
 
 def passes(tokens: int, blocks: int) -> list[int]:

@@ -1,16 +1,17 @@
-"""Our arms: leases that are sized by what a class needs now, from its table and its target.
+"""Our arms: what a program asks of a pool with service classes.
 
-`rightsized` asks the pool for a lease for each pass. The classes above best effort get the least
-SMs on which the pass is in time, by table and guard; whoever stands below takes what they leave,
-and everything goes to whoever is alone.
+`classes` asks for a lease for each pass or piece, `elastic` for leases that last, with a checkpoint
+between pieces. What is kept for whom, who may borrow it, whether a device is split, and how many
+SMs are enough for a target, is the pool's to say.
 """
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+from greensched.curves import LatencyCurve, Scaled
 from greensched.partition import Partition
 from greensched.planning.services import ServiceClass
 from greensched.pool import Pool
@@ -19,119 +20,8 @@ from greensched.simulation.machine import Machine
 from greensched.simulation.workload import Service
 from greensched.typing import ALL
 
-#: The part of a target that a plan may use: the rest is for what a neighbour does to it (1.04 at
-#: the most that was measured of decoding) and for a start that is late.
-MOST = 0.95
-#: Where planning begins: whoever comes just after a step began waits for two of them.
-SAFE = MOST / 2
-#: At least so much is planned with, whatever was late.
-LEAST = 0.2
-#: After so many latencies the part is looked at: a tenth less where more than four fifths of what
-#: may be late (1 in 100) was, a twentieth more where less than half of it was.
-LOOK = 500
-MANY, FEW = 0.008, 0.005
-#: SMs that a pool hands out together, at least; and what a class below keeps at least.
+#: SMs that a pool hands out together, at least.
 CELL = 8
-
-
-class Room:
-    """One device as the seats of an arm see it: who is at work, and how many SMs each needs."""
-
-    def __init__(self, total: int) -> None:
-        self.total = total
-        self.needs: dict[str, int] = {}
-        self.ranks: dict[str, int] = {}
-
-    def above(self, service: Service) -> int:
-        """SMs that the classes above it need now."""
-        return sum(n for name, n in self.needs.items() if self.ranks[name] > service.priority)
-
-    def below(self, service: Service) -> bool:
-        """Whether anybody else is at work."""
-        return any(name != service.name for name in self.needs)
-
-
-class Pace:
-    """How much of its target a class's plans use, by what became of them."""
-
-    def __init__(self, latency: float) -> None:
-        self.part = SAFE
-        self._latency = latency
-        self._late = self._seen = 0
-
-    def told(self, latency: float, weight: int) -> None:
-        """So many had this latency."""
-        self._seen += weight
-        if latency > self._latency:
-            self._late += weight
-        if self._seen >= LOOK:
-            share = self._late / self._seen
-            if share > MANY:
-                self.part = max(LEAST, self.part * 0.9)
-            elif share < FEW:
-                self.part = min(MOST, self.part * 1.05)
-            self._late = self._seen = 0
-
-
-class SizedSeat(GrantSeat):
-    """A lease for each pass of a class with a target, and for each piece of one below."""
-
-    #: Prompts that cannot be in time go behind all that can.
-    late_last = True
-
-    def __init__(
-        self, machine: Machine, pool: Pool, device: int, service: Service, room: Room, top: bool
-    ) -> None:
-        super().__init__(machine, pool, device, service)
-        self._room = room
-        self.whole = top
-        self._sizes = tuple(range(CELL, room.total - CELL + 1, CELL))
-        room.ranks[service.name] = service.priority
-        self._pace = Pace(service.latency)
-        self.told = self._pace.told
-
-    def _need(self, ns: int) -> int:
-        """The least SMs on which so much work is in time; most of the device where none is."""
-        service = self._service
-        if not service.latency:
-            return service.reserve or CELL
-        slowdown = self._pace.part * service.latency * 1e9 / ns
-        return service.curve.least(slowdown, self._sizes)
-
-    def asked(self, ns: int) -> dict[str, Any]:  # noqa: ARG002  others go by it
-        """What it needs, and all if nobody else is at work; below, what those above leave."""
-        room = self._room
-        if not self.whole:
-            return {"sms": (CELL, max(CELL, room.total - room.above(self._service)))}
-        least = room.needs[self._service.name]
-        return {"sms": (least, least if room.below(self._service) else room.total)}
-
-    async def run(self, pieces: Pieces) -> None:
-        """A pass."""
-        needs, name = self._room.needs, self._service.name
-        needs[name] = self._need(sum(pieces)) if self.whole else CELL
-        try:
-            await super().run(pieces)
-        finally:
-            del needs[name]
-
-
-@dataclass
-class RightSized(Fifo):
-    """A lease for each pass, as large as its target needs."""
-
-    name: str = "rightsized"
-    about: str = "the pool; a lease for each pass, sized by table and target; late prompts last"
-    _rooms: dict[int, Room] = field(default_factory=dict, repr=False)
-
-    def prepare(self, machine: Machine) -> None:
-        """Nobody is at work."""
-        self._rooms = {device: Room(machine.sms[device]) for device in machine.devices}
-
-    def seat(self, machine: Machine, pool: Pool, device: int, service: Service) -> GrantSeat:
-        """Seats of a device know of each other."""
-        top = service.priority == max(s.priority for s in machine.services.values())
-        return SizedSeat(machine, pool, device, service, self._rooms[device], top)
 
 
 def size_of(machine: Machine, device: int, service: Service) -> tuple[int, int]:
@@ -283,3 +173,64 @@ class Unsplit(Elastic):
         """Nobody minds neighbours on his SMs while he has his target."""
         said = super().written(service)
         return replace(said, unsplit=True, cap=ALL, latency=service.latency or None)
+
+
+class SizedSeat(ElasticSeat):
+    """An elastic lease of whatever size the pool's policy says, which is told what is to come.
+
+    A class with a floor is one with a target for each pass: the pool is told what a pass takes on
+    each size, by a table that learns. The others have what it leaves.
+    """
+
+    #: Prompts that cannot be in time go behind all that can.
+    late_last = True
+
+    def __init__(self, machine: Machine, pool: Pool, device: int, service: Service) -> None:
+        super().__init__(machine, pool, device, service)
+        self._size = (CELL, machine.sms[device])
+        curve = service.curve
+        #: Of a second of work on the whole device.
+        self._curve = LatencyCurve({sms: [curve.slowdown(sms)] for sms in curve.sms})
+        self._cost: Scaled | None = None
+
+    async def run(self, pieces: Pieces) -> None:
+        """A pass or piece on SMs for just that."""
+        self._cost = self._curve.times(sum(pieces) / 1e9) if self.whole else None
+        await super().run(pieces)
+
+    async def _leased(self) -> Partition:
+        if self._lease is not None:
+            await self._lease.checkpoint(self._cost)
+            return self._lease
+        name = self._service.name
+        lease = self._pool.partition(self._size, device=self._device, service=name, cost=self._cost)
+        await lease.__aenter__()
+        self._lease = lease
+        return lease
+
+    def told(self, latency: float, weight: int) -> None:
+        """So many requests or tokens had this latency."""
+        if self.whole:
+            self._pool.observe(self._service.name, latency, weight)
+
+
+@dataclass
+class Sized(Elastic):
+    """Service classes with elastic leases, sized by the pool as their targets and curves say."""
+
+    name: str = "sized"
+    about: str = "as elastic, sized by table and target (policy sized); late prompts last"
+
+    def options(self, machine: Machine) -> dict[str, Any]:
+        """The classes, and the policy."""
+        return super().options(machine) | {"policy": "sized"}
+
+    def seat(self, machine: Machine, pool: Pool, device: int, service: Service) -> GrantSeat:
+        """On a lease that lasts."""
+        return SizedSeat(machine, pool, device, service)
+
+    def written(self, service: Service) -> ServiceClass:
+        """No floors: who has a target has SMs for it."""
+        said = super().written(service)
+        latency = service.latency if service.reserve else None
+        return replace(said, reserve=0, cap=ALL, revocable=False, latency=latency or None)

@@ -1,0 +1,147 @@
+"""Sizes by a policy: the fewest SMs for a latency, and for the others what that leaves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from greensched.planning.cells import Cells, Demand
+from greensched.planning.pacing import LEAST, MOST, Pace
+from greensched.planning.policy import Fifo, Room, Sized, Waiting
+from greensched.planning.requests import Lease
+from greensched.planning.scheduler import Scheduler
+from greensched.planning.services import ServiceClass
+
+CELLS = Cells(size=8, count=15, remainder=12, joins=True)
+DECODE = ServiceClass("decode", priority=1, latency=1.0)
+BULK = ServiceClass("bulk")
+
+
+@dataclass(eq=False)
+class Work:
+    """So many SM-seconds, which more SMs divide; what it took is noted."""
+
+    sm_seconds: float
+    seen: list[tuple[int, float]] = field(default_factory=list)
+
+    def at(self, sms: int) -> float:
+        return self.sm_seconds / sms
+
+    def observe(self, sms: int, seconds: float) -> None:
+        self.seen.append((sms, seconds))
+
+
+def pool(*services: ServiceClass, policy: Fifo | None = None) -> Scheduler:
+    return Scheduler([CELLS], policy or Sized(), 10, services=services or (DECODE, BULK))
+
+
+def leased(scheduler: Scheduler, service: str, cost: Work | None = None, least: int = 8) -> Lease:
+    """An elastic lease, granted at once."""
+    request = scheduler.request(0.0, (Demand(least, 132),), service=service, cost=cost)
+    (lease,) = request.leases
+    return lease
+
+
+def test_who_is_alone_has_all_and_gives_up_what_is_not_needed() -> None:
+    """Alone it has the device; once another wants some, just what its latency asks for."""
+    scheduler = pool()
+    decode = leased(scheduler, "decode", Work(30.0))
+    assert decode.sms == 132
+    bulk = scheduler.request(0.0, (Demand(8, 132),), service="bulk")
+    assert not bulk.leases
+    assert scheduler.checkpoint(0.1, decode) == [bulk]
+    assert decode.sms == 32  # 30 SM-seconds in 0.95 s
+    assert bulk.leases[0].sms == 100
+
+
+def test_a_lease_is_told_what_comes_next_and_moves_with_it() -> None:
+    """More work has more SMs as soon as the other comes to its checkpoint, less gives some back."""
+    scheduler = pool()
+    first = Work(30.0)
+    decode = leased(scheduler, "decode", first)
+    bulk = scheduler.request(0.0, (Demand(8, 132),), service="bulk")
+    scheduler.checkpoint(0.1, decode)
+    assert first.seen == []
+    second = Work(60.0)
+    scheduler.checkpoint(0.2, decode, second)
+    assert first.seen == [(32, pytest.approx(0.1))]
+    assert decode.sms == 32  # bulk has the rest, until its checkpoint
+    scheduler.checkpoint(0.3, bulk.leases[0])
+    assert bulk.leases[0].sms == 64  # of 68, in whole cells
+    scheduler.checkpoint(0.4, decode, Work(15.0))
+    assert decode.sms == 16
+    scheduler.checkpoint(0.5, bulk.leases[0])
+    assert bulk.leases[0].sms == 132 - 16
+
+
+def test_it_waits_for_what_is_enough() -> None:
+    """A pass is not begun on fewer SMs than its latency needs; what is above it leaves them."""
+    scheduler = pool()
+    bulk = leased(scheduler, "bulk")
+    decode = scheduler.request(0.0, (Demand(8, 132),), service="decode", cost=Work(60.0))
+    assert bulk.sms == 132
+    assert scheduler.checkpoint(0.010, bulk) == [decode]
+    assert (bulk.sms, decode.leases[0].sms) == (132 - 64, 64)
+
+
+def test_a_floor_is_had_without_waiting_for_more() -> None:
+    """Who asks for no more than his floor has it at once, though more would be enough."""
+    scheduler = pool(ServiceClass("decode", priority=1, latency=1.0, reserve=16), BULK)
+    bulk = leased(scheduler, "bulk")
+    assert bulk.sms == 116
+    assert leased(scheduler, "decode", Work(60.0)).sms == 16
+
+
+def test_a_cap_holds_whatever_is_enough() -> None:
+    """No size is above a class's cap, and a request is not kept waiting for one that is."""
+    scheduler = pool(ServiceClass("decode", priority=1, latency=1.0, cap=32), BULK)
+    assert leased(scheduler, "decode", Work(60.0)).sms == 32
+    assert leased(scheduler, "bulk").sms == 100
+
+
+def test_nobody_is_kept_out_for_ever() -> None:
+    """Once a waiting request has aged, an elastic lease gives back all above what it asked for."""
+    scheduler = pool()
+    decode = leased(scheduler, "decode", Work(120.0), least=16)
+    late = scheduler.request(0.0, (Demand(112, 112),), service="bulk")
+    assert scheduler.checkpoint(0.010, decode) == []
+    assert decode.sms == 132, "it is nobody's yet"
+    scheduler.request(1.0, (Demand(8, 8),), service="bulk")  # so time is seen to pass
+    assert scheduler.checkpoint(1.0, decode) == [late]
+    assert decode.sms == 16
+
+
+def test_who_is_often_late_plans_with_less() -> None:
+    """A class that was late has more SMs for the same work, by what its users say it had."""
+    scheduler = pool()
+    bulk = leased(scheduler, "bulk")
+    for latency in (1.1, 1.2) * 10:
+        scheduler.observe(0.0, "decode", latency, 500)
+    decode = scheduler.request(0.0, (Demand(8, 132),), service="decode", cost=Work(15.0))
+    scheduler.checkpoint(0.010, bulk)
+    assert decode.leases[0].sms == 80  # 15 SM-seconds in a fifth of a second
+
+
+def test_a_pace_follows_what_was_late() -> None:
+    """It falls where more are late than may be, and rises again while hardly any is."""
+    pace = Pace()
+    assert pace.part == MOST
+    for _ in range(40):
+        pace.saw(500, is_late=True)
+    assert pace.part == LEAST
+    for _ in range(40):
+        pace.saw(500, is_late=False)
+    assert pace.part == MOST
+
+
+def test_a_policy_of_ones_own_sizes() -> None:
+    """One method more, and everybody has half of what classes above him leave, at most."""
+
+    class Halves(Fifo):
+        def size(self, request: Waiting, room: Room) -> tuple[int, int]:
+            return room.sizes[0], max(room.sizes[0], room.left // 2)
+
+    scheduler = pool(policy=Halves())
+    assert leased(scheduler, "bulk").sms == 64  # of 66, in whole cells
+    assert leased(scheduler, "bulk").sms == 56
