@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from greensched.planning.cells import Cells, Demand
-from greensched.planning.pacing import LEAST, MOST, Pace
+from greensched.planning.pacing import LEAST, MOST, SAFE, Pace
 from greensched.planning.policy import Fifo, Room, Sized, Waiting
 from greensched.planning.requests import Lease
 from greensched.planning.scheduler import Scheduler
@@ -33,7 +33,12 @@ class Work:
 
 
 def pool(*services: ServiceClass, policy: Fifo | None = None) -> Scheduler:
-    return Scheduler([CELLS], policy or Sized(), 10, services=services or (DECODE, BULK))
+    """One in which nobody was late for long, so that plans use all of a latency that they may."""
+    given = services or (DECODE, BULK)
+    scheduler = Scheduler([CELLS], policy or Sized(), 10, services=given)
+    for _ in range(40):
+        scheduler.observe(0.0, "decode", 0.1, 500)
+    return scheduler
 
 
 def leased(scheduler: Scheduler, service: str, cost: Work | None = None, least: int = 8) -> Lease:
@@ -124,8 +129,11 @@ def test_who_is_often_late_plans_with_less() -> None:
 
 
 def test_a_pace_follows_what_was_late() -> None:
-    """It falls where more are late than may be, and rises again while hardly any is."""
+    """It falls where more are late than may be, and rises while hardly any is, at first fast."""
     pace = Pace()
+    assert pace.part == SAFE
+    for _ in range(4):
+        pace.saw(500, is_late=False)
     assert pace.part == MOST
     for _ in range(40):
         pace.saw(500, is_late=True)
@@ -133,6 +141,20 @@ def test_a_pace_follows_what_was_late() -> None:
     for _ in range(40):
         pace.saw(500, is_late=False)
     assert pace.part == MOST
+
+
+def test_more_than_is_wanted_now_is_given_back() -> None:
+    """Who had more SMs than the policy says has no more than that after a checkpoint."""
+    scheduler = pool()
+    bulk = leased(scheduler, "bulk")
+    decode = scheduler.request(0.0, (Demand(8, 132),), service="decode", cost=Work(15.0))
+    scheduler.checkpoint(0.010, bulk)
+    assert (bulk.sms, decode.leases[0].sms) == (116, 16)
+    scheduler.checkpoint(0.020, decode.leases[0], Work(20.0))
+    for mask in (bulk.mask, bulk.mask & 0xFF00):
+        scheduler.warm[0].setdefault(mask.bit_count(), {})[mask] = None
+    scheduler.checkpoint(0.030, bulk)
+    assert bulk.sms == 104  # of 108, in whole cells
 
 
 def test_a_policy_of_ones_own_sizes() -> None:

@@ -10,6 +10,7 @@ import pytest
 import greensched
 from greensched import LatencyCurve, LaunchConfig, Partition, Pool
 from greensched.driver import simulated
+from greensched.errors import InvalidRequest
 from greensched.kernels import matmul
 
 #: Decode attention beside nothing on a Hopper GPU: flat, then a second wave is saved. Seconds.

@@ -355,7 +355,9 @@ class Ground:
         most = min(own + room, request.wants[0].most // cells.size)
         if most <= own:
             return 0
-        if most == (before & cells.equal).bit_count() and before & ~(free | lease.mask) == 0:
+        is_right = most == (before & cells.equal).bit_count()
+        is_right = is_right and cells.sms(before) <= request.wants[0].most
+        if is_right and before & ~(free | lease.mask) == 0:
             self._grow_to(lease, before, own)
             return 0
         among = lease.mask | self.visible(flow, device, most - own)
@@ -364,15 +366,25 @@ class Ground:
             limit = min(limit, most * cells.size + cells.remainder)
         limit = min(limit, flow.cap - flow.sms + lease.sms)
         mask = cells.fit(among, Demand(request.parts[0].least, limit), self.warm[device])
-        if mask and self.is_made(device, mask):
-            self._grow_to(lease, mask, own)
-            return 0
-        for count in range(most, own, -1):
+        is_made = mask and self.is_made(device, mask)
+        instead = self._largest_made(device, lease.mask | free, most, limit)
+        best = mask if is_made and cells.sms(mask) >= cells.sms(instead) else instead
+        if cells.sms(best) > lease.sms:
+            self._grow_to(lease, best, own)
+        return 0 if is_made else mask
+
+    def _largest_made(self, device: int, among: int, most: int, limit: int) -> int:
+        """The largest partition that is made, of at most so many equal cells and SMs; 0: none."""
+        cells, found = self.devices[device], 0
+        for count in range(most + 1, 0, -1):  # one more where the remainder is in it
             for made in self.warm[device].get(count, ()):
-                if made & ~among == 0:
-                    self._grow_to(lease, made, own)
-                    return mask
-        return mask
+                if made & ~among or (made & cells.equal).bit_count() > most:
+                    continue
+                if cells.sms(found) < cells.sms(made) <= limit:
+                    found = made
+            if found:
+                break
+        return found
 
     def _grow_to(self, lease: Lease, mask: int, own: int) -> None:
         cells, floors = self.devices[lease.device], self.floors[lease.device]

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-#: The part of a latency that a plan uses at most; the rest is for a start that is late. It begins
-#: there: few are late where nobody waits for a lease.
+#: The part of a latency that a plan uses at most: the rest is for a start that is late, and for
+#: what a neighbour does.
 MOST = 0.95
+#: Where it begins: whoever comes just after a piece began waits for two of them.
+SAFE = MOST / 2
 #: At least so much is planned with, whatever was late.
 LEAST = 0.2
-#: After so many latencies the part is looked at: a tenth less where more than four fifths of what
-#: may be late (1 in 100) was, a twentieth more where less than half of it was.
+#: After so many latencies the part is looked at. It falls where more than four fifths of what may
+#: be late (1 in 100) was, and rises where less than half of it was; faster until it first fell.
 LOOK = 500
 MANY, FEW = 0.008, 0.005
+FALL, RISE, RISE_FIRST = 0.9, 1.05, 1.2
 
 
 class Pace:
     """The part of its latency that a class's plans use."""
 
-    __slots__ = ("_late", "_seen", "part")
+    __slots__ = ("_late", "_rise", "_seen", "part")
 
     def __init__(self) -> None:
-        self.part = MOST
+        self.part = SAFE
+        self._rise = RISE_FIRST
         self._late = self._seen = 0
 
     def saw(self, number: int, *, is_late: bool) -> None:
@@ -30,7 +34,7 @@ class Pace:
             return
         share = self._late / self._seen
         if share > MANY:
-            self.part = max(LEAST, self.part * 0.9)
+            self.part, self._rise = max(LEAST, self.part * FALL), RISE
         elif share < FEW:
-            self.part = min(MOST, self.part * 1.05)
+            self.part = min(MOST, self.part * self._rise)
         self._late = self._seen = 0
