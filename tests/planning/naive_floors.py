@@ -84,6 +84,13 @@ class NaiveFloors:
             needed = -(-part.least // cells.size)
             assert self.equal(lease.device, lease.mask) <= needed
 
+    def kept_to_its_end(self, lease: Lease) -> int:
+        """SMs that a lease does not give back before."""
+        if not lease.request.is_elastic:
+            return lease.sms
+        size = self.devices[lease.device].size
+        return min(lease.sms, size * -(-lease.request.parts[0].least // size))
+
     def gave_back(self, lease: Lease) -> bool:
         """Whether an elastic lease has no cell more than its least asks for."""
         cells = self.devices[lease.device]
@@ -128,6 +135,8 @@ class NaiveFloors:
         (wants,) = request.wants
         cells, flow = self.devices[device], request.flow
         assert part.least <= wants.least <= wants.most
+        kept = [self.kept_to_its_end(x) for x in self.leases if x.device == device]
+        assert wants.least <= max(part.least, cells.total - sum(kept)), "it could wait for ever"
         if request.allowed is None:
             assert wants.least <= max(part.least, cells.size * -(-part.least // cells.size))
         if self.is_entitled(request) and flow.home == device:

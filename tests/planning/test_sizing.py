@@ -117,6 +117,15 @@ def test_nobody_is_kept_out_for_ever() -> None:
     assert decode.sms == 16
 
 
+def test_nobody_waits_for_what_is_never_given_back() -> None:
+    """Where not even all SMs are enough, it has what others do not keep to their end."""
+    scheduler = pool()
+    bulk = leased(scheduler, "bulk")
+    decode = scheduler.request(0.0, (Demand(8, 132),), service="decode", cost=Work(130.0))
+    assert scheduler.checkpoint(0.010, bulk) == [decode]
+    assert (bulk.sms, decode.leases[0].sms) == (8, 124)
+
+
 def test_who_is_often_late_plans_with_less() -> None:
     """A class that was late has more SMs for the same work, by what its users say it had."""
     scheduler = pool()

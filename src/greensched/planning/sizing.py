@@ -1,8 +1,9 @@
 """Sizes: how many SMs an elastic request is to have now, by a policy that says so (`Policy.size`).
 
 The policy sees the room there is on a device: the sizes, what classes above neither have nor want,
-whether anybody else does. What it says is kept within what was asked for and what the class may
-have; and whoever is granted his floor without it is granted it all the same.
+whether anybody else does. What it says is kept within what was asked for, what the class may have,
+and what there is once others have given back what they can at a checkpoint: for more nobody is kept
+waiting. And whoever is granted his floor without it is granted it all the same.
 """
 
 from __future__ import annotations
@@ -31,25 +32,33 @@ def wanted(
     (asked,), cells = request.parts, ground.devices[device]
     most = max(asked.least, ground.most_now(request, device, lease))
     sizes = range(-(-asked.least // cells.size) * cells.size, min(most, cells.total), cells.size)
-    taken, is_alone = _others(ground, lines, request, device, lease)
+    taken, kept, is_alone = _others(ground, lines, request, device, lease)
     room = Room((*sizes, min(most, cells.total)), max(0, cells.total - taken), is_alone)
     least, upto = size(request, room)
     # What his floor gives him he has without waiting for more.
     floor = ground.floors[device].unmet(request.flow) * cells.size
     if floor >= asked.least:
         least = min(least, floor)
-    least = min(max(least, asked.least), most)
+    least = max(asked.least, min(least, most, cells.total - kept))
     return Demand(least, min(max(upto, least), most))
 
 
 def _others(
     ground: Ground, lines: Iterable[Line], request: Request, device: int, lease: Lease | None
-) -> tuple[int, bool]:
-    """SMs that classes of higher priority have or want there; whether nobody has or wants any."""
-    flow, taken, is_alone = request.flow, 0, True
+) -> tuple[int, int, bool]:
+    """What others have or want there.
+
+    Returns:
+        SMs that classes of higher priority have or want; SMs that leases keep to their end; whether
+        nobody has or wants any.
+    """
+    flow, taken, kept, is_alone = request.flow, 0, 0, True
+    size = ground.devices[device].size
     for other in ground.live[device]:
         if other is not lease:
             is_alone = False
+            keeps = -(-other.request.parts[0].least // size) * size
+            kept += min(other.sms, keeps) if other.request.is_elastic else other.sms
             if other.flow.priority > flow.priority:
                 taken += max(other.sms, other.request.wants[0].least)
     for line in lines:
@@ -58,4 +67,4 @@ def _others(
             is_alone = False
             if line.flow.priority > flow.priority:
                 taken += first.wants[0].least
-    return taken, is_alone
+    return taken, kept, is_alone
