@@ -2,55 +2,22 @@
 
 from __future__ import annotations
 
-import heapq
-import random
-from itertools import count
 from statistics import mean, median
 
 import pytest
+from benchmarks.shares import DRAIN_S, published, saturate, serve
 
 from greensched.planning.cells import Cells, demands
-from greensched.planning.policy import Fair, Fifo, Policy
-from greensched.planning.requests import Request, State
+from greensched.planning.policy import Fair, Fifo
+from greensched.planning.requests import State
 from greensched.planning.scheduler import Scheduler
 from greensched.planning.services import ServiceClass
 from greensched.typing import ALL
 
-from .test_traffic import DEVICE, SECONDS, Job, published
-
 SEEDS = (1, 2, 3, 4, 5)
-#: A drain of eight exponential leases of 10 ms takes 27 ms on average, and rarely 100.
-DRAIN_S = 0.120
 
 
 # -- 3:1 ----------------------------------------------------------------------------------------
-
-
-def saturate(
-    weights: dict[str, float], mean_s: dict[str, float], seed: int, seconds: float
-) -> Scheduler:
-    """Every class always has more to do: what each got, and how busy the device was."""
-    rng, order = random.Random(seed), count()
-    services = [ServiceClass(name, weight=weight) for name, weight in weights.items()]
-    scheduler = Scheduler([DEVICE], Fair(), 10**6, services=services)
-    running: list[tuple[float, int, Request]] = []
-    now = 0.0
-
-    def begin(requests: list[Request]) -> None:
-        for request in requests:
-            length = rng.expovariate(1 / mean_s[request.flow.name])
-            heapq.heappush(running, (now + length, next(order), request))
-
-    for name in weights:
-        for _ in range(40):
-            request = scheduler.request(now, demands((16,)), service=name)
-            begin([request] if request.state is State.GRANTED else [])
-    while now < seconds:
-        now, _, done = heapq.heappop(running)
-        begin(scheduler.drained(now, done.leases[0]))
-        more = scheduler.request(now, demands((16,)), service=done.flow.name)
-        begin([more] if more.state is State.GRANTED else [])
-    return scheduler
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -96,27 +63,6 @@ def test_priority_comes_before_shares() -> None:
 
 
 # -- 40 of 40 -----------------------------------------------------------------------------------
-
-
-def serve(jobs: list[Job], policy: Policy, *, known: bool) -> dict[object, list[float]]:
-    """Runs jobs whose lengths are known beforehand, or not; waits by size."""
-    scheduler, order = Scheduler([DEVICE], policy, 10**6), count()
-    events: list[tuple[float, int, Job | Request]] = [(job[0], next(order), job) for job in jobs]
-    heapq.heapify(events)
-    waits: dict[object, list[float]] = {}
-    while events and events[0][0] < SECONDS:
-        now, _, event = heapq.heappop(events)
-        if isinstance(event, Request):
-            begun = scheduler.drained(now, event.leases[0])
-        else:
-            cost = event[2] if known else None
-            request = scheduler.request(now, demands((event[1],)), owner=event, cost=cost)
-            begun = [request] if request.leases else []
-        for request in begun:
-            at, size, length = request.owner  # type: ignore[misc]  # a job
-            waits.setdefault(size, []).append(now - at)
-            heapq.heappush(events, (now + length, next(order), request))
-    return waits
 
 
 def test_large_requests_are_served_at_little_cost_to_small_ones() -> None:
