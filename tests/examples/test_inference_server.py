@@ -1,0 +1,141 @@
+"""The inference server, as a program over a socket, and compared under load by its own command."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import httpx
+import pytest
+
+from helpers.programs import serving
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "09_inference_server"
+#: As compare.py has it: numpy's threads are more than the processors of a test machine.
+THREADS = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = os.environ | THREADS | {"GREENSCHED_DRIVER": "simulated:h200"}
+#: The interpreter, with warnings as errors.
+PYTHON = (sys.executable, "-W", "error")
+
+SEED = random.Random(1)
+#: More clients than a prefill or a step has at a time.
+PROMPTS = [[SEED.randrange(500) for _ in range(SEED.randint(1, 60))] for _ in range(8)]
+
+
+@pytest.fixture(scope="module")
+def model() -> ModuleType:
+    """The example's model, as a module of its own."""
+    spec = importlib.util.spec_from_file_location("inference_model", EXAMPLE / "model.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look for it
+    spec.loader.exec_module(module)
+    return module
+
+
+async def ask(client: httpx.AsyncClient, prompt: list[int], tokens: int) -> list[int]:
+    """What is streamed to a client that stays; each event ends with an empty line."""
+    asked = {"prompt": prompt, "tokens": tokens}
+    async with client.stream("POST", "/generate", json=asked) as response:
+        assert response.status_code == 200
+        assert response.headers["content-type"].startswith("text/event-stream")
+        body = (await response.aread()).decode()
+    assert body.endswith("\n\ndata: [DONE]\n\n")
+    return [json.loads(data)["token"] for data in re.findall(r"data: (\{.*\})\n\n", body)]
+
+
+async def leave(client: httpx.AsyncClient, prompt: list[int]) -> None:
+    """Hangs up when the first token is there."""
+    asked = {"prompt": prompt, "tokens": 100}
+    async with client.stream("POST", "/generate", json=asked) as response:
+        async for line in response.aiter_lines():
+            assert line.startswith("data")
+            return
+
+
+@pytest.mark.parametrize("options", [(), ("--streams",)], ids=["partitions", "streams"])
+def test_tokens_are_streamed(model: ModuleType, options: tuple[str, ...]) -> None:
+    """Each of many at once gets its own tokens, whoever leaves meanwhile; nonsense gets none."""
+
+    async def main(address: str) -> None:
+        async with httpx.AsyncClient(base_url=address, timeout=20) as client:
+            async with asyncio.TaskGroup() as tasks:
+                answers = [tasks.create_task(ask(client, prompt, 6)) for prompt in PROMPTS]
+                for prompt in PROMPTS[:3]:
+                    tasks.create_task(leave(client, prompt))
+            reference = model.load(is_simulated=True)
+            for prompt, answer in zip(PROMPTS, answers, strict=True):
+                tokens: list[int] = []
+                for _ in range(6):  # without a cache: all of it is read anew for each token
+                    tokens.append(reference.prefill(0, prompt + tokens))
+                assert answer.result() == tokens
+            # No slot is lost: as many as there are can be had at once.
+            slots = range(model.SIMULATED.slots)
+            everybody = await asyncio.gather(*(ask(client, [slot], 2) for slot in slots))
+            assert [len(tokens) for tokens in everybody] == [2 for _ in slots]
+            for nonsense in NONSENSE:
+                answer = await client.post("/generate", content=nonsense)
+                assert answer.status_code == 400
+
+    with serving([*PYTHON, str(EXAMPLE / "app.py"), "0", *options], ENVIRONMENT) as program:
+        asyncio.run(main(program.address))
+
+
+NONSENSE = [
+    "",
+    "[1, 2]",
+    '{"prompt": [1]}',
+    '{"prompt": [], "tokens": 3}',
+    '{"prompt": [-1], "tokens": 3}',
+    '{"prompt": [100000], "tokens": 3}',
+    '{"prompt": ["x"], "tokens": 3}',
+    '{"prompt": [1], "tokens": 0}',
+    '{"prompt": [1], "tokens": 100000}',
+]
+
+
+def compare(folder: Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*PYTHON, str(folder / "compare.py"), *(f"--{key}={options[key]}" for key in options)],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+
+
+def test_it_is_compared() -> None:
+    """One command serves both ways under load, and says what clients waited for, each way."""
+    done = compare(EXAMPLE, seconds=1)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in ("plain streams", "partitions"):
+        (found,) = re.findall(rf"^{name} +([\d. ]+)$", done.stdout, re.MULTILINE)
+        ttft, slow_ttft, between, slow_between, rate, answered, refused = map(float, found.split())
+        assert 0 < ttft <= slow_ttft
+        assert 0 < between <= slow_between
+        assert rate > 0 < answered
+        assert refused == 0
+
+
+def test_a_wrong_server_is_found(tmp_path: Path) -> None:
+    """It exits with 1 where clients get fewer tokens than they asked for."""
+    shutil.copytree(EXAMPLE, tmp_path, dirs_exist_ok=True)
+    app = tmp_path / "app.py"
+    right = "if not self.left:"
+    assert right in app.read_text()
+    app.write_text(app.read_text().replace(right, "if self.left <= 1:"))
+    done = compare(tmp_path, seconds=0.1)
+    assert done.returncode == 1
+    assert "not answered as they should be" in done.stdout, done.stderr
