@@ -184,6 +184,23 @@ async def test_a_deadline_that_passes_is_504(sim_pool: SimPool, make_app: Any) -
     assert "1 s" in answer.json()["detail"]
 
 
+async def test_who_would_be_late_is_503(sim_gpu: SimGPU, sim_pool: SimPool, make_app: Any) -> None:
+    """Who is known to be late is told at once, and when to come back."""
+
+    async def endpoint(request: Request) -> Response:
+        async with request.state.pool.partition(ALL, deadline=2, cost=1.5) as p:
+            await p.launch(spin, CONFIG, 1500 * MS)
+        return PlainTextResponse("done")
+
+    async with serving(make_app(sim_pool(), endpoint)) as client:
+        at_work = asyncio.create_task(client.get("/answer"))
+        await asyncio.sleep(0.1)
+        late = await client.get("/answer")  # done in 2.9 s, and due in 2
+        assert sim_gpu.time < 0.1 + SLACK
+        assert (late.status_code, late.headers["Retry-After"]) == (503, "1")
+        assert (await at_work).status_code == 200
+
+
 async def test_a_closed_pool_is_503(sim_pool: SimPool, make_app: Any) -> None:
     """While the pool is drained, who waits and who comes are both told to go elsewhere."""
     pool = sim_pool()
@@ -339,6 +356,51 @@ async def test_clients_that_leave_at_random(
             ended = max((ran.end for ran in sim_gpu.launches()), default=last)
             assert sim_gpu.time < max(last, ended) + SLACK
             assert ended < last + 0.020
+
+
+async def test_twice_the_capacity(sim_gpu: SimGPU, sim_pool: SimPool, make_app: Any) -> None:
+    """At twice its capacity a service answers in twice the time at most, or says 429 at once.
+
+    A fifth of the clients leave at random: their SMs are held while their kernel runs, and no more.
+    """
+    seconds, rng = 0.050, random.Random(1)
+    at_once, number = 132 // 16, 800
+    pool = sim_pool(max_waiting=at_once // 4)
+    latencies: dict[int, list[float]] = {200: [], 429: [], 499: []}
+    draining: list[tuple[float, int]] = []
+
+    async def endpoint(request: Request) -> Response:
+        async with asgi.while_connected(request), request.state.pool.partition(16) as p:
+            await p.launch(spin, CONFIG, int(seconds * 1e9))
+        return PlainTextResponse("done")
+
+    async def client(app: ASGIApp) -> None:
+        leaves, came = anyio.Event(), sim_gpu.time
+        request = asyncio.create_task(call(app, pool, leaves=leaves))
+        if rng.random() < 0.2:
+            await asyncio.wait([request], timeout=rng.random() * 2 * seconds)
+            leaves.set()
+        latencies[status(await request)].append(sim_gpu.time - came)
+
+    async def look() -> None:
+        while True:
+            draining.append((sim_gpu.time, pool.statistics().sms_draining))
+            await asyncio.sleep(seconds / 20)
+
+    async with serving(app := make_app(pool, endpoint)), asyncio.TaskGroup() as tasks:
+        looking = asyncio.create_task(look())
+        for _ in range(number):
+            await asyncio.sleep(rng.expovariate(2 * at_once / seconds))
+            tasks.create_task(client(app))
+        await until(lambda: not pool.statistics().leases)
+        looking.cancel()
+    assert max(latencies[200]) < 2 * seconds
+    assert max(latencies[429]) < SLACK
+    assert min(map(len, latencies.values())) > 20
+    ran = [(one.start, one.end) for one in sim_gpu.launches(spin)]
+    assert any(sms for _, sms in draining)
+    for when, sms in draining:
+        assert sms <= 16 * sum(start <= when < end + SLACK for start, end in ran)
 
 
 async def test_who_stays_is_not_disturbed(sim_pool: SimPool, make_app: Any) -> None:

@@ -25,6 +25,7 @@ from greensched.errors import (
     Closed,
     CUDAError,
     DeadlineExceeded,
+    DeadlineImpossible,
     DeviceFault,
     ForkedPool,
     Poisoned,
@@ -40,6 +41,7 @@ STATUS: dict[type[Exception], int] = {
     ForkedPool: 503,
     Poisoned: 503,
     DeviceFault: 503,
+    DeadlineImpossible: 503,
     DeadlineExceeded: 504,
     ClientDisconnect: 499,
 }
@@ -72,6 +74,7 @@ class PoolErrors:
     """Middleware that answers what a pool refuses, as `STATUS` has it, with `{"detail": ...}`.
 
     A full queue is 429 with `Retry-After`: whole seconds, the pool's own estimate rounded up. What
+    is refused at once because it would be late is 503 with the same: by how much it would be. What
     an endpoint raises after its response has begun, and what `STATUS` does not list, is raised on.
     Exception groups (of an `asyncio.TaskGroup`, say) are answered if all in them is listed. HTTP
     alone: a websocket's endpoint sees to its own.
@@ -110,8 +113,15 @@ def _answer(error: Exception) -> Response | None:
     refusal, status = refusals[0]
     headers = {}
     if isinstance(refusal, QueueFull):
-        headers["Retry-After"] = str(max(1, math.ceil(refusal.retry_after)))
+        headers["Retry-After"] = _whole_seconds(refusal.retry_after)
+    elif isinstance(refusal, DeadlineImpossible):
+        headers["Retry-After"] = _whole_seconds(refusal.predicted - refusal.deadline)
     return JSONResponse({"detail": str(refusal)}, status or 500, headers)
+
+
+def _whole_seconds(seconds: float) -> str:
+    """As HTTP has them: rounded up, and at least one."""
+    return str(max(1, math.ceil(seconds)))
 
 
 def _status(error: Exception) -> int | None:
