@@ -12,6 +12,7 @@
 #                       Python (GPU_PYTHON=...) and packages found there
 #   make bench-gpu      benchmarks on the GPU of this machine, found as by test-gpu
 #   make bench          benchmarks on the simulated driver; STANDIN=... adds the real bindings
+#   make bench-http     the FastAPI example at twice its capacity for a minute
 #   make soak           200,000 leases: memory, threads and files must not grow
 
 PYTHON ?= $(firstword $(foreach v,python3.11 python3.12 python3.13 python3.14 python3,$(if $(shell $(v) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo ok),$(v))))
@@ -21,7 +22,7 @@ STANDIN ?=
 BUILT  := .build/standin
 OTHERS := .build/integrations
 
-.PHONY: demo test check format test-standin test-integrations check-extras test-gpu bench bench-gpu soak clean
+.PHONY: demo test check format test-standin test-integrations check-extras test-gpu bench bench-gpu bench-http soak clean
 
 demo: $(VENV)/.ready
 	$(BIN)/greensched demo $(ARGS)
@@ -66,6 +67,9 @@ bench: $(VENV)/.ready $(if $(STANDIN),standin-built)
 
 bench-gpu:
 	PYTHONPATH=src:$$PYTHONPATH $(or $(GPU_PYTHON),python3) -m benchmarks.gpu $(ARGS)
+
+bench-http: $(VENV)/.ready
+	$(BIN)/python -m benchmarks.http $(ARGS)
 
 soak: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.soak $(ARGS)

@@ -14,12 +14,12 @@ from contextlib import asynccontextmanager
 
 import httpx
 import numpy as np
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from benchmarks.measure import Row, Samples, table
+from benchmarks.serving import serving
 from greensched import LaunchConfig, Pool
 from greensched.driver import simulated
 from greensched.integrations import asgi
@@ -60,7 +60,7 @@ async def _measure() -> Samples:
     driver.on_span(lambda span: ends.append(span.end / 1e9) if span.kind == "kernel" else None)
     pool = Pool(driver=driver, prepare=[spin])
     late = []
-    async with _serving(pool) as client:
+    async with _client(pool) as client:
         await client.get("/")
         for _ in range(NUMBER):
             request = asyncio.create_task(client.get("/"))
@@ -83,19 +83,15 @@ async def _work(request: Request) -> Response:
 
 
 @asynccontextmanager
-async def _serving(pool: Pool) -> AsyncGenerator[httpx.AsyncClient]:
+async def _client(pool: Pool) -> AsyncGenerator[httpx.AsyncClient]:
     app = Starlette(lifespan=asgi.lifespan(pool))
     app.add_route("/", _work)
     app.add_middleware(asgi.PoolErrors)
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None))
-    running = asyncio.create_task(server.serve())
-    while not server.started:  # noqa: ASYNC110  uvicorn has no event for it
-        await asyncio.sleep(0.01)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
+    async with (
+        serving(app) as (address, _),
+        httpx.AsyncClient(base_url=address, timeout=20) as client,
+    ):
         yield client
-    server.should_exit = True
-    await running
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from benchmarks.report import Report
 from benchmarks import (
     calling,
     deciding,
+    http,
     launching,
     leasing,
     leaving,
@@ -64,6 +65,28 @@ def test_clients_that_hang_up_are_measured(monkeypatch: pytest.MonkeyPatch) -> N
     assert median.passed is None
     assert 0 <= median.ours <= worst.ours
     assert worst.passed == (worst.ours <= 50)
+
+
+def test_a_service_under_load_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a second at twice the capacity: both kinds of answers, and each bar has a verdict."""
+    monkeypatch.setattr(http, "SECONDS_EACH", 0.05)
+    rows = http.measure(1.0)
+    judged = {row.what.split(":")[0].split("(")[0].strip(): row for row in rows if row.bar}
+    assert len(judged) == 6
+    answers = judged["answers"]
+    assert " x 200, " in answers.what
+    assert " x 429)" in answers.what
+    assert answers.ours == 0 < answers.theirs
+    for row in judged.values():  # the times are the machine's affair, what is left is not
+        assert row.passed is not None
+        assert row.passed or row.unit == "ms", row
+
+
+def test_what_is_left_is_named() -> None:
+    """A row of what is open names what there is more of, and fails by it."""
+    row = http._held("open", {"files": 5, "threads": 2, "tasks": 1}, {"files": 3, "threads": 4})
+    assert not row.passed
+    assert row.bar == "2 files more, 1 tasks more"
 
 
 @pytest.mark.usefixtures("few")

@@ -1,0 +1,23 @@
+"""An application on a port of its own, in this process and on this loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+
+import uvicorn
+from starlette.types import ASGIApp
+
+
+@asynccontextmanager
+async def serving(app: ASGIApp) -> AsyncGenerator[tuple[str, uvicorn.Server]]:
+    """Its address, and its server, which is stopped behind the block as by a signal."""
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None))
+    running = asyncio.create_task(server.serve())
+    while not server.started:  # noqa: ASYNC110  uvicorn has no event for it
+        await asyncio.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    yield f"http://127.0.0.1:{port}", server
+    server.should_exit = True
+    await running
