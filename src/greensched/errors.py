@@ -19,7 +19,17 @@ from collections.abc import Callable, Iterable
 
 
 class GreenschedError(Exception):
-    """Everything greensched raises on purpose derives from this."""
+    """Everything greensched raises on purpose derives from this. It may go to other processes."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Exceptions are made anew of their message, which is not what these are made of.
+        return _restored, (type(self), self.args), self.__dict__
+
+
+def _restored(kind: type[GreenschedError], args: tuple[object, ...]) -> GreenschedError:
+    error = kind.__new__(kind)
+    error.args = args
+    return error
 
 
 # -- yours: refused before anything is queued -------------------------------------------------
@@ -441,6 +451,49 @@ def wrong_thread() -> WrongThread:
         "a partition is used on the thread of the loop that entered it: hand this over by "
         "loop.call_soon_threadsafe or anyio.from_thread.run"
     )
+
+
+# -- of a fleet: pools in other processes -------------------------------------------------------
+
+
+class PoolLost(GreenschedError, RuntimeError):
+    """A pool of a fleet went away with a job: it may or may not have run. `why` says how."""
+
+    def __init__(self, pool: str, why: str) -> None:
+        self.pool = pool
+        self.why = why
+        super().__init__(
+            f"{pool} was lost, and what was there may or may not have run ({why}): submit it again "
+            "if that does no harm, or with idempotent=True"
+        )
+
+
+class NoPool(GreenschedError, RuntimeError):
+    """No pool of the fleet can take this now; the message says why, and what to do."""
+
+
+class NotAnswered(DeadlineExceeded):
+    """The deadline of a fleet's job passed before its answer came; it may have run."""
+
+    def __init__(self, deadline: float) -> None:
+        super().__init__(deadline)
+        self.args = (f"not answered within its deadline of {deadline:g} s; it may have run",)
+
+
+class VersionSkew(GreenschedError, RuntimeError):
+    """A caller and a pool speak different versions: install the same greensched on all nodes."""
+
+    def __init__(self, pool: str, theirs: int, ours: int) -> None:
+        self.theirs = theirs
+        self.ours = ours
+        super().__init__(
+            f"{pool} speaks version {theirs}, and this process {ours}: install the same greensched "
+            "on all nodes, then stop the fleet and start it again"
+        )
+
+
+class JobFailed(GreenschedError, RuntimeError):
+    """A fleet's job raised what cannot be sent here; the message says what that was."""
 
 
 # -- several failures ---------------------------------------------------------------------------

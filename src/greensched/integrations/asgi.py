@@ -22,16 +22,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from greensched import Pool
 from greensched.errors import (
-    Closed,
-    CUDAError,
     DeadlineExceeded,
     DeadlineImpossible,
     DeviceFault,
     ForkedPool,
+    NoPool,
     Poisoned,
     PoolClosed,
+    PoolLost,
     QueueFull,
 )
+from greensched.integrations.health import fault_of
 
 #: What a pool refuses, and what a client is told. Source of 499: nginx, for its log; nobody reads
 #: it. All else is the program's own fault: 500.
@@ -42,6 +43,8 @@ STATUS: dict[type[Exception], int] = {
     Poisoned: 503,
     DeviceFault: 503,
     DeadlineImpossible: 503,
+    PoolLost: 503,
+    NoPool: 503,
     DeadlineExceeded: 504,
     ClientDisconnect: 499,
 }
@@ -193,11 +196,11 @@ def routes(pool: Pool) -> list[Route]:
     """
 
     async def readyz(_: Request) -> Response:
-        fault = _fault(pool)
+        fault = fault_of(pool)
         return _told(fault or pool, is_well=fault is None and pool.is_ready)
 
     async def healthz(_: Request) -> Response:
-        fault = _fault(pool)
+        fault = fault_of(pool)
         is_spoilt = pool.fault is not None or isinstance(fault, DeviceFault)
         return _told(fault or pool, is_well=not is_spoilt)
 
@@ -206,21 +209,3 @@ def routes(pool: Pool) -> list[Route]:
 
 def _told(what: object, *, is_well: bool) -> Response:
     return JSONResponse({"detail": str(what)}, 200 if is_well else 503)
-
-
-def _fault(pool: Pool) -> BaseException | None:
-    """What is wrong with a device, asked now. Does not block.
-
-    Making an event is the least that a driver answers with the fault of its context, and an H200's
-    was never seen to wait (docs/measurements/h200-580/stuck-and-lost.json, "create event").
-    """
-    if pool.fault is not None or not pool.is_ready:
-        return pool.fault
-    try:
-        for device in pool.devices:
-            device.primary.create_event().close()
-    except CUDAError as error:
-        return error
-    except Closed:  # by another thread's hand, just now
-        pass
-    return None

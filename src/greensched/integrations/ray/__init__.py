@@ -1,0 +1,21 @@
+"""Pools on every GPU of a Ray cluster, and in Ray Serve. Needs the extra `ray`, and asyncio.
+
+    ray.init()
+    async with Fleet("images", partial(Pool, prepare=[kernel])) as fleet:
+        y = await fleet.submit(job, x, sms=16, deadline=0.5, idempotent=True)
+        async with fleet.partition(32) as session:
+            y = await session.run(job, x)
+
+Ray places one actor on each GPU, starts it again where it ends, and carries what is sent; its pool
+decides over the SMs. docs/ray.md has the rest.
+"""
+
+from __future__ import annotations
+
+from greensched.integrations.ray.fleet import Fleet
+from greensched.integrations.ray.gpus import own_gpu
+from greensched.integrations.ray.host import Health
+from greensched.integrations.ray.session import Session
+from greensched.integrations.ray.wire import Snapshot
+
+__all__ = ["Fleet", "Health", "Session", "Snapshot", "own_gpu"]
