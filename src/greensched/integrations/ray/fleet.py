@@ -325,7 +325,8 @@ class Fleet:
 
     def pools(self) -> dict[str, wire.Snapshot]:
         """What each pool that is there last said of itself, by name. Never waits."""
-        return {name: line.snapshot for name, line in self._lines.items()}
+        lines = self._lines.items()
+        return {name: line.snapshot._replace(is_open=line.is_open) for name, line in lines}
 
     async def health(self) -> dict[str, Health | None]:
         """How each pool's process is, by name; None: it does not answer within a second."""

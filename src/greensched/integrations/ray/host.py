@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import ray
 
 from greensched import ALL, Pool
-from greensched.errors import Poisoned, PoolClosed, PoolLost, QueueFull, VersionSkew
+from greensched.errors import Poisoned, PoolClosed, QueueFull, VersionSkew
 from greensched.integrations.health import fault_of
 from greensched.integrations.ray import wire
 from greensched.integrations.ray.caller import Caller
@@ -97,6 +97,7 @@ class PoolHost:
                 pool = self._make(devices=[own_gpu()])
                 await pool.open()
                 self._pool = pool
+                self._looked = time.monotonic()
                 self._watching = asyncio.create_task(self._watch())
         self._callers[key] = Caller(self)
         device, *_ = self.pool.devices
@@ -110,16 +111,14 @@ class PoolHost:
             snapshot=self.snapshot(),
         )
 
-    async def exchange(self, key: str, letter: Letter) -> Answer:
+    async def exchange(self, key: str, letter: Letter) -> Answer | None:
         """A caller's letter; answered when there is something to tell, or after a beat.
 
-        Raises:
-            PoolLost: no such caller (any more).
+        Returns:
+            None: no such caller (any more), and nothing of the letter was taken.
         """
         caller = self._callers.get(key)
-        if caller is None:
-            raise PoolLost(self.name, "it was started anew, or has heard nothing for too long")
-        return await caller.answer(letter)
+        return None if caller is None else await caller.answer(letter)
 
     async def goodbye(self, key: str) -> None:
         """The caller is gone: what of his waits leaves the queue."""
@@ -140,7 +139,7 @@ class PoolHost:
             pid=os.getpid(),
             is_open=is_open,
             fault=str(self._fault or ""),
-            stalled=max(0.0, time.monotonic() - self._looked - LOOK) if self._watching else 0.0,
+            stalled=self._stalled() if self._watching else 0.0,
             callers=len(self._callers),
             jobs=self._jobs,
         )
@@ -190,6 +189,10 @@ class PoolHost:
             wait=statistics.median(self._waits),
         )
 
+    def _stalled(self) -> float:
+        """Seconds for which its loop has looked at nothing, beyond those it should."""
+        return max(0.0, time.monotonic() - self._looked - LOOK)
+
     # -- watching ----------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
@@ -201,8 +204,9 @@ class PoolHost:
         loop = asyncio.get_running_loop()
         while self._fault is None:
             await asyncio.sleep(LOOK)
-            self._looked = time.monotonic()
+            stood_still, self._looked = self._stalled(), time.monotonic()
             for key, caller in [*self._callers.items()]:
+                caller.heard += stood_still  # what came meanwhile was not heard
                 if loop.time() - caller.heard > LOST:
                     logger.warning("%s: a caller was not heard of for %g s", self.name, LOST)
                     await self.goodbye(key)

@@ -45,6 +45,7 @@ class Line:
         self._unseen: deque[tuple[int, int]] = deque()
         self._unseen_sms = 0
         self._exchanging: set[asyncio.Task[None]] = set()
+        self._loop.call_soon(self._listen)
 
     # -- asking ------------------------------------------------------------------------------------
 
@@ -124,15 +125,19 @@ class Line:
         self._calls += 1
         # Sent here and now, by `remote`; the task waits for the answer alone.
         call = self._handle.exchange.remote(self._key, letter)
-        task = self._loop.create_task(self._exchange(call))
+        task = self._loop.create_task(self._exchange(call, messages))
         self._exchanging.add(task)
         task.add_done_callback(self._exchanging.discard)
 
-    async def _exchange(self, call: Any) -> None:
+    async def _exchange(self, call: Any, messages: list[Message]) -> None:
         try:
-            answer = await call
+            answer: Answer | None = await call
         except Exception as error:
             self.end(f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}")
+            return
+        if answer is None:
+            self._outbox += messages
+            self.end("it was started anew, or heard nothing from here for too long")
         else:
             self._hear(answer)
 

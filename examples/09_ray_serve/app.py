@@ -1,0 +1,59 @@
+"""Ray Serve with a pool in each replica, a GPU for each: POST a JSON list of numbers to /sum.
+
+serve run examples.09_ray_serve.app:application, or python examples/09_ray_serve/app.py; then
+curl -H 'Content-Type: application/json' -d '[1, 2, 3.5]' localhost:8000/sum
+
+A full queue is 429 with Retry-After, a GPU that failed 503 until Serve has replaced the replica,
+which its health check asks for within a second.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+
+import numpy as np
+import ray
+from fastapi import FastAPI, Request
+from ray import serve
+
+from greensched import LaunchConfig, Pool
+from greensched.demo import choose_driver
+from greensched.integrations import asgi
+from greensched.integrations.ray.serve import PoolReplica
+from greensched.kernels import reduce_sum
+
+MAX_WAITING = 64  # beyond, clients are told to come back
+DEADLINE = 0.5  # seconds in the queue
+
+app = FastAPI()
+app.add_middleware(asgi.PoolErrors)
+
+
+def make_pool(devices: list[int]) -> Pool:
+    """Called in the replica's process, where Ray has given it a GPU."""
+    return Pool(devices, driver=choose_driver(), max_waiting=MAX_WAITING, prepare=[reduce_sum])
+
+
+@serve.deployment(
+    ray_actor_options={"num_gpus": 1},  # a whole one: parts of it are the pool's to give
+    max_ongoing_requests=1000,  # the pool's queue is the bound, and answers 429
+    health_check_period_s=1,
+)
+@serve.ingress(app)
+class Sums(PoolReplica):
+    @app.post("/sum")
+    async def total(self, numbers: list[float], request: Request) -> dict[str, float]:
+        values = np.array(numbers, np.float32)
+        config = LaunchConfig(grid=max(1, values.size // 1024), block=256)
+        async with asgi.while_connected(request), self.pool.partition(16, deadline=DEADLINE) as p:
+            with await p.upload(values) as x, await p.upload(np.zeros(1, np.float32)) as y:
+                p.launch(reduce_sum, config, x, y, values.size)
+                return {"sum": float((await p.download(y))[0]), "process": os.getpid()}
+
+
+application = Sums.bind(make_pool)
+
+if __name__ == "__main__":
+    ray.init(num_gpus=1)  # a simulated one counts, too
+    serve.run(application, blocking=True)

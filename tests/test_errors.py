@@ -1,0 +1,62 @@
+"""Errors go from process to process whole: by pickle, as multiprocessing and Ray send them."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+
+from greensched import errors
+
+#: What those are made of that are not made of a sentence.
+MADE_OF: dict[str, tuple[Any, ...]] = {
+    "InvalidSize": (0,),
+    "TooManySMs": (9, 8),
+    "InvalidSplit": ((9, None), 8, "why", (8,)),
+    "InvalidCombination": ("why",),
+    "InvalidLaunch": ("grid", 9, 8),
+    "ArgumentMismatch": ("kernel", "problem"),
+    "CompileFailed": ("kernel", "sm_90", "log"),
+    "NotSimulable": ("kernel", "cost"),
+    "WrongDevice": ("buffer", 0, 1),
+    "DeviceTaken": (0,),
+    "WrongContext": ("stream", "event"),
+    "CurrentElsewhere": ("context", "a", "b"),
+    "HeldAcrossAwait": ("context", "a.py:1", "task", "a.py:2"),
+    "NoLoop": (),
+    "WouldDeadlock": (1, 2, 3),
+    "QueueFull": (3, 0.5),
+    "DeadlineExceeded": (0.5,),
+    "NotAnswered": (0.5,),
+    "DeadlineImpossible": (2.0, 1.0),
+    "NotSupported": ("what", "needs", "has"),
+    "MissingPackage": ("what", "package", "extra"),
+    "CUDAError": (1, "INVALID_VALUE", "call", "detail"),
+    "OutOfMemory": ("call", 3, 2, 1),
+    "DeviceFault": (700, "ILLEGAL_ADDRESS", "call"),
+    "Poisoned": (errors.DeviceFault(700, "ILLEGAL_ADDRESS", "call"),),
+    "PoolLost": ("pool", "why"),
+    "VersionSkew": ("pool", 1, 2),
+}
+EVERY = [
+    value
+    for value in vars(errors).values()
+    if isinstance(value, type) and value.__module__ == errors.__name__
+]
+
+
+def facts(error: BaseException) -> dict[str, str]:
+    return {name: repr(value) for name, value in vars(error).items()}
+
+
+@pytest.mark.parametrize("kind", EVERY, ids=lambda kind: kind.__name__)
+def test_an_error_is_pickled_whole(kind: type[errors.GreenschedError]) -> None:
+    """It comes back with its class, its message, its attributes and its notes."""
+    error = kind(*MADE_OF.get(kind.__name__, ("said",)))
+    error.add_note("a note")
+    got = pickle.loads(pickle.dumps(error))
+    assert type(got) is kind
+    assert str(got) == str(error)
+    assert str(error)
+    assert facts(got) == facts(error)
