@@ -1,16 +1,15 @@
 """Ray Serve with a pool in each replica, a GPU for each: POST a JSON list of numbers to /sum.
 
-serve run examples.09_ray_serve.app:application, or python examples/09_ray_serve/app.py; then
+python examples/09_ray_serve/app.py, or, in its folder, serve run app:application; and then
 curl -H 'Content-Type: application/json' -d '[1, 2, 3.5]' localhost:8000/sum
 
 A full queue is 429 with Retry-After, a GPU that failed 503 until Serve has replaced the replica,
 which its health check asks for within a second.
 """
 
-from __future__ import annotations
-
+# Without `from __future__ import annotations`: Ray sends the class to the replica, where FastAPI
+# would look for names that only annotations have.
 import os
-from functools import partial
 
 import numpy as np
 import ray

@@ -7,11 +7,26 @@ test says so; what needs device code is in tests/gpu.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from greensched import Pool
 from helpers.world import standin_library
+
+
+@pytest.fixture(scope="session")
+def ray_cluster(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """A Ray cluster of three nodes, with two simulated GPUs, one, and one."""
+    pytest.importorskip("ray", reason="ray is not installed: make test-integrations")
+    from benchmarks import ray as bench
+
+    if request.config.getoption("--driver") != "simulated":
+        pytest.skip("simulated GPUs alone")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("GREENSCHED_DRIVER", "simulated:h200")  # what its processes inherit
+        with bench.cluster((2, 1, 1)) as made:
+            yield made
 
 
 @pytest.fixture

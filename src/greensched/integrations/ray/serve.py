@@ -19,11 +19,13 @@ from greensched.integrations.ray.gpus import own_gpu
 class PoolReplica:
     """A replica with a pool over the one GPU that Ray gave it; a base for a deployment's class.
 
+    Serve has it answer whom it has taken, then ends its process, and the pool with it.
+
     Attributes:
         pool: open as soon as there is a request.
     """
 
-    async def __init__(self, make: Callable[..., Pool] = Pool) -> None:
+    async def __init__(self, make: Callable[..., Pool] = Pool) -> None:  # type: ignore[misc]  # Serve awaits it
         """Opens the pool; Serve awaits this before it sends requests.
 
         Args:
@@ -59,7 +61,3 @@ class PoolReplica:
             "sms": (has.sms_leased + has.sms_draining) / has.sms_total,
             "waiting": float(has.waiting),
         }
-
-    async def __del__(self) -> None:
-        """Closes the pool once the replica has answered whom it has taken: Serve awaits this."""
-        await self.pool.aclose()
