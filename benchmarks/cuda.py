@@ -39,6 +39,12 @@ _BARS = {
 }
 
 
+#: Kernels shorter and longer than a loop looks for, and waits behind each busy loop, of which
+#: `python -m benchmarks.waking` makes more.
+_WAITING = {"STUBCUDA_KERNEL_US": "20"}, {"STUBCUDA_KERNEL_US": "2000"}
+_WAITS = "500"
+
+
 def measure(folder: str) -> list[Row]:
     """On the stand-in that a folder holds.
 
@@ -50,6 +56,11 @@ def measure(folder: str) -> list[Row]:
     return [
         *(replace(row, what=f"0 us: {row.what}") for row in judged),
         *(replace(row, what=f"20 us: {row.what}") for row in waiting),
+        *(
+            row
+            for settings in _WAITING
+            for row in _in_a_process(folder, settings, "benchmarks.waking", "--waits", _WAITS)
+        ),
     ]
 
 
@@ -61,9 +72,9 @@ def judge(row: Row, bars: Mapping[str, float]) -> Row:
     return replace(row, bar=f"<= {most:g} x", passed=row.ratio <= most)
 
 
-def _in_a_process(folder: str, settings: dict[str, str]) -> list[Row]:
+def _in_a_process(folder: str, settings: dict[str, str], *what: str) -> list[Row]:
     environment = os.environ | settings | {"LD_LIBRARY_PATH": folder}
-    command = [sys.executable, "-m", "benchmarks.cuda", "--json"]
+    command = [sys.executable, "-m", *(what or ("benchmarks.cuda",)), "--json"]
     ran = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True)
     return [Row.from_dict(found) for found in json.loads(ran.stdout)]
 

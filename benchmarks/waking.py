@@ -1,0 +1,200 @@
+"""How soon a task hears that its job is done: on an idle loop, and behind one with other work.
+
+`python -m benchmarks.waking [--seconds S] [--waits N]`. Beside a thread that blocks in the driver,
+`asyncio.to_thread(event.synchronize)`, which is what one writes without a library. Jobs spin for
+`S` seconds, on a GPU and on a simulated one; a stand-in is told by its environment.
+
+A busy loop has a task that works for so long in each of its turns. There the figures are how long
+after the job's own time its task ran again, and how long a call and an upload of 1 MiB took, whose
+reference is no upload, but an empty call in a thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
+from time import perf_counter
+
+import numpy as np
+
+from benchmarks.byhand import SMS, ByHand, by_hand
+from benchmarks.measure import SCALES, Comparison, Row, Work, compare, table
+from greensched import LaunchConfig, Partition, Pool
+from greensched import driver as drivers
+from greensched.driver.base import Driver
+from greensched.kernels import spin
+from greensched.launcher import Arguments
+
+ONE = LaunchConfig(grid=1, block=32)
+#: A busy loop's turns, in seconds.
+TURNS = 80e-6, 1e-3
+#: Waits behind a busy loop, in rounds of so many; of references a fifth as many.
+WAITS, ROUND = 10_000, 100
+#: Most of p99 behind a busy loop: so many turns and seconds; and seconds of calls and uploads.
+MOST_TURNS, MOST_S, MOST_OTHERS_S = 3, 2e-3, 20e-3
+#: Jobs whose processor time is added up.
+JOBS = 200
+MIB = np.zeros(2**20, np.uint8)
+
+
+async def measure(driver: Driver, seconds: float, waits: int = WAITS) -> list[Row]:
+    """Jobs of so many seconds: awaited on an idle loop, behind busy ones, and what they cost."""
+    async with (
+        Pool([0], driver=driver, prepare=[spin]) as pool,
+        by_hand(driver, pool) as hand,
+        pool.partition(SMS) as p,
+    ):
+        bench = _Bench(p, hand, seconds, waits)
+        rows = [await bench.idle(), await bench.processor()]
+        for turn in TURNS:
+            rows += await bench.busy(turn)
+    return rows
+
+
+class _Bench:
+    def __init__(self, p: Partition, hand: ByHand, seconds: float, waits: int) -> None:
+        self.p = p
+        self.waits = waits
+        self.hand = hand
+        self.seconds = seconds
+        self.ns = int(seconds * 1e9)
+        self.loader = p.context.loader
+        self.driver = p.context.driver
+        self._values = Arguments(spin, p.device)
+        self._values.fill((self.ns,))
+        kernel = self.loader.loaded(spin)
+        self._launch = self.driver.bind_launch(
+            self.driver.foreign_stream(hand.stream), kernel, ONE.grid3, ONE.block3, 0,
+            self._values.address,
+        )  # fmt: skip
+
+    async def ours(self) -> None:
+        await self.p.launch(spin, ONE, self.ns)
+
+    async def theirs(self) -> None:
+        self._launch()
+        self.hand.record()
+        await asyncio.to_thread(self.hand.sync)
+
+    async def polled(self) -> None:
+        self._launch()
+        self.hand.record()
+        await self.hand.poll()
+
+    async def idle(self) -> Row:
+        """On a loop that has nothing else to do."""
+        is_short = self.seconds < self.driver.spin_budget
+        what = f"a job of {self.seconds * 1e6:g} us, awaited | event in to_thread"
+        found = await compare(what, _timed(self.ours), _timed(self.theirs))
+        return found.row(0.5, "us", most=0.15 if is_short else 1.05)
+
+    async def processor(self) -> Row:
+        """How much of a processor waiting takes, beside a poll that never ends."""
+        shares = []
+        for wait in (self.ours, self.polled):
+            began, busy = perf_counter(), time.process_time()
+            for _ in range(JOBS):
+                await wait()
+            shares.append((time.process_time() - busy) / (perf_counter() - began))
+        what = f"a job of {self.seconds * 1e6:g} us, processor time | polled event"
+        return Row(what, 100 * shares[0], 100 * shares[1], "%")
+
+    async def busy(self, turn: float) -> list[Row]:
+        """Behind a loop whose turns are so long."""
+        name = f"turns of {turn * 1e6:g} us"
+        thread = partial(asyncio.to_thread, _nothing)
+        behind = partial(_turns, self.waits)
+        async with _busy(turn):
+            what = f"{name}: awaited, beyond the job's time | event in to_thread"
+            waits = await behind(what, self.ours, self.theirs, less=self.seconds)
+            run = partial(self.p.run, _nothing)
+            calls = await behind(f"{name}: run of nothing | to_thread", run, thread)
+            copies = await behind(f"{name}: upload of 1 MiB | to_thread", self._upload, thread)
+        most = MOST_TURNS * turn + MOST_S
+        return [
+            _bounded(waits.row(0.99, "ms"), most),
+            _bounded(calls.row(0.99, "ms"), MOST_OTHERS_S),
+            _bounded(copies.row(0.99, "ms"), MOST_OTHERS_S),
+        ]
+
+    async def _upload(self) -> None:
+        (await self.p.upload(MIB)).close()
+
+
+def _nothing() -> None:
+    pass
+
+
+def _timed(step: Callable[[], Awaitable[object]], less: float = 0.0) -> Work:
+    async def work() -> float:
+        start = perf_counter()
+        await step()
+        return perf_counter() - start - less
+
+    return work
+
+
+def _bounded(row: Row, most: float) -> Row:
+    limit = most * SCALES[row.unit]
+    return replace(row, bar=f"<= {limit:g} {row.unit}", passed=row.ours <= limit)
+
+
+async def _turns(
+    waits: int,
+    what: str,
+    ours: Callable[[], Awaitable[object]],
+    theirs: Callable[[], Awaitable[object]],
+    less: float = 0.0,
+) -> Comparison:
+    found = Comparison(what)
+    for number in range(-(-waits // ROUND)):
+        sides = [(ours, found.ours)] if number % 5 else [(ours, found.ours), (theirs, found.theirs)]
+        for step, rounds in sides:
+            work = _timed(step, less)
+            rounds.append(np.array([await work() for _ in range(ROUND)]))
+    return found
+
+
+@asynccontextmanager
+async def _busy(turn: float) -> AsyncIterator[None]:
+    """A loop with a task that works for so long in each turn."""
+
+    async def work() -> None:
+        while True:
+            until = perf_counter() + turn
+            while perf_counter() < until:
+                pass
+            await asyncio.sleep(0)
+
+    worker = asyncio.create_task(work())
+    try:
+        yield
+    finally:
+        worker.cancel()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.waking", description=__doc__)
+    parser.add_argument("--driver", default="cuda", help="cuda, or a simulated one")
+    parser.add_argument("--seconds", type=float, default=_told(), help="of a job")
+    parser.add_argument("--waits", type=int, default=WAITS, help="behind each busy loop")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    options = parser.parse_args()
+    found = asyncio.run(measure(drivers.open(options.driver), options.seconds, options.waits))
+    print(json.dumps([row.as_dict() for row in found]) if options.json else table(found))
+
+
+def _told() -> float:
+    """What a stand-in was told of its kernels; else half a millisecond."""
+    return float(os.environ.get("STUBCUDA_KERNEL_US", "500")) * 1e-6
+
+
+if __name__ == "__main__":
+    main()
