@@ -5,7 +5,7 @@
 #   make check          lint, format, types, import contracts
 #   make test-standin   the conformance suite and more, with the real cuda.bindings on a stand-in
 #                       driver built from STANDIN=<folder with a Makefile>
-#   make test-integrations  torch, cuda.core, numba-cuda and Warp beside greensched, in an environment
+#   make test-integrations  torch, cuda.core, numba-cuda, Warp and Ray beside greensched, in an environment
 #                       of their own, some gigabytes; STANDIN=... for those that need a driver
 #   make check-extras   whether every extra installs beside the newest torch; installs nothing
 #   make test-gpu       the same suite and all gpu tests, on the GPU of this machine, with the
@@ -13,6 +13,7 @@
 #   make bench-gpu      benchmarks on the GPU of this machine, found as by test-gpu
 #   make bench          benchmarks on the simulated driver; STANDIN=... adds the real bindings
 #   make bench-http     the FastAPI example at twice its capacity for a minute
+#   make bench-ray      a fleet on a Ray cluster of three nodes with simulated GPUs, one of them lost
 #   make soak           200,000 leases: memory, threads and files must not grow
 
 PYTHON ?= $(firstword $(foreach v,python3.11 python3.12 python3.13 python3.14 python3,$(if $(shell $(v) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo ok),$(v))))
@@ -22,7 +23,7 @@ STANDIN ?=
 BUILT  := .build/standin
 OTHERS := .build/integrations
 
-.PHONY: demo test check format test-standin test-integrations check-extras test-gpu bench bench-gpu bench-http soak clean
+.PHONY: demo test check format test-standin test-integrations check-extras test-gpu bench bench-gpu bench-http bench-ray soak clean
 
 demo: $(VENV)/.ready
 	$(BIN)/greensched demo $(ARGS)
@@ -70,6 +71,9 @@ bench-gpu:
 
 bench-http: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.http $(ARGS)
+
+bench-ray: $(OTHERS)/.ready
+	$(OTHERS)/bin/python -m benchmarks.ray $(ARGS)
 
 soak: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.soak $(ARGS)

@@ -28,7 +28,7 @@ from greensched.driver import simulated
 from greensched.kernels import fill, spin
 
 ray = pytest.importorskip("ray", reason="ray is not installed: make test-integrations")
-from greensched.integrations.ray import Fleet, gpus, host, line, own_gpu, wire  # noqa: E402
+from greensched.integrations.ray import Fleet, gpus, host, line, members, own_gpu, wire  # noqa: E402
 from greensched.integrations.ray import fleet as fleets  # noqa: E402
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore::ResourceWarning")]
@@ -617,8 +617,8 @@ def test_any_other_fleet_ends_with_its_program(fleet: Fleet, run: Any, cluster: 
 
 def test_a_new_gpu_gets_a_pool(fleet: Fleet, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fleet of all GPUs begins one more when there has been one more for some time."""
-    monkeypatch.setattr(fleets, "LOOK", 0.05)
-    monkeypatch.setattr(fleets, "SURPLUS", 0.1)
+    monkeypatch.setattr(members, "LOOK", 0.05)
+    monkeypatch.setattr(members, "SURPLUS", 0.1)
     monkeypatch.setattr(gpus, "count", lambda: 3)
 
     async def main() -> None:

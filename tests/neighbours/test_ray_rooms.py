@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import socket
 import subprocess
 import sys
 import types
@@ -519,6 +520,30 @@ def test_a_part_of_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         given(monkeypatch, 0.5, ["0"], "0")
     (tmp_path / "control").touch()
     assert given(monkeypatch, 0.5, ["0"], "0") == 0
+
+
+def test_a_lost_node_is_seen_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By who answers on its port, where Ray still waits for its heartbeats; and by Ray's word."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as there,
+        socket.create_server(("127.0.0.1", 0)) as other,
+    ):
+        ports = {"there": there.getsockname()[1], "lost": other.getsockname()[1], "dead": 1}
+        other.close()
+        nodes = [
+            {
+                "NodeID": name,
+                "Alive": name != "dead",
+                "NodeManagerAddress": "127.0.0.1",
+                "NodeManagerPort": port,
+                "Resources": {"GPU": 2.0},
+            }
+            for name, port in ports.items()
+        ]
+        monkeypatch.setattr(gpus.ray, "nodes", lambda: nodes)
+        assert gpus.gone({"there", "lost", "dead", "unheard of"}) == {"lost", "dead", "unheard of"}
+        assert gpus.count() == 4
+        assert gpus.count({"lost"}) == 2
 
 
 def test_nothing_of_cuda_is_touched_before_the_first_caller() -> None:

@@ -9,8 +9,8 @@ from typing import Protocol, TypeVar
 from greensched.errors import InvalidRequest, TooManySMs
 
 
-class Choice(Protocol):
-    """What is known of a pool; see `line.Line`."""
+class Known(Protocol):
+    """Who a pool is; see `wire.Facts`."""
 
     @property
     def name(self) -> str: ...
@@ -20,6 +20,11 @@ class Choice(Protocol):
     def pid(self) -> int: ...
     @property
     def uuid(self) -> str | None: ...
+
+
+class Choice(Known, Protocol):
+    """How a pool is; see `line.Line`."""
+
     @property
     def most(self) -> int: ...
     @property
@@ -44,7 +49,7 @@ def check_feasible(sms: int, most: Iterable[int]) -> None:
         raise TooManySMs(sms, largest)
 
 
-def check_apart(new: Choice, others: Iterable[Choice]) -> None:
+def check_apart(new: Known, others: Iterable[Known]) -> None:
     """Refuses a second process's pool on one GPU, whatever ordinal it has there.
 
     Raises:

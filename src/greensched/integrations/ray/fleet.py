@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
-import uuid
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
-import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError
 from ray.experimental import get_object_locations
 
 from greensched import Pool
 from greensched.errors import (
     DeviceFault,
-    GreenschedError,
     InvalidRequest,
     NoPool,
     Poisoned,
@@ -27,10 +23,11 @@ from greensched.errors import (
     PoolLost,
     QueueFull,
 )
-from greensched.integrations.ray import gpus, wire
-from greensched.integrations.ray.choosing import check_apart, check_feasible, choose
-from greensched.integrations.ray.host import Health, actor
+from greensched.integrations.ray import wire
+from greensched.integrations.ray.choosing import check_feasible, choose
+from greensched.integrations.ray.host import Health
 from greensched.integrations.ray.line import Line
+from greensched.integrations.ray.members import Members
 from greensched.integrations.ray.session import Session
 from greensched.integrations.ray.wire import Wish
 from greensched.integrations.ray.within import answered_within, until, value_of
@@ -38,20 +35,6 @@ from greensched.typing import Size
 
 T = TypeVar("T")
 
-logger = logging.getLogger("greensched")
-
-#: Where the actors' names are, so that any program of the cluster finds them.
-NAMESPACE = "greensched"
-#: Seconds between two attempts to reach a pool that is away. A call to one costs 1 ms.
-PING = 0.05
-#: The same, of one that is there and does not open.
-UNWELL = 1.0
-#: Seconds between two looks for new GPUs and new pools.
-LOOK = 1.0
-#: Seconds for which there must be more GPUs than pools, all of these being there, until one more is
-#: begun. Ray counts the GPUs of a dead node until it misses its heartbeats (15 s, Ray 2.60), while
-#: the pool that was there may be on another already.
-SURPLUS = 30.0
 #: Seconds for a pool's process to say how it is.
 ANSWER = 1.0
 #: Milliseconds for the owner of an object to say where it is.
@@ -88,18 +71,10 @@ class Fleet:
         if pools is not None and (type(pools) is not int or pools < 1):
             raise InvalidRequest(f"pools={pools!r}: a number of pools, at least 1, or None")
         self.name = name
-        self._make, self._pools, self._detached = make, pools, detached
         self._functions = wire.Functions()
         self._chance = random.Random()
-        self._handles: dict[str, Any] = {}
-        self._lines: dict[str, Line] = {}
-        #: The most SMs of one lease, by pool, also while it is away.
-        self._most: dict[str, int] = {}
-        self._caring: dict[str, asyncio.Task[None]] = {}
-        self._first: dict[str, asyncio.Future[None]] = {}
-        self._watching: asyncio.Task[None] | None = None
-        self._surplus = 0.0
-        self._news: asyncio.Event | None = None
+        self._members = Members(name, make, pools, detached, self._functions.code)
+        self._is_entered = False
 
     # -- its life ----------------------------------------------------------------------------------
 
@@ -114,48 +89,21 @@ class Fleet:
             InvalidRequest: two pools are on one GPU, or Ray gave one no whole GPU.
             Others: as `Pool.open`, of the first pool that cannot be.
         """
-        if self._news is not None:
+        if self._is_entered:
             raise InvalidRequest("this fleet was entered already: make another")
-        self._news = asyncio.Event()
-        try:
-            await self._take_up(begin=True)
-            if not self._handles:
-                raise NoPool(
-                    f"there is no pool of the fleet {self.name!r}: start one with make=, where "
-                    "Ray has GPUs"
-                )
-            await asyncio.gather(*self._first.values())
-        except BaseException:
-            self._close()
-            raise
-        self._watching = asyncio.create_task(self._watch())
+        self._is_entered = True
+        await self._members.open()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         """Leaves the fleet: this program's jobs are cancelled. Pools that it began end with it."""
-        self._close()
-
-    def _close(self) -> None:
-        tasks = [*self._caring.values(), *([self._watching] if self._watching else [])]
-        for task in tasks:
-            task.cancel()
-        for line in self._lines.values():
-            line.hang_up()
-        self._lines.clear()
-        self._tell()
+        self._members.close()
 
     async def stop(self, grace: float = 5.0) -> None:
         """Ends the pools, for every program: who waits is told, what runs has the grace to end."""
-        handles, self._handles = [*self._handles.values()], {}
-        self._close()
-        stops = [handle.stop.remote(grace) for handle in handles]
-        for stop in stops:
-            with suppress(RayError):  # away, or at its end already
-                await stop
-        for handle in handles:
-            await asyncio.to_thread(ray.kill, handle, no_restart=True)
+        await self._members.stop(grace)
 
     # -- jobs --------------------------------------------------------------------------------------
 
@@ -306,26 +254,26 @@ class Fleet:
     ) -> Line:
         """A pool, now or once there is one."""
         while True:
-            if self._news is None or self._watching is None or self._watching.cancelled():
+            if not self._members.is_open:
                 raise PoolClosed("this fleet", "not open: use it with `async with`")
-            check_feasible(sms, self._most.values())
-            lines = [line for name, line in self._lines.items() if name not in full]
+            check_feasible(sms, self._members.most.values())
+            lines = [one for name, one in self._members.lines.items() if name not in full]
             if (line := choose(lines, sms, held, self._chance)) is not None:
                 return line
             if full:
                 raise min(full.values(), key=lambda error: error.retry_after)
             if not waits:
                 raise NoPool(
-                    f"none of the {len(self._handles)} pools of the fleet {self.name!r} with "
-                    f"{sms} SMs is there now: Ray may be replacing them. With a deadline, jobs wait"
+                    f"no pool of the fleet {self.name!r} with {sms} SMs is there now: Ray may be "
+                    "replacing it. With a deadline, jobs wait for it"
                 )
-            await self._news.wait()
+            await self._members.change()
 
     # -- questions ---------------------------------------------------------------------------------
 
     def pools(self) -> dict[str, wire.Snapshot]:
         """What each pool that is there last said of itself, by name. Never waits."""
-        lines = self._lines.items()
+        lines = self._members.lines.items()
         return {name: line.snapshot._replace(is_open=line.is_open) for name, line in lines}
 
     async def health(self) -> dict[str, Health | None]:
@@ -338,109 +286,9 @@ class Fleet:
                     return await asked  # type: ignore[no-any-return]  # Ray's
             return None
 
-        names = [*self._handles]
-        found = await asyncio.gather(*(ask(self._handles[name]) for name in names))
-        return dict(zip(names, found, strict=True))
-
-    # -- pools -------------------------------------------------------------------------------------
-
-    async def _take_up(self, *, begin: bool) -> None:
-        """Takes up pools that are new here, and begins those that GPUs lack."""
-        for name, handle in (await asyncio.to_thread(self._find, begin)).items():
-            self._handles[name] = handle
-            self._first[name] = asyncio.get_running_loop().create_future()
-            self._caring[name] = asyncio.create_task(self._care(name, handle))
-
-    def _find(self, begin: bool) -> dict[str, Any]:
-        """Actors of the fleet that are new here, by name; on a thread, for it blocks on Ray."""
-        if not ray.is_initialized():
-            raise NoPool("Ray is not connected: call ray.init(...) first")
-        named = ray.util.list_named_actors(all_namespaces=True)
-        there = {one["name"] for one in named if one["namespace"] == NAMESPACE}
-        there = {name for name in there if name.startswith(f"{self.name}/")}
-        found = {}
-        for name in there - self._handles.keys():
-            with suppress(ValueError):  # gone since
-                found[name] = ray.get_actor(name, NAMESPACE)
-        if self._make is not None and begin:
-            wanted = gpus.count() if self._pools is None else self._pools
-            new = sorted({f"{self.name}/{n}" for n in range(wanted)} - there)
-            new = new[: max(0, wanted - len(there))]
-            if new:
-                gpus.check_free(len(new))
-            for name in new:
-                found[name] = actor(name, self._make, NAMESPACE, detached=self._detached)
-        return found
-
-    async def _watch(self) -> None:
-        """Goes on looking for new GPUs, and new pools."""
-        while True:
-            await asyncio.sleep(LOOK)
-            try:
-                await self._take_up(begin=await self._lacks_pools())
-            except (GreenschedError, RayError) as error:
-                logger.warning("the fleet %r does not grow: %s", self.name, error)
-
-    async def _lacks_pools(self) -> bool:
-        """Whether there have been more GPUs than pools for long, and no pool that is away."""
-        if self._make is None or self._pools is not None:
-            return False
-        count = await asyncio.to_thread(gpus.count)
-        if count <= len(self._handles) or len(self._lines) < len(self._handles):
-            self._surplus = 0.0
-            return False
-        self._surplus += LOOK
-        return self._surplus >= SURPLUS
-
-    async def _care(self, name: str, handle: Any) -> None:
-        """Keeps a line to one pool, as long as Ray keeps its actor."""
-        while (line := await self._reach(name, handle)) is not None:
-            self._lines[name], self._most[name] = line, line.most
-            if not self._first[name].done():
-                self._first[name].set_result(None)
-            self._tell()
-            await asyncio.wait([line.broken])
-            del self._lines[name]
-            logger.warning("%s is away: %s", name, line.broken.result())
-        del self._handles[name]
-        self._most.pop(name, None)
-
-    async def _reach(self, name: str, handle: Any) -> Line | None:
-        """Tries to reach a pool until it answers; None: Ray has given its actor up."""
-        while True:
-            key = uuid.uuid4().hex
-            try:
-                facts = await handle.hello.remote(key, wire.PROTOCOL)
-                line = Line(handle, key, facts, self._functions.code)
-                check_apart(line, self._lines.values())
-            except RayTaskError as error:
-                self._refuse(name, error.cause)
-                await asyncio.sleep(UNWELL)
-            except InvalidRequest as error:
-                self._refuse(name, error)
-                await asyncio.sleep(UNWELL)
-            except RayActorError as error:
-                if await asyncio.to_thread(_is_given_up, name):
-                    self._refuse(name, PoolLost(name, str(error)))
-                    return None
-                await asyncio.sleep(PING)
-            else:
-                return line
-
-    def _refuse(self, name: str, error: BaseException) -> None:
-        """A pool cannot be: who starts the fleet is told; later, the log."""
-        first = self._first[name]
-        if first.done():
-            logger.warning("%s cannot be used: %s", name, error)
-        else:
-            first.set_exception(error)
-            first.exception()  # several may fail, and one is raised
-
-    def _tell(self) -> None:
-        """Whoever waits for a pool looks again."""
-        if self._news is not None:
-            self._news.set()
-            self._news = asyncio.Event()
+        handles = dict(self._members.handles)
+        found = await asyncio.gather(*map(ask, handles.values()))
+        return dict(zip(handles, found, strict=True))
 
 
 async def _held(work: wire.Packed) -> dict[str, int]:
@@ -454,12 +302,3 @@ async def _held(work: wire.Packed) -> dict[str, int]:
                 for node in where["node_ids"]:
                     held[node] += where["object_size"] or 0
     return held
-
-
-def _is_given_up(name: str) -> bool:
-    """Whether Ray will not start an actor again. Blocks on Ray."""
-    try:
-        ray.get_actor(name, NAMESPACE)
-    except ValueError:
-        return True
-    return False

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
+from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import ray
 
@@ -12,9 +15,11 @@ from greensched.errors import InvalidRequest, NoPool
 
 #: Where MPS has its control pipe, unless told otherwise. Source: MPS manual, "Environment
 #: Variables", CUDA_MPS_PIPE_DIRECTORY.
-MPS = "/tmp/nvidia-mps"
+MPS = Path("/", "tmp", "nvidia-mps")
 #: Seconds until what was given back shows: nodes tell the head of it every now and then.
 SETTLED_S = 3.0
+#: Seconds for a node to take a connection: many times what a network needs.
+ANSWER_S = 0.5
 
 
 def own_gpu() -> int:
@@ -59,16 +64,39 @@ def check_free(pools: int) -> None:
         NoPool: there are not so many GPUs free.
     """
     until = time.monotonic() + SETTLED_S
-    while (free := int(ray.available_resources().get("GPU", 0))) < pools:
+    while (there := free()) < pools:
         if time.monotonic() > until:
             raise NoPool(
-                f"{pools} more pools need {pools} free GPUs, and the cluster has {free} of "
+                f"{pools} more pools need {pools} free GPUs, and the cluster has {there} of "
                 f"{count()}: add nodes, end what holds the others, or say pools= for fewer"
             )
         time.sleep(0.1)
 
 
-def count() -> int:
-    """The whole GPUs of the cluster's living nodes. Blocks on Ray."""
-    alive = (node for node in ray.nodes() if node["Alive"])
+def count(without: Collection[str] = ()) -> int:
+    """The whole GPUs of the cluster's living nodes, less some of these. Blocks on Ray."""
+    alive = (node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in without)
     return sum(int(node["Resources"].get("GPU", 0)) for node in alive)
+
+
+def free() -> int:
+    """The GPUs that nobody has, as far as Ray has heard. Blocks on Ray."""
+    return int(ray.available_resources().get("GPU", 0))
+
+
+def gone(nodes: Collection[str]) -> set[str]:
+    """Which of some nodes are gone: Ray says so, or nobody answers on its daemon's port there.
+
+    Ray itself goes by heartbeats, and takes 15 s for it (2.60). Blocks.
+    """
+    alive = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
+    return {name for name in nodes if name not in alive or not _answers(alive[name])}
+
+
+def _answers(node: dict[str, Any]) -> bool:
+    address = node["NodeManagerAddress"], node["NodeManagerPort"]
+    try:
+        socket.create_connection(address, ANSWER_S).close()
+    except OSError:
+        return False
+    return True
