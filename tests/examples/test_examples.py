@@ -1,6 +1,7 @@
 """The examples, run as a reader runs them.
 
-More of the services is in test_async_service.py, test_fastapi.py and test_inference_server.py.
+More of the services is in test_async_service.py, test_fastapi.py, test_inference_server.py and
+neighbours/test_ray_serve.py.
 """
 
 from __future__ import annotations
@@ -132,4 +133,5 @@ def test_every_example_is_listed_and_tested() -> None:
     for path in found:
         assert f"[{path.name}]({path.name})" in readme
     numbered = {path.stem for path in found if path.name[0].isdigit()}
-    assert numbered == {*SAID, "05_async_service", "07_fastapi", "09_inference_server"}
+    served = {"05_async_service", "07_fastapi", "09_inference_server", "10_ray_serve"}
+    assert numbered == {*SAID, *served}

@@ -25,7 +25,7 @@ serve = pytest.importorskip("ray.serve", reason="ray[serve] is not installed")
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore::ResourceWarning")]
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "09_ray_serve" / "app.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "10_ray_serve" / "app.py"
 #: Seconds until Serve has replaced a replica that is not well.
 REPLACED = 30.0
 #: SMs of a GPU that has room for one request.

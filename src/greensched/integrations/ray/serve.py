@@ -4,7 +4,7 @@
     @serve.ingress(app)  # with the middleware asgi.PoolErrors
     class Images(PoolReplica): ...
 
-examples/09_ray_serve is a whole one.
+examples/10_ray_serve is a whole one.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Ray Serve with a pool in each replica, a GPU for each: POST a JSON list of numbers to /sum.
 
-python examples/09_ray_serve/app.py, or, in its folder, serve run app:application; and then
+python examples/10_ray_serve/app.py, or, in its folder, serve run app:application; and then
 curl -H 'Content-Type: application/json' -d '[1, 2, 3.5]' localhost:8000/sum
 
 A full queue is 429 with Retry-After, a GPU that failed 503 until Serve has replaced the replica,
