@@ -24,6 +24,7 @@ from benchmarks import (
     plugin,
     sharing,
     soak,
+    traffic,
 )
 from greensched.driver import simulated
 from greensched.driver.base import Driver
@@ -169,3 +170,19 @@ def test_the_best_split_is_the_one_that_serves_both() -> None:
     assert sharing._best({8: (1.1, 2.0), 16: (1.2, 1.0), 24: (1.4, 0.5)}, worse_of_both=False) == 16
     assert sharing._best({8: (3.0, 1.0), 16: (2.0, 9.0)}, worse_of_both=False) == 16
     assert sharing._best({8: (2.0, 1.0), 16: (1.2, 1.5)}, worse_of_both=True) == 16
+def test_bars_of_traffic_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each bar has a value within its interval, and says whether that is enough."""
+    monkeypatch.setattr(traffic, "SECONDS", 2.0)
+    monkeypatch.setattr(traffic, "RATES", (0.5, 1.0))
+    monkeypatch.setattr(traffic, "UNSEEN", ("bursty",))
+    monkeypatch.setattr(traffic, "TURNS", 1)
+    bars = [*traffic.prefill_and_decode([1], []), *traffic.lending([1, 2])]
+    judged = [bar for bar in bars if bar.asked]
+    assert len(judged) == 7
+    assert all(bar.passed is not None for bar in judged)
+    assert str(traffic.at_least("a", (1.0, 0.9, 1.1), 1.5)).endswith("FAIL")
+    assert str(traffic.at_most("a", (1.0, 0.9, 1.1), 1.5)).endswith("PASS")
+    for bar in bars:
+        value, low, high = bar.found
+        assert not low > value
+        assert not high < value

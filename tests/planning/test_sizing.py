@@ -37,7 +37,7 @@ def pool(*services: ServiceClass, policy: Fifo | None = None) -> Scheduler:
     given = services or (DECODE, BULK)
     scheduler = Scheduler([CELLS], policy or Sized(), 10, services=given)
     for _ in range(40):
-        scheduler.observe(0.0, "decode", 0.1, 500)
+        scheduler.observe(0.0, "decode", 0.1, 1000)
     return scheduler
 
 
@@ -131,7 +131,7 @@ def test_who_is_often_late_plans_with_less() -> None:
     scheduler = pool()
     bulk = leased(scheduler, "bulk")
     for latency in (1.1, 1.2) * 10:
-        scheduler.observe(0.0, "decode", latency, 500)
+        scheduler.observe(0.0, "decode", latency, 1000)
     decode = scheduler.request(0.0, (Demand(8, 132),), service="decode", cost=Work(15.0))
     scheduler.checkpoint(0.010, bulk)
     assert decode.leases[0].sms == 80  # 15 SM-seconds in a fifth of a second
@@ -142,13 +142,13 @@ def test_a_pace_follows_what_was_late() -> None:
     pace = Pace()
     assert pace.part == SAFE
     for _ in range(4):
-        pace.saw(500, is_late=False)
+        pace.saw(1000, is_late=False)
     assert pace.part == MOST
     for _ in range(40):
-        pace.saw(500, is_late=True)
+        pace.saw(1000, is_late=True)
     assert pace.part == LEAST
     for _ in range(40):
-        pace.saw(500, is_late=False)
+        pace.saw(1000, is_late=False)
     assert pace.part == MOST
 
 

@@ -9,10 +9,11 @@ MOST = 0.95
 SAFE = MOST / 2
 #: At least so much is planned with, whatever was late.
 LEAST = 0.2
-#: After so many latencies the part is looked at. It falls where more than four fifths of what may
-#: be late (1 in 100) was, and rises where less than half of it was; faster until it first fell.
-LOOK = 500
-MANY, FEW = 0.008, 0.005
+#: After so many latencies the part is looked at: fewer do not tell 1 in 100, which may be late,
+#: from 1 in 200. It falls where more than four fifths of that was late, and rises where less than
+#: three fifths were; faster until it first fell.
+LOOK = 1000
+MANY, FEW = 0.008, 0.006
 FALL, RISE, RISE_FIRST = 0.9, 1.05, 1.2
 
 
