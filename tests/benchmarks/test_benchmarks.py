@@ -176,7 +176,7 @@ def test_bars_of_traffic_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traffic, "RATES", (0.5, 1.0))
     monkeypatch.setattr(traffic, "UNSEEN", ("bursty",))
     monkeypatch.setattr(traffic, "TURNS", 1)
-    bars = [*traffic.prefill_and_decode([1], []), *traffic.lending([1, 2])]
+    bars = [*traffic.prefill_and_decode([1], []), *traffic.lending([1])]
     judged = [bar for bar in bars if bar.asked]
     assert len(judged) == 7
     assert all(bar.passed is not None for bar in judged)

@@ -8,7 +8,7 @@ import pytest
 
 from greensched.simulation.apart import inversion, start_latency
 from greensched.simulation.scenes import Check
-from greensched.simulation.shared import PUBLISHED_SPLITS, colocation, nothing_saturates
+from greensched.simulation.shared import PUBLISHED_SPLITS, STEPS, colocation, nothing_saturates
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,9 @@ def test_plain_streams_win_where_nothing_saturates() -> None:
 
 def test_tallys_order_comes_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """MPS is worst, then throttling, then time slices; who yields in microseconds hardly hurts."""
-    monkeypatch.setattr("greensched.simulation.shared.REQUESTS", 20)
+    monkeypatch.setattr("greensched.simulation.shared.REQUESTS", 12)
+    name = "ResNet-50, batch 32"
+    monkeypatch.setattr("greensched.simulation.shared.STEPS", {name: STEPS[name]})
     mps, _, tgs, slices, tally = (check.found for check in colocation(1))
     assert mps > tgs > slices > tally
     assert tally < 1.1

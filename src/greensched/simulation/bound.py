@@ -9,10 +9,11 @@ interference as published. So whoever decodes at a speed reads prompts at the hu
 of several devices the same holds on average, the hull being concave.
 
 *Decoding* takes the least work that keeps its target: one step for each gap of the target, all
-together in as few batches as can be. A step costs less for each of its tokens the more there are of
-them, and whoever goes slower is together with more: so less work is not possible by any moment
-either, unless tokens come late. One in a hundred may; the fluid goes so much slower. It begins to
-decode a prompt when its first token is due, and before that only with what no prompt wants.
+together in as few batches as can be, and who finds no place in one waits. A step costs less for
+each of its tokens the more there are of them, and whoever goes slower is together with more: so
+less work is not possible by any moment either, unless tokens come late. One in a hundred may; the
+fluid goes so much slower. It begins to decode a prompt when its first token is due, and before that
+only with what no prompt wants.
 
 *Which prompts.* All prompts have the same target, so they are due in the order in which they came,
 and reading them in that order is best. Who cannot be in time is found when he is due; then that
@@ -261,6 +262,8 @@ class _Tokens:
     def __init__(self, devices: int, batch: int, gap: float) -> None:
         self._ends: list[tuple[float, int]] = []
         self._running: dict[int, Arrival] = {}
+        #: Those for whom there is no place in a batch: of each one token is late, and none runs.
+        self._waiting: deque[Arrival] = deque()
         self._written = 0.0
         self._devices = devices
         self._batch = batch
@@ -286,10 +289,17 @@ class _Tokens:
             self._written += MUST_MEET * seconds / self._gap + more / step
         while self._ends and self._ends[0][0] <= self._written:
             self._running.pop(heapq.heappop(self._ends)[1], None)
+        self._fill()
 
     def join(self, arrival: Arrival) -> None:
         """One more."""
         if arrival.generated > 1:
+            self._waiting.append(arrival)
+            self._fill()
+
+    def _fill(self) -> None:
+        while self._waiting and len(self._running) < self._devices * self._batch:
+            arrival = self._waiting.popleft()
             self._running[id(arrival)] = arrival
             end = self._written + arrival.generated - 1
             heapq.heappush(self._ends, (end, id(arrival)))
@@ -297,3 +307,5 @@ class _Tokens:
     def leave(self, arrival: Arrival) -> None:
         """It was given up."""
         self._running.pop(id(arrival), None)
+        if arrival in self._waiting:
+            self._waiting.remove(arrival)
