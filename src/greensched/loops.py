@@ -23,8 +23,8 @@ from greensched.errors import NoLoop
 from greensched.running import running_trio
 from greensched.typing import T
 
-#: Who asks, where that is not the running task: a thread for which a loop asks.
-asker: ContextVar[object] = ContextVar("greensched asker", default=None)
+#: A task that asks for a thread, and that thread. Tasks started by it ask for themselves.
+asker: ContextVar[tuple[object, object] | None] = ContextVar("greensched asker", default=None)
 
 
 class Waiter(abc.ABC):
@@ -77,7 +77,7 @@ class Door(abc.ABC):
 
     def asks(self) -> object:
         """Who holds what is granted now: the running task, or whom it asks for."""
-        return asker.get() or self.current_task()
+        return _for_whom(self.current_task())
 
     def checkpoint(self) -> Awaitable[None]:
         """Yields a turn of the loop, and is where a cancellation arrives.
@@ -85,6 +85,11 @@ class Door(abc.ABC):
         Only where `always_yields`: elsewhere nobody yields who need not wait.
         """
         raise AssertionError(self)
+
+
+def _for_whom(task: object) -> object:
+    stands = asker.get()
+    return task if stands is None or stands[0] is not task else stands[1]
 
 
 # -- asyncio ----------------------------------------------------------------------------------
@@ -148,7 +153,7 @@ class AsyncioDoor(Door):
         return asyncio.current_task(self.loop)
 
     def asks(self) -> object:  # for each lease: in one call
-        return asker.get() or asyncio.current_task(self.loop)
+        return _for_whom(asyncio.current_task(self.loop))
 
 
 # -- trio -------------------------------------------------------------------------------------

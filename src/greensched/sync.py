@@ -22,7 +22,7 @@ from greensched.errors import ForkedPool, LoopWouldBlock, PartitionClosed
 from greensched.jobs import Job, Tell
 from greensched.kernels import Kernel
 from greensched.launcher import LaunchConfig
-from greensched.loops import asker
+from greensched.loops import asker, current_door
 from greensched.partition import Array, Partition
 from greensched.running import on_loop_thread
 from greensched.standing import CloseReport, PoolState
@@ -151,17 +151,14 @@ class SyncPool:
     def call(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
         """Runs an async function on the pool's loop: for work that is to overlap within a lease.
 
-        With `p.partition` of a `SyncPartition` it has all that the pool does for tasks.
+        With `p.partition` of a `SyncPartition` it has all that the pool does for tasks. Tasks that
+        it starts count as tasks do; itself, it counts as the thread.
         """
         self._check()
         errand = _Errand(function, args)
         with self._portals as portal:
             try:
-                before = asker.set(threading.current_thread())  # the task that asks is of this one
-                try:
-                    future: Future[T] = portal.start_task_soon(errand.run)
-                finally:
-                    asker.reset(before)
+                future: Future[T] = portal.start_task_soon(errand.run)
                 return future.result()
             except Exception:
                 raise
@@ -185,11 +182,13 @@ class _Errand:
     def __init__(self, function: Callable[..., Awaitable[Any]], args: tuple[Any, ...]) -> None:
         self._function = function
         self._args = args
+        self._thread = threading.current_thread()
         self._scope: anyio.CancelScope | None = None
         self._over: anyio.Event
 
     async def run(self) -> Any:
         self._over = anyio.Event()
+        asker.set((current_door().current_task(), self._thread))  # in a context of its own
         try:
             with anyio.CancelScope() as self._scope:
                 return await self._function(*self._args)

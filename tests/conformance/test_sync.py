@@ -148,6 +148,23 @@ def test_a_thread_that_holds_what_it_waits_for(world: World) -> None:
             assert waits.result(10) > 8
 
 
+def test_tasks_of_one_call(world: World) -> None:
+    """Tasks that a call starts hold SMs each for itself, and wait for each other."""
+
+    async def lease(pool: Pool) -> int:
+        async with pool.partition(ALL) as p:
+            await asyncio.sleep(0)
+            return p.sm_count
+
+    async def leases(pool: Pool) -> list[int]:
+        return await asyncio.gather(*(lease(pool) for _ in range(3)))
+
+    with opened(world) as pool:
+        assert len(set(pool.sync.call(leases, pool))) == 1
+        with pool.sync.partition(8), pytest.raises(greensched.WouldDeadlock):
+            pool.sync.call(lease, pool)  # itself it is the thread's
+
+
 def test_before_and_after(world: World) -> None:
     """A pool that is not open is refused; opening and closing twice is nothing."""
     pool = world.pool()
