@@ -7,6 +7,8 @@
 #                       driver built from STANDIN=<folder with a Makefile>
 #   make test-integrations  torch, cuda.core, numba-cuda, Warp and Ray beside greensched, in an environment
 #                       of their own, some gigabytes; STANDIN=... for those that need a driver
+#   make test-embedding     the recipes of docs/embedding.md in LitServe, BentoML and Triton's server,
+#                       in an environment of their own, half a gigabyte
 #   make check-extras   whether every extra installs beside the newest torch; installs nothing
 #   make test-gpu       the same suite and all gpu tests, on the GPU of this machine, with the
 #                       Python (GPU_PYTHON=...) and packages found there
@@ -22,8 +24,9 @@ BIN    := $(VENV)/bin
 STANDIN ?=
 BUILT  := .build/standin
 OTHERS := .build/integrations
+HOSTS  := .build/embedding
 
-.PHONY: demo test check format test-standin test-integrations check-extras test-gpu bench bench-gpu bench-http bench-ray soak clean
+.PHONY: demo test check format test-standin test-integrations check-extras test-gpu bench bench-gpu bench-http bench-ray test-embedding soak clean
 
 demo: $(VENV)/.ready
 	$(BIN)/greensched demo $(ARGS)
@@ -56,6 +59,10 @@ ifneq ($(STANDIN),)
 	  $(OTHERS)/bin/python -m pytest tests/neighbours --driver cuda $(ARGS) || exit 1; \
 	done
 endif
+
+# Each host is several processes: one after another.
+test-embedding: $(HOSTS)/.ready
+	$(HOSTS)/bin/python -m pytest tests/embedding $(ARGS)
 
 check-extras: $(VENV)/.ready
 	$(BIN)/python tests/extras.py
@@ -100,6 +107,15 @@ $(OTHERS)/.ready: pyproject.toml constraints.txt
 	$(OTHERS)/bin/python -m pip install --quiet --disable-pip-version-check "pip>=25.1"
 	@grep -v '^cuda-\|^nvidia-' constraints.txt > $(OTHERS)/constraints.txt
 	$(OTHERS)/bin/python -m pip install --quiet --disable-pip-version-check -c $(OTHERS)/constraints.txt -e . --group integrations
+	@touch $@
+
+# pytriton is of before numpy 2, and BentoML names the opentelemetry it wants.
+$(HOSTS)/.ready: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed, and none was found"; exit 2; }
+	$(PYTHON) -m venv $(HOSTS)
+	$(HOSTS)/bin/python -m pip install --quiet --disable-pip-version-check "pip>=25.1"
+	@grep -v '^numpy\|^opentelemetry' constraints.txt > $(HOSTS)/constraints.txt
+	$(HOSTS)/bin/python -m pip install --quiet --disable-pip-version-check -c $(HOSTS)/constraints.txt -e . --group embedding
 	@touch $@
 
 clean:

@@ -1,0 +1,51 @@
+"""A pool in Triton's Python backend: the sum of each row of `numbers`.
+
+tritonserver --model-repository=examples/embedding/triton
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import triton_python_backend_utils as triton
+
+from greensched import LaunchConfig, Pool, errors
+from greensched.kernels import reduce_sum
+
+#: Clients are told UNAVAILABLE: Triton has no code for a full queue or a deadline.
+LATER = errors.QueueFull, errors.DeadlineExceeded, errors.PoolClosed, errors.Poisoned
+
+
+class TritonPythonModel:
+    """In the instance's process, whose main thread calls it, and runs no loop."""
+
+    def initialize(self, _: dict[str, str]) -> None:
+        self.pool = Pool(prepare=[reduce_sum])
+        self.pool.sync.open()
+
+    def execute(self, requests: list[Any]) -> list[Any]:
+        """A batch of requests, all at once; the next comes when it is answered."""
+        given = [triton.get_input_tensor_by_name(one, "numbers").as_numpy() for one in requests]
+        return self.pool.sync.call(self._answer_all, given)
+
+    async def _answer_all(self, given: list[np.ndarray]) -> list[Any]:
+        return await asyncio.gather(*map(self._answer, given))
+
+    async def _answer(self, rows: np.ndarray) -> Any:
+        try:
+            sums = np.array([[await self._total(row)] for row in rows], np.float32)
+        except LATER as error:
+            told = triton.TritonError(str(error), triton.TritonError.UNAVAILABLE)
+            return triton.InferenceResponse(error=told)
+        return triton.InferenceResponse([triton.Tensor("sum", sums)])
+
+    async def _total(self, values: np.ndarray) -> float:
+        async with self.pool.partition(16, deadline=0.5) as p:
+            with await p.upload(values) as x, await p.upload(np.zeros(1, np.float32)) as y:
+                p.launch(reduce_sum, LaunchConfig(grid=16, block=256), x, y, values.size)
+                return float((await p.download(y))[0])
+
+    def finalize(self) -> None:
+        self.pool.sync.close()
