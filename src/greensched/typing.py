@@ -49,6 +49,7 @@ MemoryPoolHandle = NewType("MemoryPoolHandle", object)
 LibraryHandle = NewType("LibraryHandle", object)
 KernelHandle = NewType("KernelHandle", object)
 GraphHandle = NewType("GraphHandle", object)
+ExecutableHandle = NewType("ExecutableHandle", object)
 
 
 class Feature(enum.Enum):

@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from greensched.errors import CUDAError
-from greensched.typing import CaptureMode, StreamHandle
+from greensched.driver.simulated import Crash
+from greensched.errors import CUDAError, DriverMisuse
+from greensched.typing import CaptureMode, ExecutableHandle, StreamHandle
 
-from .machine import Machine, on_thread
+from .machine import LAUNCH_NS, Machine, on_thread
 
 Make = Callable[..., Machine]
 GLOBAL, THREAD_LOCAL, RELAXED = CaptureMode
@@ -213,3 +214,173 @@ def test_an_event_recorded_in_a_capture_is_no_event_to_wait_for(machine: Machine
     driver.record_event(event, stream)
     driver.synchronize_event(event)
     assert driver.query_event(event)
+
+
+# -- graphs ---------------------------------------------------------------------------------------
+
+
+def captured(
+    machine: Machine, stream: StreamHandle, work: Callable[[], object]
+) -> ExecutableHandle:
+    """What was put on a stream, executable."""
+    driver = machine.driver
+    driver.begin_capture(stream, RELAXED)
+    work()
+    graph = driver.end_capture(stream)
+    executable = driver.instantiate_graph(graph, stream)
+    driver.destroy_graph(graph)
+    return executable
+
+
+def test_a_graph_runs_where_it_was_captured(machine: Machine) -> None:
+    """Its kernels run in order, each for its time, on those SMs, on whatever stream it is put."""
+    driver = machine.driver
+    here, there = (machine.stream(green) for green in machine.greens(2))
+
+    def work() -> None:
+        machine.run(here, "first", fixed_ns=1_000)
+        machine.run(here, "second", fixed_ns=2_000)
+
+    graph = captured(machine, here, work)
+    assert not machine.spans
+    driver.launch_graph(graph, there)
+    machine.finish()
+    first, second, whole = machine.spans
+    assert (first.name, second.name, whole.kind) == ("first", "second", "graph")
+    assert first.sms == second.sms == whole.sms == here.sms != there.sms  # type: ignore[attr-defined]
+    assert first.stream == whole.stream == there.ident  # type: ignore[attr-defined]
+    assert first.green == here.green  # type: ignore[attr-defined]
+    assert first.end - first.start == 1_000
+    assert second.start == first.end
+    assert second.end - second.start == 2_000
+    assert whole.start == first.start == whole.enqueued + LAUNCH_NS
+    assert whole.end == second.end
+    driver.destroy_executable(graph)
+    assert not driver.live()["executable graph"]
+    assert not driver.live()["graph"]
+
+
+def test_a_graph_does_its_work_anew_each_time(machine: Machine) -> None:
+    """On the bytes that are there then, with the values of when it was captured."""
+    driver, stream = machine.driver, machine.stream()
+    one, two = machine.pinned(), machine.pinned()
+    address = machine.device_memory(64, stream)
+
+    def work() -> None:
+        driver.copy_to_device(address, one.address, 64, stream)
+        driver.copy_to_host(two.address, address, 32, stream)
+        driver.set_bytes(address, 7, 64, stream)
+
+    graph = captured(machine, stream, work)
+    for value in (1, 2, 3):
+        one.view[:64] = bytes([value] * 64)
+        driver.launch_graph(graph, stream)
+        machine.finish()
+        assert bytes(two.view[:64]) == bytes([value] * 32 + [0] * 32)
+    driver.destroy_executable(graph)
+
+
+def test_a_graph_is_launched_after_its_last_launch(machine: Machine) -> None:
+    """Two launches of one graph never overlap, whatever streams they are on."""
+    driver = machine.driver
+    streams = [machine.stream(), machine.stream()]
+    graph = captured(
+        machine, streams[0], lambda: machine.run(streams[0], "work", blocks=1, fixed_ns=5_000)
+    )
+    for stream in streams:
+        driver.launch_graph(graph, stream)
+    driver.destroy_executable(graph)  # what was launched runs all the same
+    machine.finish()
+    first, second = (span for span in machine.spans if span.kind == "kernel")
+    assert second.start >= first.end
+    with pytest.raises(DriverMisuse, match="after its end"):
+        driver.launch_graph(graph, streams[0])
+
+
+def test_a_ticket_in_a_graph_turns_the_word_back(machine: Machine) -> None:
+    """As seen on an H200: that is why no ticket of ours goes into one."""
+    driver, stream, word = machine.driver, machine.stream(), machine.word()
+    mark = driver.bind_mark(stream, word.address)
+    graph = captured(machine, stream, lambda: mark(7))
+    mark(2000)
+    machine.finish()
+    assert word.value == 2000
+    driver.launch_graph(graph, stream)
+    machine.finish()
+    assert word.value == 7
+    driver.destroy_executable(graph)
+
+
+def test_a_graph_of_memory_that_is_gone_is_refused(machine: Machine) -> None:
+    """A real device would write there all the same."""
+    driver, stream = machine.driver, machine.stream()
+    address = machine.device_memory(64, stream)
+    graph = captured(machine, stream, lambda: driver.set_bytes(address, 1, 64, stream))
+    driver.free(address, stream)
+    with pytest.raises(DriverMisuse):
+        driver.launch_graph(graph, stream)
+    driver.destroy_executable(graph)
+
+
+def test_what_is_recorded_is_counted(machine: Machine) -> None:
+    """Work is; a recorded event is a dependency, and none."""
+    driver, stream, event = machine.driver, machine.stream(), machine.event()
+    for number in (0, 2):
+        driver.begin_capture(stream, RELAXED)
+        driver.record_event(event, stream)
+        for _ in range(number):
+            machine.launch(stream, machine.kernel())
+        graph = driver.end_capture(stream)
+        assert driver.node_count(graph) == number
+        driver.destroy_graph(graph)
+
+
+def test_nothing_crosses_into_a_capture(machine: Machine) -> None:
+    """Waiting for work from outside answers 905, and spoils it; a graph is not launched in it."""
+    driver, stream, other, event = (
+        machine.driver,
+        machine.stream(),
+        machine.stream(),
+        machine.event(),
+    )
+    graph = captured(machine, other, lambda: machine.run(other, "work"))
+    driver.record_event(event, other)
+    for call, status in (
+        (lambda: driver.wait_event(stream, event), "905"),
+        (lambda: driver.launch_graph(graph, stream), "900"),
+    ):
+        driver.begin_capture(stream, RELAXED)
+        with pytest.raises(CUDAError, match=status):
+            call()
+        with pytest.raises(CUDAError, match="901"):
+            driver.end_capture(stream)
+    driver.destroy_executable(graph)
+
+
+def test_a_graph_may_fail_and_hang(make: Make) -> None:
+    """A kernel that crashes in its third start does so in the graph's third launch."""
+    machine = make(faults=[Crash("work", nth=3)])
+    driver, stream = machine.driver, machine.stream()
+    graph = captured(machine, stream, lambda: machine.run(stream, "work"))
+    for _ in range(2):
+        driver.launch_graph(graph, stream)
+        machine.finish()
+    driver.launch_graph(graph, stream)
+    with pytest.raises(CUDAError, match="ILLEGAL_ADDRESS"):
+        machine.finish()
+
+
+def test_many_launches_of_a_large_graph_never_block(machine: Machine) -> None:
+    """On a stream each is a few entries, however much it has."""
+    driver, stream = machine.driver, machine.stream()
+
+    def work() -> None:
+        for number in range(100):
+            machine.run(stream, f"{number}", fixed_ns=10)
+
+    graph = captured(machine, stream, work)
+    for _ in range(100):
+        driver.launch_graph(graph, stream)
+    driver.synchronize_stream(stream)
+    assert len(machine.spans) == 100 * 101
+    driver.destroy_executable(graph)

@@ -379,6 +379,31 @@ def test_a_capture(
     driver.destroy_graph(graph)
 
 
+def test_a_graph_is_launched(
+    driver: Driver, stream: StreamHandle, word: tuple[int, memoryview]
+) -> None:
+    """What was captured is done at each launch, in its order, also once the graph is gone."""
+    address, number = word
+    mark = driver.bind_mark(stream, address)
+    driver.begin_capture(stream, CaptureMode.RELAXED)
+    empty = driver.end_capture(stream)
+    assert driver.node_count(empty) == 0
+    driver.destroy_graph(empty)
+    driver.begin_capture(stream, CaptureMode.RELAXED)
+    mark(5)
+    mark(7)
+    graph = driver.end_capture(stream)
+    assert driver.node_count(graph) == 2
+    executable = driver.instantiate_graph(graph, stream)
+    driver.destroy_graph(graph)
+    for _ in range(3):
+        mark(2000)
+        driver.launch_graph(executable, stream)
+        driver.synchronize_stream(stream)
+        assert number[0] == 7
+    driver.destroy_executable(executable)
+
+
 def test_a_spoilt_capture_is_over(driver: Driver, standin: Standin, primary: Any) -> None:
     """Ending a spoilt capture raises, and afterwards the stream captures no more."""
     (group,), _ = driver.split_by_count(driver.device_resource(0), 1, 8)

@@ -35,6 +35,7 @@ HOT: dict[str, Callable[[Driver, StreamHandle, Any, Any], object]] = {
     "cuStreamWriteValue32": lambda d, s, e, g: d.bind_mark(s, 64)(1),
     "cuStreamWaitValue32": lambda d, s, e, g: d.wait_value(s, 64, 1),
     "cuStreamIsCapturing": lambda d, s, e, g: d.is_capturing(s),
+    "cuGraphLaunch": lambda d, s, e, g: d.launch_graph(g, s),
     "cuEventRecord": lambda d, s, e, g: d.record_event(e, s),
     "cuEventQuery": lambda d, s, e, g: d.query_event(e),
     "cuMemAllocFromPoolAsync": lambda d, s, e, g: d.allocate(g, 64, s),
@@ -222,12 +223,17 @@ class Life:
 
     def _capture(self, stream: StreamHandle) -> None:
         driver = self.driver
-        graphs: list[object] = []
+        graphs: list[Any] = []
+        executables: list[Any] = []
 
         def destroy() -> None:
-            while graphs:
-                driver.destroy_graph(graphs[-1])
-                graphs.pop()
+            for made, end in (
+                (graphs, driver.destroy_graph),
+                (executables, driver.destroy_executable),
+            ):
+                while made:
+                    end(made[-1])
+                    made.pop()
 
         def finish() -> None:
             if driver.is_capturing(stream):
@@ -238,6 +244,10 @@ class Life:
         driver.exchange_capture_mode(driver.exchange_capture_mode(CaptureMode.RELAXED))
         driver.begin_capture(stream, CaptureMode.THREAD_LOCAL)
         finish()
+        driver.node_count(graphs[-1])
+        executables.append(driver.instantiate_graph(graphs[-1], stream))
+        driver.launch_graph(executables[-1], stream)
+        driver.synchronize_stream(stream)
         destroy()
 
 

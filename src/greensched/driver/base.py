@@ -23,11 +23,11 @@ import abc
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
+from greensched.driver.graphs import Graphs
 from greensched.driver.host import Host
 from greensched.driver.marks import FIRST_USE, MAY, NEVER, verb
 from greensched.typing import (
     CacheConfig,
-    CaptureMode,
     CodeImage,
     ContextFlags,
     ContextHandle,
@@ -36,7 +36,6 @@ from greensched.typing import (
     Dim3,
     EventHandle,
     Feature,
-    GraphHandle,
     GreenHandle,
     HostMemory,
     KernelHandle,
@@ -53,7 +52,7 @@ from greensched.typing import (
 )
 
 
-class Driver(Host, abc.ABC):
+class Driver(Host, Graphs):
     """What CUDA is to the rest of greensched."""
 
     #: `"cuda"` or `"simulated"`: for people, never for decisions.
@@ -376,30 +375,6 @@ class Driver(Host, abc.ABC):
 
         Never a Python function (promise 6). It is not called after a device fault.
         """
-
-    # -- captures -------------------------------------------------------------------------------
-
-    @abc.abstractmethod
-    @verb(NEVER)
-    def begin_capture(self, stream: StreamHandle, mode: CaptureMode) -> None: ...
-
-    @abc.abstractmethod
-    @verb(NEVER)
-    def end_capture(self, stream: StreamHandle) -> GraphHandle:
-        """Ends a capture. Raises if the capture was spoilt; it is over all the same."""
-
-    @abc.abstractmethod
-    @verb(NEVER)
-    def is_capturing(self, stream: StreamHandle) -> bool: ...
-
-    @abc.abstractmethod
-    @verb(NEVER)
-    def destroy_graph(self, graph: GraphHandle) -> None: ...
-
-    @abc.abstractmethod
-    @verb(NEVER)
-    def exchange_capture_mode(self, mode: CaptureMode) -> CaptureMode:
-        """Sets the calling thread's capture mode and returns the one it had."""
 
     # -- events ---------------------------------------------------------------------------------
 

@@ -10,7 +10,13 @@ from greensched.driver.base import Driver
 from greensched.driver.cuda.startup import symbol_address
 from greensched.driver.cuda.status import NEWER, NOT_READY, ask, failed, lacking, newer, numbered
 from greensched.driver.cuda.wheel import cuda, number
-from greensched.typing import CaptureMode, EventHandle, GraphHandle, StreamHandle
+from greensched.typing import (
+    CaptureMode,
+    EventHandle,
+    ExecutableHandle,
+    GraphHandle,
+    StreamHandle,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,6 +40,7 @@ _is_capturing = cuda.cuStreamIsCapturing
 _exchange_mode = cuda.cuThreadExchangeStreamCaptureMode
 _record_event = cuda.cuEventRecord
 _query_event = cuda.cuEventQuery
+_launch_graph = cuda.cuGraphLaunch
 
 #: By value, in both directions: wheels up to 13.1 take no plain int for an enum.
 _THEIR_MODES: Final = tuple(cuda.CUstreamCaptureMode(mode.value) for mode in CaptureMode)
@@ -169,6 +176,33 @@ class Streams(Driver):
             raise failed(status, "cuThreadExchangeStreamCaptureMode")
         ours: CaptureMode = _OUR_MODES[previous]
         return ours
+
+    def node_count(self, graph: GraphHandle) -> int:
+        """`cuGraphGetNodes`, asked for none of them."""
+        return int(ask(cuda.cuGraphGetNodes, graph, 0)[1])
+
+    def instantiate_graph(self, graph: GraphHandle, stream: StreamHandle) -> ExecutableHandle:
+        """`cuGraphInstantiateWithFlags`, which wheels call so, then `cuGraphUpload`."""
+        made = ask(cuda.cuGraphInstantiate, graph, 0)
+        try:
+            ask(cuda.cuGraphUpload, made, stream)
+        except BaseException:
+            ask(cuda.cuGraphExecDestroy, made)
+            raise
+        return ExecutableHandle(made)
+
+    def launch_graph(self, executable: ExecutableHandle, stream: StreamHandle) -> None:
+        """`cuGraphLaunch`."""
+        try:
+            (status,) = _launch_graph(executable, stream)
+        except NEWER as error:
+            raise newer(error, "cuGraphLaunch") from None
+        if status:
+            raise failed(status, "cuGraphLaunch")
+
+    def destroy_executable(self, executable: ExecutableHandle) -> None:
+        """`cuGraphExecDestroy`."""
+        ask(cuda.cuGraphExecDestroy, executable)
 
     # -- events ---------------------------------------------------------------------------------
 

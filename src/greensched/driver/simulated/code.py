@@ -169,10 +169,11 @@ class Code(Memories):
         handle = self.create_stream(green)
         try:
             stream = self._stream(handle, name)
-            self._enqueue(stream, Wait(self._work_so_far(stream.device, context)), name)
+            before = self._work_so_far(stream.device, context)
+            self._enqueue(stream, lambda: Wait(before), name)
             blocks = stream.sms.bit_count()
             work = KernelOperation(name, cost, blocks, 1.0, stream.sms, lambda: None)
-            self._enqueue(stream, work, name)
+            self._enqueue(stream, lambda: work, name)
             self.synchronize_stream(handle)
         finally:
             self.destroy_stream(handle)
@@ -208,7 +209,17 @@ class Code(Memories):
             self._may_block(f"the first launch of {spec.name!r} on a context")
             self._load(kernel, stream.device, "launch")
             kernel.warm.add(stream.context)
-        arguments = self._arguments(spec, facts.device.ordinal, parameters)
+        values = _values(spec, parameters)
+        latency = stream.device.model.launch_latency_ns
+        self._enqueue(stream, lambda: self._start(stream, kernel, facts, values), "launch", latency)
+
+    def _start(
+        self, stream: SimulatedStream, kernel: Kernel, facts: LaunchFacts, values: list[bytes]
+    ) -> KernelOperation:
+        """One start of a kernel: at its launch, or at each launch of a graph that has it."""
+        spec = self._expect(kernel, Kernel, "launch").spec
+        given = zip(spec.parameters, values, strict=True)
+        arguments = [self._argument(spec.name, facts.device.ordinal, *pair) for pair in given]
         assert spec.reference is not None
         cost = _cost(spec, facts, arguments)
         reference = spec.reference
@@ -224,18 +235,7 @@ class Code(Memories):
 
         blocks = math.prod(facts.grid)
         part = math.prod(facts.block) / facts.device.max_threads_per_sm
-        operation = KernelOperation(spec.name, cost, blocks, part, stream.sms, body)
-        self._enqueue(stream, operation, "launch", stream.device.model.launch_latency_ns)
-
-    def _arguments(self, spec: KernelSpec, device: int, parameters: int) -> list[Any]:
-        """The values behind `void **`, as a reference takes them."""
-        if not spec.parameters:
-            return []
-        pointers = (ctypes.c_uint64 * len(spec.parameters)).from_address(parameters)
-        return [
-            self._argument(spec.name, device, parameter, ctypes.string_at(pointer, parameter.size))
-            for parameter, pointer in zip(spec.parameters, pointers, strict=True)
-        ]
+        return KernelOperation(spec.name, cost, blocks, part, stream.sms, body)
 
     def _argument(self, kernel: str, device: int, parameter: Parameter, raw: bytes) -> Any:
         dtype = np.dtype(parameter.dtype)
@@ -253,6 +253,15 @@ class Code(Memories):
             view = view.view()
             view.flags.writeable = False
         return view
+
+
+def _values(spec: KernelSpec, parameters: int) -> list[bytes]:
+    """What is behind `void **` now."""
+    if not spec.parameters:
+        return []
+    pointers = (ctypes.c_uint64 * len(spec.parameters)).from_address(parameters)
+    given = zip(pointers, spec.parameters, strict=True)
+    return [ctypes.string_at(pointer, parameter.size) for pointer, parameter in given]
 
 
 def _cost(spec: KernelSpec, facts: LaunchFacts, arguments: list[Any]) -> Cost:

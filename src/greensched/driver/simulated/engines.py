@@ -12,7 +12,14 @@ from collections import deque
 from collections.abc import Callable
 
 from greensched.driver.simulated.sharing import settle, speeds
-from greensched.driver.simulated.timeline import Begin, Device, Operation, Timeline
+from greensched.driver.simulated.timeline import (
+    Begin,
+    Device,
+    Instant,
+    Operation,
+    Stream,
+    Timeline,
+)
 from greensched.errors import CUDAError
 from greensched.typing import Cost
 
@@ -164,3 +171,29 @@ class Copy(Operation):
         timeline.end(self)
         if line:
             line[0]._move(timeline)
+
+
+class Graph(Operation):
+    """What a graph has, one after another, on the SMs of the stream it was captured on.
+
+    Its stream only says when it begins. On a stream it is one operation, however many it has.
+    """
+
+    kind = "graph"
+
+    def __init__(self, captured_on: Stream, operations: list[Operation]) -> None:
+        super().__init__("graph")
+        self.sms = captured_on.sms
+        self._green = captured_on.green
+        self._operations = operations
+
+    def begin(self, timeline: Timeline) -> Begin:
+        """They have a line of their own, behind which it ends."""
+        self.start = timeline.now
+        line = Stream(self.stream.ident, self.stream.device, self._green, self.sms)
+        for operation in (*self._operations, Instant("end", lambda _: timeline.end(self))):
+            operation.stream = line
+            operation.enqueued, operation.ready = self.enqueued, timeline.now
+            line.queue.append(operation)
+        timeline.pump(line)
+        return Begin.RUNNING

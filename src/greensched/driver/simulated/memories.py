@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
+
 from greensched.driver.simulated.engines import Copy
 from greensched.driver.simulated.memory import ALIGNMENT, POOL_STEP, Bytes, MemoryPool
 from greensched.driver.simulated.objects import Context, SimulatedStream
@@ -82,7 +84,7 @@ class Memories(Streams):
         def give_back(_: int) -> None:
             pool.used -= _rounded(block.nbytes)
 
-        self._enqueue(found, Instant("free", give_back), "free")
+        self._enqueue(found, lambda: Instant("free", give_back), "free")
 
     def _grow(self, device: int, lacks: int, asked: int) -> int:
         memory = self.memory[device]
@@ -158,10 +160,10 @@ class Memories(Streams):
         """Over the link between devices; refused where a real driver would go by the host."""
         found = self._stream(stream, "copy_peer")
         ends = (target, target_context), (source, source_context)
-        into, out_of = (self._end(*end, nbytes, found.device.ordinal) for end in ends)
 
-        def move() -> None:
-            into[:] = out_of
+        def move() -> Callable[[], None]:
+            into, out_of = (self._end(*end, nbytes, found.device.ordinal) for end in ends)
+            return lambda: np.copyto(into, out_of)
 
         self._move(found, "peer", nbytes, found.device.model.peer_bandwidth, move)
 
@@ -181,26 +183,36 @@ class Memories(Streams):
         found = self._stream(stream, "set_bytes")
         if not 0 <= value <= 0xFF:
             raise DriverMisuse(f"set_bytes: {value} is no byte")
-        target = self.space.bytes_at(address, nbytes, "set_bytes")
-        bandwidth = found.device.model.dram_bandwidth
-        self._move(found, "set", nbytes, bandwidth, lambda: target.fill(value))
+
+        def fill() -> Callable[[], None]:
+            target = self.space.bytes_at(address, nbytes, "set_bytes")
+            return lambda: target.fill(value)
+
+        self._move(found, "set", nbytes, found.device.model.dram_bandwidth, fill)
 
     def _copy(self, path: str, target: int, source: int, nbytes: int, stream: StreamHandle) -> None:
         found = self._stream(stream, f"copy {path}")
         device, model = found.device.ordinal, found.device.model
-        into, out_of = (self._bytes(a, nbytes, device, f"copy {path}") for a in (target, source))
         bandwidth = model.dram_bandwidth / 2 if path == "on device" else model.link_bandwidth
 
-        def move() -> None:
-            into[:] = out_of
+        def move() -> Callable[[], None]:
+            ends = (self._bytes(a, nbytes, device, f"copy {path}") for a in (target, source))
+            into, out_of = ends
+            return lambda: np.copyto(into, out_of)
 
         self._move(found, path, nbytes, bandwidth, move)
 
     def _move(
-        self, stream: SimulatedStream, path: str, nbytes: int, rate: float, body: Callable[[], None]
+        self,
+        stream: SimulatedStream,
+        path: str,
+        nbytes: int,
+        rate: float,
+        body: Callable[[], Callable[[], None]],
     ) -> None:
+        """`body` finds the memory, and returns what moves the bytes."""
         latency = stream.device.model.copy_latency_ns
-        self._enqueue(stream, Copy(path, nbytes, rate, body), f"copy {path}", latency)
+        self._enqueue(stream, lambda: Copy(path, nbytes, rate, body()), f"copy {path}", latency)
 
     def _bytes(self, address: int, nbytes: int, device: int, what: str) -> Bytes:
         block = self.space.find(address, nbytes, f"{what} (pageable host memory blocks)")

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from weakref import WeakSet
 
 from greensched.driver.simulated.splits import Descriptor
 from greensched.driver.simulated.timeline import Device, Marker, Operation, Stream
 from greensched.typing import CacheConfig, CaptureMode, ContextFlags, Limit
+
+#: A piece of work that was recorded: makes the operation, anew at each launch of its graph.
+Node = Callable[[], Operation]
 
 
 class Handle:
@@ -81,15 +85,24 @@ class Capture:
         self.mode = mode
         self.thread = threading.get_ident()
         self.spoilt = False
-        self.operations: list[Operation] = []
+        self.nodes: list[Node] = []
 
 
 class Graph(Handle):
-    """What a capture recorded."""
+    """What a capture recorded, and on which stream."""
 
-    def __init__(self, device: int, operations: list[Operation]) -> None:
-        self.device = device
-        self.operations = operations
+    def __init__(self, stream: SimulatedStream, nodes: list[Node]) -> None:
+        self.stream = stream
+        self.nodes = nodes
+
+
+class Executable(Handle):
+    """A graph that can be launched: its stream's context and SMs, its nodes, its last launch."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.stream = graph.stream
+        self.nodes = tuple(graph.nodes)
+        self.last: Marker | None = None
 
 
 class SimulatedStream(Handle, Stream):

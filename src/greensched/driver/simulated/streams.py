@@ -8,26 +8,29 @@ from collections.abc import Callable
 import numpy as np
 
 from greensched.driver.simulated.contexts import Contexts
+from greensched.driver.simulated.engines import Graph as GraphOperation
 from greensched.driver.simulated.memory import STREAM_BYTES
 from greensched.driver.simulated.objects import (
     Capture,
     Context,
     Event,
+    Executable,
     Graph,
     Green,
+    Node,
     SimulatedStream,
 )
 from greensched.driver.simulated.timeline import (
     Hold,
     Instant,
     Marker,
-    Operation,
     Wait,
 )
 from greensched.errors import DriverMisuse, from_status
 from greensched.typing import (
     CaptureMode,
     EventHandle,
+    ExecutableHandle,
     Feature,
     GraphHandle,
     GreenHandle,
@@ -126,7 +129,8 @@ class Streams(Contexts):
         found = self._stream(stream, "wait_event")
         marker = self._uncaptured(event, "wait_event").marker
         if marker is not None:
-            self._enqueue(found, Wait(marker), "wait_event")
+            self._refuse_crossing(found, "wait_event")
+            self._enqueue(found, lambda: Wait(marker), "wait_event")
 
     def bind_mark(self, stream: StreamHandle, address: int) -> Callable[[int], None]:
         """A function that writes a number behind the stream's work."""
@@ -144,7 +148,7 @@ class Streams(Contexts):
             def write(_: int) -> None:
                 word[0] = value
 
-            self._enqueue(found, Instant("mark", write), "mark")
+            self._enqueue(found, lambda: Instant("mark", write), "mark")
 
         return mark
 
@@ -156,13 +160,15 @@ class Streams(Contexts):
         def reached() -> bool:
             return (int(word[0]) - value) & 0xFFFFFFFF < 0x80000000
 
-        self._enqueue(self._stream(stream, "wait_value"), Hold(reached), "wait_value")
+        self._enqueue(self._stream(stream, "wait_value"), lambda: Hold(reached), "wait_value")
 
     def host_function(self, stream: StreamHandle, function: int, data: int) -> None:
         """Calls a native function on the device's thread."""
         call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)
-        operation = Instant("host function", lambda _: call(data))
-        self._enqueue(self._stream(stream, "host_function"), operation, "host_function")
+        found = self._stream(stream, "host_function")
+        self._enqueue(
+            found, lambda: Instant("host function", lambda _: call(data)), "host_function"
+        )
 
     # -- captures --------------------------------------------------------------------------------
 
@@ -183,7 +189,7 @@ class Streams(Contexts):
         if capture.spoilt:
             raise from_status(901, "end_capture")
         self._born(found.device.ordinal, "graph")
-        return GraphHandle(self._own(Graph(found.device.ordinal, capture.operations)))
+        return GraphHandle(self._own(Graph(found, capture.nodes)))
 
     def is_capturing(self, stream: StreamHandle) -> bool:
         """Whether a capture is in progress, spoilt or not."""
@@ -193,7 +199,40 @@ class Streams(Contexts):
         """Ends a graph."""
         gone = self._expect(graph, Graph, "destroy_graph")
         gone.alive = False
-        self._died(gone.device, "graph")
+        self._died(gone.stream.device.ordinal, "graph")
+
+    def node_count(self, graph: GraphHandle) -> int:
+        """What was recorded, counted."""
+        return len(self._expect(graph, Graph, "node_count").nodes)
+
+    def instantiate_graph(self, graph: GraphHandle, stream: StreamHandle) -> ExecutableHandle:
+        """The nodes as they are now. An upload takes no time here."""
+        source = self._expect(graph, Graph, "instantiate_graph")
+        self._refuse_own_capture(self._stream(stream, "instantiate_graph"), "instantiate_graph")
+        self._born(source.stream.device.ordinal, "executable graph")
+        return ExecutableHandle(self._own(Executable(source)))
+
+    def launch_graph(self, executable: ExecutableHandle, stream: StreamHandle) -> None:
+        """One operation, as long as its nodes take; they run where they were captured."""
+        found = self._stream(stream, "launch_graph")
+        target = self._expect(executable, Executable, "launch_graph")
+        if found.device is not target.stream.device:
+            raise from_status(400, "launch_graph", detail=f"{target!r} on {found!r}")
+        self._refuse_own_capture(found, "launch_graph")
+        done, before = Marker(), target.last
+        if before is not None:
+            self._enqueue(found, lambda: Wait(before), "launch_graph")
+        graph = GraphOperation(target.stream, [make() for make in target.nodes])
+        self._enqueue(found, lambda: graph, "launch_graph", found.device.model.launch_latency_ns)
+        finish = Instant("record", lambda _: self.timeline.complete(done))
+        self._enqueue(found, lambda: finish, "launch_graph")
+        target.last = done
+
+    def destroy_executable(self, executable: ExecutableHandle) -> None:
+        """Ends it; what was launched of it still runs."""
+        gone = self._expect(executable, Executable, "destroy_executable")
+        gone.alive = False
+        self._died(gone.stream.device.ordinal, "executable graph")
 
     def exchange_capture_mode(self, mode: CaptureMode) -> CaptureMode:
         """Sets the thread's mode, returns the one before."""
@@ -226,9 +265,9 @@ class Streams(Contexts):
         if not same and (self.strict_events or apart or elsewhere):
             raise from_status(400, "record_event", detail=f"{target!r} on {found!r}")
         marker, captured = Marker(), found.capture is not None
-        self._enqueue(
-            found, Instant("record", lambda _: self.timeline.complete(marker)), "record_event"
-        )
+        if not captured:  # there it is a dependency, and no piece of work
+            finish = Instant("record", lambda _: self.timeline.complete(marker))
+            self._enqueue(found, lambda: finish, "record_event")
         target.marker, target.captured = marker, captured
 
     def record_green(self, green: GreenHandle, event: EventHandle) -> None:
@@ -276,13 +315,12 @@ class Streams(Contexts):
 
     # -- for all verbs ---------------------------------------------------------------------------
 
-    def _enqueue(
-        self, stream: SimulatedStream, operation: Operation, what: str, latency: int = 0
-    ) -> None:
-        """Runs an operation on a stream, or records it where the stream is capturing."""
+    def _enqueue(self, stream: SimulatedStream, make: Node, what: str, latency: int = 0) -> None:
+        """Runs an operation on a stream, or records how it is made where that is capturing."""
         if stream.capture is not None:
-            stream.capture.operations.append(operation)
+            stream.capture.nodes.append(make)
             return
+        operation = make()
         if len(stream.queue) >= QUEUE_DEPTH:
             self._may_block(f"{what} behind {QUEUE_DEPTH} others")
             self.clock.wait(
@@ -291,6 +329,13 @@ class Streams(Contexts):
             self._unfaulted(stream.device, what)
         with self.timeline.lock:
             self.timeline.submit(stream, operation, latency)
+
+    @staticmethod
+    def _refuse_crossing(stream: SimulatedStream, what: str) -> None:
+        """Nothing outside a capture comes before what is in it. Source: cuda.h, error 905."""
+        if stream.capture is not None:
+            stream.capture.spoilt = True
+            raise from_status(905, what, detail=f"{stream!r} is capturing, and the event is not")
 
     def _word(self, address: int, what: str) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
         if address % 4:
