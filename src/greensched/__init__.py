@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from greensched.device import Device as Device
     from greensched.errors import *  # noqa: F403  every error is public
     from greensched.feeding import Feed as Feed
+    from greensched.graphs import Graph as Graph
     from greensched.jobs import Job as Job
     from greensched.kernels import Kernel as Kernel
     from greensched.kernels import Program as Program
@@ -64,6 +65,7 @@ _ROOMS = {
     "DeviceResources": "resources",
     "Event": "stream",
     "Feed": "feeding",
+    "Graph": "graphs",
     "Job": "jobs",
     "Kernel": "kernels",
     "LatencyCurve": "curves",

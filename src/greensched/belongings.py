@@ -7,8 +7,9 @@ work that runs at the same time, which corrupts some and deadlocks others.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from greensched.errors import InvalidRequest
 
@@ -21,14 +22,26 @@ logger = logging.getLogger("greensched")
 MOST = 64
 
 
+class Adopted(Protocol):
+    """What somebody owns, and may let go of before the lane ends."""
+
+    @property
+    def is_idle(self) -> bool: ...
+
+    def close(self) -> None: ...
+
+
 class Belongings:
     """Of one lane, by what made them. Changed on the lane's worker only, its context current."""
 
     def __init__(self) -> None:
         self._made: dict[Callable[[], Any], Any] = {}
+        self._adopted: dict[Adopted, None] = {}
+        #: Let go of, and not closed yet.
+        self._released: deque[Adopted] = deque()
 
     def __bool__(self) -> bool:
-        return bool(self._made)
+        return bool(self._made or self._adopted)
 
     def has(self, factory: Callable[[], Any]) -> bool:
         """Whether a factory has been called, and well. From any thread."""
@@ -49,13 +62,40 @@ class Belongings:
             self._made[factory] = factory()
         return self._made[factory]  # type: ignore[no-any-return]  # T
 
+    def adopt(self, thing: Adopted) -> None:
+        """Something that is closed with the lane, unless its owner lets go of it before."""
+        self._adopted[thing] = None
+
+    def let_go(self, thing: Adopted) -> None:
+        """It is closed by the next `tidy` that finds it idle. From any thread; takes no lock."""
+        self._released.append(thing)
+
+    def tidy(self) -> None:
+        """Closes what was let go of, and is idle."""
+        for _ in range(len(self._released)):
+            thing = self._released.popleft()
+            if not thing.is_idle:
+                self._released.append(thing)
+            elif thing in self._adopted:
+                del self._adopted[thing]
+                _close(thing, thing)
+
     def close(self) -> None:
-        """Closes what has a `close`, the newest first; all of them: what one raises is logged."""
+        """Closes what has a `close`, the newest first; all of them: what one raises is logged.
+
+        What was adopted goes before what was made, which it may use.
+        """
+        while self._adopted:
+            thing, _ = self._adopted.popitem()
+            _close(thing, thing)
         while self._made:
-            factory, value = self._made.popitem()
-            close = getattr(value, "close", None)
-            try:
-                if callable(close):
-                    close()
-            except Exception:
-                logger.exception("what %r made could not be closed", factory)
+            _close(*self._made.popitem())
+
+
+def _close(origin: object, value: Any) -> None:
+    close = getattr(value, "close", None)
+    try:
+        if callable(close):
+            close()
+    except Exception:
+        logger.exception("what %r made could not be closed", origin)

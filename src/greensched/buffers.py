@@ -106,17 +106,55 @@ class BoundUser(Protocol):
     def share(self) -> None: ...
 
 
-class Given(abc.ABC):
-    """What every buffer is: memory that is somebody's until `close()`."""
+class Owned(abc.ABC):
+    """What is somebody's until `close()`; a forgotten one warns, and is closed all the same."""
 
-    __slots__ = ("__weakref__", "is_closed", "is_known", "memory")
+    __slots__ = ("__weakref__", "is_closed", "is_known")
 
-    def __init__(self, memory: Giver) -> None:
-        #: Where it is from, and goes back to.
-        self.memory = memory
+    def __init__(self) -> None:
         self.is_closed = False
         #: Somebody was given it, and is to close it. The result of a cancelled job is nobody's.
         self.is_known = False
+
+    def close(self) -> None:
+        """Gives back what it has. Idempotent; does not wait."""
+        if not self.is_closed:
+            self.is_closed = True
+            self._give_back()
+
+    @abc.abstractmethod
+    def _give_back(self) -> None:
+        """What it has goes back; it is closed already. Takes no lock: a finaliser may ask."""
+
+    @property
+    @abc.abstractmethod
+    def _is_over(self) -> bool:
+        """Whether what it has was ended with the whole, closed or not."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if not self.is_closed and not self._is_over:
+            said = f"{self!r} was never closed"
+            self.is_closed = True  # first: where warnings are errors, nothing after one is done
+            self._give_back()
+            if self.is_known:
+                warnings.warn(said, ResourceWarning, stacklevel=2, source=self)
+
+
+class Given(Owned):
+    """What every buffer is: memory that is somebody's until `close()`."""
+
+    __slots__ = ("memory",)
+
+    def __init__(self, memory: Giver) -> None:
+        super().__init__()
+        #: Where it is from, and goes back to.
+        self.memory = memory
 
     @property
     def device(self) -> int:
@@ -144,27 +182,11 @@ class Given(abc.ABC):
 
     def close(self) -> None:
         """Gives its memory back behind its last user. Idempotent; does not wait."""
-        if not self.is_closed:
-            self.is_closed = True
-            self._give_back()
+        super().close()
 
-    @abc.abstractmethod
-    def _give_back(self) -> None:
-        """Its memory goes back; it is closed already."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        memory = self.memory
-        if not self.is_closed and not memory.is_closed and memory.fault is None:
-            said = f"{self!r} was never closed"
-            self.close()  # first: where warnings are errors, nothing after one is done
-            if self.is_known:
-                warnings.warn(said, ResourceWarning, stacklevel=2, source=self)
+    @property
+    def _is_over(self) -> bool:
+        return self.memory.is_closed or self.memory.fault is not None
 
 
 class Buffer(Given):

@@ -21,7 +21,7 @@ def run(
     channel: Channel, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Job[T]:
     """See `Partition.run`."""
-    _check_blocking(fn)
+    check_blocking(fn)
     runs, holding = channel.lane.runs, channel.holding
     if not channel.has_room(runs):
         raise WouldBlock("too many calls are in flight: `await p.ready()` first")
@@ -55,7 +55,7 @@ def run(
 
 def local(channel: Channel, factory: Callable[[], T]) -> Job[T]:
     """See `Partition.local`."""
-    _check_blocking(factory)
+    check_blocking(factory)
     belongings, holding = channel.holding.crew.belongings, channel.holding
     try:
         is_made = belongings.has(factory)
@@ -91,7 +91,7 @@ def call_on(channel: Channel, stream: Stream) -> Call:
     return Call(stream, channel.ordinal, lane.sm_count, is_simulated)
 
 
-def _check_blocking(fn: object) -> None:
+def check_blocking(fn: object) -> None:
     """Refuses what a thread of ours cannot call."""
     if not callable(fn):
         raise InvalidRequest(f"a function is needed, and {fn!r} is none")

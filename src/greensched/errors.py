@@ -106,6 +106,14 @@ class InvalidLaunch(InvalidRequest):
         super().__init__(f"{what} is {value}, and {rule}")
 
 
+class InvalidCapture(InvalidRequest):
+    """A function that cannot be captured; `why` says what it did, or did not do."""
+
+    def __init__(self, why: str) -> None:
+        self.why = why
+        super().__init__(f"this function cannot be captured: {why}")
+
+
 class ArgumentMismatch(GreenschedError, TypeError):
     """Kernel arguments of the wrong number or kind."""
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator
 from contextlib import suppress
 from typing import Any, Generic
 
-from greensched.buffers import Given
+from greensched.buffers import Owned
 from greensched.errors import InvalidRequest, WouldBlock, WrongThread, too_late
 from greensched.loops import Door, current_door
 from greensched.running import is_asynchronous
@@ -141,7 +141,7 @@ class Job(Generic[T]):
             self._was_seen()
             raise self._error
         value = self._value
-        if value is not None and isinstance(value, Given):
+        if value is not None and isinstance(value, Owned):
             value.is_known = True
         return value  # type: ignore[no-any-return]  # T, or None where T is None
 
@@ -218,6 +218,11 @@ class Job(Generic[T]):
         """Sets the failure, before the ticket is written."""
         self._error = error
         self._failures.append(self)
+
+    def pass_on(self) -> BaseException | None:
+        """What it failed with, if it did: from here on another job tells that. From any thread."""
+        self._was_seen()
+        return self._error
 
     def _was_seen(self) -> None:
         """Its lease keeps it no longer, with all that its traceback holds."""

@@ -465,9 +465,11 @@ def launch(stream: Stream, config: LaunchConfig, kernel: Kernel, *args: object) 
         with owner.primary.entered():  # a green context may be current on another thread
             handle = owner.loader.load(kernel)
     plan = Plan(stream, config, kernel, handle, arguments)
-    for array, _ in arguments.buffers.values():
-        if isinstance(array, Borrowed):
-            array.order(stream)
+    for used in arguments.buffers.values():
+        if stream.recorded is not None:  # ordered when what is captured is launched
+            stream.recorded.append(used)
+        elif isinstance(used[0], Borrowed):
+            used[0].order(stream)
     plan.fire()
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, ParamSpec, Protocol, Self, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from greensched import calling, launching, moving
+from greensched import calling, graphs, launching, moving
 from greensched.bound import Bound
 from greensched.buffers import Buffer, PinnedBuffer
 from greensched.calls import Call
@@ -26,6 +26,7 @@ from greensched.errors import (
     wrong_thread,
 )
 from greensched.feeding import Feed
+from greensched.graphs import Graph
 from greensched.jobs import Job, Tell
 from greensched.kernels import Kernel
 from greensched.launcher import LaunchConfig
@@ -489,6 +490,26 @@ class Partition:
         (`greensched.integrations.torch`, say); `current_call()` says there what SMs there are.
         """
         return calling.run(self._ready(), fn, args, kwargs)
+
+    def capture(self, fn: Callable[P, object], /, *args: P.args, **kwargs: P.kwargs) -> Job[Graph]:
+        """Captures the work of a function as a CUDA graph, to be launched again and again.
+
+        `fn` is called as by `run`, with the stream capturing (relaxed mode): what it puts on
+        `current_call().stream` is recorded, and not done. It is called again, with the same
+        arguments, for each other set of SMs the graph is launched on, and must put the same work
+        there. What it returns lives as long as that.
+
+        The graph uses the buffers among the arguments, which count as written, and those that
+        `launch(current_call().stream, ...)` is given inside. Prepare the kernels before.
+
+        Raises:
+            InvalidRequest, WouldBlock: as `run`.
+
+        The job fails with what `fn` raises, and with `InvalidCapture` where nothing was recorded
+        or the capture was spoilt, by waiting for the device, say; nothing is left of it then.
+        Cancelling who awaits it stops the waiting only; the graph is closed when it is made.
+        """
+        return graphs.capture(self._ready(), fn, args, kwargs)
 
     def keep(self, *things: object) -> Job[None]:
         """Keeps things alive until the device has done what it was given here so far.

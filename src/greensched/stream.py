@@ -134,10 +134,12 @@ class Stream:
     Made by `Context.create_stream` or `Device.create_stream`. It may be used from any thread.
     """
 
-    __slots__ = ("context", "handle", "is_closed")
+    __slots__ = ("context", "handle", "is_closed", "recorded")
 
     def __init__(self, context: Owner, *, priority: int = 0) -> None:
         self.is_closed = True
+        #: While we capture on it: what kernels are launched with, and whether they write it.
+        self.recorded: list[tuple[Any, bool]] | None = None
         if type(priority) is not int or not -PRIORITIES <= priority < PRIORITIES:
             raise InvalidRequest(f"priority={priority!r}: give an int, such as 0, or -1 before it")
         #: The context it belongs to, which it keeps alive.

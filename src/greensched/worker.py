@@ -75,6 +75,12 @@ class Worker:
             mailbox = self._start()
         mailbox.put(item)
 
+    def submit_if_running(self, item: Item) -> None:
+        """The same where its thread runs; else nothing is done."""
+        mailbox = self._mailbox
+        if mailbox is not None:
+            mailbox.put(item)
+
     def stop(self) -> None:
         """Ends the thread once it has done what it has; waits for that. Idempotent."""
         mailbox, self._mailbox = self._mailbox, None
@@ -356,6 +362,11 @@ class Crew:
         if self.belongings:
             _hand(self._worker, lambda _: self._close_belongings())
         run_all((*(thread.stop for thread in self._threads), self.lane.close))
+
+    def tidy(self) -> None:
+        """Has what users let go of closed, if that can be. From any thread; does not wait."""
+        if self.lane.launches.fault is None:
+            self._worker.submit_if_running(self.belongings.tidy)
 
     def _close_belongings(self) -> None:
         """Where they were made: on the worker, with the lane's context current."""

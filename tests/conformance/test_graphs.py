@@ -1,0 +1,599 @@
+"""Graphs: captured once for each set of SMs, and launched again in order with everything else."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+
+import anyio
+import numpy as np
+import pytest
+
+import greensched
+from greensched import ALL, Buffer, LaunchConfig, Partition, Pool, current_call, launch
+from greensched.driver.simulated import SimulatedDriver, Span
+from greensched.kernels import fill, saxpy, smids
+from greensched.stream import Stream
+from helpers.gate import Gate
+from helpers.waiting import still_waits, until
+from helpers.world import World
+
+IS_VERSIONED = False
+
+CONFIG = LaunchConfig(grid=4, block=128)
+SIZE = 64
+
+
+def here() -> Stream:
+    call = current_call()
+    assert call is not None
+    return call.stream
+
+
+def copied(target: Buffer, source: Buffer) -> None:
+    """Puts a copy on the call's stream: every driver, the stand-in too, moves the bytes."""
+    stream = here()
+    driver = stream.context.driver
+    driver.copy(target.address, source.address, source.nbytes, stream.handle)
+
+
+def added(x: Buffer, y: Buffer) -> None:
+    launch(here(), CONFIG, saxpy, 1.0, x, y, SIZE)
+
+
+class Copying:
+    """A function to be captured that notes where it was called."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, int]] = []
+        self.error: Exception | None = None
+
+    def __call__(self, target: Buffer, source: Buffer) -> None:
+        call = current_call()
+        assert call is not None
+        self.calls.append((call.sm_count, threading.get_ident()))
+        if self.error is not None:
+            raise self.error
+        copied(target, source)
+
+
+async def pair(p: Partition) -> tuple[Buffer, Buffer]:
+    return await p.upload(np.zeros(SIZE, np.float32)), await p.upload(np.ones(SIZE, np.float32))
+
+
+def executables(pool: Pool) -> int:
+    """How many there are, where the driver says."""
+    driver = pool.devices[0].driver
+    return driver.live()["executable graph"] if isinstance(driver, SimulatedDriver) else 0
+
+
+# -- capturing and launching ----------------------------------------------------------------------
+
+
+def test_a_graph_does_its_work_at_each_launch(world: World) -> None:
+    """Capturing does nothing; each launch works on the values of then, in order with the rest."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(16) as p:
+            target, source = await pair(p)
+            with target, source, await p.capture(copied, target, source) as graph:
+                assert (await p.download(target)).tolist() == [0] * SIZE
+                for value in (1, 2, 3):
+                    p.copy(source, np.full(SIZE, value, np.float32))
+                    graph.launch(p)
+                    assert (await p.download(target)).tolist() == [value] * SIZE
+
+    world.run(main)
+
+
+def test_a_thousand_launches_between_jobs(world: World) -> None:
+    """Between and behind other jobs the word of the tickets only ever grows."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(16) as p:
+            target, source = await pair(p)
+            with target, source, await p.capture(copied, target, source) as graph:
+                await p.prepare(fill, CONFIG)
+                track, seen = p._open().track, 0
+                for number in range(1000):
+                    job = graph.launch(p)
+                    if number % 20 == 0:
+                        other = p.launch(fill, CONFIG, source, 2.0, SIZE)
+                        await job
+                        assert job.ticket <= track.word[0]
+                        await other
+                    assert seen <= track.word[0] <= track.issued
+                    seen = track.word[0]
+                await job
+                assert track.word[0] == track.issued == job.ticket
+                assert executables(pool) <= 1
+
+    world.run(main)
+
+
+@pytest.mark.runs_device_code
+def test_it_runs_on_the_sms_of_the_lease(world: World) -> None:
+    """On those and no others, wherever it was captured before."""
+    none = np.zeros(64, np.uint32)
+
+    def step(seen: Buffer) -> None:
+        call = current_call()
+        assert call is not None
+        config = LaunchConfig(grid=2 * call.sm_count, block=1024)
+        launch(call.stream, config, smids, seen, 100_000)
+
+    async def main() -> None:
+        async with world.pool(prepare=[smids]) as pool, pool.partitions(16, 32) as several:
+            with await several[0].upload(none) as seen, await several[0].upload(none) as again:
+                with await several[0].capture(step, seen) as graph:
+                    for p in (*several, *several):
+                        for buffer in (seen, again):
+                            p.copy(buffer, none)
+                        graph.launch(p)
+                        config = LaunchConfig(grid=2 * p.sm_count, block=1024)
+                        p.launch(smids, config, again, 100_000)
+                        mine, expected = await p.download(seen), await p.download(again)
+                        assert np.unpackbits(mine.view(np.uint8)).sum() == p.sm_count
+                        np.testing.assert_array_equal(mine, expected)
+
+    world.run(main)
+
+
+def test_it_is_captured_once_for_each_set_of_sms(world: World) -> None:
+    """On the lane's own thread, by itself, and kept: the next lease of the same SMs has it."""
+
+    async def main() -> None:
+        async with world.pool() as pool:
+            step = Copying()
+            async with pool.partition(ALL) as p:
+                target, source = await pair(p)
+                graph, most = await p.capture(step, target, source), p.sm_count
+                worker = await p.run(threading.get_ident)
+                assert step.calls == [(most, worker)]
+                await graph.launch(p)
+            for _ in range(2):
+                async with pool.partition(8) as p:
+                    jobs = [graph.launch(p), graph.launch(p)]
+                    p.copy(source, np.full(SIZE, 5, np.float32))
+                    jobs.append(graph.launch(p))
+                    for job in jobs:
+                        await job
+                    assert (await p.download(target)).tolist() == [5] * SIZE
+                    p.copy(source, np.ones(SIZE, np.float32))
+            async with pool.partition(ALL) as p:
+                await graph.launch(p)
+                assert (await p.download(target)).tolist() == [1] * SIZE
+            assert [sms for sms, _ in step.calls] == [most, 8]
+            assert step.calls[0][1] != step.calls[1][1]
+            for owned in (graph, target, source):
+                owned.close()
+
+    world.run(main)
+
+
+def test_it_follows_a_checkpoint(world: World) -> None:
+    """Where a checkpoint gave the lease other SMs, it is captured for those."""
+
+    async def main() -> None:
+        async with world.pool() as pool:
+            step = Copying()
+            async with anyio.create_task_group() as tasks, pool.partition((8, 1024)) as p:
+                target, source = await pair(p)
+                graph = await p.capture(step, target, source)
+                await graph.launch(p)
+
+                async def other() -> None:
+                    async with pool.partition(8):
+                        pass
+
+                tasks.start_soon(other)
+                await until(lambda: pool.statistics().waiting == 1)
+                fewer = await p.checkpoint()
+                await graph.launch(p)
+                assert [sms for sms, _ in step.calls][1:] == [fewer]
+                for owned in (graph, target, source):
+                    owned.close()
+
+    world.run(main)
+
+
+def test_what_it_returns_lives_as_long(world: World) -> None:
+    """Memory that the function made for itself is not another's while the graph may use it."""
+
+    class Scratch: ...
+
+    made: list[weakref.ref[Scratch]] = []
+
+    def step(target: Buffer, source: Buffer) -> Scratch:
+        copied(target, source)
+        scratch = Scratch()
+        made.append(weakref.ref(scratch))
+        return scratch
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(16) as p:
+            target, source = await pair(p)
+            graph = await p.capture(step, target, source)
+            await graph.launch(p)
+            gc.collect()
+            assert made[0]() is not None
+            graph.close()
+            await p.run(int)
+            gc.collect()
+            assert made[0]() is None
+            target.close()
+            source.close()
+
+    world.run(main)
+
+
+# -- the buffers ----------------------------------------------------------------------------------
+
+
+def test_its_arguments_are_kept_in_order(world: World) -> None:
+    """Work of other partitions on them comes behind a launch, and a launch behind theirs."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p, pool.partition(8) as q:
+            target, source = await pair(p)
+            with target, source, await p.capture(copied, target, source) as graph:
+                await graph.launch(q)
+                with await Gate.closed(p) as gate:
+                    job = graph.launch(p)
+                    read = q.download(target)
+                    await still_waits(read)
+                    gate.open()
+                    await read
+                    await job
+                with await Gate.closed(q) as gate:
+                    written = q.copy(source, np.full(SIZE, 4, np.float32))
+                    job = graph.launch(p)
+                    await still_waits(job)
+                    gate.open()
+                    await job
+                    await written
+                assert (await p.download(target)).tolist() == [4] * SIZE
+
+    world.run(main)
+
+
+def test_what_kernels_only_read_is_shared(world: World) -> None:
+    """What the function launches kernels with counts as their parameters say."""
+
+    async def main() -> None:
+        async with world.pool(prepare=[saxpy]) as pool, pool.partitions(8, 8) as (p, q):
+            y, x = await pair(p)
+            other, also = await pair(q)
+            with x, y, other, also, await p.capture(lambda: added(x, y)) as graph:
+                await graph.launch(p)
+                with await Gate.closed(p) as gate:
+                    job = graph.launch(p)
+                    await q.launch(saxpy, CONFIG, 1.0, x, other, SIZE)  # beside it
+                    writes = q.launch(saxpy, CONFIG, 1.0, other, x, SIZE)
+                    await still_waits(writes)
+                    gate.open()
+                    await job
+                    await writes
+
+    world.run(main)
+
+
+def test_memory_is_not_given_back_under_a_launch(world: World) -> None:
+    """A buffer that is closed behind a launch outlives that; then nothing is launched any more."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            target, source = await pair(p)
+            with await p.capture(copied, target, source) as graph:
+                with await Gate.closed(p) as gate:
+                    job = graph.launch(p)
+                    source.close()
+                    with pytest.raises(greensched.BufferClosed):
+                        graph.launch(p)
+                    gate.open()
+                    await job
+                assert (await p.download(target)).tolist() == [1] * SIZE
+            target.close()
+
+    world.run(main)
+
+
+class Shown:
+    """An array of another library, written on a stream of its own."""
+
+    def __init__(self, buffer: Buffer, stream: Stream) -> None:
+        self.__cuda_array_interface__ = buffer.__cuda_array_interface__ | {"stream": stream.address}
+
+
+def test_an_array_of_another_library_is_waited_for_at_each_launch(world: World) -> None:
+    """Its producer has no part in the capture; each launch comes behind it."""
+
+    async def main() -> None:
+        async with world.pool(prepare=[fill]) as pool, pool.partition(8) as p:
+            theirs = await p.run(p.context.device.create_stream)
+            x = await p.empty(SIZE)
+            word = await p.empty_pinned(1, np.uint32)
+            array = Shown(x, theirs)
+            driver = theirs.context.driver
+            driver.wait_value(theirs.handle, word.address, 1)
+            graph = await p.capture(lambda: launch(here(), CONFIG, fill, array, 1.0, SIZE))
+            job = graph.launch(p)
+            await still_waits(job)
+            word.array[0] = 1
+            await job
+            await graph.launch(p)
+            for owned in (graph, x, word):
+                owned.close()
+            await p.run(theirs.close)
+
+    world.run(main)
+
+
+# -- what cannot be captured ----------------------------------------------------------------------
+
+
+def spoil_and_go_on(target: Buffer, source: Buffer) -> None:
+    copied(target, source)
+    with pytest.raises(greensched.CUDAError):
+        here().sync()
+
+
+def spoil(target: Buffer, source: Buffer) -> None:
+    copied(target, source)
+    here().sync()
+
+
+def nothing(target: Buffer, source: Buffer) -> None: ...
+
+
+def end(target: Buffer, source: Buffer) -> None:
+    copied(target, source)
+    stream = here()
+    driver = stream.context.driver
+    driver.destroy_graph(driver.end_capture(stream.handle))
+
+
+def fail(target: Buffer, source: Buffer) -> None:
+    copied(target, source)
+    raise LookupError("its own")
+
+
+def spoil_and_fail(target: Buffer, source: Buffer) -> None:
+    spoil_and_go_on(target, source)
+    raise LookupError("its own")
+
+
+@pytest.mark.parametrize(
+    ("function", "kind", "said"),
+    [
+        (nothing, greensched.InvalidCapture, "nothing"),
+        (spoil, greensched.InvalidCapture, "waited"),
+        (spoil_and_go_on, greensched.InvalidCapture, "waited"),
+        (end, greensched.InvalidCapture, "ended"),
+        (fail, LookupError, "its own"),
+        (spoil_and_fail, LookupError, "its own"),
+    ],
+)
+def test_what_cannot_be_captured_leaves_nothing(
+    world: World, function: Callable[..., None], kind: type[Exception], said: str
+) -> None:
+    """The job fails with what is wrong; the capture is over, and the next one is a graph."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(16) as p:
+            target, source = await pair(p)
+            with target, source:
+                with pytest.raises(kind, match=said):
+                    await p.capture(function, target, source)
+                assert executables(pool) == 0
+                with await p.capture(copied, target, source) as graph:
+                    await graph.launch(p)
+                assert (await p.download(target)).tolist() == [1] * SIZE
+
+    world.run(main)
+
+
+def test_it_may_fail_on_other_sms(world: World) -> None:
+    """That is the launch's failure, told once; the next launch tries again."""
+
+    async def main() -> None:
+        async with world.pool() as pool:
+            step = Copying()
+            async with pool.partition(ALL) as p:
+                target, source = await pair(p)
+                graph = await p.capture(step, target, source)
+            async with pool.partition(8) as p:
+                step.error = LookupError("not here")
+                jobs = [graph.launch(p), graph.launch(p)]
+                for job in jobs:
+                    with pytest.raises(LookupError, match="not here"):
+                        await job
+                step.error = None
+                await graph.launch(p)
+                assert (await p.download(target)).tolist() == [1] * SIZE
+            with pytest.raises(LookupError, match="not here"):
+                async with pool.partition(16) as p:
+                    step.error = LookupError("not here")
+                    graph.launch(p)
+            for owned in (graph, target, source):
+                owned.close()
+
+    world.run(main)
+
+
+def test_it_uses_the_same_buffers_everywhere(world: World) -> None:
+    """Others than the first time would be kept by nobody: such a capture is refused."""
+    used: list[Buffer] = []
+
+    async def main() -> None:
+        async with world.pool(prepare=[saxpy]) as pool, pool.partitions(8, 8) as (p, q):
+            y, x = await pair(p)
+            used[:] = [x, y]
+            with x, y, await p.capture(lambda: added(*used)) as graph:
+                await graph.launch(p)
+                used.reverse()  # what was read is written now
+                with pytest.raises(greensched.InvalidCapture, match="same buffers"):
+                    await graph.launch(q)
+                used.reverse()
+                await graph.launch(q)
+
+    world.run(main)
+
+
+def test_nonsense_is_refused(world: World) -> None:
+    """What is no blocking function is not captured, and a graph is launched on partitions only."""
+
+    async def coroutine() -> None: ...
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            for wrong in (None, 3, coroutine):
+                with pytest.raises(greensched.InvalidRequest):
+                    p.capture(wrong)  # type: ignore[arg-type]  # it is wrong
+            target, source = await pair(p)
+            with target, source, await p.capture(copied, target, source) as graph:
+                for other in (None, p.stream, pool):
+                    with pytest.raises(greensched.InvalidRequest, match="Partition"):
+                        graph.launch(other)  # type: ignore[arg-type]  # it is wrong
+
+    world.run(main)
+
+
+# -- its end --------------------------------------------------------------------------------------
+
+
+def test_nothing_is_launched_too_late(world: World) -> None:
+    """Not after the lease, after `close` or after the pool; what was launched is done."""
+
+    async def main() -> None:
+        async with world.pool() as pool:
+            async with pool.partition(16) as p:
+                target, source = await pair(p)
+                graph, kept = [await p.capture(copied, target, source) for _ in range(2)]
+                with await Gate.closed(p) as gate:
+                    job = graph.launch(p)
+                    graph.close()
+                    graph.close()
+                    with pytest.raises(greensched.Closed, match="graph"):
+                        graph.launch(p)
+                    gate.open()
+                    await job
+                assert (await p.download(target)).tolist() == [1] * SIZE
+            with pytest.raises(greensched.PartitionClosed):
+                kept.launch(p)
+            async with pool.partition(16) as p:
+                target.close()
+                source.close()
+        with pytest.raises(greensched.PartitionClosed):
+            kept.launch(p)
+        kept.close()
+
+    world.run(main)
+
+
+def test_a_closed_graph_gives_its_memory_back(world: World) -> None:
+    """At once where nothing of it runs; else when the lane's thread next has something to do."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(16) as p:
+            target, source = await pair(p)
+            with target, source:
+                graph = await p.capture(copied, target, source)
+                await graph.launch(p)
+                graph.close()
+                await until(lambda: executables(pool) == 0)
+                graph = await p.capture(copied, target, source)
+                with await Gate.closed(p) as gate:
+                    graph.launch(p)
+                    graph.close()
+                    gate.open()
+                await p.download(target)
+                other = await p.capture(copied, target, source)
+                assert executables(pool) <= 1
+                other.close()
+
+    world.run(main)
+
+
+def test_a_forgotten_graph_is_told(world: World) -> None:
+    """It warns, and is closed; one that a cancelled task was to have is closed in silence."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(16) as p:
+            target, source = await pair(p)
+            with target, source:
+                with pytest.warns(ResourceWarning, match="Graph of copied") as told:
+                    graph = await p.capture(copied, target, source)
+                    await graph.launch(p)
+                    del graph
+                    await until(lambda: len(told) == 1)  # the thread that made it lets go, too
+                job = p.capture(copied, target, source)
+                await p.run(int)
+                assert job.is_done
+                del job
+                gc.collect()
+                with await p.capture(copied, target, source):
+                    assert executables(pool) <= 2
+
+    world.run(main)
+
+
+def test_a_graph_is_of_one_device(world: World) -> None:
+    """On a partition of another it is refused, before anything is captured there."""
+    if not world.is_simulated:
+        pytest.skip("the test is of two devices")
+
+    async def main() -> None:
+        async with world.pool("h200x2", devices=[0, 1]) as pool:
+            async with pool.partition(8, device=0) as p, pool.partition(8, device=1) as q:
+                target, source = await pair(p)
+                with target, source, await p.capture(copied, target, source) as graph:
+                    assert graph.device == 0
+                    with pytest.raises(greensched.WrongDevice):
+                        graph.launch(q)
+                    await graph.launch(p)
+
+    world.run(main)
+
+
+def test_a_capture_of_the_users_own_keeps_graphs_out(world: World) -> None:
+    """While the partition's stream is capturing no graph is launched on it."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            target, source = await pair(p)
+            with target, source, await p.capture(copied, target, source) as graph:
+                stream = p.stream
+                driver = stream.context.driver
+                driver.begin_capture(stream.handle, greensched.typing.CaptureMode.RELAXED)
+                with pytest.raises(greensched.InvalidRequest, match="capturing"):
+                    graph.launch(p)
+                driver.destroy_graph(driver.end_capture(stream.handle))
+                await graph.launch(p)
+
+    world.run(main)
+
+
+def test_it_takes_the_time_of_its_work(world: World) -> None:
+    """Simulated, a launch takes one launch's latency, and then as long as its kernels do."""
+    if not world.is_simulated:
+        pytest.skip("the test is of modelled times")
+    spans: list[Span] = []
+
+    async def main() -> None:
+        async with world.pool(prepare=[saxpy]) as pool, pool.partition(16) as p:
+            driver = pool.devices[0].driver
+            assert isinstance(driver, SimulatedDriver)
+            y, x = await pair(p)
+            with x, y, await p.capture(lambda: (added(x, y), added(x, y))) as graph:
+                driver.on_span(spans.append)
+                await graph.launch(p)
+                driver.on_span(None)
+        first, second, whole = (span for span in spans if span.kind in ("kernel", "graph"))
+        assert first.sms == second.sms
+        assert first.sms.bit_count() == 16
+        assert whole.start == first.start < first.end == second.start < second.end == whole.end
+
+    world.run(main)
