@@ -170,6 +170,8 @@ def test_the_best_split_is_the_one_that_serves_both() -> None:
     assert sharing._best({8: (1.1, 2.0), 16: (1.2, 1.0), 24: (1.4, 0.5)}, worse_of_both=False) == 16
     assert sharing._best({8: (3.0, 1.0), 16: (2.0, 9.0)}, worse_of_both=False) == 16
     assert sharing._best({8: (2.0, 1.0), 16: (1.2, 1.5)}, worse_of_both=True) == 16
+
+
 def test_bars_of_traffic_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each bar has a value within its interval, and says whether that is enough."""
     monkeypatch.setattr(traffic, "SECONDS", 2.0)
