@@ -31,7 +31,7 @@ ENVIRONMENT = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 #: Requests a second, the longest prompt, and tokens for each, where the GPU is simulated and where
 #: it is not: prompts keep it busy for about half of the time.
 SIMULATED = {"rate": 20, "longest": 192, "tokens": 12}
-ON_GPU = {"rate": 32, "longest": 4096, "tokens": 32}
+ON_GPU = {"rate": 6, "longest": 4096, "tokens": 32}
 
 
 @contextmanager
