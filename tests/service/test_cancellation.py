@@ -153,6 +153,22 @@ async def _done(stage: Stage) -> None:
         assert await job == 5
 
 
+def nothing_much() -> None:
+    call = greensched.current_call()
+    assert call is not None
+    greensched.launch(call.stream, LaunchConfig(grid=1, block=1), spin, 1000)
+
+
+@scenario("capture a graph, and launch it elsewhere", opened)
+async def _graph(stage: Stage) -> None:
+    async with stage.pool.partitions(16, 16) as (p, q):
+        with await p.capture(nothing_much) as graph:
+            await graph.launch(p)
+            stage.gates.append(await Gate.closed(q))
+            graph.launch(q)
+            await graph.launch(q)
+
+
 @scenario("a feed", opened)
 async def _feed(stage: Stage) -> None:
     async with stage.pool.partition(16) as p:

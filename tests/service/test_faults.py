@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
 from functools import partial
 from typing import Any
@@ -378,19 +379,46 @@ async def whole_road(driver: simulated.SimulatedDriver) -> None:
                 await other.download(b)
 
 
-def calls_of_the_whole_road() -> dict[str, int]:
+def fill_captured(b: greensched.Buffer) -> None:
+    call = greensched.current_call()
+    assert call is not None
+    greensched.launch(call.stream, ONE, fill, b, 4.0, 8)
+
+
+async def graph_road(driver: simulated.SimulatedDriver) -> None:
+    """A graph, on the SMs it was captured on first and on others."""
+    async with Pool(driver=driver, prepare=[fill]) as pool:
+        async with pool.partitions(8, greensched.REST) as (p, q):
+            with await p.upload(np.ones(8, np.float32)) as b:
+                with await p.capture(fill_captured, b) as graph:
+                    await graph.launch(p)
+                    graph.launch(q)
+                    await graph.launch(q)
+                    assert (await q.download(b))[0] == 4.0
+
+
+Road = Callable[[simulated.SimulatedDriver], Awaitable[None]]
+
+
+def calls_of(road: Road) -> dict[str, int]:
     clock = simulated.VirtualClock()
     driver = simulated.open([SMALL], clock=clock)
-    clock.run(whole_road, driver)
+    clock.run(road, driver)
     assert not driver.live()
     return dict(driver.script.calls)
 
 
-CALLS = calls_of_the_whole_road()
+CALLS = calls_of(whole_road)
+#: Of the other road what is of graphs alone, and what a capture asks.
+GRAPH_CALLS = {
+    verb: number
+    for verb, number in calls_of(graph_road).items()
+    if verb not in CALLS or verb in ("begin_capture", "end_capture", "is_capturing", "launch")
+}
 #: Verbs that end something: what they refuse to end stays alive, and is reported.
 ENDING = {"destroy_stream", "destroy_event", "destroy_green", "release_primary", "free_host",
           "destroy_memory_pool", "unload_code", "free", "destroy_graph", "synchronize_stream",
-          "synchronize_context"}  # fmt: skip
+          "synchronize_context", "destroy_executable"}  # fmt: skip
 
 
 #: Pure queries, which cannot fail where the driver works at all.
@@ -398,19 +426,23 @@ NEVER_FAIL = {"initialise", "current", "device_count", "device_facts", "resource
 
 
 @pytest.mark.parametrize("status", ["INVALID_VALUE", "OUT_OF_MEMORY", "ILLEGAL_ADDRESS"])
-@pytest.mark.parametrize("verb", sorted(set(CALLS) - NEVER_FAIL))
+@pytest.mark.parametrize(
+    ("road", "verb"),
+    [(whole_road, verb) for verb in sorted(set(CALLS) - NEVER_FAIL)]
+    + [(graph_road, verb) for verb in sorted(GRAPH_CALLS)],
+)
 def test_every_driver_call_fails_in_turn(
-    verb: str, status: str, caplog: pytest.LogCaptureFixture
+    road: Road, verb: str, status: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whichever call fails, on whatever road: a typed error or none, no hang, nothing lost."""
     caplog.set_level(logging.CRITICAL, "greensched")
-    for nth in range(1, CALLS[verb] + 1):
+    for nth in range(1, (CALLS if road is whole_road else GRAPH_CALLS)[verb] + 1):
         clock = simulated.VirtualClock()
         driver = simulated.open([SMALL], clock=clock, faults=[Fail(verb, nth, status)])
 
         async def main(driver: simulated.SimulatedDriver = driver) -> None:
             with anyio.fail_after(100):
-                await whole_road(driver)
+                await road(driver)
 
         poisoned = False
         try:
@@ -423,7 +455,7 @@ def test_every_driver_call_fails_in_turn(
 
 
 def test_the_verbs_are_covered() -> None:
-    """The road above calls the driver's verbs, but for those that only other roads use."""
+    """The roads above call the driver's verbs, but for those that only other roads use."""
     elsewhere = {"primary_state", "stream_resource", "stream_address", "synchronize_stream",
                  "host_function", "destroy_graph", "elapsed", "set_bytes", "copy",
                  "synchronize_context", "priority_range", "wait_value", "allow_shared",
@@ -433,7 +465,54 @@ def test_the_verbs_are_covered() -> None:
                  "set_limit", "cache_config", "set_cache_config", "context_flags",
                  "set_primary_flags", "can_access_peer", "share_memory_pool", "copy_peer",
                  "foreign_stream", "memory_device"}  # fmt: skip
-    assert set(VERBS) - set(CALLS) <= elsewhere, set(VERBS) - set(CALLS) - elsewhere
+    called = {*CALLS, *GRAPH_CALLS}
+    assert set(VERBS) - called <= elsewhere, set(VERBS) - called - elsewhere
+
+
+def test_a_fault_inside_a_graph_ends_everything(clock: Any) -> None:
+    """A kernel that crashes in a graph's second launch is a device's fault like any other."""
+    driver = simulated.open("h200", clock=clock, faults=[Crash("fill", nth=2)])
+
+    async def main() -> None:
+        pool = await opened(driver)
+        with pytest.raises(greensched.Poisoned):
+            async with pool.partition(8) as p:
+                await p.prepare(fill, ONE)
+                b = await p.empty(8)
+                graph = await p.capture(fill_captured, b)
+                await graph.launch(p)
+                with pytest.raises(greensched.Poisoned):
+                    await graph.launch(p)
+                with pytest.raises(greensched.Poisoned):
+                    graph.launch(p)
+        graph.close()
+        b.close()
+        await pool.aclose()
+
+    clock.run(main)
+
+
+def test_a_hung_graph_holds_its_own_sms_only(clock: Any) -> None:
+    """Closing reports it; the graph can be closed, and the lane under it stays as it is."""
+    driver = simulated.open("h200", clock=clock, faults=[Hang("fill")])
+
+    async def main() -> None:
+        pool = await opened(driver)
+        with anyio.move_on_after(0.1):
+            async with pool.partition(16) as p:
+                for kernel in (fill, spin):  # beside a running kernel it would wait for that
+                    await p.prepare(kernel, ONE)
+                b = await p.empty(8)
+                graph = await p.capture(fill_captured, b)
+                await graph.launch(p)
+        assert pool.statistics().sms_draining == 16
+        graph.close()
+        b.close()
+        async with pool.partition(100) as p:
+            await p.launch(spin, ONE, 1000)
+        assert len((await pool.aclose(grace=1.0)).abandoned) == 1
+
+    clock.run(main)
     assert "h200" in PRESETS
 
 

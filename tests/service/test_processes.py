@@ -409,6 +409,8 @@ MORE_USES = {
     "context": "lambda: p.context",
     "__cuda_stream__": "lambda: p.__cuda_stream__()",
     "nowait": "lambda: nowait()",
+    "graph": "lambda: graph.launch(p)",
+    "capture": "lambda: p.capture(captured)",
 }
 
 
@@ -422,10 +424,17 @@ def test_a_forked_child_is_told_of_everything(use: str) -> None:
             async def nowait():
                 pool.partition_nowait(8)
 
+            def captured():
+                greensched.launch(greensched.current_call().stream, ONE, spin, 1)
+
             async def main():
                 async with pool, pool.partition(16) as p:
                     b, pinned = await p.upload(np.ones(10)), await p.empty_pinned(4)
+                    await p.prepare(spin, ONE)
+                    graph = await p.capture(captured)
                     print(in_a_child({MORE_USES[use]}))
+                    await graph.launch(p)
+                    graph.close()
                     b.close()
                     pinned.close()
 

@@ -17,6 +17,7 @@ from greensched import (
     ContextFlags,
     Device,
     Event,
+    Graph,
     Job,
     LaunchConfig,
     Partition,
@@ -52,12 +53,17 @@ async def jobs(p: Partition, host: npt.NDArray[np.float32]) -> None:
     bound = p.bind(fill, LaunchConfig(grid=1, block=32), buffer, 1.0, 8)
     bound()
     assert_type(bound.submit(), Job[None])
+    assert_type(p.capture(model, 3, scale=0.5), Job[Graph])
+    with await p.capture(model, 3, scale=0.5) as graph:
+        assert_type(graph, Graph)
+        assert_type(graph.launch(p), Job[None])
 
 
 async def mistakes(p: Partition, pool: Pool) -> None:
     """What a checker is to refuse."""
     p.run(model, "x", scale=0.5)  # type: ignore[arg-type]
     p.run(model, 3)  # type: ignore[call-arg]
+    p.capture(model, 3)  # type: ignore[call-arg]
     pool.partition("16")  # type: ignore[arg-type]
 
 
