@@ -1,0 +1,69 @@
+"""On a real GPU: a graph runs on the SMs of whoever launches it, and no ticket goes back."""
+
+from __future__ import annotations
+
+import anyio
+import numpy as np
+import pytest
+
+from greensched import Buffer, LaunchConfig, Pool, current_call, launch
+from greensched.kernels import saxpy, smids
+
+pytestmark = pytest.mark.gpu
+
+CONFIG = LaunchConfig(grid=64, block=256)
+SIZE = 1 << 16
+WORDS = 64
+LAUNCHES = 1000
+
+
+def work(seen: Buffer, x: Buffer, y: Buffer) -> None:
+    """Shows its SMs, and adds x to y twice."""
+    call = current_call()
+    assert call is not None
+    everywhere = LaunchConfig(grid=2 * call.sm_count, block=1024)
+    launch(call.stream, everywhere, smids, seen, 20_000)
+    for _ in range(2):
+        launch(call.stream, CONFIG, saxpy, 1.0, x, y, SIZE)
+
+
+def ids(words: np.ndarray) -> frozenset[int]:
+    return frozenset(np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")))
+
+
+def test_a_graph_between_jobs_on_two_partitions() -> None:
+    """1,000 launches, each partition's on its own SMs, with right results; no word goes back."""
+
+    async def main() -> None:
+        async with Pool(prepare=[saxpy, smids]) as pool, pool.partitions(16, 32) as several:
+            first = several[0]
+            x = await first.upload(np.ones(SIZE, np.float32))
+            y = await first.upload(np.zeros(SIZE, np.float32))
+            seen = await first.upload(np.zeros(WORDS, np.uint32))
+            graph = await first.capture(work, seen, x, y)
+            assert not (await first.download(y)).any()
+            found, added = [], 0
+            for p in several:
+                p.copy(seen, np.zeros(WORDS, np.uint32))
+                track, last = p._open().track, 0
+                for number in range(LAUNCHES):
+                    job = graph.launch(p)
+                    if number % 10 == 0:
+                        await p.launch(saxpy, CONFIG, 1.0, x, y, SIZE)
+                        assert job.is_done
+                        added += 1
+                    word = track.word[0]
+                    assert last <= word <= track.issued
+                    last = word
+                    if number % 100 == 99:
+                        await job
+                added += 2 * LAUNCHES
+                assert (await p.download(y) == added).all()
+                assert track.word[0] == track.issued
+                found.append(ids(await p.download(seen)))
+            assert [len(sms) for sms in found] == [p.sm_count for p in several]
+            assert not found[0] & found[1]
+            for owned in (graph, x, y, seen):
+                owned.close()
+
+    anyio.run(main)
