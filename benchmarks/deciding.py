@@ -15,6 +15,7 @@ from collections.abc import Callable
 from time import perf_counter, thread_time
 
 from benchmarks.measure import Row, compare, table
+from greensched.curves import LatencyCurve
 from greensched.planning.cells import Cells, Demand
 from greensched.planning.policy import policy_named
 from greensched.planning.requests import Lease, Request
@@ -94,6 +95,22 @@ class Heap:
         return (perf_counter() - start) / CYCLES
 
 
+class Learning:
+    """A curve that is told what a lease took, and asked what the next will take, on its way."""
+
+    def __init__(self) -> None:
+        self.random = random.Random(1)
+        self.curve = LatencyCurve({sms: [1 / sms + 0.002] for sms in range(8, 129, 8)})
+
+    async def sample(self) -> float:
+        took = [self.random.uniform(0.97, 1.08) * self.curve.at(32) for _ in range(CYCLES)]
+        start = perf_counter()
+        for seconds in took:
+            self.curve.observe(32, seconds)
+            self.curve.at(32)
+        return (perf_counter() - start) / CYCLES
+
+
 def measure() -> list[Row]:
     """The bars on decisions, and what classes and policies add."""
     return asyncio.run(_measure())
@@ -118,6 +135,10 @@ async def _measure() -> list[Row]:
     for name, queue in (("", classed), (", fair", fair), (", deadline", due)):
         what = f"the same, three classes and sizes{name} | heap push + pop"
         rows.append((await compare(what, queue.sample, heap)).row(0.5, "us"))
+    learning = await compare(
+        "a curve learns, and is asked | heap push + pop", Learning().sample, heap
+    )
+    rows.append(learning.row(0.5, "us"))
     few, many = Queue(100), Queue(MANY)
     grown = await compare(f"cycle, {MANY:,} waiting | 100 waiting", many.sample, few.sample)
     rows.append(grown.row(0.5, "us", most=2))

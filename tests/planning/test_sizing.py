@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
 
 import pytest
@@ -124,6 +125,26 @@ def test_nobody_waits_for_what_is_never_given_back() -> None:
     decode = scheduler.request(0.0, (Demand(8, 132),), service="decode", cost=Work(130.0))
     assert scheduler.checkpoint(0.010, bulk) == [decode]
     assert (bulk.sms, decode.leases[0].sms) == (8, 124)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_need_is_met_with_the_partitions_that_are_made(seed: int) -> None:
+    """Where no more lanes can be made, whatever is needed is had after the others' checkpoint."""
+    menu, rng = set(CELLS.menu(87)), random.Random(seed)
+    scheduler = Scheduler([CELLS], Sized(), 10, lambda _, mask: mask in menu,
+                          services=(DECODE, BULK))  # fmt: skip
+    for mask in sorted(menu):
+        scheduler.warm[0].setdefault(mask.bit_count(), {})[mask] = None
+    bulk = leased(scheduler, "bulk")
+    request = scheduler.request(0.0, (Demand(8, 132),), service="decode", cost=Work(5.0))
+    scheduler.checkpoint(0.001, bulk)
+    (decode,) = request.leases
+    for step in range(1, 200):
+        scheduler.checkpoint(float(step), decode, Work(rng.uniform(2.0, 40.0)))
+        scheduler.checkpoint(step + 0.1, bulk)
+        scheduler.checkpoint(step + 0.2, decode)
+        assert decode.sms >= request.wants[0].least
+        assert bulk.sms >= 132 - decode.sms - 2 * CELLS.size, "most of the rest is in use"
 
 
 def test_who_is_often_late_plans_with_less() -> None:

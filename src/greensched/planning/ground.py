@@ -353,12 +353,8 @@ class Ground:
         own = (lease.mask & cells.equal).bit_count()
         room = min(room, (flow.cap - flow.sms) // cells.size)
         most = min(own + room, request.wants[0].most // cells.size)
-        if most <= own:
-            return 0
-        is_right = most == (before & cells.equal).bit_count()
-        is_right = is_right and cells.sms(before) <= request.wants[0].most
-        if is_right and before & ~(free | lease.mask) == 0:
-            self._grow_to(lease, before, own)
+        # With the remainder fewer equal cells may be more SMs.
+        if most < own or lease.sms >= request.wants[0].most or (most == own and not cells.joins):
             return 0
         among = lease.mask | self.visible(flow, device, most - own)
         limit = request.wants[0].most
@@ -366,9 +362,15 @@ class Ground:
             limit = min(limit, most * cells.size + cells.remainder)
         limit = min(limit, flow.cap - flow.sms + lease.sms)
         mask = cells.fit(among, Demand(request.parts[0].least, limit), self.warm[device])
+        best = self._largest_made(device, lease.mask | free, most, limit)
         is_made = mask and self.is_made(device, mask)
-        instead = self._largest_made(device, lease.mask | free, most, limit)
-        best = mask if is_made and cells.sms(mask) >= cells.sms(instead) else instead
+        if is_made and cells.sms(mask) >= cells.sms(best):
+            best = mask
+        was = cells.sms(before)
+        is_within = was <= limit and (before & cells.equal).bit_count() <= most
+        if is_within and was >= cells.sms(best) and not before & ~(free | lease.mask):
+            self._grow_to(lease, before, own)
+            return 0
         if cells.sms(best) > lease.sms:
             self._grow_to(lease, best, own)
         return 0 if is_made else mask
@@ -391,7 +393,10 @@ class Ground:
         if floors.owners:
             have = (self.free[lease.device] & cells.equal).bit_count()
             more = (mask & cells.equal).bit_count() - own
-            floors.take(have, lease, more, 0, lease.sms)
+            if more > 0:
+                floors.take(have, lease, more, 0, lease.sms)
+            elif more < 0:
+                floors.give(lease, -more)
         self._change(lease, mask)
 
     def _change(self, lease: Lease, mask: int) -> None:
