@@ -9,9 +9,9 @@ MOST = 0.95
 SAFE = MOST / 2
 #: At least so much is planned with, whatever was late.
 LEAST = 0.2
-#: After so many latencies the part is looked at: fewer do not tell 1 in 100, which may be late,
-#: from 1 in 200. It falls where more than four fifths of that was late, and rises where less than
-#: three fifths were; faster until it first fell.
+#: Fewer latencies than these do not tell 1 in 100, which may be late, from 1 in 200. Of so many the
+#: part rises where less than three fifths of that was late, faster until it first fell; it falls as
+#: soon as more than four fifths are.
 LOOK = 1000
 MANY, FEW = 0.008, 0.006
 FALL, RISE, RISE_FIRST = 0.9, 1.05, 1.2
@@ -31,11 +31,10 @@ class Pace:
         """So many were in time, or late."""
         self._seen += number
         self._late += number if is_late else 0
-        if self._seen < LOOK:
-            return
-        share = self._late / self._seen
-        if share > MANY:
+        if self._late > MANY * max(LOOK, self._seen):
             self.part, self._rise = max(LEAST, self.part * FALL), RISE
-        elif share < FEW:
+        elif self._seen < LOOK:
+            return
+        elif self._late < FEW * self._seen:
             self.part = min(MOST, self.part * self._rise)
         self._late = self._seen = 0
