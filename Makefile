@@ -111,12 +111,13 @@ $(OTHERS)/.ready: pyproject.toml constraints.txt
 	$(OTHERS)/bin/python -m pip install --quiet --disable-pip-version-check -c $(OTHERS)/constraints.txt -e . --group integrations
 	@touch $@
 
-# pytriton is of before numpy 2, and BentoML names the opentelemetry it wants.
+# pytriton is of before numpy 2, Triton's client of before what Ray has of gRPC, and BentoML names the
+# opentelemetry it wants.
 $(HOSTS)/.ready: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed, and none was found"; exit 2; }
 	$(PYTHON) -m venv $(HOSTS)
 	$(HOSTS)/bin/python -m pip install --quiet --disable-pip-version-check "pip>=25.1"
-	@grep -v '^numpy\|^opentelemetry' constraints.txt > $(HOSTS)/constraints.txt
+	@grep -v '^numpy\|^opentelemetry\|^protobuf\|^grpcio\|^googleapis' constraints.txt > $(HOSTS)/constraints.txt
 	$(HOSTS)/bin/python -m pip install --quiet --disable-pip-version-check -c $(HOSTS)/constraints.txt -e . --group embedding
 	@touch $@
 
