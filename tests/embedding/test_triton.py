@@ -53,6 +53,12 @@ def triton(models: Path, folder: Path, port: int) -> Iterator[Said]:
         yield said
 
 
+def client_of(port: int) -> httpx.AsyncClient:
+    """Triton says that it has started before its port is open: one tries again."""
+    transport = httpx.AsyncHTTPTransport(retries=5)
+    return httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30, transport=transport)
+
+
 def asked(numbers: list[float]) -> dict[str, object]:
     tensor = {"name": "numbers", "shape": [1, len(numbers)], "datatype": "FP32", "data": numbers}
     return {"inputs": [tensor]}
@@ -62,7 +68,7 @@ def test_it_answers(port: int, tmp_path: Path) -> None:
     """Each of many requests gets its own sum, in batches; the pool is closed at the end."""
 
     async def main() -> None:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
+        async with client_of(port) as client:
             given = [[1.0, 2.0, float(n)] for n in range(40)]
             path = "/v2/models/sums/infer"
             posts = [client.post(path, json=asked(numbers)) for numbers in given]
@@ -91,7 +97,7 @@ def test_a_dead_gpu(port: int, tmp_path: Path) -> None:
     program.write_text(source.replace(right, crashing).replace("#: Clients", imports))
 
     async def main() -> None:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
+        async with client_of(port) as client:
 
             async def status() -> int:
                 answer = await client.post("/v2/models/sums/infer", json=asked([1.0]))
