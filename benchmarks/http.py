@@ -29,7 +29,7 @@ import uvicorn
 from benchmarks import clients
 from benchmarks.measure import Bystanders, Row, table
 from benchmarks.serving import serving
-from greensched import Pool
+from greensched import Pool, WouldBlock
 from greensched.driver import simulated
 from greensched.kernels import reduce_sum
 from greensched.typing import Cost
@@ -155,8 +155,7 @@ class Load:
         """What is open or alive while nobody asks for anything."""
         while server.server_state.connections or self.pool.statistics().leases:  # noqa: ASYNC110
             await asyncio.sleep(LOOK_S)  # uvicorn tells nobody that a connection is closed
-        async with self.pool.partition(16) as p:  # memory comes back when somebody takes some
-            (await p.empty(1)).close()
+        await self._use_every_lane()
         await asyncio.to_thread(gc.collect)  # the loop's own thread for such calls is there, too
         statistics = self.pool.statistics()
         return {
@@ -167,6 +166,15 @@ class Load:
             "threads": threading.active_count(),
             "files": len(os.listdir("/proc/self/fd")),  # noqa: PTH208  iterdir keeps it open
         }
+
+    async def _use_every_lane(self) -> None:
+        """A lane's threads begin with its first use, and memory comes back when some is taken."""
+        async with contextlib.AsyncExitStack() as held:
+            with contextlib.suppress(WouldBlock):
+                while True:
+                    p = await held.enter_async_context(self.pool.partition_nowait(16))
+                    (await p.upload(np.zeros(1))).close()
+                    await p.run(int)
 
     async def _kill(self, address: str, number: int, rate: float) -> Row:
         """How long after their running jobs' end the SMs of killed clients were free."""

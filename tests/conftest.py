@@ -34,6 +34,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(skip)
 
 
+#: Between those it need not look often: pools make much at once that stays until they end.
+gc.set_threshold(100_000, 50, 50)
 #: So many tests leave about as much in caches as one collection has to look at without them.
 OFTEN = 20
 _begun = itertools.count()

@@ -15,6 +15,8 @@ from helpers.gate import Gate
 from helpers.waiting import still_waits, until
 from helpers.world import World
 
+IS_VERSIONED = False
+
 CONFIG = LaunchConfig(grid=4, block=128)
 
 

@@ -12,6 +12,8 @@ from greensched import LaunchConfig, Partition, Pool, kernels
 from greensched.kernels import Kernel
 from helpers.world import World
 
+IS_VERSIONED = False
+
 pytestmark = pytest.mark.runs_device_code
 
 Floats = npt.NDArray[np.float32]

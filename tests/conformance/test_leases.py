@@ -17,7 +17,7 @@ def test_granted_is_at_least_what_was_asked_and_visible(world: World, sms: int) 
     """A partition has at least the SMs asked for, in whole cells, and says how many."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(sms) as p:
+        async with world.pool("h200") as pool, pool.partition(sms) as p:
             assert p.sm_count >= sms
             assert p.sm_count - sms < 16
             assert pool.statistics().sms_leased == p.sm_count
@@ -42,7 +42,7 @@ def test_joint_request_is_granted_as_one(world: World) -> None:
     """partitions(16, REST) yields both in the order of its arguments, on one device."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partitions(16, REST) as (a, b):
+        async with world.pool("h200") as pool, pool.partitions(16, REST) as (a, b):
             assert a.sm_count == 16
             assert a.device == b.device
             assert b.sm_count >= 132 - 16 - 12
@@ -55,7 +55,10 @@ def test_rest_comes_first_when_written_first(world: World) -> None:
     """The order of the tuple is the order of the arguments, wherever REST stands."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partitions(REST, 8, 16) as (rest, small, larger):
+        async with (
+            world.pool("h200") as pool,
+            pool.partitions(REST, 8, 16) as (rest, small, larger),
+        ):
             assert (small.sm_count, larger.sm_count) == (8, 16)
             assert rest.sm_count > 90
 
@@ -202,7 +205,7 @@ def test_asking_for_what_one_holds_is_told(world: World) -> None:
     """A task that holds and asks for what can never come meanwhile gets WouldDeadlock."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(64):
+        async with world.pool("h200") as pool, pool.partition(64):
             with pytest.raises(greensched.WouldDeadlock) as refused:
                 async with pool.partition(ALL):
                     pass
@@ -235,7 +238,7 @@ def test_other_shapes_are_made_when_asked_for(world: World) -> None:
     """Cells that are not in the menu together get a lane, made once and warm from then on."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partitions(24, 24, 24, 24):
+        async with world.pool("h200") as pool, pool.partitions(24, 24, 24, 24):
             with pytest.raises(greensched.WouldBlock, match="no lane"):
                 pool.partition_nowait(24)
             made = pool.statistics().lanes_made

@@ -22,7 +22,7 @@ def test_every_lane_binds_and_launches_at_once(world: World) -> None:
     """On lanes nobody used yet, of the menu and made later, with any geometry, by no thread."""
 
     async def main() -> None:
-        async with world.pool(prepare=[fill, fill, saxpy]) as pool:
+        async with world.pool("h200", prepare=[fill, fill, saxpy]) as pool:
             sizes = [8, 16, 24, (8, 100), REST]
             for blocks, size in enumerate(sizes, start=1):
                 async with pool.partitions(size) as (p,):

@@ -17,6 +17,8 @@ from helpers.gate import Gate
 from helpers.waiting import until
 from helpers.world import World
 
+IS_VERSIONED = False
+
 LARGE = np.arange(5 * CHUNK // 4 + 100, dtype=np.float32)
 SMALL = np.arange(100, dtype=np.float32)
 EMPTY = np.empty(0, np.float32)

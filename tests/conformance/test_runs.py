@@ -14,6 +14,8 @@ from helpers.gate import Gate
 from helpers.waiting import turns, until
 from helpers.world import World
 
+IS_VERSIONED = False
+
 
 def test_a_callable_runs_on_the_partitions_own_thread(world: World) -> None:
     """Every call of a partition runs on one thread of its own, never the loop's."""

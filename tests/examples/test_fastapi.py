@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import httpx
-import pytest
 
 from helpers.programs import serving
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "07_fastapi"
-#: With warnings as errors; pytest-asyncio, which the example does without, wants to be told this.
-PYTEST = ("-m", "pytest", "-W", "error", "-o", "asyncio_default_fixture_loop_scope=function")
+#: With warnings as errors, and no plugin but ours.
+PYTEST = ("-W", "error", "-c", os.devnull, "-p", "no:cacheprovider")
+PYTEST += ("-p", "greensched.integrations.pytest_plugin")
 
 #: Where the example is made wrong, its tests must say so: what is replaced, and by what.
 WRONG = {
@@ -25,34 +26,52 @@ WRONG = {
     "a wrong sum": ("values.size)\n", "values.size - 1)\n"),
 }
 
+#: Runs the tests of one folder after another in one process, which imports what they need once.
+EACH = """
+import sys, pytest
+*options, folders = sys.argv[1:]
+for folder in folders.split(":"):
+    print("exit", int(pytest.main([*options, folder])), flush=True)
+    for name in "app", "test_app":
+        sys.modules.pop(name, None)
+"""
 
-def run_tests(folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *PYTEST, "-c", os.devnull, "-p", "no:cacheprovider", str(folder)],
-        cwd=folder,
+
+def run_tests(*folders: Path) -> tuple[list[int], str]:
+    """The exit codes, and what was printed."""
+    done = subprocess.run(
+        [sys.executable, "-c", EACH, *PYTEST, ":".join(map(str, folders))],
+        cwd=folders[0],
+        env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         capture_output=True,
         text=True,
         timeout=50,
         check=False,
     )
+    codes = re.findall(r"^exit (\d)$", done.stdout, re.MULTILINE)
+    return [int(code) for code in codes], done.stdout
 
 
 def test_its_tests_pass() -> None:
     """They pass with the plugin alone, warnings being errors."""
-    done = run_tests(EXAMPLE)
-    assert done.returncode == 0, done.stdout
-    assert "4 passed" in done.stdout
+    codes, printed = run_tests(EXAMPLE)
+    assert codes == [0], printed
+    assert "4 passed" in printed
 
 
-@pytest.mark.parametrize("kind", WRONG)
-def test_its_tests_find_what_is_wrong(kind: str, tmp_path: Path) -> None:
-    """They fail where the application is not what it should be."""
-    right, wrong = WRONG[kind]
+def test_its_tests_find_what_is_wrong(tmp_path: Path) -> None:
+    """They fail where the application is not what it should be, and pass again where it is."""
     source = (EXAMPLE / "app.py").read_text()
-    assert right in source
-    (tmp_path / "app.py").write_text(source.replace(right, wrong))
-    (tmp_path / "test_app.py").write_text((EXAMPLE / "test_app.py").read_text())
-    assert run_tests(tmp_path).returncode == 1
+    folders = []
+    for number, (right, wrong) in enumerate([*WRONG.values(), ("", "")]):
+        assert right in source
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "app.py").write_text(source.replace(right, wrong) if right else source)
+        (folder / "test_app.py").write_text((EXAMPLE / "test_app.py").read_text())
+        folders.append(folder)
+    codes, printed = run_tests(*folders)
+    assert codes == [1] * len(WRONG) + [0], printed
 
 
 def test_it_runs_as_a_program() -> None:

@@ -53,7 +53,7 @@ class World:
     def is_simulated(self) -> bool:
         return self.kind != "cuda"
 
-    def driver(self, spec: str = "h200", **options: Any) -> Driver:
+    def driver(self, spec: str = "h20", **options: Any) -> Driver:
         """A driver: a fresh simulated machine, or the process's CUDA driver."""
         if self.kind == "cuda":
             standin_library()  # before the first driver call, if there is one
@@ -65,7 +65,7 @@ class World:
         self._drivers.append(found)
         return found
 
-    def pool(self, spec: str = "h200", **options: Any) -> greensched.Pool:
+    def pool(self, spec: str = "h20", **options: Any) -> greensched.Pool:
         """A pool on a driver of its own."""
         faults = {k: options.pop(k) for k in ("faults", "without") if k in options}
         if self.kind == "cuda":  # a machine may have several
@@ -102,7 +102,7 @@ class World:
 
 
 @contextmanager
-def opened(world: World, spec: str = "h200", devices: int = 1) -> Iterator[tuple[Device, ...]]:
+def opened(world: World, spec: str = "h20", devices: int = 1) -> Iterator[tuple[Device, ...]]:
     """Devices on one driver, closed at the end; skipped where there are not so many."""
     driver = world.driver(spec)
     driver.initialise()

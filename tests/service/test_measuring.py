@@ -129,13 +129,13 @@ def test_a_pool_measures_a_piece_of_work(backend: str) -> None:
 
     async def main() -> None:
         async with Pool(driver=driver, prepare=[matmul]) as pool:
-            found = await pool.measure(multiply, 512)
+            found = await pool.measure(multiply, 256)
             assert found.sizes == (*range(8, 8 * len(found.sizes), 8), 132)
             assert found.at(8) > 4 * found.at(64)
             sms = found.within(slowdown=1.5)
             assert 8 < sms < 132
             async with pool.partition(sms=sms, cost=found, deadline=1.0) as p:
-                await multiply(p, 512)
+                await multiply(p, 256)
             with pytest.raises(greensched.DeadlineImpossible):
                 async with pool.partition(8, cost=found, deadline=found.at(8) / 2):
                     raise AssertionError("granted")
@@ -158,7 +158,7 @@ def test_a_pool_keeps_its_curves_true() -> None:
             wrong = LatencyCurve({16: [10.0]})
             for _ in range(200):
                 async with pool.partition(16, cost=wrong) as p:
-                    await multiply(p, 256)
+                    await multiply(p, 64)
             assert wrong.at(16) < 0.1
 
     clock.run(main, backend="asyncio")

@@ -123,6 +123,16 @@ PRESETS: dict[str, DeviceModel] = {
         max_shared_bytes=HOPPER_SHARED,
         peer_bandwidth=450 * GB,
     ),
+    "h20": DeviceModel(
+        name="H20",
+        compute_capability=(9, 0),
+        gpcs=even(78, 8),
+        memory_bytes=96 * GB,
+        dram_bandwidth=4.0e12,
+        l2_bytes=60 * MIB,
+        max_shared_bytes=HOPPER_SHARED,
+        peer_bandwidth=450 * GB,
+    ),
     "gh200": DeviceModel(
         name="GH200",
         compute_capability=(9, 0),

@@ -58,7 +58,8 @@ class Stacks(Core):
     def _enterable(self, context: ContextHandle, what: str) -> Context:
         new = self._expect(context, Context, what)
         me = self._thread.me
-        if new.green is not None and any(thread is not me for thread in new.threads):
+        # Asked first whether there are any: to go through a WeakSet costs more than all the rest.
+        if new.green is not None and new.threads and any(t is not me for t in new.threads):
             raise DriverMisuse(
                 f"{new!r} is current on another thread: a green context is current on one at most"
             )
