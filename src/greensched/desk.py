@@ -93,6 +93,8 @@ class Desk:
         self._completions: dict[Door, Completion] = {}
         #: Lanes the builder is to make, by device and cells.
         self._making: set[tuple[int, int]] = set()
+        #: Where it is making one.
+        self._making_at: Site | None = None
         #: Whose requests are queued, or granted and not claimed yet.
         self._asking: dict[Request, Door] = {}
         self._waiting_for_none: list[Queued] = []
@@ -244,12 +246,22 @@ class Desk:
         """On the builder: makes a lane, and tells who is granted by that, or why it cannot be."""
         failure: Exception | None = None
         surplus: list[Crew] = []
+        site = self.sites[index]
+        with self.lock:
+            if self._is_over():  # it was closed beside us
+                return
+            self._making_at = site
         try:
-            crew = self.sites[index].make(mask)
+            crew = site.make(mask)
         except Exception as error:  # whatever it is: somebody waits to be told
             failure = error
         with self.lock:
+            self._making_at = None
             self._making.discard((index, mask))
+            if self._is_over():  # meanwhile: the site was left as it was
+                if failure is None:
+                    crew.abandon()
+                return
             if failure is None:
                 surplus = self._add(index, crew)
                 granted = self.scheduler.made(self.driver.time())
@@ -505,6 +517,9 @@ class Desk:
     def _works(self) -> bool:
         return self.state in (PoolState.OPENING, PoolState.OPEN, PoolState.CLOSING)
 
+    def _is_over(self) -> bool:
+        return self.state is PoolState.CLOSED
+
     def refusal(self) -> GreenschedError:
         """Why nothing is granted."""
         if self.fault is not None:
@@ -568,15 +583,29 @@ class Desk:
             self._waiting_for_none.append(queued)
             return queued
 
+    @property
+    def is_held_up(self) -> bool:
+        """Whether the builder makes a lane, or is to, on a device that works.
+
+        A driver may hold that up until the work ends, which it may never do. The site is to be left
+        as it is anyway, so the closing need not wait for the builder.
+        """
+        with self.lock:
+            return any(self.sites[index].is_busy for index, _ in self._making)
+
     def close(self) -> list[str]:
-        """On the builder: ends every site that is not used; says what was left. Blocks."""
+        """Ends every site that is not used; says what was left. Blocks.
+
+        On the builder, or beside it where it `is_held_up`.
+        """
         with self.lock:
             if self.fault is not None:  # no more CUDA calls: the process is to be replaced
                 for site in self.sites:
                     site.forget()
                 return [repr(site.device) for site in self.sites]
             self.state = PoolState.CLOSED
-        abandoned = [left for site in self.sites for left in site.close()]
+            held = self._making_at
+        abandoned = [left for site in self.sites for left in site.close(is_held=site is held)]
         self._let_go()
         return abandoned
 

@@ -481,9 +481,11 @@ class Pool:
             self._is_ending = True
         if desk is None:
             closing.do()
-        else:
-            desk.builder.submit(closing.do)
-            desk.builder.dismiss()  # when that is done
+            return
+        closer = Worker(desk.driver, "greensched closer") if desk.is_held_up else desk.builder
+        closer.submit(closing.do)
+        for thread in (closer, desk.builder):
+            thread.dismiss()  # when that is done
 
     def _close_unattended(self) -> None:
         """Has the builder close it, with no lock taken here: see `__aexit__`."""
@@ -499,7 +501,7 @@ class Pool:
         desk.builder.submit(close)
 
     def _end(self) -> CloseReport:
-        """On the builder, behind whatever it still does: ends every site."""
+        """On the builder, behind what it still does, or beside it: ends every site."""
         desk = self._desk
         if desk is None:
             return CloseReport()

@@ -196,18 +196,28 @@ class Site:
 
     # -- its end -----------------------------------------------------------------------------------
 
-    def close(self) -> list[str]:
+    @property
+    def is_busy(self) -> bool:
+        """Whether a lane is leased, or has work."""
+        return any(crew.is_leased or not crew.lane.is_idle for crew in self.crews.values())
+
+    def close(self, *, is_held: bool = False) -> list[str]:
         """Ends everything, if nothing works any more; else leaves all as it is. Blocks.
 
         Beside work that does not end, much of it would wait for that: cuMemHostUnregister and
         cuLibraryUnload do, on an H200 with driver 580. A leased lane counts as one that works:
         what its holder put there without a ticket shows nowhere.
 
+        Args:
+            is_held: a lane is being made here meanwhile; it counts as one that works.
+
         Returns:
             What still is leased or has work, or could not be ended.
         """
         crews = self.crews.values()
         busy = [repr(crew.lane) for crew in crews if crew.is_leased or not crew.lane.is_idle]
+        if is_held:
+            busy.append(f"{self.device!r}: a lane is being made")
         if self.memory.is_visited:
             busy.append(f"{self.device!r}: another device uses its memory")
         if busy:

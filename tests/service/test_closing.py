@@ -15,7 +15,8 @@ import pytest
 import greensched
 from greensched import ALL, LaunchConfig, Pool
 from greensched.driver import simulated
-from greensched.driver.simulated import Fail
+from greensched.driver.simulated import Fail, Hang
+from greensched.kernels import fill
 from helpers.waiting import turns, until
 
 ONE = LaunchConfig(grid=1, block=1)
@@ -115,6 +116,43 @@ class Slow(list[Any]):
         while not any(event.is_set() for event in self._happened):
             time.sleep(0)  # lets the other thread have the GIL, and no time pass
         super().append(item)
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_closed_while_a_lane_waits_for_a_kernel_that_hangs(backend: Any, seed: int) -> None:
+    """The making of a lane may wait for ever behind a kernel that hangs; the closing does not."""
+    clock = simulated.VirtualClock(seed=seed)
+    driver = simulated.open("h200x2", clock=clock, faults=[Hang("fill")])
+
+    async def main() -> None:
+        pool = Pool(driver=driver)
+        await pool.open()
+
+        async def hang() -> None:
+            with suppress(greensched.PoolClosed):
+                async with pool.partition(8, device=0) as p:
+                    with await p.empty(1) as x:
+                        await p.launch(fill, ONE, x, 1.0, 1)
+
+        async def ask() -> None:  # for a set of cells that no lane was made for
+            with suppress(greensched.PoolClosed):
+                async with pool.partitions(24, 40, 16, 24, device=0):
+                    pytest.fail("no lane had to be made")
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(hang)
+            await anyio.sleep(0.1)
+            tasks.start_soon(ask)
+            await anyio.sleep(1)
+            began = anyio.current_time()
+            report = await pool.aclose(grace=0.5)
+            assert anyio.current_time() - began == pytest.approx(0.5, abs=0.01)
+            tasks.cancel_scope.cancel()
+        assert report.abandoned
+        assert not any("device 1" in left.lower() for left in report.abandoned)
+
+    clock.run(main, backend=backend)
 
 
 def test_a_closing_hears_of_the_last_lease_of_another_thread() -> None:
