@@ -46,19 +46,31 @@ class InvalidSize(InvalidRequest):
         self.value = value
         super().__init__(
             f"sms={value!r} is not a size: give a positive int, a pair (least, most) of them with "
-            "least <= most, ALL or REST"
+            "least <= most, (least, ALL), ALL or REST"
         )
 
 
 class TooManySMs(InvalidRequest):
-    """More SMs than any device of the pool can ever grant."""
+    """More SMs than any device of the pool can ever grant.
 
-    def __init__(self, asked: int, most: int) -> None:
+    Attributes:
+        asked: SMs.
+        most: what can be granted.
+        is_ruled: classes have floors or caps, which may be why.
+    """
+
+    def __init__(self, asked: int, most: int, *, is_ruled: bool = False) -> None:
         self.asked = asked
         self.most = most
+        self.is_ruled = is_ruled
+        instead = (
+            "or on behalf of a class (`service=`) that reserves the rest, or has a larger cap"
+            if is_ruled
+            else "or for ALL of a device"
+        )
         super().__init__(
             f"{asked} SMs were asked for, and the most that can ever be granted here is {most}: "
-            f"ask for at most {most}, or for ALL of a device"
+            f"ask for at most {most}, {instead}"
         )
 
 

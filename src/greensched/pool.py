@@ -254,9 +254,10 @@ class Pool:
         """A lease of SMs, to be used with `async with`, which waits for them.
 
         Args:
-            sms: how many: `16`; `(8, 64)`: as many up to 64 as are free once 8 are; `ALL` of a
-                device; `REST`: the same, alone. Rounded up to what the device can be cut into;
-                `Partition.sm_count` says what was granted.
+            sms: how many: `16`; `(8, 64)`: as many up to 64 as are free once 8 are; `(8, ALL)`: as
+                many as are free; `ALL` of a device (`REST` is the same here; of several granted
+                together it is what the others leave). Rounded up to what the device can be cut
+                into; `Partition.sm_count` says what was granted.
             device: where; None: anywhere in the pool.
             service: on whose behalf, by the name of a class given to the pool.
             deadline: seconds from the request: not granted by then, `DeadlineExceeded`. Once

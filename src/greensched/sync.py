@@ -24,6 +24,7 @@ from greensched.kernels import Kernel
 from greensched.launcher import LaunchConfig
 from greensched.loops import asker, current_door
 from greensched.partition import Array, Partition
+from greensched.planning.requests import Cost
 from greensched.running import on_loop_thread
 from greensched.standing import CloseReport, PoolState
 from greensched.typing import DeviceArray, Size
@@ -113,10 +114,14 @@ class SyncPool:
         device: int | None = None,
         service: str | None = None,
         deadline: float | None = None,
+        cost: Cost | None = None,
+        near: Buffer | None = None,
     ) -> AbstractContextManager[SyncPartition]:
         """A lease, to be used with `with`, which waits for it. See `Pool.partition`."""
-        options = {"device": device, "service": service, "deadline": deadline}
-        return self._block(self._pool.partition(sms, **options), self._wrap)  # type: ignore[arg-type]  # by name
+        lease = self._pool.partition(
+            sms, device=device, service=service, deadline=deadline, cost=cost, near=near
+        )
+        return self._block(lease, self._wrap)
 
     def partitions(
         self,
@@ -124,10 +129,13 @@ class SyncPool:
         device: int | None = None,
         service: str | None = None,
         deadline: float | None = None,
+        cost: float | None = None,
+        near: Buffer | None = None,
     ) -> AbstractContextManager[tuple[SyncPartition, ...]]:
         """Several leases granted together. See `Pool.partitions`."""
-        options = {"device": device, "service": service, "deadline": deadline}
-        together = self._pool.partitions(*sizes, **options)  # type: ignore[arg-type]  # by name
+        together = self._pool.partitions(
+            *sizes, device=device, service=service, deadline=deadline, cost=cost, near=near
+        )
         return self._block(together, lambda granted: tuple(map(self._wrap, granted)))
 
     def _wrap(self, partition: Partition) -> SyncPartition:
@@ -235,6 +243,10 @@ class SyncPartition:
             return await submit(*args, **kwargs)
 
         return self._sync.call(job)
+
+    def checkpoint(self, cost: Cost | None = None) -> int:
+        """Waits for the lease's work, lets its SMs be changed, and says how many it has now."""
+        return self._sync.call(self.partition.checkpoint, cost)
 
     def run(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Calls a blocking function on the partition's own thread, on these SMs."""

@@ -30,8 +30,8 @@ ALL: Final = NamedSize.ALL
 #: Every SM of the same device that is not in the same request.
 REST: Final = NamedSize.REST
 
-#: `16`; `(8, 64)` (least, most); `ALL`; `REST`.
-Size = int | tuple[int, int] | NamedSize
+#: `16`; `(8, 64)` (least, most), `(8, ALL)`; `ALL`; `REST`.
+Size = int | tuple[int, int | Literal[NamedSize.ALL]] | NamedSize
 
 #: A grid or block: blocks (threads) in x, y, z; an int stands for (n, 1, 1).
 Dim3 = tuple[int, int, int]

@@ -148,6 +148,25 @@ def test_a_thread_that_holds_what_it_waits_for(world: World) -> None:
             assert waits.result(10) > 8
 
 
+def test_a_checkpoint_gives_back_and_takes_up(world: World) -> None:
+    """A thread's elastic lease gives SMs to one that waits, and has them again behind it."""
+    with opened(world) as pool, pool.sync.partition((8, ALL), cost=10.0) as p:
+        whole, may_end = p.sm_count, threading.Event()
+
+        def other() -> None:
+            with pool.sync.partition(16, near=x):
+                may_end.wait(20)
+
+        with p.empty(4) as x, ThreadPoolExecutor(1) as thread:
+            asked = thread.submit(other)
+            while p.checkpoint() == whole:
+                assert not asked.done()
+            assert p.sm_count <= whole - 16
+            may_end.set()
+            asked.result(20)
+            assert p.checkpoint(1.0) == whole
+
+
 def test_tasks_of_one_call(world: World) -> None:
     """Tasks that a call starts hold SMs each for itself, and wait for each other."""
 

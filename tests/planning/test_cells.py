@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,11 +29,12 @@ def free_cells(draw: st.DrawFn) -> tuple[Cells, int]:
 
 NO_NUMBERS = [0, -1, True, False, 1.5, float("nan"), 1e9, "16", None, b"8"]
 NO_PAIRS = [(8,), (8, 16, 32), (16, 8), (0, 8), (-1, 8), (8, 16.0), (True, 8), [8, 64], ("8", "9")]
+NO_NAMED = [(ALL, 8), (0, ALL), (8, REST), (ALL, ALL)]
 
 
-@pytest.mark.parametrize("size", [*NO_NUMBERS, *NO_PAIRS], ids=repr)
+@pytest.mark.parametrize("size", [*NO_NUMBERS, *NO_PAIRS, *NO_NAMED], ids=repr)
 def test_what_is_no_size_is_refused(size: object) -> None:
-    """Only a positive int, an ordered pair of them, ALL and REST are sizes."""
+    """Only a positive int, an ordered pair of them or with ALL, ALL and REST are sizes."""
     with pytest.raises(InvalidSize, match="is not a size"):
         demand(size)  # type: ignore[arg-type]
 
@@ -42,6 +45,7 @@ def test_sizes_are_read() -> None:
     assert demand((8, 64)) == Demand(8, 64)
     assert demand(10**9) == Demand(10**9, 10**9)
     assert demand(ALL) == Demand(0, 0, ALL)
+    assert demand((8, ALL)) == Demand(8, sys.maxsize)
     assert demands((16, REST)) == (Demand(16, 16), Demand(0, 0, REST))
 
 

@@ -41,7 +41,7 @@ def test_who_names_no_class_is_kept_out_of_floors() -> None:
     scheduler = make(OWNER)
     ask(scheduler, 0.0, 32, "")
     assert ask(scheduler, 0.0, 8, "").state is State.QUEUED
-    with pytest.raises(TooManySMs) as caught:
+    with pytest.raises(TooManySMs, match="at most 32, or on behalf of a class") as caught:
         ask(scheduler, 0.0, ALL, "")
     assert (caught.value.asked, caught.value.most) == (64, 32)
 

@@ -7,6 +7,7 @@ an equal cell of `size` SMs; bit `count`, where `remainder` is not 0, is what th
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from numbers import Integral
@@ -32,12 +33,12 @@ def demand(size: Size) -> Demand:
     """Reads a size.
 
     Raises:
-        InvalidSize: not a positive int, a pair of them in order, ALL or REST.
+        InvalidSize: not a positive int, a pair of them in order, (least, ALL), ALL or REST.
     """
     if isinstance(size, NamedSize):
         return Demand(0, 0, size)
     least, most = size if isinstance(size, tuple) and len(size) == 2 else (size, size)
-    demand = Demand(_whole(least), _whole(most))
+    demand = Demand(_whole(least), sys.maxsize if most is ALL else _whole(most))
     if not 0 < demand.least <= demand.most:
         raise InvalidSize(size)
     return demand

@@ -445,7 +445,8 @@ class Scheduler(Granting):
         """The devices on which it fits when everybody has left; refuses what fits on none."""
         able = tuple(d for d in request.devices if self.ground.ever(request, d, 0))
         if not able:
-            raise TooManySMs(self._asked(request), self.ground.most(request, request.devices))
+            most = self.ground.most(request, request.devices)
+            raise TooManySMs(self._asked(request), most, is_ruled=self.ground.is_ruled)
         return able
 
     def _would_block(self, request: Request) -> WouldBlock:
