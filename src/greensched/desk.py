@@ -34,7 +34,7 @@ from greensched.errors import (
     PoolClosed,
 )
 from greensched.holding import Holding
-from greensched.loops import Door, Waiter, current_door
+from greensched.loops import Door, current_door
 from greensched.parking import Parking
 from greensched.planning.placement import Placement
 from greensched.planning.policy import Policy
@@ -43,6 +43,7 @@ from greensched.planning.scheduler import Scheduler
 from greensched.planning.services import ServiceClass
 from greensched.site import Site
 from greensched.standing import PoolState, PoolStatistics
+from greensched.waiting import Queued, tell
 from greensched.wishes import Wish
 from greensched.worker import Crew, Worker
 
@@ -50,27 +51,6 @@ logger = logging.getLogger("greensched")
 
 #: While requests wait, closed loops are looked for so often.
 TEND_S = 0.050
-
-
-class Queued:
-    """A task that waits to be told something, on its own loop."""
-
-    __slots__ = ("completion", "error", "thread", "waiter")
-
-    def __init__(self, completion: Completion) -> None:
-        self.completion = completion
-        self.thread = threading.get_ident()
-        self.waiter: Waiter = completion.door.create_waiter()
-        self.error: Exception | None = None
-
-    def tell(self, error: Exception | None = None) -> bool:
-        """Wakes it, from whatever thread; False if its loop is closed."""
-        self.error = error
-        door = self.completion.door
-        if threading.get_ident() == self.thread and not door.is_closed:
-            self.waiter.wake()
-            return True
-        return door.call_threadsafe(self.waiter.wake)
 
 
 class Desk:
@@ -93,7 +73,6 @@ class Desk:
         self._completions: dict[Door, Completion] = {}
         #: Lanes the builder is to make, by device and cells.
         self._making: set[tuple[int, int]] = set()
-        #: Where it is making one.
         self._making_at: Site | None = None
         #: Whose requests are queued, or granted and not claimed yet.
         self._asking: dict[Request, Door] = {}
@@ -248,7 +227,7 @@ class Desk:
         surplus: list[Crew] = []
         site = self.sites[index]
         with self.lock:
-            if self._is_over():  # it was closed beside us
+            if not self._works:  # any more
                 return
             self._making_at = site
         try:
@@ -258,7 +237,7 @@ class Desk:
         with self.lock:
             self._making_at = None
             self._making.discard((index, mask))
-            if self._is_over():  # meanwhile: the site was left as it was
+            if self.state is PoolState.CLOSED:  # meanwhile: this is left with all else there
                 if failure is None:
                     crew.abandon()
                 return
@@ -270,7 +249,7 @@ class Desk:
                 granted = [other for request in lacking for other in self._drop(request)]
         if failure is not None:
             for request in lacking:
-                _tell(request, failure)
+                tell(request, failure)
         self._deliver(granted)
         for old in surplus:
             old.close()
@@ -451,7 +430,7 @@ class Desk:
             granted, expired = self.scheduler.tick(now)
             deadline = self.scheduler.next_deadline()
         for request in expired:
-            _tell(request, DeadlineExceeded((request.deadline or now) - request.arrived))
+            tell(request, DeadlineExceeded((request.deadline or now) - request.arrived))
         self._deliver(granted)
         return TEND_S if deadline is None else max(0.0, min(TEND_S, deadline - now))
 
@@ -504,7 +483,7 @@ class Desk:
                 holding.end_bound()
         logger.error("the GPU is unusable until this process is replaced: %s", fault)
         for request in waiting:
-            _tell(request, Poisoned(fault))
+            tell(request, Poisoned(fault))
         for completion in completions:
             completion.kick_threadsafe()
 
@@ -516,9 +495,6 @@ class Desk:
     @property
     def _works(self) -> bool:
         return self.state in (PoolState.OPENING, PoolState.OPEN, PoolState.CLOSING)
-
-    def _is_over(self) -> bool:
-        return self.state is PoolState.CLOSED
 
     def refusal(self) -> GreenschedError:
         """Why nothing is granted."""
@@ -559,7 +535,7 @@ class Desk:
             if self.state in (PoolState.OPENING, PoolState.OPEN):
                 self.state = PoolState.CLOSING
         for request in waiting:
-            _tell(request, PoolClosed("this pool", "closing"))
+            tell(request, PoolClosed("this pool", "closing"))
 
     async def wait_for_leases(self, grace: float) -> None:
         """Waits until no lease is granted, held or draining, or the grace has passed."""
@@ -621,9 +597,3 @@ class Desk:
             holding.completion.door.call_threadsafe(holding.let_go)
         for completion in completions:
             completion.kick_threadsafe()
-
-
-def _tell(request: Request, error: Exception) -> None:
-    """Tells whoever waits for a request that it will not be granted."""
-    if isinstance(request.owner, Queued):
-        request.owner.tell(error)

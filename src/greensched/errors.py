@@ -51,26 +51,16 @@ class InvalidSize(InvalidRequest):
 
 
 class TooManySMs(InvalidRequest):
-    """More SMs than any device of the pool can ever grant.
-
-    Attributes:
-        asked: SMs.
-        most: what can be granted.
-        is_ruled: classes have floors or caps, which may be why.
-    """
+    """More SMs than any device can ever grant; `is_ruled`: classes have floors or caps."""
 
     def __init__(self, asked: int, most: int, *, is_ruled: bool = False) -> None:
         self.asked = asked
         self.most = most
         self.is_ruled = is_ruled
-        instead = (
-            "or on behalf of a class (`service=`) that reserves the rest, or has a larger cap"
-            if is_ruled
-            else "or for ALL of a device"
-        )
+        other = "on behalf of a class (`service=`) that reserves the rest, or has a larger cap"
         super().__init__(
             f"{asked} SMs were asked for, and the most that can ever be granted here is {most}: "
-            f"ask for at most {most}, {instead}"
+            f"ask for at most {most}, or {other if is_ruled else 'for ALL of a device'}"
         )
 
 

@@ -1,0 +1,36 @@
+"""Tasks that wait to be told something by the desk, each on its own loop."""
+
+from __future__ import annotations
+
+import threading
+
+from greensched.completion import Completion
+from greensched.loops import Waiter
+from greensched.planning.requests import Request
+
+
+class Queued:
+    """A task that waits to be told something, on its own loop."""
+
+    __slots__ = ("completion", "error", "thread", "waiter")
+
+    def __init__(self, completion: Completion) -> None:
+        self.completion = completion
+        self.thread = threading.get_ident()
+        self.waiter: Waiter = completion.door.create_waiter()
+        self.error: Exception | None = None
+
+    def tell(self, error: Exception | None = None) -> bool:
+        """Wakes it, from whatever thread; False if its loop is closed."""
+        self.error = error
+        door = self.completion.door
+        if threading.get_ident() == self.thread and not door.is_closed:
+            self.waiter.wake()
+            return True
+        return door.call_threadsafe(self.waiter.wake)
+
+
+def tell(request: Request, error: Exception) -> None:
+    """Tells whoever waits for a request that it will not be granted."""
+    if isinstance(request.owner, Queued):
+        request.owner.tell(error)
