@@ -40,7 +40,7 @@ def sim_gpu(request: pytest.FixtureRequest) -> Generator[SimGPU]:
 
 @pytest.fixture
 def sim_pool(sim_gpu: SimGPU) -> SimPool:
-    """Makes pools, each over a simulated GPU of its own; see `testing.SimPool`.
+    """Makes pools, each over a simulated GPU of its own and not open yet; options as of `Pool`.
 
     `async with sim_pool(sms=132, faults=[Fail("allocate")]) as pool: ...`
     """
