@@ -134,7 +134,7 @@ async def _measure() -> list[Row]:
     ]
     for name, queue in (("", classed), (", fair", fair), (", deadline", due)):
         what = f"the same, three classes and sizes{name} | heap push + pop"
-        rows.append((await compare(what, queue.sample, heap)).row(0.5, "us"))
+        rows.append((await compare(what, queue.sample, heap)).row(0.5, "us", most=12))
     learning = await compare(
         "a curve learns, and is asked | heap push + pop", Learning().sample, heap
     )

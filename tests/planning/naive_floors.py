@@ -62,6 +62,7 @@ class NaiveFloors:
             assert self.equal(device, self.free(device)) >= kept, "a floor was given away"
         for flow in self.flows():
             assert flow.lent == self.lent(flow)
+            assert flow.kept == max(0, self.kept(flow))
 
     def check_loans(self) -> None:
         for lease in self.leases:

@@ -11,6 +11,7 @@ from greensched.errors import QueueFull, TooManySMs, WouldBlock, WouldDeadlock
 from greensched.planning.cells import Demand
 from greensched.planning.policy import Fifo
 from greensched.planning.scheduler import Lease, Request, Scheduler, State
+from greensched.planning.services import ANYBODY, Flow
 from greensched.typing import ALL, REST
 
 from .naive import possible, sms
@@ -71,7 +72,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         soon = st.integers(1, 8).map(lambda later: self.now + later)
         deadline = data.draw(st.none() | st.none() | soon)
         wait = data.draw(st.sampled_from([True, True, True, False]))
-        wish = Request(parts, where or self.everywhere, priority, self.now, -1, holder=holder)
+        wish = Request(
+            Flow(ANYBODY), parts, where or self.everywhere, priority, self.now, -1, holder=holder
+        )
         if self.naive.waiting:
             self.naive.keep_a_device(self.now)
         expected = self.expected_refusal(wish, wait)
@@ -258,7 +261,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert self.scheduler.drained(self.now, lease) == []
         assert self.scheduler.tick(self.now + 100) == ([], [])
         fresh = Scheduler(self.scheduler.devices, self.scheduler.policy, 0)
-        for name in ("free", "waiting", "_lines", "_deadlines", "_held", "_reserved", "_entries"):
+        assert len(self.scheduler._deadlines) == 0
+        for name in ("free", "waiting", "_lines", "_held", "_reserved", "_entries"):
             assert getattr(self.scheduler, name) == getattr(fresh, name), name
 
 

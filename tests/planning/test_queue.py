@@ -9,12 +9,12 @@ from greensched.planning.policy import Deadline, Fifo
 from greensched.planning.queue import SWEEP
 from greensched.planning.requests import Entries, Request, State
 from greensched.planning.scheduler import Scheduler
-from greensched.planning.services import ServiceClass
+from greensched.planning.services import ANYBODY, Flow, ServiceClass
 from greensched.typing import ALL
 
 
 def entry(order: int) -> tuple[tuple[float, ...], int, Request]:
-    return (float(order % 7),), order, Request((), (), 0, 0.0, order)
+    return (float(order % 7),), order, Request(Flow(ANYBODY), (), (), 0, 0.0, order)
 
 
 def test_sweeping_in_parts_is_sweeping_at_once() -> None:
@@ -46,9 +46,9 @@ def test_no_cancellation_sweeps_for_long() -> None:
     (line,) = scheduler._lines.values()
     before = len(line)
     for number, request in enumerate(waiting, 1):
-        looked = line._heap._at
+        looked = line._at
         scheduler.cancel(1.0, request)
-        assert line._heap._at - looked <= SWEEP
+        assert line._at - looked <= SWEEP
         assert scheduler.waiting == before - number
     assert scheduler._entries == len(scheduler._deadlines) == 0
 

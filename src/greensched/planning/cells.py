@@ -90,7 +90,8 @@ class Cells:
     _blocks: dict[int, tuple[int, ...]] = field(
         init=False, default_factory=dict, compare=False, repr=False
     )
-    _starts: dict[int, int] = field(init=False, default_factory=dict, compare=False, repr=False)
+    #: Where aligned blocks of so many equal cells start.
+    _starts: tuple[int, ...] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         equal = (1 << self.count) - 1
@@ -99,6 +100,8 @@ class Cells:
         object.__setattr__(self, "leftover", leftover)
         object.__setattr__(self, "every", equal | leftover)
         object.__setattr__(self, "total", self.size * self.count + self.remainder)
+        starts = (range(0, self.count, aligned(cells)) for cells in range(self.count + 1))
+        object.__setattr__(self, "_starts", tuple(sum(1 << at for at in one) for one in starts))
 
     def sms(self, mask: int) -> int:
         """SMs of a set of cells."""
@@ -124,7 +127,7 @@ class Cells:
         """
         found = self._blocks.get(cells)
         if found is None:
-            step = 1 << (cells - 1).bit_length() if cells > 1 else 1
+            step = aligned(cells)
             starts = range(self.count - cells + 1)
             ordered = sorted(starts, key=lambda start: (start % step != 0, start))
             found = self._blocks[cells] = tuple(((1 << cells) - 1) << start for start in ordered)
@@ -139,7 +142,7 @@ class Cells:
         wanted: dict[int, None] = {self.every: None}
         powers = [1 << power for power in range(self.count.bit_length())]
         for cells in dict.fromkeys((*powers, *range(1, self.count + 1))):
-            step = 1 << (cells - 1).bit_length()
+            step = aligned(cells)
             for mask in self.blocks(cells):
                 if (mask.bit_length() - cells) % step == 0:
                     wanted[mask] = None
@@ -161,8 +164,9 @@ class Cells:
         have = equal.bit_count()
         least = -(-wanted.least // self.size)
         if have >= least:
-            cells = min(have, max(least, wanted.most // self.size))
-            chosen = self._choose(equal, cells, warm)
+            most = wanted.most // self.size
+            cells = least if most <= least else min(have, most)
+            chosen = self.choose(equal, cells, warm)
             if 0 < self.remainder <= wanted.most - cells * self.size:
                 with_leftover = chosen | (free & self.leftover)
                 return with_leftover if self.possible(with_leftover) else chosen
@@ -172,7 +176,7 @@ class Cells:
         beside = self._beside_leftover(wanted.least)
         if beside is not None and have >= beside:
             more = max(beside, (wanted.most - self.remainder) // self.size) if self.joins else 0
-            return self.leftover | self._choose(equal, min(have, more), NOTHING_WARM)
+            return self.leftover | self.choose(equal, min(have, more), NOTHING_WARM)
         return free if free == self.every and self.total >= wanted.least else 0
 
     def fit_all(
@@ -197,7 +201,7 @@ class Cells:
             left &= ~self.leftover
         for i in sorted(needs, key=lambda i: -needs[i]):
             if needs[i]:
-                chosen = self._choose(left & self.equal, needs[i], warm)
+                chosen = self.choose(left & self.equal, needs[i], warm)
                 masks[i] |= chosen
                 left &= ~chosen
         if rest is None:
@@ -246,35 +250,26 @@ class Cells:
                 more -= 1
             yield masks[i]
 
-    def _choose(self, free: int, cells: int, warm: Warm) -> int:
-        """So many of the free equal cells: a warm lane, else a block, else the lowest."""
+    def choose(self, free: int, cells: int, warm: Warm) -> int:
+        """So many of the free equal cells, of which there are: a warm lane, a block, the lowest."""
         for mask in warm.get(cells, ()):
             if mask & ~free == 0:
                 return mask
-        block = self._block(free, cells)
-        if block:
-            return block
+        # The first of `blocks` that is free, found by shifting.
+        runs, length = free, 1  # where runs of so many free cells start
+        while length < cells:
+            step = cells - length if cells < 2 * length else length
+            runs &= runs >> step
+            length += step
+        if runs and cells:
+            starts = runs & self._starts[cells] or runs
+            return (starts & -starts) * ((1 << cells) - 1)
         chosen = 0
         for _ in range(cells):
             chosen |= free & ~chosen & -(free & ~chosen)
         return chosen
 
-    def _block(self, free: int, cells: int) -> int:
-        """The first of `blocks` that is free, found by shifting; 0: none is."""
-        runs, length = free, 1  # where runs of so many free cells start
-        while length < cells:
-            step = min(length, cells - length)
-            runs &= runs >> step
-            length += step
-        if not runs:
-            return 0
-        starts = runs & self._aligned(cells) or runs
-        return (starts & -starts) * ((1 << cells) - 1)
 
-    def _aligned(self, cells: int) -> int:
-        """Where aligned blocks of so many cells start."""
-        starts = self._starts.get(cells)
-        if starts is None:
-            step = 1 << (cells - 1).bit_length() if cells > 1 else 1
-            starts = self._starts[cells] = sum(1 << start for start in range(0, self.count, step))
-        return starts
+def aligned(cells: int) -> int:
+    """What a block of so many cells is aligned to."""
+    return 1 << (cells - 1).bit_length() if cells > 1 else 1

@@ -33,9 +33,12 @@ class FairClock:
 
     def charge(self, flow: Flow, lease: Lease, seconds: float) -> None:
         """A lease is granted, and expected to take so long."""
-        flow.start = start = self.start_of(flow)
-        if start > self.now:
+        start, now = flow.finish, self.now
+        if start > now:
             self.now = start
+        elif not flow.waiting:
+            start = now
+        flow.start = start
         lease.charged = lease.sms * seconds
         flow.finish = start + lease.charged / flow.weight
 

@@ -15,7 +15,7 @@ from greensched.planning.placement import Placement
 from greensched.planning.policy import Policy
 from greensched.planning.queue import Queue
 from greensched.planning.requests import Lease, Line, Request, State
-from greensched.planning.services import ServiceClass
+from greensched.planning.services import Flow, ServiceClass
 
 
 class Granting(Queue):
@@ -40,12 +40,13 @@ class Granting(Queue):
     def _try(self, request: Request, now: float) -> bool:
         """Grants it where it may be granted now."""
         kept = self._reserved
-        if kept is None or kept[0] is request:
+        if kept is None or kept[0] is request or kept[1] not in request.devices:
             return self._grant(request, request.devices, now)
-        where = [device for device in request.devices if device != kept[1]]
-        if where and self._grant(request, where, now):
-            return True
-        return kept[1] in request.devices and self._slip_in(request, kept, now)
+        if len(request.devices) > 1:
+            where = [device for device in request.devices if device != kept[1]]
+            if self._grant(request, where, now):
+                return True
+        return self._slip_in(request, kept, now)
 
     def _slip_in(self, request: Request, kept: tuple[Request, int], now: float) -> bool:
         """On the device kept for another: of his own floor, or before the other could begin."""
@@ -123,84 +124,106 @@ class Granting(Queue):
         return granted
 
     def _dispatch_once(self, now: float, granted: list[Request]) -> None:
+        most, is_shared = self._most_free(), self.ground.is_shared
         kept = self._reserved
-        if kept is not None and self._grant(kept[0], kept[0].devices, now):
-            granted.append(kept[0])
-            self._advance(kept[0], now)
+        if kept is not None:
+            if self._attempt(kept[0], most, now):
+                most = self._have(kept[0], now, granted)
+            else:
+                self.lacking.update(dict.fromkeys(kept[0].lacks))
         if len(self._lines) == 1:
-            self._serve_only(next(iter(self._lines.values())), now, granted)
+            self._serve_only(next(iter(self._lines.values())), most, now, granted)
             return
-        heads = self._heads()
+        is_kept, is_first = self._reserved is not None, True
+        firsts = self._firsts()
+        heads = [self._head(x) for x in firsts if not (is_kept and self._is_kept_out(x))]
         heapq.heapify(heads)
-        is_first = True
-        free, is_shared = self.free, self.ground.is_shared
-        while heads and (is_shared or any(free)):
-            standing, _, _, line, request = heads[0]
-            if self._stands is not None and standing != self._standing(line.flow):
-                heapq.heapreplace(heads, self._head(line, request))  # it was granted something
-            elif not self._attempt(line, request, now):
+        while heads and (most or is_shared):
+            request: Request = heads[0][-1]
+            if self._stands is not None and heads[0][0] != self._standing(request.flow):
+                heapq.heapreplace(heads, self._head(request))  # it was granted something
+            elif not self._attempt(request, most, now):
                 heapq.heappop(heads)
                 if is_first or request.lacks:
-                    is_first = self._blocked(line, request, now, is_first=is_first)
+                    is_first = self._blocked(request, now, is_first=is_first)
             else:
-                granted.append(request)
-                self._advance(request, now)
-                following = line.first()
+                most = self._have(request, now, granted)
+                if is_kept and self._reserved is None:
+                    self._is_unlocked = True  # whoever was kept out is not any more
+                    return
+                following = request.line.first()
                 if following is not None:
-                    heapq.heapreplace(heads, self._head(line, following))
+                    heapq.heapreplace(heads, self._head(following))
                 else:
                     heapq.heappop(heads)
 
-    def _serve_only(self, line: Line, now: float, granted: list[Request]) -> None:
+    def _serve_only(self, line: Line, most: int, now: float, granted: list[Request]) -> None:
         """The same where all want the same: the usual case, and a third of the work."""
-        while (request := line.first()) is not None and (any(self.free) or self.ground.is_shared):
-            if not self._attempt(line, request, now):
-                self._blocked(line, request, now, is_first=True)
+        while (request := line.first()) is not None and (most or self.ground.is_shared):
+            if not self._attempt(request, most, now):
+                self._blocked(request, now, is_first=True)
                 return
-            granted.append(request)
-            self._advance(request, now)
+            most = self._have(request, now, granted)
         if request is None:
             self._lines.clear()
 
-    def _attempt(self, line: Line, request: Request, now: float) -> bool:
-        """Grants the first of a line where it may be granted now; what it lacks is of now, too."""
-        request.lacks = ()
-        return not self._is_hopeless(line) and self._try(request, now)
+    def _have(self, request: Request, now: float, granted: list[Request]) -> int:
+        """One who waited is granted. Returns what is free then."""
+        granted.append(request)
+        self._advance(request, now)
+        return self._most_free()
 
-    def _is_hopeless(self, line: Line) -> bool:
-        """Whether no equal cell is free, and what is left over is less than they want.
+    def _most_free(self) -> int:
+        """SMs that are free on the device where most are."""
+        most = 0
+        for cells, free in zip(self.devices, self.free):  # noqa: B905  as many; asked all the time
+            sms = cells.sms(free)
+            if sms > most:
+                most = sms
+        return most
 
-        Where classes have limits a closer look is dear, so all that is free is counted first.
+    def _attempt(self, request: Request, most: int, now: float) -> bool:
+        """Grants the first of a line where it may be granted now; what it lacks is of now, too.
+
+        A closer look is dear, so all that is free is counted first: `most` on one device.
         """
-        if line.flow.unsplit and not self.ground.verdict.is_split:
+        request.lacks = ()
+        if request.line.least > most and not self._may_sit(request.flow):
             return False
-        least = line.least if self.ground.is_ruled else 0
-        for cells, free in zip(self.devices, self.free, strict=True):
-            equal = free & cells.equal
-            if least and least > cells.size * equal.bit_count() + (
-                cells.remainder if free & cells.leftover else 0
-            ):
-                continue
-            if equal or (free and line.asked <= cells.remainder):
-                return False
+        if self._reserved is None:
+            return self._grant(request, request.devices, now)
+        return self._try(request, now)
+
+    def _may_sit(self, flow: Flow) -> bool:
+        return flow.unsplit and not self.ground.verdict.is_split
+
+    def _is_kept_out(self, request: Request) -> bool:
+        """Whether all it may be granted on is kept for another, and it cannot slip in there."""
+        assert self._reserved is not None
+        first, device = self._reserved
+        if request is first or request.devices != (device,) or request.cost is not None:
+            return False
+        if self.ground.floors[device].kept(request.flow):
+            return False
+        request.lacks = ()
         return True
 
-    def _blocked(self, line: Line, request: Request, now: float, *, is_first: bool) -> bool:
+    def _blocked(self, request: Request, now: float, *, is_first: bool) -> bool:
         """Who is first does not fit. Returns whether the next of another line is the first."""
         if request.lacks:
             self.lacking.update(dict.fromkeys(request.lacks))
-        if not is_first or self._is_limited(line):
+        if not is_first or self._is_limited(request):
             return is_first
         if self._reserved is None:
             self._reserve(request, now)
         return False
 
-    def _is_limited(self, line: Line) -> bool:
-        """Whether it is its class's limits that keep the first of a line from being granted."""
+    def _is_limited(self, request: Request) -> bool:
+        """Whether it is its class's limits that keep one who waits from being granted."""
         if not self.ground.is_ruled:
             return False
-        flow = line.flow
-        return flow.tokens <= 0 or flow.sms + line.asked > flow.cap
+        flow = request.flow
+        return flow.tokens <= 0 or flow.sms + request.line.asked > flow.cap
 
     def _reserve(self, first: Request, now: float) -> None:
         """Once the first request that does not fit has aged, a device is kept for it."""
@@ -233,8 +256,8 @@ class Granting(Queue):
 
     def _first(self) -> Request | None:
         """The first of the queue that waits for cells, and not for its class's limits."""
-        heads = [head for head in self._heads() if not self._is_limited(head[3])]
-        return min(heads)[4] if heads else None
+        heads = [self._head(x) for x in self._firsts() if not self._is_limited(x)]
+        return min(heads)[-1] if heads else None
 
     # -- what is held ----------------------------------------------------------------------------
 
@@ -245,6 +268,11 @@ class Granting(Queue):
             return least or max(self.devices[device].total for device in request.devices)
         largest = max((self.devices[d] for d in request.devices), key=lambda cells: cells.total)
         return sum(max(1, -(-part.least // largest.size)) for part in request.parts) * largest.size
+
+    def _least(self, request: Request) -> int:
+        """SMs without which it fits nowhere; by name, it wants all of a device."""
+        named = min(self.devices[device].total for device in request.devices)
+        return sum(part.least for part in request.parts) or named
 
     def _held_by(self, request: Request) -> dict[int, int]:
         """What keeps its holder from it that is his own, by device; what drains comes back."""

@@ -74,6 +74,8 @@ class Ground:
         self.verdict.forget()
         #: Classes that are not there any more, and still have requests or leases.
         self.retired = flows.keys() - rules.keys() - {""}
+        for flow in flows.values():
+            flow.account()
         for device, of_device in enumerate(floors):
             of_device.take_over(x for x in self.live[device] if not x.is_seat)
         #: Whether there are classes, whose leases must be accounted for.
@@ -84,6 +86,8 @@ class Ground:
         self.is_ruled = any(
             flow.rules.reserve or flow.cap < self.total or flow.quota for flow in flows.values()
         )
+        #: The free cells to grant, for each part of a request; empty: they do not fit.
+        self.find = self.fit if self.is_ruled else self._fit_anybody
 
     # -- looking for cells -----------------------------------------------------------------------
 
@@ -95,14 +99,17 @@ class Ground:
             where = sorted(where, key=lambda device: len(self.seats[device]))
         return in_order(where, self.devices, self.free, self.placement, request.near)
 
-    def find(self, request: Request, device: int, limit: int | None = None) -> tuple[int, ...]:
-        """The free cells to grant, for each part of a request; empty: they do not fit."""
-        if self.is_ruled:
-            return self.fit(request, device, limit)
+    def _fit_anybody(
+        self,
+        request: Request,
+        device: int,
+        limit: int | None = None,  # noqa: ARG002  as `fit`
+    ) -> tuple[int, ...]:
+        """`fit` where no class has limits."""
         return self.devices[device].fit_all(self.free[device], request.wants, self.warm[device])
 
     def fit(self, request: Request, device: int, limit: int | None = None) -> tuple[int, ...]:
-        """The same for a class with limits.
+        """The free cells to grant, within the limits of its class.
 
         Args:
             request: what is wanted.
@@ -113,49 +120,46 @@ class Ground:
             One set for each; empty: they do not fit.
         """
         cells, free = self.devices[device], self.free[device]
-        flow, floors = request.flow, self.floors[device]
-        have = (free & cells.equal).bit_count()
-        least = most = have
+        flow, floors, parts = request.flow, self.floors[device], request.wants
+        least = most = (free & cells.equal).bit_count()
         if floors.owners:
-            least, most = floors.room(have, request, request.wants[0].least)
+            least, most = floors.room(least, request, parts[0].least)
         if limit is not None:
             least, most = min(least, limit), min(most, limit)
         left = flow.cap - flow.sms
-        return self._fit_within(request, device, least, most, left)
-
-    def _fit_within(
-        self, request: Request, device: int, least: int, most: int, left: int
-    ) -> tuple[int, ...]:
-        """Fits it in so many cells for the least it wants, so many in all, and so many SMs."""
-        cells, parts, warm = self.devices[device], request.wants, self.warm[device]
         if left < cells.total:
             least, most = min(least, left // cells.size), min(most, left // cells.size)
-        if len(parts) > 1 or parts[0].named is not None:
-            masks = cells.fit_all(self.visible(request.flow, device, least), parts, warm)
-            return masks if sum(map(cells.sms, masks)) <= left else ()
         wish = parts[0]
-        needed = -(-wish.least // cells.size)
+        if len(parts) > 1 or wish.named is not None:
+            masks = cells.fit_all(self.visible(flow, device, least), parts, self.warm[device])
+            return masks if sum(map(cells.sms, masks)) <= left else ()
         if wish.most > left:
             wish = Demand(wish.least, max(wish.least, left))
+        needed = -(-wish.least // cells.size)
         if needed > least:  # the remainder may do alone
-            if not cells.is_helped(self.free[device], wish.least):
+            if not cells.is_helped(free, wish.least):
                 return ()
             most = least
-        mask = self._fit_at_home(request.flow, device, wish, needed, most) if wish.least else 0
-        if not mask:
-            mask = cells.fit(self.visible(request.flow, device, most), wish, warm)
+        elif floors.owners and wish.most < (needed + 1) * cells.size:
+            # Owners in their own block, others outside all blocks, where that does.
+            among = free & floors.blocks.get(flow, floors.beside)
+            if among.bit_count() < needed and wish.most <= needed * cells.size:
+                among = self.visible(flow, device, most) & cells.equal
+            if among.bit_count() >= needed:
+                return (cells.choose(among, needed, self.warm[device]),)
+        return self._fit_one(flow, device, wish, most, left)
+
+    def _fit_one(
+        self, flow: Flow, device: int, wish: Demand, most: int, left: int
+    ) -> tuple[int, ...]:
+        """Fits one part in so many equal cells, and so many SMs."""
+        cells, warm = self.devices[device], self.warm[device]
+        visible = self.visible(flow, device, most)
+        mask = cells.fit(visible, wish, warm)
         if left < cells.total and cells.sms(mask) > left:
-            mask = cells.fit(self.visible(request.flow, device, most) & cells.equal, wish, warm)
+            mask = cells.fit(visible & cells.equal, wish, warm)
             return (mask,) if mask and cells.sms(mask) <= left else ()
         return (mask,) if mask else ()
-
-    def _fit_at_home(self, flow: Flow, device: int, wish: Demand, needed: int, most: int) -> int:
-        """Owners in their own block, others outside all blocks, where that does; 0: it does not."""
-        floors, cells = self.floors[device], self.devices[device]
-        if not floors.owners or needed > most or wish.most >= (needed + 1) * cells.size:
-            return 0
-        home = floors.blocks.get(flow, cells.every & ~floors.all_blocks)
-        return cells.fit(self.free[device] & home & cells.equal, wish, self.warm[device])
 
     def visible(self, flow: Flow, device: int, count: int) -> int:
         """So many of the free equal cells, and the remainder; others' blocks last."""
@@ -165,7 +169,7 @@ class Ground:
             return free
         chosen = free & cells.leftover
         own = floors.blocks.get(flow, 0)
-        for among in (own, cells.equal & ~floors.all_blocks, cells.equal):
+        for among in (own, floors.beside, cells.equal):
             some = lowest(left & among, count)
             chosen |= some
             left &= ~some
@@ -179,6 +183,9 @@ class Ground:
         if not self.is_ruled:
             return bool(cells.fit_all(most, request.parts))
         count = min(self._cells_ever(request, device), flow.cap // cells.size)
+        part = request.parts[0]
+        if len(request.parts) == 1 and not without and 0 < part.least <= count * cells.size:
+            return True
         some = lowest(most & cells.equal, count) | (most & cells.leftover)
         masks = cells.fit_all(some, request.parts)
         # Elastic parts take what there is: the least of them is what must be possible.
@@ -243,9 +250,10 @@ class Ground:
             if floors.owners:
                 have, taken = (free & cells.equal).bit_count(), (mask & cells.equal).bit_count()
                 part = request.parts[i]
-                least = min(taken, -(-part.least // cells.size)) if part.named is None else taken
+                least = taken if part.named else min(taken, -(-part.least // cells.size))
                 floors.take(have, lease, taken, least, sms)
-                floors.note(lease)
+                if request.is_elastic:
+                    floors.note(lease)
             free &= ~mask
             flow.sms += sms
             if self.is_classed or request.cost is not None:
@@ -275,7 +283,8 @@ class Ground:
             self.free[device] |= lease.mask
             if floors.owners:
                 floors.give(lease, (lease.mask & cells.equal).bit_count())
-                floors.note(lease, is_over=True)
+                if lease.is_short:
+                    floors.note(lease, is_over=True)
         if self.is_classed or lease.request.cost is not None:
             self._settle(flow, lease, lease.request, now)
 
@@ -286,7 +295,7 @@ class Ground:
         flow.saw_lease(took, now - lease.since, expected)
         if cost is not None and not isinstance(cost, (int, float)) and not lease.had:
             cost.observe(lease.sms, took)
-        if not flow.is_told and not lease.had:
+        if flow.latency is not None and not flow.is_told and not lease.had:
             flow.saw_latency(now - request.arrived, 1)
             if flow.unsplit:
                 self.verdict.saw(flow, now - request.arrived, 1, now)

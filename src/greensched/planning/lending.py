@@ -46,6 +46,8 @@ class Floors:
             self.blocks[owner] = ((1 << owner.need) - 1) << top
         #: All of them; they share no cell.
         self.all_blocks = sum(self.blocks.values())
+        #: The equal cells beside them.
+        self.beside = cells.equal & ~self.all_blocks
         #: Leases that have something on loan.
         self.borrowers: dict[Lease, None] = {}
 
@@ -55,11 +57,7 @@ class Floors:
 
     def kept(self, flow: Flow) -> int:
         """Free cells that are the flow's own."""
-        if flow not in self.blocks:
-            return 0
-        kept = flow.need - flow.cells + flow.borrowed  # what he has on loan is not of it
-        kept = kept - flow.lent if kept > 0 else 0
-        return max(0, kept)
+        return flow.kept if flow in self.blocks else 0
 
     def room(self, free: int, request: Request, sms: int) -> tuple[int, int]:
         """How many of so many free cells a lease may take.
@@ -76,10 +74,8 @@ class Floors:
         least = most = free
         length = segment = -1.0
         for owner in self.owners:
-            if owner is flow:
-                continue
-            kept = self.kept(owner)
-            if not kept:
+            kept = owner.kept
+            if not kept or owner is flow:
                 continue
             if flow.revocable and owner.budget > 0 and not (owner.waiting or owner.short):
                 if length < 0:
@@ -109,12 +105,13 @@ class Floors:
         left = free - taken
         for owner in self.owners:
             if owner is not flow:
-                left -= self.kept(owner)
+                left -= owner.kept
         if left < 0:
             self._borrow(lease, min(taken, -left), taken - least, sms)
         if flow in self.blocks:
-            flow.cells += taken
-        self._settle()
+            flow.account(taken)
+        if self.borrowers:
+            self._settle()
 
     def _borrow(self, lease: Lease, borrowed: int, spare: int, sms: int) -> None:
         """So many cells; what is beyond those that it can give back before its end, until then."""
@@ -126,11 +123,11 @@ class Floors:
                 continue
             lent = 0
             if length <= owner.budget:
-                lent = min(until_end, self.kept(owner))
+                lent = min(until_end, owner.kept)
                 until_end -= lent
                 borrowed -= lent
             if segment <= owner.budget:
-                more = min(borrowed - until_end, self.kept(owner) - lent)
+                more = min(borrowed - until_end, owner.kept - lent)
                 borrowed -= more
                 lent += more
             if lent:
@@ -147,7 +144,7 @@ class Floors:
                 left -= back
                 self._end_loan(owner, lease, back)
         if flow in self.blocks:
-            flow.cells -= given
+            flow.account(-given)
 
     def note(self, lease: Lease, *, is_over: bool = False) -> None:
         """Counts whether an owner's elastic lease has less than it may have."""
@@ -161,16 +158,16 @@ class Floors:
         lease.is_short = is_short
 
     def _lend(self, owner: Flow, lease: Lease, cells: int) -> None:
-        owner.lent += cells
+        owner.account(lent=cells)
         if lease.flow in self.blocks:
-            lease.flow.borrowed += cells
+            lease.flow.account(borrowed=cells)
         lease.loans = {**lease.loans, owner: lease.loans.get(owner, 0) + cells}
         self.borrowers[lease] = None
 
     def _end_loan(self, owner: Flow, lease: Lease, cells: int) -> None:
-        owner.lent -= cells
+        owner.account(lent=-cells)
         if lease.flow in self.blocks:
-            lease.flow.borrowed -= cells
+            lease.flow.account(borrowed=-cells)
         left = lease.loans[owner] - cells
         others = {one: n for one, n in lease.loans.items() if one is not owner}
         lease.loans = {**others, owner: left} if left else others
@@ -179,7 +176,7 @@ class Floors:
 
     def _settle(self) -> None:
         """An owner who found his floor elsewhere needs no loan back: the borrower has it."""
-        again = bool(self.borrowers)
+        again = True
         while again:
             again = False
             for owner in self.owners:
@@ -196,14 +193,14 @@ class Floors:
         for lease in leases:
             lease.is_short = False
             self.note(lease)
-            taken = (lease.mask & self.cells.equal).bit_count()
             if lease.flow in self.blocks:
-                lease.flow.cells += taken
+                lease.flow.account((lease.mask & self.cells.equal).bit_count())
             loans, lease.loans = lease.loans, NO_LOANS
             for owner, lent in loans.items():
                 if owner in self.blocks:
                     self._lend(owner, lease, lent)
-        self._settle()
+        if self.borrowers:
+            self._settle()
 
 
 def lengths(request: Request, sms: int) -> tuple[float, float]:

@@ -20,9 +20,9 @@ STALE_LEAST = 64
 #: Entries looked at in one call, for those that left: a fraction of a millisecond.
 SWEEP = 2048
 
-#: A line by its first: where its class stands, the first's rank and order, the line, and the first.
-#: Orders differ, so lines are never compared.
-Head = tuple[tuple[float, ...], tuple[float, ...], int, Line, Request]
+#: The first of a line behind its rank and order, and before these where its class stands, if the
+#: policy says so. Orders differ, so requests are never compared.
+Head = tuple[Any, ...]
 
 
 class Queue:
@@ -84,15 +84,14 @@ class Queue:
         self._stand_in_line(request, line)
 
     def _stand_in_line(self, request: Request, line: Line) -> None:
-        """Behind whoever wants the same; in a new line, if there is none."""
-        self._lines.setdefault(request.wish, line).add(request)
+        """Behind whoever wants the same: `line` is theirs, or a new one if there are none."""
+        if not line:
+            self._lines[request.wish] = line
+        line.add(request)
         self._entries += 1
         if self._agenda is not None and request.due is not None:
             self._agenda.advance(request.arrived)
             self._agreed[request] = self._agenda.add(request.due, request.work)
-
-    def _line_of(self, request: Request) -> Line:
-        return self._lines[request.wish]
 
     def _advance(self, request: Request, now: float) -> None:
         """Somebody who waited is granted: the queue moves."""
@@ -119,7 +118,7 @@ class Queue:
         flow.work -= request.work
         if not flow.waiting:
             flow.work = 0.0
-            self._is_unlocked = self._is_unlocked or flow.need > 0
+            self._is_unlocked = self._is_unlocked or flow.kept > 0
         if self._agreed and request in self._agreed and self._agenda is not None:
             self._agenda.remove(self._agreed.pop(request), request.work)
         if self._reserved is None or self._reserved[0] is not request:
@@ -135,7 +134,7 @@ class Queue:
         """Forgets some of those that left; all of them, in as many calls as it takes."""
         if not self.waiting:
             self._lines.clear()
-            self._deadlines.clear()
+            self._deadlines = Entries()
             self._sweeping.clear()
             self._entries = 0
             return
@@ -152,24 +151,23 @@ class Queue:
 
     # -- who is first --------------------------------------------------------------------------
 
-    def _heads(self) -> list[Head]:
-        """The first of each line, behind where it stands: orders differ, lines are not compared."""
-        heads: list[Head] = []
-        empty = []
+    def _firsts(self) -> list[Request]:
+        """The first of each line; forgets lines in which nobody waits."""
+        firsts, empty = [], []
         for key, line in self._lines.items():
             first = line.first()
             if first is None:
                 empty.append(key)
-            elif self._stands is None:
-                heads.append(((), first.rank, first.order, line, first))
             else:
-                heads.append(self._head(line, first))
+                firsts.append(first)
         for key in empty:
             del self._lines[key]
-        return heads
+        return firsts
 
-    def _head(self, line: Line, first: Request) -> Head:
-        return self._standing(line.flow), first.rank, first.order, line, first
+    def _head(self, first: Request) -> Head:
+        if self._stands is None:
+            return first.rank, first.order, first
+        return self._standing(first.flow), first.rank, first.order, first
 
     def _standing(self, flow: Flow) -> tuple[float, ...]:
         """Where a class stands, by a policy that says so."""

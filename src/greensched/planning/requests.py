@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import heapq
+from collections import deque
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from math import frexp
@@ -19,6 +20,10 @@ class State(enum.Enum):
     QUEUED = "waits for cells"
     GRANTED = "has its leases"
     GONE = "was cancelled or expired while it waited"
+
+
+#: Looked up at every decision: a name of a module is found faster than a member of an enum.
+QUEUED = State.QUEUED
 
 
 class Curve(Protocol):
@@ -37,25 +42,25 @@ NO_LOANS: Mapping[Flow, int] = {}
 class Lease:
     """Cells granted to one part of a request. `mask` and `sms` change at its checkpoints alone."""
 
-    #: Nobody holds it any more, and its work may still run.
-    draining = False
-    #: Its cells are free.
-    over = False
-    #: It has all SMs of a device, and others may have them, too (`sharing`); `mask` says which of
-    #: the device's seats it is on.
-    is_seat = False
-    #: Nobody with a seat may be on its device.
-    is_apart = True
-    #: It is an owner's, elastic, and has less than it may have: he wants what is lent of his floor.
-    is_short = False
-    #: Cells it has on loan, by the owner of the floor they are of.
-    loans = NO_LOANS
-    #: When it ends, as far as is known.
-    ends: float | None = None
-    #: SM-seconds its class was charged for beforehand.
-    charged = 0.0
-    #: SM-seconds it had before `since`.
-    had = 0.0
+    __slots__ = (
+        "began",
+        "charged",
+        "device",
+        "draining",
+        "ends",
+        "flow",
+        "had",
+        "holder",
+        "is_apart",
+        "is_seat",
+        "is_short",
+        "loans",
+        "mask",
+        "over",
+        "request",
+        "since",
+        "sms",
+    )
 
     def __init__(
         self, device: int, mask: int, sms: int, holder: Hashable, request: Request, now: float
@@ -68,6 +73,22 @@ class Lease:
         self.flow = request.flow
         #: When it began; and when it last came to a checkpoint.
         self.began = self.since = now
+        #: Nobody holds it any more, and its work may still run; and its cells are free.
+        self.draining = self.over = False
+        #: It has all SMs of a device, and others may have them, too (`sharing`); `mask` says which
+        #: of the device's seats it is on.
+        self.is_seat = False
+        #: Nobody with a seat may be on its device.
+        self.is_apart = True
+        #: It is an owner's, elastic, and has less than it may have: he wants what is lent of his
+        #: floor.
+        self.is_short = False
+        #: Cells it has on loan, by the owner of the floor they are of.
+        self.loans = NO_LOANS
+        #: When it ends, as far as is known.
+        self.ends: float | None = None
+        #: SM-seconds its class was charged for beforehand; and what it had before `since`.
+        self.charged = self.had = 0.0
 
     def frees_at(self, now: float) -> float:
         """When its cells may be free at the earliest, as far as is known."""
@@ -82,33 +103,46 @@ class Lease:
 class Request:
     """What somebody wants: sizes, where, how urgently, and for whom the grant is (`owner`)."""
 
-    state = State.QUEUED
-    rank: tuple[float, ...] = ()
-    leases: tuple[Lease, ...] = ()
-    #: (device, cells) that it fits on, and over which nothing is made.
-    lacks: tuple[tuple[int, int], ...] = ()
-    #: The class it is of; set by the scheduler.
-    flow: Flow
-    #: What it is expected to take.
-    cost: Cost | None = None
-    #: When it should be done.
-    due: float | None = None
-    #: SM-seconds it counts for while it waits.
-    work = 0.0
-    #: The device to be preferred.
-    near: int | None = None
+    __slots__ = (
+        "arrived",
+        "cost",
+        "deadline",
+        "devices",
+        "due",
+        "flow",
+        "holder",
+        "lacks",
+        "leases",
+        "line",
+        "near",
+        "order",
+        "owner",
+        "parts",
+        "priority",
+        "rank",
+        "state",
+        "wants",
+        "work",
+    )
 
     def __init__(
         self,
+        flow: Flow,
         parts: tuple[Demand, ...],
         devices: tuple[int, ...],
         priority: float,
         arrived: float,
         order: int,
+        *,
+        near: int | None = None,
+        due: float | None = None,
         deadline: float | None = None,
+        cost: Cost | None = None,
         holder: Hashable = None,
         owner: object = None,
     ) -> None:
+        #: The class it is of.
+        self.flow = flow
         self.parts = parts
         #: What it is to have now, by a policy that sizes it; else what was asked for.
         self.wants = parts
@@ -116,9 +150,23 @@ class Request:
         self.priority = priority
         self.arrived = arrived
         self.order = order
+        #: The device to be preferred.
+        self.near = near
+        #: When it should be done; and when it is not wanted any more.
+        self.due = due
         self.deadline = deadline
+        #: What it is expected to take.
+        self.cost = cost
         self.holder = holder
         self.owner = owner
+        self.state = QUEUED
+        self.rank: tuple[float, ...] = ()
+        self.leases: tuple[Lease, ...] = ()
+        #: (device, cells) that it fits on, and over which nothing is made.
+        self.lacks: tuple[tuple[int, int], ...] = ()
+        #: Where it waits; and the SM-seconds it counts for meanwhile.
+        self.line: Line
+        self.work = 0.0
 
     @property
     def is_elastic(self) -> bool:
@@ -200,35 +248,59 @@ def by_rank(request: Request) -> tuple[tuple[float, ...], int]:
     return request.rank, request.order
 
 
-class Entries(list[tuple[Any, int, Request]]):
-    """A heap of (key, order, request). Those that left stay in it until they are swept out.
+#: A key, the request's order, and the request. Orders differ, so requests are never compared.
+Entry = tuple[Any, int, Request]
 
-    Sweeping is done in parts, so that no call takes long however many left: what still waits is
-    collected beside the heap, which goes on, and takes its place once all was looked at.
+
+class Entries:
+    """Requests by (key, order), of which the first is asked for.
+
+    Most come in that order, and stand in a row; who does not is in a heap beside it. Those that
+    left stay until they come first or are swept out. Sweeping is done in parts, so that no call
+    takes long however many left: what still waits is collected beside the rest, which goes on, and
+    takes its place once all was looked at.
     """
 
-    __slots__ = ("_at", "_before", "_kept")
+    __slots__ = ("_at", "_before", "_heap", "_kept", "_row")
 
     def __init__(self) -> None:
-        super().__init__()
-        self._kept: list[tuple[Any, int, Request]] | None = None
-        self._before: list[tuple[Any, int, Request]] = []
+        self._row: deque[Entry] = deque()
+        self._heap: list[Entry] = []
+        self._kept: Entries | None = None
+        self._before: list[Entry] = []
         self._at = 0
 
-    def push(self, entry: tuple[Any, int, Request]) -> None:
+    def __len__(self) -> int:
+        """Entries, with those that left and were not swept out yet."""
+        return len(self._row) + len(self._heap)
+
+    def push(self, entry: Entry) -> None:
         """One more waits."""
-        heapq.heappush(self, entry)
+        row = self._row
+        if not row or row[-1] < entry:
+            row.append(entry)
+        else:
+            heapq.heappush(self._heap, entry)
         if self._kept is not None:
-            heapq.heappush(self._kept, entry)
+            self._kept.push(entry)
 
     def first(self) -> Request | None:
         """The first that still waits; drops those that left."""
-        while self:
-            request = self[0][2]
-            if request.state is State.QUEUED:
+        row, heap = self._row, self._heap
+        while row or heap:
+            is_late = heap and not (row and row[0] < heap[0])
+            request = heap[0][2] if is_late else row[0][2]
+            if request.state is QUEUED:
                 return request
-            heapq.heappop(self)
+            if is_late:
+                heapq.heappop(heap)
+            else:
+                row.popleft()
         return None
+
+    def waiting(self) -> list[Request]:
+        """All that still wait, in no order."""
+        return [entry[2] for entry in (*self._row, *self._heap) if entry[2].state is QUEUED]
 
     def sweep(self, most: int) -> int:
         """Looks at so many entries. Returns how many it may still look at; 0: it is not done."""
@@ -238,48 +310,39 @@ class Entries(list[tuple[Any, int, Request]]):
                 self._at = 0
             return 0 if self._before else 1
         if self._kept is None:
-            self._kept, self._before = [], self[:]
+            self._kept, self._before = Entries(), [*self._row, *self._heap]
         until = self._at + most
         for entry in self._before[self._at : until]:
-            if entry[2].state is State.QUEUED:
-                heapq.heappush(self._kept, entry)
+            if entry[2].state is QUEUED:
+                self._kept.push(entry)
         self._at = until
         left = until - len(self._before)
         if left < 0:
             return 0
-        self[:] = self._kept
+        self._row, self._heap = self._kept._row, self._kept._heap
         self._kept, self._at = None, -1
         return self.sweep(max(1, left))
 
 
-class Line:
+class Line(Entries):
     """Requests of one class with the same wish, by rank. Only its first is ever tried.
 
     Args:
         request: one of them.
         able: the devices on which they fit when everybody has left.
         asked: SMs asked for.
+        least: SMs without which none of them fits anywhere.
     """
 
-    __slots__ = ("_heap", "able", "asked", "first", "flow", "least", "sweep")
+    __slots__ = ("able", "asked", "flow", "least")
 
-    def __init__(self, request: Request, able: tuple[int, ...], asked: int) -> None:
+    def __init__(self, request: Request, able: tuple[int, ...], asked: int, least: int) -> None:
+        super().__init__()
         self.flow = request.flow
         self.able = able
         self.asked = asked
-        #: SMs without which none of them fits anywhere; 0: that depends on the device.
-        self.least = request.parts[0].least if len(request.parts) == 1 else 0
-        self._heap = Entries()
-        self.first = self._heap.first
-        self.sweep = self._heap.sweep
+        self.least = least
 
     def add(self, request: Request) -> None:
-        self._heap.push((request.rank, request.order, request))
-
-    def waiting(self) -> list[Request]:
-        """All that still wait."""
-        return [request for _, _, request in self._heap if request.state is State.QUEUED]
-
-    def __len__(self) -> int:
-        """Entries, with those that left and were not swept out yet."""
-        return len(self._heap)
+        request.line = self
+        self.push((request.rank, request.order, request))

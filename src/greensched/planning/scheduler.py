@@ -29,7 +29,6 @@ so a mass cancellation is linear, and nothing grows with the number of past requ
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
@@ -49,6 +48,7 @@ from greensched.planning.placement import Placement
 from greensched.planning.policy import Policy
 from greensched.planning.queue import STALE_LEAST, validate_bound
 from greensched.planning.requests import (
+    QUEUED,
     Cost,
     Lease,
     Line,
@@ -140,17 +140,15 @@ class Scheduler(Granting):
             raise InvalidRequest(f"no service {service!r} any more: the pool was reconfigured")
         if priority is None:
             priority = flow.priority
-        request = Request(parts, where, priority, now, self._requested, deadline, holder, owner)
-        request.flow = flow
-        if near is not None:
-            request.near = near
-        if cost is not None:
-            request.cost = cost
         due = deadline
         if due is None and flow.latency is not None:
             due = now + flow.latency
-        if due is not None:
-            self._set_due(request, due)
+        request = Request(
+            flow, parts, where, priority, now, self._requested,
+            near=near, due=due, deadline=deadline, cost=cost, holder=holder, owner=owner,
+        )  # fmt: skip
+        if due is not None and cost is not None:
+            self._refuse_late(request, due)
         line = None
         if self.waiting:
             line = self._lines.get((flow, parts, where) if cost is None else request.wish)
@@ -161,7 +159,7 @@ class Scheduler(Granting):
             self._requested += 1
             return request
         if line is None:
-            line = Line(request, self._able(request), self._asked(request))
+            line = Line(request, self._able(request), self._asked(request), self._least(request))
         if not wait:
             self._refused += 1
             raise self._would_block(request)
@@ -181,7 +179,7 @@ class Scheduler(Granting):
 
     def cancel(self, now: float, request: Request) -> list[Request]:
         """A queued request is not wanted any more. Returns who is granted because it left."""
-        if request.state is not State.QUEUED:
+        if request.state is not QUEUED:
             return []
         self._cancelled += 1
         return self._dispatch(now) if self._leave(request) else []
@@ -300,12 +298,12 @@ class Scheduler(Granting):
     def tick(self, now: float) -> tuple[list[Request], list[Request]]:
         """Lets time pass: (who is granted, whose deadline passed while queued)."""
         expired, unblocked = [], self._is_refilled(now)
-        while self._deadlines and self._deadlines[0][0] <= now:
-            request = heapq.heappop(self._deadlines)[2]
-            if request.state is State.QUEUED:
-                self._expired += 1
-                unblocked |= self._leave(request)
-                expired.append(request)
+        while (request := self._deadlines.first()) is not None:
+            if request.deadline is None or request.deadline > now:
+                break
+            self._expired += 1
+            unblocked |= self._leave(request)
+            expired.append(request)
         return (self._dispatch(now) if unblocked else []), expired
 
     def reconfigure(
@@ -322,7 +320,6 @@ class Scheduler(Granting):
         waiting = sorted(
             (r for line in self._lines.values() for r in line.waiting()), key=lambda r: r.order
         )
-        lines = {request: self._line_of(request) for request in waiting}
         if services is not None:
             self.ground.set_rules(services)
             self._lack_floors()
@@ -332,8 +329,9 @@ class Scheduler(Granting):
         self._entries = 0
         for request in waiting:
             request.rank = self.policy.rank(request)
-            old = lines[request]
-            self._stand_in_line(request, Line(request, old.able, old.asked))
+            old = request.line
+            line = self._lines.get(request.wish) or Line(request, old.able, old.asked, old.least)
+            self._stand_in_line(request, line)
         return self._dispatch(now)
 
     def _lack_floors(self) -> None:
@@ -395,7 +393,8 @@ class Scheduler(Granting):
 
     def next_deadline(self) -> float | None:
         """When `tick` has something to do."""
-        times = [self._deadlines[0][0]] if self._deadlines.first() else []
+        first = self._deadlines.first()
+        times = [] if first is None or first.deadline is None else [first.deadline]
         times += [flow.refilled_at() for flow in self._over_quota()]
         return min(times, default=None)
 
@@ -410,9 +409,8 @@ class Scheduler(Granting):
 
     # -- deadlines -------------------------------------------------------------------------------
 
-    def _set_due(self, request: Request, due: float) -> None:
-        """When it should be done; refuses what cannot be, not even with the most it asks for."""
-        request.due = due
+    def _refuse_late(self, request: Request, due: float) -> None:
+        """Refuses what cannot be done in time, not even with the most it asks for."""
         seconds = soonest(request, self.ground)
         if seconds is not None and request.arrived + seconds > due:
             self._be_late(request, seconds)

@@ -168,6 +168,7 @@ class Flow:
         "home",
         "interval",
         "is_told",
+        "kept",
         "latency",
         "lent",
         "longest",
@@ -200,8 +201,8 @@ class Flow:
         self.sms = 0
         #: Cells it holds on the device of its floor, and how many of them are on loan to it.
         self.cells = self.borrowed = 0
-        #: Cells of its floor that others have on loan.
-        self.lent = 0
+        #: Cells of its floor that others have on loan; and those that are free, and its own.
+        self.lent = self.kept = 0
         #: Its elastic leases there that have less than they may have.
         self.short = 0
         #: Its requests that are queued, and the SM-seconds they are expected to take.
@@ -250,6 +251,17 @@ class Flow:
         """The class's."""
         return self.rules.name
 
+    def account(self, cells: int = 0, *, borrowed: int = 0, lent: int = 0) -> None:
+        """It has so many more cells on the device of its floor, so many of them on loan.
+
+        And others have so many more of its floor on loan; what is on loan to it is not of that.
+        """
+        self.cells += cells
+        self.borrowed += borrowed
+        self.lent += lent
+        kept = self.need - self.cells + self.borrowed - self.lent
+        self.kept = kept if kept > 0 else 0  # noqa: FURB136  counted at every grant
+
     # -- what is seen of it ----------------------------------------------------------------------
 
     # Rising at once and falling slowly: what is promised of a class goes by its longest of late.
@@ -261,7 +273,8 @@ class Flow:
 
     def saw_lease(self, seconds: float, segment: float, cost: float | None) -> None:
         """A lease of it took so long, the last of it without a checkpoint; `cost` was expected."""
-        self.saw_segment(segment)
+        old = self.segment
+        self.segment = segment if segment > old else old + SMOOTHING * (segment - old)
         old = self.longest
         self.longest = seconds if seconds > old else old + SMOOTHING * (seconds - old)
         self.mean += (SMOOTHING if self.mean else 1.0) * (seconds - self.mean)
