@@ -271,7 +271,9 @@ class Desk:
         """The lanes of a grant are in this loop's hands from here on. Holds the lock."""
         self._asking.pop(request, None)
         channels = []
-        for lease in request.leases:
+        # A lease knows its request: did that know it for ever, only the collector would free them.
+        leases, request.leases = request.leases, ()
+        for lease in leases:
             site = self.sites[lease.device]
             crew = site.take(lease.mask)
             holding = Holding(lease, crew, completion, self)
