@@ -271,7 +271,7 @@ class Pool:
         Raises:
             InvalidSize, InvalidRequest: what can never be right.
         """
-        asked = self._asked.one(sms, device, service, deadline, cost, near)
+        asked = self._asked.one(sms, service, device, deadline, cost, near)
         return Partition(self._grantor, asked)
 
     def partitions(
@@ -289,7 +289,7 @@ class Pool:
         end together: `async with` on one of them is refused. `REST` stands for every SM of the
         device that is not in the same request. Arguments and errors as `partition`.
         """
-        return Together(self, self._asked.several(sizes, device, service, deadline, cost, near))
+        return Together(self, self._asked.several(sizes, service, device, deadline, cost, near))
 
     def partition_nowait(
         self,
@@ -306,7 +306,7 @@ class Pool:
             WouldBlock: no SMs are free, or no lane over them is made yet.
             Others: as `partition`, and as its `async with`.
         """
-        wanted = self._asked.one(sms, device, service, None, cost, near)
+        wanted = self._asked.one(sms, service, device, None, cost, near)
         channel = self._grantor.take(wanted)
         if channel is None:
             (channel,) = self._opened().acquire_nowait(wanted)
@@ -405,7 +405,7 @@ class Pool:
         classes = None if services is None else checked(services)
         self._opened().reconfigure(classes, None if policy is None else policy_named(policy))
         if classes is not None:
-            self._asked.services = classes
+            self._asked = Wishes(classes)
 
     def observe(self, service: str, latency: float, number: int = 1) -> None:
         """Says that so many of a class had this latency, in seconds. Never waits.

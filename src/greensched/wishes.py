@@ -16,9 +16,9 @@ from greensched.planning.requests import Cost
 from greensched.planning.services import ServiceClass
 from greensched.typing import Size
 
-#: Sizes of which the wish is kept: more than a device has.
-SHARED = 256
-NOTHING_ELSE = (None,) * 5
+#: Wishes that are kept: one for each size of each class, of which few are asked for.
+SHARED = 1024
+NOTHING_ELSE = (None,) * 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,34 +43,37 @@ class Wishes:
     """What a pool is asked for.
 
     Args:
-        services: its classes; they may change.
+        services: its classes.
     """
 
     def __init__(self, services: Sequence[ServiceClass]) -> None:
         self.services = services
-        #: Sizes that were asked for with nothing else, as most are: one wish for each.
-        self._shared: dict[int, Wish] = {}
+        #: What was asked for by a size, and a class or none, as most is: one wish for each.
+        self._shared: dict[tuple[int, str | None], Wish] = {}
 
-    def one(self, sms: Size, *others: Any) -> Wish:
-        """Reads what `Pool.partition` is given; a number of SMs and nothing else, only once.
+    def one(self, sms: Size, service: str | None, *others: Any) -> Wish:
+        """Reads what `Pool.partition` is given; a number of SMs and a class alone, only once.
+
+        `others`: device, deadline, cost, near.
 
         Raises:
             InvalidSize, InvalidRequest: what can never be right.
         """
-        if type(sms) is not int or others != NOTHING_ELSE:  # True is no size
-            return self.several((sms,), *others)
-        found = self._shared.get(sms)
+        is_usual = type(sms) is int and (service is None or type(service) is str)  # True is no size
+        if not is_usual or others != NOTHING_ELSE:
+            return self.several((sms,), service, *others)
+        found = self._shared.get((sms, service))  # type: ignore[arg-type]  # an int, as was seen
         if found is None:
-            found = replace(self.several((sms,)), is_shared=True)
+            found = replace(self.several((sms,), service), is_shared=True)
             if len(self._shared) < SHARED:
-                self._shared[sms] = found
+                self._shared[sms, service] = found  # type: ignore[index]
         return found
 
     def several(
         self,
         sizes: tuple[Size, ...],
-        device: int | None = None,
         service: str | None = None,
+        device: int | None = None,
         deadline: float | None = None,
         cost: Cost | None = None,
         near: Buffer | None = None,

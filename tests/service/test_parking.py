@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from greensched import ALL, LaunchConfig, PartitionClosed, Pool, ServiceClass, WouldDeadlock
-from greensched.errors import Poisoned
+from greensched.errors import InvalidRequest, Poisoned
 from greensched.kernels import fill
 from helpers.waiting import turns
 
@@ -246,5 +246,41 @@ def test_what_has_more_to_see_to_is_ended(use: str) -> None:
                         with pytest.raises(ZeroDivisionError):
                             await p.run(lambda: 1 // 0)
             assert not parked(pool)
+
+    asyncio.run(main())
+
+
+def test_a_class_that_went_is_refused_though_it_was_asked_for_before() -> None:
+    """What is asked for by size and class is read once, and again after a change of classes."""
+
+    async def main() -> None:
+        async with on_h200(services=[ServiceClass("a", reserve=16)]) as pool:
+            for _ in range(2):
+                async with pool.partition(16, service="a") as p:
+                    assert p.sm_count == 16
+            assert pool.statistics().services["a"].granted == 2
+            pool.reconfigure(services=[ServiceClass("b")])
+            with pytest.raises(InvalidRequest, match="no service 'a'"):
+                pool.partition(16, service="a")
+
+    asyncio.run(main())
+
+
+def test_a_lease_leaves_nothing_to_the_collector() -> None:
+    """What a lease was made of is free when it is over: nothing of it is in a circle."""
+
+    async def main() -> None:
+        async with on_h200(services=[ServiceClass("a", reserve=16)]) as pool:
+            async with pool.partition(16, service="a"):
+                pass
+            gc.collect()
+            gc.disable()
+            try:
+                for _ in range(50):
+                    async with pool.partition(16, service="a"):
+                        pass
+                assert gc.collect() < 50
+            finally:
+                gc.enable()
 
     asyncio.run(main())
