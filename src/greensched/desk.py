@@ -154,17 +154,19 @@ class Desk:
     def unpark(self) -> None:
         """The scheduler knows again who holds what, and what is free. Holds the lock."""
         parking = self._parking
-        for holding in tuple(parking.untold):  # takes no lock, whoever is added meanwhile
-            self.scheduler.pass_on(holding.lease, parking.untold.pop(holding, None))
-        channels = parking.clear()
-        if parking.put:
-            self.scheduler.count_again(parking.put - len(channels))
-            parking.put = 0
+        if not (parking.put or parking.is_taken):
+            return
+        channels, taken = parking.clear()
+        self.scheduler.count_again(taken)
         for channel in channels:
             channel.holding.crew.is_leased = False
             self.holdings.discard(channel.holding)
             granted = self.scheduler.drained(self.driver.time(), channel.holding.lease)
             assert not granted, "something was parked while somebody waited"
+        for holding in self.holdings:
+            if holding.taker is not None:
+                self.scheduler.pass_on(holding.lease, holding.taker)
+                holding.taker = None
 
     def _start_parking(self) -> None:
         self._parking.scheduler = None if self.scheduler.ground.is_classed else self.scheduler
@@ -271,12 +273,10 @@ class Desk:
         """The lanes of a grant are in this loop's hands from here on. Holds the lock."""
         self._asking.pop(request, None)
         channels = []
-        # A lease knows its request: did that know it for ever, only the collector would free them.
-        leases, request.leases = request.leases, ()
+        leases, request.leases = request.leases, ()  # no circle, which the collector would free
         for lease in leases:
             site = self.sites[lease.device]
-            crew = site.take(lease.mask)
-            holding = Holding(lease, crew, completion, self)
+            holding = Holding(lease, site.take(lease.mask), completion, self)
             self.holdings.add(holding)
             allowance = self._allowances.get(request.flow.name)
             channels.append(Channel(holding, site, self.check, allowance))
@@ -391,7 +391,6 @@ class Desk:
     def draining(self, holding: Holding) -> None:
         """A lease has ended, and its work has not: nobody holds it, and nobody gets it yet."""
         with self.lock:
-            self._parking.untold.pop(holding, None)
             self.scheduler.release(holding.lease)
 
     def over(self, holding: Holding) -> None:
@@ -401,7 +400,6 @@ class Desk:
         with self.lock:
             holding.crew.is_leased = False
             self.holdings.discard(holding)
-            self._parking.untold.pop(holding, None)
             granted = self.scheduler.drained(self.driver.time(), holding.lease)
         self._deliver(granted)
         self._give_up_forsaken()

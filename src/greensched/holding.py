@@ -64,6 +64,8 @@ class Holding:
         self.completion = completion
         #: The thread of the loop it was granted to: the only one that may submit.
         self.thread = threading.get_ident()
+        #: Who had it parked and took it since, of which the scheduler has not heard.
+        self.taker: object = None
         self.is_open = True
         self.is_over = False
         #: Something beyond our own tickets may have work on the lane: `run`, `stream`, `context`.
@@ -213,6 +215,7 @@ class Holding:
         if not self.is_open:
             return
         self.is_open = False
+        self.taker = None
         self.end_bound()
         launches = self.crew.lane.launches
         if launches.fault is None:

@@ -153,7 +153,8 @@ class AsyncioDoor(Door):
         return asyncio.current_task(self.loop)
 
     def asks(self) -> object:  # for each lease: in one call
-        return _for_whom(asyncio.current_task(self.loop))
+        task, stands = asyncio.current_task(self.loop), asker.get()
+        return task if stands is None or stands[0] is not task else stands[1]
 
 
 # -- trio -------------------------------------------------------------------------------------

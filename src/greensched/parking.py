@@ -9,19 +9,16 @@ waits, or where classes have rules.
 
 from __future__ import annotations
 
-from asyncio import _get_running_loop
 from threading import Lock, get_ident
-from typing import Any
 
 from greensched.channel import Channel
-from greensched.holding import Holding
 from greensched.planning.scheduler import Scheduler
 from greensched.stream import MASK
 from greensched.wishes import Wish
 
 
 class Parking:
-    """What is parked, by loop and by what was asked for.
+    """What is parked: each wish knows what, by thread.
 
     Args:
         lock: the desk's.
@@ -29,31 +26,33 @@ class Parking:
 
     def __init__(self, lock: Lock) -> None:
         self.lock = lock
-        self._parked: dict[Any, dict[Wish, list[Channel]]] = {}
+        #: Where something is parked, or was.
+        self._spots: list[list[Channel]] = []
         #: Who decides, while the pool is open and has no classes; None: nothing is parked.
         self.scheduler: Scheduler | None = None
-        #: How often one was parked since the last `clear`: those that are not there any more were
-        #: taken, and the scheduler has not counted that.
+        #: How often one was parked since the scheduler was told last: those that are not there any
+        #: more were taken, and it has not counted that.
         self.put = 0
-        #: Those that were taken and are held, and by whom: the scheduler has not been told.
-        self.untold: dict[Holding, object] = {}
+        #: Some of them are held, and it does not know by whom.
+        self.is_taken = False
 
     def take(self, wish: Wish) -> Channel | None:
-        """A lease of the running loop that was parked, open again; None: there is none.
+        """A lease of the running loop that was parked; None: there is none.
 
-        It takes no lock: whoever pops a channel has it.
+        It takes no lock: whoever pops a channel has it. While it was parked it stayed open and
+        plain, unless the pool stopped.
         """
-        mine = self._parked.get(_get_running_loop())
         try:
-            channel = mine[wish].pop()  # type: ignore[index]  # None, or nothing parked: see below
-        except (TypeError, LookupError):
+            spot = wish.parked[get_ident()]
+            channel: Channel = spot.pop()
+        except LookupError:
             return None
         holding = channel.holding
-        holding.is_open = holding.is_plain = True
-        holding.is_over = False
-        if self.scheduler is None:  # the pool stopped just now: each submission looks at that
-            holding.is_plain = False
-        self.untold[holding] = holding.completion.door.asks()
+        taker = holding.taker = holding.completion.door.asks()
+        if taker is None:  # nobody's task, or another loop on the same thread
+            spot.append(channel)
+            return None
+        self.is_taken = True
         return channel
 
     def park(self, wish: Wish, channel: Channel) -> bool:
@@ -61,8 +60,7 @@ class Parking:
         holding, track = channel.holding, channel.track
         issued = track.issued
         if not (  # of what it did nothing is left: it could as well go on
-            wish.is_shared
-            and holding.is_plain
+            holding.is_plain
             and not holding.is_involved
             and not holding.failed
             and issued & MASK == track.word[0]
@@ -71,36 +69,39 @@ class Parking:
             and holding.thread == get_ident()
         ):
             return False
-        loop = _get_running_loop()
-        if loop is None:  # trio: to ask is a turn of the loop anyway
-            return False
         with self.lock:
             scheduler = self.scheduler
             if scheduler is None or scheduler.waiting:
                 return False
-            self.untold.pop(holding, None)
-            if holding.lease.holder is not None:  # a task that is kept is not collected
+            spot = wish.parked.get(holding.thread)
+            if spot is None:
+                if not wish.is_shared or holding.completion.door.always_yields:
+                    return False  # nobody asks the same, or trio, where to ask is a turn anyway
+                spot = wish.parked[holding.thread] = []
+                self._spots.append(spot)
+            holding.taker = None  # a task that is kept is not collected
+            if holding.lease.holder is not None:
                 scheduler.pass_on(holding.lease, None)
-            holding.is_open = holding.is_plain = False
-            holding.is_over = True
             self.put += 1
-            try:
-                self._parked[loop][wish].append(channel)
-            except KeyError:
-                self._parked.setdefault(loop, {}).setdefault(wish, []).append(channel)
+            spot.append(channel)
         return True
 
-    def clear(self) -> list[Channel]:
-        """All that is parked: it is to be given back now. Whoever calls holds the lock."""
-        if not self._parked:
-            return []
+    def clear(self) -> tuple[list[Channel], int]:
+        """All that is parked: it is over, and to be given back. Whoever calls holds the lock.
+
+        And how often one was taken, of which the scheduler is to be told now.
+        """
+        self.is_taken = False  # first: who is taken from here on is told the next time
         found = []
-        for wishes in self._parked.values():
-            for channels in wishes.values():
-                while channels:  # somebody may take one meanwhile
-                    try:
-                        found.append(channels.pop())
-                    except IndexError:
-                        break
-        self._parked.clear()
-        return found
+        for spot in self._spots:
+            while spot:  # somebody may take one meanwhile
+                try:
+                    found.append(spot.pop())
+                except IndexError:
+                    break
+        for channel in found:
+            holding = channel.holding
+            holding.is_open = holding.is_plain = False
+            holding.is_over = True
+        taken, self.put = self.put - len(found), 0
+        return found, taken

@@ -119,8 +119,16 @@ class Partition:
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         """Ends the lease; see the class. A cancellation while it waits only stops the waiting."""
+        channel = self._channel
+        if (
+            channel is not None
+            and kind is not GeneratorExit
+            and self._grantor.park(self._wish, channel)
+        ):
+            self._channel, self._is_left = None, True
+            return
         self.leave(kind)
-        if kind is None and not self._is_left:
+        if kind is None:
             await self.finish()
             self.raise_unseen()
 
@@ -134,8 +142,6 @@ class Partition:
         channel = self._channel or self._granted()
         if kind is GeneratorExit:
             channel.holding.completion.door.call_threadsafe(channel.holding.end)
-        elif self._grantor.park(self._wish, channel):
-            self._channel, self._is_left = None, True
         else:
             channel.holding.end()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any
 
@@ -18,7 +18,6 @@ from greensched.typing import Size
 
 #: Wishes that are kept: one for each size of each class, of which few are asked for.
 SHARED = 1024
-NOTHING_ELSE = (None,) * 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,6 +33,8 @@ class Wish:
     near: int | None
     #: One object stands for all who ask this.
     is_shared: bool = False
+    #: Leases that ended without work, by the thread of their loop (`parking`).
+    parked: dict[int, list[Any]] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return "sms=" + ", ".join(repr(size) for size in self.sizes)
@@ -51,22 +52,34 @@ class Wishes:
         #: What was asked for by a size, and a class or none, as most is: one wish for each.
         self._shared: dict[tuple[int, str | None], Wish] = {}
 
-    def one(self, sms: Size, service: str | None, *others: Any) -> Wish:
+    def one(
+        self,
+        sms: Size,
+        service: str | None,
+        device: int | None,
+        deadline: float | None,
+        cost: Cost | None,
+        near: Buffer | None,
+    ) -> Wish:
         """Reads what `Pool.partition` is given; a number of SMs and a class alone, only once.
-
-        `others`: device, deadline, cost, near.
 
         Raises:
             InvalidSize, InvalidRequest: what can never be right.
         """
-        is_usual = type(sms) is int and (service is None or type(service) is str)  # True is no size
-        if not is_usual or others != NOTHING_ELSE:
-            return self.several((sms,), service, *others)
-        found = self._shared.get((sms, service))  # type: ignore[arg-type]  # an int, as was seen
+        if not (
+            type(sms) is int  # True is no size
+            and (service is None or type(service) is str)
+            and device is None
+            and deadline is None
+            and cost is None
+            and near is None
+        ):
+            return self.several((sms,), service, device, deadline, cost, near)
+        found = self._shared.get((sms, service))
         if found is None:
             found = replace(self.several((sms,), service), is_shared=True)
             if len(self._shared) < SHARED:
-                self._shared[sms, service] = found  # type: ignore[index]
+                self._shared[sms, service] = found
         return found
 
     def several(

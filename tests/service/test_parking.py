@@ -21,8 +21,7 @@ CONFIG = LaunchConfig(grid=1, block=8)
 def parked(pool: Pool) -> int:
     """Leases that the pool has parked."""
     assert pool._desk is not None
-    wishes = pool._desk._parking._parked.values()
-    return sum(len(channels) for found in wishes for channels in found.values())
+    return sum(len(channels) for channels in pool._desk._parking._spots)
 
 
 async def leased(pool: Pool, sms: int = 16) -> None:
@@ -187,6 +186,26 @@ def test_one_loop_after_the_other() -> None:
 
     asyncio.run(first())
     asyncio.run(second())
+
+
+def test_who_asks_outside_of_any_task_asks_the_scheduler() -> None:
+    """What is parked belongs to the tasks of a loop; a callback of it is granted as anybody."""
+
+    async def main() -> None:
+        async with on_h200() as pool:
+            await leased(pool)
+            granted = asyncio.get_running_loop().create_future()
+
+            def ask() -> None:
+                granted.set_result(pool.partition_nowait(16))
+
+            asyncio.get_running_loop().call_soon(ask)
+            async with await granted as p:
+                assert p.sm_count == 16
+                stats = pool.statistics()
+                assert (stats.leases, stats.requested) == (1, 2)
+
+    asyncio.run(main())
 
 
 def test_classes_are_asked_about_each_time() -> None:
