@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.byhand import CONFIG, ITEMS, SMS, ByHand, arguments, by_hand
 from benchmarks.measure import Comparison, Row, Work, compare, table
-from greensched import Buffer, Partition, Pool
+from greensched import Buffer, Job, Partition, Pool
 from greensched import driver as drivers
 from greensched.driver.base import Driver
 from greensched.kernels import saxpy
@@ -43,6 +43,7 @@ async def measure(driver: Driver) -> list[Row]:
                 await bench.asked(),
                 await bench.done_already(),
                 await bench.full(),
+                await bench.batched(),
                 await bench.awaited(hand.poll, "polled event"),
                 await bench.awaited(partial(asyncio.to_thread, hand.sync), "event in to_thread"),
             ]
@@ -161,6 +162,33 @@ class _Bench:
         theirs = self._theirs(self.hand.launch, self.hand.mark)
         return await compare("bound.submit, await | raw launch + mark", ours, theirs)
 
+    async def batched(self) -> Comparison:
+        """As many launches, and a job that is awaited behind so many of them; by hand as below."""
+
+        async def ours() -> float:
+            start = perf_counter()
+            flying: Job[None] | None = None
+            for _ in range(JOBS // IN_FLIGHT):
+                for _ in range(IN_FLIGHT - 1):
+                    self.bind()
+                before, flying = flying, self.bind.submit()
+                if before is not None:
+                    await before
+            assert flying is not None
+            await flying
+            return (perf_counter() - start) / JOBS
+
+        what = f"bound launches, a job behind {IN_FLIGHT} | raw launches"
+        return await compare(what, ours, self._many_by_hand)
+
+    async def _many_by_hand(self) -> float:
+        start = perf_counter()
+        for _ in range(JOBS):
+            self.hand.launch()
+        self.hand.record()
+        await self.hand.poll()
+        return (perf_counter() - start) / JOBS
+
     async def full(self) -> Comparison:
         """Jobs of a lane that always has many, each awaited; by hand, one look at the end."""
 
@@ -175,15 +203,8 @@ class _Bench:
                 await job
             return (perf_counter() - start) / JOBS
 
-        async def theirs() -> float:
-            start = perf_counter()
-            for _ in range(JOBS):
-                self.hand.launch()
-            self.hand.record()
-            await self.hand.poll()
-            return (perf_counter() - start) / JOBS
-
-        return await compare(f"a job, {IN_FLIGHT} in flight | raw launches", ours, theirs)
+        what = f"a job, {IN_FLIGHT} in flight | raw launches"
+        return await compare(what, ours, self._many_by_hand)
 
     async def awaited(self, wait: Callable[[], Awaitable[object]], by: str) -> Comparison:
         """One launch at a time; by hand its end is heard of by some way to wait for the event."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import Callable, Generator
 from contextlib import suppress
@@ -163,7 +164,8 @@ class Job(Generic[T]):
         """
         track, ticket = self._track, self.ticket
         if track.reached(ticket):
-            if asyncio._get_running_loop() is None:  # trio: an await is a checkpoint, wait or not
+            # On trio an await is a checkpoint, wait or not. To ask asyncio costs a system call.
+            if "trio" in sys.modules and asyncio._get_running_loop() is None:
                 yield from current_door().checkpoint().__await__()
             return self._outcome()
         if track.fault is None:
