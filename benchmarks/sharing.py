@@ -16,8 +16,9 @@ What the users do is in `works`, where their work runs in `arms`. The arms, in t
   and a lease for each request, scheduler and all. In W1 also a lease held while it is idle.
 
 By hand means: launches packed once, a word in pinned memory that the stream writes behind each
-piece, and a loop that looks at it in every turn. Nothing one writes in Python does it for less. One
-loop drives both users in every arm. Requests that were due and not begun when a slice ended count
+piece, and a loop that looks at it in every turn. Nothing one writes in Python does it for less. So
+our loop looks in every turn, too (`spin_budget`): the arms differ in where work runs, not in how a
+host waits, which is `waking`'s affair. One loop drives both users in every arm. Requests that were due and not begun when a slice ended count
 with what they had waited by then, so the p99 of an arm that cannot keep up is a lower bound; how
 many they are is printed. The first round is thrown away; intervals are the bootstrap's, over
 rounds.
@@ -504,6 +505,7 @@ def run(spec: str | None, names: list[str], report: Report) -> int:
     """Measures the workloads of these names; 1 if a bar was missed, or anything failed."""
     bystanders = Bystanders()
     driver = drivers.open(spec)
+    driver.spin_budget = math.inf
     device = Device(0, driver=driver)
     report.put("device", f"{device.name}, {device.sm_count} SMs, {driver.name}")
     print(report.found["device"], flush=True)

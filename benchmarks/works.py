@@ -181,10 +181,10 @@ def _kept(sms: int) -> list[ServiceClass]:
 
 
 def _lent(sms: int) -> list[ServiceClass]:
-    """The floor is lent while it is idle, to be back within 1.5 ms."""
+    """The floor is lent while it is idle, to be back within as long as a request takes alone."""
     return [
-        ServiceClass("critical", reserve=sms, priority=10, budget=0.0015),
-        ServiceClass("other", revocable=True, segment=0.0015),
+        ServiceClass("critical", reserve=sms, priority=10, budget=0.004),
+        ServiceClass("other", revocable=True, segment=0.004),
     ]
 
 
