@@ -38,13 +38,13 @@ from greensched.loops import Door, current_door
 from greensched.parking import Parking
 from greensched.planning.placement import Placement
 from greensched.planning.policy import Policy
-from greensched.planning.requests import Cost, Request, State
+from greensched.planning.requests import Request, State
 from greensched.planning.scheduler import Scheduler
 from greensched.planning.services import ServiceClass
 from greensched.site import Site
 from greensched.standing import PoolState, PoolStatistics
 from greensched.waiting import Queued, tell
-from greensched.wishes import Wish
+from greensched.wishes import Wish, checked_cost, checked_deadline
 from greensched.worker import Crew, Worker
 
 logger = logging.getLogger("greensched")
@@ -282,18 +282,18 @@ class Desk:
             channels.append(Channel(holding, site, self.check, allowance))
         return tuple(channels)
 
-    def checkpoint(self, channel: Channel, cost: Cost | None) -> Channel:
+    def checkpoint(self, channel: Channel, cost: object, deadline: object) -> Channel:
         """A lease without work gives cells back, or takes some up. Returns where it is now.
 
         Raises:
-            PoolClosed, Poisoned, ForkedPool: the pool does nothing any more.
+            PoolClosed, Poisoned, ForkedPool: it is over. InvalidRequest: no cost, or no deadline.
         """
-        holding, lease = channel.holding, channel.holding.lease
+        holding, told = channel.holding, (checked_cost(cost), checked_deadline(deadline))
         with self.lock:
             self.check()
             self.unpark()
-            before = lease.mask
-            granted = self.scheduler.checkpoint(self.driver.time(), lease, cost)
+            lease, before = holding.lease, holding.lease.mask
+            granted = self.scheduler.checkpoint(self.driver.time(), lease, *told)
             if lease.mask != before:
                 site = self.sites[lease.device]
                 holding.crew.is_leased = False

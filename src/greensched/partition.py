@@ -43,7 +43,7 @@ class Grantor(Protocol):
 
     async def acquire(self, wish: Any) -> tuple[Channel, ...]: ...
 
-    def checkpoint(self, channel: Channel, cost: Any) -> Channel: ...
+    def checkpoint(self, channel: Channel, cost: Any, deadline: Any) -> Channel: ...
     def take(self, wish: Any) -> Channel | None: ...
     def park(self, wish: Any, channel: Channel) -> bool: ...
 
@@ -214,7 +214,7 @@ class Partition:
 
     # -- between two pieces of work ----------------------------------------------------------------
 
-    async def checkpoint(self, cost: Any = None) -> int:
+    async def checkpoint(self, cost: Any = None, *, deadline: float | None = None) -> int:
         """Waits for all of the lease's work, then lets its SMs be changed; how many it has now.
 
         A lease of a range of sizes, `sms=(8, 64)`, gives what it has above the least to whoever
@@ -224,11 +224,13 @@ class Partition:
         Bound launches follow, buffers stay valid; `stream` and `context` are others afterwards: ask
         for them again. A failed job does not show here, but where it is awaited, or at the end. A
         checkpoint on trio; on asyncio it yields only where it waits. Cancelled while it waits, it
-        changes nothing; the change itself waits for nothing. `cost`: of what comes next.
+        changes nothing; the change itself waits for nothing. `cost`: of what comes next;
+        `deadline`: the seconds from now in which that should be done; None: its class's `latency`.
+        A policy that sizes leases goes by both; nothing is refused or ended because of them.
 
         Raises:
             PartitionClosed, PoolClosed, Poisoned: there is nothing to change any more.
-            InvalidRequest: the partition's stream is capturing, or that is no cost.
+            InvalidRequest: the partition's stream is capturing, or that is no cost or deadline.
         """
         channel = self._mine()
         channel.check_capture()
@@ -239,7 +241,7 @@ class Partition:
         await channel.holding.settle()
         if self._open() is channel:  # else another task's checkpoint was first
             channel.check_capture()
-            self._channel = self._grantor.checkpoint(channel, cost)
+            self._channel = self._grantor.checkpoint(channel, cost, deadline)
         return self._open().lane.sm_count
 
     # -- facts -------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ from greensched.site import Site
 from greensched.standing import CloseReport, PoolState, PoolStatistics
 from greensched.typing import CaptureMode, Granularity, Size, SupportsDevice
 from greensched.verification import Verification, verify
-from greensched.wishes import Wish, Wishes, checked_cost
+from greensched.wishes import Wish, Wishes
 from greensched.worker import Worker
 
 if TYPE_CHECKING:
@@ -430,9 +430,9 @@ class Pool:
     def park(self, _: Wish, __: Channel) -> bool:
         return False
 
-    def checkpoint(self, channel: Channel, cost: object) -> Channel:
+    def checkpoint(self, channel: Channel, cost: object, deadline: object) -> Channel:
         """Lets a lease without work have fewer SMs, or more. For partitions."""
-        return self._opened().checkpoint(channel, checked_cost(cost))
+        return self._opened().checkpoint(channel, cost, deadline)
 
     # -- closing ---------------------------------------------------------------------------------
 

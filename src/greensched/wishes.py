@@ -96,9 +96,7 @@ class Wishes:
             raise InvalidRequest(f"device={device!r} is no ordinal of a device")
         if service is not None:
             self._check_known(service)
-        until = None if deadline is None else seconds(deadline)
-        if deadline is not None and not (until is not None and until > 0):
-            raise InvalidRequest(f"deadline={deadline!r}: give the seconds from now, more than 0")
+        until = checked_deadline(deadline)
         if near is not None and not isinstance(near, Buffer):
             raise InvalidRequest(
                 f"near={near!r}: give a Buffer, to be on its device where it can be"
@@ -136,6 +134,14 @@ def checked_cost(cost: object) -> Cost | None:
     if number is None or not 0 < number < math.inf:
         raise InvalidRequest(f"cost={cost!r}: give seconds, more than 0, or a curve")
     return number
+
+
+def checked_deadline(deadline: object) -> float | None:
+    """Seconds from now."""
+    until = None if deadline is None else seconds(deadline)
+    if deadline is not None and not (until is not None and until > 0):
+        raise InvalidRequest(f"deadline={deadline!r}: give the seconds from now, more than 0")
+    return until
 
 
 def seconds(value: object) -> float | None:

@@ -6,6 +6,8 @@ import random
 from dataclasses import dataclass, field
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from greensched.planning.cells import Cells, Demand
 from greensched.planning.pacing import LEAST, MOST, SAFE, Pace
@@ -15,6 +17,7 @@ from greensched.planning.scheduler import Scheduler
 from greensched.planning.services import ServiceClass
 
 CELLS = Cells(size=8, count=15, remainder=12, joins=True)
+EVEN = Cells(size=8, count=16, remainder=0, joins=True)
 DECODE = ServiceClass("decode", priority=1, latency=1.0)
 BULK = ServiceClass("bulk")
 
@@ -147,6 +150,52 @@ def test_a_need_is_met_with_the_partitions_that_are_made(seed: int) -> None:
         assert bulk.sms >= 132 - decode.sms - 2 * CELLS.size, "most of the rest is in use"
 
 
+def beside_bulk() -> tuple[Scheduler, Lease, Lease]:
+    """A device of whole cells, all leased: decode has what it needs, bulk the rest."""
+    scheduler = Scheduler([EVEN], Sized(), 10, services=(DECODE, BULK))
+    bulk = leased(scheduler, "bulk")
+    request = scheduler.request(0.0, (Demand(8, 128),), service="decode", cost=Work(30.0))
+    scheduler.checkpoint(0.1, bulk)
+    return scheduler, request.leases[0], bulk
+
+
+def move(
+    scheduler: Scheduler, decode: Lease, bulk: Lease, cost: Work, within: float | None
+) -> None:
+    """Both come to a checkpoint until what decode is to have has come free, and is taken."""
+    scheduler.checkpoint(0.2, decode, cost, within)
+    scheduler.checkpoint(0.2, bulk)
+    scheduler.checkpoint(0.2, decode, cost, within)
+
+
+def test_a_deadline_goes_before_the_latency_of_the_class() -> None:
+    """A piece with less time has more SMs, and one with more fewer; without one its class's."""
+    scheduler, decode, bulk = beside_bulk()
+    assert decode.sms == 64  # 30 SM-seconds in 0.475 s: new ones may wait for two pieces
+    for within, sms in ((1.0, 32), (0.5, 64), (2.0, 16), (None, 64)):
+        move(scheduler, decode, bulk, Work(30.0), within)
+        assert (decode.sms, bulk.sms) == (sms, 128 - sms)
+
+
+@given(
+    pieces=st.lists(st.tuples(st.floats(1.0, 200.0), st.floats(0.1, 5.0)), min_size=1, max_size=20),
+    late=st.integers(0, 20),
+)
+def test_a_piece_has_the_fewest_sms_for_its_deadline(
+    pieces: list[tuple[float, float]], late: int
+) -> None:
+    """Whatever came before: what it has is enough, or all there is, and a cell less is not."""
+    scheduler, decode, bulk = beside_bulk()
+    for _ in range(late):
+        scheduler.observe(0.1, "decode", 9.0, 1000)
+    part = scheduler.ground.flows["decode"].pace.of_deadline
+    for work, within in pieces:
+        cost = Work(work)
+        move(scheduler, decode, bulk, cost, within)
+        assert cost.at(decode.sms) <= part * within or decode.sms == 128 - EVEN.size
+        assert decode.sms == EVEN.size or cost.at(decode.sms - EVEN.size) > part * within
+
+
 def test_who_is_often_late_plans_with_less() -> None:
     """A class that was late has more SMs for the same work, by what its users say it had."""
     scheduler = pool()
@@ -171,6 +220,19 @@ def test_a_pace_follows_what_was_late() -> None:
     for _ in range(40):
         pace.saw(1000, is_late=False)
     assert pace.part == MOST
+
+
+def test_of_a_deadline_twice_as_much_is_used() -> None:
+    """Nobody comes once a piece with a deadline began; but who was late plans with less."""
+    pace = Pace()
+    assert pace.of_deadline == MOST
+    parts = []
+    for _ in range(40):
+        pace.saw(1000, is_late=True)
+        parts.append(pace.of_deadline)
+        assert pace.of_deadline == min(MOST, 2 * pace.part)
+    assert parts == sorted(parts, reverse=True)
+    assert parts[-1] == 2 * LEAST
 
 
 def test_more_than_is_wanted_now_is_given_back() -> None:

@@ -194,6 +194,14 @@ def test_times_beyond_all_time_are_refused() -> None:
                 await pool.aclose(grace=10**400)
             with pytest.raises(greensched.InvalidRequest, match="deadline"):
                 pool.partition(8, deadline=10**400)
+            async with pool.partition(8) as p:
+                with pytest.raises(greensched.InvalidRequest, match="deadline"):
+                    await p.checkpoint(0.1, deadline=10**400)
+                with pytest.raises(greensched.InvalidRequest, match="deadline"):
+                    await p.checkpoint(0.1, deadline=0)
+                with pytest.raises(greensched.InvalidRequest, match="cost"):
+                    await p.checkpoint(-0.1)
+                assert await p.checkpoint(0.1, deadline=0.2) == p.sm_count
             assert pool.is_ready
 
     asyncio.run(main())

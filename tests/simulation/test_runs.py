@@ -10,7 +10,7 @@ from greensched.simulation.arms import Alone, Arm, Split
 from greensched.simulation.compare import arms
 from greensched.simulation.machine import Ran
 from greensched.simulation.run import Outcome, Setting, alone, occupied, simulate
-from greensched.simulation.serving import passes
+from greensched.simulation.serving import Samples, passes
 from greensched.simulation.streams import baselines
 from greensched.simulation.tables import CURVES
 from greensched.simulation.traffic import Arrival, generate
@@ -94,14 +94,14 @@ def test_best_effort_counts_by_its_work() -> None:
     assert gated.samples["training"].done == pytest.approx(1 - asked, abs=0.15)
 
 
-@pytest.mark.parametrize("late_last", [False, True])
-def test_who_is_late_anyway_goes_last(late_last: bool) -> None:
+@pytest.mark.parametrize("by_target", [False, True])
+def test_who_is_late_anyway_goes_last(by_target: bool) -> None:
     """Where the arm says so, a prompt that cannot be in time lets those pass that can."""
     long, short = Arrival(0.0, 8192, 1), Arrival(0.0, 256, 1)
     services = {name: replace(service, latency=0.5) for name, service in TOKENS.items()}
     setting = Setting(gpus="h200", services=services, seconds=5.0)
-    outcome = simulate(Split(64, late_last=late_last), setting, [long, short, short], 1)
-    assert sum(latency < 0.5 for latency in outcome.samples["prefill"].latency) == 2 * late_last
+    outcome = simulate(Split(64, by_target=by_target), setting, [long, short, short], 1)
+    assert sum(latency < 0.5 for latency in outcome.samples["prefill"].latency) == 2 * by_target
 
 
 def test_two_devices_share_the_requests() -> None:
@@ -119,3 +119,36 @@ def test_what_overlaps_counts_once() -> None:
     """Of two kernels on the same SMs at the same time, those SMs are busy once."""
     a, b = Ran("a", 0, 100, 0b1111), Ran("b", 50, 150, 0b0011)
     assert occupied([a, b]) == pytest.approx((100 * 4 + 50 * 2) / 1e9)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_first_tokens_are_given_out_when_a_step_begins(seed: int) -> None:
+    """By target no token waits for a step that it is not in; the first pays for that, by a step."""
+    traffic = generate("azure-code", 8.0, seed)
+    plain, ours = (_split(by_target, 60.0, traffic) for by_target in (False, True))
+    longest = max(plain["decode"].latency)
+    assert max(ours["decode"].wait) < 1e-4 < max(plain["decode"].wait)
+    assert max(ours["decode"].latency) < longest
+    pairs = zip(sorted(plain["prefill"].latency), sorted(ours["prefill"].latency), strict=True)
+    assert max(later - latency for latency, later in pairs) < longest
+
+
+@pytest.mark.parametrize(("latency", "waits"), [(0.3, False), (0.6, True)])
+def test_first_tokens_do_not_wait_where_they_would_be_late(latency: float, waits: bool) -> None:
+    """Whose own target is no further away than a step may be is given out as soon as it is read."""
+    traffic = [Arrival(0.0, 128, 20), Arrival(0.5, 128, 2)]  # the second in the midst of a step
+    found = _split(True, latency, traffic)
+    assert (max(found["prefill"].wait) > 0.01) == waits
+    assert (max(found["decode"].wait) > 0.01) != waits
+
+
+def _split(by_target: bool, latency: float, traffic: list[Arrival]) -> dict[str, Samples]:
+    """On a fixed split, to the end; a token may take 0.4 s, a first one `latency`."""
+    services = {
+        "decode": replace(TOKENS["decode"], latency=0.4),
+        "prefill": replace(TOKENS["prefill"], latency=latency),
+    }
+    setting = Setting(gpus="h200", services=services, seconds=60.0)
+    found = simulate(Split(16, by_target=by_target), setting, traffic, 1).samples
+    assert len(found["prefill"].latency) == len(traffic)
+    return found

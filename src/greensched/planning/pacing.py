@@ -5,7 +5,8 @@ from __future__ import annotations
 #: The part of a latency that a plan uses at most: the rest is for a start that is late, and for
 #: what a neighbour does.
 MOST = 0.95
-#: Where it begins: whoever comes just after a piece began waits for two of them.
+#: Where it begins: whoever comes just after a piece began waits for two of them. Where a piece's
+#: own deadline is known, nobody does, and twice as much of it is planned with.
 SAFE = MOST / 2
 #: At least so much is planned with, whatever was late.
 LEAST = 0.2
@@ -26,6 +27,11 @@ class Pace:
         self.part = SAFE
         self._rise = RISE_FIRST
         self._late = self._seen = 0
+
+    @property
+    def of_deadline(self) -> float:
+        """The part that is used of the deadline of one piece."""
+        return min(MOST, self.part * MOST / SAFE)
 
     def saw(self, number: int, *, is_late: bool) -> None:
         """So many were in time, or late."""

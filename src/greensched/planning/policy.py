@@ -45,7 +45,8 @@ class Waiting(Protocol):
     def allowed(self) -> float | None:
         """Seconds it may take once it is granted; None: it has no latency, or no known cost.
 
-        Of its class's latency it is the part with which the class was in time of late.
+        Of its class's latency, or of the deadline that its lease's last checkpoint gave, it is the
+        part with which the class was in time of late.
         """
 
     def seconds(self, sms: int) -> float | None:

@@ -122,6 +122,7 @@ class Request:
         "rank",
         "state",
         "wants",
+        "within",
         "work",
     )
 
@@ -157,6 +158,8 @@ class Request:
         self.deadline = deadline
         #: What it is expected to take.
         self.cost = cost
+        #: Seconds in which what its lease does next should be done, by its last checkpoint.
+        self.within: float | None = None
         self.holder = holder
         self.owner = owner
         self.state = QUEUED
@@ -188,11 +191,13 @@ class Request:
 
     @property
     def allowed(self) -> float | None:
-        """Seconds it may take once it is granted; None: no latency, or no cost, is known."""
-        latency = self.flow.latency
-        if latency is None or self.cost is None:
+        """Seconds it may take from now on; None: no deadline or latency, or no cost, is known."""
+        flow = self.flow
+        if self.cost is None:
             return None
-        return latency * self.flow.pace.part
+        if self.within is not None:
+            return self.within * flow.pace.of_deadline
+        return None if flow.latency is None else flow.latency * flow.pace.part
 
     def seconds(self, sms: int) -> float | None:
         """How long it is expected to take on so many SMs; None: nobody knows."""

@@ -214,19 +214,23 @@ class Scheduler(Granting):
         self.ground.take_back(lease, now)
         return self._dispatch(now) if self.waiting else []
 
-    def checkpoint(self, now: float, lease: Lease, cost: Cost | None = None) -> list[Request]:
+    def checkpoint(
+        self, now: float, lease: Lease, cost: Cost | None = None, within: float | None = None
+    ) -> list[Request]:
         """The holder of a lease has no work on it now, and lets its cells be changed.
 
         An elastic one gives back what it has above its least, whoever can be granted because of
         that is, and then it takes up what is idle, to its most; least and most are the policy's, if
         it says them. One with a seat has the least it asked for instead, if its device is to be
         split. `lease.mask` and `lease.sms` say what it has from now on; `cost` is what it takes to
-        its next checkpoint. Returns who is granted by it.
+        its next checkpoint, which should come `within` so many seconds; None: its class's latency.
+        Returns who is granted by it.
         """
         ground, flow, before = self.ground, lease.flow, lease.mask
         flow.saw_segment(now - lease.since)
         if cost is not None:
             ground.saw_piece(lease, cost, now)
+        lease.request.within = within
         ground.clock.pay(flow, lease, now)
         if lease.draining:
             return []

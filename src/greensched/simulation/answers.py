@@ -13,7 +13,7 @@ from greensched.simulation.scenes import Check
 
 #: The name under which the best of all fixed splits goes: an oracle, found by trying them all.
 BEST_SPLIT = "best-split"
-#: The same, and prompts that cannot be in time go last: how much of what our arms gain is that.
+#: The same, and its servers mind targets as ours do: how much of what our arms gain is that.
 BEST_LATE = "best-split-late"
 
 

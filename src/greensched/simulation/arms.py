@@ -71,10 +71,10 @@ class LeaseSeat:
     """A lease that is held all the time."""
 
     def __init__(
-        self, machine: Machine, p: Partition, device: int, service: str, *, late_last: bool = False
+        self, machine: Machine, p: Partition, device: int, service: str, *, by_target: bool = False
     ) -> None:
-        #: Prompts that cannot be in time go behind all that can.
-        self.late_last = late_last
+        #: Its server minds targets: see `serving.Prefill`.
+        self.by_target = by_target
         self._bound: Bound = p.bind(machine.kernels[service], machine.configs[service][device], 0)
 
     async def run(self, pieces: Pieces) -> None:
@@ -93,7 +93,7 @@ class Split:
     first: int
     name: str = ""
     about: str = ""
-    late_last: bool = False
+    by_target: bool = False
 
     def __post_init__(self) -> None:
         self.name = self.name or f"split-{self.first}"
@@ -124,7 +124,7 @@ class Split:
                 )
                 for name, p in zip(sizes, parts, strict=True):
                     seats[device, name] = LeaseSeat(
-                        machine, p, device, name, late_last=self.late_last
+                        machine, p, device, name, by_target=self.by_target
                     )
             yield lambda device, service: seats[device, service.name]
 

@@ -191,7 +191,7 @@ def _arms(name: str, answer: Answer) -> list[Arm]:
     if name in (BEST_SPLIT, BEST_LATE):
         least = min(model.sm_count for model in models(answer.setting.gpus)[0])
         firsts = [least * part // SIXTEENTHS // 8 * 8 or 8 for part in PARTS]
-        return [Split(first, late_last=name == BEST_LATE) for first in firsts]
+        return [Split(first, by_target=name == BEST_LATE) for first in firsts]
     if name.startswith("split-"):
         return [Split(int(name[6:]))]
     return [arms()[name]]

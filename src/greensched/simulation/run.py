@@ -112,6 +112,7 @@ class House:
     def __init__(self, machine: Machine, seats: Seats) -> None:
         self._machine = machine
         self._by: dict[str, list[Server]] = {}
+        self._decoders: dict[int, Decode] = {}
         roles = {service.role: service for service in machine.services.values()}
         self._prefill, self._decode = roles.get("prefill"), roles.get("decode")
         for service in sorted(machine.services.values(), key=lambda s: s.role != "decode"):
@@ -125,16 +126,12 @@ class House:
     def _server(self, device: int, service: Service, seats: Seats) -> Server:
         machine, seat = self._machine, seats(device, service)
         if service.role == "prefill":
-            then = None
-            if self._decode is not None:
-                then = self._handed(self._by[self._decode.name][device])
-            return Prefill(machine, device, service, seat, then)
-        kinds: dict[str, type[Decode | Requests | Loop]]
-        kinds = {"decode": Decode, "request": Requests, "loop": Loop}
-        return kinds[service.role](machine, device, service, seat)
-
-    def _handed(self, decode: Server) -> Handed:
-        return Handed(self._machine, decode)
+            return Prefill(machine, device, service, seat, self._decoders.get(device))
+        if service.role == "decode":
+            decode = self._decoders[device] = Decode(machine, device, service, seat)
+            return decode
+        kind = Requests if service.role == "request" else Loop
+        return kind(machine, device, service, seat)
 
     async def feed(self, traffic: Traffic, began: float) -> None:
         """Sends each request when it comes, to the device with the least to do."""
@@ -173,17 +170,6 @@ class House:
                 merged.done += server.samples.done
             found[name] = merged
         return found
-
-
-class Handed:
-    """Gives a prompt that was read to the decoder of its device: its tokens count from now."""
-
-    def __init__(self, machine: Machine, decode: Server) -> None:
-        self._machine = machine
-        self._decode = decode
-
-    def __call__(self, arrival: Arrival) -> None:
-        self._decode.take(replace(arrival, at=self._machine.now() / 1e9))
 
 
 # -- the devices' timelines -------------------------------------------------------------------

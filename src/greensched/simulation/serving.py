@@ -11,7 +11,7 @@ import asyncio
 import heapq
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from greensched.simulation.arms import Seat
 from greensched.simulation.machine import Machine
@@ -98,9 +98,13 @@ class Server(abc.ABC):
 
     async def _next(self) -> Arrival:
         while not self._queue:
-            self._came = asyncio.get_running_loop().create_future()
-            await self._came
+            await self._anybody()
         return self._queue.popleft()
+
+    async def _anybody(self) -> None:
+        """Until it is woken."""
+        self._came = asyncio.get_running_loop().create_future()
+        await self._came
 
     async def _run(self, pieces: list[int], since: list[float]) -> float:
         """A pass for those that wait since then; returns the seconds for which it ran."""
@@ -142,7 +146,13 @@ class Loop(Server):
 
 
 class Prefill(Server):
-    """Prompts, in the order they came; the first token of each is its latency."""
+    """Prompts, in the order they came; the first token of each is its latency.
+
+    Where the arm's seat says so (`by_target`), it minds its target and that of the tokens. Who
+    makes others late waits for all others. And the first token is given out when the step of
+    decoding begins that writes the next: after one given out in the midst of a step there would be
+    the rest of it and another, and steps would have to be half as long, twice as many, on more SMs.
+    """
 
     def __init__(
         self,
@@ -150,11 +160,15 @@ class Prefill(Server):
         device: int,
         service: Service,
         seat: Seat,
-        then: Callable[[Arrival], None] | None,
+        decode: Decode | None,
     ) -> None:
         super().__init__(machine, device, service, seat)
-        self._then = then
-        self._late_last = getattr(seat, "late_last", False)
+        self._decode = decode
+        self._by_target = getattr(seat, "by_target", False)
+        #: Prompts that are read, whose first token is not given out; and for how long each ran.
+        self._read: list[tuple[Arrival, float]] = []
+        if decode is not None and self._by_target:
+            decode.before_step = self._give_all_out
         #: How many times longer than alone prompts took of late.
         self._stretch = 1.0
 
@@ -167,17 +181,43 @@ class Prefill(Server):
             served = await self._run(pieces, [arrival.at])
             now = self._now()
             self._stretch += SMOOTHING * ((now - began) * 1e9 / sum(pieces) - self._stretch)
-            self.samples.add(arrival.at, now - arrival.at, served)
-            self._tell(now - arrival.at, 1)
             self.samples.done += sum(pieces) / 1e9
-            self.load -= 1
-            if self._then is not None and arrival.generated > 1:
-                self._then(arrival)
+            if self._by_target and self._may_wait(arrival, now):
+                self._read.append((arrival, served))
+            else:
+                self._give_out(arrival, served)
+
+    def _may_wait(self, arrival: Arrival, now: float) -> bool:
+        """Whether a step follows, and its first token is in time when that begins."""
+        decode = self._decode
+        if decode is None or arrival.generated <= 1:
+            return False
+        decode.look()
+        return now + decode.service.latency <= arrival.at + self.service.latency
+
+    def _give_all_out(self) -> None:
+        for arrival, served in self._read:
+            self._give_out(arrival, served)
+        self._read.clear()
+
+    def _give_out(self, arrival: Arrival, served: float) -> None:
+        """Its first token; the next one counts from now."""
+        now = self._now()
+        self.samples.add(arrival.at, now - arrival.at, served)
+        self._tell(now - arrival.at, 1)
+        self.load -= 1
+        if self._decode is not None and arrival.generated > 1:
+            self._decode.take(replace(arrival, at=now))
+
+    def close(self, now: float) -> None:
+        """Whose first token was not given out has none."""
+        super().close(now)
+        self.samples.left += [now - arrival.at for arrival, _ in self._read]
 
     async def _next(self) -> Arrival:
-        """In their order; where the arm says so, whoever makes others late waits for all others."""
+        """In their order; by target, whoever makes others late waits for all others."""
         first = await super()._next()
-        if not self._late_last or not self._queue:
+        if not self._by_target or not self._queue:
             return first
         found = self._first_in_time([first, *self._queue]) or first
         if found is not first:
@@ -227,13 +267,22 @@ class Decode(Server):
     join in are the same for all, so they are counted at once.
     """
 
+    #: Called before each step: who is to join gives himself in then.
+    before_step: Callable[[], None] = staticmethod(lambda: None)
+
+    def look(self) -> None:
+        """Somebody may join."""
+        self._wake()
+
     async def serve(self) -> None:
         """Steps, as long as anybody runs."""
         ends: list[int] = []  # the steps after which requests are done
         step, last = 0, 0.0
         while True:
-            if not ends:
-                self._queue.appendleft(await self._next())
+            self.before_step()
+            if not ends and not self._queue:
+                await self._anybody()
+                continue
             joined = self._join(ends, step)
             began = self._now()
             batch = len(ends)

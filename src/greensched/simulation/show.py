@@ -93,7 +93,7 @@ def _against(said: dict[str, dict[str, list[float]]], seeds: int) -> list[str]:
     named = {
         "streams": "x streams",
         "best-split": "x best split",
-        "best-split-late": "x that, late last",
+        "best-split-late": "x that, by target",
         "recovered": "of the gap to the bound",
         "where streams do": "attained, x streams where those do",
     }

@@ -182,8 +182,8 @@ class SizedSeat(ElasticSeat):
     each size, by a table that learns. The others have what it leaves.
     """
 
-    #: Prompts that cannot be in time go behind all that can.
-    late_last = True
+    #: Its server minds targets: see `serving.Prefill`.
+    by_target = True
 
     def __init__(self, machine: Machine, pool: Pool, device: int, service: Service) -> None:
         super().__init__(machine, pool, device, service)
@@ -192,6 +192,8 @@ class SizedSeat(ElasticSeat):
         #: Of a second of work on the whole device.
         self._curve = LatencyCurve({sms: [curve.slowdown(sms)] for sms in curve.sms})
         self._cost: Scaled | None = None
+        #: Of a step all tokens are due together: whoever is new begins with it.
+        self._deadline = service.latency or None if service.role == "decode" else None
 
     async def run(self, pieces: Pieces) -> None:
         """A pass or piece on SMs for just that."""
@@ -200,7 +202,7 @@ class SizedSeat(ElasticSeat):
 
     async def _leased(self) -> Partition:
         if self._lease is not None:
-            await self._lease.checkpoint(self._cost)
+            await self._lease.checkpoint(self._cost, deadline=self._deadline)
             return self._lease
         name = self._service.name
         lease = self._pool.partition(self._size, device=self._device, service=name, cost=self._cost)
@@ -219,7 +221,7 @@ class Sized(Elastic):
     """Service classes with elastic leases, sized by the pool as their targets and curves say."""
 
     name: str = "sized"
-    about: str = "as elastic, sized by table and target (policy sized); late prompts last"
+    about: str = "as elastic, sized by table and target (policy sized); minds targets"
 
     def options(self, machine: Machine) -> dict[str, Any]:
         """The classes, and the policy."""
