@@ -18,10 +18,10 @@ What the users do is in `works`, where their work runs in `arms`. The arms, in t
 By hand means: launches packed once, a word in pinned memory that the stream writes behind each
 piece, and a loop that looks at it in every turn. Nothing one writes in Python does it for less. So
 our loop looks in every turn, too (`spin_budget`): the arms differ in where work runs, not in how a
-host waits, which is `waking`'s affair. One loop drives both users in every arm. Requests that were due and not begun when a slice ended count
-with what they had waited by then, so the p99 of an arm that cannot keep up is a lower bound; how
-many they are is printed. The first round is thrown away; intervals are the bootstrap's, over
-rounds.
+host waits, which is `waking`'s affair. One loop drives both users in every arm. Requests that were
+due and not begun when a slice ended count with what they had waited by then, so the p99 of an arm
+that cannot keep up is a lower bound; how many they are is printed. The first round is thrown away;
+intervals are the bootstrap's, over rounds.
 """
 
 from __future__ import annotations

@@ -208,10 +208,10 @@ class ServiceMachine(RuleBasedStateMachine):
             assert (lease.mask, lease.sms) == before
         else:
             self.naive.check_size(lease)
+            self.naive.taken_at[lease] = self.now  # who has one size said when he ends
         for owner, cells in lease.loans.items():
             if cells > loans.get(owner, 0):
                 assert not owner.waiting, "a loan was renewed while its owner waited"
-        self.naive.taken_at[lease] = self.now
 
     # -- what must hold ------------------------------------------------------------------------
 
