@@ -15,6 +15,7 @@ from benchmarks import (
     deciding,
     heartbeat,
     importing,
+    lanes,
     launching,
     leasing,
     leaving,
@@ -34,6 +35,7 @@ def main() -> int:
         "decisions": deciding.measure,
         "event loop": heartbeat.measure,
         "simulated H200, real clock": _simulated,
+        "eight lanes of it": lambda: asyncio.run(lanes.measure("simulated:h200")),
     }
     if options.standin:
         parts["cuda.bindings on the stand-in driver"] = lambda: cuda.measure(options.standin)

@@ -24,7 +24,11 @@ BARS = {
     "bound.submit | raw launch + mark": 1.1,
     "lease, launch, await | semaphore, launch, polled event": 2.0,
 }
-PARTS = {"hot path and peers": "benchmarks.cuda", "beside a batch": "benchmarks.beside"}
+PARTS = {
+    "hot path and peers": "benchmarks.cuda",
+    "eight lanes": "benchmarks.lanes",
+    "beside a batch": "benchmarks.beside",
+}
 
 
 def main() -> int:

@@ -17,6 +17,7 @@ from benchmarks import (
     calling,
     deciding,
     http,
+    lanes,
     launching,
     leasing,
     leaving,
@@ -49,6 +50,18 @@ def test_both_sides_are_measured(benchmark: object) -> None:
         assert row.theirs > 0
         assert row.interval is not None
         assert Row.from_dict(row.as_dict()) == row
+
+
+def test_eight_lanes_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each lane has a row at once and one beside a lane that hangs, with a bar beside it alone."""
+    monkeypatch.setattr(lanes, "WINDOW_S", 0.0)
+    monkeypatch.setattr(lanes, "ROUNDS", 2)
+    rows = asyncio.run(lanes.measure("simulated:h200"))
+    assert len(rows) == 2 * len(lanes.LENGTHS_MS)
+    for row in rows:
+        assert row.passed == (row.ours <= 1.2 * row.theirs)
+        assert row.theirs > 0  # no job ends before its time
+    assert len([row for row in rows if "a ninth hangs" in row.what]) == len(lanes.LENGTHS_MS)
 
 
 def test_the_plugins_cost_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
