@@ -1,4 +1,7 @@
-"""`python -m benchmarks [--standin DIR] [--json]`: all benchmarks; exit code 1 if a bar fails."""
+"""`python -m benchmarks [--standin DIR] [--json] [--plot FILE]`: all of them.
+
+Exit code 1 if a bar fails.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ from benchmarks import (
     launching,
     leasing,
     leaving,
+    plot,
     plugin,
 )
 from benchmarks.measure import Bystanders, Row, table
@@ -43,7 +47,10 @@ def main() -> int:
     for name, measure in parts.items():
         print(f"measuring: {name}", file=sys.stderr)
         found[name] = measure()
-    _print(found, str(bystanders), as_json=options.json)
+    machine = str(bystanders)
+    _print(found, machine, as_json=options.json)
+    if options.plot is not None:
+        plot.save(found, machine, options.plot)
     return int(any(row.passed is False for rows in found.values() for row in rows))
 
 
@@ -53,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
         "--standin", type=_folder, help="the folder of a stand-in libcuda.so.1, to run on it too"
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument("--plot", type=plot.picture, metavar="FILE", help="draw it there, too")
     return parser
 
 

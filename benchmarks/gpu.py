@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu [--json FILE]`: all that is asked of a real GPU but whole workloads.
+"""`python -m benchmarks.gpu [--json FILE] [--plot FILE]`: all of a real GPU but whole workloads.
 
 Each part in a process of its own, so that one which fails, or spoils the device for its process,
 leaves the others their figures. Exit code 1 if a part or a bar fails.
@@ -13,8 +13,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks import plot
 from benchmarks.cuda import judge
-from benchmarks.measure import Row, table
+from benchmarks.measure import Bystanders, Row, table
+from benchmarks.report import smi
 
 #: Seconds that a part may take: several times what one took on an H200.
 LIMIT_S = 240
@@ -34,22 +36,28 @@ PARTS = {
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
+    parser.add_argument("--plot", type=plot.picture, metavar="FILE", help="draw them there, too")
     options = parser.parse_args()
-    whole: dict[str, Any] = {}
+    bystanders = Bystanders()
+    found: dict[str, list[Row]] = {}
     is_good = True
     for name, module in PARTS.items():
-        found = _run(module, "--json")
-        is_good &= found is not None
-        if found is not None:
-            rows = [judge(Row.from_dict(row), BARS) for row in found]
+        measured = _run(module, "--json")
+        is_good &= measured is not None
+        if measured is not None:
+            rows = found[name] = [judge(Row.from_dict(row), BARS) for row in measured]
             is_good &= all(row.passed is not False for row in rows)
             print(f"\n{name}\n{table(rows)}", flush=True)
-            whole[name] = [row.as_dict() for row in rows]
-    whole["green contexts"] = _run("benchmarks.contexts")
-    print(f"\ngreen contexts\n{json.dumps(whole['green contexts'], indent=1)}")
-    is_good &= whole["green contexts"] is not None
+    contexts = _run("benchmarks.contexts")
+    print(f"\ngreen contexts\n{json.dumps(contexts, indent=1)}")
+    is_good &= contexts is not None
+    machine = f"{smi('name,driver_version')}; {bystanders}"
     if options.json is not None:
+        parts = {name: [row.as_dict() for row in rows] for name, rows in found.items()}
+        whole = {"machine": machine, **parts, "green contexts": contexts}
         options.json.write_text(json.dumps(whole, indent=1))
+    if options.plot is not None:
+        plot.save(found, machine, options.plot)
     return int(not is_good)
 
 

@@ -81,7 +81,11 @@ class Report:
 
 def clocks() -> str:
     """SM clock, memory clock, power, temperature, by nvidia-smi; empty: there is none."""
-    fields = "clocks.sm,clocks.mem,power.draw,temperature.gpu"
+    return smi("clocks.sm,clocks.mem,power.draw,temperature.gpu")
+
+
+def smi(fields: str) -> str:
+    """What nvidia-smi says of the first GPU; empty: there is none."""
     command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", "--id=0"]
     try:
         ran = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)

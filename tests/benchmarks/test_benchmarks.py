@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -22,6 +23,7 @@ from benchmarks import (
     leasing,
     leaving,
     measure,
+    plot,
     plugin,
     sharing,
     soak,
@@ -122,6 +124,44 @@ def test_a_bar_is_judged() -> None:
         "PASS",
         "FAIL",
     ]
+
+
+@pytest.mark.parametrize(
+    ("bar", "unit", "most"),
+    [
+        ("<= 1.3 x", "us", 1.3),
+        ("flat: <= 1.2 x", "us", 1.2),
+        ("<= 30 ms", "ms", 1.5),
+        ("<= + 5 ms", "ms", 1.25),
+        ("<= 30 ms", "us", None),
+        ("== 0", "", None),
+        ("", "us", None),
+    ],
+)
+def test_a_bar_is_drawn_as_a_ratio(bar: str, unit: str, most: float | None) -> None:
+    """A bar on the ratio, on a time, or on a time beyond theirs has a place beside the ratio."""
+    assert plot.most(Row("a | b", 10.0, 20.0, unit, None, bar)) == most
+
+
+def test_what_has_no_ratio_is_not_drawn() -> None:
+    """Nothing of ours or theirs has no place on a logarithmic scale."""
+    rows = [Row("a", 1.0, 2.0, "us"), Row("b", 0.0, 2.0, ""), Row("c", 1.0, 0.0, "")]
+    assert plot.drawable(rows) == rows[:1]
+
+
+def test_what_was_written_as_json_is_drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where matplotlib is, the figures of another machine become a picture; else it says so."""
+    rows = [Row("a | b", 1.0, 2.0, "us", (0.4, 0.6), "<= 1 x", True), Row("c | d", 3.0, 2.0, "us")]
+    found = {"machine": "some", "hot": [row.as_dict() for row in rows], "green contexts": {}}
+    (tmp_path / "found.json").write_text(json.dumps(found))
+    file = tmp_path / "found.svg"
+    monkeypatch.setattr(sys, "argv", ["", str(tmp_path / "found.json"), str(file)])
+    if importlib.util.find_spec("matplotlib") is None:
+        with pytest.raises(SystemExit):
+            plot.main()
+    else:
+        plot.main()
+        assert "</svg>" in file.read_text()
 
 
 def test_the_percentile_is_a_sample() -> None:

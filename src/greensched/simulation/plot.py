@@ -17,9 +17,8 @@ def save(answer: Answer, path: Path) -> None:
         MissingPackage: matplotlib is not installed; says what to install.
         InvalidRequest: the file cannot be written.
     """
-    pyplot = _pyplot()
     multiples = report.MULTIPLES
-    figure, axes = pyplot.subplots(1, len(multiples), figsize=(4 * len(multiples), 3.5))
+    figure, axes = pyplot().subplots(1, len(multiples), figsize=(4 * len(multiples), 3.5))
     for axis, multiple in zip(axes, multiples, strict=True):
         for arm in dict.fromkeys(cell.arm for cell in answer.cells):
             cells = [cell for cell in answer.cells if cell.arm == arm]
@@ -31,21 +30,35 @@ def save(answer: Answer, path: Path) -> None:
         axis.set(title=f"within {multiple:g} x alone-p99", xlabel="requests/s", ylim=(0, 1.02))
     axes[0].set_ylabel("attained by the worst class")
     axes[-1].legend()
+    write(figure, path)
+
+
+def pyplot() -> Any:
+    """What draws, without a screen.
+
+    Raises:
+        MissingPackage: matplotlib is not installed; says what to install.
+    """
+    try:
+        import matplotlib as mpl
+    except ImportError as error:
+        raise MissingPackage("a plot", "matplotlib", "plot") from error
+    mpl.use("Agg")
+    from matplotlib import pyplot as found
+
+    return found
+
+
+def write(figure: Any, path: Path) -> None:
+    """Writes a figure of `pyplot` in the format that the name ends in, and lets go of it.
+
+    Raises:
+        InvalidRequest: the file cannot be written.
+    """
     figure.tight_layout()
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:
         raise InvalidRequest(f"{path}: {error}") from error
     finally:
-        pyplot.close(figure)
-
-
-def _pyplot() -> Any:
-    try:
-        import matplotlib as mpl
-    except ImportError as error:
-        raise MissingPackage("a plot", "matplotlib", "plot") from error
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
+        pyplot().close(figure)

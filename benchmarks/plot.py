@@ -1,0 +1,114 @@
+"""A picture of what was measured: ours over theirs, each with its interval and its bar.
+
+`python -m benchmarks --plot FILE` and `python -m benchmarks.gpu --plot FILE` draw what they have
+found. `python -m benchmarks.plot FOUND.json FILE` draws what either wrote with `--json`, elsewhere:
+a machine with a GPU may be without matplotlib.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure import Row
+from greensched.errors import MissingPackage
+from greensched.simulation import plot
+
+#: Inches of a row, and of all that is above and below the rows of a part.
+ROW, AROUND = 0.22, 1.1
+WIDTH = 11.0
+COLOURS = {None: "grey", True: "tab:green", False: "tab:red"}
+#: A bar of the table: a number, and whether it is a ratio, a time, or a time beyond theirs.
+_BAR = re.compile(r"<= (?P<more>\+ )?(?P<number>[\d.e+-]+) (?P<unit>x|s|ms|us)$")
+
+
+def save(found: Mapping[str, Sequence[Row]], machine: str, path: Path) -> None:
+    """Draws a part below another, each row that has a ratio, on a logarithmic scale.
+
+    A dot is the ratio, the line through it its interval, a stroke the bar. Green passed, red did
+    not, and grey has no bar.
+
+    Args:
+        found: the rows of each part.
+        machine: what it was measured on.
+        path: the format is what the name ends in.
+
+    Raises:
+        MissingPackage: matplotlib is not installed; says what to install.
+        InvalidRequest: the file cannot be written.
+    """
+    parts = {name: kept for name, rows in found.items() if (kept := drawable(rows))}
+    heights = [ROW * len(rows) + AROUND for rows in parts.values()]
+    figure, axes = plot.pyplot().subplots(
+        len(parts), figsize=(WIDTH, sum(heights)), height_ratios=heights, squeeze=False
+    )
+    for axis, (name, rows) in zip(axes[:, 0], parts.items(), strict=True):
+        _draw(axis, name, rows)
+    figure.suptitle(machine, fontsize="small")
+    plot.write(figure, path)
+
+
+def picture(name: str) -> Path:
+    """Of a program's option: refuses before anything is measured where nothing can be drawn."""
+    try:
+        plot.pyplot()
+    except MissingPackage as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return Path(name)
+
+
+def drawable(rows: Sequence[Row]) -> list[Row]:
+    """The rows that have a place on a logarithmic scale: something of ours, over something."""
+    return [row for row in rows if row.ours > 0 and row.theirs > 0]
+
+
+def most(row: Row) -> float | None:
+    """The bar as a ratio; None: it has none, or another kind."""
+    bar = _BAR.search(row.bar)
+    if bar is None:
+        return None
+    number = float(bar["number"])
+    if bar["unit"] == "x":
+        return number
+    if bar["unit"] != row.unit:
+        return None
+    return (number + row.theirs * (bar["more"] is not None)) / row.theirs
+
+
+def _draw(axis: Any, name: str, rows: list[Row]) -> None:
+    for place, row in enumerate(rows):
+        colour = COLOURS[row.passed]
+        axis.plot(row.ratio, place, "o", color=colour, markersize=4)
+        if row.interval is not None:
+            axis.plot(row.interval, (place, place), color=colour, linewidth=1.5)
+        if (bar := most(row)) is not None:
+            axis.plot(bar, place, "|", color="black", markersize=10)
+    axis.axvline(1.0, color="grey", linewidth=0.5)
+    axis.set_xscale("log")
+    axis.set_yticks(range(len(rows)), [row.what for row in rows], fontsize="x-small")
+    axis.set_ylim(len(rows) - 0.5, -0.5)  # the first on top
+    axis.set_title(name, fontsize="medium")
+    axis.set_xlabel("ours / theirs", fontsize="small")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description=__doc__)
+    parser.add_argument("found", type=Path, help="what was written with --json")
+    parser.add_argument("file", type=picture, help="the picture")
+    options = parser.parse_args()
+    found = json.loads(options.found.read_text())
+    machine = found.pop("machine", "")
+    rows = {
+        name: [Row.from_dict(row) for row in part]
+        for name, part in found.items()
+        if isinstance(part, list)
+    }
+    save(rows, machine, options.file)
+
+
+if __name__ == "__main__":
+    main()
