@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.measure import Row
 from greensched.errors import MissingPackage
-from greensched.simulation import plot
+from greensched.simulation.plot import pyplot, write
 
 #: Inches of a row, and of all that is above and below the rows of a part.
 ROW, AROUND = 0.22, 1.1
@@ -43,19 +43,19 @@ def save(found: Mapping[str, Sequence[Row]], machine: str, path: Path) -> None:
     """
     parts = {name: kept for name, rows in found.items() if (kept := drawable(rows))}
     heights = [ROW * len(rows) + AROUND for rows in parts.values()]
-    figure, axes = plot.pyplot().subplots(
+    figure, axes = pyplot().subplots(
         len(parts), figsize=(WIDTH, sum(heights)), height_ratios=heights, squeeze=False
     )
     for axis, (name, rows) in zip(axes[:, 0], parts.items(), strict=True):
         _draw(axis, name, rows)
     figure.suptitle(machine, fontsize="small")
-    plot.write(figure, path)
+    write(figure, path)
 
 
 def picture(name: str) -> Path:
     """Of a program's option: refuses before anything is measured where nothing can be drawn."""
     try:
-        plot.pyplot()
+        pyplot()
     except MissingPackage as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return Path(name)

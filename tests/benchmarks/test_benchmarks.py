@@ -25,6 +25,7 @@ from benchmarks import (
     measure,
     plot,
     plugin,
+    profile,
     sharing,
     soak,
     traffic,
@@ -162,6 +163,34 @@ def test_what_was_written_as_json_is_drawn(monkeypatch: pytest.MonkeyPatch, tmp_
     else:
         plot.main()
         assert "</svg>" in file.read_text()
+
+
+@pytest.mark.usefixtures("few")
+def test_the_hot_path_is_split_into_stages(tmp_path: Path) -> None:
+    """Each operation's stages end in its public call, and the table has a line for each."""
+    driver: Driver = simulated.open("h200")
+    splits = asyncio.run(profile.measure_all(driver))
+    driver.close()
+    assert [one.name for one in splits] == [
+        "bound()",
+        "bound.submit()",
+        "p.launch(...)",
+        "lease, launch, await, return",
+        "await p.run(f)",
+    ]
+    lines = profile.table(splits).splitlines()
+    assert len(lines) == 2 + sum(len(one.stages) + 2 for one in splits)
+    for one in splits:
+        assert all(stage.interval[0] <= stage.interval[1] for stage in one.stages)
+    if importlib.util.find_spec("matplotlib") is not None:
+        profile.save(splits, "some", tmp_path / "found.svg")
+        assert "await p.run(f)" in (tmp_path / "found.svg").read_text()
+
+
+def test_a_stage_is_what_a_prefix_takes_more() -> None:
+    """Of medians over rounds, less what comes before; the way by hand is no stage."""
+    rounds = np.array([[1.0, 3.0, 4.0, 9.0], [1.0, 3.0, 5.0, 9.0], [1.0, 3.0, 9.0, 9.0]])
+    assert list(profile._steps(rounds)) == [2.0, 2.0]
 
 
 def test_the_percentile_is_a_sample() -> None:
