@@ -45,6 +45,8 @@ _BARS = {
 #: `python -m benchmarks.waking` makes more.
 _WAITING = {"STUBCUDA_KERNEL_US": "20"}, {"STUBCUDA_KERNEL_US": "2000"}
 _WAITS = "500"
+#: A kernel that is beside the lanes for longer than a turn of `benchmarks.lanes`.
+_HANGING = {"STUBCUDA_KERNEL_TABLE": "latch:600000"}
 
 
 def measure(folder: str) -> list[Row]:
@@ -63,6 +65,7 @@ def measure(folder: str) -> list[Row]:
             for settings in _WAITING
             for row in _in_a_process(folder, settings, "benchmarks.waking", "--waits", _WAITS)
         ),
+        *_in_a_process(folder, _HANGING, "benchmarks.lanes"),
     ]
 
 

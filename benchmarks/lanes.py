@@ -12,8 +12,9 @@ a launch are in it, on every arm. In turns:
   time, which would be measured, too; there a kernel never ends, by a fault, so this arm has eight
   lanes of a machine of its own, which asks a look each 50 ms of the loop in the other turns.
 
-Not on a stand-in, whose kernels are all of one length. A simulated device is a thread of this
-process: it needs the GIL to end a job, and what it is late by is in the figures.
+A stand-in takes a kernel's time from its name, so each lane has a kernel of its own; and from
+`STUBCUDA_KERNEL_TABLE=latch:600000` that the ninth lane's outlasts a turn. A simulated device is a
+thread of this process: it needs the GIL to end a job, and what it is late by is in the figures.
 """
 
 from __future__ import annotations
@@ -29,23 +30,47 @@ from time import perf_counter
 import numpy as np
 
 from benchmarks.measure import Comparison, Row, Samples, table
-from greensched import LaunchConfig, Partition, Pool
+from greensched import LaunchConfig, Partition, Pool, Program
 from greensched import driver as drivers
 from greensched.driver import simulated
 from greensched.driver.simulated import Hang
-from greensched.kernels import latch, spin
+from greensched.kernels import Kernel, latch
+from greensched.typing import Cost
 
 #: Milliseconds of the jobs of each lane.
 LENGTHS_MS = 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 15.0, 20.0
 #: SMs of the lanes, and of the one that hangs: a cell of today's devices each.
 SMS = (8,) * 9
 ONE = LaunchConfig(grid=1, block=32)
+Work = tuple[Partition, Kernel, float]
 #: Seconds of a lane alone, and of all at once, to a turn: twenty of the longest jobs.
 WINDOW_S = 0.4
 #: Turns, after one that is thrown away.
 ROUNDS = 8
 #: Most of a lane's median beside its own alone. Source: what was asked for.
 MOST = 1.2
+
+_SPIN = """
+extern "C" __global__ void spin_us{us}(unsigned long long ns) {{
+    unsigned long long start, now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start));
+    do asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)); while (now - start < ns);
+}}
+"""
+
+
+def _kernels() -> list[Kernel]:
+    """One for each lane, that spins for so many nanoseconds."""
+    names = [round(1000 * length) for length in LENGTHS_MS]
+    program = Program("".join(_SPIN.format(us=us) for us in names), name="lanes.cu")
+    kernels = [program.kernel(f"spin_us{us}") for us in names]
+    for kernel in kernels:
+        kernel.reference(lambda _, ns: None)  # noqa: ARG005  nothing is to be seen of it
+        kernel.cost(lambda _, ns: Cost(fixed_ns=float(ns)))
+    return kernels
+
+
+SPIN = _kernels()
 
 
 async def measure(name: str) -> list[Row]:
@@ -59,14 +84,14 @@ async def measure(name: str) -> list[Row]:
     beside = [Comparison(f"{lane}: eight at once, a ninth hangs | alone") for lane in what]
     driver = drivers.open(name)
     async with (
-        Pool([0], driver=driver, prepare=[spin, latch]) as pool,
+        Pool([0], driver=driver, prepare=[*SPIN, latch]) as pool,
         pool.partitions(*SMS) as lanes,
         _one_that_hangs(name, lanes) as beside_it,
     ):
         for number in range(ROUNDS + 1):
-            alone = [(await _wakes([lanes[i]], LENGTHS_MS[i:]))[0] for i in range(len(LENGTHS_MS))]
+            alone = [(await _wakes([work]))[0] for work in _works(lanes)]
             for arm, found in (
-                (together, await _wakes(lanes, LENGTHS_MS)),
+                (together, await _wakes(_works(lanes))),
                 (beside, await beside_it()),
             ):
                 for comparison, ours, theirs in zip(arm, found, alone, strict=True):
@@ -77,14 +102,21 @@ async def measure(name: str) -> list[Row]:
     return [comparison.row(0.5, "us", most=MOST) for comparison in (*together, *beside)]
 
 
-async def _wakes(lanes: Sequence[Partition], lengths_ms: Sequence[float]) -> list[Samples]:
-    """Of each lane that there is a length for, how late its task heard of its jobs, in seconds."""
+def _works(lanes: Sequence[Partition]) -> list[Work]:
+    """What each of the eight lanes launches, and for how many seconds."""
+    return [
+        (p, kernel, length * 1e-3)
+        for p, kernel, length in zip(lanes[:-1], SPIN, LENGTHS_MS, strict=True)
+    ]
+
+
+async def _wakes(works: Sequence[Work]) -> list[Samples]:
+    """Of each lane, how late its task heard of its jobs, in seconds."""
     until = perf_counter() + WINDOW_S
-    pairs = zip(lanes, lengths_ms, strict=False)
-    return await asyncio.gather(*(_lane(lane, length * 1e-3, until) for lane, length in pairs))
+    return await asyncio.gather(*(_lane(*work, until) for work in works))
 
 
-async def _lane(p: Partition, seconds: float, until: float) -> Samples:
+async def _lane(p: Partition, spin: Kernel, seconds: float, until: float) -> Samples:
     ns, found = round(seconds * 1e9), []
     await p.launch(spin, ONE, ns)  # a lane's first job starts its threads
     while True:
@@ -104,14 +136,14 @@ async def _one_that_hangs(
         yield partial(_held, lanes)
         return
     machine = simulated.open(name.removeprefix("simulated:"), faults=[Hang("latch")])
-    pool = Pool([0], driver=machine, prepare=[spin, latch])
+    pool = Pool([0], driver=machine, prepare=[*SPIN, latch])
     await pool.open()
     try:
         with suppress(_Over):
             async with pool.partitions(*SMS) as others:
                 with await others[-1].empty_pinned(1, np.uint32) as word:
                     others[-1].launch(latch, ONE, word, 0)
-                yield partial(_wakes, others, LENGTHS_MS)
+                yield partial(_wakes, _works(others))
                 raise _Over
     finally:
         report = await pool.aclose(grace=0.0)
@@ -128,7 +160,9 @@ async def _held(lanes: Sequence[Partition]) -> list[Samples]:
         word.array[0] = 0
         job = lanes[-1].launch(latch, ONE, word, 0)
         try:
-            return await _wakes(lanes, LENGTHS_MS)
+            found = await _wakes(_works(lanes))
+            assert not job.is_done, "the ninth lane was to outlast the turn"
+            return found
         finally:
             word.array[0] = 1
             await job
