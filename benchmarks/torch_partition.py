@@ -13,9 +13,6 @@ thread for each user, which is how a program without partitions does it. Three q
 2. *Its own SMs*: the canary on the complement keeps 0.95 of the speed it has there alone.
 3. *Its own pace*: p99 beside training at most 1.15 times that alone on the same SMs.
 
-By hand a thread waits in `synchronize`, where torch looks without pause; so our loop looks in each
-of its turns, too (`spin_budget`). What a thread that sleeps costs is `waking`'s affair.
-
 With CUDA graphs of a forward pass and of a training step, and with neither. On a
 simulated GPU torch works on the CPU: that shows that the program runs, and no figure of it means
 anything.
@@ -25,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import math
 import sys
 import time
 from collections import deque
@@ -456,7 +452,6 @@ def main() -> int:
     report = Report(options.json, options.seconds)
     bystanders = Bystanders()
     driver = drivers.open(options.driver)
-    driver.spin_budget = math.inf
     if isinstance(driver, SimulatedDriver):
         sys.setswitchinterval(100e-6)  # its GPU is a thread, which others would starve
     ours = Device(0, driver=driver)
