@@ -18,7 +18,6 @@ from benchmarks import (
     deciding,
     heartbeat,
     importing,
-    lanes,
     launching,
     leasing,
     leaving,
@@ -39,7 +38,6 @@ def main() -> int:
         "decisions": deciding.measure,
         "event loop": heartbeat.measure,
         "simulated H200, real clock": _simulated,
-        "eight lanes of it": lambda: asyncio.run(lanes.measure("simulated:h200")),
     }
     if options.standin:
         parts["cuda.bindings on the stand-in driver"] = lambda: cuda.measure(options.standin)
