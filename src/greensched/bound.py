@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from threading import get_ident
 from typing import NoReturn
 
 from greensched.arrays import Borrowed
@@ -44,6 +44,7 @@ class Bound:
         "_arguments",
         "_channel",
         "_elsewhere",
+        "_fire",
         "_is_cold",
         "_is_shared",
         "_is_wary",
@@ -55,7 +56,7 @@ class Bound:
 
     def __init__(self, channel: Channel, plan: Plan, name: str) -> None:
         self._channel = channel
-        self._plan = plan
+        self._plan, self._fire = plan, plan.fire
         self._arguments = plan.arguments
         self._name = name
         self.track = channel.track
@@ -84,18 +85,19 @@ class Bound:
             WrongThread: this is not the thread whose loop entered the partition.
             Poisoned: a device fault.
         """
-        channel = self._channel
-        holding, track = channel.holding, self.track
-        if holding.thread != threading.get_ident():
+        holding, track = self._channel.holding, self.track
+        if holding.thread != get_ident():
             raise wrong_thread()
+        is_behind = False
         if self._is_wary or self._elsewhere or holding.room <= 0:
             self._catch_up()
             self._check_room()
-        if track.submitted != track.issued or self._elsewhere:
+            is_behind = bool(self._elsewhere)
+        if is_behind or track.submitted != track.issued:
             self._launch_later()
             return
         try:
-            self._plan.fire()
+            self._fire()
         except CUDAError as error:
             self._failed(error)
         holding.unmarked += 1
@@ -105,7 +107,7 @@ class Bound:
         """Launches, and returns a job to await. Raises as a call does."""
         channel = self._channel
         track, holding = self.track, channel.holding
-        if holding.thread != threading.get_ident():
+        if holding.thread != get_ident():
             raise wrong_thread()
         if self._is_wary or self._elsewhere:
             self._catch_up()
@@ -113,7 +115,7 @@ class Bound:
         full = (issued - track.word[0]) & MASK >= channel.depth
         if full or track.submitted != issued or self._elsewhere:
             return self._launch_later()
-        return channel.submit_now(self._plan.fire, self._name, issued + 1)
+        return channel.submit_now(self._fire, self._name, issued + 1)
 
     def set(self, index: int, value: object) -> None:
         """Patches one argument, for the launches from here on.
@@ -174,6 +176,7 @@ class Bound:
         self._is_shared = False
         self._is_cold = self._is_wary = self._plan.kernel not in channel.lane.loaded
         self._plan = self._plan.on(channel.track.stream)
+        self._fire = self._plan.fire
         channel.holding.bind(self)
         for buffer, write in before.values():
             self._use(buffer, write=write)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AsyncExitStack
+
 import anyio
 import numpy as np
 import pytest
@@ -34,6 +36,21 @@ def test_a_floor_is_free_for_its_owner(world: World) -> None:
                 assert pool.statistics().services["decode"].sms == p.sm_count
             release.set()
         assert pool.state is greensched.PoolState.CLOSED
+
+    world.run(main)
+
+
+@pytest.mark.parametrize(("floor", "sms"), [(16, 8), (32, 16), (32, 8), (64, 32), (64, 16)])
+def test_a_floor_has_lanes_made_beforehand(world: World, floor: int, sms: int) -> None:
+    """An owner has all of it in leases of one size at once: no lane is made while others work."""
+    services = [ServiceClass("decode", reserve=floor), ServiceClass("batch")]
+
+    async def main() -> None:
+        async with world.pool("h200", services=services) as pool, AsyncExitStack() as held:
+            for _ in range(floor // sms):
+                p = await held.enter_async_context(pool.partition_nowait(sms, service="decode"))
+                assert p.sm_count == sms
+            await held.enter_async_context(pool.partition_nowait(32, service="batch"))
 
     world.run(main)
 

@@ -38,11 +38,14 @@ class Floors:
         self.cells = cells
         self.owners = tuple(owners)
         #: Cells to be given last to anybody else than their owner, for each owner: so that what
-        #: is kept for him stays in one block.
+        #: is kept for him stays in one block. As near to the top as it can be where `Cells.menu`
+        #: has lanes over it: one that is made only when it is needed may wait for all that runs.
         self.blocks: dict[Flow, int] = {}
-        top = cells.count
+        top, still = cells.count, sum(owner.need for owner in self.owners)
         for owner in self.owners:
-            top -= owner.need
+            still -= owner.need
+            step = 1 << (owner.need - 1).bit_length()
+            top = max((top - owner.need) // step * step, still)
             self.blocks[owner] = ((1 << owner.need) - 1) << top
         #: All of them; they share no cell.
         self.all_blocks = sum(self.blocks.values())
