@@ -43,15 +43,15 @@ class Parking:
         plain, unless the pool stopped.
         """
         try:
-            spot = wish.parked[get_ident()]
-            channel: Channel = spot.pop()
+            spot: list[Channel] = wish.parked[get_ident()]
+            # All here are of one loop: another on this thread asks the desk, which clears it first.
+            taker = spot[-1].holding.completion.door.asks()
+            if taker is None:  # nobody's task, or that other loop's
+                return None
+            channel = spot.pop()
         except LookupError:
             return None
-        holding = channel.holding
-        taker = holding.taker = holding.completion.door.asks()
-        if taker is None:  # nobody's task, or another loop on the same thread
-            spot.append(channel)
-            return None
+        channel.holding.taker = taker
         self.is_taken = True
         return channel
 
