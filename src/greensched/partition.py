@@ -73,7 +73,6 @@ class Partition:
         grantor: Grantor,
         wish: Any,
         granted: Channel | None = None,
-        *,
         is_entered: bool = False,
     ) -> None:
         self._grantor = grantor
