@@ -1,8 +1,8 @@
 """Ten thousand tasks that wait for SMs, and costs that should stay the same.
 
 Beside `asyncio.Semaphore` and `asyncio.Lock` with as many waiters. No device is worth mentioning
-here: `python -m benchmarks.waiting` runs on a simulated one, and `--driver cuda` on a GPU or a
-stand-in with zero-cost kernels.
+here: `--driver cuda` runs on a GPU, or on a stand-in with zero-cost kernels. Without it the device
+is simulated, by a thread of this process, which a beat waits for: of beats it then says nothing.
 """
 
 from __future__ import annotations
