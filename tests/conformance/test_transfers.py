@@ -18,6 +18,8 @@ from helpers.gate import Gate
 from helpers.waiting import still_waits, turns, until
 from helpers.world import World
 
+IS_VERSIONED = False
+
 CONFIG = LaunchConfig(grid=1, block=8)
 BIG = (CHUNK * 2 + SLOT) // 8
 RNG = np.random.default_rng(7)
