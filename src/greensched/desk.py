@@ -73,6 +73,7 @@ class Desk:
         self._completions: dict[Door, Completion] = {}
         #: Lanes the builder is to make, by device and cells.
         self._making: set[tuple[int, int]] = set()
+        #: Where it makes one right now.
         self._making_at: Site | None = None
         #: Whose requests are queued, or granted and not claimed yet.
         self._asking: dict[Request, Door] = {}
@@ -567,7 +568,7 @@ class Desk:
         as it is anyway, so the closing need not wait for the builder.
         """
         with self.lock:
-            return any(self.sites[index].is_busy for index, _ in self._making)
+            return any(self.sites[index].busy for index, _ in self._making)
 
     def close(self) -> list[str]:
         """Ends every site that is not used; says what was left. Blocks.

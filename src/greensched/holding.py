@@ -64,7 +64,7 @@ class Holding:
         self.completion = completion
         #: The thread of the loop it was granted to: the only one that may submit.
         self.thread = threading.get_ident()
-        #: Who had it parked and took it since, of which the scheduler has not heard.
+        #: Who took it while it was parked: the scheduler has not heard of him yet.
         self.taker: object = None
         self.is_open = True
         self.is_over = False

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import functools
 import threading
 from collections.abc import Awaitable, Callable, Generator
 from contextvars import ContextVar
@@ -55,6 +56,8 @@ class Door(abc.ABC):
 
     #: Whether an await that need not wait is a checkpoint all the same: trio's rule.
     always_yields: bool
+    #: The running task.
+    current_task: Callable[[], object]
 
     @property
     @abc.abstractmethod
@@ -71,13 +74,10 @@ class Door(abc.ABC):
     def call_threadsafe(self, function: Callable[[], object]) -> bool:
         """Has a function called on the loop's thread; False if the loop is over."""
 
-    @abc.abstractmethod
-    def current_task(self) -> object:
-        """The running task."""
-
     def asks(self) -> object:
         """Who holds what is granted now: the running task, or whom it asks for."""
-        return _for_whom(self.current_task())
+        task, stands = self.current_task(), asker.get()
+        return task if stands is None or stands[0] is not task else stands[1]
 
     def checkpoint(self) -> Awaitable[None]:
         """Yields a turn of the loop, and is where a cancellation arrives.
@@ -85,11 +85,6 @@ class Door(abc.ABC):
         Only where `always_yields`: elsewhere nobody yields who need not wait.
         """
         raise AssertionError(self)
-
-
-def _for_whom(task: object) -> object:
-    stands = asker.get()
-    return task if stands is None or stands[0] is not task else stands[1]
 
 
 # -- asyncio ----------------------------------------------------------------------------------
@@ -131,6 +126,7 @@ class AsyncioDoor(Door):
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
+        self.current_task = functools.partial(asyncio.current_task, loop)
 
     @property
     def is_closed(self) -> bool:
@@ -148,13 +144,6 @@ class AsyncioDoor(Door):
         except RuntimeError:  # closed, perhaps since a moment ago
             return False
         return True
-
-    def current_task(self) -> object:
-        return asyncio.current_task(self.loop)
-
-    def asks(self) -> object:  # for each lease: in one call
-        task, stands = asyncio.current_task(self.loop), asker.get()
-        return task if stands is None or stands[0] is not task else stands[1]
 
 
 # -- trio -------------------------------------------------------------------------------------
@@ -221,6 +210,7 @@ class TrioDoor(Door):
 
     def __init__(self, trio: Any) -> None:
         self._trio = trio
+        self.current_task = trio.lowlevel.current_task
         self.token = trio.lowlevel.current_trio_token()
         self._over = False
         trio.lowlevel.spawn_system_task(self._last, name="greensched door")
@@ -248,9 +238,6 @@ class TrioDoor(Door):
         except self._trio.RunFinishedError:
             return False
         return True
-
-    def current_task(self) -> object:
-        return self._trio.lowlevel.current_task()
 
     def checkpoint(self) -> Awaitable[None]:
         return self._trio.lowlevel.checkpoint()  # type: ignore[no-any-return]  # trio is optional

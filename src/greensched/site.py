@@ -197,9 +197,10 @@ class Site:
     # -- its end -----------------------------------------------------------------------------------
 
     @property
-    def is_busy(self) -> bool:
-        """Whether a lane is leased, or has work."""
-        return any(crew.is_leased or not crew.lane.is_idle for crew in self.crews.values())
+    def busy(self) -> list[Lane]:
+        """The lanes that are leased, or have work."""
+        crews = self.crews.values()
+        return [crew.lane for crew in crews if crew.is_leased or not crew.lane.is_idle]
 
     def close(self, *, is_held: bool = False) -> list[str]:
         """Ends everything, if nothing works any more; else leaves all as it is. Blocks.
@@ -214,8 +215,7 @@ class Site:
         Returns:
             What still is leased or has work, or could not be ended.
         """
-        crews = self.crews.values()
-        busy = [repr(crew.lane) for crew in crews if crew.is_leased or not crew.lane.is_idle]
+        busy = [repr(lane) for lane in self.busy]
         if is_held:
             busy.append(f"{self.device!r}: a lane is being made")
         if self.memory.is_visited:

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 
 import anyio
@@ -244,9 +245,9 @@ class SyncPartition:
 
         return self._sync.call(job)
 
-    def checkpoint(self, cost: Cost | None = None) -> int:
+    def checkpoint(self, cost: Cost | None = None, *, deadline: float | None = None) -> int:
         """Waits for the lease's work, lets its SMs be changed, and says how many it has now."""
-        return self._sync.call(self.partition.checkpoint, cost)
+        return self._sync.call(partial(self.partition.checkpoint, cost, deadline=deadline))
 
     def run(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Calls a blocking function on the partition's own thread, on these SMs."""

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from inspect import signature
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ import pytest
 import greensched
 from greensched import ALL, LaunchConfig, Partition, Pool, PoolState
 from greensched.kernels import fill
+from greensched.sync import SyncPartition
 from helpers.gate import Gate
 from helpers.waiting import until
 from helpers.world import World
@@ -164,7 +166,17 @@ def test_a_checkpoint_gives_back_and_takes_up(world: World) -> None:
             assert p.sm_count <= whole - 16
             may_end.set()
             asked.result(20)
-            assert p.checkpoint(1.0) == whole
+            assert p.checkpoint(1.0, deadline=2.0) == whole
+
+
+def test_arguments() -> None:
+    """What a thread's lease does takes the arguments that a task's lease takes for it."""
+    shared = {name for name in vars(SyncPartition).keys() & vars(Partition) if name[0] != "_"}
+    assert "checkpoint" in shared
+    for name in shared:
+        mine, theirs = getattr(SyncPartition, name), getattr(Partition, name)
+        if callable(mine):
+            assert [*signature(mine).parameters] == [*signature(theirs).parameters], name
 
 
 def test_tasks_of_one_call(world: World) -> None:

@@ -33,12 +33,8 @@ class FairClock:
 
     def charge(self, flow: Flow, lease: Lease, seconds: float) -> None:
         """A lease is granted, and expected to take so long."""
-        start, now = flow.finish, self.now
-        if start > now:
-            self.now = start
-        elif not flow.waiting:
-            start = now
-        flow.start = start
+        flow.start = start = self.start_of(flow)
+        self.now = max(self.now, start)
         lease.charged = lease.sms * seconds
         flow.finish = start + lease.charged / flow.weight
 

@@ -190,8 +190,6 @@ class Granting(Queue):
         request.lacks = ()
         if request.line.least > most and not self._may_sit(request.flow):
             return False
-        if self._reserved is None:
-            return self._grant(request, request.devices, now)
         return self._try(request, now)
 
     def _may_sit(self, flow: Flow) -> bool:

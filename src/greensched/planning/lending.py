@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from greensched.errors import InvalidRequest
-from greensched.planning.cells import Cells
+from greensched.planning.cells import Cells, aligned
 from greensched.planning.requests import NO_LOANS, Lease, Request
 from greensched.planning.services import Flow, ServiceClass
 
@@ -44,7 +44,7 @@ class Floors:
         top, still = cells.count, sum(owner.need for owner in self.owners)
         for owner in self.owners:
             still -= owner.need
-            step = 1 << (owner.need - 1).bit_length()
+            step = aligned(owner.need)
             top = max((top - owner.need) // step * step, still)
             self.blocks[owner] = ((1 << owner.need) - 1) << top
         #: All of them; they share no cell.

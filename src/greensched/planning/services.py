@@ -273,8 +273,7 @@ class Flow:
 
     def saw_lease(self, seconds: float, segment: float, cost: float | None) -> None:
         """A lease of it took so long, the last of it without a checkpoint; `cost` was expected."""
-        old = self.segment
-        self.segment = segment if segment > old else old + SMOOTHING * (segment - old)
+        self.saw_segment(segment)
         old = self.longest
         self.longest = seconds if seconds > old else old + SMOOTHING * (seconds - old)
         self.mean += (SMOOTHING if self.mean else 1.0) * (seconds - self.mean)
