@@ -33,6 +33,7 @@ _BARS = {
     "is_done | event query": 0.15,
     "bound.submit, await | raw launch + mark": 1.9,
     "launch, await | raw launch, event in to_thread": 0.15,
+    "a job, 64 in flight | raw launches": 1.25,
     "bound launches, a job behind 64 | raw launches": 1.25,
     "lease | semaphore": 3.0,
     "run | to_thread, 1 at once": 0.9,

@@ -44,7 +44,6 @@ class Bound:
         "_arguments",
         "_channel",
         "_elsewhere",
-        "_fire",
         "_is_cold",
         "_is_shared",
         "_is_wary",
@@ -56,7 +55,7 @@ class Bound:
 
     def __init__(self, channel: Channel, plan: Plan, name: str) -> None:
         self._channel = channel
-        self._plan, self._fire = plan, plan.fire
+        self._plan = plan
         self._arguments = plan.arguments
         self._name = name
         self.track = channel.track
@@ -97,7 +96,7 @@ class Bound:
             self._launch_later()
             return
         try:
-            self._fire()
+            self._plan.fire()
         except CUDAError as error:
             self._failed(error)
         holding.unmarked += 1
@@ -115,7 +114,7 @@ class Bound:
         full = (issued - track.word[0]) & MASK >= channel.depth
         if full or track.submitted != issued or self._elsewhere:
             return self._launch_later()
-        return channel.submit_now(self._fire, self._name, issued + 1)
+        return channel.submit_now(self._plan.fire, self._name, issued + 1)
 
     def set(self, index: int, value: object) -> None:
         """Patches one argument, for the launches from here on.
@@ -176,7 +175,6 @@ class Bound:
         self._is_shared = False
         self._is_cold = self._is_wary = self._plan.kernel not in channel.lane.loaded
         self._plan = self._plan.on(channel.track.stream)
-        self._fire = self._plan.fire
         channel.holding.bind(self)
         for buffer, write in before.values():
             self._use(buffer, write=write)

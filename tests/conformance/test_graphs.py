@@ -542,11 +542,9 @@ def test_a_forgotten_graph_is_told(world: World) -> None:
 
 def test_a_graph_is_of_one_device(world: World) -> None:
     """On a partition of another it is refused, before anything is captured there."""
-    if not world.is_simulated:
-        pytest.skip("the test is of two devices")
 
     async def main() -> None:
-        async with world.pool("h200x2", devices=[0, 1]) as pool:
+        async with world.pair("h20x2") as pool:
             async with pool.partition(8, device=0) as p, pool.partition(8, device=1) as q:
                 target, source = await pair(p)
                 with target, source, await p.capture(copied, target, source) as graph:
@@ -579,7 +577,7 @@ def test_a_capture_of_the_users_own_keeps_graphs_out(world: World) -> None:
 def test_it_takes_the_time_of_its_work(world: World) -> None:
     """Simulated, a launch takes one launch's latency, and then as long as its kernels do."""
     if not world.is_simulated:
-        pytest.skip("the test is of modelled times")
+        pytest.skip("how long kernels take is exact on simulated devices alone")
     spans: list[Span] = []
 
     async def main() -> None:

@@ -22,6 +22,9 @@ from greensched.typing import Feature
 
 T = TypeVar("T")
 
+#: What a test simulates that needs no other: of 78 SMs, so it opens in half an H200's time.
+DEVICE = "h20"
+
 #: Worlds without a GPU: both clocks, each on what its loops can be, and a driver of CUDA 13.4.
 SIMULATED = (
     ("real", "asyncio"),
@@ -53,7 +56,7 @@ class World:
     def is_simulated(self) -> bool:
         return self.kind != "cuda"
 
-    def driver(self, spec: str = "h20", **options: Any) -> Driver:
+    def driver(self, spec: str = DEVICE, **options: Any) -> Driver:
         """A driver: a fresh simulated machine, or the process's CUDA driver."""
         if self.kind == "cuda":
             standin_library()  # before the first driver call, if there is one
@@ -65,12 +68,19 @@ class World:
         self._drivers.append(found)
         return found
 
-    def pool(self, spec: str = "h20", **options: Any) -> greensched.Pool:
+    def pool(self, spec: str = DEVICE, **options: Any) -> greensched.Pool:
         """A pool on a driver of its own."""
         faults = {k: options.pop(k) for k in ("faults", "without") if k in options}
         if self.kind == "cuda":  # a machine may have several
             options.setdefault("devices", [0])
         return greensched.Pool(driver=self.driver(spec, **faults), **options)
+
+    def pair(self, spec: str) -> greensched.Pool:
+        """A pool over two devices; the test is skipped on a machine with fewer."""
+        driver = self.driver(spec)
+        if not self.is_simulated:  # its driver may not be asked on a loop, and has what was said
+            _with(2, driver)
+        return greensched.Pool(driver=driver, devices=[0, 1])
 
     def run(self, main: Callable[..., Awaitable[T]], *args: object) -> T:
         """Runs an async function on this world's loop and clock."""
@@ -101,13 +111,18 @@ class World:
                 assert not thread.is_alive(), thread.name
 
 
-@contextmanager
-def opened(world: World, spec: str = "h20", devices: int = 1) -> Iterator[tuple[Device, ...]]:
-    """Devices on one driver, closed at the end; skipped where there are not so many."""
-    driver = world.driver(spec)
+def _with(devices: int, driver: Driver) -> Driver:
+    """The driver, initialised; the test is skipped where it has fewer devices."""
     driver.initialise()
     if driver.device_count() < devices:
         pytest.skip(f"the test is of {devices} devices, and this machine has fewer")
+    return driver
+
+
+@contextmanager
+def opened(world: World, spec: str = DEVICE, devices: int = 1) -> Iterator[tuple[Device, ...]]:
+    """Devices on one driver, closed at the end; skipped where there are not so many."""
+    driver = _with(devices, world.driver(spec))
     with ExitStack() as stack:
         yield tuple(
             stack.enter_context(closing(Device(ordinal, driver=driver)))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 
 from greensched.errors import InvalidRequest
@@ -102,47 +103,42 @@ def even(sms: int, gpcs: int) -> tuple[int, ...]:
 HOPPER_SXM = (18, 18, 18, 18, 18, 18, 16, 8)
 HOPPER_SHARED = 227 * 1024
 
+_hopper = partial(
+    DeviceModel,
+    compute_capability=(9, 0),
+    max_shared_bytes=HOPPER_SHARED,
+    peer_bandwidth=450 * GB,
+)
+
 PRESETS: dict[str, DeviceModel] = {
-    "h200": DeviceModel(
+    "h200": _hopper(
         name="H200",
-        compute_capability=(9, 0),
         gpcs=HOPPER_SXM,
         memory_bytes=143_771 * MIB,  # measured: nvidia-smi
         dram_bandwidth=4.8e12,
         l2_bytes=60 * MIB,  # measured (`device`)
-        max_shared_bytes=HOPPER_SHARED,
-        peer_bandwidth=450 * GB,
     ),
-    "h100": DeviceModel(
+    "h100": _hopper(
         name="H100 SXM",
-        compute_capability=(9, 0),
         gpcs=HOPPER_SXM,
         memory_bytes=80 * GB,
         dram_bandwidth=3.35e12,
         l2_bytes=50 * MIB,
-        max_shared_bytes=HOPPER_SHARED,
-        peer_bandwidth=450 * GB,
     ),
-    "h20": DeviceModel(
+    "h20": _hopper(
         name="H20",
-        compute_capability=(9, 0),
         gpcs=even(78, 8),
         memory_bytes=96 * GB,
         dram_bandwidth=4.0e12,
         l2_bytes=60 * MIB,
-        max_shared_bytes=HOPPER_SHARED,
-        peer_bandwidth=450 * GB,
     ),
-    "gh200": DeviceModel(
+    "gh200": _hopper(
         name="GH200",
-        compute_capability=(9, 0),
         gpcs=HOPPER_SXM,
         memory_bytes=96 * GB,
         dram_bandwidth=4.0e12,
         l2_bytes=60 * MIB,
         link_bandwidth=400e9,
-        max_shared_bytes=HOPPER_SHARED,
-        peer_bandwidth=450 * GB,
     ),
     "a100": DeviceModel(
         name="A100 SXM",
