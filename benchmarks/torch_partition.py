@@ -11,7 +11,9 @@ thread for each user, which is how a program without partitions does it. Three q
    size, each time, also beside training; and near that of the whole GPU, by the norm of the
    difference over the norm. The dtype's tolerance is `torch.testing`'s rtol.
 2. *Its own SMs*: the canary on the complement keeps 0.95 of the speed it has there alone.
-3. *Its own pace*: p99 beside training at most 1.15 times that alone on the same SMs.
+3. *Its own pace*: p99 beside training at most 1.15 times that alone on the same SMs. Training has
+   all other SMs, or few: partitions have no power of their own, so the clock of the SMs is asked
+   meanwhile, and how long the pass took on the GPU, by events around it.
 
 With CUDA graphs of a forward pass and of a training step, and with neither. On a
 simulated GPU torch works on the CPU: that shows that the program runs, and no figure of it means
@@ -25,7 +27,7 @@ import asyncio
 import sys
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,10 +47,11 @@ from greensched import driver as drivers
 from greensched.driver.base import Driver
 from greensched.driver.simulated import SimulatedDriver
 from greensched.kernels import matmul
+from greensched.typing import Size
 
 SMS = (16, 48)
-#: The size of the second and third question.
-JUDGED = 48
+#: The size of the second and third question; and of a training that leaves others their power.
+JUDGED, FEW = 48, 16
 ROUNDS = 6
 #: Seconds that a wait may take at most.
 PATIENCE = 60.0
@@ -156,6 +159,28 @@ class Training:
                 weights.add_(weights.grad, alpha=-1e-6)
 
 
+class Timed:
+    """A forward pass between two events on torch's current stream."""
+
+    def __init__(self, submit: Submit) -> None:
+        self._submit = submit
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2 if ON_GPU else 0)]
+
+    def __call__(self) -> None:
+        for event in self._events[:1]:
+            event.record()
+        self._submit()
+        for event in self._events[1:]:
+            event.record()
+
+    def seconds(self) -> float:
+        """Of the last pass, on the GPU, once it is done; nan where there is none."""
+        if not self._events:
+            return float("nan")
+        first, last = self._events
+        return float(first.elapsed_time(last)) / 1e3
+
+
 class Thread:
     """By hand: a thread with a torch stream of its own."""
 
@@ -204,14 +229,22 @@ async def trained(p: Partition, step: Submit, stop: Callable[[], bool], done: Do
         await jobs.popleft()
 
 
-async def timed(request: Request, seconds: float) -> list[float]:
-    """Requests one after another, for so long."""
-    took, end = [], time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        began = time.perf_counter()
+async def timed(request: Request, seconds: float) -> AsyncIterator[float]:
+    """Requests one after another, for so long; what each took."""
+    end = time.perf_counter() + seconds
+    while (began := time.perf_counter()) < end:
         await request()
-        took.append(time.perf_counter() - began)
-    return took
+        yield time.perf_counter() - began
+
+
+@dataclass(slots=True)
+class Paced:
+    """A slice of the third question: seconds a request, and of them on the GPU; steps a second."""
+
+    took: Samples
+    on_gpu: Samples
+    rate: float
+    clocks: str
 
 
 @dataclass(slots=True)
@@ -331,49 +364,47 @@ class Bench:
         async with asyncio.timeout(seconds + PATIENCE), asyncio.TaskGroup() as users:
             users.create_task(place.churn(end, done))
             if request is not None:
-                users.create_task(timed(request, seconds))
+                users.create_task(_drained(timed(request, seconds)))
         return Slice(rate=done.rate())
 
     # -- its own pace ----------------------------------------------------------------------------
 
-    async def pace(self, seconds: float, *, eagerly: bool) -> None:
-        """Question 3: the model's latency, alone and beside training; by hand, too."""
+    async def pace(self, seconds: float, *, eagerly: bool, others: Size = REST) -> None:
+        """Question 3: the model's latency, alone and beside training on `others`; by hand, too."""
         model, training = await blocking(Model, USUAL), await blocking(Training)
         mine, theirs, first, last = Thread(), Thread(), Thread(priority=-1), Thread()
         names = ("alone", "beside", "plain alone", "plain beside", "priority beside")
+        if others is not REST:
+            names = names[:2]
         took: dict[str, list[Samples]] = {name: [] for name in names}
+        on_gpu: dict[str, list[Samples]] = {name: [] for name in names}
         steps: dict[str, list[float]] = {name: [] for name in names}
-        async with self._pool.partitions(JUDGED, REST) as (p, rest):
+        drew: dict[str, list[str]] = {name: [] for name in names}
+        async with self._pool.partitions(JUDGED, others) as (p, rest):
 
             async def made(run: Callable[..., Awaitable[Submit]], submit: Submit) -> Submit:
                 return submit if eagerly else await run(captured, submit)
 
             ours, plain, high = 0, 1, 2
-            forward = [await made(run, model.submit) for run in (p.run, mine.run, first.run)]
+            forward = [Timed(await made(run, model.submit)) for run in (p.run, mine.run, first.run)]
             step = [await made(run, training.step) for run in (rest.run, theirs.run, last.run)]
-            arms: dict[str, tuple[Request, Any]] = {
-                "alone": (lambda: _awaited(p.run(forward[ours])), None),
-                "beside": (
-                    lambda: _awaited(p.run(forward[ours])),
-                    lambda *how: trained(rest, step[ours], *how),
-                ),
-                "plain alone": (lambda: mine.run(forward[plain]), None),
-                "plain beside": (
-                    lambda: mine.run(forward[plain]),
-                    lambda *how: theirs.train(step[plain], *how),
-                ),
-                "priority beside": (
-                    lambda: first.run(forward[high]),
-                    lambda *how: last.train(step[high], *how),
-                ),
+            arms: dict[str, tuple[Any, int, Any]] = {
+                "alone": (p, ours, None),
+                "beside": (p, ours, lambda *how: trained(rest, step[ours], *how)),
+                "plain alone": (mine, plain, None),
+                "plain beside": (mine, plain, lambda *how: theirs.train(step[plain], *how)),
+                "priority beside": (first, high, lambda *how: last.train(step[high], *how)),
             }
-            each = seconds / ROUNDS / len(arms)
+            each = seconds / ROUNDS / len(names)
             for number in range(ROUNDS + 1):
-                for name, (request, beside) in arms.items():
-                    got, rate = await self._paced(request, beside, each if number else 0.3)
+                for name in names:
+                    where, which, beside = arms[name]
+                    got = await self._paced(where, forward[which], beside, each if number else 0.3)
                     if number:
-                        took[name].append(np.array(got))
-                        steps[name].append(rate)
+                        took[name].append(got.took)
+                        on_gpu[name].append(got.on_gpu)
+                        steps[name].append(got.rate)
+                        drew[name].append(got.clocks)
                 if self._report.left < 0:
                     break
             forward.clear()  # graphs are gone before the pool is closed
@@ -381,41 +412,58 @@ class Bench:
         for thread in (mine, theirs, first, last):
             thread.close()
         how = "eager" if eagerly else "graph"
+        what = "training" if others is REST else f"training on {others} SMs"
+        alone = f"{how}: alone, {JUDGED} SMs | plain alone"
         for part, most in ((0.5, None), (0.99, 1.15)):
-            row = Comparison(
-                f"{how}: beside training, {JUDGED} SMs | alone there", took["beside"], took["alone"]
-            )
-            self.rows.append(row.row(part, "us", most=most))
-            for name in ("plain beside", "priority beside"):
-                row = Comparison(
-                    f"{how}: {name} training | plain alone", took[name], took["plain alone"]
-                )
+            self._against_alone(f"{how}: beside {what} | alone", took, "beside", part, most)
+            if ON_GPU:
+                self._against_alone(f"{how}: the same, on the GPU", on_gpu, "beside", part)
+            for name in names[3:]:
+                self._against_alone(f"{how}: {name} {what} | plain alone", took, name, part)
+            if others is REST:
+                row = Comparison(alone, took["alone"], took["plain alone"])
                 self.rows.append(row.row(part, "us"))
-            row = Comparison(
-                f"{how}: alone, {JUDGED} SMs | plain alone", took["alone"], took["plain alone"]
-            )
-            self.rows.append(row.row(part, "us"))
-        self._report.put(f"training steps a second, {how}", steps)
-        self._told(f"pace, {how}")
+        self._report.put(f"{how}: steps of {what} a second", steps)
+        self._report.put(f"{how}: clocks, {what}", drew)
+        self._told(f"pace, {how}, {what}")
 
-    async def _paced(
-        self, request: Request, beside: Any, seconds: float
-    ) -> tuple[list[float], float]:
+    def _against_alone(
+        self,
+        what: str,
+        seen: dict[str, list[Samples]],
+        name: str,
+        part: float,
+        most: float | None = None,
+    ) -> None:
+        alone = "alone" if name == "beside" else "plain alone"
+        self.rows.append(Comparison(what, seen[name], seen[alone]).row(part, "us", most=most))
+
+    async def _paced(self, where: Any, forward: Timed, beside: Any, seconds: float) -> Paced:
+        """`where` runs a forward pass, again and again."""
         over, done = asyncio.Event(), Done()
+        took, on_gpu = [], []
         async with asyncio.timeout(seconds + PATIENCE), asyncio.TaskGroup() as users:
             if beside is not None:
                 users.create_task(beside(over.is_set, done))
                 while len(done.at) < 2:  # noqa: ASYNC110  the GPU is full from here on
                     await asyncio.sleep(0.001)
             try:
-                took = await timed(request, seconds)
+                async for second in timed(lambda: _awaited(where.run(forward)), seconds):
+                    took.append(second)
+                    on_gpu.append(forward.seconds())
+                drew = await blocking(clocks)  # who asks disturbs: behind the last request
             finally:
                 over.set()
-        return took, done.rate()
+        return Paced(np.array(took), np.array(on_gpu), done.rate(), drew)
 
 
 async def _awaited(job: Any) -> Any:
     return await job
+
+
+async def _drained(took: AsyncIterator[float]) -> None:
+    async for _ in took:
+        pass
 
 
 def _pair(seen: dict[str, Seen], prefix: str) -> tuple[list[Samples], list[Samples]]:
@@ -428,8 +476,13 @@ async def _main(driver: Driver, ours: Device, report: Report) -> Bench:
         questions: list[tuple[str, float, Callable[[float], Awaitable[None]]]] = [
             ("numbers", 0.0, lambda _: bench.numbers()),
             ("canary", 0.25, bench.canary),
-            ("pace, graph", 0.45, lambda seconds: bench.pace(seconds, eagerly=False)),
-            ("pace, eager", 0.8, lambda seconds: bench.pace(seconds, eagerly=True)),
+            ("pace, graph", 0.4, lambda seconds: bench.pace(seconds, eagerly=False)),
+            (
+                f"pace, graph, training on {FEW} SMs",
+                0.3,
+                lambda seconds: bench.pace(seconds, eagerly=False, others=FEW),
+            ),
+            ("pace, eager", 0.9, lambda seconds: bench.pace(seconds, eagerly=True)),
         ]
         for name, part, ask in questions:
             report.put(f"clocks, {name}", await blocking(clocks))
