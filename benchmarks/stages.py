@@ -238,7 +238,7 @@ def _run(p: Partition) -> Operation:
         ticket = runs.issue()
         job: Job[None] = Job(runs, ticket, "nothing", holding.failed)
         completion.watch(runs)
-        crew.run(_empty, job, ticket, completion)
+        crew.run(_empty, job, completion)
         await job
 
     async def whole() -> None:

@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 
 from greensched.buffers import Buffer, PinnedBuffer
 from greensched.calls import Call, inside, surroundings
-from greensched.channel import Channel, order_behind
+from greensched.channel import Channel, Lagging, order_behind
 from greensched.errors import InvalidRequest, WouldBlock
 from greensched.jobs import Job
 from greensched.running import is_asynchronous
-from greensched.stream import Stream
+from greensched.stream import Stream, Track
 
 T = TypeVar("T")
 
@@ -26,31 +26,35 @@ def run(
     if not channel.has_room(runs):
         raise WouldBlock("too many calls are in flight: `await p.ready()` first")
     given = (*args, *kwargs.values())
-    uses = [(a, True) for a in given if isinstance(a, (Buffer, PinnedBuffer))]
+    uses = [(a, True) for a in given if isinstance(a, (Buffer, PinnedBuffer))] if given else ()
     for buffer, _ in uses:
         buffer.check(channel.ordinal)
-    where = _in_calls(channel)
+    where = channel.in_calls or _in_calls(channel)
     arounds = surroundings(where, given)
-    lagging, behind = channel.others(runs, uses) if uses else ({}, ())
+    call: Callable[[], T] = partial(fn, *args, **kwargs) if given else fn
+    call = partial(inside, where, arounds, call)
+    if uses:
+        call = partial(_behind, runs, *channel.others(runs, uses), call)
     ticket = runs.issue()
     for buffer, write in uses:
         buffer.note(runs, ticket, write=write)
     job: Job[T] = Job(runs, ticket, getattr(fn, "__name__", "run"), holding.failed)
-    function = partial(fn, *args, **kwargs) if given else fn
-
-    def call() -> T:
-        if uses:
-            order_behind(runs, lagging, behind)
-        return inside(where, arounds, function)
-
+    completion = holding.completion
     if arounds:  # what they put on the stream may outlast the call
         runs.keep(ticket, given)
-        holding.completion.when_reached(runs, ticket, runs.let_go)
+        completion.when_reached(runs, ticket, runs.let_go)
 
     holding.expose()
-    holding.completion.watch(runs)
-    holding.crew.run(call, job, ticket, holding.completion)
+    if runs not in completion.tracks:
+        completion.watch(runs)
+    holding.crew.run(call, job, completion)
     return job
+
+
+def _behind(runs: Track, lagging: Lagging, behind: list[Track], call: Callable[[], T]) -> T:
+    """Makes a call behind others who use its buffers."""
+    order_behind(runs, lagging, behind)
+    return call()
 
 
 def local(channel: Channel, factory: Callable[[], T]) -> Job[T]:
@@ -78,9 +82,8 @@ def keep(channel: Channel, things: tuple[object, ...]) -> Job[None]:
 
 
 def _in_calls(channel: Channel) -> Call:
-    """What is current in every call of the lease: made once."""
-    if channel.in_calls is None:
-        channel.in_calls = call_on(channel, channel.lane.runs.stream)
+    """What is current in every call of the lease, made for the first."""
+    channel.in_calls = call_on(channel, channel.lane.runs.stream)
     return channel.in_calls
 
 

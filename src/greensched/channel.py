@@ -23,7 +23,7 @@ from greensched.holding import Holding
 from greensched.jobs import Job
 from greensched.memory import DeviceMemory, PinnedMemory
 from greensched.staging import Staging
-from greensched.stream import Track
+from greensched.stream import MASK, Track
 from greensched.transfer import Slots
 
 T = TypeVar("T")
@@ -108,7 +108,7 @@ class Channel:
 
     def has_room(self, track: Track) -> bool:
         """Whether one more job can be in flight on a track."""
-        return track.in_flight < self.depth or track.is_idle
+        return (track.issued - track.word[0]) & MASK < self.depth or track.is_idle
 
     def is_prompt(self) -> bool:
         """Whether everything issued is submitted: what comes now can go at once."""

@@ -72,6 +72,9 @@ class Watch:
     def add(self, ticket: int, wake: Wake) -> None:
         """Keeps the entries in the order of their tickets; most come in order."""
         entries = self.entries
+        if not entries or entries[-1][0] <= ticket:
+            entries.append((ticket, wake))
+            return
         later = []
         while entries and ticket < entries[-1][0]:
             later.append(entries.pop())
@@ -109,7 +112,9 @@ class Completion:
         self._on_device = False
         self._ticker = door.create_ticker(self._step)
         self._unsubscribe = driver.subscribe(self._look_virtual)
-        self._due = math.inf
+        #: When the next look is agreed for, and how long after that was agreed: who needs none
+        #: sooner than so long from now asks no clock.
+        self._due = self._within = math.inf
         self._tend_at = 0.0
         self._kicked = False
         #: Errands done by other threads, of which the loop has not heard.
@@ -130,7 +135,8 @@ class Completion:
 
     def when_reached(self, track: Track, ticket: int, wake: Wake) -> None:
         """Calls `wake` on the loop's thread once a ticket is reached or its track is lost."""
-        self._watched(track).add(ticket, wake)
+        watch = self.tracks.get(track) or self._watched(track)
+        watch.add(ticket, wake)
         if ticket <= track.submitted:
             self._hurry()
         else:
@@ -140,7 +146,7 @@ class Completion:
         """Work is outstanding on a track: sweeps it until there is none, awaited or not."""
         if track not in self.tracks:
             self._watched(track)
-            if self._unsubscribe is None:
+            if self._unsubscribe is None and self._within > SAFETY_S:
                 self._appoint(SAFETY_S)
 
     def errand(self) -> None:
@@ -167,7 +173,8 @@ class Completion:
         However many come before the loop's next turn, they wake it once.
         """
         self._delivered.append(None)
-        self.kick_threadsafe()
+        if not self._kicked:
+            self.kick_threadsafe()
 
     def kick_threadsafe(self) -> None:
         """From another thread: there may be something to see."""
@@ -185,7 +192,7 @@ class Completion:
     def _leave_to_threads(self) -> None:
         """A thread of ours goes first, and wakes the loop: to look until then takes its GIL."""
         self._spent = 0.0
-        if self._unsubscribe is None:
+        if self._unsubscribe is None and self._within > LET_GO_EVERY_S:
             self._appoint(LET_GO_EVERY_S)
 
     def _kick(self) -> None:
@@ -200,10 +207,8 @@ class Completion:
             self._hurry()
 
     def _watched(self, track: Track) -> Watch:
-        watch = self.tracks.get(track)
-        if watch is None:
-            watch = self.tracks[track] = Watch()
-            self._progress = self._driver.time()
+        watch = self.tracks[track] = Watch()
+        self._progress = self._driver.time()
         return watch
 
     def _look(self) -> bool:
@@ -214,7 +219,7 @@ class Completion:
             while entries and (track.fault is not None or track.reached(entries[0][0])):
                 progressed = True
                 entries.popleft()[1]()
-            if not entries and (track.fault is not None or track.is_idle):
+            if not entries and (track.fault is not None or track.reached(track.issued)):
                 self.tracks.pop(track, None)
             elif entries and entries[0][0] <= track.submitted:
                 self._on_device = True
@@ -230,10 +235,12 @@ class Completion:
 
     def _step(self) -> None:
         """One look of the ticker, and the next appointment."""
-        self._due = math.inf
+        at_once = self._within == 0.0
+        self._due = self._within = math.inf
         began = time.perf_counter()
-        if not self._look() and began - self._left < IDLE_TURN_S:
-            self._spent += began - self._left
+        turn = began - self._left
+        if not self._look() and turn < IDLE_TURN_S:
+            self._spent += turn
         if self._errands and began - self._let_go > LET_GO_EVERY_S:
             time.sleep(LET_GO_S)
             self._let_go = time.perf_counter()
@@ -241,7 +248,9 @@ class Completion:
             if (self._on_device or self._errands) and self._spent < self._driver.spin_budget:
                 if began - self._swept > SAFETY_MOST_S:  # a busy loop may look for ever
                     self._sweep()
-                self._appoint(0.0)
+                # Whom a busy loop only lets go first, it need not look for in each turn.
+                is_busy = at_once and turn >= IDLE_TURN_S
+                self._appoint(0.0 if self._on_device or not is_busy else LET_GO_EVERY_S)
             elif self.tracks or self._errands:
                 self._sleep()
         if self.waiting:
@@ -260,7 +269,7 @@ class Completion:
         """Looks again after a delay, or sooner where that was agreed already."""
         due = 0.0 if delay <= 0 else self._driver.time() + delay
         if due < self._due:
-            self._due = due
+            self._due, self._within = due, max(0.0, delay)
             self._ticker.again(delay)
 
     def _sleep(self) -> None:

@@ -172,8 +172,10 @@ class Job(Generic[T]):
             if track.crew.lane.context.is_entered:
                 raise WrongThread("no `await` inside `with p.context:`: leave that block first")
             completion = track.crew.home.completion()
-            while not (track.reached(ticket) or track.fault is not None):
+            while track.fault is None:
                 yield from completion.wait(track, ticket).__await__()
+                if track.reached(ticket):
+                    return self._outcome()
         return self.result()
 
     # -- for the partition -----------------------------------------------------------------------

@@ -59,7 +59,7 @@ def prepare(channel: Channel, kernel: Kernel, config: LaunchConfig) -> Job[None]
 
     holding.is_involved = True
     holding.completion.watch(runs)
-    holding.crew.run(get_ready, job, job.ticket, holding.completion)
+    holding.crew.run(get_ready, job, holding.completion)
     return job
 
 

@@ -401,12 +401,6 @@ class Track:
                     entry[1].put(None)
 
     @property
-    def in_flight(self) -> int:
-        """Tickets issued and not reached."""
-        written = self.word[0]
-        return (self.issued - written) & MASK
-
-    @property
     def is_idle(self) -> bool:
         """Whether every ticket issued is reached."""
         return self.reached(self.issued)

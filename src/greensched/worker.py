@@ -113,19 +113,19 @@ class Worker:
                 item.ended.put(None)
                 return
             try:
-                self._do(item)
+                if self._context is None:
+                    item()
+                else:
+                    self._do(item, self._context)
             except Exception:
                 logger.exception("%s: an item failed outside its own care", self._name)
             del item  # nothing of it may live until the next one comes
 
-    def _do(self, item: Item) -> None:
+    def _do(self, item: Item, context: Context) -> None:
         """An item is done whatever happens: somebody waits for it. Without its context it fails."""
-        if self._context is None:
-            item()
-            return
         with ExitStack() as block:
             try:
-                block.enter_context(self._context.entered())
+                block.enter_context(context.entered())
             except CUDAError as error:
                 logger.error("%s: its context cannot be entered: %s", self._name, error)
             item()
@@ -138,18 +138,8 @@ class _Stop:
         self.ended = ended
 
 
-class _Call:
-    """A callable on its way to a worker."""
-
-    __slots__ = ("completion", "function", "job", "ticket")
-
-    def __init__(
-        self, function: Callable[[], Any], job: Job[Any], ticket: int, completion: Completion
-    ) -> None:
-        self.function = function
-        self.job = job
-        self.ticket = ticket
-        self.completion = completion
+#: A callable on its way to a worker, and who is told that it has returned.
+_Call = tuple[Callable[[], Any], Job[Any], Completion]
 
 
 class Crew:
@@ -170,8 +160,10 @@ class Crew:
             lane.launches: Worker(driver, f"{name} sleeper", primary),
             lane.runs: Worker(driver, f"{name} run sleeper", primary),
         }
-        #: Callables for the worker, which is woken once for each.
+        #: Callables for the worker, and whether it is to look for them: woken once for many.
         self._calls: deque[_Call] = deque()
+        self._is_called = False
+        self._block = lane.context.entered(wait=True)
         #: Those on their way to it through the mover: later ones must not overtake.
         self._on_the_way: deque[None] = deque()
         lane.launches.crew = lane.runs.crew = self
@@ -243,30 +235,33 @@ class Crew:
 
     # -- blocking callables ------------------------------------------------------------------------
 
-    def run(
-        self, function: Callable[[], Any], job: Job[Any], ticket: int, completion: Completion
-    ) -> None:
+    def run(self, function: Callable[[], Any], job: Job[Any], completion: Completion) -> None:
         """Has the worker call a function, on the run stream, with the lane's context current.
 
         It begins behind what was submitted before: on the device by an event, and where that is
         not submitted yet, behind the mover. `completion` is the holder's.
         """
-        launches, call = self.lane.launches, _Call(function, job, ticket, completion)
+        launches, call = self.lane.launches, (function, job, completion)
         completion.errand()
+        if launches.submitted == launches.issued and not self._on_the_way:
+            self._enqueue(call)
+            return
 
         def forward(_: Exception | None) -> None:
             self._enqueue(call)
             self._on_the_way.popleft()
 
-        if launches.submitted == launches.issued and not self._on_the_way:
-            self._enqueue(call)
-        else:
-            self._on_the_way.append(None)
-            _hand(self._mover, forward)
+        self._on_the_way.append(None)
+        _hand(self._mover, forward)
 
     def _enqueue(self, call: _Call) -> None:
         self._calls.append(call)
-        _hand(self._worker, self._make_calls)
+        self._call_worker()
+
+    def _call_worker(self) -> None:
+        if not self._is_called:
+            self._is_called = True
+            _hand(self._worker, self._make_calls)
 
     def after_runs(self, item: Item) -> None:
         """Has the mover do something after all callables and all that was deferred before."""
@@ -284,32 +279,42 @@ class Crew:
 
         That is left before anybody hears of the last: a context is current on one thread only.
         """
-        made: _Call | None = None
+        self._is_called = False  # first: who comes from here on wakes the thread again
+        calls, made = self._calls, None
         try:
             if refused is not None:
                 raise refused
-            if self._calls:
-                with self.lane.context.entered(wait=True):
-                    while self._calls:
+            if calls:
+                with self._block:
+                    while calls:
                         if made is not None:
                             self._made(made)
-                        made = self._calls.popleft()
-                        self._attempt(partial(self._call, made.function), made.job, None)
+                        made = calls.popleft()
+                        self._call(made)
         except Exception as error:  # the thread cannot be started, the context entered or left
-            made = made or self._calls.popleft()
-            made.job.fail(error)
+            made = made or calls.popleft()
+            made[1].fail(error)
         if made is not None:
             self._made(made)
+        if calls:  # behind one that could not be made: they try for themselves
+            self._call_worker()
 
-    def _call(self, function: Callable[[], Any]) -> Any:
+    def _call(self, call: _Call) -> None:
+        function, job, _ = call
         lane = self.lane
-        if not lane.launches.is_idle:
-            lane.runs.order_behind(lane.launches)
-        return function()
+        try:
+            if not lane.launches.is_idle:
+                lane.runs.order_behind(lane.launches)
+            value = function()
+            if value is not None:
+                job.succeed(value)
+        except BaseException as error:
+            job.fail(error)
 
     def _made(self, call: _Call) -> None:
         """The callable has returned: its ticket comes when what it left on the stream is done."""
-        runs, ticket = self.lane.runs, call.ticket
+        runs, (_, job, completion) = self.lane.runs, call
+        ticket = job.ticket
         try:
             if self._has_nothing(runs):
                 runs.mark_here(ticket)
@@ -317,7 +322,7 @@ class Crew:
                 runs.mark(ticket)
         except CUDAError as error:
             self.home.lost(error)
-        call.completion.deliver_threadsafe()
+        completion.deliver_threadsafe()
 
     def _has_nothing(self, track: Track) -> bool:
         """Whether a track's stream has no work, or had but a capture: that is dropped."""
@@ -370,7 +375,7 @@ class Crew:
 
     def _close_belongings(self) -> None:
         """Where they were made: on the worker, with the lane's context current."""
-        with self.lane.context.entered(wait=True):
+        with self._block:
             self.belongings.close()
 
     def abandon(self) -> None:

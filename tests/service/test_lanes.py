@@ -203,6 +203,28 @@ def test_no_thread_fails_one_job(monkeypatch: pytest.MonkeyPatch) -> None:
     anyio.run(main)
 
 
+def test_a_context_that_cannot_be_entered_fails_each_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where a lane's context cannot be entered all calls that queue fail, and the lane goes on."""
+    driver = simulated.open("h200")
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("not now")
+
+    async def main() -> None:
+        async with Pool(driver=driver) as pool, pool.partition(8) as p:
+            with monkeypatch.context() as patch:
+                patch.setattr(driver, "set_current", refuse)
+                calls = [p.run(lambda: 1) for _ in range(3)]
+                for call in calls:
+                    with pytest.raises(RuntimeError, match="not now"):
+                        await call
+            assert await p.run(lambda: 2) == 2
+
+    anyio.run(main)
+
+
 def test_lanes_beside_the_menu_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many odd shapes are asked for at once, so many lanes stay and no more."""
     monkeypatch.setattr("greensched.site.MENU", 32)
