@@ -158,10 +158,17 @@ class Completion:
         """A thread of ours has done it."""
         self._errands -= 1
 
-    def queued(self) -> None:
-        """A request of this loop is in the queue, until `waiting` is counted down again."""
+    def queued(self, deadline: float | None = None) -> None:
+        """A request of this loop is in the queue, until `waiting` is counted down again.
+
+        However many are, they are tended together, and once by each one's deadline.
+        """
         self.waiting += 1
-        self._tend_again()
+        if self.waiting == 1:
+            self._tend_again()
+        elif deadline is not None and deadline < self._tend_at:
+            self._tend_at = deadline
+            self._appoint(deadline - self._driver.time())
 
     def deliver(self) -> None:
         """Wakes whoever's ticket is reached by now, before the loop's next turn."""

@@ -80,8 +80,8 @@ class Desk:
         self._waiting_for_none: list[Queued] = []
         #: Requests of tasks that were collected while they waited: the next caller gives them up.
         self._forsaken: deque[Request] = deque()
-        self._parking = Parking(self.lock)
-        #: A lease that was parked, as `acquire` would give it; and whether one can be parked.
+        self._parking = Parking(self.lock, self.over)
+        #: A lease that was parked, as `acquire` would give it; and how one is left that can be.
         self.take, self.park = self._parking.take, self._parking.park
 
     def start(
@@ -200,7 +200,7 @@ class Desk:
     async def _wait(self, request: Request, completion: Completion) -> None:
         queued = request.owner
         assert isinstance(queued, Queued)
-        completion.queued()
+        completion.queued(request.deadline)
         try:
             await queued.waiter
         except GeneratorExit:
@@ -440,10 +440,11 @@ class Desk:
         granted: list[Request] = []
         with self.lock:
             closed = [door for door in self._completions if door.is_closed]
+            if not closed:  # nor is anybody else's: who asks has one, and keeps it until it closes
+                return
             for door in closed:
                 del self._completions[door]
-            if closed:
-                self.unpark()
+            self.unpark()
             for request in [r for r, door in self._asking.items() if door.is_closed]:
                 granted += self._drop(request)
             orphans = [h for h in self.holdings if h.completion.door.is_closed]

@@ -9,9 +9,11 @@ waits, or where classes have rules.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from threading import Lock, get_ident
 
 from greensched.channel import Channel
+from greensched.holding import Holding
 from greensched.planning.scheduler import Scheduler
 from greensched.stream import MASK
 from greensched.wishes import Wish
@@ -22,10 +24,12 @@ class Parking:
 
     Args:
         lock: the desk's.
+        over: told of a lease that is over, because nobody would take it from here.
     """
 
-    def __init__(self, lock: Lock) -> None:
+    def __init__(self, lock: Lock, over: Callable[[Holding], object]) -> None:
         self.lock = lock
+        self._over = over
         #: Where something is parked, or was.
         self._spots: list[list[Channel]] = []
         #: Who decides, while the pool is open and has no classes; None: nothing is parked.
@@ -56,7 +60,7 @@ class Parking:
         return channel
 
     def park(self, wish: Wish, channel: Channel) -> bool:
-        """Parks a lease that its holder has left; False: it must be ended."""
+        """Parks a lease that its holder has left, or ends it; False: it has more to see to."""
         holding, track = channel.holding, channel.track
         issued = track.issued
         if not (  # of what it did nothing is left: it could as well go on
@@ -71,19 +75,22 @@ class Parking:
             return False
         with self.lock:
             scheduler = self.scheduler
-            if scheduler is None or scheduler.waiting:
-                return False
-            spot = wish.parked.get(holding.thread)
-            if spot is None:
-                if not wish.is_shared or holding.completion.door.always_yields:
-                    return False  # nobody asks the same, or trio, where to ask is a turn anyway
-                spot = wish.parked[holding.thread] = []
-                self._spots.append(spot)
+            spot = None
+            if scheduler is not None and not scheduler.waiting:
+                spot = wish.parked.get(holding.thread)
+                # Not what nobody else asks for, nor on trio, where to ask is a turn anyway.
+                if spot is None and wish.is_shared and not holding.completion.door.always_yields:
+                    spot = wish.parked[holding.thread] = []
+                    self._spots.append(spot)
             holding.taker = None  # a task that is kept is not collected
-            if holding.lease.holder is not None:
-                scheduler.pass_on(holding.lease, None)
-            self.put += 1
-            spot.append(channel)
+            if scheduler is not None and spot is not None:
+                if holding.lease.holder is not None:
+                    scheduler.pass_on(holding.lease, None)
+                self.put += 1
+                spot.append(channel)
+                return True
+        _end(holding)
+        self._over(holding)
         return True
 
     def clear(self) -> tuple[list[Channel], int]:
@@ -100,8 +107,12 @@ class Parking:
                 except IndexError:
                     break
         for channel in found:
-            holding = channel.holding
-            holding.is_open = holding.is_plain = False
-            holding.is_over = True
+            _end(channel.holding)
         taken, self.put = self.put - len(found), 0
         return found, taken
+
+
+def _end(holding: Holding) -> None:
+    """Of a lease of which nothing is left."""
+    holding.is_open = holding.is_plain = False
+    holding.is_over = True
