@@ -14,6 +14,7 @@ import json
 import random
 import tracemalloc
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
@@ -42,7 +43,7 @@ JOBS = 1_000_000
 
 async def measure(driver: Driver, jobs: int = JOBS) -> list[Row]:
     """Rows with their bars."""
-    async with Pool([0], driver=driver, prepare=[saxpy, spin]) as pool:
+    async with Pool([0], driver=driver, prepare=[saxpy, spin], max_waiting=MANY) as pool:
         return [
             await _queued_and_granted(pool),
             *[await _cancelled(pool, which) for which in _CHOICES],
@@ -72,23 +73,29 @@ async def _waiting(
     """So many tasks, all of them waiting."""
     tasks = [asyncio.create_task(step()) for _ in range(number)]  # type: ignore[arg-type]
     await asyncio.sleep(0)
+    assert not any(task.done() for task in tasks), "somebody did not wait"
     return tasks
 
 
 async def _queued_and_granted(pool: Pool) -> Row:
-    """All wait, then all have their turn; as many at once as there are partitions."""
-    places = pool.devices[0].sm_count // SMS
+    """All wait, then all have their turn, as soon as who has everything lets go of it."""
     found = Comparison(f"queue and grant, {MANY} waiting | semaphore")
 
-    async def through(step: Callable[[], Awaitable[None]]) -> Samples:
-        start = perf_counter()
-        await asyncio.gather(*(step() for _ in range(MANY)))
+    async def through(
+        step: Callable[[], Awaitable[None]], everything: AbstractAsyncContextManager[object]
+    ) -> Samples:
+        async with everything:
+            start = perf_counter()
+            tasks = await _waiting(step)
+        await asyncio.gather(*tasks)
         return np.array([(perf_counter() - start) / MANY])
 
     for number in range(ROUNDS + 1):
-        semaphore = asyncio.Semaphore(places)
-        ours = await through(lambda: _for_sms(pool))
-        theirs = await through(lambda semaphore=semaphore: _for(semaphore))  # type: ignore[misc]
+        gc.collect()
+        semaphore = asyncio.Semaphore(1)
+        ours = await through(lambda: _for_sms(pool), pool.partition(pool.devices[0].sm_count))
+        gc.collect()
+        theirs = await through(lambda: _for(semaphore), semaphore)  # noqa: B023  awaited here
         if number:
             found.ours.append(ours)
             found.theirs.append(theirs)
