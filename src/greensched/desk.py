@@ -51,6 +51,8 @@ logger = logging.getLogger("greensched")
 
 #: While requests wait, closed loops are looked for so often.
 TEND_S = 0.050
+#: Looked up for every lease: a name of a module is found faster than members of an enum.
+WORKING = (PoolState.OPENING, PoolState.OPEN, PoolState.CLOSING)
 
 
 class Desk:
@@ -136,13 +138,25 @@ class Desk:
             if request.state is State.GRANTED:
                 return self._claim(request, completion)
             self._asking[request] = completion.door
+            request.owner = queued = Queued(completion)
         self._have_made()
-        await self._wait(request, completion)
-        with self.lock:
-            if self._works:
-                return self._claim(request, completion)
-        self._leave(request)
-        raise self.refusal()
+        completion.queued(request.deadline)
+        try:
+            await queued.waiter
+            if queued.error is not None:
+                raise queued.error
+            with self.lock:
+                if self._works:
+                    return self._claim(request, completion)
+            raise self.refusal()
+        except GeneratorExit:
+            self._forsaken.append(request)
+            raise
+        except BaseException:
+            self._leave(request)
+            raise
+        finally:
+            completion.waiting -= 1
 
     def acquire_nowait(self, wish: Wish) -> tuple[Channel, ...]:
         """A grant at once, on lanes that are made; raises `WouldBlock` and what `acquire` does."""
@@ -182,7 +196,7 @@ class Desk:
             raise self.refusal()
         self.unpark()
         now = self.driver.time()
-        request = self.scheduler.request(
+        return self.scheduler.request(
             now,
             wish.parts,
             service=wish.service,
@@ -193,27 +207,6 @@ class Desk:
             holder=completion.door.asks(),
             wait=wait,
         )
-        if request.state is State.QUEUED:
-            request.owner = Queued(completion)
-        return request
-
-    async def _wait(self, request: Request, completion: Completion) -> None:
-        queued = request.owner
-        assert isinstance(queued, Queued)
-        completion.queued(request.deadline)
-        try:
-            await queued.waiter
-        except GeneratorExit:
-            self._forsaken.append(request)
-            raise
-        except BaseException:
-            self._leave(request)
-            raise
-        finally:
-            completion.waiting -= 1
-        if queued.error is not None:
-            self._leave(request)
-            raise queued.error
 
     def _have_made(self) -> None:
         """Has the builder make what requests lack, each once. Never blocks."""
@@ -415,7 +408,8 @@ class Desk:
             if isinstance(request.owner, Queued) and not request.owner.tell():
                 with self.lock:
                     granted += self._drop(request)
-        self._have_made()
+        if self.scheduler.lacking:
+            self._have_made()
         if self._waiting_for_none and self.scheduler.is_idle:
             with self.lock:
                 told, self._waiting_for_none = self._waiting_for_none, []
@@ -496,7 +490,7 @@ class Desk:
 
     @property
     def _works(self) -> bool:
-        return self.state in (PoolState.OPENING, PoolState.OPEN, PoolState.CLOSING)
+        return self.state in WORKING
 
     def refusal(self) -> GreenschedError:
         """Why nothing is granted."""

@@ -84,11 +84,8 @@ class Lane:
         self.plans: dict[tuple[Kernel, LaunchConfig], Plan] = {}
         #: Kernels that were loaded for these SMs, or launched on them: no launch blocks any more.
         self.loaded: set[Kernel] = set()
-
-    @property
-    def depth(self) -> int:
-        """Jobs in flight on a track at most."""
-        return min(DEPTH, EventTrack.DEPTH - 1 if self.uses_events else DEPTH)
+        #: Jobs in flight on a track at most.
+        self.depth = min(DEPTH, EventTrack.DEPTH - 1) if self.uses_events else DEPTH
 
     @property
     def uses_events(self) -> bool:
