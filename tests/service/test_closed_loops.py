@@ -12,6 +12,8 @@ import pytest
 
 import greensched
 from greensched import ALL, Buffer, LaunchConfig, Partition, Pool
+from greensched.desk import TEND_S, Desk
+from greensched.driver import simulated
 from greensched.kernels import spin
 from greensched.planning.policy import Fifo
 from helpers.gate import Gate
@@ -84,6 +86,35 @@ def test_what_is_granted_to_a_closed_loop_goes_to_the_next(loops: Loops) -> None
     assert not lost.done()
     del lost
     gc.collect()  # what a closed loop leaves is collected, and says nothing
+
+
+def test_those_who_wait_are_looked_after_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who asks while others wait has nobody look at them all; his deadline is kept all the same."""
+    clock = simulated.VirtualClock(seed=1)
+    driver, tend, tended = simulated.open("h200", clock=clock), Desk._tend, list[Desk]()
+
+    def counted(desk: Desk) -> float:
+        tended.append(desk)
+        return tend(desk)
+
+    async def follow(pool: Pool) -> None:
+        async with pool.partition(8, deadline=TEND_S / 10):
+            pass
+
+    async def main() -> None:
+        async with Pool(driver=driver) as pool:
+            async with pool.partition(ALL):
+                waiting = [asyncio.create_task(lease_once(pool, 8, [])) for _ in range(50)]
+                await until(lambda: pool.statistics().waiting == len(waiting))
+                assert len(tended) == 1
+                began = driver.time()
+                with pytest.raises(greensched.DeadlineExceeded):
+                    await asyncio.create_task(follow(pool))
+                assert driver.time() - began < TEND_S / 2
+            await asyncio.gather(*waiting)
+
+    monkeypatch.setattr(Desk, "_tend", counted)
+    clock.run(main)
 
 
 def test_a_closed_loops_lease_ends_when_its_work_is_done(loops: Loops) -> None:
