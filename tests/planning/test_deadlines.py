@@ -60,6 +60,14 @@ def test_the_agenda_is_a_list_of_what_is_due(
             assert agenda.has_room(now, due, work / 50) is all(one >= 0 for one in slack)
 
 
+def test_a_deadline_beyond_all_time_is_one() -> None:
+    """However far away a request is due, it is taken, and counts with those a second away."""
+    scheduler = make(ServiceClass("a", latency=1e307), policy=Deadline())
+    held = ask(scheduler, 0.0, ALL)
+    waiting = [ask(scheduler, 0.0, 8, "a", cost=0.1, deadline=d) for d in (None, 1.7e308)]
+    assert scheduler.drained(1.0, held.leases[0]) == waiting
+
+
 # -- admission ------------------------------------------------------------------------------------
 
 

@@ -83,7 +83,7 @@ class Agenda:
 
     def _bucket(self, due: float) -> int:
         last = self._now + BUCKETS - 1
-        return last if due == math.inf else min(int(due / BUCKET), last)
+        return last if due >= last * BUCKET else int(due / BUCKET)  # which may be beyond all floats
 
     def _change(self, bucket: int, work: float, one: int) -> None:
         leaf = bucket % BUCKETS
