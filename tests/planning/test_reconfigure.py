@@ -85,6 +85,17 @@ def test_a_new_policy_orders_who_waits() -> None:
     assert scheduler.drained(2.0, soon.leases[0]) == [late]
 
 
+def test_what_is_due_counts_once() -> None:
+    """Work that waits is due once, however often the classes change: who comes then has room."""
+    scheduler = Scheduler([DEVICE], Deadline(), 1000, services=[ServiceClass("a")])
+    held = ask(scheduler, ALL)
+    waiting = ask(scheduler, ALL, "a", deadline=1.0, cost=0.3)
+    for _ in range(9):
+        scheduler.reconfigure(0.0, [ServiceClass("a")], None)
+    assert scheduler.drained(0.1, held.leases[0]) == [waiting]
+    ask(scheduler, 8, "a", deadline=1.0, cost=0.3)
+
+
 def test_what_cannot_be_changes_nothing() -> None:
     """Floors that do not fit are refused, and everything is as it was."""
     scheduler = make(OWNER)

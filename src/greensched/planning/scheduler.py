@@ -327,8 +327,7 @@ class Scheduler(Granting):
         if services is not None:
             self.ground.set_rules(services)
             self._lack_floors()
-        if policy is not None:
-            self._set_policy(policy)
+        self._set_policy(self.policy if policy is None else policy)  # who is due is counted anew
         self._lines.clear()
         self._entries = 0
         for request in waiting:
