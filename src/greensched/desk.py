@@ -43,7 +43,7 @@ from greensched.planning.scheduler import Scheduler
 from greensched.planning.services import ServiceClass
 from greensched.site import Site
 from greensched.standing import PoolState, PoolStatistics
-from greensched.waiting import Queued, tell
+from greensched.waiting import Queued, tell, tell_all
 from greensched.wishes import Wish, checked_cost, checked_deadline
 from greensched.worker import Crew, Worker
 
@@ -124,7 +124,7 @@ class Desk:
         """Waits for a grant; a checkpoint on trio. A cancellation leaves nothing behind.
 
         Raises:
-            TooManySMs, WouldDeadlock: it can never be.
+            TooManySMs, WouldDeadlock: it can never be, or not any more.
             QueueFull, DeadlineExceeded, DeadlineImpossible: it cannot be now.
             PoolClosed, Poisoned, ForkedPool: nothing is granted any more.
             CUDAError: no lane over the cells could be made.
@@ -399,15 +399,14 @@ class Desk:
         self._give_up_forsaken()
 
     def _deliver(self, granted: list[Request]) -> None:
-        """Tells those who were granted; what a closed loop was granted goes to others.
-
-        After whatever gave cells back: those who wait until all are free are told here too.
-        """
+        """Tells who is granted, or never will be; what a closed loop is granted goes to others."""
         while granted:
             request = granted.pop()
             if isinstance(request.owner, Queued) and not request.owner.tell():
                 with self.lock:
                     granted += self._drop(request)
+        if self.scheduler.hopeless:
+            tell_all(self.scheduler.hopeless)
         if self.scheduler.lacking:
             self._have_made()
         if self._waiting_for_none and self.scheduler.is_idle:

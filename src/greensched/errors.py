@@ -57,7 +57,10 @@ class TooManySMs(InvalidRequest):
         self.asked = asked
         self.most = most
         self.is_ruled = is_ruled
-        other = "on behalf of a class (`service=`) that reserves the rest, or has a larger cap"
+        other = (
+            "on behalf of a class (`service=`) that reserves the rest, has a larger cap, or is "
+            "lent it (revocable, and by `cost` or `segment` done within the owner's budget)"
+        )
         super().__init__(
             f"{asked} SMs were asked for, and the most that can ever be granted here is {most}: "
             f"ask for at most {most}, or {other if is_ruled else 'for ALL of a device'}"

@@ -394,7 +394,8 @@ class Pool:
         """Changes the classes, or the policy, while it runs; None: as they are. Never waits.
 
         Leases end under the rules they began under, and whoever waits keeps waiting, by the new
-        order. Those of a class that is not there any more are served without its floor and cap.
+        order; `TooManySMs` is raised where he waits in who could never be granted any more. Those
+        of a class that is not there any more are served without its floor and cap.
         Until leases from before have left a new floor, what comes free is kept for its owner.
 
         Raises:

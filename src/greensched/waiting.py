@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 
 from greensched.completion import Completion
 from greensched.loops import Waiter
@@ -34,3 +35,10 @@ def tell(request: Request, error: Exception) -> None:
     """Tells whoever waits for a request that it will not be granted."""
     if isinstance(request.owner, Queued):
         request.owner.tell(error)
+
+
+def tell_all(refused: list[tuple[Request, Exception]]) -> None:
+    """Tells each why he will not be granted, once, and empties the list."""
+    while refused:
+        with suppress(IndexError):  # another thread was first
+            tell(*refused.pop())

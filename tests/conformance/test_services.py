@@ -134,6 +134,25 @@ def test_classes_change_while_it_runs(world: World) -> None:
     world.run(main)
 
 
+def test_who_waits_for_what_is_reserved_now_is_told(world: World) -> None:
+    """New floors that leave less than a request asks for end its waiting, by a typed error."""
+
+    async def refused(pool: Pool) -> None:
+        with pytest.raises(greensched.TooManySMs):
+            async with pool.partition(ALL):
+                raise AssertionError("granted")
+
+    async def main() -> None:
+        async with world.pool() as pool, anyio.create_task_group() as tasks:
+            async with pool.partition(8):
+                tasks.start_soon(refused, pool)
+                await until(lambda: pool.statistics().waiting == 1)
+                pool.reconfigure(services=[ServiceClass("a", reserve=8)])
+                await until(lambda: pool.statistics().waiting == 0)
+
+    world.run(main)
+
+
 def test_floors_that_do_not_fit_are_refused_at_opening(world: World) -> None:
     """A pool whose floors are more than its devices have opens nothing, and says so."""
 

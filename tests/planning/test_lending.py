@@ -83,6 +83,19 @@ def test_only_who_can_be_back_in_time_borrows() -> None:
     assert ask(unknown, 0.0, 8, "batch").state is State.QUEUED, "nothing is known of it"
 
 
+def test_no_device_is_kept_for_who_is_lent_nothing() -> None:
+    """Who could have it on loan alone, and took too long, is told so, and holds up nobody."""
+    scheduler = make(OWNER, BATCH, PLAIN)
+    held = ask(scheduler, 0.0, ALL, "batch", cost=0.001)
+    waiting = ask(scheduler, 0.0, ALL, "batch", cost=0.001)
+    assert scheduler.drained(1.0, held.leases[0]) == [], "a thousand times what it said"
+    scheduler.tick(2.0)
+    assert [request for request, _ in scheduler.hopeless] == [waiting]
+    assert ask(scheduler, 2.0, 8, "plain").state is State.GRANTED
+    with pytest.raises(TooManySMs, match="is lent it"):
+        ask(scheduler, 2.0, ALL, "batch")
+
+
 @pytest.mark.parametrize("owner", [ServiceClass("owner", reserve=32), ServiceClass("owner", 64)])
 def test_who_has_no_budget_lends_nothing(owner: ServiceClass) -> None:
     """A floor whose owner may not be made to wait stays idle, also for those who end soon."""

@@ -96,6 +96,18 @@ def test_what_is_due_counts_once() -> None:
     ask(scheduler, 8, "a", deadline=1.0, cost=0.3)
 
 
+@pytest.mark.parametrize("rules", [{"reserve": 8}, {"cap": 16}])
+def test_who_can_never_be_granted_any_more_is_told(rules: dict[str, int]) -> None:
+    """What a request asks for beyond the new floors or its class's new cap, nobody waits for."""
+    scheduler = make(ServiceClass("a"))
+    held = ask(scheduler, 8)
+    waiting = ask(scheduler, ALL, "a" if "cap" in rules else "")
+    assert scheduler.reconfigure(0.0, [ServiceClass("a", **rules)], None) == []
+    assert [request for request, _ in scheduler.hopeless] == [waiting]
+    assert scheduler.drained(9.0, held.leases[0]) == []
+    assert ask(scheduler, 16).state is State.GRANTED
+
+
 def test_what_cannot_be_changes_nothing() -> None:
     """Floors that do not fit are refused, and everything is as it was."""
     scheduler = make(OWNER)

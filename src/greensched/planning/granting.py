@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
+from greensched.errors import TooManySMs
 from greensched.planning import seats, sizing
 from greensched.planning.cells import Cells
 from greensched.planning.ground import Ground
@@ -34,6 +35,8 @@ class Granting(Queue):
         super().__init__(policy, ground.clock.start_of, ground.total)
         #: (device, cells) to be made, since the pool last took them.
         self.lacking: dict[tuple[int, int], None] = {}
+        #: Who cannot be granted any more, and what he is told, since the pool last took them.
+        self.hopeless: list[tuple[Request, Exception]] = []
         self._held: dict[Hashable, list[Lease]] = {}
         self._granted = 0
 
@@ -210,8 +213,12 @@ class Granting(Queue):
         """Who is first does not fit. Returns whether the next of another line is the first."""
         if request.lacks:
             self.lacking.update(dict.fromkeys(request.lacks))
-        if not is_first or self._is_limited(request):
-            return is_first
+        if not is_first:
+            return False
+        if self._is_limited(request):
+            if not (self._is_possible(request) or self.policy.may_pass(request, now)):
+                self._give_up(request)
+            return True
         if self._reserved is None:
             self._reserve(request, now)
         return False
@@ -221,7 +228,30 @@ class Granting(Queue):
         if not self.ground.is_ruled:
             return False
         flow = request.flow
-        return flow.tokens <= 0 or flow.sms + request.line.asked > flow.cap
+        is_over = flow.tokens <= 0 or flow.sms + request.line.asked > flow.cap
+        return is_over or not self._is_possible(request)
+
+    def _is_possible(self, request: Request) -> bool:
+        """Whether it could be granted if everybody had left, as its class and its leases are now.
+
+        Neither stays: classes may be reconfigured, and who takes too long is lent no floor.
+        """
+        return any(
+            self.ground.ever(request, device, 0) or seats.may_sit(self.ground, request, device)
+            for device in request.devices
+        )
+
+    def _give_up(self, request: Request) -> None:
+        """Takes one out of the queue who would wait for ever; he is told."""
+        self.hopeless.append((request, self._too_many(request)))
+        self._cancelled += 1
+        request.state = State.GONE
+        self._drop(request)
+        self._is_unlocked = True  # for who stands behind him
+
+    def _too_many(self, request: Request) -> TooManySMs:
+        most = self.ground.most(request, request.devices)
+        return TooManySMs(self._asked(request), most, is_ruled=self.ground.is_ruled)
 
     def _reserve(self, first: Request, now: float) -> None:
         """Once the first request that does not fit has aged, a device is kept for it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 from greensched.planning.cells import Cells, Demand
@@ -182,7 +183,8 @@ class Ground:
         most = cells.every & ~without
         if not self.is_ruled:
             return bool(cells.fit_all(most, request.parts))
-        count = min(self._cells_ever(request, device), flow.cap // cells.size)
+        length = self._known_length(request, device)
+        count = min(self._cells_ever(request, device, length), flow.cap // cells.size)
         part = request.parts[0]
         if len(request.parts) == 1 and not without and 0 < part.least <= count * cells.size:
             return True
@@ -193,12 +195,15 @@ class Ground:
         masks = masks and cells.fit_all(some, least)
         return bool(masks) and sum(map(cells.sms, masks)) <= flow.cap
 
-    def _cells_ever(self, request: Request, device: int) -> int:
-        """Equal cells of a device that a request may ever have, others' floors being idle."""
+    def _known_length(self, request: Request, device: int) -> float:
+        """Seconds until a lease of it ends, by which it is lent floors; infinite: not known."""
+        owners = self.floors[device].owners
+        return (lengths(request, request.parts[0].least)[0] or math.inf) if owners else 0.0
+
+    def _cells_ever(self, request: Request, device: int, length: float) -> int:
+        """Equal cells of a device that a request so long may ever have, others' floors idle."""
         flow, floors = request.flow, self.floors[device]
         count = self.devices[device].count
-        known = request.cost is not None
-        length = lengths(request, request.parts[0].least)[0] if known else 0.0
         for owner in floors.owners:
             lends = flow.revocable and owner.budget > 0 and length <= owner.budget
             if owner is not flow and not lends:
@@ -213,7 +218,9 @@ class Ground:
         cells, most = self.devices[device], request.parts[0].most
         if not self.is_ruled:
             return min(most, cells.total)
-        count = self._cells_ever(request, device)
+        # What is beyond the least it gives back before its end.
+        length = 0.0 if request.cost is None else self._known_length(request, device)
+        count = self._cells_ever(request, device, length)
         most = min(most, count * cells.size + cells.remainder)
         return min(most, request.flow.cap - request.flow.sms + (lease.sms if lease else 0))
 
@@ -224,7 +231,8 @@ class Ground:
         most = 0
         for device in devices:
             cells = self.devices[device]
-            count = self._cells_ever(request, device)
+            length = self._known_length(request, device)
+            count = self._cells_ever(request, device, length)
             sms = cells.total if count == cells.count else count * cells.size
             most = max(most, min(sms, request.flow.cap))
         return most

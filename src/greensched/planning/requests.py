@@ -213,7 +213,8 @@ class SchedulerStatistics:
     """Counts since the beginning, and what is the case now.
 
     Every request taken is `requested`, and then `waiting`, `granted`, `cancelled` (also by the
-    end of the pool) or `expired`; one that was refused because of what else waits is `refused`.
+    end of the pool, or where it can never be granted any more) or `expired`; one that was refused
+    because of what else waits is `refused`.
     """
 
     waiting: int

@@ -14,6 +14,8 @@ Synchronous and deterministic: every call takes `now` and returns who is granted
    one device is kept for it: it goes before everybody, and nobody else is granted there, whatever
    his rank, until it is granted or gone. But an owner has what is free of his floor; and whoever
    is known to end before it could begin is in nobody's way.
+   None is kept for who could not be granted even then, since what his class is promised, or how
+   long it takes, has changed: once he has aged he is `hopeless`, and waits no more.
 6. Those that wait hold nothing but that, and that nothing is lent of a floor whose owner waits:
    only when the one with a device leaves, or the last of a class with a floor, can somebody be
    granted because of it.
@@ -36,7 +38,6 @@ from greensched.errors import (
     DeadlineImpossible,
     InvalidRequest,
     QueueFull,
-    TooManySMs,
     WouldBlock,
     WouldDeadlock,
 )
@@ -301,7 +302,7 @@ class Scheduler(Granting):
 
     def tick(self, now: float) -> tuple[list[Request], list[Request]]:
         """Lets time pass: (who is granted, whose deadline passed while queued)."""
-        expired, unblocked = [], self._is_refilled(now)
+        expired, unblocked = [], self._is_refilled(now) or (self.waiting > 0 and self.is_idle)
         while (request := self._deadlines.first()) is not None:
             if request.deadline is None or request.deadline > now:
                 break
@@ -316,7 +317,8 @@ class Scheduler(Granting):
         """Other classes, or another policy; None: the same. Returns who is granted by that.
 
         Whoever waits keeps his place, by the new policy's rank; leases end as they began. Who is
-        of a class that is not there any more is served as one without a floor or a cap.
+        of a class that is not there any more is served as one without a floor or a cap. Who can
+        never be granted what he asked for under the new ones is `hopeless`.
 
         Raises:
             InvalidRequest: the floors do not fit on the devices; nothing has changed.
@@ -332,9 +334,12 @@ class Scheduler(Granting):
         self._entries = 0
         for request in waiting:
             request.rank = self.policy.rank(request)
-            old = request.line
-            line = self._lines.get(request.wish) or Line(request, old.able, old.asked, old.least)
-            self._stand_in_line(request, line)
+            old, able = request.line, self._able_now(request)
+            if able:
+                line = self._lines.get(request.wish) or Line(request, able, old.asked, old.least)
+                self._stand_in_line(request, line)
+            else:
+                self._give_up(request)
         return self._dispatch(now)
 
     def _lack_floors(self) -> None:
@@ -444,11 +449,13 @@ class Scheduler(Granting):
 
     def _able(self, request: Request) -> tuple[int, ...]:
         """The devices on which it fits when everybody has left; refuses what fits on none."""
-        able = tuple(d for d in request.devices if self.ground.ever(request, d, 0))
+        able = self._able_now(request)
         if not able:
-            most = self.ground.most(request, request.devices)
-            raise TooManySMs(self._asked(request), most, is_ruled=self.ground.is_ruled)
+            raise self._too_many(request)
         return able
+
+    def _able_now(self, request: Request) -> tuple[int, ...]:
+        return tuple(d for d in request.devices if self.ground.ever(request, d, 0))
 
     def _would_block(self, request: Request) -> WouldBlock:
         if request.lacks:
