@@ -128,11 +128,16 @@ class Wishes:
 
 def checked_cost(cost: object) -> Cost | None:
     """Seconds that the work takes, or a curve of them."""
-    if cost is None or callable(getattr(cost, "at", None)):
-        return cost  # type: ignore[return-value]  # what has `at` is a curve
+    if cost is None:
+        return None
+    methods = (getattr(cost, method, None) for method in ("at", "observe"))
+    if not isinstance(cost, type) and all(map(callable, methods)):
+        return cost  # type: ignore[return-value]  # what has both is a curve
     number = seconds(cost)
     if number is None or not 0 < number < math.inf:
-        raise InvalidRequest(f"cost={cost!r}: give seconds, more than 0, or a curve")
+        raise InvalidRequest(
+            f"cost={cost!r}: give seconds, more than 0, or a curve, with `at` and `observe`"
+        )
     return number
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass, field
 
@@ -9,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from greensched.errors import InvalidRequest
 from greensched.planning.cells import Cells, Demand
 from greensched.planning.pacing import LEAST, MOST, SAFE, Pace
-from greensched.planning.policy import Fifo, Room, Sized, Waiting
-from greensched.planning.requests import Lease
+from greensched.planning.policy import Fair, Fifo, Room, Sized, Waiting
+from greensched.planning.requests import Lease, State
 from greensched.planning.scheduler import Scheduler
 from greensched.planning.services import ServiceClass
 
@@ -50,6 +52,66 @@ def leased(scheduler: Scheduler, service: str, cost: Work | None = None, least: 
     request = scheduler.request(0.0, (Demand(least, 132),), service=service, cost=cost)
     (lease,) = request.leases
     return lease
+
+
+class Wrong(Fair):
+    """A policy, and a curve, of which one method fails."""
+
+    def __init__(self, method: str, answer: object) -> None:
+        super().__init__()
+        self.__dict__[method] = lambda *_: answer if answer != "raise" else 1 // 0
+
+    def size(self, _: object, room: Room) -> tuple[int, int]:
+        return room.sizes[0], room.sizes[-1]
+
+    def at(self, _: int) -> float:
+        return 0.1
+
+    def observe(self, _: int, __: float) -> None:
+        pass
+
+
+@pytest.mark.parametrize("answer", ["raise", None, 0.5, (None, 8), (math.nan, 8.0), math.nan])
+@pytest.mark.parametrize("method", ["may_pass", "standing", "size", "at", "observe"])
+def test_what_a_users_policy_or_curve_gets_wrong_loses_nobody(
+    method: str, answer: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Who waits is granted, cells come back, and it is logged, whatever they raise or say."""
+    wrong = Wrong(method, answer)
+    scheduler = pool(DECODE, BULK, policy=wrong)
+    cost = wrong if method in {"at", "observe"} else None
+    asked = [
+        scheduler.request(0.0, (Demand(8, 132),), service=service, cost=cost)
+        for service in ("decode", "bulk", "decode", "bulk")
+    ]
+    leases = list(asked[0].leases)
+    while leases:
+        lease = leases.pop()
+        granted = scheduler.checkpoint(0.5, lease, cost)
+        granted += scheduler.drained(1.0, lease)
+        leases += [lease for request in granted for lease in request.leases]
+    assert all(request.state is State.GRANTED for request in asked)
+    assert (scheduler.is_idle, scheduler.waiting) == (True, 0)
+    assert [flow.sms for flow in scheduler.ground.flows.values()] == [0, 0, 0]
+    is_answer = method == "may_pass" or method == "observe" or (method, answer) == ("at", 0.5)
+    assert bool(caplog.records) is (answer == "raise" or not is_answer)
+
+
+def test_a_rank_that_is_none_changes_nothing() -> None:
+    """Who asks under a policy whose ranks are none is told, and no such policy takes over."""
+    scheduler = pool()
+    leased(scheduler, "decode")
+    waiting = scheduler.request(0.0, (Demand(132, 132),), service="bulk")
+    for _ in range(2):
+        with pytest.raises(InvalidRequest, match="return a tuple of numbers"):
+            scheduler.reconfigure(0.0, [BULK], Wrong("rank", (math.nan,)))
+    assert (scheduler.waiting, waiting.state) == (1, State.QUEUED)
+    assert set(scheduler.services()) == {"", "decode", "bulk"}
+    with pytest.raises(InvalidRequest, match="return a tuple of numbers"):
+        wrong = pool(policy=Wrong("rank", None))
+        leased(wrong, "decode")
+        leased(wrong, "bulk")
+    assert wrong.waiting == 0
 
 
 def test_who_is_alone_has_all_and_gives_up_what_is_not_needed() -> None:

@@ -216,7 +216,7 @@ class Granting(Queue):
         if not is_first:
             return False
         if self._is_limited(request):
-            if not (self._is_possible(request) or self.policy.may_pass(request, now)):
+            if not (self._is_possible(request) or self._may_pass(request, now)):
                 self._give_up(request)
             return True
         if self._reserved is None:
@@ -255,7 +255,7 @@ class Granting(Queue):
 
     def _reserve(self, first: Request, now: float) -> None:
         """Once the first request that does not fit has aged, a device is kept for it."""
-        if self._reserved is None and not first.lacks and not self.policy.may_pass(first, now):
+        if self._reserved is None and not first.lacks and not self._may_pass(first, now):
             if len(first.devices) == 1:
                 self._reserved = (first, first.devices[0])
                 return

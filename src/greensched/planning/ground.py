@@ -301,8 +301,8 @@ class Ground:
         cost, took = request.cost, now - lease.began
         expected = None if cost is None else request.seconds(lease.sms)
         flow.saw_lease(took, now - lease.since, expected)
-        if cost is not None and not isinstance(cost, (int, float)) and not lease.had:
-            cost.observe(lease.sms, took)
+        if not lease.had:
+            lease.request.learn(lease.sms, took)
         if flow.latency is not None and not flow.is_told and not lease.had:
             flow.saw_latency(now - request.arrived, 1)
             if flow.unsplit:
@@ -312,11 +312,10 @@ class Ground:
         """A piece of a lease is done, of which the cost is known; that of the next is given."""
         request, flow, took = lease.request, lease.flow, now - lease.since
         if request.cost is not None:
-            if not isinstance(request.cost, (int, float)):
-                request.cost.observe(lease.sms, took)
+            request.learn(lease.sms, took)
             if not flow.is_told:
                 flow.saw_latency(took, 1)
-        request.cost = cost
+        request.cost, request.is_blind = cost, False
 
     def shrink(self, lease: Lease, least: int) -> int:
         """An elastic lease gives back what is above so many SMs, as far as partitions are there.

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from numbers import Real
+from operator import index
+from typing import Any, Protocol, TypeVar
 
 from greensched.errors import InvalidRequest
+
+T = TypeVar("T")
+
+logger = logging.getLogger("greensched")
 
 
 class Service(Protocol):
@@ -70,6 +78,9 @@ class Room:
 
 class Policy(Protocol):
     """The order of the queue. Pure: equal inputs, equal answers. It is asked under a lock.
+
+    What `rank` raises is the asker's. What any other method raises, or is no answer, is logged,
+    and the usual counts instead: no lease or request is lost by it.
 
     Floors, caps, quotas, loans and bounds hold under every policy; it says who is next of those
     who may be. Two more methods are asked where they are there:
@@ -168,6 +179,9 @@ def _takes(request: Waiting, sms: int) -> float:
     return request.seconds(sms) or 0.0
 
 
+#: What counts where a user's policy has no answer.
+USUAL = Fifo()
+
 #: Policies by name.
 POLICIES: dict[str, type[Policy]] = {
     "fifo": Fifo,
@@ -175,6 +189,78 @@ POLICIES: dict[str, type[Policy]] = {
     "deadline": Deadline,
     "sized": Sized,
 }
+
+
+class Asked:
+    """A user's policy, asked so that nothing is lost by what it gets wrong.
+
+    A rank is asked for by who queues, and he is told. All else is asked in decisions, where cells
+    have moved already and there is nobody to tell: what is raised there, or is no answer, is
+    logged, once of each method, and counts as what is usual: `Fifo`'s, and the size asked for.
+
+    Args:
+        policy: theirs.
+    """
+
+    def __init__(self, policy: Any) -> None:
+        self._policy = policy
+        self._wrong: set[str] = set()
+
+    def rank(self, request: Waiting) -> tuple[float, ...]:
+        """As `Policy`.
+
+        Raises:
+            InvalidRequest: what is no tuple of numbers; and what the policy raises.
+        """
+        rank: tuple[float, ...] = self._policy.rank(request)
+        if not _are_numbers(rank):
+            raise InvalidRequest(f"{self._policy!r}: rank() is {rank!r}: return a tuple of numbers")
+        return rank
+
+    def may_pass(self, first: Waiting, now: float) -> bool:
+        """As `Policy`."""
+        usual = USUAL.may_pass(first, now)
+        return self._ask("may_pass", lambda: bool(self._policy.may_pass(first, now)), usual)
+
+    def standing(self, service: Service) -> tuple[float, ...]:
+        """As `Policy`."""
+
+        def ask() -> tuple[float, ...]:
+            standing: tuple[float, ...] = self._policy.standing(service)
+            if not _are_numbers(standing):
+                raise TypeError(f"{standing!r} is no tuple of numbers")
+            return standing
+
+        return self._ask("standing", ask, (-service.priority,))
+
+    def size(self, request: Waiting, room: Room) -> tuple[int, int]:
+        """As `Policy`."""
+
+        def ask() -> tuple[int, int]:
+            least, most = self._policy.size(request, room)
+            return index(least), index(most)
+
+        return self._ask("size", ask, (room.sizes[0], room.sizes[-1]))
+
+    def _ask(self, method: str, ask: Callable[[], T], usual: T) -> T:
+        try:
+            return ask()
+        except Exception:
+            if method not in self._wrong:
+                self._wrong.add(method)
+                said = "%r: %s() failed, or is no answer; as long as it does it counts as %r"
+                logger.exception(said, self._policy, method, usual)
+            return usual
+
+
+def _are_numbers(answer: object) -> bool:
+    """Whether it is a tuple that has its place in an order."""
+    return isinstance(answer, tuple) and all(isinstance(x, Real) and x == x for x in answer)
+
+
+def asked(policy: Policy) -> Any:
+    """A policy as it is to be asked: one of ours as it is, another's with care."""
+    return policy if type(policy) in POLICIES.values() else Asked(policy)
 
 
 def policy_named(policy: str | Policy) -> Policy:

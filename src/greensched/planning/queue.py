@@ -11,7 +11,7 @@ from typing import Any
 
 from greensched.errors import InvalidRequest
 from greensched.planning.admission import Agenda
-from greensched.planning.policy import Deadline, Policy, Room
+from greensched.planning.policy import Deadline, Policy, Room, asked
 from greensched.planning.requests import Entries, Line, Request, State, by_rank
 from greensched.planning.services import SMOOTHING, Flow
 
@@ -59,14 +59,21 @@ class Queue:
 
     def _set_policy(self, policy: Policy) -> None:
         self.policy = policy
-        self._stands: Callable[[Any], tuple[float, ...]] | None = getattr(policy, "standing", None)
-        self._size: Callable[[Any, Room], tuple[int, int]] | None = getattr(policy, "size", None)
+        to_ask = asked(policy)
+        self._rank: Callable[[Any], tuple[float, ...]] = to_ask.rank
+        self._may_pass: Callable[[Any, float], bool] = to_ask.may_pass
+        self._stands: Callable[[Any], tuple[float, ...]] | None = None
+        self._size: Callable[[Any, Room], tuple[int, int]] | None = None
+        if hasattr(policy, "standing"):
+            self._stands = to_ask.standing
+        if hasattr(policy, "size"):
+            self._size = to_ask.size
         by_due = isinstance(policy, Deadline)
         self._agenda = Agenda(self._sms) if by_due else None
         self._agreed.clear()
 
     def _queue(self, request: Request, line: Line) -> None:
-        request.rank = self.policy.rank(request)
+        request.rank = self._rank(request)
         flow = request.flow
         if not self.waiting:
             self._moved = request.arrived

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import enum
 import heapq
+import logging
 from collections import deque
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from math import frexp
+from math import frexp, inf
 from typing import Any, Protocol
 
 from greensched.planning.cells import Demand
 from greensched.planning.services import Flow
+
+logger = logging.getLogger("greensched")
 
 
 class State(enum.Enum):
@@ -27,7 +30,11 @@ QUEUED = State.QUEUED
 
 
 class Curve(Protocol):
-    """How long a piece of work takes on so many SMs, in seconds."""
+    """How long a piece of work takes on so many SMs, in seconds.
+
+    Asked and told under a lock. Where it raises, or says what are no seconds, that is logged, and
+    its request has no known cost from then on.
+    """
 
     def at(self, sms: int) -> float: ...
 
@@ -111,6 +118,7 @@ class Request:
         "due",
         "flow",
         "holder",
+        "is_blind",
         "lacks",
         "leases",
         "line",
@@ -158,6 +166,8 @@ class Request:
         self.deadline = deadline
         #: What it is expected to take.
         self.cost = cost
+        #: It is a curve that failed, and is not asked again.
+        self.is_blind = False
         #: Seconds in which what its lease does next should be done, by its last checkpoint.
         self.within: float | None = None
         self.holder = holder
@@ -186,7 +196,7 @@ class Request:
         cost = self.cost
         if cost is None:
             return self.flow, self.parts, self.devices
-        magnitude = frexp(cost)[1] if isinstance(cost, (int, float)) else cost
+        magnitude = frexp(cost)[1] if isinstance(cost, (int, float)) else id(cost)
         return self.flow, self.parts, self.devices, magnitude
 
     @property
@@ -202,7 +212,32 @@ class Request:
     def seconds(self, sms: int) -> float | None:
         """How long it is expected to take on so many SMs; None: nobody knows."""
         cost = self.cost
-        return cost if cost is None or isinstance(cost, (int, float)) else cost.at(sms)
+        if cost is None or isinstance(cost, (int, float)):
+            return cost
+        if self.is_blind:
+            return None
+        try:
+            seconds = float(cost.at(sms))
+            if 0 <= seconds < inf:
+                return seconds
+            raise ValueError(f"{seconds} are no seconds")
+        except Exception:  # a user's, amid a decision, where there is nobody to tell
+            self._be_blind("at")
+        return None
+
+    def learn(self, sms: int, seconds: float) -> None:
+        """What it did took so long on so many SMs: its curve is told, if it has one."""
+        cost = self.cost
+        if cost is None or isinstance(cost, (int, float)) or self.is_blind:
+            return
+        try:
+            cost.observe(sms, seconds)
+        except Exception:  # as above
+            self._be_blind("observe")
+
+    def _be_blind(self, method: str) -> None:
+        logger.exception("%r: %s() failed: nothing is known of what it costs", self.cost, method)
+        self.is_blind = True
 
     def __repr__(self) -> str:
         return f"<Request {self.order}: {self.parts}, {self.state.name}>"

@@ -46,7 +46,7 @@ from greensched.planning.admission import predicted, soonest
 from greensched.planning.cells import Cells, Demand
 from greensched.planning.granting import Granting
 from greensched.planning.placement import Placement
-from greensched.planning.policy import Policy
+from greensched.planning.policy import Policy, asked
 from greensched.planning.queue import STALE_LEAST, validate_bound
 from greensched.planning.requests import (
     QUEUED,
@@ -321,19 +321,21 @@ class Scheduler(Granting):
         never be granted what he asked for under the new ones is `hopeless`.
 
         Raises:
-            InvalidRequest: the floors do not fit on the devices; nothing has changed.
+            InvalidRequest: the floors do not fit on the devices, or a rank is none; nothing has
+                changed.
         """
         waiting = sorted(
             (r for line in self._lines.values() for r in line.waiting()), key=lambda r: r.order
         )
+        ranks = [r.rank if policy is None else asked(policy).rank(r) for r in waiting]
         if services is not None:
             self.ground.set_rules(services)
             self._lack_floors()
         self._set_policy(self.policy if policy is None else policy)  # who is due is counted anew
         self._lines.clear()
         self._entries = 0
-        for request in waiting:
-            request.rank = self.policy.rank(request)
+        for request, rank in zip(waiting, ranks, strict=True):
+            request.rank = rank
             old, able = request.line, self._able_now(request)
             if able:
                 line = self._lines.get(request.wish) or Line(request, able, old.asked, old.least)
