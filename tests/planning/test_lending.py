@@ -96,6 +96,17 @@ def test_no_device_is_kept_for_who_is_lent_nothing() -> None:
         ask(scheduler, 2.0, ALL, "batch")
 
 
+def test_who_came_to_his_quota_holds_up_nobody() -> None:
+    """A device that is kept for a request goes to others once its class is beyond its quota."""
+    scheduler = make(ServiceClass("a", quota=8), PLAIN)
+    held = [ask(scheduler, 0.0, 8, "a"), ask(scheduler, 0.0, 32, "plain")]
+    ask(scheduler, 0.0, 48, "a")
+    first = ask(scheduler, 1.0, 8, "plain")
+    assert first.state is State.QUEUED, "the device is kept"
+    assert scheduler.drained(9.0, held[0].leases[0]) == [first]
+    assert ask(scheduler, 9.0, 8, "plain").state is State.GRANTED
+
+
 @pytest.mark.parametrize("owner", [ServiceClass("owner", reserve=32), ServiceClass("owner", 64)])
 def test_who_has_no_budget_lends_nothing(owner: ServiceClass) -> None:
     """A floor whose owner may not be made to wait stays idle, also for those who end soon."""

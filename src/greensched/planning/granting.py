@@ -134,6 +134,7 @@ class Granting(Queue):
                 most = self._have(kept[0], now, granted)
             else:
                 self.lacking.update(dict.fromkeys(kept[0].lacks))
+                self._keep_for_nobody_limited()
         if len(self._lines) == 1:
             self._serve_only(next(iter(self._lines.values())), most, now, granted)
             return
@@ -265,6 +266,11 @@ class Granting(Queue):
             best = max(able or first.devices, key=lambda d: self.devices[d].sms(self.free[d]))
             self._reserved = (first, best)
 
+    def _keep_for_nobody_limited(self) -> None:
+        """The device is kept no more for who has come to his class's limits meanwhile."""
+        if self._reserved is not None and self._is_limited(self._reserved[0]):
+            self._reserved = None
+
     def _overtake(self, request: Request, line: Line | None, now: float) -> bool:
         """Grants a new request past those that wait, where it may.
 
@@ -272,6 +278,7 @@ class Granting(Queue):
         behind one of them.
         """
         before = line.first() if line is not None else None
+        self._keep_for_nobody_limited()
         if self._reserved is None:
             is_only = before is not None and len(self._lines) == 1 and not self.ground.is_ruled
             first = before if is_only else self._first()
