@@ -96,6 +96,19 @@ def test_no_device_is_kept_for_who_is_lent_nothing() -> None:
         ask(scheduler, 2.0, ALL, "batch")
 
 
+@pytest.mark.parametrize("sms", [40, 64])
+def test_owners_do_not_wait_for_each_other_for_ever(sms: int) -> None:
+    """Owners who wait for more than their floors lend, once nobody has anything of the device."""
+    rules = {"reserve": 32, "budget": 0.010, "revocable": True, "segment": 0.005}
+    scheduler = make(*(ServiceClass(name, **rules) for name in "ab"))  # type: ignore[arg-type]
+    held = [ask(scheduler, 0.0, 32, name) for name in "ab"]
+    waiting = [ask(scheduler, 0.0, sms, name) for name in "ab"]
+    assert scheduler.drained(0.005, held[0].leases[0]) == []
+    assert scheduler.drained(0.005, held[1].leases[0]) == [waiting[0]]
+    assert scheduler.services()["b"].sms_lent == sms - 32
+    assert scheduler.drained(0.010, waiting[0].leases[0]) == [waiting[1]]
+
+
 def test_who_came_to_his_quota_holds_up_nobody() -> None:
     """A device that is kept for a request goes to others once its class is beyond its quota."""
     scheduler = make(ServiceClass("a", quota=8), PLAIN)

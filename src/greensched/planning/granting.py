@@ -122,6 +122,8 @@ class Granting(Queue):
         while self._is_unlocked:  # an owner who waits no more lends again
             self._is_unlocked = False
             self._dispatch_once(now, granted)
+            if self.waiting and self.ground.is_ruled and not self._is_unlocked:
+                self._serve_idle(now, granted)
         if granted and self._is_untidy():
             self._tidy()
         return granted
@@ -160,6 +162,23 @@ class Granting(Queue):
                     heapq.heapreplace(heads, self._head(following))
                 else:
                     heapq.heappop(heads)
+
+    def _serve_idle(self, now: float, granted: list[Request]) -> None:
+        """Where nobody has anything of a device, owners who wait lend: else all wait for ever."""
+        ground = self.ground
+        idle = [d for d, live in enumerate(ground.live) if not live and ground.floors[d].owners]
+        for device in idle:
+            ordered = [head[-1] for head in sorted(map(self._head, self._firsts()))]
+            if self._reserved is not None and self._reserved[1] == device:
+                ordered.insert(0, self._reserved[0])
+            ground.floors[device].is_idle = True
+            for request in ordered:
+                is_here = device in request.devices and not self._is_limited(request)
+                if is_here and self._grant(request, (device,), now):
+                    self._have(request, now, granted)
+                    self._is_unlocked = True
+                    break
+            ground.floors[device].is_idle = False
 
     def _serve_only(self, line: Line, most: int, now: float, granted: list[Request]) -> None:
         """The same where all want the same: the usual case, and a third of the work."""

@@ -10,7 +10,9 @@ may have. He takes what is kept for him at once, and the rest when its loans com
 borrows only if it is revocable, and only from an owner who wants none of it and whose blocking
 budget is at least as long as the borrower takes to give back: the next checkpoint for what an
 elastic lease has above its least size, the end of the lease for the rest. So an owner waits for his
-floor for one budget at most. Each loan is one owner's: what comes back goes to nobody else.
+floor for one budget at most. Each loan is one owner's: what comes back goes to nobody else. Where
+nobody has anything, and all wait for what is others', owners lend though they wait: what they wait
+for is more than their floors.
 
 After a change of the classes free cells may be fewer than that for a time: leases end under the
 rules they began under, and what comes free is kept until it suffices.
@@ -51,6 +53,8 @@ class Floors:
         self.all_blocks = sum(self.blocks.values())
         #: The equal cells beside them.
         self.beside = cells.equal & ~self.all_blocks
+        #: Nobody has anything, and nobody could be granted anything: then owners lend who wait.
+        self.is_idle = False
         #: Leases that have something on loan.
         self.borrowers: dict[Lease, None] = {}
 
@@ -80,7 +84,7 @@ class Floors:
             kept = owner.kept
             if not kept or owner is flow:
                 continue
-            if flow.revocable and owner.budget > 0 and not (owner.waiting or owner.short):
+            if flow.revocable and owner.budget > 0 and self._lends(owner):
                 if length < 0:
                     length, segment = lengths(request, sms)
                 if not 0 < length <= owner.budget:
@@ -93,6 +97,9 @@ class Floors:
         if least < 0:
             least = 0
         return least, max(least, most)
+
+    def _lends(self, owner: Flow) -> bool:
+        return self.is_idle or not (owner.waiting or owner.short)
 
     def take(self, free: int, lease: Lease, taken: int, least: int, sms: int) -> None:
         """A lease takes cells of so many free ones; what is kept for others is borrowed.
@@ -122,7 +129,7 @@ class Floors:
         length, segment = lengths(lease.request, sms)
         # Whoever can wait longest lends first, and the least part first: fewer can lend it.
         for owner in sorted(self.owners, key=lambda owner: -owner.budget):
-            if owner is lease.flow or owner.waiting or owner.short:
+            if owner is lease.flow or not self._lends(owner):
                 continue
             lent = 0
             if length <= owner.budget:
