@@ -176,12 +176,39 @@ def test_another_process_gives_the_same_bytes() -> None:
         {"rates": (-1.0,)},
         {"gpus": "h300"},
         {"generator": "requests"},
+        {"seconds": math.inf},
+        {"rates": (math.nan,)},
+        {"target": math.nan},
+        {"target": -1.0},
     ],
 )
 def test_a_question_without_sense_is_refused(wrong: dict[str, Any]) -> None:
     """Before anything is simulated, by an error of ours."""
     with pytest.raises(InvalidRequest):
         ask(Question(**({"policies": ("streams",), "check": False} | wrong)))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"reserve": "8"}, {"depth": 1.5}, {"segment": None}, {"latency": math.nan}, {"cap": -1},
+        {"segment": 1e-12}, {"priority": True},
+    ],
+)  # fmt: skip
+def test_a_class_of_a_file_is_checked(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    """What is no number of its kind is refused with its class, before anything is simulated."""
+    path = tmp_path / "classes.json"
+    path.write_text(json.dumps({"classes": {"a": {"role": "loop", "curve": "gemm"} | wrong}}))
+    with pytest.raises(InvalidRequest, match="class 'a'"):
+        services(str(path))
+
+
+def test_traffic_without_end_is_refused(tmp_path: Path) -> None:
+    """Traffic that no load can be made of is refused; it had no saturation to print."""
+    path = tmp_path / "trace.csv"
+    path.write_text("arrival,class,cost\n0,inference,5e-324\n1e9,inference,5e-324\n")
+    with pytest.raises(InvalidRequest, match="no load"):
+        ask(Question(policies=("streams",), check=False, trace=path, services="w2"))
 
 
 def test_a_plot_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -81,6 +81,26 @@ def test_a_bad_trace_is_refused(tmp_path: Path, lines: Sequence[str], said: str)
         read(write(tmp_path, "a.csv", *lines))
 
 
+@pytest.mark.parametrize("line", ["{", "[" * 99_999, '{"arrival": ' + "1" * 9_999 + "}", "[1]"])
+def test_a_bad_line_of_jsonl_is_named(tmp_path: Path, line: str) -> None:
+    """A line that is no object is refused with its number; empty ones are none."""
+    with pytest.raises(InvalidRequest, match=r"a\.jsonl:3"):
+        read(write(tmp_path, "a.jsonl", '{"arrival": 0, "class": "a", "cost": 1}', "", line))
+
+
+def test_a_field_too_long_for_csv_is_refused(tmp_path: Path) -> None:
+    """What the csv module refuses is an error of ours."""
+    with pytest.raises(InvalidRequest, match="field larger"):
+        read(write(tmp_path, "a.csv", "arrival,class,cost", "0,a," + "1" * 200_000))
+
+
+def test_dates_have_zones_and_fractions(tmp_path: Path) -> None:
+    """ISO dates as programs write them; one without a zone is of UTC on every machine."""
+    dates = ("2024-03-31 00:30:00.5", "2024-03-31T00:30:01.000Z", "2024-03-31T04:30:00+02:00")
+    lines = ("\ufeffarrival,class,cost", *(f"{date},a,1" for date in dates))
+    assert [arrival.at for arrival in read(write(tmp_path, "a.csv", *lines))] == [0, 0.5, 7199.5]
+
+
 def test_windows_and_rates() -> None:
     """A window begins at 0 and is another for another seed; faster traffic is the same requests."""
     traffic = generate("poisson", 600.0, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -49,8 +50,11 @@ def ask(question: Question, progress: Progress = lambda _done, _what: None) -> A
     classes = services(question.services, curves)
     asked = _named(question.policies)
     seeds = range(question.seed, question.seed + question.repeats)
-    if not question.seconds > 0 or question.repeats < 1 or any(r <= 0 for r in question.rates):
-        raise InvalidRequest("seconds, repeats and rates are above 0")
+    above = question.seconds, *question.rates
+    if question.repeats < 1 or not all(0 < number < math.inf for number in above):
+        raise InvalidRequest("seconds, repeats and rates are above 0, and not infinite")
+    if not 0 <= question.target < math.inf:
+        raise InvalidRequest(f"target {question.target!r}: give how many times the alone-p99")
     source = _Source(question, classes)
     rates = sorted(question.rates) or [0.0]
     setting = Setting(gpus=question.gpus, services=classes, seconds=question.seconds)

@@ -139,7 +139,9 @@ def load(path: Path) -> dict[str, Curve]:
             )
             for name, curve in said.items()
         }
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (
+        OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError,
+    ) as error:  # fmt: skip
         raise InvalidRequest(f"{path}: no table of curves: {error!r}") from error
 
 

@@ -13,9 +13,9 @@ import csv
 import json
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 
 from greensched.errors import InvalidRequest
@@ -55,18 +55,26 @@ def read(path: Path) -> list[Arrival]:
         InvalidRequest: it cannot be read; says which line and why.
     """
     try:
-        with path.open(newline="") as file:
+        with path.open(newline="", encoding="utf-8-sig") as file:
             if path.suffix == ".jsonl":
-                rows: Iterable[Mapping[str, object]] = map(json.loads, file)
-                found = [_arrival(path, i, row) for i, row in enumerate(rows, 1)]
+                lines = [(i, line) for i, line in enumerate(file, 1) if line.strip()]
+                found = [_arrival(path, i, _object(path, i, line)) for i, line in lines]
             else:
                 found = [_arrival(path, i, row) for i, row in enumerate(csv.DictReader(file), 2)]
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise InvalidRequest(f"{path}: {error}") from error
     if not found:
         raise InvalidRequest(f"{path}: no request in it")
     found.sort(key=lambda arrival: arrival.at)
     return [replace(arrival, at=arrival.at - found[0].at) for arrival in found]
+
+
+def _object(path: Path, number: int, line: str) -> Mapping[str, object]:
+    try:
+        row: Mapping[str, object] = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{path}:{number}: {error}") from error
+    return row
 
 
 def _arrival(path: Path, line: int, row: Mapping[str, object]) -> Arrival:
@@ -100,13 +108,19 @@ def _checked(arrival: Arrival) -> Arrival:
 
 
 def _time(value: object) -> float:
-    """Seconds, or a date; one with seven digits of a second, too, as the Azure traces have."""
+    """Seconds, or a date; one with seven digits of a second, too, as the Azure traces have.
+
+    A date without a zone is of UTC: of this machine's own zone it would not be the same anywhere.
+    """
     try:
         return float(str(value))
     except ValueError:
         text = str(value)
-        whole, dot, digits = text.partition(".")
-        return datetime.fromisoformat(whole).timestamp() + (float(f"0.{digits}") if dot else 0.0)
+        whole, _, rest = text.partition(".")
+        zone = rest.lstrip("0123456789")
+        date = datetime.fromisoformat(whole + zone)
+        part = float(f"0.{rest.removesuffix(zone)}0")
+        return (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp() + part
 
 
 # -- what is done to traffic ------------------------------------------------------------------

@@ -10,6 +10,7 @@ as the kernels of their layers would.
 from __future__ import annotations
 
 import json
+import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -105,7 +106,12 @@ def saturation(traffic: Traffic, services: Mapping[str, Service], devices: int) 
             work += arrival.cost
         else:
             work += prompt_seconds(arrival.context) + max(0, arrival.generated - 1) * each_token
-    return devices * seconds / work if work else 1.0
+    times = devices * seconds / work if work else 1.0
+    if not 0 < times < math.inf:
+        raise InvalidRequest(
+            f"{seconds:g} s of traffic with {work:g} s of work in it: that is no load to speak of"
+        )
+    return times
 
 
 # -- services by name, or from a file ---------------------------------------------------------
@@ -168,7 +174,7 @@ def services(said: str, tables: Mapping[str, Curve] = CURVES) -> dict[str, Servi
     try:
         classes = json.loads(Path(said).read_text())["classes"]
         found = {name: _service(name, dict(each), tables) for name, each in classes.items()}
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise InvalidRequest(
             f"services {said!r}: neither {' nor '.join(SERVICES)}, nor a file of classes: {error!r}"
         ) from error
@@ -188,13 +194,30 @@ def _service(name: str, said: dict[str, Any], tables: Mapping[str, Curve]) -> Se
     return Service(**(said | {"name": name, "curve": curve}))
 
 
+#: What a class is told, by what it is.
+WHOLE = ("reserve", "cap", "priority", "blocks", "batch", "depth")
+REAL = ("weight", "target", "latency", "budget", "segment")
+#: Seconds of a piece of work, at least: no kernel is shorter.
+LEAST_SEGMENT = 1e-6
+
+
 def _sensible(found: dict[str, Service]) -> dict[str, Service]:
     roles = [service.role for service in found.values()]
     if roles.count("prefill") != roles.count("decode") or roles.count("prefill") > 1:
         raise InvalidRequest("a language model is one class that prefills and one that decodes")
     for service in found.values():
-        if not (service.segment > 0 and service.blocks >= 1 and service.batch >= 1):
-            raise InvalidRequest(f"class {service.name!r}: segment, blocks and batch are above 0")
+        for name, kinds, what in ((WHOLE, int, "a whole number"), (REAL, (int, float), "a number")):
+            for field in name:
+                value = getattr(service, field)
+                if isinstance(value, bool) or not isinstance(value, kinds) or value != value:
+                    raise InvalidRequest(f"class {service.name!r}: {field}={value!r}: give {what}")
+        if service.reserve < 0 or service.cap < 0 or service.latency < 0:
+            raise InvalidRequest(f"class {service.name!r}: reserve, cap, latency are not below 0")
+        if not (service.segment >= LEAST_SEGMENT and service.blocks >= 1 and service.batch >= 1):
+            raise InvalidRequest(
+                f"class {service.name!r}: segment is a microsecond or more, blocks and "
+                "batch are above 0"
+            )
         if not (service.target > 0 and service.depth >= 1 and service.weight > 0):
             raise InvalidRequest(f"class {service.name!r}: target, depth, weight are above 0")
     return found
