@@ -7,6 +7,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +40,18 @@ class LatencyCurve:
     def __init__(self, samples: Mapping[int, Iterable[float]]) -> None:
         self._median: dict[int, float] = {}
         self._p95: dict[int, float] = {}
-        for sms in sorted(samples):
-            durations = sorted(samples[sms])
-            if not durations or not durations[0] >= 0 or not durations[-1] < math.inf:
-                raise InvalidRequest(f"{sms} SMs: give durations in seconds, at least one")
+        if not isinstance(samples, Mapping):
+            raise InvalidRequest("give durations by SMs, such as {8: [0.004], 16: [0.002]}")
+        by_size: dict[int, Any] = {_whole(sms): given for sms, given in samples.items()}
+        for sms in sorted(by_size):
+            given = by_size[sms]
+            durations = list(map(_seconds, given)) if isinstance(given, Iterable) else []
+            if sms < 1 or not durations or not all(0 <= each < math.inf for each in durations):
+                raise InvalidRequest(
+                    f"{list(samples)} SMs: give whole numbers of SMs, and for each of them "
+                    "durations in seconds, at least one"
+                )
+            durations.sort()
             self._median[sms] = _quantile(durations, 0.5)
             self._p95[sms] = _quantile(durations, TAIL)
         if not self._median:
@@ -79,7 +88,7 @@ class LatencyCurve:
         Raises:
             InvalidRequest: a slowdown below 1.
         """
-        if not slowdown >= 1:
+        if not _seconds(slowdown) >= 1:
             raise InvalidRequest(f"slowdown={slowdown!r}: give a factor, at least 1")
         return self.meeting(slowdown * self.p95(self.sizes[-1]))
 
@@ -89,6 +98,8 @@ class LatencyCurve:
         Raises:
             InvalidRequest: not even the most SMs are fast enough; says how fast they are.
         """
+        if not _seconds(seconds) >= 0:
+            raise InvalidRequest(f"seconds={seconds!r}: give seconds, at least 0")
         for sms in self.sizes:
             if self.p95(sms) <= seconds:
                 return sms
@@ -102,7 +113,13 @@ class LatencyCurve:
     # -- learning --------------------------------------------------------------------------------
 
     def observe(self, sms: int, seconds: float) -> None:
-        """One more duration. O(1), on whatever thread: it is called while serving."""
+        """One more duration. O(1), on whatever thread: it is called while serving.
+
+        Raises:
+            InvalidRequest: that is no size, or no duration; nothing is learnt of it.
+        """
+        if not (sms >= 1 and 0 <= seconds < math.inf):
+            raise InvalidRequest(f"{seconds!r} s on {sms!r} SMs: give a duration, and a size")
         if sms not in self._median:
             self._median[sms], self._p95[sms] = self.at(sms), self.p95(sms)
             self._sizes, self._smooth = tuple(sorted(self._median)), None
@@ -149,9 +166,9 @@ class LatencyCurve:
         """
         try:
             rows: list[dict[str, Any]] = json.loads(Path(path).read_text())["latency"]
-            curve = cls({int(row["sms"]): [float(row["median"])] for row in rows})
-            curve._p95 = {int(row["sms"]): float(row["p95"]) for row in rows}
-        except (ValueError, KeyError, TypeError) as error:
+            curve = cls({row["sms"]: [row["median"]] for row in rows})
+            curve._p95 = cls({row["sms"]: [row["p95"]] for row in rows})._median
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise InvalidRequest(f"{path} holds no latency curve: {error!r}") from None
         return curve
 
@@ -180,7 +197,7 @@ class Scaled:
     __slots__ = ("_curve", "_factor")
 
     def __init__(self, curve: LatencyCurve, factor: float) -> None:
-        if not 0 < factor < math.inf:
+        if not 0 < _seconds(factor) < math.inf:
             raise InvalidRequest(f"factor={factor!r}: give how many times, more than 0")
         self._curve = curve
         self._factor = factor
@@ -192,6 +209,23 @@ class Scaled:
     def observe(self, sms: int, seconds: float) -> None:
         """One more duration."""
         self._curve.observe(sms, seconds / self._factor)
+
+
+def _seconds(value: object) -> float:
+    """A number as one of Python's; nan: it is none."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def _whole(value: object) -> int:
+    """A whole number as one of Python's; 0: it is none."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        return 0
+    return int(value)
 
 
 def _quantile(ordered: list[float], part: float) -> float:

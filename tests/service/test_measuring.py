@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import random
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 import greensched
@@ -40,6 +43,27 @@ def test_the_fewest_sms_that_meet_a_time() -> None:
 def test_steps_are_marked() -> None:
     """A size below which it is much slower at once is a step, and one on a flat stretch is none."""
     assert curve(STEPPED).steps == (16, 32, 64, 132)
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [{8: [0.1, math.nan, 0.2]}, {8: [math.inf]}, {0: [0.1]}, {8.5: [0.1]}, {8: 0.1}, {8: ["1"]}, 8],
+)
+def test_wrong_numbers_are_in_no_curve(samples: Any, tmp_path: Path) -> None:
+    """Sizes are whole numbers of SMs, durations are finite: in a table, in a file, and learnt."""
+    with pytest.raises(InvalidRequest, match="give"):
+        LatencyCurve(samples)
+    path, known = tmp_path / "curve.json", LatencyCurve({np.int64(8): np.array([0.1])})  # type: ignore[dict-item]
+    known.save(path)
+    assert LatencyCurve.load(path).sizes == (8,)
+    path.write_text(path.read_text().replace('"p95": 0.1', '"p95": NaN'))
+    with pytest.raises(InvalidRequest, match="no latency curve"):
+        LatencyCurve.load(path)
+    with pytest.raises(InvalidRequest, match="give"):
+        known.observe(8, math.nan)
+    for wrong in (known.times, known.meeting, lambda x: known.within(slowdown=x)):
+        with pytest.raises(InvalidRequest, match="give"):
+            wrong("1")  # type: ignore[arg-type]
 
 
 def test_more_sms_never_take_longer() -> None:
