@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from greensched.curves import LatencyCurve
@@ -40,6 +40,10 @@ async def measure(
     """See `Pool.measure`."""
     if not callable(fn):
         raise InvalidRequest(f"measure calls a function, and {fn!r} is none")
+    given: object = sizes
+    if not isinstance(given, Iterable):
+        raise InvalidRequest(f"measure(sms={sizes!r}): give the sizes, such as [8, 16, 32]")
+    sizes = tuple(given)  # each of them is measured many times
     samples: dict[int, list[float]] = {}
     for turn in range(1 + REPEATS):
         for sms in sizes:

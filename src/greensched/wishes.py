@@ -16,6 +16,8 @@ from greensched.planning.requests import Cost
 from greensched.planning.services import ServiceClass
 from greensched.typing import Size
 
+#: Latencies told at once, at most: counts of them are still whole numbers as floats.
+MOST_AT_ONCE = 10**9
 #: Wishes that are kept: one for each size of each class, of which few are asked for.
 SHARED = 1024
 
@@ -114,8 +116,10 @@ class Wishes:
         took = seconds(latency)
         if took is None or not 0 <= took < math.inf:
             raise InvalidRequest(f"latency={latency!r}: give seconds, at least 0")
-        if type(number) is not int or number < 1:
-            raise InvalidRequest(f"number={number!r}: give how many had it, at least 1")
+        if type(number) is not int or not 1 <= number <= MOST_AT_ONCE:
+            raise InvalidRequest(
+                f"number={number!r}: give how many had it, at least 1 and at most {MOST_AT_ONCE}"
+            )
 
     def _check_known(self, service: object) -> None:
         names = [one.name for one in self.services]

@@ -240,6 +240,7 @@ def test_classes_that_allow_it_are_on_all_sms_together(world: World) -> None:
         (("quick", -1.0), "at least 0"),
         (("quick", "soon"), "at least 0"),
         (("quick", 1.0, 0), "at least 1"),
+        (("quick", 1.0, 10**400), "at most"),
     ],
 )
 def test_what_is_no_latency_is_refused(world: World, args: tuple, said: str) -> None:
