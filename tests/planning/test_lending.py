@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from greensched.errors import InvalidRequest, TooManySMs
@@ -83,9 +85,10 @@ def test_only_who_can_be_back_in_time_borrows() -> None:
     assert ask(unknown, 0.0, 8, "batch").state is State.QUEUED, "nothing is known of it"
 
 
-def test_no_device_is_kept_for_who_is_lent_nothing() -> None:
+@pytest.mark.parametrize("ageing", [0.020, math.inf])
+def test_no_device_is_kept_for_who_is_lent_nothing(ageing: float) -> None:
     """Who could have it on loan alone, and took too long, is told so, and holds up nobody."""
-    scheduler = make(OWNER, BATCH, PLAIN)
+    scheduler = Scheduler([DEVICE], Fifo(ageing=ageing), 9, services=[OWNER, BATCH, PLAIN])
     held = ask(scheduler, 0.0, ALL, "batch", cost=0.001)
     waiting = ask(scheduler, 0.0, ALL, "batch", cost=0.001)
     assert scheduler.drained(1.0, held.leases[0]) == [], "a thousand times what it said"

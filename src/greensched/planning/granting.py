@@ -122,7 +122,8 @@ class Granting(Queue):
         while self._is_unlocked:  # an owner who waits no more lends again
             self._is_unlocked = False
             self._dispatch_once(now, granted)
-            if self.waiting and self.ground.is_ruled and not self._is_unlocked:
+            ground = self.ground
+            if ground.is_ruled and self.waiting and not (all(ground.live) or self._is_unlocked):
                 self._serve_idle(now, granted)
         if granted and self._is_untidy():
             self._tidy()
@@ -136,7 +137,8 @@ class Granting(Queue):
                 most = self._have(kept[0], now, granted)
             else:
                 self.lacking.update(dict.fromkeys(kept[0].lacks))
-                self._keep_for_nobody_limited()
+                if self.ground.is_ruled:
+                    self._keep_for_nobody_limited()
         if len(self._lines) == 1:
             self._serve_only(next(iter(self._lines.values())), most, now, granted)
             return
@@ -236,7 +238,8 @@ class Granting(Queue):
         if not is_first:
             return False
         if self._is_limited(request):
-            if not (self._is_possible(request) or self._may_pass(request, now)):
+            is_hopeless = request.flow.revocable and not self._is_possible(request)
+            if is_hopeless and not (any(self.ground.live) and self._may_pass(request, now)):
                 self._give_up(request)
             return True
         if self._reserved is None:
@@ -249,12 +252,13 @@ class Granting(Queue):
             return False
         flow = request.flow
         is_over = flow.tokens <= 0 or flow.sms + request.line.asked > flow.cap
-        return is_over or not self._is_possible(request)
+        return is_over or (flow.revocable and not self._is_possible(request))
 
     def _is_possible(self, request: Request) -> bool:
-        """Whether it could be granted if everybody had left, as its class and its leases are now.
+        """Whether it could be granted if everybody had left, by what is known of its class now.
 
-        Neither stays: classes may be reconfigured, and who takes too long is lent no floor.
+        That does not stay: who takes too long is lent no floor. Who borrows nothing could be
+        granted when he was queued, and still can.
         """
         return any(
             self.ground.ever(request, device, 0) or seats.may_sit(self.ground, request, device)
@@ -297,7 +301,8 @@ class Granting(Queue):
         behind one of them.
         """
         before = line.first() if line is not None else None
-        self._keep_for_nobody_limited()
+        if self.ground.is_ruled:
+            self._keep_for_nobody_limited()
         if self._reserved is None:
             is_only = before is not None and len(self._lines) == 1 and not self.ground.is_ruled
             first = before if is_only else self._first()

@@ -15,7 +15,7 @@ Synchronous and deterministic: every call takes `now` and returns who is granted
    his rank, until it is granted or gone. But an owner has what is free of his floor; and whoever
    is known to end before it could begin is in nobody's way.
    None is kept for who could not be granted even then, since what his class is promised, or how
-   long it takes, has changed: once he has aged he is `hopeless`, and waits no more.
+   long it takes, has changed: once he has aged, or nobody has anything, he is `hopeless`.
 6. Those that wait hold nothing but that, and that nothing is lent of a floor whose owner waits:
    only when the one with a device leaves, or the last of a class with a floor, can somebody be
    granted because of it.
