@@ -229,6 +229,18 @@ class ServiceMachine(RuleBasedStateMachine):
             assert request in self.waiting, "granted to somebody who left"
             self.waiting.remove(request)
             self.take_over(request)
+        self.hopeless()
+
+    def hopeless(self) -> None:
+        """Who borrows, and can never be lent what he waits for, waits no more."""
+        told = [request for request, _ in self.scheduler.hopeless]
+        assert [self.twins[request] for request in told] == [r for r, _ in self.twin.hopeless]
+        for request in told:
+            assert request.flow.revocable
+            assert request.state is State.GONE
+            self.waiting.remove(request)
+        self.scheduler.hopeless.clear()
+        self.twin.hopeless.clear()
 
     def take_over(self, request: Request) -> None:
         assert request.state is State.GRANTED
