@@ -130,11 +130,11 @@ def against(answer: Answer) -> dict[str, dict[str, report.Interval]]:
         if BEST_SPLIT in good and "bound" in good and arm not in (BEST_SPLIT, "bound"):
             rows["recovered"] = report.recovered(found, good[BEST_SPLIT], good["bound"])
         if "streams" in good and arm not in ("streams", "bound"):
-            rows["where streams do"] = report.interval(_beside_streams(answer, arm))
+            rows["where streams do"] = report.interval(beside_streams(answer, arm))
     return told
 
 
-def _beside_streams(answer: Answer, arm: str) -> list[float]:
+def beside_streams(answer: Answer, arm: str) -> list[float]:
     """For each seed the least of its attainment over that of plain streams, where those do."""
     by = {(cell.arm, cell.rate): attained(answer, cell, None) for cell in answer.cells}
     found = []
