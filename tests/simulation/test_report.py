@@ -56,8 +56,8 @@ def test_percentiles_have_weights() -> None:
 
 
 def test_who_was_never_served_is_late() -> None:
-    """Once he has waited for longer than the target; before that nobody knows."""
-    samples = Samples([1.0, 1.0], [0.0, 0.0], [1, 1], [5.0, 6.0], left=[0.5, 3.0])
+    """Once he has waited for longer than the target, unless he came in the warm-up."""
+    samples = Samples([1.0, 1.0], [0.0, 0.0], [1, 1], [5.0, 6.0], left=[0.5, 3.0, 9.5])
     found = Latencies.of(samples, 10.0)
     assert found.attained(1.0) == pytest.approx(2 / 3)
     assert found.attained(5.0) == 1.0

@@ -77,17 +77,18 @@ class Latencies:
 
     @staticmethod
     def of(samples: Samples, seconds: float, began: float = 0.0) -> Latencies:
-        """Without the warm-up."""
+        """Without who came in the warm-up, served or not."""
         kept = [i for i, at in enumerate(samples.at) if at - began >= WARM_UP * seconds]
         weights = [samples.weight[i] for i in kept]
         whole = [samples.latency[i] for i in kept]
         wait = [samples.wait[i] for i in kept]
         service = [a - b for a, b in zip(whole, wait, strict=True)]
+        left = tuple(age for age in samples.left if seconds - age >= WARM_UP * seconds)
         return Latencies(
             Weighed.of(whole, weights),
             Weighed.of(wait, weights),
             Weighed.of(service, weights),
-            tuple(samples.left),
+            left,
             samples.done / seconds,
         )
 
