@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from greensched.curves import LatencyCurve
 from greensched.errors import InvalidRequest, TooManySMs
 from greensched.planning.cells import Cells, demands
 from greensched.planning.policy import Fifo
@@ -83,6 +84,17 @@ def test_only_who_can_be_back_in_time_borrows() -> None:
     unknown = make(OWNER, ServiceClass("batch", revocable=True), PLAIN)
     ask(unknown, 0.0, 32, "plain")
     assert ask(unknown, 0.0, 8, "batch").state is State.QUEUED, "nothing is known of it"
+
+
+def test_several_parts_borrow_for_as_long_as_the_smallest_takes() -> None:
+    """Where the owner may not wait so long nothing is lent, whatever the first part takes."""
+    scheduler = make(OWNER, BATCH, PLAIN)
+    ask(scheduler, 0.0, 32, "plain")
+    curve = LatencyCurve({8: [0.024], 24: [0.008]})
+    parts = demands((24, 8))
+    together = scheduler.request(0.0, parts, service="batch", cost=curve)
+    assert together.state is State.QUEUED
+    assert ask(scheduler, 0.0, 32, "owner").state is State.GRANTED
 
 
 @pytest.mark.parametrize("ageing", [0.020, math.inf])

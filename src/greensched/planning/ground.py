@@ -124,7 +124,7 @@ class Ground:
         flow, floors, parts = request.flow, self.floors[device], request.wants
         least = most = (free & cells.equal).bit_count()
         if floors.owners:
-            least, most = floors.room(least, request, parts[0].least)
+            least, most = floors.room(least, request, request.fewest)
         if limit is not None:
             least, most = min(least, limit), min(most, limit)
         left = flow.cap - flow.sms
@@ -198,7 +198,7 @@ class Ground:
     def _known_length(self, request: Request, device: int) -> float:
         """Seconds until a lease of it ends, by which it is lent floors; infinite: not known."""
         owners = self.floors[device].owners
-        return (lengths(request, request.parts[0].least)[0] or math.inf) if owners else 0.0
+        return (lengths(request, request.fewest)[0] or math.inf) if owners else 0.0
 
     def _cells_ever(self, request: Request, device: int, length: float) -> int:
         """Equal cells of a device that a request so long may ever have, others' floors idle."""
@@ -259,7 +259,7 @@ class Ground:
                 have, taken = (free & cells.equal).bit_count(), (mask & cells.equal).bit_count()
                 part = request.parts[i]
                 least = taken if part.named else min(taken, -(-part.least // cells.size))
-                floors.take(have, lease, taken, least, sms)
+                floors.take(have, lease, taken, least, request.fewest)
                 if request.is_elastic:
                     floors.note(lease)
             free &= ~mask
@@ -365,7 +365,7 @@ class Ground:
         device, flow, request = lease.device, lease.flow, lease.request
         cells, floors, free = self.devices[device], self.floors[device], self.free[device]
         have = (free & cells.equal).bit_count()
-        _, room = floors.room(have, request, request.parts[0].least)
+        _, room = floors.room(have, request, request.fewest)
         own = (lease.mask & cells.equal).bit_count()
         room = min(room, (flow.cap - flow.sms) // cells.size)
         most = min(own + room, request.wants[0].most // cells.size)
@@ -410,7 +410,7 @@ class Ground:
             have = (self.free[lease.device] & cells.equal).bit_count()
             more = (mask & cells.equal).bit_count() - own
             if more > 0:
-                floors.take(have, lease, more, 0, lease.sms)
+                floors.take(have, lease, more, 0, lease.request.fewest)
             elif more < 0:
                 floors.give(lease, -more)
         self._change(lease, mask)

@@ -187,6 +187,11 @@ class Request:
         return len(self.parts) == 1 and self.parts[0].least < self.parts[0].most
 
     @property
+    def fewest(self) -> int:
+        """SMs of its smallest part: by them it is judged, always, how long it would borrow."""
+        return min([part.least for part in self.parts])
+
+    @property
     def wish(self) -> tuple[object, ...]:
         """What its line has in common: where one of them does not fit, nor does the next.
 
