@@ -8,8 +8,10 @@ a launch are in it, on every arm. In turns:
 * **alone**: one lane after another, while the others have nothing to do;
 * **all at once**;
 * **all at once, beside one that hangs**: the kernel of a ninth lane does not end. On a GPU it waits
-  for a word that the host writes when the turn is over. A simulator looks for such a word all the
-  time, which would be measured, too; there a kernel never ends, by a fault, so this arm has eight
+  for a word that the host writes when the turn is over. Nine lanes are more than the eight hardware
+  queues that a process has unless told otherwise, and on an H200 one of them waited for the kernel
+  that hung: so there are 32 here. A simulator looks for such a word all the time, which would be
+  measured, too; there a kernel never ends, by a fault, so this arm has eight
   lanes of a machine of its own, which asks a look each 50 ms of the loop in the other turns.
 
 A stand-in takes a kernel's time from its name, so each lane has a kernel of its own; and from
@@ -22,6 +24,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -82,6 +85,7 @@ async def measure(name: str) -> list[Row]:
     what = [f"wake of {length:g} ms jobs" for length in LENGTHS_MS]
     together = [Comparison(f"{lane}: eight lanes at once | alone") for lane in what]
     beside = [Comparison(f"{lane}: eight at once, a ninth hangs | alone") for lane in what]
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # before the driver starts
     driver = drivers.open(name)
     async with (
         Pool([0], driver=driver, prepare=[*SPIN, latch]) as pool,
