@@ -30,6 +30,7 @@ def numba_launch() -> Iterator[Launch]:
     from numba.core import types
 
     try:
+        import numba.cuda.cudaimpl  # noqa: F401  what compiling loads
         from numba.cuda.extending import intrinsic
     except AttributeError as error:
         pytest.skip(f"this numba-cuda does not compile beside this numpy: {error}")
