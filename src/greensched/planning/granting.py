@@ -260,8 +260,11 @@ class Granting(Queue):
         That does not stay: who takes too long is lent no floor. Who borrows nothing could be
         granted when he was queued, and still can.
         """
-        return any(
-            self.ground.ever(request, device, 0) or seats.may_sit(self.ground, request, device)
+        line, ground = request.line, self.ground
+        if line.needs_loan is None:
+            line.needs_loan = ground.needs_loan(request)
+        return not line.needs_loan or any(
+            ground.ever(request, device, 0) or seats.may_sit(ground, request, device)
             for device in request.devices
         )
 

@@ -195,6 +195,17 @@ class Ground:
         masks = masks and cells.fit_all(some, least)
         return bool(masks) and sum(map(cells.sms, masks)) <= flow.cap
 
+    def needs_loan(self, request: Request) -> bool:
+        """Whether it may fit nowhere, everybody having left, but for what others' floors lend."""
+        flow, (part, *more) = request.flow, request.parts
+        for device in request.devices:
+            cells, owners = self.devices[device], self.floors[device].owners
+            others = sum(owner.need for owner in owners if owner is not flow)
+            most = min((cells.count - others) * cells.size, flow.cap)
+            if 0 < part.least <= most and not more:
+                return False
+        return True
+
     def _known_length(self, request: Request, device: int) -> float:
         """Seconds until a lease of it ends, by which it is lent floors; infinite: not known."""
         owners = self.floors[device].owners

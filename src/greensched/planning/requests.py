@@ -380,7 +380,7 @@ class Line(Entries):
         least: SMs without which none of them fits anywhere.
     """
 
-    __slots__ = ("able", "asked", "flow", "least")
+    __slots__ = ("able", "asked", "flow", "least", "needs_loan")
 
     def __init__(self, request: Request, able: tuple[int, ...], asked: int, least: int) -> None:
         super().__init__()
@@ -388,6 +388,8 @@ class Line(Entries):
         self.able = able
         self.asked = asked
         self.least = least
+        #: Whether they may fit only on what floors of others lend; None: not asked yet.
+        self.needs_loan: bool | None = None
 
     def add(self, request: Request) -> None:
         request.line = self
