@@ -45,8 +45,7 @@ def run(
         completion.when_reached(runs, ticket, runs.let_go)
 
     holding.expose()
-    if runs not in completion.tracks:
-        completion.watch(runs)
+    completion.watch(runs)
     holding.crew.run(call, job, completion)
     return job
 

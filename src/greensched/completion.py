@@ -72,9 +72,6 @@ class Watch:
     def add(self, ticket: int, wake: Wake) -> None:
         """Keeps the entries in the order of their tickets; most come in order."""
         entries = self.entries
-        if not entries or entries[-1][0] <= ticket:
-            entries.append((ticket, wake))
-            return
         later = []
         while entries and ticket < entries[-1][0]:
             later.append(entries.pop())
@@ -180,8 +177,7 @@ class Completion:
         However many come before the loop's next turn, they wake it once.
         """
         self._delivered.append(None)
-        if not self._kicked:
-            self.kick_threadsafe()
+        self.kick_threadsafe()
 
     def kick_threadsafe(self) -> None:
         """From another thread: there may be something to see."""

@@ -202,13 +202,17 @@ class Holding:
         """The same lease on another lane, from now on; this lane has no work, and is let go."""
         for job in self.unfinished:
             job.finish()
-        self.is_open = self.is_plain = False
-        self.is_over = True
+        self.lapse()
         moved = Holding(self.lease, crew, self.completion, self._keeper)
         moved.failed = self.failed
         return moved
 
     # -- its end -----------------------------------------------------------------------------------
+
+    def lapse(self) -> None:
+        """It is over at once: nothing is left of it here."""
+        self.is_open = self.is_plain = False
+        self.is_over = True
 
     def end(self) -> None:
         """Nothing more is submitted; the cells go back when the work is done. Does not wait."""

@@ -89,7 +89,7 @@ class Parking:
                 self.put += 1
                 spot.append(channel)
                 return True
-        _end(holding)
+        holding.lapse()
         self._over(holding)
         return True
 
@@ -107,12 +107,6 @@ class Parking:
                 except IndexError:
                     break
         for channel in found:
-            _end(channel.holding)
+            channel.holding.lapse()
         taken, self.put = self.put - len(found), 0
         return found, taken
-
-
-def _end(holding: Holding) -> None:
-    """Of a lease of which nothing is left."""
-    holding.is_open = holding.is_plain = False
-    holding.is_over = True

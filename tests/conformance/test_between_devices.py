@@ -32,7 +32,7 @@ def two(world: World, pair: str) -> Pool:
     if "@" in pair and (world.kind, world.backend) != ("real", "asyncio"):
         pytest.skip("older drivers copy alike on every loop: they are tried on asyncio's")
     if not world.is_simulated and pair != PAIRS[0]:
-        pytest.skip("this machine's devices are what they are: they are tried once")
+        pytest.skip("only simulated machines have devices of each kind: this one's are tried once")
     return world.pair(pair)
 
 

@@ -196,7 +196,7 @@ class Request:
         """What its line has in common: where one of them does not fit, nor does the next.
 
         Who is known to end sooner may fit into a gap that is closed to others, so a known cost
-        counts by its magnitude.
+        counts by its magnitude; a curve is itself, and need not be hashable.
         """
         cost = self.cost
         if cost is None:

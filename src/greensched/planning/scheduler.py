@@ -327,7 +327,9 @@ class Scheduler(Granting):
         waiting = sorted(
             (r for line in self._lines.values() for r in line.waiting()), key=lambda r: r.order
         )
-        ranks = [r.rank if policy is None else asked(policy).rank(r) for r in waiting]
+        ranks = (
+            [r.rank for r in waiting] if policy is None else list(map(asked(policy).rank, waiting))
+        )
         if services is not None:
             self.ground.set_rules(services)
             self._lack_floors()
