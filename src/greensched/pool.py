@@ -38,6 +38,7 @@ from greensched.planning.requests import Cost
 from greensched.planning.scheduler import validate_bound
 from greensched.planning.services import ServiceClass, checked
 from greensched.plans import Plan, plan
+from greensched.quantities import real
 from greensched.site import Site
 from greensched.standing import CloseReport, PoolState, PoolStatistics
 from greensched.typing import CaptureMode, Granularity, Size, SupportsDevice
@@ -452,8 +453,8 @@ class Pool:
         Raises:
             InvalidRequest: no such number; nothing is closed.
         """
-        seconds = wishes.seconds(grace)
-        if seconds is None or not seconds >= 0:
+        seconds = real(grace)
+        if not seconds >= 0:
             raise InvalidRequest(f"grace={grace!r} is no number of seconds >= 0")
         if self.state is PoolState.FORKED:
             return CloseReport()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from numbers import Real
 from typing import Any
 
 from greensched.buffers import Buffer
@@ -14,6 +13,7 @@ from greensched.kernels import Kernel
 from greensched.planning.cells import Demand, demands
 from greensched.planning.requests import Cost
 from greensched.planning.services import ServiceClass
+from greensched.quantities import real
 from greensched.typing import Size
 
 #: Latencies told at once, at most: counts of them are still whole numbers as floats.
@@ -113,8 +113,7 @@ class Wishes:
             InvalidRequest: no such class, or what is no latency or number.
         """
         self._check_known(service)
-        took = seconds(latency)
-        if took is None or not 0 <= took < math.inf:
+        if not 0 <= real(latency) < math.inf:
             raise InvalidRequest(f"latency={latency!r}: give seconds, at least 0")
         if type(number) is not int or not 1 <= number <= MOST_AT_ONCE:
             raise InvalidRequest(
@@ -137,8 +136,8 @@ def checked_cost(cost: object) -> Cost | None:
     methods = (getattr(cost, method, None) for method in ("at", "observe"))
     if not isinstance(cost, type) and all(map(callable, methods)):
         return cost  # type: ignore[return-value]  # what has both is a curve
-    number = seconds(cost)
-    if number is None or not 0 < number < math.inf:
+    number = real(cost)
+    if not 0 < number < math.inf:
         raise InvalidRequest(
             f"cost={cost!r}: give seconds, more than 0, or a curve, with `at` and `observe`"
         )
@@ -147,20 +146,12 @@ def checked_cost(cost: object) -> Cost | None:
 
 def checked_deadline(deadline: object) -> float | None:
     """Seconds from now."""
-    until = None if deadline is None else seconds(deadline)
-    if deadline is not None and not (until is not None and until > 0):
+    if deadline is None:
+        return None
+    until = real(deadline)
+    if not until > 0:
         raise InvalidRequest(f"deadline={deadline!r}: give the seconds from now, more than 0")
     return until
-
-
-def seconds(value: object) -> float | None:
-    """A number as one of Python's; None: it is none, or beyond all time."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        return None
-    try:
-        return float(value)
-    except OverflowError:
-        return None
 
 
 def one_of(name: str, value: object, known: tuple[object, ...]) -> object:

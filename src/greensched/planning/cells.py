@@ -10,10 +10,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from numbers import Integral
 from typing import NamedTuple
 
 from greensched.errors import InvalidRequest, InvalidSize
+from greensched.quantities import whole
 from greensched.typing import ALL, REST, NamedSize, Size
 
 #: The partitions that are made already, by their number of cells, the ones to prefer first.
@@ -38,17 +38,10 @@ def demand(size: Size) -> Demand:
     if isinstance(size, NamedSize):
         return Demand(0, 0, size)
     least, most = size if isinstance(size, tuple) and len(size) == 2 else (size, size)
-    demand = Demand(_whole(least), sys.maxsize if most is ALL else _whole(most))
+    demand = Demand(whole(least), sys.maxsize if most is ALL else whole(most))
     if not 0 < demand.least <= demand.most:
         raise InvalidSize(size)
     return demand
-
-
-def _whole(number: object) -> int:
-    """A whole number, numpy's too; 0: it is none."""
-    if isinstance(number, bool) or not isinstance(number, Integral):
-        return 0
-    return int(number)
 
 
 def demands(sizes: tuple[Size, ...]) -> tuple[Demand, ...]:

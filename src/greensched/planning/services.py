@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from numbers import Real
 from typing import Literal, get_args
 
 from greensched.errors import InvalidRequest
 from greensched.planning.pacing import Pace
+from greensched.quantities import real
 from greensched.typing import ALL, NamedSize
 
 #: Weight of the newest sample in what a class is remembered by: the last ten or so count.
@@ -143,12 +143,7 @@ def _count(value: object) -> bool:
 
 
 def _number(value: object) -> bool:
-    if isinstance(value, bool) or not isinstance(value, Real):
-        return False
-    try:
-        return not math.isnan(float(value))
-    except OverflowError:
-        return False
+    return not math.isnan(real(value))
 
 
 def _absent_or_at_least_0(value: float | None) -> bool:
