@@ -38,7 +38,7 @@ from greensched.loops import Door, current_door
 from greensched.parking import Parking
 from greensched.planning.placement import Placement
 from greensched.planning.policy import Policy
-from greensched.planning.requests import Request, State
+from greensched.planning.requests import Request
 from greensched.planning.scheduler import Scheduler
 from greensched.planning.services import ServiceClass
 from greensched.site import Site
@@ -135,20 +135,22 @@ class Desk:
         self._give_up_forsaken()
         with self.lock:
             request = self._request(wish, completion, wait=True)
-            if request.state is State.GRANTED:
-                return self._claim(request, completion)
-            self._asking[request] = completion.door
-            request.owner = queued = Queued(completion)
-        self._have_made()
+            others = self.scheduler.resized(request)
+            channels = self._claim(request, completion)
+            if not channels:
+                self._asking[request] = completion.door
+                request.owner = queued = Queued(completion)
+        self._deliver(others)
+        if channels:
+            return channels
         completion.queued(request.deadline)
         try:
             await queued.waiter
             if queued.error is not None:
                 raise queued.error
             with self.lock:
-                if self._works:
-                    return self._claim(request, completion)
-            raise self.refusal()
+                self.check()
+                return self._claim(request, completion)
         except GeneratorExit:
             self._forsaken.append(request)
             raise
@@ -164,7 +166,11 @@ class Desk:
         self._adopt(completion)  # nobody else may come by to do it
         self._give_up_forsaken()
         with self.lock:
-            return self._claim(self._request(wish, completion, wait=False), completion)
+            request = self._request(wish, completion, wait=False)
+            others = self.scheduler.resized(request)
+            channels = self._claim(request, completion)
+        self._deliver(others)
+        return channels
 
     def unpark(self) -> None:
         """The scheduler knows again who holds what, and what is free. Holds the lock."""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import greensched
-from greensched import ALL, Pool, ServiceClass
+from greensched import ALL, LatencyCurve, Pool, ServiceClass
 from helpers.waiting import until
 from helpers.world import World
 
@@ -102,6 +102,32 @@ def test_what_cannot_be_in_time_is_refused_at_once(world: World) -> None:
             async with pool.partition(8, service="decode", cost=0.005):
                 pass
             assert pool.statistics().waiting == 0
+
+    world.run(main)
+
+
+def test_who_needs_less_because_another_came_is_granted_it(world: World) -> None:
+    """Under "sized", a request that goes first may leave others so little that it is free."""
+    services = [
+        ServiceClass("first", priority=2),
+        ServiceClass("decode", priority=1, latency=1.0),
+        ServiceClass("bulk"),
+    ]
+    work = LatencyCurve({sms: [40.0 / sms] for sms in range(8, 129, 8)})
+
+    async def main() -> None:
+        async with (
+            world.pool("h200", services=services, policy="sized") as pool,
+            anyio.create_task_group() as tasks,
+        ):
+            release = anyio.Event()
+            async with pool.partition((8, 64), service="bulk"):
+                tasks.start_soon(lambda: hold(pool, (8, ALL), release, service="decode", cost=work))
+                await until(lambda: pool.statistics().waiting == 1)
+                tasks.start_soon(lambda: hold(pool, 100, release, service="first"))
+                await until(lambda: pool.statistics().services["decode"].sms > 0)
+                assert pool.statistics().services["first"].waiting == 1
+                release.set()
 
     world.run(main)
 

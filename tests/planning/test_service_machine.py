@@ -140,6 +140,7 @@ class ServiceMachine(RuleBasedStateMachine):
             self.waiting.append(made)
         else:
             self.take_over(made)
+        self.granted(self.scheduler.resized(made), self.twin.resized(self.twins[made]))
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())

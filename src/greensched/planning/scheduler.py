@@ -134,6 +134,8 @@ class Scheduler(Granting):
             WouldDeadlock: it would have to wait, and can never fit while `holder` holds what he
                 has.
             QueueFull: it would have to wait, and too many do.
+
+        Under a policy that sizes `resized` comes next: others may now be to have less.
         """
         where = self._everywhere if devices is None else devices
         flow = self.ground.flows.get(service)
@@ -177,6 +179,10 @@ class Scheduler(Granting):
             self.lacking.update(dict.fromkeys(request.lacks))
         self._queue(request, line)
         return request
+
+    def resized(self, request: Request) -> list[Request]:
+        """Who is granted because of one that was just taken: a policy sizes by who is there."""
+        return self._dispatch(request.arrived) if self._size and self.waiting else []
 
     def cancel(self, now: float, request: Request) -> list[Request]:
         """A queued request is not wanted any more. Returns who is granted because it left."""
