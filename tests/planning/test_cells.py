@@ -121,6 +121,15 @@ def test_menu_has_what_a_pair_needs(cells: Cells) -> None:
             assert not rest or rest in menu
 
 
+def test_a_short_menu_has_what_moves_a_border() -> None:
+    """Cut by twos, an H100 has the lanes of two that share it, wherever the border is between."""
+    fine = Cells(size=2, count=66)
+    menu = fine.menu(96)
+    assert len(menu) == 96
+    for cells in range(1, 47):
+        assert {(1 << cells) - 1, fine.every & ~((1 << cells) - 1)} <= {*menu}, cells
+
+
 def test_menu_of_an_h100_fits_the_bound() -> None:
     """The menu of a real device has every number of cells, and needs no more than 96 lanes."""
     menu = H100.menu(1000)

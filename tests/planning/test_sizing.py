@@ -17,9 +17,11 @@ from greensched.planning.policy import Fair, Fifo, Room, Sized, Waiting
 from greensched.planning.requests import Lease, State
 from greensched.planning.scheduler import Scheduler
 from greensched.planning.services import ServiceClass
+from greensched.site import MENU
 
 CELLS = Cells(size=8, count=15, remainder=12, joins=True)
 EVEN = Cells(size=8, count=16, remainder=0, joins=True)
+FINE = Cells(size=2, count=66)
 DECODE = ServiceClass("decode", priority=1, latency=1.0)
 BULK = ServiceClass("bulk")
 
@@ -192,16 +194,18 @@ def test_nobody_waits_for_what_is_never_given_back() -> None:
     assert (bulk.sms, decode.leases[0].sms) == (8, 124)
 
 
+@pytest.mark.parametrize("cells", [CELLS, EVEN, FINE])
 @pytest.mark.parametrize("seed", range(5))
-def test_a_need_is_met_with_the_partitions_that_are_made(seed: int) -> None:
-    """Where no more lanes can be made, whatever is needed is had after the others' checkpoint."""
-    menu, rng = set(CELLS.menu(87)), random.Random(seed)
-    scheduler = Scheduler([CELLS], Sized(), 10, lambda _, mask: mask in menu,
+def test_a_need_is_met_with_the_partitions_that_are_made(seed: int, cells: Cells) -> None:
+    """Whatever is needed is had after the others' checkpoint, whichever lanes come beside those."""
+    made, rng = set(cells.menu(MENU)), random.Random(seed)
+    scheduler = Scheduler([cells], Sized(), 10, lambda _, mask: mask in made,
                           services=(DECODE, BULK))  # fmt: skip
-    for mask in sorted(menu):
+    for mask in sorted(made):
         scheduler.warm[0].setdefault(mask.bit_count(), {})[mask] = None
     bulk = leased(scheduler, "bulk")
-    request = scheduler.request(0.0, (Demand(8, 132),), service="decode", cost=Work(5.0))
+    most = cells.total
+    request = scheduler.request(0.0, (Demand(8, most),), service="decode", cost=Work(5.0))
     scheduler.checkpoint(0.001, bulk)
     (decode,) = request.leases
     for step in range(1, 200):
@@ -209,7 +213,25 @@ def test_a_need_is_met_with_the_partitions_that_are_made(seed: int) -> None:
         scheduler.checkpoint(step + 0.1, bulk)
         scheduler.checkpoint(step + 0.2, decode)
         assert decode.sms >= request.wants[0].least
-        assert bulk.sms >= 132 - decode.sms - 2 * CELLS.size, "most of the rest is in use"
+        assert bulk.sms >= most - decode.sms - 2 * cells.size, "most of the rest is in use"
+        if rng.random() < 0.1:  # the device had nothing to do for a moment
+            for _, mask in scheduler.lacking:
+                made.add(mask)
+                scheduler.warm[0].setdefault(mask.bit_count(), {})[mask] = None
+            scheduler.lacking.clear()
+
+
+def test_who_needs_less_because_another_came_has_it_at_once() -> None:
+    """Where one that goes before him wants SMs he is to have fewer, and those are free."""
+    first = ServiceClass("first", priority=2)
+    scheduler = pool(first, DECODE, BULK)
+    scheduler.request(0.0, (Demand(8, 64),), service="bulk")
+    decode = scheduler.request(0.0, (Demand(8, 132),), service="decode", cost=Work(100.0))
+    assert scheduler.resized(decode) == []
+    assert not decode.leases, "of the 106 that he needs 68 are free"
+    before = scheduler.request(0.0, (Demand(100, 100),), service="first")
+    assert scheduler.resized(before) == [decode]
+    assert decode.leases[0].sms == 32
 
 
 def beside_bulk() -> tuple[Scheduler, Lease, Lease]:

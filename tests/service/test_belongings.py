@@ -12,6 +12,7 @@ from greensched import LaunchConfig, Pool
 from greensched.driver import simulated
 from greensched.integrations.testing import SimPool
 from greensched.kernels import spin
+from helpers.menus import one_cell_lanes
 
 CONFIG = LaunchConfig(grid=16, block=32)
 
@@ -29,7 +30,7 @@ async def test_a_lane_that_is_given_up_closes_it(
     sim_pool: SimPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is closed with a lane that makes room for another, while the pool goes on."""
-    monkeypatch.setattr("greensched.site.MENU", 32)
+    one_cell_lanes(monkeypatch)
     monkeypatch.setattr("greensched.site.EXTRA", 1)
     things = [Thing(), Thing()]
 

@@ -23,6 +23,7 @@ from greensched import ALL, LaunchConfig, Pool
 from greensched.driver import simulated
 from greensched.kernels import spin
 from helpers.gate import Gate
+from helpers.menus import one_cell_lanes
 from helpers.stepping import Place, Steps, awaits_in
 from helpers.waiting import turns, until
 
@@ -105,7 +106,7 @@ async def _warm(stage: Stage) -> None:
 
 @scenario("lease a lane to be made", opened)
 async def _cold(stage: Stage) -> None:
-    async with stage.pool.partition(24):  # see `small_menu`
+    async with stage.pool.partition(24):  # see `few_lanes`
         pass
 
 
@@ -224,7 +225,7 @@ async def _feed_over_checkpoint(stage: Stage) -> None:
     async with anyio.create_task_group() as tasks:
         async with stage.pool.partition((16, 1024)) as p:
             tasks.start_soon(_queued, stage)
-            async for x in p.feed(np.ones(10) for _ in range(3)):
+            async for x in p.feed(np.ones(10) for _ in range(5)):
                 p.copy(x, x)
                 await p.checkpoint()
 
@@ -320,9 +321,9 @@ async def as_before(stage: Stage) -> None:
 
 
 @pytest.fixture(autouse=True)
-def small_menu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lanes of powers of two alone are made beforehand, and little is measured."""
-    monkeypatch.setattr("greensched.site.MENU", 32)
+def few_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few lanes are made beforehand, and little is measured."""
+    one_cell_lanes(monkeypatch)
     monkeypatch.setattr("greensched.measuring.REPEATS", 1)
 
 

@@ -18,6 +18,7 @@ from greensched.kernels import fill, spin
 from greensched.typing import StreamHandle
 from greensched.words import LINE, PAGE, Words
 from helpers.gate import Gate
+from helpers.menus import one_cell_lanes
 from helpers.waiting import turns, until
 
 ONE = LaunchConfig(grid=1, block=32)
@@ -41,7 +42,7 @@ def test_partitions_that_exchange_buffers_do_not_wait_in_a_circle() -> None:
 
 def test_what_outlives_its_lane_reads_a_word_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """A job and a buffer of a lane that was ended are done with it, whoever has its word now."""
-    monkeypatch.setattr("greensched.site.MENU", 32)
+    one_cell_lanes(monkeypatch)
     monkeypatch.setattr("greensched.site.EXTRA", 1)
 
     async def main() -> None:
@@ -227,7 +228,7 @@ def test_a_context_that_cannot_be_entered_fails_each_call(
 
 def test_lanes_beside_the_menu_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many odd shapes are asked for at once, so many lanes stay and no more."""
-    monkeypatch.setattr("greensched.site.MENU", 32)
+    one_cell_lanes(monkeypatch)
     monkeypatch.setattr("greensched.site.EXTRA", 3)
     clock = simulated.VirtualClock(seed=1)
     driver = simulated.open("h200", clock=clock)

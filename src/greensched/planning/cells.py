@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
 
 from greensched.errors import InvalidRequest, InvalidSize
@@ -130,17 +131,24 @@ class Cells:
         """The partitions worth making beforehand: everything, aligned blocks, and complements.
 
         The complement of a block is what `pool.partitions(n, REST)` needs beside it. Powers of two
-        come first, then the other numbers of cells.
+        come first, then the other numbers of cells. Where that is too many, blocks that begin at
+        the first cell go before others: two that share a device move the border between them.
         """
-        wanted: dict[int, None] = {self.every: None}
         powers = [1 << power for power in range(self.count.bit_length())]
-        for cells in dict.fromkeys((*powers, *range(1, self.count + 1))):
-            step = aligned(cells)
-            for mask in self.blocks(cells):
-                if (mask.bit_length() - cells) % step == 0:
-                    wanted[mask] = None
-                    wanted[self.complement(mask)] = None
-        return [mask for mask in wanted if self.possible(mask)][:limit]
+        pairs = [
+            (mask, self.complement(mask))
+            for cells in dict.fromkeys((*powers, *range(1, self.count + 1)))
+            for mask in self.blocks(cells)
+            if (mask.bit_length() - cells) % aligned(cells) == 0
+        ]
+        ordered = self._possible((self.every, *chain(*pairs)))
+        firsts = chain(*(pair for pair in pairs if pair[0] & 1))
+        chosen = set(self._possible((self.every, *firsts, *ordered))[:limit])
+        return [mask for mask in ordered if mask in chosen]
+
+    def _possible(self, masks: Iterable[int]) -> list[int]:
+        """Those of some that can be, each once."""
+        return [mask for mask in dict.fromkeys(masks) if self.possible(mask)]
 
     def complement(self, mask: int) -> int:
         """Every other cell that can be in one partition."""

@@ -400,7 +400,7 @@ class Ground:
             return 0
         if cells.sms(best) > lease.sms:
             self._grow_to(lease, best, own)
-        return 0 if is_made else mask
+        return 0 if cells.sms(best) >= cells.sms(mask) else mask
 
     def _largest_made(self, device: int, among: int, most: int, limit: int) -> int:
         """The largest partition that is made, of at most so many equal cells and SMs; 0: none."""
