@@ -37,8 +37,9 @@ from greensched.typing import ALL
 RATES, SECONDS, REQUESTS = (0.5, 0.7, 0.85, 1.0, 1.15, 1.3, 2.0), 90.0, 400
 #: Traffic other than the trace: nothing was fitted to any of them.
 UNSEEN = ("azure-conv", "azure-code", "bursty", "gamma", "mooncake")
-#: Ours, where prompts are read and tokens written.
-OURS = "sized"
+#: Ours, where prompts are read and tokens written; and how finely every pool cuts there, the fixed
+#: splits', too: what a step of decoding needs is between two multiples of eight.
+OURS, CUT = "sized", "fine"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,7 @@ def prefill_and_decode(seeds: Sequence[int], traces: Sequence[Path]) -> Iterator
     for traffic in (*traces, *UNSEEN):
         asked = Question(
             policies=("streams", BEST_SPLIT, OURS),
+            granularity=CUT,
             rates=RATES,
             seed=seeds[0],
             repeats=len(seeds),

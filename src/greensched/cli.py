@@ -47,16 +47,16 @@ def _parser() -> argparse.ArgumentParser:
         "sizes", nargs="+", type=_size, metavar="size", help="16, 8:64 (least:most), all or rest"
     )
     plan.add_argument("--driver", help='"cuda", or a simulation such as "simulated:h200"')
-    plan.add_argument(
-        "--granularity",
-        choices=get_args(Granularity),
-        default="coscheduled",
-        help="how finely a pool would cut",
-    )
+    _add_granularity(plan)
     plan.add_argument("--json", action="store_true", help="print JSON instead of sentences")
     plan.set_defaults(command=_plan)
     _add_simulate(commands.add_parser("simulate", help="what if: traffic on simulated GPUs"))
     return parser
+
+
+def _add_granularity(command: argparse.ArgumentParser) -> None:
+    choices, what = get_args(Granularity), "how finely a pool cuts"
+    command.add_argument("--granularity", choices=choices, default="coscheduled", help=what)
 
 
 def _add_simulate(simulate: argparse.ArgumentParser) -> None:
@@ -64,6 +64,7 @@ def _add_simulate(simulate: argparse.ArgumentParser) -> None:
     source.add_argument("--trace", type=Path, help="a CSV or JSONL file of requests")
     source.add_argument("--generate", default="azure-conv", help="a seeded generator of traffic")
     simulate.add_argument("--gpus", default="h200", help="such as h200x2")
+    _add_granularity(simulate)
     simulate.add_argument("--services", default="llm", help="llm, w2, w8, or a file of classes")
     simulate.add_argument("--tables", type=Path, help="measured curves, a JSON file")
     simulate.add_argument("--policy", default="all", help="names with commas between, or all")
@@ -122,6 +123,7 @@ def _simulate(options: argparse.Namespace) -> int:
 
     question = answers.Question(
         gpus=options.gpus,
+        granularity=options.granularity,
         services=options.services,
         policies=tuple(options.policy.split(",")),
         trace=options.trace,

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from greensched.errors import InvalidRequest, InvalidSize
 from greensched.planning.cells import Cells, Demand, demand, demands
+from greensched.site import MENU
 from greensched.typing import ALL, REST
 
 from .naive import fits, is_enough, is_no_excess, possible, rest_of, sms, subsets
@@ -121,19 +122,26 @@ def test_menu_has_what_a_pair_needs(cells: Cells) -> None:
             assert not rest or rest in menu
 
 
+@given(devices(), st.integers(0, 40))
+def test_largest_is_the_largest(cells: Cells, most: int) -> None:
+    """No partition of at most so many SMs is larger, and one is as large."""
+    sizes = [sms(cells, mask) for mask in subsets(cells.every) if possible(cells, mask)]
+    assert cells.largest(most) == max((size for size in sizes if size <= most), default=0)
+
+
 def test_a_short_menu_has_what_moves_a_border() -> None:
     """Cut by twos, an H100 has the lanes of two that share it, wherever the border is between."""
     fine = Cells(size=2, count=66)
-    menu = fine.menu(96)
-    assert len(menu) == 96
-    for cells in range(1, 47):
+    menu = fine.menu(MENU)
+    assert len(menu) == MENU
+    for cells in range(1, 66):
         assert {(1 << cells) - 1, fine.every & ~((1 << cells) - 1)} <= {*menu}, cells
 
 
 def test_menu_of_an_h100_fits_the_bound() -> None:
-    """The menu of a real device has every number of cells, and needs no more than 96 lanes."""
+    """The menu of a real device has every number of cells, and all of its lanes are made."""
     menu = H100.menu(1000)
-    assert len(menu) <= 96
+    assert len(menu) <= MENU
     assert {mask.bit_count() for mask in menu} >= set(range(1, H100.count + 1))
 
 

@@ -173,6 +173,17 @@ def test_a_cap_holds_whatever_is_enough() -> None:
     assert leased(scheduler, "bulk").sms == 100
 
 
+def test_what_is_enough_is_no_more_than_was_asked_for() -> None:
+    """Where no partition has just the most that was asked for, it has the next smaller one."""
+    uneven = Cells(size=8, count=3, remainder=4)
+    scheduler = Scheduler([uneven], Sized(), 10, services=(DECODE, BULK))
+    bulk = scheduler.request(0.0, (Demand(8, 26),), service="bulk")
+    assert bulk.leases[0].sms == 24
+    scheduler.drained(0.0, bulk.leases[0])
+    decode = scheduler.request(0.0, (Demand(8, 26),), service="decode", cost=Work(26.0))
+    assert decode.leases[0].sms == 24
+
+
 def test_nobody_is_kept_out_for_ever() -> None:
     """Once a waiting request has aged, an elastic lease gives back all above what it asked for."""
     scheduler = pool()

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -20,8 +20,10 @@ from greensched import cli
 from greensched.errors import InvalidRequest, MissingPackage
 from greensched.simulation import bound, compare, plot, show, validation
 from greensched.simulation.answers import Question, against, as_dict, attained
+from greensched.simulation.arms import Split, pool_of
 from greensched.simulation.compare import ask
 from greensched.simulation.interference import PUBLISHED
+from greensched.simulation.machine import Machine
 from greensched.simulation.report import (
     Latencies,
     Weighed,
@@ -36,6 +38,7 @@ from greensched.simulation.tables import CURVES
 from greensched.simulation.traffic import Arrival
 from greensched.simulation.validation import Check
 from greensched.simulation.workload import services
+from greensched.typing import Granularity
 
 PAGE = Path(__file__).parents[2] / "docs/simulation.md"
 SMALL = Question(policies=("streams", "sized"), rates=(0.5, 1.0), seconds=2.0, check=False)
@@ -98,6 +101,27 @@ def test_a_question_compares_with_doing_without() -> None:
     assert "recovered" not in said["sized"]
 
 
+@pytest.mark.parametrize(("granularity", "sms"), [("coscheduled", 16), ("fine", 10)])
+def test_pools_cut_as_finely_as_was_asked(granularity: Granularity, sms: int) -> None:
+    """Those of every arm, and the fixed splits that are tried lie as close; the answer says so."""
+    asked = replace(SMALL, granularity=granularity, policies=("best-split",), seconds=0.1)
+    answer = ask(asked)
+    firsts = [arm.first for arm in compare._arms("best-split", answer) if isinstance(arm, Split)]
+    assert (12 in firsts) is (granularity == "fine")
+    assert as_dict(answer)["granularity"] == granularity
+    assert ("cut finely" in show.table(answer)) is (granularity == "fine")
+    machine = Machine("h200", services("llm"), PUBLISHED, granularity=granularity)
+
+    async def granted() -> int:
+        async with pool_of(machine) as pool, pool.partition(10) as p:
+            return p.sm_count
+
+    try:
+        assert machine.clock.run(granted) == sms
+    finally:
+        machine.close()
+
+
 def bounded(prompts: list[Arrival], seconds: float = 10.0) -> float:
     """The bound of prompts due after 0.2 s, on one device."""
     latency = {"prefill": 0.2, "decode": 0.2}
@@ -124,11 +148,12 @@ def test_what_classes_do_side_by_side_is_the_hull_of_splits() -> None:
     assert two.beside(0.8) == pytest.approx(2 * frontier.beside(0.4))
 
 
+@pytest.mark.parametrize("granularity", get_args(Granularity))
 @pytest.mark.parametrize("arm", ["streams", "split-24", "sized"])
-def test_nobody_is_above_the_bound(arm: str) -> None:
+def test_nobody_is_above_the_bound(arm: str, granularity: Granularity) -> None:
     """In no run has anybody more prompts in time than the bound, all tokens being in time."""
     asked = replace(SMALL, seconds=20.0, generator="bursty", policies=(arm,), rates=(1.0, 1.3))
-    answer = ask(replace(asked, repeats=2))
+    answer = ask(replace(asked, repeats=2, granularity=granularity))
     for cell in answer.cells:
         for mine, most in zip(attained(answer, cell, None), answer.bounds[cell.rate], strict=True):
             assert mine <= most[None]

@@ -113,6 +113,14 @@ class Cells:
             return mask != 0
         return self.joins
 
+    def largest(self, most: int) -> int:
+        """SMs of the largest partition that has at most so many; 0: each has more."""
+        if most >= self.total:
+            return self.total
+        more = (most - self.remainder) // self.size if self.joins else 0
+        with_leftover = self.remainder + more * self.size if self.remainder <= most else 0
+        return max(min(most // self.size, self.count) * self.size, with_leftover)
+
     def blocks(self, cells: int) -> tuple[int, ...]:
         """Contiguous sets of so many equal cells, the aligned ones first.
 

@@ -30,10 +30,10 @@ def wanted(
 ) -> Demand:
     """What it is to have on a device now; `lease`: what it has there."""
     (asked,), cells = request.parts, ground.devices[device]
-    most = max(asked.least, ground.most_now(request, device, lease))
-    sizes = range(-(-asked.least // cells.size) * cells.size, min(most, cells.total), cells.size)
+    most = max(asked.least, cells.largest(ground.most_now(request, device, lease)))
+    sizes = range(-(-asked.least // cells.size) * cells.size, most, cells.size)
     taken, kept, is_alone = _others(ground, lines, request, device, lease)
-    room = Room((*sizes, min(most, cells.total)), max(0, cells.total - taken), is_alone)
+    room = Room((*sizes, most), max(0, cells.total - taken), is_alone)
     least, upto = size(request, room)
     # What his floor gives him he has without waiting for more.
     floor = ground.floors[device].unmet(request.flow) * cells.size

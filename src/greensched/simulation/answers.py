@@ -10,6 +10,7 @@ from greensched.simulation import report
 from greensched.simulation.report import Latencies
 from greensched.simulation.run import Outcome, Setting
 from greensched.simulation.scenes import Check
+from greensched.typing import Granularity
 
 #: The name under which the best of all fixed splits goes: an oracle, found by trying them all.
 BEST_SPLIT = "best-split"
@@ -23,6 +24,7 @@ class Question:
 
     Attributes:
         gpus: such as `h200x2`.
+        granularity: how finely pools cut them, as `Pool(granularity=...)`.
         services: a built-in set, or a file.
         policies: names of arms; `all`.
         trace: a file; None: `generator`.
@@ -37,6 +39,7 @@ class Question:
     """
 
     gpus: str = "h200"
+    granularity: Granularity = "coscheduled"
     services: str = "llm"
     policies: tuple[str, ...] = ("all",)
     trace: Path | None = None
@@ -150,6 +153,7 @@ def as_dict(answer: Answer) -> dict[str, Any]:
     question = answer.question
     told: dict[str, Any] = {
         "gpus": question.gpus,
+        "granularity": question.granularity,
         "traffic": question.trace.name if question.trace else question.generator,
         "seconds": question.seconds,
         "seeds": [*range(question.seed, question.seed + question.repeats)],

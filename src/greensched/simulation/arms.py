@@ -62,7 +62,8 @@ class Arm(Protocol):
 def pool_of(machine: Machine, **options: object) -> Pool:
     """A pool over all devices, with every class's kernel loaded wherever it may run."""
     kernels = list(machine.kernels.values())
-    pool = Pool(driver=machine.driver, prepare=kernels, **options)  # type: ignore[arg-type]  # as the pool checks
+    common = {"driver": machine.driver, "prepare": kernels, "granularity": machine.granularity}
+    pool = Pool(**common, **options)  # type: ignore[arg-type]  # as the pool checks
     machine.granted = lambda: pool.statistics().granted
     return pool
 

@@ -46,8 +46,8 @@ from greensched.simulation.workload import Service, prompt_seconds, step_seconds
 
 #: Seconds of fluid that are worked out at once.
 STEP = 0.010
-#: SMs by which splits differ: half of what devices are cut into, so none is missed.
-GRAIN = 4
+#: SMs by which splits differ: no device is cut more finely, so none is missed.
+GRAIN = 2
 
 
 class Frontier:

@@ -20,13 +20,14 @@ from greensched.simulation.arms import Alone, Arm, Split
 from greensched.simulation.machine import models
 from greensched.simulation.report import Latencies, of_outcome
 from greensched.simulation.run import Outcome, Setting, alone, simulate
-from greensched.simulation.sizing import Classes, Elastic, Sized, Unsplit
+from greensched.simulation.sizing import CELL, FINEST, Classes, Elastic, Sized, Unsplit
 from greensched.simulation.streams import baselines
 from greensched.simulation.traffic import Arrival, faster, generate, read, window
 from greensched.simulation.workload import Service, saturation, services
 
-#: Fixed splits that are tried: the SMs of the highest class, in parts of the device.
-PARTS = (1, 2, 3, 4, 5, 6, 8, 10, 12)
+#: Fixed splits that are tried: the SMs of the highest class, in parts of the device. Where it is
+#: cut by eights, 1 and 1.5 of 16 are the same, and so on.
+PARTS = (1, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 8, 10, 12)
 SIXTEENTHS = 16
 #: So many seconds of a generator's traffic say how much work it is.
 LONG_S = 600.0
@@ -57,7 +58,12 @@ def ask(question: Question, progress: Progress = lambda _done, _what: None) -> A
         raise InvalidRequest(f"target {question.target!r}: give how many times the alone-p99")
     source = _Source(question, classes)
     rates = sorted(question.rates) or [0.0]
-    setting = Setting(gpus=question.gpus, services=classes, seconds=question.seconds)
+    setting = Setting(
+        gpus=question.gpus,
+        services=classes,
+        seconds=question.seconds,
+        granularity=question.granularity,
+    )
     steps = _Steps(progress, len(rates) * len(seeds) * (len(asked) + 1) + len(seeds))
 
     quiet = min(QUIET, rates[0] or 1 / source.saturation)
@@ -194,8 +200,9 @@ def _bounds(
 def _arms(name: str, answer: Answer) -> list[Arm]:
     if name in (BEST_SPLIT, BEST_LATE):
         least = min(model.sm_count for model in models(answer.setting.gpus)[0])
-        firsts = [least * part // SIXTEENTHS // 8 * 8 or 8 for part in PARTS]
-        return [Split(first, by_target=name == BEST_LATE) for first in firsts]
+        cell = FINEST if answer.setting.granularity == "fine" else CELL
+        firsts = [int(least * part / SIXTEENTHS) // cell * cell or cell for part in PARTS]
+        return [Split(first, by_target=name == BEST_LATE) for first in dict.fromkeys(firsts)]
     if name.startswith("split-"):
         return [Split(int(name[6:]))]
     return [arms()[name]]

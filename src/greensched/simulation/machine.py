@@ -26,7 +26,7 @@ from greensched.simulation.interference import Guard, slowdowns
 from greensched.simulation.tables import Curve
 from greensched.simulation.workload import Service
 from greensched.stream import Stream
-from greensched.typing import Cost, LaunchFacts
+from greensched.typing import Cost, Granularity, LaunchFacts
 
 #: The driver whose rules apply unless others are asked for: the one that an H200 was asked under.
 VERSION = "13.0"
@@ -61,16 +61,24 @@ class Machine:
         services: the classes.
         guard: what kinds do to each other on disjoint SMs.
         seed: of the order in which runnable threads go.
+        granularity: how finely pools cut the devices.
     """
 
     def __init__(
-        self, spec: str, services: Mapping[str, Service], guard: Guard, seed: int = 0
+        self,
+        spec: str,
+        services: Mapping[str, Service],
+        guard: Guard,
+        seed: int = 0,
+        *,
+        granularity: Granularity = "coscheduled",
     ) -> None:
         found, version = models(spec)
         kinds = {name: service.curve.name for name, service in services.items()}
         slowed = slowdowns(guard, kinds)
         self.clock = VirtualClock(seed)
         self.services = dict(services)
+        self.granularity = granularity
         self.driver = SimulatedDriver(
             [replace(model, interference=slowed) for model in found],
             version=version,

@@ -12,6 +12,7 @@ from greensched.simulation.machine import Machine, Ran
 from greensched.simulation.serving import Decode, Loop, Prefill, Requests, Samples, Server
 from greensched.simulation.traffic import Arrival, Traffic
 from greensched.simulation.workload import Service
+from greensched.typing import Granularity
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +21,7 @@ class Setting:
 
     Attributes:
         gpus: as `--gpus`.
+        granularity: how finely pools cut them.
         services: the classes.
         seconds: of traffic. What is not served then counts by how long it waited.
         guard: interference.
@@ -29,6 +31,7 @@ class Setting:
     services: Mapping[str, Service]
     seconds: float
     guard: Guard = field(default_factory=lambda: PUBLISHED)
+    granularity: Granularity = "coscheduled"
 
 
 @dataclass
@@ -54,7 +57,9 @@ class Outcome:
 
 def simulate(arm: Arm, setting: Setting, traffic: Traffic, seed: int) -> Outcome:
     """Runs an arm. The same arguments give the same outcome, to the last digit."""
-    machine = Machine(setting.gpus, setting.services, setting.guard, seed)
+    machine = Machine(
+        setting.gpus, setting.services, setting.guard, seed, granularity=setting.granularity
+    )
     try:
         arm.prepare(machine)
         return machine.clock.run(_run, machine, arm, setting, traffic, seed)

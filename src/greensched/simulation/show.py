@@ -24,8 +24,10 @@ def table(answer: Answer) -> str:
     """
     said = as_dict(answer)
     seeds = ", ".join(map(str, said["seeds"]))
+    cut = " (cut finely)" if said["granularity"] == "fine" else ""
+    runs = f"{said['seconds']:g} s for each of the seeds {seeds}"
     told = [
-        f"{said['traffic']} on {said['gpus']}, {said['seconds']:g} s for each of the seeds {seeds}",
+        f"{said['traffic']} on {said['gpus']}{cut}, {runs}",
         f"saturation at {said['saturation']:.3f} x the traffic's own rate; alone-p99: "
         + ", ".join(f"{n} {1e3 * v:.1f} ms" for n, v in said["alone_p99"].items() if v),
         "targets: " + ", ".join(f"{n} {1e3 * v:.1f} ms" for n, v in said["targets"].items()),

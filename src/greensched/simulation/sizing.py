@@ -20,8 +20,8 @@ from greensched.simulation.machine import Machine
 from greensched.simulation.workload import Service
 from greensched.typing import ALL
 
-#: SMs that a pool hands out together, at least.
-CELL = 8
+#: SMs that a pool hands out together, at least; and where it cuts as finely as can be.
+CELL, FINEST = 8, 2
 
 
 def size_of(machine: Machine, device: int, service: Service) -> tuple[int, int]:
@@ -188,9 +188,9 @@ class SizedSeat(ElasticSeat):
     def __init__(self, machine: Machine, pool: Pool, device: int, service: Service) -> None:
         super().__init__(machine, pool, device, service)
         self._size = (CELL, machine.sms[device])
-        curve = service.curve
+        sizes = range(FINEST, machine.sms[device] + 1, FINEST)
         #: Of a second of work on the whole device.
-        self._curve = LatencyCurve({sms: [curve.slowdown(sms)] for sms in curve.sms})
+        self._curve = LatencyCurve({sms: [service.curve.slowdown(sms)] for sms in sizes})
         self._cost: Scaled | None = None
         #: Of a step all tokens are due together: whoever is new begins with it.
         self._deadline = service.latency or None if service.role == "decode" else None
