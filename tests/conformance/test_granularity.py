@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import anyio
 import pytest
 
 import greensched
-from greensched import ALL, REST, LaunchConfig, Pool
+from greensched import ALL, REST, LaunchConfig, Pool, ServiceClass
 from greensched.kernels import spin
 from greensched.typing import Feature
+from helpers.waiting import until
 from helpers.world import World
 
 CONFIG = LaunchConfig(grid=4, block=64)
@@ -30,6 +32,55 @@ def test_a_pool_cuts_as_finely_as_it_was_told(world: World, granularity: Any) ->
                     await p.launch(spin, CONFIG, 1000)
             async with pool.partition(ALL) as p:
                 assert p.sm_count == sm.sm_count
+
+    world.run(main)
+
+
+class Work:
+    """So many SM-seconds, whatever is seen of it."""
+
+    def __init__(self, sm_seconds: float) -> None:
+        self.sm_seconds = sm_seconds
+
+    def at(self, sms: int) -> float:
+        return self.sm_seconds / sms
+
+    def observe(self, _sms: int, _seconds: float) -> None:
+        pass
+
+
+def test_two_who_share_a_device_move_the_border_by_pairs(world: World) -> None:
+    """Each step has the SMs it needs, the other the rest, and no lane is made for it meanwhile."""
+    services = [ServiceClass("steps", priority=1, latency=10.0), ServiceClass("bulk")]
+
+    async def main() -> None:
+        async with (
+            world.pool("h200", services=services, policy="sized", granularity="fine") as pool,
+            anyio.create_task_group() as tasks,
+        ):
+            total, made = pool.statistics().sms_total, pool.statistics().lanes_made
+            release, others = anyio.Event(), []
+
+            async def hold() -> None:
+                async with pool.partition((2, ALL), service="bulk") as p:
+                    others.append(p)
+                    await release.wait()
+
+            async with pool.partition((2, ALL), service="steps", cost=Work(1.0)) as steps:
+                tasks.start_soon(hold)
+                await until(lambda: pool.statistics().waiting == 1)
+                await steps.checkpoint(Work(4.0), deadline=1.0)
+                await until(lambda: others)
+                for sms in (6, 14, 10, 26, 8, 50, 12, total - 20, 16):
+                    work = Work(0.94 * sms)  # of a second 0.95 are planned with
+                    for _ in range(2):
+                        await steps.checkpoint(work, deadline=1.0)
+                        for p in (steps, *others):
+                            p.launch(spin, CONFIG, 1000)
+                        await others[0].checkpoint()
+                    assert (steps.sm_count, others[0].sm_count) == (sms, total - sms)
+            assert pool.statistics().lanes_made == made
+            release.set()
 
     world.run(main)
 
