@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from greensched import (
+    Bound,
     Buffer,
     ContextOptions,
     Device,
@@ -166,7 +167,15 @@ class Leased:
         self._segment = segment
 
     def _all_on(self, p: Partition) -> Job[None]:
-        return [p.launch(each.kernel, each.config, *each.args) for each in self._work][-1]
+        """All of it. What comes before the last needs no job of its own, and is packed once."""
+        *firsts, last = self._work
+        bounds: dict[int, Bound] = {}
+        for each in firsts:
+            bound = bounds.get(id(each))
+            if bound is None:
+                bound = bounds[id(each)] = p.bind(each.kernel, each.config, *each.args)
+            bound()
+        return p.launch(last.kernel, last.config, *last.args)
 
     async def request(self) -> None:
         """Leases, does one, and gives back once it is done."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -180,11 +181,11 @@ def _kept(sms: int) -> list[ServiceClass]:
     ]
 
 
-def _lent(sms: int) -> list[ServiceClass]:
+def _lent(sms: int, seconds: float = 0.004) -> list[ServiceClass]:
     """The floor is lent while it is idle, to be back within as long as a request takes alone."""
     return [
-        ServiceClass("critical", reserve=sms, priority=10, budget=0.004),
-        ServiceClass("other", revocable=True, segment=0.004),
+        ServiceClass("critical", reserve=sms, priority=10, budget=seconds),
+        ServiceClass("other", revocable=True, segment=seconds),
     ]
 
 
@@ -220,7 +221,11 @@ W2 = Workload(
     "requests",
     "churn",
     0.52,
-    {"greensched, floor kept": _kept, "greensched, floor lent": _lent},
+    {
+        "greensched, floor kept": _kept,
+        "greensched, floor lent": _lent,
+        "greensched, floor lent, 1.5 ms": partial(_lent, seconds=0.0015),
+    },
     request=0.004,
     same_sms=True,
 )

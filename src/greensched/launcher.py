@@ -377,9 +377,19 @@ class Plan:
                 raise InvalidLaunch("shmem_size", config.shmem_size, most)
             # All there is: what is allowed is the kernel's, and an earlier plan may need more.
             driver.allow_shared(handle, facts.ordinal, most)
+        self._make(stream, config, kernel, handle, arguments)
+
+    def _make(
+        self,
+        stream: Stream,
+        config: LaunchConfig,
+        kernel: Kernel,
+        handle: KernelHandle,
+        arguments: Arguments,
+    ) -> None:
         self._how = (stream, config, kernel, handle)
         self.arguments = arguments
-        self.fire = driver.bind_launch(
+        self.fire = stream.context.driver.bind_launch(
             stream.handle, handle, config.grid3, config.block3, config.shmem_size, arguments.address
         )
 
@@ -390,11 +400,21 @@ class Plan:
 
     def on(self, stream: Stream) -> Plan:
         """The same launch, with the same arguments, on another stream of the device."""
-        return Plan(stream, *self._how[1:], self.arguments)
+        return self._again(stream, self.arguments)
 
     def copy(self) -> Plan:
         """The same launch with the values of now, whatever is set here later."""
-        return Plan(*self._how, self.arguments.copy())
+        return self.having(self.arguments.copy())
+
+    def having(self, arguments: Arguments) -> Plan:
+        """The same launch with other arguments."""
+        return self._again(self._how[0], arguments)
+
+    def _again(self, stream: Stream, arguments: Arguments) -> Plan:
+        """What the driver was asked about needs not be asked again: each answer takes a call."""
+        plan = object.__new__(Plan)
+        plan._make(stream, *self._how[1:], arguments)
+        return plan
 
 
 def check_launch(kernel: Kernel, config: LaunchConfig, facts: DeviceFacts, driver: Driver) -> None:

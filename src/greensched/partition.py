@@ -350,13 +350,13 @@ class Partition:
         """
         channel = self._ready()
         arguments = launching.checked(channel, kernel, config, args)
-        if kernel not in channel.lane.loaded:
+        plan = channel.lane.plan(kernel, config)
+        if plan is None:
             raise WouldBlock(
                 f"kernel {kernel.name!r} was not used on these SMs yet: "
                 "`await p.prepare(kernel, config)` first, or give it to Pool(prepare=[...])"
             )
-        plan = channel.lane.new_plan(kernel, config, arguments)
-        bound = Bound(channel, plan, kernel.name)
+        bound = Bound(channel, plan.having(arguments), kernel.name)
         channel.holding.bind(bound)
         return bound
 

@@ -115,6 +115,13 @@ def bound(_: Pool, p: Partition, x: Buffer) -> Callable[[], Awaitable[object]]:
     return work
 
 
+def packed(_: Pool, p: Partition, x: Buffer) -> Callable[[], Awaitable[object]]:
+    async def work() -> None:
+        p.bind(fill, CONFIG, x, 1.0, ITEMS)
+
+    return work
+
+
 def leased(pool: Pool, _: Partition, __: Buffer) -> Callable[[], Awaitable[object]]:
     async def work() -> None:
         async with pool.partition(16):
@@ -178,6 +185,7 @@ def count(standin: Standin, folder: Path, what: Work) -> Counts:
     [
         (launched, LAUNCH | MARK),
         (bound, LAUNCH | MARK),
+        (packed, {}),
         (leased, {}),
         (leased_and_launched, LAUNCH | MARK),
         (asked, {}),

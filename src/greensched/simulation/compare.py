@@ -25,9 +25,9 @@ from greensched.simulation.streams import baselines
 from greensched.simulation.traffic import Arrival, faster, generate, read, window
 from greensched.simulation.workload import Service, saturation, services
 
-#: Fixed splits that are tried: the SMs of the highest class, in parts of the device. Where it is
-#: cut by eights, 1 and 1.5 of 16 are the same, and so on.
-PARTS = (1, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 8, 10, 12)
+#: Fixed splits that are tried: the SMs of the highest class, in parts of the device, by eights; and
+#: between the least of them, where it is cut finely.
+PARTS, BETWEEN = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12), (1.5, 2.5, 3.5, 4.5)
 SIXTEENTHS = 16
 #: So many seconds of a generator's traffic say how much work it is.
 LONG_S = 600.0
@@ -200,8 +200,10 @@ def _bounds(
 def _arms(name: str, answer: Answer) -> list[Arm]:
     if name in (BEST_SPLIT, BEST_LATE):
         least = min(model.sm_count for model in models(answer.setting.gpus)[0])
-        cell = FINEST if answer.setting.granularity == "fine" else CELL
-        firsts = [int(least * part / SIXTEENTHS) // cell * cell or cell for part in PARTS]
+        firsts = [least * part // SIXTEENTHS // CELL * CELL or CELL for part in PARTS]
+        if answer.setting.granularity == "fine":
+            between = (least * part / SIXTEENTHS for part in BETWEEN)
+            firsts += [int(sms) // FINEST * FINEST for sms in between]
         return [Split(first, by_target=name == BEST_LATE) for first in dict.fromkeys(firsts)]
     if name.startswith("split-"):
         return [Split(int(name[6:]))]
