@@ -182,7 +182,7 @@ def _kept(sms: int) -> list[ServiceClass]:
 
 
 def _lent(sms: int, seconds: float = 0.004) -> list[ServiceClass]:
-    """The floor is lent while it is idle, to be back within as long as a request takes alone."""
+    """The floor is lent while it is idle, to be back in time: a request takes 4 ms alone."""
     return [
         ServiceClass("critical", reserve=sms, priority=10, budget=seconds),
         ServiceClass("other", revocable=True, segment=seconds),
