@@ -45,7 +45,7 @@ from greensched.worker import Crew, Home
 logger = logging.getLogger("greensched")
 
 #: Lanes made beforehand at most, some 5 MiB and 1 ms each on an H200: the first lease of any size
-#: then makes none. By eights it has 89, and by twos 131 that begin or end where the device does, so
+#: then makes none. By eights it has 87, and by twos 131 that begin or end where the device does, so
 #: that two who share it can move the border. What a driver can hold is not documented, so the menu
 #: ends quietly where the driver says it is enough.
 MENU = 132
