@@ -11,6 +11,7 @@ import shlex
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
@@ -41,6 +42,7 @@ from greensched.simulation.workload import services
 from greensched.typing import Granularity
 
 PAGE = Path(__file__).parents[2] / "docs/simulation.md"
+GRANULARITIES = get_args(Granularity)
 SMALL = Question(policies=("streams", "sized"), rates=(0.5, 1.0), seconds=2.0, check=False)
 
 
@@ -104,8 +106,8 @@ def test_a_question_compares_with_doing_without() -> None:
 @pytest.mark.parametrize(("granularity", "sms"), [("coscheduled", 16), ("fine", 10)])
 def test_pools_cut_as_finely_as_was_asked(granularity: Granularity, sms: int) -> None:
     """Those of every arm, and the fixed splits that are tried lie as close; the answer says so."""
-    asked = replace(SMALL, granularity=granularity, policies=("best-split",), seconds=0.1)
-    answer = ask(asked)
+    asked = replace(SMALL, granularity=granularity, policies=("best-split",), rates=(0.5,))
+    answer = ask(replace(asked, seconds=0.5))
     firsts = [arm.first for arm in compare._arms("best-split", answer) if isinstance(arm, Split)]
     assert (12 in firsts) is (granularity == "fine")
     assert as_dict(answer)["granularity"] == granularity
@@ -120,6 +122,12 @@ def test_pools_cut_as_finely_as_was_asked(granularity: Granularity, sms: int) ->
         assert machine.clock.run(granted) == sms
     finally:
         machine.close()
+
+
+def test_a_run_in_which_nothing_is_done_is_refused() -> None:
+    """It says of which class, and what to do."""
+    with pytest.raises(InvalidRequest, match="'decode' was done alone: give more seconds"):
+        ask(replace(SMALL, seconds=0.02))
 
 
 def bounded(prompts: list[Arrival], seconds: float = 10.0) -> float:
@@ -148,8 +156,10 @@ def test_what_classes_do_side_by_side_is_the_hull_of_splits() -> None:
     assert two.beside(0.8) == pytest.approx(2 * frontier.beside(0.4))
 
 
-@pytest.mark.parametrize("granularity", get_args(Granularity))
-@pytest.mark.parametrize("arm", ["streams", "split-24", "sized"])
+@pytest.mark.parametrize(
+    ("arm", "granularity"),
+    [("streams", "coscheduled"), ("split-24", "coscheduled"), *product(["sized"], GRANULARITIES)],
+)
 def test_nobody_is_above_the_bound(arm: str, granularity: Granularity) -> None:
     """In no run has anybody more prompts in time than the bound, all tokens being in time."""
     asked = replace(SMALL, seconds=20.0, generator="bursty", policies=(arm,), rates=(1.0, 1.3))

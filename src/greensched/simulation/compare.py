@@ -150,7 +150,14 @@ def _named(policies: Sequence[str]) -> list[str]:
 def _targeted(
     classes: Mapping[str, Service], p99: Mapping[str, float], target: float
 ) -> dict[str, Service]:
-    """What the pool's users would have said: latencies in seconds."""
+    """What the pool's users would have said: latencies in seconds.
+
+    Raises:
+        InvalidRequest: a class had nothing done alone, so there is nothing to take its target from.
+    """
+    for name, service in classes.items():
+        if math.isnan(p99[name]) and not service.is_best_effort and (target or not service.latency):
+            raise InvalidRequest(f"no request of {name!r} was done alone: give more seconds")
     return {
         name: service
         if service.is_best_effort or (service.latency and not target)
