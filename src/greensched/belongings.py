@@ -60,7 +60,7 @@ class Belongings:
                     "by the function, so give the same one each time, not a lambda made anew"
                 )
             self._made[factory] = factory()
-        return self._made[factory]  # type: ignore[no-any-return]  # T
+        return self._made[factory]  # type: ignore[no-any-return]  # its own T
 
     def adopt(self, thing: Adopted) -> None:
         """Something that is closed with the lane, unless its owner lets go of it before."""

@@ -16,7 +16,7 @@ from greensched.context import Context
 from greensched.device import Device
 from greensched.errors import run_all
 from greensched.kernels import Kernel
-from greensched.launcher import Arguments, LaunchConfig, Plan
+from greensched.launcher import Arguments, LaunchConfig, Plan, check_limits
 from greensched.resources import (
     ContextOptions,
     SMResource,
@@ -142,6 +142,7 @@ class Lane:
         """A launch of a kernel that has its handle, with arguments of its own. Never blocks."""
         handle = self.device.loader.loaded(kernel)
         assert handle is not None
+        check_limits(kernel, handle, config, self.device.facts, self.device.driver)
         return Plan(self.launches.stream, config, kernel, handle, arguments)
 
     def fail(self, fault: BaseException) -> None:

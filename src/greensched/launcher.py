@@ -353,33 +353,13 @@ class Plan:
 
     Args:
         stream: where it goes.
-        handle: the kernel, loaded.
+        handle: the kernel, loaded, of which `check_limits` was asked.
         arguments: filled by the caller, before each `fire` or once.
     """
 
     __slots__ = ("_how", "arguments", "fire")
 
     def __init__(
-        self,
-        stream: Stream,
-        config: LaunchConfig,
-        kernel: Kernel,
-        handle: KernelHandle,
-        arguments: Arguments,
-    ) -> None:
-        owner = stream.context
-        driver, facts = owner.driver, owner.facts
-        limits = driver.kernel_limits(handle, facts.ordinal)
-        config.check_threads(limits.max_threads_per_block, f"kernel {kernel.name!r}")
-        if config.shmem_size + limits.static_shared_bytes > UNASKED_SHARED:
-            most = facts.max_shared_bytes - limits.static_shared_bytes
-            if config.shmem_size > most:
-                raise InvalidLaunch("shmem_size", config.shmem_size, most)
-            # All there is: what is allowed is the kernel's, and an earlier plan may need more.
-            driver.allow_shared(handle, facts.ordinal, most)
-        self._make(stream, config, kernel, handle, arguments)
-
-    def _make(
         self,
         stream: Stream,
         config: LaunchConfig,
@@ -400,7 +380,7 @@ class Plan:
 
     def on(self, stream: Stream) -> Plan:
         """The same launch, with the same arguments, on another stream of the device."""
-        return self._again(stream, self.arguments)
+        return Plan(stream, *self._how[1:], self.arguments)
 
     def copy(self) -> Plan:
         """The same launch with the values of now, whatever is set here later."""
@@ -408,13 +388,25 @@ class Plan:
 
     def having(self, arguments: Arguments) -> Plan:
         """The same launch with other arguments."""
-        return self._again(self._how[0], arguments)
+        return Plan(*self._how, arguments)
 
-    def _again(self, stream: Stream, arguments: Arguments) -> Plan:
-        """What the driver was asked about needs not be asked again: each answer takes a call."""
-        plan = object.__new__(Plan)
-        plan._make(stream, *self._how[1:], arguments)
-        return plan
+
+def check_limits(
+    kernel: Kernel, handle: KernelHandle, config: LaunchConfig, facts: DeviceFacts, driver: Driver
+) -> None:
+    """Asks the driver whether a loaded kernel can be launched so: once, for each answer is a call.
+
+    Raises:
+        InvalidLaunch: more threads or shared memory than the kernel may have.
+    """
+    limits = driver.kernel_limits(handle, facts.ordinal)
+    config.check_threads(limits.max_threads_per_block, f"kernel {kernel.name!r}")
+    if config.shmem_size + limits.static_shared_bytes > UNASKED_SHARED:
+        most = facts.max_shared_bytes - limits.static_shared_bytes
+        if config.shmem_size > most:
+            raise InvalidLaunch("shmem_size", config.shmem_size, most)
+        # All there is: what is allowed is the kernel's, and an earlier plan may need more.
+        driver.allow_shared(handle, facts.ordinal, most)
 
 
 def check_launch(kernel: Kernel, config: LaunchConfig, facts: DeviceFacts, driver: Driver) -> None:
@@ -484,6 +476,7 @@ def launch(stream: Stream, config: LaunchConfig, kernel: Kernel, *args: object) 
     if handle is None:
         with owner.primary.entered():  # a green context may be current on another thread
             handle = owner.loader.load(kernel)
+    check_limits(kernel, handle, config, owner.facts, owner.driver)
     plan = Plan(stream, config, kernel, handle, arguments)
     for used in arguments.buffers.values():
         if stream.recorded is not None:  # ordered when what is captured is launched

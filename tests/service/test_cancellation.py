@@ -225,7 +225,7 @@ async def _feed_over_checkpoint(stage: Stage) -> None:
     async with anyio.create_task_group() as tasks:
         async with stage.pool.partition((16, 1024)) as p:
             tasks.start_soon(_queued, stage)
-            async for x in p.feed(np.ones(10) for _ in range(5)):
+            async for x in p.feed(np.ones(10) for _ in range(5)):  # it moves once a lane is made
                 p.copy(x, x)
                 await p.checkpoint()
 
