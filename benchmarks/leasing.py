@@ -1,28 +1,37 @@
-"""What a lease of a warm lane costs, beside a semaphore; and with a launch inside."""
+"""What a lease of a warm lane costs, beside a semaphore; with a launch in it; and of a class."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from time import perf_counter
 
 from benchmarks.byhand import CONFIG, ITEMS, SMS, arguments, by_hand
 from benchmarks.measure import Comparison, Row, compare, table
-from greensched import Pool
+from greensched import Pool, ServiceClass
 from greensched import driver as drivers
 from greensched.driver.base import Driver
 from greensched.kernels import saxpy
+
+CLASSES = (
+    ServiceClass("critical", reserve=SMS, priority=10),
+    ServiceClass("other", revocable=True, segment=0.010),
+)
 
 
 async def measure(driver: Driver) -> list[Row]:
     """Median and p99 of both."""
     async with Pool([0], driver=driver) as pool:
-        comparisons = (
+        comparisons = [
             await _bare("lease", pool.partition),
             await _bare("lease at once (partition_nowait)", pool.partition_nowait),
             await _with_launch(driver, pool),
-        )
+        ]
+    async with Pool([0], driver=driver, services=CLASSES) as pool:
+        leased = partial(pool.partition, service="critical")
+        comparisons.append(await _bare("lease of a class with a floor", leased))
     return [c.row(part, "us") for c in comparisons for part in (0.5, 0.99)]
 
 
