@@ -205,10 +205,13 @@ def test_nobody_waits_for_what_is_never_given_back() -> None:
     assert (bulk.sms, decode.leases[0].sms) == (8, 124)
 
 
+@pytest.mark.parametrize("quiet", [0.0, 0.1])
 @pytest.mark.parametrize("cells", [CELLS, EVEN, FINE])
 @pytest.mark.parametrize("seed", range(5))
-def test_a_need_is_met_with_the_partitions_that_are_made(seed: int, cells: Cells) -> None:
-    """Whatever is needed is had after the others' checkpoint, whichever lanes come beside those."""
+def test_a_need_is_met_with_the_partitions_that_are_made(
+    seed: int, cells: Cells, quiet: float
+) -> None:
+    """Where no more lanes can be made, or some now and then, a need is met after a checkpoint."""
     made, rng = set(cells.menu(MENU)), random.Random(seed)
     scheduler = Scheduler([cells], Sized(), 10, lambda _, mask: mask in made,
                           services=(DECODE, BULK))  # fmt: skip
@@ -225,7 +228,7 @@ def test_a_need_is_met_with_the_partitions_that_are_made(seed: int, cells: Cells
         scheduler.checkpoint(step + 0.2, decode)
         assert decode.sms >= request.wants[0].least
         assert bulk.sms >= most - decode.sms - 2 * cells.size, "most of the rest is in use"
-        if rng.random() < 0.1:  # the device had nothing to do for a moment
+        if rng.random() < quiet:  # the device had nothing to do for a moment
             for _, mask in scheduler.lacking:
                 made.add(mask)
                 scheduler.warm[0].setdefault(mask.bit_count(), {})[mask] = None
