@@ -92,7 +92,7 @@ class Bound:
             self._catch_up()
             self._check_room()
             is_behind = bool(self._elsewhere)
-        if is_behind or track.submitted != track.issued:
+        if is_behind or track.submitted != track.issued or track.first_uses:
             self._launch_later()
             return
         try:
@@ -112,7 +112,7 @@ class Bound:
             self._catch_up()
         issued = track.issued
         full = (issued - track.word[0]) & MASK >= channel.depth
-        if full or track.submitted != issued or self._elsewhere:
+        if full or track.submitted != issued or self._elsewhere or track.first_uses:
             return self._launch_later()
         return channel.submit_now(self._plan.fire, self._name, issued + 1)
 
@@ -208,7 +208,8 @@ class Bound:
                 self._elsewhere.update(buffer.before(self.track, write=write))
         track = self.track
         elsewhere = {o: t for o, t in self._elsewhere.items() if o is not track}
-        if all(other.has_submitted(ticket) for other, ticket in elsewhere.items()):
+        is_there = all(other.has_submitted(ticket) for other, ticket in elsewhere.items())
+        if is_there and not track.first_uses:
             behind = [other for other, ticket in elsewhere.items() if not other.reached(ticket)]
             for other in behind:
                 other.check_capture()

@@ -139,6 +139,7 @@ class Channel:
         """
         track, holding = self.track if beside is None else beside, self.holding
         lagging, behind = self.others(track, uses)
+        may_block = may_block or bool(track.first_uses)
         at_once = self.is_prompt() and not may_block and not lagging and beside is None
         ticket = track.issue()
         for buffer, write in uses:

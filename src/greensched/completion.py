@@ -297,7 +297,7 @@ class Completion:
             return
         if watch.recorded is not None and not track.reached(watch.recorded):
             return
-        if track.reached(ticket):
+        if track.reached(ticket) or track.first_uses:
             watch.recorded = None
             return
         try:

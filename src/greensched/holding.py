@@ -152,7 +152,7 @@ class Holding:
         if not self.unmarked:
             return
         launches = self.crew.lane.launches
-        at_once = launches.submitted == launches.issued
+        at_once = launches.submitted == launches.issued and not launches.first_uses
         ticket = launches.issue()
         self.unmarked = 0
         self.completion.watch(launches)
@@ -244,7 +244,7 @@ class Holding:
         if any(not track.is_idle for track in lane.tracks[1:]):
             return False
         if self.is_exposed:
-            if launches.submitted != launches.issued:
+            if launches.submitted != launches.issued or launches.first_uses:
                 return False
             try:
                 self._order_whole()

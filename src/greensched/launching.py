@@ -25,7 +25,7 @@ def launch(
         plan = _first_plan(channel, kernel, config)
     track = channel.track
     issued = track.issued
-    if plan is None or track.submitted != issued:
+    if plan is None or track.submitted != issued or track.first_uses:
         return _launch_later(channel, kernel, config, args)
     arguments, ticket = plan.arguments, issued + 1
     if arguments.pack(args, track, ticket):
@@ -83,7 +83,8 @@ def _launch_later(
 
     def step(_: int) -> None:
         lane = channel.lane
-        lane.device.loader.load(kernel)  # it has its handle then, and the launch does the rest
+        if kernel not in lane.loaded:
+            lane.device.loader.load(kernel)  # it has its handle then; the launch does the rest
         lane.new_plan(kernel, config, arguments).fire()
         lane.loaded.add(kernel)
 

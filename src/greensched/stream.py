@@ -308,6 +308,7 @@ class Track:
         "crew",
         "event",
         "fault",
+        "first_uses",
         "issued",
         "kept",
         "stream",
@@ -328,6 +329,9 @@ class Track:
         self.word = word
         word[0] = first & MASK
         self._release = release
+        #: While there is any a call of the driver for this stream may wait, but for a mark: no loop
+        #: makes one (`kernels.Loader`).
+        self.first_uses = stream.context.loader.first_uses
         #: Recorded behind the work, for whoever must block or order another stream behind it.
         self.event = event
         self.issued = self.submitted = first

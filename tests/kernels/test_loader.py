@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from typing import TYPE_CHECKING, cast
 
 import pytest
@@ -88,6 +89,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return name.encode()
 
     monkeypatch.setattr(cache, "compiled", compiled)
+    monkeypatch.setattr("greensched.kernels.loader.SAID_S", 0.0)
     return names
 
 
@@ -284,11 +286,9 @@ def test_threads_load_once(facts: DeviceFacts) -> None:
     for thread in threads:
         thread.join()
     assert handles == [KernelHandle("f")] * 8
-    assert sorted(verb for verb, _ in driver.calls) == [
-        "get_kernel",
-        "load_code",
-        *["load_kernel"] * 8,
-    ]
+    calls = Counter(verb for verb, _ in driver.calls)
+    assert 1 <= calls.pop("get_kernel") <= 8  # which gives the same one each time
+    assert calls == {"load_code": 1, "load_kernel": 8}
 
 
 def test_a_compilation_keeps_nobody_from_loading(

@@ -12,6 +12,7 @@ from typing import Any
 _FOLDER = Path(__file__).parents[2] / "docs/measurements/h200-580"
 
 PROBE: dict[str, Any] = json.loads((_FOLDER / "probe.json").read_text())
+FIRST_USE_HOLDS: dict[str, Any] = json.loads((_FOLDER / "first-use-holds.json").read_text())
 STUCK_AND_LOST: dict[str, Any] = json.loads((_FOLDER / "stuck-and-lost.json").read_text())
 
 _major, _minor = divmod(PROBE["device"]["driver"], 1000)

@@ -12,9 +12,9 @@ import pytest
 
 from greensched.driver.simulated import Crash
 from greensched.errors import DeviceFault
-from greensched.typing import CodeImage, KernelHandle
+from greensched.typing import CaptureMode, CodeImage, KernelHandle, Limit
 
-from .h200 import PROBE, STUCK_AND_LOST
+from .h200 import FIRST_USE_HOLDS, PROBE, STUCK_AND_LOST
 from .machine import Machine
 
 MIB = 2**20
@@ -22,7 +22,8 @@ MIB = 2**20
 
 def recorded(words: str) -> dict[str, Any]:
     """The answers to the question with these words in it."""
-    (answers,) = (answers for key, answers in STUCK_AND_LOST.items() if words in key)
+    asked = STUCK_AND_LOST | FIRST_USE_HOLDS
+    (answers,) = (answers for key, answers in asked.items() if words in key)
     assert isinstance(answers, dict)
     return answers
 
@@ -30,7 +31,7 @@ def recorded(words: str) -> dict[str, Any]:
 # -- beside a stream that is stuck --------------------------------------------------------------
 
 #: By the default: code is loaded lazily.
-BESIDE = recorded("which calls wait")["lazy loading, 8 connections"]
+BESIDE = recorded("with 4, 30 and 55 lanes")["lazy loading, 8 connections"]
 
 
 class Beside:
@@ -126,8 +127,54 @@ class Beside:
         context = self.driver.green_context(self.green)
         return lambda: self.driver.synchronize_context(context)
 
+    def launch_first(self) -> Call:
+        kernel = self.fresh()
+        return lambda: self.machine.launch(self.stream, kernel)
 
-Call = Callable[[], object]
+    def launch(self) -> Call:
+        kernel = self.machine.kernel()
+        return lambda: self.machine.launch(self.stream, kernel)
+
+    def launch_graph(self) -> Call:
+        self.driver.begin_capture(self.stream, CaptureMode.RELAXED)
+        self.launch()()
+        graph = self.driver.end_capture(self.stream)
+        executable = self.driver.instantiate_graph(graph, self.stream)
+        return lambda: self.driver.launch_graph(executable, self.stream)
+
+    def record_event(self) -> Call:
+        event = self.machine.event(self.green)
+        return lambda: self.driver.record_event(event, self.stream)
+
+    def wait_event(self) -> Call:
+        event = self.machine.event(self.green)
+        self.driver.record_event(event, self.stream)
+        return lambda: self.driver.wait_event(self.stream, event)
+
+    def copy(self) -> Call:
+        there, here = self.machine.device_memory(64, self.stream), self.machine.pinned()
+        return lambda: self.driver.copy_to_device(there, here.address, 64, self.stream)
+
+    def set_bytes(self) -> Call:
+        there = self.machine.device_memory(64, self.stream)
+        return lambda: self.driver.set_bytes(there, 0, 64, self.stream)
+
+    def mark(self) -> Call:
+        mark = self.driver.bind_mark(self.stream, self.machine.word().address)
+        return lambda: mark(1)
+
+    def query_event(self) -> Call:
+        event = self.machine.event(self.green)
+        return lambda: self.driver.query_event(event)
+
+    def allocate_and_free(self) -> Call:
+        return lambda: self.driver.free(self.allocate(MIB)(), self.stream)
+
+    def create_and_destroy_stream(self) -> Call:
+        return lambda: self.driver.destroy_stream(self.create_stream()())
+
+
+Call = Callable[[], Any]
 CALLS: dict[str, Callable[[Beside], Call]] = {
     "create event": Beside.create_event,
     "destroy event": Beside.destroy_event,
@@ -184,6 +231,104 @@ def test_which_calls_wait_beside_stuck_work(h200: Machine, name: str, by: str) -
     asked, waited = BESIDE[name]["asked"], BESIDE[name]["waited"]
     assert waited in (0, asked)
     assert took == pytest.approx(1 if waited else 0, abs=1e-3)
+
+
+#: While another thread waits in one call.
+HOLDS = recorded("while a thread waits in another call")
+HOLDERS: dict[str, Callable[[Beside], Call]] = {
+    "cuKernelGetParamInfo, its library's first": Beside.kernel_layout,
+    "cuKernelGetFunction + cuFuncLoad, its library's first": lambda beside: (
+        lambda kernel: lambda: beside.driver.load_kernel(kernel)
+    )(beside.fresh()),
+    "cuLaunchKernel, its library's first": Beside.launch_first,
+    "cuLibraryUnload": Beside.unload_code,
+    "cuGreenCtxCreate": Beside.create_green,
+}
+MEANWHILE: dict[str, Callable[[Beside], Call]] = {
+    "record event": Beside.record_event,
+    "create event": Beside.create_event,
+    "launch": Beside.launch,
+    "launch graph": Beside.launch_graph,
+    "copy pinned memory": Beside.copy,
+    "set bytes": Beside.set_bytes,
+    "get limit": lambda beside: lambda: beside.driver.limit(Limit.STACK),
+    "set limit": lambda beside: lambda: beside.driver.set_limit(Limit.STACK, 2048),
+    "record a green context": Beside.record_green,
+    "allocate host": Beside.allocate_host,
+    "create and destroy stream": Beside.create_and_destroy_stream,
+    "query event": Beside.query_event,
+    "query stream": lambda beside: lambda: beside.driver.query_stream(beside.stream),
+    "wait for an event": Beside.wait_event,
+    "write a word": Beside.mark,
+    "allocate and free": Beside.allocate_and_free,
+    "is capturing": lambda beside: lambda: beside.driver.is_capturing(beside.stream),
+    "synchronize another context": Beside.synchronize_green,
+}
+
+
+@pytest.mark.parametrize("holder", HOLDS)
+@pytest.mark.parametrize("name", MEANWHILE)
+def test_which_calls_wait_with_one_that_waits(h200: Machine, name: str, holder: str) -> None:
+    """Who changes code holds up the calls that it was seen to hold up, and no others."""
+    driver, word = h200.driver, h200.word()
+    hold, call = HOLDERS[holder](Beside(h200)), MEANWHILE[name](Beside(h200))
+    context = driver.current()
+
+    def waiting() -> None:
+        driver.set_current(context)
+        hold()
+
+    def release() -> None:
+        driver.clock.sleep(10**9)
+        word.value = 1
+
+    def body() -> float:
+        driver.wait_value(h200.stream(), word.address, 1)
+        driver.start_thread(waiting, "holder")
+        driver.clock.sleep(10**6)
+        driver.start_thread(release, "release")
+        began = driver.time()
+        call()
+        return driver.time() - began
+
+    took = h200.inside(body)
+    assert took == pytest.approx(1 if HOLDS[holder][name] == "waits" else 0, abs=2e-3)
+
+
+def test_another_device_is_not_held_up() -> None:
+    """Code is changed on one device: launches and records on the other go on."""
+    assert max(row["launch on another device"] for row in HOLDS.values()) < 1
+    machine = Machine("h200x2")
+    driver, hold = machine.driver, Beside(machine).kernel_layout()
+    primary, word = driver.retain_primary(1), machine.hold(machine.stream())
+
+    def body() -> None:
+        driver.set_current(primary)
+        stream, event, kernel = machine.stream(), driver.create_event(), machine.kernel()
+        began = driver.time()
+        driver.start_thread(lambda: (driver.set_current(machine.primary), hold()), "holder")
+        driver.clock.sleep(10**6)
+        machine.launch(stream, kernel)
+        driver.record_event(event, stream)
+        assert driver.time() - began == pytest.approx(1e-3, abs=1e-4)
+        word.value = 1
+
+    machine.inside(body)
+    machine.close()
+
+
+def test_a_second_kernel_of_a_library_does_not_wait(h200: Machine) -> None:
+    """Its code came with the first one's."""
+    assert max(recorded("second kernel of a library").values()) < 1
+    driver, word = h200.driver, h200.hold(h200.stream())
+    image = CodeImage("two", {name: h200.kernel(name).spec for name in ("one", "other")})
+    library = driver.load_code(image)
+    one, other = (driver.get_kernel(library, name) for name in ("one", "other"))
+    word.value = 1
+    h200.inside(lambda: driver.kernel_layout(one))
+    word = h200.hold(h200.stream())
+    h200.inside(lambda: driver.kernel_layout(other))
+    word.value = 1
 
 
 def test_a_fault_ends_the_waiting(h200: Machine) -> None:

@@ -11,12 +11,19 @@ launch there may block. Who has several contexts calls `load` in each, and remem
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 from greensched.driver.base import Driver
 from greensched.errors import ArgumentMismatch, Closed, run_all
 from greensched.kernels.program import Kernel, Program
 from greensched.typing import DeviceFacts, KernelHandle, LibraryHandle, Limit, Parameter
+
+#: Between saying that a first use comes and asking for it: whoever looked just before that, and saw
+#: none, has made his call by then. A call takes microseconds (docs/completion.md).
+SAID_S = 1e-3
 
 
 class Loader:
@@ -27,10 +34,15 @@ class Loader:
     """
 
     def __init__(self, driver: Driver, facts: DeviceFacts) -> None:
+        #: One for each first use that is under way. It waits until nothing runs on the device, and
+        #: for so long the driver holds up every launch, copy and record there, of whatever stream
+        #: (docs/measurements/h200-580/first-use-holds.json): no loop may make one.
+        self.first_uses: list[None] = []
         self._driver = driver
         self._facts = facts
         self._lock = threading.Lock()
-        self._sizing = threading.Lock()
+        #: The most that any of them needs of local memory, for each thread.
+        self._local_bytes = 0
         self._libraries: dict[Program, LibraryHandle] = {}
         self._handles: dict[Kernel, KernelHandle] = {}
         self._closed = False
@@ -76,18 +88,28 @@ class Loader:
 
     def _open(self, kernel: Kernel) -> KernelHandle:
         binary = self._binary(kernel.program)
-        with self._lock:
-            if self._closed:
-                raise Closed("the loader of kernels")
-            handle = self._find(kernel, binary)
-        # Without the lock: it may be a first use, which waits for whatever runs on the device.
-        layout = self._driver.kernel_layout(handle)
+        with self._first_use():
+            with self._lock:
+                if self._closed:
+                    raise Closed("the loader of kernels")
+                handle = self._find(kernel, binary)
+            layout = self._driver.kernel_layout(handle)  # without the lock: this may wait
         if layout is not None:
             _check_layout(kernel, layout)
         with self._lock:
             if self._closed:
                 raise Closed("the loader of kernels")
             return self._handles.setdefault(kernel, handle)
+
+    @contextmanager
+    def _first_use(self) -> Iterator[None]:
+        self.first_uses.append(None)
+        try:
+            if self._driver.needs_binary:  # simulated threads make their calls one after another
+                time.sleep(SAID_S)
+            yield
+        finally:
+            self.first_uses.pop()
 
     def _make_room(self, handle: KernelHandle) -> None:
         """Sizes local memory for a kernel that needs more than any before: its launch would wait.
@@ -96,9 +118,11 @@ class Loader:
         driver API, cuCtxSetLimit, CU_LIMIT_STACK_SIZE.
         """
         needed = self._driver.kernel_limits(handle, self._facts.ordinal).local_bytes
-        with self._sizing:  # or it could be lowered again
-            if needed > self._driver.limit(Limit.STACK):
-                self._driver.set_limit(Limit.STACK, needed)
+        with self._lock:
+            self._local_bytes = max(self._local_bytes, needed)
+        # Without the lock, for these calls may wait; whoever sets it last sees if it is too little.
+        while self._driver.limit(Limit.STACK) < self._local_bytes:
+            self._driver.set_limit(Limit.STACK, self._local_bytes)
 
     def _binary(self, program: Program) -> bytes:
         """Outside the lock, so that a long compilation keeps nobody from loading another kernel."""

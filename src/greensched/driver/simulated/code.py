@@ -42,25 +42,24 @@ UNASKED_SHARED = 48 * 1024
 
 
 class Library(Handle):
-    """A loaded image."""
+    """A loaded image.
+
+    `loaded` holds the primary contexts that have its code: green contexts share that.
+    """
 
     def __init__(self, image: CodeImage) -> None:
         self.image = image
         self.kernels: dict[str, Kernel] = {}
+        self.loaded: set[int] = set()
 
 
 class Kernel:
-    """A kernel of a library.
-
-    `warm` holds the contexts on which it was loaded or launched, `loaded` the primary ones that
-    have its code: green contexts share that.
-    """
+    """A kernel of a library. `warm` holds the contexts on which it was loaded or launched."""
 
     def __init__(self, spec: KernelSpec, library: Library) -> None:
         self.spec = spec
         self.library = library
         self.warm: WeakSet[object] = WeakSet()
-        self.loaded: set[int] = set()
         self.shared: dict[int, int] = {}
 
     @property
@@ -87,10 +86,9 @@ class Code(Memories):
     def unload_code(self, library: LibraryHandle) -> None:
         """Ends a library and its kernels, when nothing runs any more where it was used."""
         gone = self._expect(library, Library, "unload_code")
-        used = {primary for kernel in gone.kernels.values() for primary in kernel.loaded}
         for context in tuple(self._primaries.values()):
-            if context.ident in used:
-                self._settle(self.devices[context.device])
+            if context.ident in gone.loaded:
+                self._settle_code(self.devices[context.device])
         gone.alive = False
 
     def get_kernel(self, library: LibraryHandle, name: str) -> KernelHandle:
@@ -181,7 +179,7 @@ class Code(Memories):
     # -- a launch --------------------------------------------------------------------------------
 
     def _load(self, kernel: Kernel, device: Device, what: str) -> None:
-        """Code comes to a device at a kernel's first use, when nothing runs there any more.
+        """Code comes to a device at the first use of any kernel of it, when nothing runs there.
 
         Source: the probe's `first_launch_beside_a_latch`: a first launch took the 2 s for which a
         kernel ran in another green context; one of a kernel used before, no time. That it was used
@@ -190,12 +188,12 @@ class Code(Memories):
         `load_kernel`, and also asking for a kernel's parameters (stuck-and-lost.json).
         """
         primary = self._primaries.get(device.ordinal)
-        if primary is None or primary.ident in kernel.loaded:
+        if primary is None or primary.ident in kernel.library.loaded:
             return
         self._may_block(f"{what}: the first use of {kernel.spec.name!r}")
-        self._settle(device)
+        self._settle_code(device)
         self._unfaulted(device, what)
-        kernel.loaded.add(primary.ident)
+        kernel.library.loaded.add(primary.ident)
 
     def _launch(
         self, stream: SimulatedStream, kernel: Kernel, facts: LaunchFacts, parameters: int
@@ -209,6 +207,7 @@ class Code(Memories):
             self._may_block(f"the first launch of {spec.name!r} on a context")
             self._load(kernel, stream.device, "launch")
             kernel.warm.add(stream.context)
+        self._behind_changes(stream.device, f"a launch of {spec.name!r}")
         values = _values(spec, parameters)
         latency = stream.device.model.launch_latency_ns
         self._enqueue(stream, lambda: self._start(stream, kernel, facts, values), "launch", latency)

@@ -280,6 +280,17 @@ class Contexts(Stacks):
             marker = self._work_so_far(device, None)
             self.clock.wait(lambda: marker.done or device.fault is not None)
 
+    def _settle_code(self, device: Device) -> None:
+        """The same, to change the code there; much else waits for that, too."""
+        with self.timeline.lock:
+            device.changes += 1
+        try:
+            self._settle(device)
+        finally:
+            with self.timeline.lock:
+                device.changes -= 1
+                self.clock.changed()
+
 
 def _handles(
     cut: list[splits.Resource], rest: splits.Resource | None

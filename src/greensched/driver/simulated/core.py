@@ -54,6 +54,7 @@ class DriverClock(Protocol):
     def detach(self, timeline: Timeline) -> None: ...
     def now(self) -> int: ...
     def poke(self) -> None: ...
+    def changed(self) -> None: ...
     def wait(self, ready: Callable[[], bool]) -> None: ...
     def sleep(self, nanoseconds: int) -> None: ...
     def create_mailbox(self) -> Mailbox[Any]: ...
@@ -215,6 +216,19 @@ class Core(Driver):
         """Refuses, on an event-loop thread, what can block."""
         if on_loop_thread():
             raise LoopWouldBlock(what)
+
+    def _behind_changes(self, device: Device, what: str) -> None:
+        """Waits while some thread waits to load or unload code of a device.
+
+        Launches, copies and records do, on whatever stream, making events, streams and pinned
+        memory, and limits; marks, waits, queries and memory of a pool do not. Source: an H200,
+        driver 580, asked while `cuKernelGetParamInfo`, `cuFuncLoad`, a first launch and
+        `cuLibraryUnload` waited beside a stream that was stuck
+        (docs/measurements/h200-580/first-use-holds.json).
+        """
+        if device.changes:
+            self._may_block(f"{what}, while code is loaded or unloaded,")
+            self.clock.wait(lambda: not device.changes or device.fault is not None)
 
     def _born(self, device: int, kind: str) -> int:
         with self.timeline.lock:

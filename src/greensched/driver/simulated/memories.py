@@ -105,6 +105,7 @@ class Memories(Streams):
         device = self._thread.stack[-1].device
         self._unfaulted(self.devices[device], "allocate_host")
         self._refuse_capture("allocate_host")
+        self._behind_changes(self.devices[device], "allocate_host")
         block = self.space.new_host_block(nbytes)
         self._born(device, "pinned memory")
         self._pinned[block.base] = device
@@ -211,6 +212,7 @@ class Memories(Streams):
         body: Callable[[], Callable[[], None]],
     ) -> None:
         """`body` finds the memory, and returns what moves the bytes."""
+        self._behind_changes(stream.device, f"copy {path}")
         latency = stream.device.model.copy_latency_ns
         self._enqueue(stream, lambda: Copy(path, nbytes, rate, body()), f"copy {path}", latency)
 

@@ -61,8 +61,12 @@ class RealClock(Host):
         if due is not None and (self._asleep_until is None or due < self._asleep_until):
             self._work.notify()
 
+    def changed(self) -> None:
+        """What threads wait for may hold now. Holds the lock."""
+        self._changed.notify_all()
+
     def wait(self, ready: Callable[[], bool]) -> None:
-        """Blocks the calling thread until a condition of the timeline holds."""
+        """Blocks the calling thread until a condition holds, of which it is told."""
         with self._changed:
             self.poke()
             self._changed.wait_for(lambda: ready() or self._closed)
@@ -78,7 +82,7 @@ class RealClock(Host):
             idle = False
             while not self._closed and not idle:
                 if self._timeline.run(self.now()):
-                    self._changed.notify_all()
+                    self.changed()
                 idle = self._sleep()
             self._thread = None
 

@@ -130,6 +130,7 @@ class Stacks(Core):
     def limit(self, limit: Limit) -> int:
         """A limit of the current context."""
         context = self._state("limit")
+        self._behind_changes(self.devices[context.device], "limit")
         self._has(limit, context)
         if limit is Limit.PERSISTING_L2:
             step = self.devices[context.device].model.l2_bytes // PERSISTING_STEPS
@@ -139,6 +140,7 @@ class Stacks(Core):
     def set_limit(self, limit: Limit, nbytes: int) -> None:
         """Sets a limit of the current context; the persisting part of L2 is rounded up."""
         context = self._state("set_limit")
+        self._behind_changes(self.devices[context.device], "set_limit")
         self._has(limit, context)
         if limit is Limit.PERSISTING_L2:
             l2_bytes = self.devices[context.device].model.l2_bytes

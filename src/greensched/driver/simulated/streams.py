@@ -55,6 +55,7 @@ class Streams(Contexts):
             context = self._expect(green, Green, "create_stream").view
         device = self.devices[context.device]
         self._unfaulted(device, "create_stream")
+        self._behind_changes(device, "create_stream")
         least, greatest = self.priority_range()
         with self.timeline.lock:
             self.memory[context.device].open(STREAM_BYTES, "create_stream")
@@ -219,6 +220,7 @@ class Streams(Contexts):
         if found.device is not target.stream.device:
             raise from_status(400, "launch_graph", detail=f"{target!r} on {found!r}")
         self._refuse_own_capture(found, "launch_graph")
+        self._behind_changes(found.device, "launch_graph")
         done, before = Marker(), target.last
         if before is not None:
             self._enqueue(found, lambda: Wait(before), "launch_graph")
@@ -245,6 +247,7 @@ class Streams(Contexts):
         """An event of the current context. A simulation always sleeps, `blocking` or not."""
         context: Context = self._thread.stack[-1]
         self._unfaulted(self.devices[context.device], "create_event")
+        self._behind_changes(self.devices[context.device], "create_event")
         self._born_in(context, "event")
         return EventHandle(self._own(Event(context, timing)))
 
@@ -264,6 +267,7 @@ class Streams(Contexts):
         elsewhere = target.context.device != found.context.device
         if not same and (self.strict_events or apart or elsewhere):
             raise from_status(400, "record_event", detail=f"{target!r} on {found!r}")
+        self._behind_changes(found.device, "record_event")
         marker, captured = Marker(), found.capture is not None
         if not captured:  # there it is a dependency, and no piece of work
             finish = Instant("record", lambda _: self.timeline.complete(marker))
@@ -276,6 +280,7 @@ class Streams(Contexts):
         target = self._expect(event, Event, "record_green")
         device = self.devices[source.device]
         self._unfaulted(device, "record_green")
+        self._behind_changes(device, "record_green")
         if target.context.device != source.device or target.context.own:
             raise from_status(400, "record_green")
         captures = [s.capture for s in source.streams if s.capture is not None]

@@ -136,6 +136,8 @@ class Device:
         self.kernels: dict[Kernel, None] = {}
         self.engines: dict[str, deque[Copy]] = {}
         self.fault: CUDAError | None = None
+        #: Threads that wait to load or unload code of it.
+        self.changes = 0
 
 
 class Instant(Operation):

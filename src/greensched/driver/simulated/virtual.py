@@ -122,6 +122,8 @@ class VirtualClock:
     def poke(self) -> None:
         """Nothing to do: what is new is seen when everybody waits."""
 
+    changed = poke
+
     def wait(self, ready: Callable[[], bool]) -> None:
         """Blocks the calling thread until a condition holds; counts as idle meanwhile."""
         self._pause(ready, None)
