@@ -64,8 +64,9 @@ class Bound:
         self._is_shared = False
         #: Its kernel was not loaded yet for the SMs it moved to: a thread loads it.
         self._is_cold = False
-        #: Closed, shared or cold, or somebody may capture: one thing to look at in each launch.
-        self._is_wary = channel.holding.is_lent
+        #: Closed, shared or cold, used elsewhere, or somebody may capture: one thing to look at in
+        #: each launch.
+        self._is_wary = True
         #: Uses of its buffers by others, since its last launch.
         self._elsewhere: dict[Track, int] = {}
         uses = tuple(plan.arguments.buffers.values())
@@ -87,14 +88,17 @@ class Bound:
         holding, track = self._channel.holding, self.track
         if holding.thread != get_ident():
             raise wrong_thread()
-        is_behind = False
-        if self._is_wary or self._elsewhere or holding.room <= 0:
+        if (
+            self._is_wary
+            or holding.room <= 0
+            or track.submitted != track.issued
+            or track.first_uses
+        ):
             self._catch_up()
             self._check_room()
-            is_behind = bool(self._elsewhere)
-        if is_behind or track.submitted != track.issued or track.first_uses:
-            self._launch_later()
-            return
+            if self._elsewhere or track.submitted != track.issued or track.first_uses:
+                self._launch_later()
+                return
         try:
             self._plan.fire()
         except CUDAError as error:
@@ -108,7 +112,7 @@ class Bound:
         track, holding = self.track, channel.holding
         if holding.thread != get_ident():
             raise wrong_thread()
-        if self._is_wary or self._elsewhere:
+        if self._is_wary:
             self._catch_up()
         issued = track.issued
         full = (issued - track.word[0]) & MASK >= channel.depth
@@ -152,10 +156,12 @@ class Bound:
         """Others use a buffer: the next launch comes behind that."""
         if track is not self.track:
             self._elsewhere[track] = ticket
+            self._is_wary = True
 
     def look_again(self) -> None:
         """A buffer was closed: the next launch looks at all of them."""
         self._elsewhere[self.track] = self.track.issued
+        self._is_wary = True
 
     def be_wary(self) -> None:
         """The partition's stream was handed out: each launch asks whether it is capturing."""
@@ -173,7 +179,8 @@ class Bound:
         self._channel, self.track = channel, channel.track
         self._elsewhere.clear()
         self._is_shared = False
-        self._is_cold = self._is_wary = self._plan.kernel not in channel.lane.loaded
+        self._is_cold = self._plan.kernel not in channel.lane.loaded
+        self._is_wary = True
         self._plan = self._plan.on(channel.track.stream)
         channel.holding.bind(self)
         for buffer, write in before.values():
@@ -187,6 +194,8 @@ class Bound:
 
     def _use(self, buffer: Buffer | PinnedBuffer | Borrowed, *, write: bool) -> None:
         self._elsewhere.update(buffer.before(self.track, write=write))
+        if self._elsewhere:
+            self._is_wary = True
         buffer.bind(self, write=write)
 
     def _next_ticket(self) -> int:
@@ -219,6 +228,13 @@ class Bound:
             self._is_cold = self._plan.kernel not in self._channel.lane.loaded
             if self._is_cold:  # a first launch may block: not here
                 self._elsewhere[track] = 0
+        self._is_wary = False  # before the look: other threads have reasons, and then say so
+        if self._has_reasons():
+            self._is_wary = True
+
+    def _has_reasons(self) -> bool:
+        always = self.is_closed or self._is_shared or self._is_cold or bool(self._elsewhere)
+        return always or self._channel.holding.is_lent
 
     def _check_room(self) -> None:
         if not self._channel.holding.make_room():

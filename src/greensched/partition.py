@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable, Iterable
+from threading import get_ident
 from types import TracebackType
 from typing import Any, Literal, ParamSpec, Protocol, Self, TypeVar
 
@@ -188,7 +188,7 @@ class Partition:
             holding, track = channel.holding, channel.track
             if (
                 holding.is_plain
-                and holding.thread == threading.get_ident()
+                and holding.thread == get_ident()
                 and (track.issued - track.word[0]) & MASK < channel.depth
             ):
                 return channel
@@ -199,7 +199,7 @@ class Partition:
 
     def _mine(self) -> Channel:
         channel = self._open()
-        if channel.holding.thread != threading.get_ident():
+        if channel.holding.thread != get_ident():
             raise wrong_thread()
         return channel
 
