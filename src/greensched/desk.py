@@ -82,7 +82,7 @@ class Desk:
         self._waiting_for_none: list[Queued] = []
         #: Requests of tasks that were collected while they waited: the next caller gives them up.
         self._forsaken: deque[Request] = deque()
-        self._parking = Parking(self.lock, self.over)
+        self._parking = Parking(self.lock, self.over, driver.time)
         #: A lease that was parked, as `acquire` would give it; and how one is left that can be.
         self.take, self.park = self._parking.take, self._parking.park
 
@@ -190,7 +190,7 @@ class Desk:
                 holding.taker = None
 
     def _start_parking(self) -> None:
-        self._parking.scheduler = None if self.scheduler.ground.is_classed else self.scheduler
+        self._parking.start(self.scheduler)
 
     def _stop_parking(self) -> None:
         self._parking.scheduler = None

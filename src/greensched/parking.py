@@ -2,9 +2,9 @@
 
 Most services ask for the same sizes time and again, and most of the time nobody waits. Such a
 lease is not given back to the scheduler: it is *parked*, and the next who asks on the same loop
-has it, for a tenth of what a decision costs. To everybody else its SMs are free: whoever asks the
-scheduler anything has all that is parked given back first. Nothing is parked while somebody
-waits, or where classes have rules.
+has it, for a fraction of what a decision costs. To everybody else its SMs are free: whoever asks
+the scheduler anything has all that is parked given back first. A class is charged for each lease as
+if it had been a decision. Nothing is parked while somebody waits, nor what is not the class's own.
 """
 
 from __future__ import annotations
@@ -25,26 +25,37 @@ class Parking:
     Args:
         lock: the desk's.
         over: told of a lease that is over, because nobody would take it from here.
+        time: seconds.
     """
 
-    def __init__(self, lock: Lock, over: Callable[[Holding], object]) -> None:
+    def __init__(
+        self, lock: Lock, over: Callable[[Holding], object], time: Callable[[], float]
+    ) -> None:
         self.lock = lock
         self._over = over
+        self._time = time
         #: Where something is parked, or was.
         self._spots: list[list[Channel]] = []
-        #: Who decides, while the pool is open and has no classes; None: nothing is parked.
+        #: Who decides, while the pool is open; None: nothing is parked.
         self.scheduler: Scheduler | None = None
+        #: Who is told of each lease; None: there are no classes to be charged.
+        self._charges: Scheduler | None = None
         #: How often one was parked since the scheduler was told last: those that are not there any
         #: more were taken, and it has not counted that.
         self.put = 0
         #: Some of them are held, and it does not know by whom.
         self.is_taken = False
 
+    def start(self, scheduler: Scheduler) -> None:
+        """Leases are parked from here on; after each change of the classes. Holds the lock."""
+        self.scheduler = scheduler
+        self._charges = scheduler if scheduler.ground.is_classed else None
+
     def take(self, wish: Wish) -> Channel | None:
         """A lease of the running loop that was parked; None: there is none.
 
-        It takes no lock: whoever pops a channel has it. While it was parked it stayed open and
-        plain, unless the pool stopped.
+        Whoever pops a channel has it, without a lock. While it was parked it stayed open and plain,
+        unless the pool stopped.
         """
         try:
             spot: list[Channel] = wish.parked[get_ident()]
@@ -57,6 +68,10 @@ class Parking:
             return None
         channel.holding.taker = taker
         self.is_taken = True
+        charges = self._charges
+        if charges is not None:
+            with self.lock:
+                charges.resume(self._time(), channel.holding.lease)
         return channel
 
     def park(self, wish: Wish, channel: Channel) -> bool:
@@ -83,9 +98,14 @@ class Parking:
                     spot = wish.parked[holding.thread] = []
                     self._spots.append(spot)
             holding.taker = None  # a task that is kept is not collected
-            if scheduler is not None and spot is not None:
-                if holding.lease.holder is not None:
-                    scheduler.pass_on(holding.lease, None)
+            charges, lease = self._charges, holding.lease
+            if (
+                scheduler is not None
+                and spot is not None
+                and (charges is None or charges.pause(self._time(), lease))
+            ):
+                if lease.holder is not None:
+                    scheduler.pass_on(lease, None)
                 self.put += 1
                 spot.append(channel)
                 return True

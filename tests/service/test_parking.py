@@ -10,7 +10,16 @@ import weakref
 import numpy as np
 import pytest
 
-from greensched import ALL, LaunchConfig, PartitionClosed, Pool, ServiceClass, WouldDeadlock
+from greensched import (
+    ALL,
+    LaunchConfig,
+    PartitionClosed,
+    Pool,
+    ServiceClass,
+    WouldBlock,
+    WouldDeadlock,
+)
+from greensched.driver import simulated
 from greensched.errors import InvalidRequest, Poisoned
 from greensched.kernels import fill
 from helpers.waiting import turns
@@ -208,21 +217,85 @@ def test_who_asks_outside_of_any_task_asks_the_scheduler() -> None:
     asyncio.run(main())
 
 
-def test_classes_are_asked_about_each_time() -> None:
-    """Where classes have rules every lease is a decision; also from when they come to have."""
+def test_a_class_is_charged_for_each_lease() -> None:
+    """Its leases are parked, counted, and take what time they are held; parked they take none."""
+    clock = simulated.VirtualClock(seed=1)
 
     async def main() -> None:
-        async with on_h200(services=[ServiceClass("a", reserve=16)]) as pool:
-            await leased(pool)
-            assert not parked(pool)
+        services = [ServiceClass("a", reserve=16), ServiceClass("b")]
+        async with Pool(driver=simulated.open("h200", clock=clock), services=services) as pool:
+            for _ in range(5):
+                for service in ("a", "b"):
+                    async with pool.partition(16, service=service):
+                        await asyncio.sleep(0.010)
+                    assert parked(pool)
+                await asyncio.sleep(1.0)
+            found = pool.statistics().services
+            for service in ("a", "b"):
+                assert found[service].granted == 5
+                assert found[service].sm_seconds == pytest.approx(5 * 16 * 0.010, rel=1e-3)
+                assert not found[service].sms
+
+    clock.run(main)
+
+
+def test_a_floor_is_its_owners_though_leases_are_parked() -> None:
+    """Who asks finds the floors as they are: what is parked is free, and lent to nobody."""
+
+    async def main() -> None:
+        services = [ServiceClass("a", reserve=64), ServiceClass("b")]
+        async with on_h200(services=services) as pool:
+            async with pool.partition(16, service="a"), pool.partition(16, service="b"):
+                pass
+            assert parked(pool) == 2
+            async with pool.partition(56, service="b"):
+                assert parked(pool) == 0
+                with pytest.raises(WouldBlock):
+                    pool.partition_nowait(16, service="b")
+                async with pool.partition(64, service="a") as p:
+                    assert p.sm_count == 64
+
+    asyncio.run(main())
+
+
+def test_a_change_of_classes_ends_what_is_parked() -> None:
+    """What was parked before it is given back, and what is held is parked by the new rules."""
+
+    async def main() -> None:
         async with on_h200() as pool:
             await leased(pool)
-            pool.reconfigure(services=[ServiceClass("a", reserve=16)])
+            async with pool.partition(24):
+                pool.reconfigure(services=[ServiceClass("a", reserve=16)])
+                assert not parked(pool)
             await leased(pool)
-            assert not parked(pool)
+            assert parked(pool) == 1
             pool.reconfigure(services=[])
             await leased(pool)
             assert parked(pool) == 1
+            assert pool.statistics().leases == 0
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "service",
+    [
+        ServiceClass("a", quota=1000.0),
+        ServiceClass("a", unsplit=True, latency=1.0),
+    ],
+)
+def test_what_is_looked_at_for_each_lease_is_not_parked(service: ServiceClass) -> None:
+    """A quota, and whether the device is split; an elastic lease is of the size of the moment."""
+
+    async def main() -> None:
+        async with on_h200(services=[service]) as pool:
+            async with pool.partition(16, service="a"):
+                pass
+            assert not parked(pool)
+        async with on_h200(services=[ServiceClass("a")]) as pool:
+            async with pool.partition((8, 64), service="a"):
+                pass
+            assert not parked(pool)
 
     asyncio.run(main())
 

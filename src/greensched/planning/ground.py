@@ -304,8 +304,20 @@ class Ground:
                 floors.give(lease, (lease.mask & cells.equal).bit_count())
                 if lease.is_short:
                     floors.note(lease, is_over=True)
-        if self.is_classed or lease.request.cost is not None:
+        if not lease.is_paused and (self.is_classed or lease.request.cost is not None):
             self._settle(flow, lease, lease.request, now)
+
+    def pause(self, lease: Lease, now: float) -> None:
+        """A lease of a class is over, but for its cells; it is charged for and counted as any."""
+        lease.is_paused = True
+        self._settle(lease.flow, lease, lease.request, now)
+
+    def resume(self, lease: Lease, now: float) -> None:
+        """Another begins, on the cells of one that is paused."""
+        lease.is_paused = False
+        lease.request.arrived = lease.began = lease.since = now
+        lease.had = lease.charged = 0.0
+        self.charge(lease.flow, lease, lease.request, now)
 
     def _settle(self, flow: Flow, lease: Lease, request: Request, now: float) -> None:
         self.clock.settle(flow, lease, now)

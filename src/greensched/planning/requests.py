@@ -59,6 +59,7 @@ class Lease:
         "had",
         "holder",
         "is_apart",
+        "is_paused",
         "is_seat",
         "is_short",
         "loans",
@@ -82,6 +83,8 @@ class Lease:
         self.began = self.since = now
         #: Nobody holds it any more, and its work may still run; and its cells are free.
         self.draining = self.over = False
+        #: It is over, but for its cells: the next who wants the same may have it as it is.
+        self.is_paused = False
         #: It has all SMs of a device, and others may have them, too (`sharing`); `mask` says which
         #: of the device's seats it is on.
         self.is_seat = False

@@ -198,6 +198,22 @@ class Scheduler(Granting):
             if lease.holder is not None:
                 self._forget(lease)
 
+    def pause(self, now: float, lease: Lease) -> bool:
+        """A class's lease of one size and no known cost is over; its cells stay for one like it.
+
+        Nobody waits. False: it is to be `drained`, because a decision looks at more than whether
+        cells are free: at a loan, a quota, or whether the device is split.
+        """
+        ground = self.ground
+        if lease.loans or ground.is_shared or lease.flow.quota is not None:
+            return False
+        ground.pause(lease, now)
+        return True
+
+    def resume(self, now: float, lease: Lease) -> None:
+        """The next like it has what is paused; `pass_on` and `count_again` tell of him later."""
+        self.ground.resume(lease, now)
+
     def count_again(self, number: int) -> None:
         """So many leases went to who asked for the same, without a decision."""
         self._requested += number
