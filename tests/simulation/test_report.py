@@ -265,7 +265,7 @@ def test_every_command_of_the_page_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With the page's own files; for half a second of traffic and one seed, not for minutes."""
-    page = PAGE.read_text()
+    page = re.sub(r" \\\n +", " ", PAGE.read_text())
     monkeypatch.setattr(compare, "PARTS", (6,))
     monkeypatch.chdir(tmp_path)
     for name, text in re.findall(r"^```json (\S+)\n(.*?)^```$", page, re.DOTALL | re.MULTILINE):
