@@ -241,6 +241,8 @@ class Partition:
         if self._open() is channel:  # else another task's checkpoint was first
             channel.check_capture()
             self._channel = self._grantor.checkpoint(channel, cost, deadline)
+            if cost is not None:  # the lease has it, and no other that asked for none may have it
+                self._channel.holding.is_involved = True
         return self._open().lane.sm_count
 
     # -- facts -------------------------------------------------------------------------------------

@@ -300,6 +300,22 @@ def test_what_is_looked_at_for_each_lease_is_not_parked(service: ServiceClass) -
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("services", [[], [ServiceClass("a")]])
+def test_a_lease_of_a_known_cost_is_not_parked(services: list[ServiceClass]) -> None:
+    """Its cost was said at a checkpoint; one that says none can be parked."""
+
+    async def main() -> None:
+        async with on_h200(services=services) as pool:
+            async with pool.partition(16) as p:
+                await p.checkpoint(0.005)
+            assert not parked(pool)
+            async with pool.partition(16) as p:
+                await p.checkpoint()
+            assert parked(pool) == 1
+
+    asyncio.run(main())
+
+
 def test_a_fault_ends_what_is_parked() -> None:
     """After a device fault nobody is given a lease that was parked before it."""
 
