@@ -139,8 +139,8 @@ class Channel:
         """
         track, holding = self.track if beside is None else beside, self.holding
         lagging, behind = self.others(track, uses)
-        may_block = may_block or bool(track.first_uses)
-        at_once = self.is_prompt() and not may_block and not lagging and beside is None
+        by_thread = may_block or lagging or track.first_uses or beside is not None
+        at_once = self.is_prompt() and not by_thread
         ticket = track.issue()
         for buffer, write in uses:
             buffer.note(track, ticket, write=write)

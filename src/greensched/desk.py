@@ -115,7 +115,7 @@ class Desk:
             self.sites, self.scheduler = tuple(sites), scheduler
             if self.state is PoolState.OPENING:  # else it is closed as soon as it is open
                 self.state = PoolState.OPEN
-                self._start_parking()
+                self._parking.start(self.scheduler)
         self._have_made()
 
     # -- asking ----------------------------------------------------------------------------------
@@ -188,9 +188,6 @@ class Desk:
             if holding.taker is not None:
                 self.scheduler.pass_on(holding.lease, holding.taker)
                 holding.taker = None
-
-    def _start_parking(self) -> None:
-        self._parking.start(self.scheduler)
 
     def _stop_parking(self) -> None:
         self._parking.scheduler = None
@@ -320,7 +317,7 @@ class Desk:
             granted = self.scheduler.reconfigure(self.driver.time(), services, policy)
             if services is not None:
                 self._allow(services)
-            self._start_parking()
+            self._parking.start(self.scheduler)
         self._deliver(granted)
 
     def observe(self, service: str, latency: float, number: int) -> None:

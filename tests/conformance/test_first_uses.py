@@ -31,13 +31,15 @@ ONE = LaunchConfig(grid=1, block=1)
 def waits(world: World) -> None:
     """A driver that loads code beside whatever runs has nothing to be held up by."""
     if not world.is_simulated and standin_library() is not None:
-        pytest.skip("the stand-in loads code at once")
+        pytest.skip("the stand-in loads code at once, whatever runs: nothing waits for it")
 
 
-async def begin_first_use(pool: Pool, p: Partition) -> None:
+async def begin_first_use(world: World, pool: Pool, p: Partition) -> None:
     """A kernel nobody used yet is launched behind a gate, and is waited for by a thread."""
     p.launch(spin, ONE, 1)
     loader = pool.devices[0].loader
+    while world.kind != "virtual" and not loader.first_uses:
+        pass  # not a turn of the loop, in which an event would be recorded
     await until(lambda: bool(loader.first_uses))
     await anyio.sleep(0.005)  # and it is in the driver by now
 
@@ -68,7 +70,7 @@ def test_nothing_is_submitted_by_the_loop_meanwhile(
 ) -> None:
     """Whatever it is, behind whomever: a thread makes the calls, and it gets done."""
     if marks == "events" and not world.is_simulated:
-        pytest.skip("this driver's tickets are words")
+        pytest.skip("tickets are events where streams cannot write words, and this driver's can")
     lacks = {"without": [Feature.WRITE_VALUE]} if marks == "events" else {}
 
     async def main() -> None:
@@ -84,7 +86,7 @@ def test_nothing_is_submitted_by_the_loop_meanwhile(
                 with await Gate.closed(p) as gate:
                     if beside == "another":
                         r.bind(fill, CONFIG, x, 1.0, 64)()
-                    await begin_first_use(pool, p)
+                    await begin_first_use(world, pool, p)
                     done = WAYS[way](q, here, x)
                     assert not q._open().is_prompt()
                     gate.open()
@@ -109,7 +111,7 @@ def test_everything_can_be_submitted_meanwhile(world: World) -> None:
                 bound = q.bind(fill, CONFIG, x, 1.0, 64)
                 await bound.submit()
                 with await Gate.closed(p) as gate:
-                    await begin_first_use(pool, p)
+                    await begin_first_use(world, pool, p)
                     bound.set(1, 2.0)
                     bound()
                     jobs: list[Any] = [
@@ -148,11 +150,7 @@ def test_what_is_in_flight_is_awaited_meanwhile(world: World) -> None:
         ):
             with await q.empty(64) as x, await Gate.closed(q) as mine, await Gate.closed(p) as gate:
                 job = q.launch(fill, CONFIG, x, 1.0, 64)
-                p.launch(spin, ONE, 1)
-                while world.kind != "virtual" and not pool.devices[0].loader.first_uses:
-                    pass  # not a turn of the loop, in which an event would be recorded
-                await until(lambda: bool(pool.devices[0].loader.first_uses))
-                await anyio.sleep(0.005)
+                await begin_first_use(world, pool, p)
                 mine.open()
                 await job
                 assert pool.devices[0].loader.first_uses
@@ -181,7 +179,7 @@ def test_a_lease_ends_meanwhile(world: World) -> None:
                 with await Gate.closed(p) as gate:
                     tasks.start_soon(calling)
                     await until(lambda: pool.statistics().leases == 2)
-                    await begin_first_use(pool, p)
+                    await begin_first_use(world, pool, p)
                     began.set()
                     await still_waits(over.wait())
                     async with pool.partition(8) as r:
@@ -198,7 +196,7 @@ def test_a_pool_is_well_meanwhile(world: World) -> None:
     async def main() -> None:
         async with world.pool() as pool, pool.partition(8) as p:
             with await Gate.closed(p) as gate:
-                await begin_first_use(pool, p)
+                await begin_first_use(world, pool, p)
                 assert fault_of(pool) is None
                 gate.open()
 
