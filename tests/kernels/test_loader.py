@@ -148,6 +148,18 @@ def test_local_memory_is_sized_when_a_kernel_is_loaded(facts: DeviceFacts) -> No
     assert driver.calls == [("load_kernel", "f"), ("load_kernel", "g")]
 
 
+def test_a_driver_may_give_less_local_memory(facts: DeviceFacts) -> None:
+    """What it gives is asked for once, and the kernel is loaded all the same."""
+
+    class Clamping(FakeDriver):
+        def set_limit(self, limit: Limit, nbytes: int) -> None:
+            super().set_limit(limit, min(nbytes, 2048))
+
+    driver = Clamping()
+    loader_of(driver, facts).load(Program(SOURCE).kernel("g"))
+    assert [what for verb, what in driver.calls if verb == "set_limit"] == [2048]
+
+
 def test_a_program_is_loaded_once(facts: DeviceFacts, compiled: list[str]) -> None:
     """Kernels of one program come from one library; another program is another library."""
     driver = FakeDriver()

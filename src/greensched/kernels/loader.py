@@ -120,9 +120,12 @@ class Loader:
         needed = self._driver.kernel_limits(handle, self._facts.ordinal).local_bytes
         with self._lock:
             self._local_bytes = max(self._local_bytes, needed)
-        # Without the lock, for these calls may wait; whoever sets it last sees if it is too little.
-        while self._driver.limit(Limit.STACK) < self._local_bytes:
-            self._driver.set_limit(Limit.STACK, self._local_bytes)
+        # Without the lock, for these calls may wait; whoever sets it last sees if more is needed by
+        # now. Each size is set once: a driver may give less (cuCtxSetLimit clamps).
+        said = 0
+        while self._driver.limit(Limit.STACK) < (most := self._local_bytes) > said:
+            self._driver.set_limit(Limit.STACK, most)
+            said = most
 
     def _binary(self, program: Program) -> bytes:
         """Outside the lock, so that a long compilation keeps nobody from loading another kernel."""
