@@ -13,6 +13,8 @@
 #   make test-gpu       the same suite and all gpu tests, on the GPU of this machine, with the
 #                       Python (GPU_PYTHON=...) and packages found there
 #   make bench-gpu      benchmarks on the GPU of this machine, found as by test-gpu
+#   make compiled       the same package compiled, in .build/compiled/site; needs a C compiler
+#   make test-compiled  the tests of what is compiled, on that
 #   make bench          benchmarks on the simulated driver; STANDIN=... adds the real bindings
 #   make bench-http     the FastAPI example at twice its capacity for a minute
 #   make bench-ray      a fleet on a Ray cluster of three nodes with simulated GPUs, one of them lost
@@ -25,8 +27,11 @@ STANDIN ?=
 BUILT  := .build/standin
 OTHERS := .build/integrations
 HOSTS  := .build/embedding
+COMPILED := .build/compiled
+COMPILER := $(shell command -v $(CC))
+SOURCES  := $(shell find src -name '*.py')
 
-.PHONY: demo test check format test-standin test-integrations check-extras test-gpu bench bench-gpu bench-http bench-ray test-embedding soak clean
+.PHONY: demo test check format test-standin test-integrations check-extras test-gpu bench bench-gpu bench-http bench-ray test-embedding soak compiled test-compiled clean
 
 demo: $(VENV)/.ready
 	$(BIN)/greensched demo $(ARGS)
@@ -77,8 +82,9 @@ test-gpu:
 	$(GPU_TESTS) tests/conformance $(ARGS)
 	$(GPU_TESTS) tests/neighbours tests/gpu $(ARGS)
 
-bench: $(VENV)/.ready $(if $(STANDIN),standin-built)
-	$(BIN)/python -m benchmarks $(if $(STANDIN),--standin $(BUILT)/build) $(ARGS)
+# Compiled, where there is a compiler; what was measured, the first line says.
+bench: $(VENV)/.ready $(if $(STANDIN),standin-built) $(if $(COMPILER),compiled)
+	$(if $(COMPILER),PYTHONPATH=$(COMPILED)/site) $(BIN)/python -m benchmarks $(if $(STANDIN),--standin $(BUILT)/build) $(ARGS)
 
 bench-gpu:
 	PYTHONPATH=src:$$PYTHONPATH $(or $(GPU_PYTHON),python3) -m benchmarks.gpu $(ARGS)
@@ -91,6 +97,19 @@ bench-ray: $(OTHERS)/.ready
 
 soak: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.soak $(ARGS)
+
+# In a copy: the build leaves its libraries beside the sources, where everything would import them.
+compiled: $(COMPILED)/.ready
+
+$(COMPILED)/.ready: $(VENV)/.ready $(SOURCES)
+	@rm -rf $(COMPILED) && mkdir -p $(COMPILED)/tree && cp -R pyproject.toml README.md LICENSE src $(COMPILED)/tree/
+	HATCH_BUILD_HOOK_ENABLE_MYPYC=1 $(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  --no-deps --no-build-isolation --target $(COMPILED)/site $(COMPILED)/tree
+	@touch $@
+
+test-compiled: compiled
+	PYTHONPATH=$(COMPILED)/site $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal \
+	  tests/planning tests/service tests/conformance tests/simulation $(ARGS)
 
 # The stand-in is built in a copy of its folder, with the headers of the runtime package of the
 # nvrtc extra: an nvcc on the path may have none beside it.

@@ -20,6 +20,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from greensched.planning import scheduler
+
 Samples = npt.NDArray[np.float64]
 #: Does the thing once; returns the seconds it took, by a stopwatch held as closely as can be.
 Work = Callable[[], Awaitable[float]]
@@ -138,7 +140,8 @@ class Bystanders:
         wall, busy, own = (a - b for a, b in zip(self._now(), self._start, strict=True))
         return (
             f"{platform.python_implementation()} {platform.python_version()}, {os.cpu_count()} "
-            f"cores, of which other processes used {max(0.0, busy - own) / wall:.1f} meanwhile"
+            f"cores, of which other processes used {max(0.0, busy - own) / wall:.1f} meanwhile; "
+            f"greensched {'as Python' if scheduler.__file__.endswith('.py') else 'compiled'}"
         )
 
     @staticmethod

@@ -7,6 +7,8 @@ import itertools
 
 import pytest
 
+from greensched.planning import scheduler
+
 try:
     from hypothesis import settings
 except ImportError:  # a GPU's machine may have none, and what runs there needs none
@@ -26,7 +28,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what needs another driver than the one chosen."""
+    """Leaves out what needs another driver than the one chosen, or another build."""
+    if not scheduler.__file__.endswith(".py"):
+        skip = pytest.mark.skip(reason="looks into what is compiled here")
+        for item in items:
+            if "white_box" in item.keywords:
+                item.add_marker(skip)
     if config.getoption("--driver") == "simulated":
         skip = pytest.mark.skip(reason="needs a GPU: make test-gpu")
         for item in items:

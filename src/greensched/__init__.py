@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from greensched.launcher import LaunchConfig as LaunchConfig
     from greensched.launcher import launch as launch
     from greensched.partition import Partition as Partition
-    from greensched.planning.requests import ServiceStatistics as ServiceStatistics
     from greensched.planning.services import ServiceClass as ServiceClass
+    from greensched.planning.statistics import ServiceStatistics as ServiceStatistics
     from greensched.plans import Plan as Plan
     from greensched.pool import Pool as Pool
     from greensched.resources import ContextOptions as ContextOptions
@@ -81,7 +81,7 @@ _ROOMS = {
     "SMResource": "resources",
     "SMResourceOptions": "splitting",
     "ServiceClass": "planning.services",
-    "ServiceStatistics": "planning.requests",
+    "ServiceStatistics": "planning.statistics",
     "Stream": "stream",
     "SyncPartition": "sync",
     "SyncPool": "sync",

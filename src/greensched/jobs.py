@@ -31,7 +31,7 @@ class Progress:
         door: of the loop that the caller runs on.
     """
 
-    __slots__ = ("_done", "_door", "_error", "_is_posted", "_nbytes", "_tell", "_thread", "_told")
+    __slots__ = ("_done", "_door", "_error", "_is_posted", "_nbytes", "_owner", "_tell", "_told")
 
     def __init__(self, tell: object, nbytes: int, door: Door) -> None:
         if not callable(tell) or is_asynchronous(tell):
@@ -41,7 +41,7 @@ class Progress:
         self._tell = tell
         self._nbytes = nbytes
         self._door = door
-        self._thread = threading.get_ident()
+        self._owner = threading.get_ident()
         self._done = 0
         self._told = -1
         self._is_posted = False
@@ -67,7 +67,7 @@ class Progress:
             Exception: as `moved`.
         """
         self._done = self._nbytes
-        if threading.get_ident() == self._thread:
+        if threading.get_ident() == self._owner:
             self._report()
         else:
             self._door.call_threadsafe(self._report)
@@ -168,14 +168,12 @@ class Job(Generic[T]):
             if "trio" in sys.modules and asyncio._get_running_loop() is None:
                 yield from current_door().checkpoint().__await__()
             return self._outcome()
-        if track.fault is None:
-            if track.crew.lane.context.is_entered:
-                raise WrongThread("no `await` inside `with p.context:`: leave that block first")
-            completion = track.crew.home.completion()
-            while track.fault is None:
-                yield from completion.wait(track, ticket).__await__()
-                if track.reached(ticket):
-                    return self._outcome()
+        if track.fault is None and track.crew.lane.context.is_entered:
+            raise WrongThread("no `await` inside `with p.context:`: leave that block first")
+        while track.fault is None:  # asked anew each time: what was known of it is so no longer
+            yield from track.crew.home.completion().wait(track, ticket).__await__()
+            if track.reached(ticket):
+                return self._outcome()
         return self.result()
 
     # -- for the partition -----------------------------------------------------------------------

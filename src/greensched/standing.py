@@ -6,7 +6,7 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from greensched.planning.requests import SchedulerStatistics, ServiceStatistics
+from greensched.planning.statistics import SchedulerStatistics, ServiceStatistics
 
 
 class PoolState(enum.Enum):

@@ -13,7 +13,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 
 from greensched.driver.base import Driver
 from greensched.errors import Closed, CUDAError, InvalidRequest, WrongContext, run_all
@@ -136,7 +136,7 @@ class Stream:
 
     __slots__ = ("context", "handle", "is_closed", "recorded")
 
-    def __init__(self, context: Owner, *, priority: int = 0) -> None:
+    def __init__(self, context: Owner, *, priority: object = 0) -> None:
         self.is_closed = True
         #: While we capture on it: what kernels are launched with, and whether they write it.
         self.recorded: list[tuple[Any, bool]] | None = None
@@ -311,6 +311,7 @@ class Track:
         "first_uses",
         "issued",
         "kept",
+        "known",
         "stream",
         "submitted",
         "word",
@@ -335,6 +336,8 @@ class Track:
         #: Recorded behind the work, for whoever must block or order another stream behind it.
         self.event = event
         self.issued = self.submitted = first
+        #: A ticket that was seen to be reached: no earlier one is looked up again.
+        self.known = first
         #: What ended everything: no ticket after it is ever reached.
         self.fault: BaseException | None = None
         #: Whose threads work on it: the service floor's.
@@ -374,9 +377,14 @@ class Track:
         Not before `submitted` says so, which a thread of ours sets behind the mark: who has
         awaited everything finds everything submitted.
         """
+        if ticket <= self.known:
+            return True
         written = self.word[0]  # before `issued`, which it then cannot be ahead of
         issued = self.issued
-        return ticket <= self.submitted and ticket <= issued - ((issued - written) & MASK)
+        if ticket > self.submitted or ticket > issued - ((issued - written) & MASK):
+            return False
+        self.known = ticket  # whoever else looks now may write an earlier one: also known
+        return True
 
     def has_submitted(self, ticket: int) -> bool:
         """Whether the work of a ticket is on the stream, so that an event can capture it.
@@ -471,7 +479,7 @@ class EventTrack(Track):
     """
 
     #: Tickets in flight at most; each has an event of its own, made beforehand.
-    DEPTH = 64
+    DEPTH: ClassVar[int] = 64
 
     __slots__ = ("_lock", "_pending", "_ring")
 

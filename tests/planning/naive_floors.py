@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass, field
 
 from greensched.planning.cells import Cells, Demand
+from greensched.planning.flows import Flow
 from greensched.planning.policy import Sized
 from greensched.planning.requests import Lease, Request
 from greensched.planning.scheduler import Scheduler
-from greensched.planning.services import Flow
 from greensched.typing import ALL, REST
 
 from .naive import is_enough, sms, subsets

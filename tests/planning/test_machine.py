@@ -9,9 +9,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from greensched.errors import QueueFull, TooManySMs, WouldBlock, WouldDeadlock
 from greensched.planning.cells import Demand
+from greensched.planning.flows import Flow
 from greensched.planning.policy import Fifo
 from greensched.planning.scheduler import Lease, Request, Scheduler, State
-from greensched.planning.services import ANYBODY, Flow
+from greensched.planning.services import ANYBODY
 from greensched.typing import ALL, REST
 
 from .naive import possible, sms

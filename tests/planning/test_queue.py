@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 
 from greensched.planning.cells import Cells, demands
+from greensched.planning.flows import Flow
 from greensched.planning.policy import Deadline, Fifo
 from greensched.planning.queue import SWEEP
 from greensched.planning.requests import Entries, Request, State
 from greensched.planning.scheduler import Scheduler
-from greensched.planning.services import ANYBODY, Flow, ServiceClass
+from greensched.planning.services import ANYBODY, ServiceClass
 from greensched.typing import ALL
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from greensched.errors import InvalidRequest, QueueFull, TooManySMs, WouldBlock, WouldDeadlock
 from greensched.planning.cells import Cells, demands
+from greensched.planning.flows import Flow
 from greensched.planning.policy import Fifo, Policy, Waiting, policy_named
 from greensched.planning.scheduler import (
     STALE_LEAST,
@@ -17,7 +18,7 @@ from greensched.planning.scheduler import (
     State,
     validate_bound,
 )
-from greensched.planning.services import ANYBODY, Flow
+from greensched.planning.services import ANYBODY
 from greensched.typing import ALL, REST, Size
 
 H100 = Cells(size=8, count=15, remainder=12)
@@ -467,7 +468,7 @@ def test_an_ageing_that_is_no_time_is_refused(ageing: float) -> None:
 def test_a_bound_that_is_no_number_is_refused(bound: object) -> None:
     """The queue's bound is a whole number, 0 or more."""
     with pytest.raises(InvalidRequest, match="max_waiting"):
-        validate_bound(bound)  # type: ignore[arg-type]
+        validate_bound(bound)
     assert validate_bound(0) == 0
 
 
@@ -511,6 +512,7 @@ def test_nothing_grows_with_past_requests() -> None:
     assert scheduler.statistics().sms_free == 32
 
 
+@pytest.mark.white_box
 def test_a_mass_cancellation_is_linear_and_leaves_nothing() -> None:
     """Cancelling 10,000 that wait looks at no cells at all; the one that stays is still served."""
     counting = CountingCells(size=8, count=4)
@@ -527,6 +529,7 @@ def test_a_mass_cancellation_is_linear_and_leaves_nothing() -> None:
     assert footprint(scheduler) == 0
 
 
+@pytest.mark.white_box
 def test_a_decision_costs_as_much_as_there_are_different_wishes() -> None:
     """10,000 that wait for three different wishes cost three looks at the most, not 10,000.
 
@@ -543,6 +546,7 @@ def test_a_decision_costs_as_much_as_there_are_different_wishes() -> None:
     assert len(LOOKS) == 1
 
 
+@pytest.mark.white_box
 def test_a_decision_looks_at_none_of_whom_a_device_is_kept_from() -> None:
     """While a device is kept for who has aged, nobody else's cells are looked for there."""
     counting = CountingCells(size=8, count=4)
@@ -557,6 +561,7 @@ def test_a_decision_looks_at_none_of_whom_a_device_is_kept_from() -> None:
     assert give_back(scheduler, 0.01, first) == [small[0], small[1]]
 
 
+@pytest.mark.white_box
 def test_an_uncontended_lease_looks_at_one_device_once() -> None:
     """With nobody waiting a request is one look at one device, and giving back is none."""
     counting = CountingCells(size=8, count=4)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from greensched.planning.cells import Cells, demands
+from greensched.planning.flows import Flow
 from greensched.planning.policy import Fifo
 from greensched.planning.requests import Request, State
 from greensched.planning.scheduler import Scheduler
-from greensched.planning.services import Flow, ServiceClass
+from greensched.planning.services import ServiceClass
 from greensched.planning.sharing import HOLD, LONGEST, LOOK, NEAR, ONE_IN, Verdict
 from greensched.typing import ALL, Size
 

@@ -337,6 +337,7 @@ def test_cancelled_anywhere_nothing_is_lost(name: str, backend: Backend) -> None
         assert steps.is_cancelled, (name, number)
 
 
+@pytest.mark.white_box
 def test_every_place_that_can_wait_is_reached() -> None:
     """Every await of the service floor is one where some scenario waits, and is cancelled."""
     found = [place for room in ROOMS for place in awaits_in(SOURCE / f"{room}.py")]

@@ -158,6 +158,7 @@ def test_closed_while_a_lane_waits_for_a_kernel(backend: Any, seed: int, faults:
     clock.run(main, backend=backend)
 
 
+@pytest.mark.white_box
 def test_a_closing_hears_of_the_last_lease_of_another_thread() -> None:
     """The last lease ends, elsewhere, just as `aclose` looks: it does not wait its grace out."""
     pool = Pool(driver="simulated:h200")

@@ -602,6 +602,7 @@ class StrictLock:
         self._lock.release()
 
 
+@pytest.mark.white_box
 @pytest.mark.parametrize("leased", [0, 132], ids=["in its block", "queued"])
 def test_a_task_collected_while_the_lock_is_held_takes_no_lock(
     leased: int, monkeypatch: pytest.MonkeyPatch

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from greensched.errors import InvalidRequest, InvalidSize
 from greensched.quantities import whole
-from greensched.typing import ALL, REST, NamedSize, Size
+from greensched.typing import ALL, REST, NamedSize
 
 #: The partitions that are made already, by their number of cells, the ones to prefer first.
 Warm = Mapping[int, Iterable[int]]
@@ -30,7 +30,7 @@ class Demand(NamedTuple):
     named: NamedSize | None = None
 
 
-def demand(size: Size) -> Demand:
+def demand(size: object) -> Demand:
     """Reads a size.
 
     Raises:
@@ -45,7 +45,7 @@ def demand(size: Size) -> Demand:
     return demand
 
 
-def demands(sizes: tuple[Size, ...]) -> tuple[Demand, ...]:
+def demands(sizes: tuple[object, ...]) -> tuple[Demand, ...]:
     """Reads the sizes of one joint request."""
     parts = tuple(demand(size) for size in sizes)
     if not parts:

@@ -11,8 +11,8 @@ and at its end what it took instead.
 
 from __future__ import annotations
 
+from greensched.planning.flows import Flow
 from greensched.planning.requests import Lease
-from greensched.planning.services import Flow
 
 
 class FairClock:

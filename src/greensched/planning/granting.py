@@ -11,12 +11,13 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from greensched.errors import TooManySMs
 from greensched.planning import seats, sizing
 from greensched.planning.cells import Cells
+from greensched.planning.flows import Flow
 from greensched.planning.ground import Ground
 from greensched.planning.placement import Placement
 from greensched.planning.policy import Policy
 from greensched.planning.queue import Queue
 from greensched.planning.requests import Lease, Line, Request, State
-from greensched.planning.services import Flow, ServiceClass
+from greensched.planning.services import ServiceClass
 
 
 class Granting(Queue):

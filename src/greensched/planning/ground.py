@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 from greensched.planning.cells import Cells, Demand
 from greensched.planning.fairness import FairClock
+from greensched.planning.flows import Flow
 from greensched.planning.lending import lengths, place
 from greensched.planning.placement import Placement, in_order
 from greensched.planning.requests import Cost, Lease, Request
-from greensched.planning.services import ANYBODY, Flow, ServiceClass
+from greensched.planning.services import ANYBODY, ServiceClass
 from greensched.planning.sharing import Verdict
 
 

@@ -24,8 +24,9 @@ from collections.abc import Iterable, Sequence
 
 from greensched.errors import InvalidRequest
 from greensched.planning.cells import Cells, aligned
+from greensched.planning.flows import Flow
 from greensched.planning.requests import NO_LOANS, Lease, Request
-from greensched.planning.services import Flow, ServiceClass
+from greensched.planning.services import ServiceClass
 
 
 class Floors:

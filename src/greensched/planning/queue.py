@@ -11,9 +11,9 @@ from typing import Any
 
 from greensched.errors import InvalidRequest
 from greensched.planning.admission import Agenda
+from greensched.planning.flows import SMOOTHING, Flow
 from greensched.planning.policy import Deadline, Policy, Room, asked
 from greensched.planning.requests import Entries, Line, Request, State, by_rank
-from greensched.planning.services import SMOOTHING, Flow
 
 #: So many more entries than twice those that wait are kept before anybody tidies up.
 STALE_LEAST = 64
@@ -41,7 +41,7 @@ class Queue:
         self._lines: dict[tuple[object, ...], Line] = {}
         self._deadlines = Entries()
         #: What is being swept of those that left.
-        self._sweeping: list[Line | Entries] = []
+        self._sweeping: list[Entries] = []
         #: The first of the queue once it has aged, and the device that is kept for it.
         self._reserved: tuple[Request, int] | None = None
         self._cancelled = 0
@@ -199,7 +199,7 @@ class Queue:
         return max(0.001, self._interval if flow is None else flow.interval)
 
 
-def validate_bound(max_waiting: int) -> int:
+def validate_bound(max_waiting: object) -> int:
     """The queue's bound, checked."""
     if type(max_waiting) is not int or max_waiting < 0:
         raise InvalidRequest(f"max_waiting={max_waiting!r} is no whole number >= 0")

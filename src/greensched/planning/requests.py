@@ -7,12 +7,11 @@ import heapq
 import logging
 from collections import deque
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
 from math import frexp, inf
 from typing import Any, Protocol
 
 from greensched.planning.cells import Demand
-from greensched.planning.services import Flow
+from greensched.planning.flows import Flow
 
 logger = logging.getLogger("greensched")
 
@@ -38,7 +37,7 @@ class Curve(Protocol):
 
     def at(self, sms: int) -> float: ...
 
-    def observe(self, sms: int, seconds: float) -> None: ...
+    def observe(self, sms: int, seconds: float) -> object: ...
 
 
 #: What a request is expected to take: seconds, or a curve that says it for each size.
@@ -249,47 +248,6 @@ class Request:
 
     def __repr__(self) -> str:
         return f"<Request {self.order}: {self.parts}, {self.state.name}>"
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerStatistics:
-    """Counts since the beginning, and what is the case now.
-
-    Every request taken is `requested`, and then `waiting`, `granted`, `cancelled` (also by the
-    end of the pool, or where it can never be granted any more) or `expired`; one that was refused
-    because of what else waits is `refused`.
-    """
-
-    waiting: int
-    requested: int
-    granted: int
-    cancelled: int
-    expired: int
-    refused: int
-    sms_free: int
-    sms_leased: int
-    sms_draining: int
-
-
-@dataclass(frozen=True, slots=True)
-class ServiceStatistics:
-    """What a class has and had.
-
-    Attributes:
-        sms: SMs it holds, also where their work still drains.
-        sms_lent: of its floor, to others.
-        waiting: its requests that are queued.
-        granted: its leases since the beginning.
-        sm_seconds: what they took, those that are over.
-        is_unsplit: it is granted all SMs of a device, beside others that are.
-    """
-
-    sms: int
-    sms_lent: int
-    waiting: int
-    granted: int
-    sm_seconds: float
-    is_unsplit: bool
 
 
 def by_rank(request: Request) -> tuple[tuple[float, ...], int]:

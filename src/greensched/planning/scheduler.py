@@ -44,6 +44,7 @@ from greensched.errors import (
 from greensched.planning import seats
 from greensched.planning.admission import predicted, soonest
 from greensched.planning.cells import Cells, Demand
+from greensched.planning.flows import Flow
 from greensched.planning.granting import Granting
 from greensched.planning.placement import Placement
 from greensched.planning.policy import Policy, asked
@@ -54,11 +55,10 @@ from greensched.planning.requests import (
     Lease,
     Line,
     Request,
-    SchedulerStatistics,
-    ServiceStatistics,
     State,
 )
-from greensched.planning.services import Flow, ServiceClass
+from greensched.planning.services import ServiceClass
+from greensched.planning.statistics import SchedulerStatistics, ServiceStatistics
 
 __all__ = ["STALE_LEAST", "Lease", "Request", "Scheduler", "State", "validate_bound"]
 

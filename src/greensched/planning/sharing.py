@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 
-from greensched.planning.services import Flow
+from greensched.planning.flows import Flow
 
 #: What takes more than this part of its latency counts: who is near it shall never be late. The
 #: fifth left over is about what the largest neighbour costs that was measured on disjoint SMs.
