@@ -12,6 +12,7 @@ import ctypes
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,8 @@ class ByHand:
     record: Callable[[], object]
     #: Has the stream write a number behind what was launched, as our tickets are.
     mark: Callable[[], object]
+    #: Asks the driver for the event; what it answers, nobody reads.
+    query: Callable[[], object]
     #: Whether the event has come.
     is_done: Callable[[], bool]
     #: Blocks until it has.
@@ -92,6 +95,7 @@ def _on_the_port(
         lambda: driver.record_event(event, stream),
         lambda: mark(1),
         lambda: driver.query_event(event),
+        lambda: driver.query_event(event),
         lambda: driver.synchronize_event(event),
     )
 
@@ -120,6 +124,7 @@ def _cuda(_: Driver, stream: Any, kernel: Any, event: Any, buffer: Buffer, word:
         pack_and_launch,
         lambda: check(cuda.cuEventRecord(event, stream)),
         lambda: check(cuda.cuStreamWriteValue32(stream, address, 1, 0)),
+        partial(cuda.cuEventQuery, event),
         lambda: not cuda.cuEventQuery(event)[0],
         lambda: check(cuda.cuEventSynchronize(event)),
     )

@@ -34,6 +34,25 @@ ERRORS = sorted(
 )
 
 
+# -- what is compiled, where it is asked for -----------------------------------------------------
+
+
+def compiled() -> list[Path]:
+    """The rooms that mypyc compiles."""
+    rules = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["hooks"]["mypyc"]
+    left = {path for name in rules["exclude"] for path in ROOT.glob(name[1:])}
+    return [path for name in rules["include"] for path in sorted(ROOT.glob(name[1:]))
+            if path not in left]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", compiled(), ids=lambda path: path.name)
+def test_what_is_compiled_awaits_nothing(path: Path) -> None:
+    """No coroutine is compiled: those of mypyc throw in a way that Python 3.12 warns of."""
+    waits = ast.AsyncFunctionDef | ast.Await | ast.YieldFrom | ast.AsyncWith | ast.AsyncFor
+    assert not [node.lineno for node in ast.walk(ast.parse(path.read_text()))
+                if isinstance(node, waits)]  # fmt: skip
+
+
 # -- importing --------------------------------------------------------------------------------
 
 

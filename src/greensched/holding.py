@@ -135,11 +135,9 @@ class Holding:
             self.room = BATCH
         return self.room > 0
 
-    async def wait_for_room(self) -> None:
-        """Waits until a bound launch can be submitted, or never will be."""
-        launches = self.crew.lane.launches
-        while not self.make_room() and launches.fault is None:
-            await self.completion.wait(launches, self._batches[0])
+    def next_room(self) -> Waiter:
+        """Something to await until bound launches have ended; look again then."""
+        return self.completion.wait(self.crew.lane.launches, self._batches[0])
 
     def _batches_in_flight(self) -> int:
         batches, launches = self._batches, self.crew.lane.launches
@@ -171,26 +169,7 @@ class Holding:
 
     # -- its checkpoints ---------------------------------------------------------------------------
 
-    async def settle(self) -> None:
-        """Waits until nothing of the lease runs or is queued, also what comes meanwhile.
-
-        A cancellation changes nothing.
-        """
-        launches, lane = self.crew.lane.launches, self.crew.lane
-        while launches.fault is None:
-            self.mark_unmarked()
-            for track in lane.tracks:
-                last = track.issued
-                while not (track.reached(last) or track.fault is not None):
-                    await self.completion.wait(track, last)
-            last = launches.issued
-            if self.is_exposed:
-                await self._whole_so_far()
-                last += 1
-            if not self.unmarked and last == launches.issued and lane.is_idle:
-                return
-
-    def _whole_so_far(self) -> Job[None]:
+    def whole_so_far(self) -> Job[None]:
         """Done once the whole green context is: what libraries put on streams of their own, too."""
         launches = self.crew.lane.launches
         job: Job[None] = Job(launches, launches.issue(), "checkpoint", self.failed)
@@ -289,12 +268,11 @@ class Holding:
         if not self.is_open:
             self._finish()
 
-    async def wait_until_over(self) -> None:
-        """Waits for `over`. A cancellation leaves it as it is: it comes all the same."""
-        while not self.is_over:
-            waiter = self.completion.door.create_waiter()
-            self._waiters.append(waiter)
-            await waiter
+    def next_over(self) -> Waiter:
+        """Something to await until it is over; look again then."""
+        waiter = self.completion.door.create_waiter()
+        self._waiters.append(waiter)
+        return waiter
 
     def _settle(self, asked: Completion) -> None:
         """On the mover, after everything else of the lease: the whole green context's last ticket.

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import sys
 import threading
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from typing import Any, Generic
 
+from greensched.awaiting import until_done
 from greensched.buffers import Owned
-from greensched.errors import InvalidRequest, WouldBlock, WrongThread, too_late
-from greensched.loops import Door, current_door
+from greensched.errors import InvalidRequest, WouldBlock, too_late
+from greensched.loops import Door
 from greensched.running import is_asynchronous
 from greensched.stream import Track
 from greensched.typing import T
@@ -95,7 +94,7 @@ class Job(Generic[T]):
     ends normally is raised there.
     """
 
-    __slots__ = ("__dict__", "_failures", "_track", "ticket", "what")
+    __slots__ = ("__dict__", "_failures", "ticket", "track", "what")
 
     #: What few jobs have. Those that do have a place for it; the others are made the faster.
     _value: Any = None
@@ -107,7 +106,8 @@ class Job(Generic[T]):
 
     def __init__(self, track: Track, ticket: int, what: str, failures: list[Job[Any]]) -> None:
         self._failures = failures
-        self._track = track
+        #: Where its ticket is written.
+        self.track = track
         #: Written by the stream when the work is done.
         self.ticket = ticket
         #: What it does, for people.
@@ -116,7 +116,7 @@ class Job(Generic[T]):
     @property
     def is_done(self) -> bool:
         """Whether it has ended, well or not. Does not wait."""
-        return self._track.reached(self.ticket) or self._track.fault is not None
+        return self.track.reached(self.ticket) or self.track.fault is not None
 
     def result(self) -> T:
         """What it gave, at once.
@@ -127,24 +127,12 @@ class Job(Generic[T]):
             PoolClosed, ForkedPool: its pool ended before it was done.
             Exception: what the job itself failed with.
         """
-        if not self._track.reached(self.ticket):
-            if self._track.fault is None:
+        if not self.track.reached(self.ticket):
+            if self.track.fault is None:
                 raise WouldBlock(f"{self!r} is not done: await it")
             self._was_seen()
-            raise too_late(self._track.fault)
-        return self._outcome()
-
-    def _outcome(self) -> T:
-        """What it gave, or failed with; its ticket is reached."""
-        if self._finish is not None:
-            self.finish()
-        if self._error is not None:
-            self._was_seen()
-            raise self._error
-        value = self._value
-        if value is not None and isinstance(value, Owned):
-            value.is_known = True
-        return value  # type: ignore[no-any-return]  # T, or None where T is None
+            raise too_late(self.track.fault)
+        return self.outcome()
 
     def exception(self) -> BaseException | None:
         """What it failed with, if it did. Raises `WouldBlock` while it is not done."""
@@ -162,21 +150,21 @@ class Job(Generic[T]):
         Raises:
             WrongThread: its partition's context is current here, which a call may be waiting for.
         """
-        track, ticket = self._track, self.ticket
-        if track.reached(ticket):
-            # On trio an await is a checkpoint, wait or not. To ask asyncio costs a system call.
-            if "trio" in sys.modules and asyncio._get_running_loop() is None:
-                yield from current_door().checkpoint().__await__()
-            return self._outcome()
-        if track.fault is None and track.crew.lane.context.is_entered:
-            raise WrongThread("no `await` inside `with p.context:`: leave that block first")
-        while track.fault is None:  # asked anew each time: what was known of it is so no longer
-            yield from track.crew.home.completion().wait(track, ticket).__await__()
-            if track.reached(ticket):
-                return self._outcome()
-        return self.result()
+        return until_done(self)
 
     # -- for the partition -----------------------------------------------------------------------
+
+    def outcome(self) -> T:
+        """What it gave, or failed with; its ticket is reached."""
+        if self._finish is not None:
+            self.finish()
+        if self._error is not None:
+            self._was_seen()
+            raise self._error
+        value = self._value
+        if value is not None and isinstance(value, Owned):
+            value.is_known = True
+        return value  # type: ignore[no-any-return]  # T, or None where T is None
 
     def finish_with(self, finish: Callable[[T], object], drop: Callable[[], object]) -> None:
         """What remains to be done by the host once the device is done; done once, by `finish`.
@@ -201,7 +189,7 @@ class Job(Generic[T]):
         """
         with self._finishing:
             finish = self._finish
-            if finish is None or not self._track.reached(self.ticket):
+            if finish is None or not self.track.reached(self.ticket):
                 return
             try:
                 if self._error is None:

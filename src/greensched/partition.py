@@ -11,7 +11,7 @@ from typing import Any, Literal, ParamSpec, Protocol, Self, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from greensched import calling, graphs, launching, moving
+from greensched import calling, graphs, launching, moving, settling
 from greensched.bound import Bound
 from greensched.buffers import Buffer, PinnedBuffer
 from greensched.calls import Call
@@ -156,7 +156,7 @@ class Partition:
         """Waits until all work of an ended lease is done."""
         channel = self._channel
         if channel is not None and not channel.holding.is_over:
-            await channel.holding.wait_until_over()
+            await settling.wait_until_over(channel.holding)
 
     def raise_unseen(self) -> None:
         """Raises the first failure of a job that nobody has seen, or what ended everything."""
@@ -237,7 +237,7 @@ class Partition:
         door = channel.holding.completion.door
         if door.always_yields:
             await door.checkpoint()
-        await channel.holding.settle()
+        await settling.settle(channel.holding)
         if self._open() is channel:  # else another task's checkpoint was first
             channel.check_capture()
             self._channel = self._grantor.checkpoint(channel, cost, deadline)
@@ -579,7 +579,7 @@ class Partition:
             while not channel.has_room(track) and track.fault is None:
                 oldest = track.issued - channel.depth + 1
                 await channel.holding.completion.wait(track, oldest)
-        await channel.holding.wait_for_room()
+        await settling.wait_for_room(channel.holding)
         channel.check_pool()
 
     def __repr__(self) -> str:
