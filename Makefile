@@ -13,7 +13,7 @@
 #   make test-gpu       the same suite and all gpu tests, on the GPU of this machine, with the
 #                       Python (GPU_PYTHON=...) and packages found there
 #   make bench-gpu      benchmarks on the GPU of this machine, found as by test-gpu
-#   make compiled       the same package compiled, in .build/compiled/site; needs a C compiler
+#   make compiled       the same package compiled, a wheel in .build/compiled; needs a C compiler
 #   make test-compiled  the tests of what is compiled, on that
 #   make bench          benchmarks on the simulated driver; STANDIN=... adds the real bindings
 #   make bench-http     the FastAPI example at twice its capacity for a minute
@@ -103,8 +103,10 @@ compiled: $(COMPILED)/.ready
 
 $(COMPILED)/.ready: $(VENV)/.ready $(SOURCES)
 	@rm -rf $(COMPILED) && mkdir -p $(COMPILED)/tree && cp -R pyproject.toml README.md LICENSE src $(COMPILED)/tree/
-	HATCH_BUILD_HOOK_ENABLE_MYPYC=1 $(BIN)/python -m pip install --quiet --disable-pip-version-check \
-	  --no-deps --no-build-isolation --target $(COMPILED)/site $(COMPILED)/tree
+	HATCH_BUILD_HOOK_ENABLE_MYPYC=1 $(BIN)/python -m pip wheel --quiet --disable-pip-version-check \
+	  --no-deps --no-build-isolation --wheel-dir $(COMPILED) $(COMPILED)/tree
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	  --target $(COMPILED)/site $(COMPILED)/*.whl
 	@touch $@
 
 test-compiled: compiled
