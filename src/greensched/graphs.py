@@ -177,7 +177,17 @@ class _Captured:
     It does not know its `Graph`: a forgotten one is closed though the lane still has this.
     """
 
-    __slots__ = ("_driver", "_executable", "_kept", "_lane", "again", "crew", "is_closed", "last")
+    __slots__ = (
+        "_driver",
+        "_executable",
+        "_is_refused",
+        "_kept",
+        "_lane",
+        "again",
+        "crew",
+        "is_closed",
+        "last",
+    )
 
     def __init__(self, channel: Channel) -> None:
         self.crew = channel.holding.crew
@@ -188,6 +198,8 @@ class _Captured:
         self._kept: object = None
         #: The call that makes it, where a launch asked for that.
         self.again: Job[None] | None = None
+        #: Somebody was told that it failed.
+        self._is_refused = False
         #: The ticket of its last launch.
         self.last = 0
         self.is_closed = False
@@ -257,8 +269,10 @@ class _Captured:
 
     @property
     def has_failed(self) -> bool:
-        """Whether it could not be made."""
-        return self._executable is None and self.again is not None and self.again.is_done
+        """Whether it could not be made, as far as anybody was told."""
+        if self._executable is not None or self.again is None:
+            return False
+        return self._is_refused or self.again.is_done
 
     @property
     def is_ready(self) -> bool:
@@ -291,6 +305,7 @@ class _Captured:
         runs.wait_until_submitted(again.ticket)
         error = again.pass_on()
         if error is not None:
+            self._is_refused = True  # its ticket may come much later, behind what runs there
             raise error
         if runs.fault is not None:
             raise too_late(runs.fault)

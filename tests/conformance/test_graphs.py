@@ -442,6 +442,36 @@ def test_it_uses_the_same_buffers_everywhere(world: World) -> None:
     world.run(main)
 
 
+def test_a_refused_capture_is_tried_again_at_once(world: World) -> None:
+    """Who knows that it was refused launches again: also while its thread's stream is busy."""
+    used: list[Buffer] = []
+
+    async def main() -> None:
+        async with world.pool(prepare=[saxpy]) as pool, pool.partitions(8, 8) as (p, q):
+            y, x = await pair(p)
+            used[:] = [x, y]
+            with await q.empty_pinned(1, np.uint32) as word, x, y:
+
+                def hold() -> None:
+                    stream = here()
+                    stream.context.driver.wait_value(stream.handle, word.address, 1)
+
+                with await p.capture(lambda: added(*used)) as graph:
+                    try:
+                        held = q.run(hold)
+                        used.reverse()
+                        with pytest.raises(greensched.InvalidCapture, match="same buffers"):
+                            await graph.launch(q)
+                        assert not held.is_done
+                        used.reverse()
+                        launched = graph.launch(q)
+                    finally:
+                        word.array[0] = 1
+                    await launched
+
+    world.run(main)
+
+
 def test_nonsense_is_refused(world: World) -> None:
     """What is no blocking function is not captured, and a graph is launched on partitions only."""
 
