@@ -104,7 +104,7 @@ compiled: $(COMPILED)/.ready
 $(COMPILED)/.ready: $(VENV)/.ready $(SOURCES)
 	@rm -rf $(COMPILED) && mkdir -p $(COMPILED)/tree && cp -R pyproject.toml README.md LICENSE src $(COMPILED)/tree/
 	HATCH_BUILD_HOOK_ENABLE_MYPYC=1 $(BIN)/python -m pip wheel --quiet --disable-pip-version-check \
-	  --no-deps --no-build-isolation --wheel-dir $(COMPILED) $(COMPILED)/tree
+	  --no-deps --build-constraint constraints.txt --wheel-dir $(COMPILED) $(COMPILED)/tree
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
 	  --target $(COMPILED)/site $(COMPILED)/*.whl
 	@touch $@
@@ -124,7 +124,7 @@ standin-built: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed, and none was found"; exit 2; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "pip>=25.1"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "pip>=25.3"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e . --group dev
 	@touch $@
 

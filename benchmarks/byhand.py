@@ -88,14 +88,17 @@ def _on_the_port(
         packed.fill(arguments(buffer))
         launch()
 
+    def ask() -> bool:
+        return driver.query_event(event)
+
     return ByHand(
         driver.stream_address(stream),
         launch,
         pack_and_launch,
         lambda: driver.record_event(event, stream),
         lambda: mark(1),
-        lambda: driver.query_event(event),
-        lambda: driver.query_event(event),
+        ask,
+        ask,
         lambda: driver.synchronize_event(event),
     )
 

@@ -53,6 +53,14 @@ def test_what_is_compiled_awaits_nothing(path: Path) -> None:
                 if isinstance(node, waits)]  # fmt: skip
 
 
+def test_every_room_is_kept_from_the_bindings() -> None:
+    """The contract of the one door names its rooms, so a new one must be added: all are."""
+    contracts = PROJECT["tool"]["importlinter"]["contracts"]
+    rooms = {room for rung in contracts[0]["layers"] for room in rung.split(" | ")} - {"driver"}
+    (door,) = (one for one in contracts if one["name"].startswith("One door"))
+    assert not {f"greensched.{room}" for room in rooms} - set(door["source_modules"])
+
+
 # -- importing --------------------------------------------------------------------------------
 
 

@@ -423,46 +423,32 @@ def test_it_may_fail_on_other_sms(world: World) -> None:
     world.run(main)
 
 
-def test_it_uses_the_same_buffers_everywhere(world: World) -> None:
-    """Others than the first time would be kept by nobody: such a capture is refused."""
+@pytest.mark.parametrize("is_busy", [False, True], ids=["idle", "busy"])
+def test_it_uses_the_same_buffers_everywhere(world: World, *, is_busy: bool) -> None:
+    """Others than the first time would be kept by nobody: such a capture is refused.
+
+    Whoever knows of that launches again, and succeeds: also while its thread's stream is busy.
+    """
     used: list[Buffer] = []
 
     async def main() -> None:
         async with world.pool(prepare=[saxpy]) as pool, pool.partitions(8, 8) as (p, q):
             y, x = await pair(p)
             used[:] = [x, y]
-            with x, y, await p.capture(lambda: added(*used)) as graph:
-                await graph.launch(p)
-                used.reverse()  # what was read is written now
-                with pytest.raises(greensched.InvalidCapture, match="same buffers"):
-                    await graph.launch(q)
-                used.reverse()
-                await graph.launch(q)
-
-    world.run(main)
-
-
-def test_a_refused_capture_is_tried_again_at_once(world: World) -> None:
-    """Who knows that it was refused launches again: also while its thread's stream is busy."""
-    used: list[Buffer] = []
-
-    async def main() -> None:
-        async with world.pool(prepare=[saxpy]) as pool, pool.partitions(8, 8) as (p, q):
-            y, x = await pair(p)
-            used[:] = [x, y]
-            with await q.empty_pinned(1, np.uint32) as word, x, y:
+            with x, y, await q.empty_pinned(1, np.uint32) as word:
 
                 def hold() -> None:
                     stream = here()
                     stream.context.driver.wait_value(stream.handle, word.address, 1)
 
                 with await p.capture(lambda: added(*used)) as graph:
+                    await graph.launch(p)
                     try:
-                        held = q.run(hold)
-                        used.reverse()
+                        held = q.run(hold) if is_busy else None
+                        used.reverse()  # what was read is written now
                         with pytest.raises(greensched.InvalidCapture, match="same buffers"):
                             await graph.launch(q)
-                        assert not held.is_done
+                        assert held is None or not held.is_done
                         used.reverse()
                         launched = graph.launch(q)
                     finally:

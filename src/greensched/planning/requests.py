@@ -32,7 +32,7 @@ class Curve(Protocol):
     """How long a piece of work takes on so many SMs, in seconds.
 
     Asked and told under a lock. Where it raises, or says what are no seconds, that is logged, and
-    its request has no known cost from then on.
+    its request has no known cost from then on. What `observe` returns, nobody reads.
     """
 
     def at(self, sms: int) -> float: ...
