@@ -28,6 +28,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 from greensched.driver.base import Driver
 from greensched.errors import CUDAError, DeviceFault
@@ -127,7 +128,7 @@ class Completion:
     def wait(self, track: Track, ticket: int) -> Waiter:
         """Something to await until a ticket is reached or its track is lost; look again then."""
         waiter = self.door.create_waiter()
-        self.when_reached(track, ticket, waiter.wake)
+        self.when_reached(track, ticket, partial(self.door.wake, waiter))
         return waiter
 
     def when_reached(self, track: Track, ticket: int, wake: Wake) -> None:

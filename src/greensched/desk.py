@@ -19,8 +19,6 @@ from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 
-import anyio
-
 from greensched.buffers import Allowance
 from greensched.channel import Channel
 from greensched.completion import Completion
@@ -82,8 +80,8 @@ class Desk:
         self._waiting_for_none: list[Queued] = []
         #: Requests of tasks that were collected while they waited: the next caller gives them up.
         self._forsaken: deque[Request] = deque()
-        self._parking = Parking(self.lock, self.over, driver.time)
-        #: A lease that was parked, as `acquire` would give it; and how one is left that can be.
+        self._parking = Parking(self.lock, self._free, self._tell_freed, driver.time)
+        #: A lease that was parked, as `ask` would give it; and how one is left that can be.
         self.take, self.park = self._parking.take, self._parking.park
 
     def start(
@@ -120,18 +118,20 @@ class Desk:
 
     # -- asking ----------------------------------------------------------------------------------
 
-    async def acquire(self, wish: Wish) -> tuple[Channel, ...]:
-        """Waits for a grant; a checkpoint on trio. A cancellation leaves nothing behind.
+    def opened(self) -> Desk:
+        """Itself. A pool says its desk by that."""
+        return self
+
+    def ask(self, wish: Wish, completion: Completion) -> tuple[Channel, ...] | Request:
+        """A grant at once, or a request that is queued, whose owner is told when to `claim`.
+
+        Whoever does not wait for it any more has it `leave`, and counts down `completion.waiting`.
 
         Raises:
             TooManySMs, WouldDeadlock: it can never be, or not any more.
-            QueueFull, DeadlineExceeded, DeadlineImpossible: it cannot be now.
+            QueueFull, DeadlineImpossible: it cannot be now.
             PoolClosed, Poisoned, ForkedPool: nothing is granted any more.
-            CUDAError: no lane over the cells could be made.
         """
-        completion = self.completion()
-        if completion.door.always_yields:
-            await completion.door.checkpoint()
         self._give_up_forsaken()
         with self.lock:
             request = self._request(wish, completion, wait=True)
@@ -139,29 +139,30 @@ class Desk:
             channels = self._claim(request, completion)
             if not channels:
                 self._asking[request] = completion.door
-                request.owner = queued = Queued(completion)
+                request.owner = Queued(completion)
         self._deliver(others)
         if channels:
             return channels
         completion.queued(request.deadline)
-        try:
-            await queued.waiter
-            if queued.error is not None:
-                raise queued.error
-            with self.lock:
-                self.check()
-                return self._claim(request, completion)
-        except GeneratorExit:
-            self._forsaken.append(request)
-            raise
-        except BaseException:
-            self._leave(request)
-            raise
-        finally:
-            completion.waiting -= 1
+        return request
+
+    def claim(self, request: Request) -> tuple[Channel, ...]:
+        """What was granted to one that was told.
+
+        Raises:
+            DeadlineExceeded, TooManySMs, CUDAError: why it was not.
+            PoolClosed, Poisoned, ForkedPool: nothing is granted any more.
+        """
+        queued = request.owner
+        assert isinstance(queued, Queued)
+        if queued.error is not None:
+            raise queued.error
+        with self.lock:
+            self.check()
+            return self._claim(request, queued.completion)
 
     def acquire_nowait(self, wish: Wish) -> tuple[Channel, ...]:
-        """A grant at once, on lanes that are made; raises `WouldBlock` and what `acquire` does."""
+        """A grant at once, on lanes that are made; raises `WouldBlock` and what `ask` does."""
         completion = self.completion()
         self._adopt(completion)  # nobody else may come by to do it
         self._give_up_forsaken()
@@ -355,7 +356,11 @@ class Desk:
 
     # -- giving back -----------------------------------------------------------------------------
 
-    def _leave(self, request: Request) -> None:
+    def forsake(self, request: Request) -> None:
+        """The collector ended who waited: the next caller gives it up."""
+        self._forsaken.append(request)
+
+    def leave(self, request: Request) -> None:
         """Somebody does not want his request any more, queued or granted."""
         if self.state is PoolState.FORKED:
             return
@@ -370,7 +375,7 @@ class Desk:
         """
         while self._forsaken:
             with suppress(IndexError):  # another thread was first
-                self._leave(self._forsaken.popleft())
+                self.leave(self._forsaken.popleft())
 
     def _drop(self, request: Request) -> list[Request]:
         """Ends a request that is queued, or granted and not claimed. Holds the lock.
@@ -392,12 +397,21 @@ class Desk:
 
     def over(self, holding: Holding) -> None:
         """All work of a lease is done: its cells are free."""
-        if self.state is PoolState.FORKED:  # nobody asks, and a lost thread may hold the lock
+        if self.state is PoolState.FORKED:  # a lost thread may hold the lock
             return
         with self.lock:
-            holding.crew.is_leased = False
-            self.holdings.discard(holding)
-            granted = self.scheduler.drained(self.driver.time(), holding.lease)
+            granted = self._free(holding)
+        self._tell_freed(granted)
+
+    def _free(self, holding: Holding) -> list[Request]:
+        """The cells of a lease are free; who is granted by that. Holds the lock."""
+        if self.state is PoolState.FORKED:  # nobody asks
+            return []
+        holding.crew.is_leased = False
+        self.holdings.discard(holding)
+        return self.scheduler.drained(self.driver.time(), holding.lease)
+
+    def _tell_freed(self, granted: list[Request]) -> None:
         self._deliver(granted)
         self._give_up_forsaken()
 
@@ -535,20 +549,7 @@ class Desk:
         for request in waiting:
             tell(request, PoolClosed("this pool", "closing"))
 
-    async def wait_for_leases(self, grace: float) -> None:
-        """Waits until no lease is granted, held or draining, or the grace has passed."""
-        if not self.sites:
-            return
-        completion = self.completion()
-        completion.queued()  # so that it tends: a loop may close meanwhile
-        try:
-            with anyio.move_on_after(grace):
-                while (queued := self._until_none(completion)) is not None:
-                    await queued.waiter
-        finally:
-            completion.waiting -= 1
-
-    def _until_none(self, completion: Completion) -> Queued | None:
+    def until_none(self, completion: Completion) -> Queued | None:
         """Who is told once every cell is free, unless all are, or never will be."""
         with self.lock:
             if self.scheduler.is_idle or self.state is not PoolState.CLOSING:

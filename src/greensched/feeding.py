@@ -16,6 +16,7 @@ import numpy.typing as npt
 from greensched import transfer
 from greensched.buffers import Buffer
 from greensched.channel import Channel
+from greensched.errands import Errand
 from greensched.errors import InvalidRequest
 from greensched.jobs import Job
 
@@ -61,9 +62,18 @@ class Feed:
         return buffer
 
     async def _open_copies(self) -> None:
+        """The lane has its track for copies. A cancellation stops the waiting only."""
         channel = self._ready()
-        channel.holding.is_involved = True
-        await channel.holding.crew.open_copies(channel.holding.completion)
+        holding = channel.holding
+        holding.is_involved = True
+        if channel.lane.copies is None:
+            errand = Errand(holding.crew.make_copies)
+            holding.completion.errand()
+            holding.crew.do_in_order(errand.do)
+            try:
+                await errand.wait()
+            finally:
+                holding.completion.delivered()
 
     def _upload(self) -> Job[Buffer] | None:
         """The next array is on its way; None: there is none."""

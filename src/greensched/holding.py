@@ -254,6 +254,7 @@ class Holding:
     def adopt(self, completion: Completion) -> None:
         """The loop that held it is closed: another looks after it, and an open lease ends."""
         self.completion = completion
+        self._waiters.clear()  # who waited was of the closed one, and does not go on
         if self.is_open:
             logger.warning("a loop closed while it held %r: the lease ends", self.crew.lane)
             self.end()
@@ -329,9 +330,9 @@ class Holding:
             for job in self.unfinished:
                 job.finish()
             self._keeper.over(self)
-            waiters, self._waiters = self._waiters, []
+            waiters, self._waiters, door = self._waiters, [], self.completion.door
             for waiter in waiters:
-                waiter.wake()
+                door.wake(waiter)
 
     @property
     def unseen_error(self) -> BaseException | None:

@@ -5,30 +5,28 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any
 
+from greensched.asking import Asker, Counter, Grantor
+from greensched.channel import Channel
 from greensched.errors import InvalidRequest
-from greensched.partition import Grantor, Partition
+from greensched.partition import Partition
 
 
-class Together:
+class Together(Asker[tuple[Partition, ...]]):
     """The context manager of a joint grant."""
 
     def __init__(self, grantor: Grantor, wish: Any) -> None:
-        self._grantor = grantor
+        self._desk = grantor
         self._wish = wish
-        self._partitions: tuple[Partition, ...] = ()
         self._is_entered = False
+        self._partitions: tuple[Partition, ...] = ()
 
-    async def __aenter__(self) -> tuple[Partition, ...]:
+    def _begin(self, desk: Counter) -> None:  # noqa: ARG002  it never has any
         if self._is_entered:
             raise InvalidRequest("these partitions were entered already: ask for others")
-        self._is_entered = True
-        try:
-            channels = await self._grantor.acquire(self._wish)
-        except BaseException:  # it may be tried again
-            self._is_entered = False
-            raise
+
+    def _have(self, channels: tuple[Channel, ...]) -> tuple[Partition, ...]:
         self._partitions = tuple(
-            Partition(self._grantor, self._wish, channel, is_entered=True) for channel in channels
+            Partition(self._desk, self._wish, channel, is_entered=True) for channel in channels
         )
         return self._partitions
 

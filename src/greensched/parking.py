@@ -14,6 +14,7 @@ from threading import Lock, get_ident
 
 from greensched.channel import Channel
 from greensched.holding import Holding
+from greensched.planning.requests import Request
 from greensched.planning.scheduler import Scheduler
 from greensched.stream import MASK
 from greensched.wishes import Wish
@@ -24,15 +25,22 @@ class Parking:
 
     Args:
         lock: the desk's.
-        over: told of a lease that is over, because nobody would take it from here.
+        free: gives back a lease that is over, because nobody would take it from here; under the
+            lock. Returns who is granted by that.
+        tell: tells them, outside it.
         time: seconds.
     """
 
     def __init__(
-        self, lock: Lock, over: Callable[[Holding], object], time: Callable[[], float]
+        self,
+        lock: Lock,
+        free: Callable[[Holding], list[Request]],
+        tell: Callable[[list[Request]], None],
+        time: Callable[[], float],
     ) -> None:
         self.lock = lock
-        self._over = over
+        self._free = free
+        self._tell = tell
         self._time = time
         #: Where something is parked, or was.
         self._spots: list[list[Channel]] = []
@@ -57,14 +65,16 @@ class Parking:
         Whoever pops a channel has it, without a lock. While it was parked it stayed open and plain,
         unless the pool stopped.
         """
+        spot: list[Channel] | None = wish.parked.get(get_ident())
+        if not spot:
+            return None
         try:
-            spot: list[Channel] = wish.parked[get_ident()]
             # All here are of one loop: another on this thread asks the desk, which clears it first.
             taker = spot[-1].holding.completion.door.asks()
             if taker is None:  # nobody's task, or that other loop's
                 return None
             channel = spot.pop()
-        except LookupError:
+        except IndexError:  # another thread cleared it meanwhile
             return None
         channel.holding.taker = taker
         self.is_taken = True
@@ -109,8 +119,9 @@ class Parking:
                 self.put += 1
                 spot.append(channel)
                 return True
-        holding.lapse()
-        self._over(holding)
+            holding.lapse()
+            granted = self._free(holding)
+        self._tell(granted)
         return True
 
     def clear(self) -> tuple[list[Channel], int]:

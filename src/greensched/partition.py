@@ -6,12 +6,13 @@ import warnings
 from collections.abc import Callable, Iterable
 from threading import get_ident
 from types import TracebackType
-from typing import Any, Literal, ParamSpec, Protocol, Self, TypeVar
+from typing import Any, Literal, ParamSpec, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from greensched import calling, graphs, launching, moving, settling
+from greensched.asking import Asker, Counter, Grantor
 from greensched.bound import Bound
 from greensched.buffers import Buffer, PinnedBuffer
 from greensched.calls import Call
@@ -38,17 +39,7 @@ T = TypeVar("T")
 Array = npt.NDArray[Any]
 
 
-class Grantor(Protocol):
-    """What a partition needs of its pool."""
-
-    async def acquire(self, wish: Any) -> tuple[Channel, ...]: ...
-
-    def checkpoint(self, channel: Channel, cost: Any, deadline: Any) -> Channel: ...
-    def take(self, wish: Any) -> Channel | None: ...
-    def park(self, wish: Any, channel: Channel) -> bool: ...
-
-
-class Partition:
+class Partition(Asker["Partition"]):
     """SMs of one device, leased to one task at a time; made by `pool.partition(...)`.
 
     Inside its `async with` block: submit work, await it or leave it. Leaving the block normally
@@ -66,7 +57,7 @@ class Partition:
       may be awaited anywhere, and the facts may be read anywhere.
     """
 
-    __slots__ = ("__weakref__", "_channel", "_grantor", "_is_entered", "_is_left", "_wish")
+    __slots__ = ("__weakref__", "_channel", "_is_left")
 
     def __init__(
         self,
@@ -75,43 +66,29 @@ class Partition:
         granted: Channel | None = None,
         is_entered: bool = False,
     ) -> None:
-        self._grantor = grantor
+        self._desk = grantor
         self._wish = wish
-        self._channel = granted
-        #: Somebody's block is entered, or about to be.
         self._is_entered = is_entered
+        self._channel = granted
         #: Its block was left, and its lease may be somebody else's by now.
         self._is_left = False
 
     # -- being leased ------------------------------------------------------------------------------
 
-    async def __aenter__(self) -> Self:
-        """Waits its turn for the SMs; a checkpoint on trio, and on asyncio only if it waits.
-
-        A cancellation leaves nothing behind: no place in the queue, no SM.
-
-        Raises:
-            QueueFull: too many wait already.
-            DeadlineExceeded: the deadline passed while it was queued.
-            WouldDeadlock: this task holds what it asks for.
-            PoolClosed, Poisoned, ForkedPool: the pool grants nothing (any more).
-            InvalidRequest: it is entered already, by whatever task; a second one would end its
-                lease, or lose one.
-            PartitionClosed: its block has ended.
-        """
+    def _begin(self, desk: Counter) -> Self | None:
         if self._is_entered:
             if self._channel is not None or self._is_left:
                 self._open()
             raise InvalidRequest("this partition is entered already: ask for another")
-        self._is_entered = True
         if self._channel is None:  # else granted beforehand, by partition_nowait
-            self._channel = self._grantor.take(self._wish)
-        if self._channel is None:
-            try:
-                (self._channel,) = await self._grantor.acquire(self._wish)
-            except BaseException:  # it may be tried again
-                self._is_entered = False
-                raise
+            self._channel = desk.take(self._wish)
+            if self._channel is None:
+                return None
+        self._is_entered = True
+        return self
+
+    def _have(self, channels: tuple[Channel, ...]) -> Self:
+        (self._channel,) = channels
         return self
 
     async def __aexit__(
@@ -122,7 +99,7 @@ class Partition:
         if (
             channel is not None
             and kind is not GeneratorExit
-            and self._grantor.park(self._wish, channel)
+            and self._desk.park(self._wish, channel)
         ):
             self._channel, self._is_left = None, True
             return
@@ -240,7 +217,7 @@ class Partition:
         await settling.settle(channel.holding)
         if self._open() is channel:  # else another task's checkpoint was first
             channel.check_capture()
-            self._channel = self._grantor.checkpoint(channel, cost, deadline)
+            self._channel = self._desk.checkpoint(channel, cost, deadline)
             if cost is not None:  # the lease has it, and no other that asked for none may have it
                 self._channel.holding.is_involved = True
         return self._open().lane.sm_count

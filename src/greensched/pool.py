@@ -17,21 +17,20 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar, get_ar
 
 import anyio
 
+from greensched import asking, process, wishes
 from greensched import driver as drivers
-from greensched import process, wishes
 from greensched.buffers import Buffer
-from greensched.channel import Channel
 from greensched.curves import LatencyCurve
 from greensched.desk import Desk
 from greensched.device import Device
 from greensched.driver.base import Driver
+from greensched.errands import Errand
 from greensched.errors import GreenschedError, InvalidRequest, PoolClosed
 from greensched.joint import Together
 from greensched.kernels import Kernel
 from greensched.launcher import LaunchConfig
-from greensched.loops import Errand
 from greensched.measuring import measure, sizes_of
-from greensched.partition import Grantor, Partition
+from greensched.partition import Partition
 from greensched.planning.placement import Placement
 from greensched.planning.policy import Policy, policy_named
 from greensched.planning.requests import Cost
@@ -43,7 +42,7 @@ from greensched.site import Site
 from greensched.standing import CloseReport, PoolState, PoolStatistics
 from greensched.typing import CaptureMode, Granularity, Size, SupportsDevice
 from greensched.verification import Verification, verify
-from greensched.wishes import Wish, Wishes
+from greensched.wishes import Wishes
 from greensched.worker import Worker
 
 if TYPE_CHECKING:
@@ -126,7 +125,7 @@ class Pool:
             raise InvalidRequest(f"reserve_bytes={reserve_bytes!r}: a number of bytes, at least 0")
         self._reserve_bytes = reserve_bytes
         #: Whom partitions ask: the desk, once it is open.
-        self._grantor: Grantor = self
+        self._grantor: Pool | Desk = self
         self._lock = threading.Lock()
         process.on_fork(self)
 
@@ -233,7 +232,8 @@ class Pool:
         with anyio.CancelScope(shield=True):
             await self.aclose()
 
-    def _opened(self) -> Desk:
+    def opened(self) -> Desk:
+        """Whom partitions ask, while there is one. Raises `PoolClosed`."""
         desk = self._desk
         if desk is None or not desk.sites:  # not open yet, or closed before it was
             hint = ": use `async with pool:` or `await pool.open()`"
@@ -308,10 +308,11 @@ class Pool:
             Others: as `partition`, and as its `async with`.
         """
         wanted = self._asked.one(sms, service, device, None, cost, near)
-        channel = self._grantor.take(wanted)
+        desk = self._grantor.opened()
+        channel = desk.take(wanted)
         if channel is None:
-            (channel,) = self._opened().acquire_nowait(wanted)
-        return Partition(self._grantor, wanted, channel)
+            (channel,) = desk.acquire_nowait(wanted)
+        return Partition(desk, wanted, channel)
 
     async def launch(
         self,
@@ -380,7 +381,7 @@ class Pool:
         Raises:
             InvalidRequest, TooManySMs: what can never be; and what `fn` raises.
         """
-        site = self._opened().sites[0]
+        site = self.opened().sites[0]
         ordinal = site.device.ordinal if device is None else device
         sizes = sizes_of(site.cells) if sms is None else sms
         clock = site.device.driver.time
@@ -405,7 +406,7 @@ class Pool:
             PoolClosed, Poisoned, ForkedPool: it is not open.
         """
         classes = None if services is None else checked(services)
-        self._opened().reconfigure(classes, None if policy is None else policy_named(policy))
+        self.opened().reconfigure(classes, None if policy is None else policy_named(policy))
         if classes is not None:
             self._asked = Wishes(classes)
 
@@ -420,21 +421,7 @@ class Pool:
             PoolClosed, Poisoned, ForkedPool: it is not open.
         """
         self._asked.check_observed(service, latency, number)
-        self._opened().observe(service, latency, number)
-
-    async def acquire(self, wanted: Wish) -> tuple[Channel, ...]:
-        """Waits for a grant. For partitions."""
-        return await self._opened().acquire(wanted)
-
-    def take(self, _: Wish) -> None:
-        """Nothing: what was made before the pool was open is asked for, and ended."""
-
-    def park(self, _: Wish, __: Channel) -> bool:
-        return False
-
-    def checkpoint(self, channel: Channel, cost: object, deadline: object) -> Channel:
-        """Lets a lease without work have fewer SMs, or more. For partitions."""
-        return self._opened().checkpoint(channel, cost, deadline)
+        self.opened().observe(service, latency, number)
 
     # -- closing ---------------------------------------------------------------------------------
 
@@ -462,7 +449,8 @@ class Pool:
         try:
             if desk is not None:
                 desk.stop()
-                await desk.wait_for_leases(seconds)
+                if desk.sites:
+                    await asking.wait_for_leases(desk, seconds)
         finally:
             self._finish_closing(desk, closing)
         return await closing.wait()
@@ -559,7 +547,7 @@ class Pool:
 
     def statistics(self) -> PoolStatistics:
         """What it has and did, at one moment."""
-        return self._opened().statistics()
+        return self.opened().statistics()
 
     def plan(self, *sizes: Size) -> tuple[Plan, ...]:
         """What `partitions(*sizes)` would get on each device, were it free. Never waits.
@@ -570,7 +558,7 @@ class Pool:
             InvalidSize, InvalidRequest: what can never be right, on no device.
             PoolClosed: it is not open; only an open one knows its cells.
         """
-        return tuple(plan(site.device, site.cells, sizes) for site in self._opened().sites)
+        return tuple(plan(site.device, site.cells, sizes) for site in self.opened().sites)
 
     async def verify(self) -> Verification:
         """Proves on the device that partitions share no SM; see `verification.verify`.
@@ -581,7 +569,7 @@ class Pool:
             VerificationFailed: two partitions shared an SM, or one was not seen on as many as it
                 has.
         """
-        cells = {s.device.ordinal: (s.cells.size, s.cells.count) for s in self._opened().sites}
+        cells = {s.device.ordinal: (s.cells.size, s.cells.count) for s in self.opened().sites}
         return await verify(self, cells)
 
     def __repr__(self) -> str:

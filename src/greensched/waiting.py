@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import suppress
+from functools import partial
 
 from greensched.completion import Completion
 from greensched.loops import Waiter
@@ -26,9 +27,9 @@ class Queued:
         self.error = error
         door = self.completion.door
         if threading.get_ident() == self.thread and not door.is_closed:
-            self.waiter.wake()
+            door.wake(self.waiter)
             return True
-        return door.call_threadsafe(self.waiter.wake)
+        return door.call_threadsafe(partial(door.wake, self.waiter))
 
 
 def tell(request: Request, error: Exception) -> None:

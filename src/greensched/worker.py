@@ -26,7 +26,6 @@ from greensched.driver.base import Driver
 from greensched.errors import CUDAError, DeviceFault, run_all
 from greensched.jobs import Job
 from greensched.lane import Lane
-from greensched.loops import Errand
 from greensched.stream import Track
 from greensched.typing import CaptureMode, Mailbox
 
@@ -181,16 +180,9 @@ class Crew:
             track.crew = self
             lane.copies = track  # last: others may use it from here on
 
-    async def open_copies(self, completion: Completion) -> None:
-        """Has the mover make it, and waits for that. A cancellation stops the waiting only."""
-        if self.lane.copies is None:
-            errand = Errand(self.make_copies)
-            completion.errand()
-            _hand(self._mover, lambda _: errand.do())
-            try:
-                await errand.wait()
-            finally:
-                completion.delivered()
+    def do_in_order(self, step: Callable[[], object]) -> None:
+        """Has the mover do something, behind all that was deferred before."""
+        _hand(self._mover, lambda _: step())
 
     def sleep_until_done(self, track: Track, then: Callable[[], object]) -> None:
         """Has a thread block until what the track's event captured is done."""

@@ -81,7 +81,7 @@ def test_reserved_memory_is_there(world: World) -> None:
 
     async def main() -> None:
         async with world.pool(reserve_bytes=64 << 20) as pool, pool.partition(8) as p:
-            memory = pool._opened().sites[0].memory
+            memory = pool.opened().sites[0].memory
             reserved = memory._driver.reserved_bytes(memory._pool)
             assert not memory.would_grow(64 << 20)
             assert memory.would_grow((64 << 20) + (128 << 20))

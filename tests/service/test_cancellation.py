@@ -28,12 +28,12 @@ from helpers.stepping import Place, Steps, awaits_in
 from helpers.waiting import turns, until
 
 SOURCE = Path(greensched.__file__).parent
-#: The rooms that await. loops.py has the leaves: what a task really waits on.
+#: The rooms that await. trio_tasks.py has the leaves of trio: what a task really waits on.
 #: Every room but the roof, and the hands, which await nothing (one of their generators delegates);
 #: and `sync`, which hands on to these, and is interrupted in tests/conformance/test_sync.py.
 ROOMS = sorted({path.stem for path in SOURCE.glob("*.py")} - {"cli", "demo", "transfer", "sync"})
 #: What waits on system tasks of trio, which nobody can cancel but the end of the run.
-SYSTEM = {"TrioDoor._last", "_TaskTicker._run"}
+SYSTEM = {"outlast", "TaskTicker._run"}
 
 Backend = Literal["asyncio", "trio"]
 

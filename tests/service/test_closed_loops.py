@@ -146,6 +146,39 @@ def test_a_closed_loops_lease_ends_when_its_work_is_done(loops: Loops) -> None:
         p.launch(spin, ONE, 1)
 
 
+def test_who_waited_on_a_closed_loop_for_a_lease_to_end_stops_nobody(loops: Loops) -> None:
+    """Another loop takes a lease over whose end a task of a closed loop waited for, and ends it."""
+    pool, gates = Pool(driver="simulated:h200"), list[Gate]()
+
+    async def leave() -> None:
+        async with pool.partition(ALL) as p:
+            gates.append(await Gate.closed(p))
+
+    async def wait_there() -> asyncio.Task[None]:
+        task = asyncio.create_task(leave())
+        await until(lambda: pool.statistics().sms_draining == EVERY_SM)
+        return task
+
+    async def follow() -> None:
+        waiting = asyncio.create_task(lease_once(pool, ALL, served))
+        await until(lambda: pool.statistics().waiting == 1)
+        gates[0].open()
+        await waiting
+        gates[0]._word.close()
+        await pool.aclose()
+
+    served, said = list[int](), list[object]()
+    loops.here.set_exception_handler(lambda _, context: said.append(context))
+    loops.on_here(pool.open())
+    lost = loops.on_there(wait_there())
+    loops.there.close()
+    loops.on_here(follow())
+    assert (served, said) == ([EVERY_SM], [])
+    assert not lost.done()
+    del lost
+    gc.collect()  # what a closed loop leaves is collected, and says nothing
+
+
 def test_a_loop_that_closes_meanwhile_holds_up_no_closing(loops: Loops) -> None:
     """A loop closes with a lease in hand while `aclose` waits for it: it waits no grace out."""
     pool = Pool(driver="simulated:h200")

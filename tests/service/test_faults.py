@@ -69,7 +69,7 @@ def test_an_upload_without_room_gives_its_slot_back() -> None:
             for _ in range(3):
                 with pytest.raises(greensched.OutOfMemory):
                     await p.upload(np.ones(5))
-            slots = pool._opened().sites[0].slots
+            slots = pool.opened().sites[0].slots
             taken = [slots.take() for _ in range(SLOTS)]
             assert all(taken)
             for slot in filter(None, taken):

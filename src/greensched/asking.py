@@ -1,0 +1,111 @@
+"""Waiting for the desk: for a grant, and until nobody has one.
+
+A room of its own, because what awaits is Python in a compiled build, too.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, Generic, Protocol, TypeVar
+
+import anyio
+
+from greensched.channel import Channel
+from greensched.completion import Completion
+from greensched.planning.requests import Request
+from greensched.waiting import Queued
+
+H = TypeVar("H")
+
+
+class Grantor(Protocol):
+    """Who grants leases: a pool, which says its desk once it is open, or the desk itself."""
+
+    def opened(self) -> Counter: ...
+
+
+class Counter(Grantor, Protocol):
+    """What a desk answers, at once."""
+
+    def completion(self) -> Completion: ...
+    def take(self, wish: Any) -> Channel | None: ...
+    def park(self, wish: Any, channel: Channel) -> bool: ...
+    def ask(self, wish: Any, completion: Completion) -> tuple[Channel, ...] | Request: ...
+    def claim(self, request: Request) -> tuple[Channel, ...]: ...
+    def leave(self, request: Request) -> None: ...
+    def forsake(self, request: Request) -> None: ...
+    def checkpoint(self, channel: Channel, cost: Any, deadline: Any) -> Channel: ...
+    def until_none(self, completion: Completion) -> Queued | None: ...
+
+
+class Asker(ABC, Generic[H]):
+    """What is entered once its SMs are granted: a partition, or several together."""
+
+    __slots__ = ("_desk", "_is_entered", "_wish")
+
+    #: Whom it asks: a grantor; once it has asked, the desk.
+    _desk: Any
+    _wish: Any
+    #: Somebody's block is entered, or about to be.
+    _is_entered: bool
+
+    @abstractmethod
+    def _begin(self, desk: Counter) -> H | None:
+        """What it has without asking; raises where it is entered already."""
+
+    @abstractmethod
+    def _have(self, channels: tuple[Channel, ...]) -> H:
+        """What its block gets of a grant."""
+
+    async def __aenter__(self) -> H:
+        """Waits its turn for the SMs; a checkpoint on trio, and on asyncio only if it waits.
+
+        A cancellation leaves nothing behind: no place in the queue, no SM.
+
+        Raises:
+            QueueFull: too many wait already.
+            DeadlineExceeded: the deadline passed while it was queued.
+            WouldDeadlock: this task holds what it asks for.
+            PoolClosed, Poisoned, ForkedPool: the pool grants nothing (any more).
+            InvalidRequest: it is entered already, by whatever task; a second one would end its
+                lease, or lose one.
+            PartitionClosed: its block has ended.
+        """
+        self._desk = desk = self._desk.opened()
+        had = self._begin(desk)
+        if had is not None:
+            return had
+        self._is_entered = True
+        asked: Any = None
+        try:
+            completion = desk.completion()
+            if completion.door.always_yields:
+                await completion.door.checkpoint()
+            asked = desk.ask(self._wish, completion)
+            if isinstance(asked, tuple):
+                return self._have(asked)
+            await asked.owner.waiter
+            channels = desk.claim(asked)
+        except BaseException as error:
+            self._is_entered = False  # it may be tried again
+            if asked is not None:
+                completion.waiting -= 1
+                if isinstance(error, GeneratorExit):
+                    desk.forsake(asked)
+                else:
+                    desk.leave(asked)
+            raise
+        completion.waiting -= 1
+        return self._have(channels)
+
+
+async def wait_for_leases(desk: Counter, grace: float) -> None:
+    """Waits until no lease is granted, held or draining, or the grace has passed."""
+    completion = desk.completion()
+    completion.queued()  # so that it tends: a loop may close meanwhile
+    try:
+        with anyio.move_on_after(grace):
+            while (queued := desk.until_none(completion)) is not None:
+                await queued.waiter
+    finally:
+        completion.waiting -= 1
