@@ -167,15 +167,17 @@ class Leased:
         self._segment = segment
 
     def _all_on(self, p: Partition) -> Job[None]:
-        """All of it. What comes before the last needs no job of its own, and is packed once."""
+        """All of it, each kind packed once; what comes before the last needs no job of its own."""
         *firsts, last = self._work
+        if not firsts:
+            return p.launch(last.kernel, last.config, *last.args)
         bounds: dict[int, Bound] = {}
+        for each in self._work:
+            if id(each) not in bounds:
+                bounds[id(each)] = p.bind(each.kernel, each.config, *each.args)
         for each in firsts:
-            bound = bounds.get(id(each))
-            if bound is None:
-                bound = bounds[id(each)] = p.bind(each.kernel, each.config, *each.args)
-            bound()
-        return p.launch(last.kernel, last.config, *last.args)
+            bounds[id(each)]()
+        return bounds[id(last)].submit()
 
     async def request(self) -> None:
         """Leases, does one, and gives back once it is done."""

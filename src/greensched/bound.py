@@ -191,6 +191,7 @@ class Bound:
         self.is_closed = self._is_wary = True
         for buffer, _ in self._arguments.buffers.values():
             buffer.unbind(self, self._next_ticket())
+        self._channel.lane.keep(self._plan)
 
     def _use(self, buffer: Buffer | PinnedBuffer | Borrowed, *, write: bool) -> None:
         self._elsewhere.update(buffer.before(self.track, write=write))

@@ -102,7 +102,6 @@ class Holding:
 
     def bind(self, bound: BoundLaunch) -> None:
         """A bound launch is made on it, or moves to it."""
-        self.is_involved = True
         self.bound.append(bound)
 
     def lend(self) -> None:
@@ -247,6 +246,10 @@ class Holding:
     def end_bound(self) -> None:
         """No bound launch is fired any more: the lease is over, or the pool under it."""
         self.is_plain = False
+        self.close_bound()
+
+    def close_bound(self) -> None:
+        """What is bound so far is not launched any more."""
         for bound in self.bound:
             bound.close()
         self.bound.clear()

@@ -32,6 +32,8 @@ from greensched.words import Words
 DEPTH = 256
 #: Launches made ready that a lane keeps; beyond, it starts anew.
 PLANS = 256
+#: Of bound launches that are over, of each kind: more are rarely bound at once in one lease.
+SPARE = 8
 
 
 class Lane:
@@ -82,6 +84,8 @@ class Lane:
             raise
         #: Launches made ready, by kernel and geometry; their values are set at each launch.
         self.plans: dict[tuple[Kernel, LaunchConfig], Plan] = {}
+        #: Those of bound launches that are over, for the next that binds the same.
+        self.spare: dict[tuple[Kernel, LaunchConfig], list[Plan]] = {}
         #: Kernels that were loaded for these SMs, or launched on them: no launch blocks any more.
         self.loaded: set[Kernel] = set()
         #: Jobs in flight on a track at most.
@@ -137,6 +141,17 @@ class Lane:
                 self.plans.clear()
             self.plans[kernel, config] = plan
         return plan
+
+    def keep(self, plan: Plan) -> None:
+        """A bound launch is over: its plan is for the next; of each kind a few are kept."""
+        left = self.spare.get(plan.kind)
+        if left is None:
+            if len(self.spare) >= PLANS:
+                self.spare.clear()
+            left = self.spare[plan.kind] = []
+        if len(left) < SPARE:
+            plan.arguments.buffers.clear()  # it keeps nobody's memory
+            left.append(plan)
 
     def new_plan(self, kernel: Kernel, config: LaunchConfig, arguments: Arguments) -> Plan:
         """A launch of a kernel that has its handle, with arguments of its own. Never blocks."""

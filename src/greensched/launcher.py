@@ -378,6 +378,11 @@ class Plan:
         """What it launches."""
         return self._how[2]
 
+    @property
+    def kind(self) -> tuple[Kernel, LaunchConfig]:
+        """What it has in common with others that can take its place."""
+        return self._how[2], self._how[1]
+
     def on(self, stream: Stream) -> Plan:
         """The same launch, with the same arguments, on another stream of the device."""
         return Plan(stream, *self._how[1:], self.arguments)

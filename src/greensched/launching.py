@@ -7,7 +7,7 @@ and submits whatever comes behind it until then.
 from __future__ import annotations
 
 from greensched.channel import Channel, order_behind
-from greensched.errors import GreenschedError
+from greensched.errors import GreenschedError, WouldBlock
 from greensched.jobs import Job
 from greensched.kernels import Kernel
 from greensched.launcher import Arguments, LaunchConfig, Plan, check_launch
@@ -61,6 +61,33 @@ def prepare(channel: Channel, kernel: Kernel, config: LaunchConfig) -> Job[None]
     holding.completion.watch(runs)
     holding.crew.run(get_ready, job, holding.completion)
     return job
+
+
+def packed(
+    channel: Channel, kernel: Kernel, config: LaunchConfig, args: tuple[object, ...]
+) -> Plan:
+    """A launch of one's own with these values, for `Partition.bind`. Raises what that does.
+
+    Most of what is bound was bound before on these SMs, by a lease that is over: what that left is
+    checked and packed already, but for the values.
+    """
+    lane = channel.lane
+    try:
+        left = lane.spare.get((kernel, config))
+    except TypeError:  # of a kind that cannot even be looked up; refused below, by name
+        left = None
+    if left:
+        plan = left.pop()
+        plan.arguments.fill(args)
+        return plan
+    arguments = checked(channel, kernel, config, args)
+    first = lane.plan(kernel, config)
+    if first is None:
+        raise WouldBlock(
+            f"kernel {kernel.name!r} was not used on these SMs yet: "
+            "`await p.prepare(kernel, config)` first, or give it to Pool(prepare=[...])"
+        )
+    return first.having(arguments)
 
 
 def checked(

@@ -92,12 +92,15 @@ class Parking:
             holding.is_plain
             and not holding.is_involved
             and not holding.failed
+            and not holding.unmarked
             and issued & MASK == track.word[0]
             and issued == track.submitted
             and not track.kept
             and holding.thread == get_ident()
         ):
             return False
+        if holding.bound:
+            holding.close_bound()
         with self.lock:
             scheduler = self.scheduler
             spot = None

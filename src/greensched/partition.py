@@ -328,14 +328,7 @@ class Partition(Asker["Partition"]):
             ArgumentMismatch, InvalidLaunch, NotSimulable: as `launch`.
         """
         channel = self._ready()
-        arguments = launching.checked(channel, kernel, config, args)
-        plan = channel.lane.plan(kernel, config)
-        if plan is None:
-            raise WouldBlock(
-                f"kernel {kernel.name!r} was not used on these SMs yet: "
-                "`await p.prepare(kernel, config)` first, or give it to Pool(prepare=[...])"
-            )
-        bound = Bound(channel, plan.having(arguments), kernel.name)
+        bound = Bound(channel, launching.packed(channel, kernel, config, args), kernel.name)
         channel.holding.bind(bound)
         return bound
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 
@@ -45,6 +48,47 @@ def test_bound_launches_count(world: World) -> None:
                     assert (await p.download(y))[63] == 220
 
     world.run(main)
+
+
+@pytest.mark.runs_device_code
+def test_what_was_bound_before_is_bound_anew(world: World) -> None:
+    """What a lease leaves of its bound launches is bound again, with the new values alone."""
+
+    async def main() -> None:
+        async with world.pool(prepare=[fill]) as pool:
+            async with pool.partition(8) as p:
+                first = await p.upload(np.zeros(8, np.float32))
+                old = p.bind(fill, CONFIG, first, 1.0, 8)
+                await old.submit()
+            gone = weakref.ref(first)
+            with first:
+                assert (await pool_download(pool, first) == 1).all()
+            del first
+            async with pool.partition(8) as p:
+                with await p.upload(np.zeros(8, np.float32)) as x, await p.empty_like(x) as y:
+                    with pytest.raises(greensched.ArgumentMismatch):
+                        p.bind(fill, CONFIG, x, "one", 8)
+                    with pytest.raises(greensched.ArgumentMismatch):
+                        p.bind(fill, CONFIG, x, 1.0)
+                    bounds = [p.bind(fill, CONFIG, x, 2.0, 8), p.bind(fill, CONFIG, y, 3.0, 8)]
+                    for bound in bounds:
+                        bound()
+                    with pytest.raises(greensched.PartitionClosed):
+                        old()
+                    with pytest.raises(greensched.PartitionClosed):
+                        old.set(1, 4.0)
+                    assert (await p.download(x) == 2).all()
+                    assert (await p.download(y) == 3).all()
+            del old, bounds, bound
+            gc.collect()
+            assert gone() is None
+
+    world.run(main)
+
+
+async def pool_download(pool: greensched.Pool, buffer: Buffer) -> np.ndarray:
+    async with pool.partition(8) as p:
+        return await p.download(buffer)
 
 
 def test_a_bound_launch_keeps_the_shared_memory_it_was_allowed(world: World) -> None:

@@ -28,8 +28,7 @@ class Gate:
         track = channel.track
         track.stream.context.driver.wait_value(track.stream.handle, gate._word.address, 1)
         gate._word.note(track, (track.issued + 1) & 0xFFFFFFFF, write=False)
-        channel.holding.is_involved = True  # as by a bound launch:
-        channel.holding.unmarked += 1  # something is on the stream that has no ticket
+        channel.holding.unmarked += 1  # as by a bound launch: on the stream, without a ticket
         return gate
 
     def open(self) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from greensched import (
     ALL,
+    Buffer,
     LaunchConfig,
     PartitionClosed,
     Pool,
@@ -356,6 +357,31 @@ def test_what_has_more_to_see_to_is_ended(use: str) -> None:
             assert not parked(pool)
 
     asyncio.run(main())
+
+
+def test_bound_launches_that_are_done_are_no_reason_to_end_it() -> None:
+    """A lease whose bound launches were awaited is parked; they are over with its block."""
+
+    async def main() -> None:
+        async with on_h200(prepare=[fill]) as pool:
+            with await pool_empty(pool) as x:
+                for _ in range(3):
+                    async with pool.partition(16) as p:
+                        bound = p.bind(fill, CONFIG, x, 1.0, 8)
+                        bound()
+                        await bound.submit()
+                    assert parked(pool) == 1
+                    with pytest.raises(PartitionClosed):
+                        bound()
+                stats = pool.statistics()
+                assert (stats.granted, stats.leases) == (4, 0)
+
+    asyncio.run(main())
+
+
+async def pool_empty(pool: Pool) -> Buffer:
+    async with pool.partition(16) as p:
+        return await p.empty(8)
 
 
 def test_a_class_that_went_is_refused_though_it_was_asked_for_before() -> None:
