@@ -21,10 +21,10 @@ H = TypeVar("H")
 class Grantor(Protocol):
     """Who grants leases: a pool, which says its desk once it is open, or the desk itself."""
 
-    def opened(self) -> Counter: ...
+    def opened(self) -> Asked: ...
 
 
-class Counter(Grantor, Protocol):
+class Asked(Grantor, Protocol):
     """What a desk answers, at once."""
 
     def completion(self) -> Completion: ...
@@ -50,7 +50,7 @@ class Asker(ABC, Generic[H]):
     _is_entered: bool
 
     @abstractmethod
-    def _begin(self, desk: Counter) -> H | None:
+    def _begin(self, desk: Asked) -> H | None:
         """What it has without asking; raises where it is entered already."""
 
     @abstractmethod
@@ -99,7 +99,7 @@ class Asker(ABC, Generic[H]):
         return self._have(channels)
 
 
-async def wait_for_leases(desk: Counter, grace: float) -> None:
+async def wait_for_leases(desk: Asked, grace: float) -> None:
     """Waits until no lease is granted, held or draining, or the grace has passed."""
     completion = desk.completion()
     completion.queued()  # so that it tends: a loop may close meanwhile

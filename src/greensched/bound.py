@@ -45,6 +45,7 @@ class Bound:
         "_channel",
         "_elsewhere",
         "_is_cold",
+        "_is_moved",
         "_is_shared",
         "_is_wary",
         "_name",
@@ -64,6 +65,8 @@ class Bound:
         self._is_shared = False
         #: Its kernel was not loaded yet for the SMs it moved to: a thread loads it.
         self._is_cold = False
+        #: It has other SMs since its last launch: nobody knows yet that its buffers are used there.
+        self._is_moved = False
         #: Closed, shared or cold, used elsewhere, or somebody may capture: one thing to look at in
         #: each launch.
         self._is_wary = True
@@ -83,6 +86,8 @@ class Bound:
             PartitionClosed: its partition's block has ended.
             InvalidRequest: the partition's stream is capturing.
             WrongThread: this is not the thread whose loop entered the partition.
+            InvalidArray: its partition has other SMs since a checkpoint, and an array of another
+                library is refused there. The next launch asks again.
             Poisoned: a device fault.
         """
         holding, track = self._channel.holding, self.track
@@ -172,22 +177,25 @@ class Bound:
         self._is_shared = self._is_wary = True
 
     def move(self, channel: Channel) -> None:
-        """Its partition has other SMs from now on; nothing it launched still runs."""
-        ticket, before = self._next_ticket(), self._arguments.buffers
-        for buffer, _ in before.values():
+        """Its partition has other SMs from now on; nothing it launched still runs.
+
+        Its next launch sees to its buffers: an array of another library may be refused there.
+        """
+        ticket = self._next_ticket()
+        for buffer, _ in self._arguments.buffers.values():
             buffer.unbind(self, ticket)
         self._channel, self.track = channel, channel.track
         self._elsewhere.clear()
         self._is_shared = False
         self._is_cold = self._plan.kernel not in channel.lane.loaded
-        self._is_wary = True
+        self._is_moved = self._is_wary = True
         self._plan = self._plan.on(channel.track.stream)
         channel.holding.bind(self)
-        for buffer, write in before.values():
-            self._use(buffer, write=write)
 
     def close(self) -> None:
-        """The lease ends, however it does: the last launch is up to the last ticket."""
+        """The lease ends, however it does: the last launch is up to the last ticket. Idempotent."""
+        if self.is_closed:
+            return
         self.is_closed = self._is_wary = True
         for buffer, _ in self._arguments.buffers.values():
             buffer.unbind(self, self._next_ticket())
@@ -214,8 +222,11 @@ class Bound:
         self._channel.check_capture()
         for buffer, write in self._arguments.buffers.values():
             buffer.check(self._channel.ordinal)
-            if self._is_shared:
+            if self._is_moved:
+                self._use(buffer, write=write)
+            elif self._is_shared:
                 self._elsewhere.update(buffer.before(self.track, write=write))
+        self._is_moved = False
         track = self.track
         elsewhere = {o: t for o, t in self._elsewhere.items() if o is not track}
         is_there = all(other.has_submitted(ticket) for other, ticket in elsewhere.items())

@@ -50,7 +50,8 @@ logger = logging.getLogger("greensched")
 #: While requests wait, closed loops are looked for so often.
 TEND_S = 0.050
 #: Looked up for every lease: a name of a module is found faster than members of an enum.
-WORKING = (PoolState.OPENING, PoolState.OPEN, PoolState.CLOSING)
+OPEN, FORKED = PoolState.OPEN, PoolState.FORKED
+WORKING = (PoolState.OPENING, OPEN, PoolState.CLOSING)
 
 
 class Desk:
@@ -112,7 +113,7 @@ class Desk:
         with self.lock:
             self.sites, self.scheduler = tuple(sites), scheduler
             if self.state is PoolState.OPENING:  # else it is closed as soon as it is open
-                self.state = PoolState.OPEN
+                self.state = OPEN
                 self._parking.start(self.scheduler)
         self._have_made()
 
@@ -196,7 +197,7 @@ class Desk:
 
     def _request(self, wish: Wish, completion: Completion, *, wait: bool) -> Request:
         """Asks the scheduler. Holds the lock."""
-        if self.state is not PoolState.OPEN:
+        if self.state is not OPEN:
             raise self.refusal()
         self.unpark()
         now = self.driver.time()
@@ -217,7 +218,7 @@ class Desk:
         while self.scheduler.lacking:
             with self.lock, suppress(KeyError):  # another thread was first
                 (index, mask), _ = self.scheduler.lacking.popitem()
-                if (index, mask) not in self._making and self.state is PoolState.OPEN:
+                if (index, mask) not in self._making and self.state is OPEN:
                     self._making.add((index, mask))
                     self.builder.submit(partial(self._make, index, mask))
 
@@ -299,9 +300,12 @@ class Desk:
                 self.holdings.discard(holding)
                 self.holdings.add(moved)
                 channel = Channel(moved, site, self.check, channel.allowance)
-        for bound in holding.bound if channel.holding is not holding else ():
-            bound.move(channel)
         self._deliver(granted)
+        if channel.holding is not holding:
+            bounds, holding.bound = holding.bound, []
+            for bound in bounds:
+                bound.move(channel)
+            holding.crew.lane.launches.let_go()
         return channel
 
     def reconfigure(self, services: Sequence[ServiceClass] | None, policy: Policy | None) -> None:
@@ -312,7 +316,7 @@ class Desk:
             InvalidRequest: the floors of the classes do not fit; nothing has changed.
         """
         with self.lock:
-            if self.state is not PoolState.OPEN:
+            if self.state is not OPEN:
                 raise self.refusal()
             self.unpark()
             granted = self.scheduler.reconfigure(self.driver.time(), services, policy)
@@ -362,7 +366,7 @@ class Desk:
 
     def leave(self, request: Request) -> None:
         """Somebody does not want his request any more, queued or granted."""
-        if self.state is PoolState.FORKED:
+        if self.state is FORKED:
             return
         with self.lock:
             granted = self._drop(request)
@@ -397,7 +401,7 @@ class Desk:
 
     def over(self, holding: Holding) -> None:
         """All work of a lease is done: its cells are free."""
-        if self.state is PoolState.FORKED:  # a lost thread may hold the lock
+        if self.state is FORKED:  # a lost thread may hold the lock
             return
         with self.lock:
             granted = self._free(holding)
@@ -405,7 +409,7 @@ class Desk:
 
     def _free(self, holding: Holding) -> list[Request]:
         """The cells of a lease are free; who is granted by that. Holds the lock."""
-        if self.state is PoolState.FORKED:  # nobody asks
+        if self.state is FORKED:  # nobody asks
             return []
         holding.crew.is_leased = False
         self.holdings.discard(holding)
@@ -512,7 +516,7 @@ class Desk:
         """Why nothing is granted."""
         if self.fault is not None:
             return Poisoned(self.fault)
-        if self.state is PoolState.FORKED:
+        if self.state is FORKED:
             return ForkedPool("this pool")
         return PoolClosed("this pool", self.state.value)
 
@@ -528,7 +532,7 @@ class Desk:
     def forked(self) -> None:
         """In a forked child: nothing works, and whoever tries is told."""
         self.lock = threading.Lock()  # the old one may be held by a thread that is not here
-        self.state = PoolState.FORKED
+        self.state = FORKED
         self._parking.lock, self._parking.scheduler = self.lock, None
         self._parking.clear()
         for site in self.sites:
@@ -539,12 +543,12 @@ class Desk:
     def stop(self) -> None:
         """Grants nothing more; who is queued is told."""
         with self.lock:
-            if self.state is PoolState.OPEN:
+            if self.state is OPEN:
                 self._stop_parking()
                 waiting = self.scheduler.close()
             else:
                 waiting = []
-            if self.state in (PoolState.OPENING, PoolState.OPEN):
+            if self.state in (PoolState.OPENING, OPEN):
                 self.state = PoolState.CLOSING
         for request in waiting:
             tell(request, PoolClosed("this pool", "closing"))

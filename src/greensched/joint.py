@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any
 
-from greensched.asking import Asker, Counter, Grantor
+from greensched.asking import Asked, Asker, Grantor
 from greensched.channel import Channel
 from greensched.errors import InvalidRequest
 from greensched.partition import Partition
@@ -20,7 +20,7 @@ class Together(Asker[tuple[Partition, ...]]):
         self._is_entered = False
         self._partitions: tuple[Partition, ...] = ()
 
-    def _begin(self, desk: Counter) -> None:  # noqa: ARG002  it never has any
+    def _begin(self, desk: Asked) -> None:  # noqa: ARG002  it never has any
         if self._is_entered:
             raise InvalidRequest("these partitions were entered already: ask for others")
 

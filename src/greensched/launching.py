@@ -73,7 +73,7 @@ def packed(
     """
     lane = channel.lane
     try:
-        left = lane.spare.get((kernel, config))
+        left = lane.spare.get((kernel, config)) if kernel in lane.loaded else None
     except TypeError:  # of a kind that cannot even be looked up; refused below, by name
         left = None
     if left:

@@ -101,6 +101,7 @@ class Parking:
             return False
         if holding.bound:
             holding.close_bound()
+            track.let_go()  # of what was bound: it is done
         with self.lock:
             scheduler = self.scheduler
             spot = None

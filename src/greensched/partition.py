@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from greensched import calling, graphs, launching, moving, settling
-from greensched.asking import Asker, Counter, Grantor
+from greensched.asking import Asked, Asker, Grantor
 from greensched.bound import Bound
 from greensched.buffers import Buffer, PinnedBuffer
 from greensched.calls import Call
@@ -75,7 +75,7 @@ class Partition(Asker["Partition"]):
 
     # -- being leased ------------------------------------------------------------------------------
 
-    def _begin(self, desk: Counter) -> Self | None:
+    def _begin(self, desk: Asked) -> Self | None:
         if self._is_entered:
             if self._channel is not None or self._is_left:
                 self._open()
@@ -117,6 +117,7 @@ class Partition(Asker["Partition"]):
         """
         channel = self._channel or self._granted()
         if kind is GeneratorExit:
+            self._is_left = True
             channel.holding.completion.door.call_threadsafe(channel.holding.end)
         else:
             channel.holding.end()
@@ -182,7 +183,7 @@ class Partition(Asker["Partition"]):
 
     def __del__(self) -> None:
         channel = self._channel
-        if channel is not None and channel.holding.is_open:
+        if channel is not None and channel.holding.is_open and not self._is_left:
             said = f"{self!r} was never left: use it with `async with`"
             # First: where warnings are errors, nothing after one is done.
             channel.holding.completion.door.call_threadsafe(channel.holding.end)

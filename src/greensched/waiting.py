@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from contextlib import suppress
 from functools import partial
+from threading import get_ident
 
 from greensched.completion import Completion
 from greensched.loops import Waiter
@@ -18,7 +18,7 @@ class Queued:
 
     def __init__(self, completion: Completion) -> None:
         self.completion = completion
-        self.thread = threading.get_ident()
+        self.thread = get_ident()
         self.waiter: Waiter = completion.door.create_waiter()
         self.error: Exception | None = None
 
@@ -26,7 +26,7 @@ class Queued:
         """Wakes it, from whatever thread; False if its loop is closed."""
         self.error = error
         door = self.completion.door
-        if threading.get_ident() == self.thread and not door.is_closed:
+        if get_ident() == self.thread and not door.is_closed:
             door.wake(self.waiter)
             return True
         return door.call_threadsafe(partial(door.wake, self.waiter))

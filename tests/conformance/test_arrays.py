@@ -253,6 +253,25 @@ def test_a_bound_launch_keeps_it_until_its_end(world: World) -> None:
     world.run(main)
 
 
+def test_a_block_that_is_left_lets_go_of_what_was_bound(world: World) -> None:
+    """A block whose bound launches are done keeps no array, whoever has its SMs next."""
+
+    async def main() -> None:
+        async with world.pool(prepare=[fill]) as pool:
+            async with pool.partition(8) as p:
+                x = await p.empty(8)
+            for _ in range(2):
+                async with pool.partition(8) as p:
+                    gone = weakref.ref(array := Lent(x))
+                    await p.bind(fill, CONFIG, array, 1.0, 8).submit()
+                    del array
+                gc.collect()
+                await until(lambda gone=gone: gone() is None)  # type: ignore[misc]
+            x.close()
+
+    world.run(main)
+
+
 def test_a_bound_launch_refuses_what_it_cannot_take(world: World) -> None:
     """A refused array leaves a bound launch as it was, or unmade, and its other arguments free."""
 

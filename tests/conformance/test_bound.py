@@ -86,6 +86,26 @@ def test_what_was_bound_before_is_bound_anew(world: World) -> None:
     world.run(main)
 
 
+@pytest.mark.runs_device_code
+def test_what_is_closed_twice_is_bound_anew_once(world: World) -> None:
+    """A bound launch that was closed before its block's end leaves what it packed to one other."""
+
+    async def main() -> None:
+        async with world.pool(prepare=[fill]) as pool:
+            async with pool.partition(8) as p:
+                x, y = await p.upload(np.zeros(8, np.float32)), await p.empty(8)
+                p.bind(fill, CONFIG, x, 1.0, 8).close()
+            async with pool.partition(8) as p:
+                first, second = p.bind(fill, CONFIG, x, 2.0, 8), p.bind(fill, CONFIG, y, 3.0, 8)
+                first()
+                second()
+                assert ((await p.download(x) == 2) & (await p.download(y) == 3)).all()
+            x.close()
+            y.close()
+
+    world.run(main)
+
+
 async def pool_download(pool: greensched.Pool, buffer: Buffer) -> np.ndarray:
     async with pool.partition(8) as p:
         return await p.download(buffer)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import anyio
+import anyio.abc
 import numpy as np
 import pytest
 
 import greensched
-from greensched import LaunchConfig, Pool, ServiceClass
+from greensched import Buffer, LaunchConfig, Partition, Pool, ServiceClass
 from greensched.kernels import fill, saxpy
 from helpers.gate import Gate
 from helpers.waiting import still_waits, until
@@ -113,6 +117,81 @@ def test_bound_launches_and_buffers_follow(world: World) -> None:
                         assert (await p.download(y))[0] == 132
             with pytest.raises(greensched.PartitionClosed):
                 bound()
+
+    world.run(main)
+
+
+class Refusing:
+    """An array of a library that can come to refuse to hand it out."""
+
+    def __init__(self, buffer: Buffer) -> None:
+        self.buffer = buffer
+        self.dtype = buffer.dtype
+        self.refuses = False
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, self.buffer.device
+
+    def __dlpack__(self, *, stream: int, max_version: tuple[int, int] | None = None) -> object:
+        if self.refuses:
+            raise RuntimeError("not now")
+        return self.buffer.__dlpack__(stream=stream, max_version=max_version)
+
+
+async def moved(pool: Pool, tasks: anyio.abc.TaskGroup, p: Partition) -> anyio.Event:
+    """A lease of as much as there is gives some to another, until that is told to go."""
+    before, release = p._open().lane, anyio.Event()
+    tasks.start_soon(hold, pool, 8, release)
+    await until(lambda: pool.statistics().waiting == 1)
+    await p.checkpoint()
+    assert p._open().lane is not before
+    return release
+
+
+def test_an_array_that_is_refused_on_other_sms_is_the_next_launchs_failure(world: World) -> None:
+    """A checkpoint moves nevertheless, and loses nobody; the array is let go with the block."""
+
+    async def main() -> None:
+        async with world.pool(prepare=[fill]) as pool, anyio.create_task_group() as tasks:
+            async with pool.partition((8, 1024)) as p:
+                x = await p.empty(8)
+                gone = weakref.ref(array := Refusing(x))
+                bound = p.bind(fill, CONFIG, array, 1.0, 8)
+                await bound.submit()
+                array.refuses = True
+                release = await moved(pool, tasks, p)
+                await until(lambda: pool.statistics().leases == 2)
+                for launch in (bound, bound.submit):
+                    with pytest.raises(greensched.InvalidArray, match="not now"):
+                        launch()
+                array.refuses = False
+                await bound.submit()
+                del array
+            release.set()
+            gc.collect()
+            await until(lambda: gone() is None)
+            x.close()
+
+    world.run(main)
+
+
+def test_what_never_was_launched_on_other_sms_is_not_ready_there(world: World) -> None:
+    """A bound launch that moved where its kernel is not loaded leaves nothing to be bound there."""
+
+    async def main() -> None:
+        async with world.pool() as pool, anyio.create_task_group() as tasks:
+            async with pool.partition((8, 1024)) as p:
+                x = await p.empty(8)
+                await p.prepare(fill, CONFIG)
+                p.bind(fill, CONFIG, x, 1.0, 8)
+                release = await moved(pool, tasks, p)
+                lane = p._open().lane
+            async with pool.partition(lane.sm_count) as p:
+                assert p._open().lane is lane
+                with pytest.raises(greensched.WouldBlock, match="prepare"):
+                    p.bind(fill, CONFIG, x, 1.0, 8)
+            release.set()
+            x.close()
 
     world.run(main)
 

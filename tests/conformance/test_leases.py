@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import AsyncIterator
+
 import anyio
 import pytest
 
@@ -429,5 +432,24 @@ def test_the_first_lease_of_any_size_makes_no_lane(world: World) -> None:
                 async with pool.partitions(sms, greensched.REST):
                     pass
             assert pool.statistics().lanes_made == made
+
+    world.run(main)
+
+
+def test_a_generator_that_is_closed_has_left_its_block(world: World) -> None:
+    """Where an async generator is closed in a block, that block was left, and nobody is warned."""
+
+    async def numbers(pool: Pool) -> AsyncIterator[int]:
+        async with pool.partition(8) as p:
+            yield p.sm_count
+
+    async def main() -> None:
+        async with world.pool() as pool:
+            found = numbers(pool)
+            assert await anext(found) >= 8
+            await found.aclose()
+            del found
+            gc.collect()
+            await until(lambda: pool.statistics().leases == 0)
 
     world.run(main)

@@ -16,7 +16,7 @@ from greensched.planning.ground import Ground
 from greensched.planning.placement import Placement
 from greensched.planning.policy import Policy
 from greensched.planning.queue import Queue
-from greensched.planning.requests import Lease, Line, Request, State
+from greensched.planning.requests import GONE, GRANTED, Lease, Line, Request
 from greensched.planning.services import ServiceClass
 
 
@@ -101,7 +101,7 @@ class Granting(Queue):
                 if request.holder is not None:
                     self._held.setdefault(request.holder, []).extend(leases)
                 request.lacks = ()
-                request.state = State.GRANTED
+                request.state = GRANTED
                 self._granted += 1
                 return True
             if not request.lacks:
@@ -273,7 +273,7 @@ class Granting(Queue):
         """Takes one out of the queue who would wait for ever; he is told."""
         self.hopeless.append((request, self._too_many(request)))
         self._cancelled += 1
-        request.state = State.GONE
+        request.state = GONE
         self._drop(request)
         self._is_unlocked = True  # for who stands behind him
 

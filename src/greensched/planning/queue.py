@@ -13,7 +13,7 @@ from greensched.errors import InvalidRequest
 from greensched.planning.admission import Agenda
 from greensched.planning.flows import SMOOTHING, Flow
 from greensched.planning.policy import Deadline, Policy, Room, asked
-from greensched.planning.requests import Entries, Line, Request, State, by_rank
+from greensched.planning.requests import GONE, Entries, Line, Request, by_rank
 
 #: So many more entries than twice those that wait are kept before anybody tidies up.
 STALE_LEAST = 64
@@ -110,7 +110,7 @@ class Queue:
 
     def _leave(self, request: Request) -> bool:
         """Somebody stops waiting; true if others may be granted because of it."""
-        request.state = State.GONE
+        request.state = GONE
         self._is_unlocked = False
         kept = self._drop(request)
         if self._is_untidy():

@@ -25,7 +25,7 @@ class State(enum.Enum):
 
 
 #: Looked up at every decision: a name of a module is found faster than a member of an enum.
-QUEUED = State.QUEUED
+QUEUED, GRANTED, GONE = State.QUEUED, State.GRANTED, State.GONE
 
 
 class Curve(Protocol):
