@@ -302,10 +302,7 @@ class Desk:
                 channel = Channel(moved, site, self.check, channel.allowance)
         self._deliver(granted)
         if channel.holding is not holding:
-            bounds, holding.bound = holding.bound, []
-            for bound in bounds:
-                bound.move(channel)
-            holding.crew.lane.launches.let_go()
+            holding.hand_over(channel)
         return channel
 
     def reconfigure(self, services: Sequence[ServiceClass] | None, policy: Policy | None) -> None:

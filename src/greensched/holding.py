@@ -185,6 +185,13 @@ class Holding:
         moved.failed = self.failed
         return moved
 
+    def hand_over(self, channel: Any) -> None:
+        """What is bound launches where the lease is now, and nothing of it is kept here."""
+        bounds, self.bound = self.bound, []
+        for bound in bounds:
+            bound.move(channel)
+        self.crew.lane.launches.let_go()
+
     # -- its end -----------------------------------------------------------------------------------
 
     def lapse(self) -> None:
