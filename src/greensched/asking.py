@@ -6,7 +6,7 @@ A room of its own, because what awaits is Python in a compiled build, too.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 import anyio
 
@@ -22,13 +22,13 @@ class Grantor(Protocol):
     """Who grants leases: a pool, which says its desk once it is open, or the desk itself."""
 
     def opened(self) -> Asked: ...
+    def take(self, wish: Any) -> Channel | None: ...
 
 
 class Asked(Grantor, Protocol):
     """What a desk answers, at once."""
 
     def completion(self) -> Completion: ...
-    def take(self, wish: Any) -> Channel | None: ...
     def park(self, wish: Any, channel: Channel) -> bool: ...
     def ask(self, wish: Any, completion: Completion) -> tuple[Channel, ...] | Request: ...
     def claim(self, request: Request) -> tuple[Channel, ...]: ...
@@ -41,17 +41,19 @@ class Asked(Grantor, Protocol):
 class Asker(ABC, Generic[H]):
     """What is entered once its SMs are granted: a partition, or several together."""
 
-    __slots__ = ("_desk", "_is_entered", "_wish")
+    __slots__ = ("_channel", "_desk", "_is_entered", "_wish")
 
     #: Whom it asks: a grantor; once it has asked, the desk.
     _desk: Any
     _wish: Any
+    #: What a partition has, perhaps before it is entered.
+    _channel: Channel | None
     #: Somebody's block is entered, or about to be.
     _is_entered: bool
 
     @abstractmethod
-    def _begin(self, desk: Asked) -> H | None:
-        """What it has without asking; raises where it is entered already."""
+    def _refuse(self) -> NoReturn:
+        """It is entered already: raises what says so."""
 
     @abstractmethod
     def _have(self, channels: tuple[Channel, ...]) -> H:
@@ -71,13 +73,17 @@ class Asker(ABC, Generic[H]):
                 lease, or lose one.
             PartitionClosed: its block has ended.
         """
-        self._desk = desk = self._desk.opened()
-        had = self._begin(desk)
-        if had is not None:
-            return had
+        if self._is_entered:
+            self._refuse()
         self._is_entered = True
+        if self._channel is None:  # else it was granted by partition_nowait
+            self._channel = self._desk.take(self._wish)
+        if self._channel is not None:  # of several together nothing is
+            return self  # type: ignore[return-value]
         asked: Any = None
         try:
+            desk: Asked = self._desk.opened()
+            self._desk = desk
             completion = desk.completion()
             if completion.door.always_yields:
                 await completion.door.checkpoint()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
-from greensched.asking import Asked, Asker, Grantor
+from greensched.asking import Asker, Grantor
 from greensched.channel import Channel
 from greensched.errors import InvalidRequest
 from greensched.partition import Partition
@@ -18,11 +18,11 @@ class Together(Asker[tuple[Partition, ...]]):
         self._desk = grantor
         self._wish = wish
         self._is_entered = False
+        self._channel = None
         self._partitions: tuple[Partition, ...] = ()
 
-    def _begin(self, desk: Asked) -> None:  # noqa: ARG002  it never has any
-        if self._is_entered:
-            raise InvalidRequest("these partitions were entered already: ask for others")
+    def _refuse(self) -> NoReturn:
+        raise InvalidRequest("these partitions were entered already: ask for others")
 
     def _have(self, channels: tuple[Channel, ...]) -> tuple[Partition, ...]:
         self._partitions = tuple(

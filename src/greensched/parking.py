@@ -92,7 +92,6 @@ class Parking:
             holding.is_plain
             and not holding.is_involved
             and not holding.failed
-            and not holding.unmarked
             and issued & MASK == track.word[0]
             and issued == track.submitted
             and not track.kept
@@ -100,6 +99,8 @@ class Parking:
         ):
             return False
         if holding.bound:
+            if holding.unmarked:  # launches behind the last ticket may still run
+                return False
             holding.close_bound()
             track.let_go()  # of what was bound: it is done
         with self.lock:

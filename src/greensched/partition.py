@@ -6,13 +6,13 @@ import warnings
 from collections.abc import Callable, Iterable
 from threading import get_ident
 from types import TracebackType
-from typing import Any, Literal, ParamSpec, Self, TypeVar
+from typing import Any, Literal, NoReturn, ParamSpec, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from greensched import calling, graphs, launching, moving, settling
-from greensched.asking import Asked, Asker, Grantor
+from greensched.asking import Asker, Grantor
 from greensched.bound import Bound
 from greensched.buffers import Buffer, PinnedBuffer
 from greensched.calls import Call
@@ -57,7 +57,7 @@ class Partition(Asker["Partition"]):
       may be awaited anywhere, and the facts may be read anywhere.
     """
 
-    __slots__ = ("__weakref__", "_channel", "_is_left")
+    __slots__ = ("__weakref__", "_is_left")
 
     def __init__(
         self,
@@ -75,17 +75,10 @@ class Partition(Asker["Partition"]):
 
     # -- being leased ------------------------------------------------------------------------------
 
-    def _begin(self, desk: Asked) -> Self | None:
-        if self._is_entered:
-            if self._channel is not None or self._is_left:
-                self._open()
-            raise InvalidRequest("this partition is entered already: ask for another")
-        if self._channel is None:  # else granted beforehand, by partition_nowait
-            self._channel = desk.take(self._wish)
-            if self._channel is None:
-                return None
-        self._is_entered = True
-        return self
+    def _refuse(self) -> NoReturn:
+        if self._channel is not None or self._is_left:
+            self._open()
+        raise InvalidRequest("this partition is entered already: ask for another")
 
     def _have(self, channels: tuple[Channel, ...]) -> Self:
         (self._channel,) = channels

@@ -240,6 +240,9 @@ class Pool:
             raise PoolClosed("this pool", self.state.value + hint)
         return desk
 
+    def take(self, _: object) -> None:
+        """Nothing is parked before it is open. For partitions."""
+
     # -- asking for SMs --------------------------------------------------------------------------
 
     def partition(
@@ -308,11 +311,10 @@ class Pool:
             Others: as `partition`, and as its `async with`.
         """
         wanted = self._asked.one(sms, service, device, None, cost, near)
-        desk = self._grantor.opened()
-        channel = desk.take(wanted)
+        channel = self._grantor.take(wanted)
         if channel is None:
-            (channel,) = desk.acquire_nowait(wanted)
-        return Partition(desk, wanted, channel)
+            (channel,) = self.opened().acquire_nowait(wanted)
+        return Partition(self._grantor, wanted, channel)
 
     async def launch(
         self,

@@ -28,6 +28,7 @@ class Gate:
         track = channel.track
         track.stream.context.driver.wait_value(track.stream.handle, gate._word.address, 1)
         gate._word.note(track, (track.issued + 1) & 0xFFFFFFFF, write=False)
+        channel.holding.is_involved = True
         channel.holding.unmarked += 1  # as by a bound launch: on the stream, without a ticket
         return gate
 
