@@ -79,29 +79,31 @@ class Asker(ABC, Generic[H]):
         if self._channel is None:  # else it was granted by partition_nowait
             self._channel = self._desk.take(self._wish)
         if self._channel is not None:  # of several together nothing is
-            return self  # type: ignore[return-value]
-        asked: Any = None
+            return self  # type: ignore[return-value]  # so it is a partition, and its own H
         try:
             desk: Asked = self._desk.opened()
             self._desk = desk
             completion = desk.completion()
             if completion.door.always_yields:
                 await completion.door.checkpoint()
-            asked = desk.ask(self._wish, completion)
-            if isinstance(asked, tuple):
-                return self._have(asked)
+            asked: Any = desk.ask(self._wish, completion)
+        except BaseException:
+            self._is_entered = False  # it may be tried again
+            raise
+        if isinstance(asked, tuple):
+            return self._have(asked)
+        try:
             await asked.owner.waiter
             channels = desk.claim(asked)
         except BaseException as error:
-            self._is_entered = False  # it may be tried again
-            if asked is not None:
-                completion.waiting -= 1
-                if isinstance(error, GeneratorExit):
-                    desk.forsake(asked)
-                else:
-                    desk.leave(asked)
+            self._is_entered = False
+            if isinstance(error, GeneratorExit):
+                desk.forsake(asked)
+            else:
+                desk.leave(asked)
             raise
-        completion.waiting -= 1
+        finally:
+            completion.waiting -= 1
         return self._have(channels)
 
 

@@ -398,7 +398,7 @@ class Desk:
 
     def over(self, holding: Holding) -> None:
         """All work of a lease is done: its cells are free."""
-        if self.state is FORKED:  # a lost thread may hold the lock
+        if self.state is FORKED:  # nobody asks
             return
         with self.lock:
             granted = self._free(holding)
@@ -406,8 +406,6 @@ class Desk:
 
     def _free(self, holding: Holding) -> list[Request]:
         """The cells of a lease are free; who is granted by that. Holds the lock."""
-        if self.state is FORKED:  # nobody asks
-            return []
         holding.crew.is_leased = False
         self.holdings.discard(holding)
         return self.scheduler.drained(self.driver.time(), holding.lease)

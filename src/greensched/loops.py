@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from typing import Any, Protocol
@@ -39,7 +40,7 @@ class Ticker(Protocol):
         """
 
 
-class Door:
+class Door(ABC):
     """One running loop."""
 
     def __init__(self, *, always_yields: bool, current_task: Callable[[], object]) -> None:
@@ -49,25 +50,25 @@ class Door:
         self.current_task = current_task
 
     @property
+    @abstractmethod
     def is_closed(self) -> bool:
         """Whether the loop is over. May be asked from any thread."""
-        raise NotImplementedError
 
+    @abstractmethod
     def create_waiter(self) -> Waiter:
         """Something for one task to await."""
-        raise NotImplementedError
 
+    @abstractmethod
     def wake(self, waiter: Any) -> None:
         """Wakes who awaits it, or will. On the loop's thread, any number of times."""
-        raise NotImplementedError
 
+    @abstractmethod
     def create_ticker(self, step: Callable[[], None]) -> Ticker:
         """Something that calls a function, once it is asked to."""
-        raise NotImplementedError
 
+    @abstractmethod
     def call_threadsafe(self, function: Callable[[], object]) -> bool:
         """Has a function called on the loop's thread; False if the loop is over."""
-        raise NotImplementedError
 
     def asks(self) -> object:
         """Who holds what is granted now: the running task, or whom it asks for."""
@@ -79,7 +80,7 @@ class Door:
 
         Only where `always_yields`: elsewhere nobody yields who need not wait.
         """
-        raise NotImplementedError
+        raise AssertionError(self)
 
 
 # -- asyncio ----------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 
 
 class PerThread(threading.local):
-    """What a thread remembers of the loops it runs; what they are, `loops` knows."""
+    """What a thread remembers of the loops it runs, for `loops`: mypyc compiles no such class."""
 
     def __init__(self) -> None:
         #: The loop it met last, and its door.

@@ -20,7 +20,7 @@ class Host:
     #: What makes a loop of asyncio on this driver's time, where it has a time of its own.
     new_event_loop: Callable[[], asyncio.AbstractEventLoop] | None = None
 
-    #: Seconds on the clock that deadlines, ageing and timers use. Called for each lease.
+    #: Seconds on the clock that deadlines, ageing and timers use. Monotonic; asked for each lease.
     time = staticmethod(time.monotonic)
 
     def create_mailbox(self) -> Mailbox[Any]:
