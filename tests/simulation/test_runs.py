@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ from greensched.simulation.arms import Alone, Arm, Split
 from greensched.simulation.compare import arms
 from greensched.simulation.machine import Ran
 from greensched.simulation.run import Outcome, Setting, alone, occupied, simulate
-from greensched.simulation.serving import Samples, passes
+from greensched.simulation.serving import EARLY, JOIN, Samples, passes
 from greensched.simulation.streams import baselines
 from greensched.simulation.tables import CURVES
 from greensched.simulation.traffic import Arrival, generate
@@ -123,14 +124,32 @@ def test_what_overlaps_counts_once() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_first_tokens_are_given_out_when_a_step_begins(seed: int) -> None:
-    """By target no token waits for a step that it is not in; the first pays for that, by a step."""
+    """By target no token waits for a step that it is not in, and first tokens are in time."""
     traffic = generate("azure-code", 8.0, seed)
     plain, ours = (_split(by_target, 60.0, traffic) for by_target in (False, True))
-    longest = max(plain["decode"].latency)
     assert max(ours["decode"].wait) < 1e-4 < max(plain["decode"].wait)
-    assert max(ours["decode"].latency) < longest
-    pairs = zip(sorted(plain["prefill"].latency), sorted(ours["prefill"].latency), strict=True)
-    assert max(later - latency for latency, later in pairs) < longest
+    assert max(ours["decode"].latency) < max(plain["decode"].latency)
+    assert max(ours["prefill"].latency) < 60.0
+
+
+def test_first_tokens_are_held_back_while_prompts_wait() -> None:
+    """Until they are due, few with each step; who is left when all is read gets his at once."""
+    due, number = 10.0, 40
+    traffic = [Arrival(0.0, 2048, 20)] * number
+    found = _split(True, due, traffic)["prefill"]
+    given = sorted(Counter(round(latency, 6) for latency in found.latency).items())
+    *early, (last, left) = given
+    assert all(count < 2 * JOIN for _, count in early)  # JOIN, and who was read meanwhile
+    assert given[0][0] > due - (number / JOIN + EARLY + 1) * 0.4
+    assert last < due - EARLY * 0.4
+    assert left > 2 * JOIN
+
+
+def test_first_tokens_are_in_time_beside_a_prompt_that_takes_longer() -> None:
+    """Where nobody is decoded no step comes by, and a long prompt is read past their time."""
+    traffic = [Arrival(0.0, 128, 2), Arrival(0.0, 60_000, 1)]
+    found = _split(True, 2.0, traffic)["prefill"]
+    assert [latency < 2.0 for latency in sorted(found.latency)] == [True, False]
 
 
 @pytest.mark.parametrize(("latency", "waits"), [(0.3, False), (0.6, True)])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import asyncio
 import heapq
+from bisect import insort
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,12 @@ from greensched.simulation.workload import Service, prompt_seconds, step_seconds
 CHUNK = 2_048
 #: Weight of the newest prompt in how long prompts take: the last ten or so count.
 SMOOTHING = 0.1
+#: First tokens that are held back are given out so many steps before they are due: one may be
+#: running, and the prompt that is read meanwhile ends within another.
+EARLY = 2
+#: So many begin to be decoded with a step at most, while it can be helped: in `workload.STEP` a
+#: step takes 3 % longer for that, which is within what plans leave (`planning.pacing.MOST`).
+JOIN = 4
 
 
 @dataclass
@@ -149,9 +156,10 @@ class Prefill(Server):
     """Prompts, in the order they came; the first token of each is its latency.
 
     Where the arm's seat says so (`by_target`), it minds its target and that of the tokens. Who
-    makes others late waits for all others. And the first token is given out when the step of
-    decoding begins that writes the next: after one given out in the midst of a step there would be
-    the rest of it and another, and steps would have to be half as long, twice as many, on more SMs.
+    makes others late waits for all others. The first token is given out when the step of decoding
+    begins that writes the next: after one given out in the midst of a step there would be the rest
+    of it and another, and steps would have to be half as long, twice as many, on more SMs. And
+    while prompts wait it is given out as late as it may be: whoever decodes takes SMs from them.
     """
 
     def __init__(
@@ -165,10 +173,11 @@ class Prefill(Server):
         super().__init__(machine, device, service, seat)
         self._decode = decode
         self._by_target = getattr(seat, "by_target", False)
-        #: Prompts that are read, whose first token is not given out; and for how long each ran.
+        #: Prompts that are read, whose first token is not given out, by when they came; and for how
+        #: long each ran.
         self._read: list[tuple[Arrival, float]] = []
         if decode is not None and self._by_target:
-            decode.before_step = self._give_all_out
+            decode.before_step = self._give_out_read
         #: How many times longer than alone prompts took of late.
         self._stretch = 1.0
 
@@ -183,7 +192,7 @@ class Prefill(Server):
             self._stretch += SMOOTHING * ((now - began) * 1e9 / sum(pieces) - self._stretch)
             self.samples.done += sum(pieces) / 1e9
             if self._by_target and self._may_wait(arrival, now):
-                self._read.append((arrival, served))
+                insort(self._read, (arrival, served), key=lambda each: each[0].at)
             else:
                 self._give_out(arrival, served)
 
@@ -195,10 +204,25 @@ class Prefill(Server):
         decode.look()
         return now + decode.service.latency <= arrival.at + self.service.latency
 
-    def _give_all_out(self) -> None:
-        for arrival, served in self._read:
+    def _give_out_read(self) -> None:
+        """Before each step: of those that are held back who is to be given out with it."""
+        decode = self._decode
+        assert decode is not None
+        is_busy = bool(self._queue or self._current)
+        number = self._due_now(decode.service.latency) if is_busy else len(self._read)
+        given, self._read = self._read[:number], self._read[number:]
+        for arrival, served in given:
             self._give_out(arrival, served)
-        self._read.clear()
+        if self._read and not decode.load:  # then no step comes by to ask again
+            asyncio.get_running_loop().call_later(decode.service.latency, decode.look)
+
+    def _due_now(self, step: float) -> int:
+        """How many are to begin now, so that JOIN with each step do for all to be in time."""
+        now, number = self._now(), 0
+        for place, (arrival, _) in enumerate(self._read, 1):
+            steps = int((arrival.at + self.service.latency - now) / step) - EARLY
+            number = max(number, place - JOIN * steps)
+        return min(number, len(self._read))
 
     def _give_out(self, arrival: Arrival, served: float) -> None:
         """Its first token; the next one counts from now."""
