@@ -35,8 +35,9 @@ from greensched.launcher import Arguments
 ONE = LaunchConfig(grid=1, block=32)
 #: A busy loop's turns, in seconds.
 TURNS = 80e-6, 1e-3
-#: Waits behind a busy loop, in rounds of so many; of references a fiftieth as many.
-WAITS, ROUND = 10_000, 100
+#: Waits behind a busy loop, in rounds of so many; of references a fiftieth as many, and none after
+#: so many seconds: behind turns of 1 ms, on an H200's host, each starves for longer than one.
+WAITS, ROUND, MOST_STARVED_S = 10_000, 100, 20.0
 #: Most of p99 behind a busy loop: so many turns and seconds; and seconds of calls and uploads.
 MOST_TURNS, MOST_S, MOST_OTHERS_S = 3, 2e-3, 20e-3
 #: Jobs whose processor time is added up.
@@ -153,14 +154,17 @@ async def _turns(
     theirs: Callable[[], Awaitable[object]],
     less: float = 0.0,
 ) -> Comparison:
-    found = Comparison(what)
+    found, starved = Comparison(what), 0.0
+    work, reference = _timed(ours, less), _timed(theirs, less)
     for number in range(-(-waits // ROUND)):
-        sides = [(ours, found.ours, ROUND)]
-        if number % 5 == 0:  # a thread may starve behind such a loop for seconds, at each wait
-            sides.append((theirs, found.theirs, ROUND // 10))
-        for step, rounds, many in sides:
-            work = _timed(step, less)
-            rounds.append(np.array([await work() for _ in range(many)]))
+        found.ours.append(np.array([await work() for _ in range(ROUND)]))
+        if number % 5 == 0:
+            samples = []
+            while len(samples) < ROUND // 10 and starved < MOST_STARVED_S:
+                samples.append(await reference())
+                starved += samples[-1]
+            if samples:
+                found.theirs.append(np.array(samples))
     return found
 
 
