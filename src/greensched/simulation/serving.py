@@ -27,7 +27,7 @@ SMOOTHING = 0.1
 #: running, and the prompt that is read meanwhile ends within another.
 EARLY = 2
 #: So many begin to be decoded with a step at most, while it can be helped: in `workload.STEP` a
-#: step takes 3 % longer for that, which is within what plans leave (`planning.pacing.MOST`).
+#: step takes 3 or 4 % longer for that, and plans leave 5 % (`planning.pacing.MOST`).
 JOIN = 4
 
 
