@@ -68,22 +68,6 @@ def test_who_was_never_served_is_late() -> None:
     assert found.attained(5.0) == 1.0
 
 
-def test_of_each_prompt_it_is_known_whether_it_is_late() -> None:
-    """A run goes on behind its traffic until it is, whoever is served first; best effort stops."""
-    asked = Question(
-        generator="bursty", policies=("split-16", "sized"), rates=(5.0,), seconds=8.0, check=False
-    )
-    answer = ask(asked)
-    latency = answer.setting.services["prefill"].latency
-    (split,), (sized,) = (cell.latencies for cell in answer.cells)
-    assert split["prefill"].left
-    assert all(age >= latency for age in (*split["prefill"].left, *sized["prefill"].left))
-    served = [found["prefill"].whole.total for found in (split, sized)]
-    assert served[0] + len(split["prefill"].left) == served[1] + len(sized["prefill"].left)
-    beside = ask(replace(asked, services="w2", generator="paced", seconds=0.5, rates=(0.25,)))
-    assert beside.setting.seconds == 0.5
-
-
 def test_goodput_is_between_rates() -> None:
     """Linear from the last rate at which it held; nothing where it never held."""
     assert goodput({1.0: 1.0, 2.0: 0.98}) == pytest.approx(1.5)

@@ -145,6 +145,15 @@ def test_first_tokens_are_held_back_while_prompts_wait() -> None:
     assert left > 2 * JOIN
 
 
+def test_no_more_are_held_back_than_can_be_decoded_together() -> None:
+    """Once no prompt waits all of them begin: in the batch, in time, and not behind one another."""
+    traffic = [Arrival(0.02 * number, 512, 100) for number in range(600)]
+    found = _split(True, 70.0, traffic, 64)
+    assert sum(latency > 4.0 for latency in found["prefill"].latency) > TOKENS["decode"].batch / 4
+    assert max(found["prefill"].latency) < 70.0
+    assert max(found["decode"].latency) < 0.4
+
+
 def test_first_tokens_are_in_time_beside_a_prompt_that_takes_longer() -> None:
     """Where nobody is decoded no step comes by, and a long prompt is read past their time."""
     traffic = [Arrival(0.0, 128, 2), Arrival(0.0, 60_000, 1)]
@@ -161,13 +170,15 @@ def test_first_tokens_do_not_wait_where_they_would_be_late(latency: float, waits
     assert (max(found["decode"].wait) > 0.01) != waits
 
 
-def _split(by_target: bool, latency: float, traffic: list[Arrival]) -> dict[str, Samples]:
+def _split(
+    by_target: bool, latency: float, traffic: list[Arrival], sms: int = 16
+) -> dict[str, Samples]:
     """On a fixed split, to the end; a token may take 0.4 s, a first one `latency`."""
     services = {
         "decode": replace(TOKENS["decode"], latency=0.4),
         "prefill": replace(TOKENS["prefill"], latency=latency),
     }
-    setting = Setting(gpus="h200", services=services, seconds=60.0)
-    found = simulate(Split(16, by_target=by_target), setting, traffic, 1).samples
+    setting = Setting(gpus="h200", services=services, seconds=100.0)
+    found = simulate(Split(sms, by_target=by_target), setting, traffic, 1).samples
     assert len(found["prefill"].latency) == len(traffic)
     return found

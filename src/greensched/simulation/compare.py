@@ -75,9 +75,7 @@ def ask(question: Question, progress: Progress = lambda _done, _what: None) -> A
     alone_rate = {
         name: sum(_of(each[name], name).rate for each in by_seed) / len(by_seed) for name in classes
     }
-    classes = _targeted(classes, p99, question.target)
-    longer = question.seconds + _until_decided(classes)
-    setting = replace(setting, services=classes, seconds=longer)
+    setting = replace(setting, services=_targeted(classes, p99, question.target))
     simulated = sum(outcome.seconds for each in by_seed for outcome in each.values())
     answer = Answer(
         question, setting, source.saturation, {}, p99, alone_rate, [], {}, (), simulated
@@ -166,17 +164,6 @@ def _targeted(
         else replace(service, latency=(target or service.target) * p99[name])
         for name, service in classes.items()
     }
-
-
-def _until_decided(classes: Mapping[str, Service]) -> float:
-    """Seconds after the last request until of each it is known whether it is late.
-
-    Else whoever lets many wait would have the fewer late ones, the earlier a run ends. Where best
-    effort counts, by its rate, a run ends with its traffic; requests take milliseconds there.
-    """
-    if any(service.is_best_effort for service in classes.values()):
-        return 0.0
-    return max(service.latency for service in classes.values())
 
 
 def _at_rate(

@@ -23,7 +23,7 @@ class Setting:
         gpus: as `--gpus`.
         granularity: how finely pools cut them.
         services: the classes.
-        seconds: of a run. What is not served then counts by how long it waited.
+        seconds: of traffic. What is not served then counts by how long it waited.
         guard: interference.
     """
 

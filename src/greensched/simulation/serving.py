@@ -178,6 +178,8 @@ class Prefill(Server):
         self._read: list[tuple[Arrival, float]] = []
         if decode is not None and self._by_target:
             decode.before_step = self._give_out_read
+        #: When decoding looks for them where nobody is decoded.
+        self._look_again: asyncio.TimerHandle | None = None
         #: How many times longer than alone prompts took of late.
         self._stretch = 1.0
 
@@ -209,20 +211,29 @@ class Prefill(Server):
         decode = self._decode
         assert decode is not None
         is_busy = bool(self._queue or self._current)
-        number = self._due_now(decode.service.latency) if is_busy else len(self._read)
+        number = self._due_now(decode) if is_busy else len(self._read)
         given, self._read = self._read[:number], self._read[number:]
         for arrival, served in given:
             self._give_out(arrival, served)
+        if self._look_again is not None:
+            self._look_again.cancel()
+            self._look_again = None
         if self._read and not decode.load:  # then no step comes by to ask again
-            asyncio.get_running_loop().call_later(decode.service.latency, decode.look)
+            loop = asyncio.get_running_loop()
+            self._look_again = loop.call_later(decode.service.latency, decode.look)
 
-    def _due_now(self, step: float) -> int:
-        """How many are to begin now, so that JOIN with each step do for all to be in time."""
-        now, number = self._now(), 0
+    def _due_now(self, decode: Decode) -> int:
+        """How many are to begin now, so that JOIN with each step do for all to be in time.
+
+        And so that all have a place in the batch, and half of it is left for who comes then: once
+        no prompt waits all that are held back begin together.
+        """
+        now, step = self._now(), decode.service.latency
+        number = len(self._read) + decode.load - decode.service.batch // 2
         for place, (arrival, _) in enumerate(self._read, 1):
             steps = int((arrival.at + self.service.latency - now) / step) - EARLY
             number = max(number, place - JOIN * steps)
-        return min(number, len(self._read))
+        return max(0, min(number, len(self._read)))
 
     def _give_out(self, arrival: Arrival, served: float) -> None:
         """Its first token; the next one counts from now."""
