@@ -23,8 +23,8 @@ from greensched.simulation.workload import Service, prompt_seconds, step_seconds
 CHUNK = 2_048
 #: Weight of the newest prompt in how long prompts take: the last ten or so count.
 SMOOTHING = 0.1
-#: First tokens that are held back are given out so many steps before they are due: one may be
-#: running, and the prompt that is read meanwhile ends within another.
+#: First tokens that are held back are given out so many steps before they are due: who is not now
+#: is looked at again a step later, and a step may take longer than its target.
 EARLY = 2
 #: So many begin to be decoded with a step at most, while it can be helped: in `workload.STEP` a
 #: step takes 3 or 4 % longer for that, and plans leave 5 % (`planning.pacing.MOST`).
