@@ -9,7 +9,6 @@ from __future__ import annotations
 import abc
 import asyncio
 import heapq
-from bisect import insort
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -23,12 +22,6 @@ from greensched.simulation.workload import Service, prompt_seconds, step_seconds
 CHUNK = 2_048
 #: Weight of the newest prompt in how long prompts take: the last ten or so count.
 SMOOTHING = 0.1
-#: First tokens that are held back are given out so many steps before they are due: who is not now
-#: is looked at again a step later, and a step may take longer than its target.
-EARLY = 2
-#: So many begin to be decoded with a step at most, while it can be helped: in `workload.STEP` a
-#: step takes 3 or 4 % longer for that, and plans leave 5 % (`planning.pacing.MOST`).
-JOIN = 4
 
 
 @dataclass
@@ -156,10 +149,9 @@ class Prefill(Server):
     """Prompts, in the order they came; the first token of each is its latency.
 
     Where the arm's seat says so (`by_target`), it minds its target and that of the tokens. Who
-    makes others late waits for all others. The first token is given out when the step of decoding
-    begins that writes the next: after one given out in the midst of a step there would be the rest
-    of it and another, and steps would have to be half as long, twice as many, on more SMs. And
-    while prompts wait it is given out as late as it may be: whoever decodes takes SMs from them.
+    makes others late waits for all others. And the first token is given out when the step of
+    decoding begins that writes the next: after one given out in the midst of a step there would be
+    the rest of it and another, and steps would have to be half as long, twice as many, on more SMs.
     """
 
     def __init__(
@@ -173,13 +165,10 @@ class Prefill(Server):
         super().__init__(machine, device, service, seat)
         self._decode = decode
         self._by_target = getattr(seat, "by_target", False)
-        #: Prompts that are read, whose first token is not given out, by when they came; and for how
-        #: long each ran.
+        #: Prompts that are read, whose first token is not given out; and for how long each ran.
         self._read: list[tuple[Arrival, float]] = []
         if decode is not None and self._by_target:
-            decode.before_step = self._give_out_read
-        #: When decoding looks for them where nobody is decoded.
-        self._look_again: asyncio.TimerHandle | None = None
+            decode.before_step = self._give_all_out
         #: How many times longer than alone prompts took of late.
         self._stretch = 1.0
 
@@ -194,7 +183,7 @@ class Prefill(Server):
             self._stretch += SMOOTHING * ((now - began) * 1e9 / sum(pieces) - self._stretch)
             self.samples.done += sum(pieces) / 1e9
             if self._by_target and self._may_wait(arrival, now):
-                insort(self._read, (arrival, served), key=lambda each: each[0].at)
+                self._read.append((arrival, served))
             else:
                 self._give_out(arrival, served)
 
@@ -206,34 +195,10 @@ class Prefill(Server):
         decode.look()
         return now + decode.service.latency <= arrival.at + self.service.latency
 
-    def _give_out_read(self) -> None:
-        """Before each step: of those that are held back who is to be given out with it."""
-        decode = self._decode
-        assert decode is not None
-        is_busy = bool(self._queue or self._current)
-        number = self._due_now(decode) if is_busy else len(self._read)
-        given, self._read = self._read[:number], self._read[number:]
-        for arrival, served in given:
+    def _give_all_out(self) -> None:
+        for arrival, served in self._read:
             self._give_out(arrival, served)
-        if self._look_again is not None:
-            self._look_again.cancel()
-            self._look_again = None
-        if self._read and not decode.load:  # then no step comes by to ask again
-            loop = asyncio.get_running_loop()
-            self._look_again = loop.call_later(decode.service.latency, decode.look)
-
-    def _due_now(self, decode: Decode) -> int:
-        """How many are to begin now, so that JOIN with each step do for all to be in time.
-
-        And so that all have a place in the batch, and half of it is left for who comes then: once
-        no prompt waits all that are held back begin together.
-        """
-        now, step = self._now(), decode.service.latency
-        number = len(self._read) + decode.load - decode.service.batch // 2
-        for place, (arrival, _) in enumerate(self._read, 1):
-            steps = int((arrival.at + self.service.latency - now) / step) - EARLY
-            number = max(number, place - JOIN * steps)
-        return max(0, min(number, len(self._read)))
+        self._read.clear()
 
     def _give_out(self, arrival: Arrival, served: float) -> None:
         """Its first token; the next one counts from now."""
