@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from inspect import signature
 
+import anyio
 import numpy as np
 import pytest
 
@@ -230,17 +231,18 @@ def test_not_on_a_loops_thread(world: World) -> None:
 @pytest.mark.real_time(why="a thread the clock does not know waits for the loop")
 def test_beside_a_loop(world: World) -> None:
     """Threads may use a pool that a loop has opened; theirs comes and goes with their blocks."""
-    if world.backend == "trio":
-        pytest.skip("the test asks from asyncio.to_thread, which trio has not")
+    done = []
 
     async def main() -> None:
         async with world.pool() as pool, pool.partition(8):
 
-            def work() -> int:
+            def work() -> None:
                 with pool.sync.partition(8) as p:
-                    return p.run(abs, -7)
+                    done.append(p.run(abs, -7))
 
-            done = await asyncio.gather(*(asyncio.to_thread(work) for _ in range(8)))
+            async with anyio.create_task_group() as tasks:
+                for _ in range(8):
+                    tasks.start_soon(anyio.to_thread.run_sync, work)
             assert done == [7] * 8
 
     world.run(main)
