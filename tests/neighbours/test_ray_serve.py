@@ -21,7 +21,9 @@ from greensched.driver.simulated import Crash, Fault, Hang
 from greensched.kernels import reduce_sum
 
 ray = pytest.importorskip("ray", reason="ray is not installed: make test-integrations")
-serve = pytest.importorskip("ray.serve", reason="ray[serve] is not installed: make test-integrations")
+serve = pytest.importorskip(
+    "ray.serve", reason="ray[serve] is not installed: make test-integrations"
+)
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore::ResourceWarning")]
 
