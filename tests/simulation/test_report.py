@@ -68,6 +68,37 @@ def test_who_was_never_served_is_late() -> None:
     assert found.attained(5.0) == 1.0
 
 
+def test_what_is_behind_the_traffic_does_not_count() -> None:
+    """A run that went on counts who came before that, however late; rates are of the traffic."""
+    samples = Samples([1.0, 8.0, 1.0], [0.0] * 3, [1] * 3, [0.5, 9.0, 12.0], [4.0, 7.5], done=5.0)
+    found = Latencies.of(samples, 10.0, drained=6.0)
+    assert (found.whole.values, found.left, found.rate) == ((8.0,), (7.5,), 0.5)
+
+
+@pytest.mark.parametrize("target", [2.0, 8.0])
+def test_of_everybody_it_is_known_whether_he_is_late(target: float) -> None:
+    """A run goes on until then, at every target that is told of; all else is of its traffic."""
+    asked = replace(SMALL, generator="bursty", policies=("split-16", "sized"), rates=(5.0,))
+    answer = ask(replace(asked, seconds=8.0, target=target))
+    (split,), (sized,) = (cell.latencies for cell in answer.cells)
+    latest = max(target, 5.0) * answer.alone_p99["prefill"]
+    assert split["prefill"].left
+    assert all(age >= latest for age in (*split["prefill"].left, *sized["prefill"].left))
+    served = [found["prefill"].whole.total for found in (split, sized)]
+    assert served[0] + len(split["prefill"].left) == served[1] + len(sized["prefill"].left)
+    for outcome in (cell.outcomes[0] for cell in answer.cells):
+        assert outcome.busy <= 1
+        assert outcome.drained > latest
+        assert sum(each.done for each in outcome.samples.values()) < 1.2 * outcome.seconds
+
+
+def test_a_run_in_which_nobody_waits_ends_with_its_traffic() -> None:
+    """However long its targets are, and whatever works on beside it."""
+    asked = Question(services="w2", generator="paced", policies=("gate",), rates=(0.25,))
+    (cell,) = ask(replace(asked, seconds=0.5, target=1e9, check=False)).cells
+    assert cell.outcomes[0].drained < 0.1
+
+
 def test_goodput_is_between_rates() -> None:
     """Linear from the last rate at which it held; nothing where it never held."""
     assert goodput({1.0: 1.0, 2.0: 0.98}) == pytest.approx(1.5)
@@ -141,7 +172,7 @@ def test_the_bound_is_what_one_device_can_do() -> None:
     assert bounded([Arrival(1.0 + i, 512, 1) for i in range(5)]) == 1.0
     assert bounded([Arrival(1.0, 2048, 1)] * 5) == pytest.approx(0.2)
     assert bounded([Arrival(1.0, 2048, 1), *[Arrival(1.01, 512, 1)] * 3]) == pytest.approx(0.75)
-    assert bounded([Arrival(9.9, 2048, 1)] * 5) == 1.0, "nobody is late before he is due"
+    assert bounded([Arrival(9.9, 2048, 1)] * 5) == pytest.approx(0.2), "due after the traffic"
 
 
 def test_what_classes_do_side_by_side_is_the_hull_of_splits() -> None:
@@ -227,7 +258,7 @@ def test_a_question_without_sense_is_refused(wrong: dict[str, Any]) -> None:
     "wrong",
     [
         {"reserve": "8"}, {"depth": 1.5}, {"segment": None}, {"latency": math.nan}, {"cap": -1},
-        {"segment": 1e-12}, {"priority": True},
+        {"segment": 1e-12}, {"priority": True}, {"latency": math.inf},
     ],
 )  # fmt: skip
 def test_a_class_of_a_file_is_checked(tmp_path: Path, wrong: dict[str, Any]) -> None:

@@ -76,7 +76,7 @@ class Answer:
     cells: list[Cell]
     bounds: dict[float, list[dict[float | None, float]]]
     checks: tuple[Check, ...]
-    #: Seconds of traffic that were played, all in all.
+    #: Seconds of virtual time that were played, all in all.
     simulated: float
 
 

@@ -133,7 +133,7 @@ def attainment(
         sms: of each device.
         latency: the target of each class, in seconds.
         guard: what they do to each other.
-        seconds: of the run: who is not due by then is not late.
+        seconds: of the traffic, of which the first tenth is left out.
     """
     roles = {service.role: service for service in services.values()}
     decode, prefill = roles["decode"], roles["prefill"]
@@ -141,9 +141,10 @@ def attainment(
     tokens = _Tokens(len(sms), decode.batch, latency[decode.name])
     prompts = _Prompts(latency[prefill.name])
     coming = deque(sorted(traffic, key=lambda arrival: arrival.at))
-    late = 0
-    for tick in range(math.ceil(seconds / STEP)):
+    late = tick = 0
+    while coming or prompts.is_waiting:
         now = tick * STEP
+        tick += 1
         while coming and coming[0].at <= now:
             prompts.take(coming.popleft())
         for given_up in prompts.look(now):

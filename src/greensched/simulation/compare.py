@@ -75,7 +75,8 @@ def ask(question: Question, progress: Progress = lambda _done, _what: None) -> A
     alone_rate = {
         name: sum(_of(each[name], name).rate for each in by_seed) / len(by_seed) for name in classes
     }
-    setting = replace(setting, services=_targeted(classes, p99, question.target))
+    classes = _targeted(classes, p99, question.target)
+    setting = replace(setting, services=classes, drain=_until_decided(classes, p99))
     simulated = sum(outcome.seconds for each in by_seed for outcome in each.values())
     answer = Answer(
         question, setting, source.saturation, {}, p99, alone_rate, [], {}, (), simulated
@@ -166,6 +167,17 @@ def _targeted(
     }
 
 
+def _until_decided(classes: Mapping[str, Service], p99: Mapping[str, float]) -> float:
+    """Seconds after which everybody has missed every target that attainments are told of."""
+    times = max(report.MULTIPLES)
+    asked = [
+        max(service.latency, 0.0 if math.isnan(p99[name]) else times * p99[name])
+        for name, service in classes.items()
+        if not service.is_best_effort
+    ]
+    return max(asked, default=0.0)
+
+
 def _at_rate(
     answer: Answer, rate: float, source: _Source, asked: Sequence[str], seeds: range, steps: _Steps
 ) -> None:
@@ -182,7 +194,7 @@ def _at_rate(
             found = [
                 simulate(arm, answer.setting, traffic[seed], seed) for arm in _arms(name, answer)
             ]
-            answer.simulated += sum(outcome.seconds for outcome in found)
+            answer.simulated += sum(outcome.seconds + outcome.drained for outcome in found)
             best = max(found, key=lambda outcome: _worst(of_outcome(outcome), answer))
             cell.outcomes.append(best)
             cell.latencies.append(of_outcome(best))
@@ -191,17 +203,16 @@ def _at_rate(
 def _bounds(
     traffic: Sequence[Arrival], answer: Answer, sms: list[int]
 ) -> dict[float | None, float]:
-    return {
-        k: bound.attainment(
-            traffic,
-            answer.setting.services,
-            sms,
-            targets(answer, k),
-            answer.setting.guard,
-            answer.setting.seconds,
-        )
-        for k in (*report.MULTIPLES, None)
-    }
+    found: dict[float | None, float] = {}
+    for k in (*report.MULTIPLES, None):
+        latency = targets(answer, k)
+        found[k] = math.nan  # of what had nothing done alone there is no multiple
+        if not any(map(math.isnan, latency.values())):
+            setting = answer.setting
+            found[k] = bound.attainment(
+                traffic, setting.services, sms, latency, setting.guard, setting.seconds
+            )
+    return found
 
 
 def _arms(name: str, answer: Answer) -> list[Arm]:

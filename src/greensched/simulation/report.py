@@ -19,7 +19,7 @@ from greensched.simulation.workload import Service
 #: Targets as multiples of the alone-p99; 1 / part of all that must meet them for goodput.
 MULTIPLES = (1.2, 1.5, 2.0, 5.0)
 MUST_MEET = 0.99
-#: The first tenth of a run fills queues and batches, and is left out.
+#: The first tenth of the traffic fills queues and batches, and is left out.
 WARM_UP = 0.1
 #: Resamples of a bootstrap interval, and its width.
 RESAMPLES, INTERVAL = 1000, 0.95
@@ -76,14 +76,24 @@ class Latencies:
     rate: float
 
     @staticmethod
-    def of(samples: Samples, seconds: float, began: float = 0.0) -> Latencies:
-        """Without who came in the warm-up, served or not."""
-        kept = [i for i, at in enumerate(samples.at) if at - began >= WARM_UP * seconds]
+    def of(samples: Samples, seconds: float, drained: float = 0.0) -> Latencies:
+        """What began while there was traffic, served or not, but in the warm-up.
+
+        Args:
+            samples: of a run.
+            seconds: of its traffic.
+            drained: for how long it went on after that.
+        """
+
+        def counts(at: float) -> bool:
+            return WARM_UP * seconds <= at <= seconds
+
+        kept = [i for i, at in enumerate(samples.at) if counts(at)]
         weights = [samples.weight[i] for i in kept]
         whole = [samples.latency[i] for i in kept]
         wait = [samples.wait[i] for i in kept]
         service = [a - b for a, b in zip(whole, wait, strict=True)]
-        left = tuple(age for age in samples.left if seconds - age >= WARM_UP * seconds)
+        left = tuple(age for age in samples.left if counts(seconds + drained - age))
         return Latencies(
             Weighed.of(whole, weights),
             Weighed.of(wait, weights),
@@ -102,7 +112,8 @@ class Latencies:
 def of_outcome(outcome: Outcome) -> dict[str, Latencies]:
     """Each class's."""
     return {
-        name: Latencies.of(samples, outcome.seconds) for name, samples in outcome.samples.items()
+        name: Latencies.of(samples, outcome.seconds, outcome.drained)
+        for name, samples in outcome.samples.items()
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -14,6 +15,9 @@ from greensched.simulation.traffic import Arrival, Traffic
 from greensched.simulation.workload import Service
 from greensched.typing import Granularity
 
+#: Seconds of virtual time between two looks at whether anybody waits, once traffic has ended.
+LOOK_S = 0.01
+
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
@@ -23,8 +27,10 @@ class Setting:
         gpus: as `--gpus`.
         granularity: how finely pools cut them.
         services: the classes.
-        seconds: of traffic. What is not served then counts by how long it waited.
+        seconds: of traffic.
         guard: interference.
+        drain: seconds that a run goes on at most, without traffic, while anybody who came waits.
+            Who is not served then counts by how long he waited.
     """
 
     gpus: str
@@ -32,15 +38,17 @@ class Setting:
     seconds: float
     guard: Guard = field(default_factory=lambda: PUBLISHED)
     granularity: Granularity = "coscheduled"
+    drain: float = 0.0
 
 
 @dataclass
 class Outcome:
-    """What one run gave.
+    """What one run gave. All but samples and `drained` is of the time in which there was traffic.
 
     Attributes:
         samples: of each class.
-        seconds: of virtual time.
+        seconds: of traffic.
+        drained: seconds of virtual time after that.
         sm_seconds: that each class had SMs for, over all devices.
         busy: the part of all SM-seconds in which some kernel was on them.
         decisions: leases granted.
@@ -49,6 +57,7 @@ class Outcome:
     arm: str
     seed: int
     seconds: float
+    drained: float
     samples: dict[str, Samples]
     sm_seconds: dict[str, float]
     busy: float
@@ -81,34 +90,48 @@ async def _run(
 ) -> Outcome:
     async with arm.open(machine) as seats:
         end = machine.begin()
-        began = machine.now()
         house = House(machine, seats)
-        tasks = [asyncio.ensure_future(server.serve()) for server in house.servers]
-        feeder = asyncio.ensure_future(house.feed(traffic, began / 1e9))
-        await asyncio.wait(
-            [*tasks, feeder],
-            timeout=setting.seconds,
-            return_when=asyncio.FIRST_EXCEPTION,
-        )
-        now, decisions = machine.now(), machine.granted()
-        for task in (*tasks, feeder):
+        servers = [asyncio.ensure_future(server.serve()) for server in house.servers]
+        played = asyncio.ensure_future(_play(machine, house, arm, setting, traffic, seed))
+        # A server ends only by failing.
+        await asyncio.wait([*servers, played], return_when=asyncio.FIRST_COMPLETED)
+        for task in (*servers, played):
             task.cancel()
-        ended = await asyncio.gather(*tasks, feeder, return_exceptions=True)
+        ended = await asyncio.gather(*servers, played, return_exceptions=True)
         end()
         failed = [e for e in ended if isinstance(e, Exception)]
         if failed:
             raise failed[0]
-        seconds = (now - began) / 1e9
-        spans = [[r for r in ran if r.end <= now] for ran in machine.ran]
-        return Outcome(
-            arm=arm.name,
-            seed=seed,
-            seconds=seconds,
-            samples=house.samples(now / 1e9),
-            sm_seconds=_sm_seconds(spans, setting.services),
-            busy=sum(map(occupied, spans)) / (sum(machine.sms) * seconds),
-            decisions=decisions,
-        )
+        return played.result()
+
+
+async def _play(
+    machine: Machine, house: House, arm: Arm, setting: Setting, traffic: Traffic, seed: int
+) -> Outcome:
+    """Sends the traffic, and waits until of everybody it is known whether he is late.
+
+    Would a run end with its traffic, whoever lets many wait would have the fewer late ones.
+    """
+    began, seconds = machine.now() / 1e9, setting.seconds
+    end = began + seconds
+    await house.feed([each for each in traffic if each.at < seconds], began)
+    await asyncio.sleep(end - machine.now() / 1e9)
+    ended, decisions, done = machine.now(), machine.granted(), house.done()
+    for _ in range(math.ceil(setting.drain / LOOK_S)):
+        if not house.is_waiting(end):
+            break
+        await asyncio.sleep(LOOK_S)
+    spans = [[r for r in ran if r.end <= ended] for ran in machine.ran]
+    return Outcome(
+        arm=arm.name,
+        seed=seed,
+        seconds=seconds,
+        drained=machine.now() / 1e9 - end,
+        samples=house.samples(began, done),
+        sm_seconds=_sm_seconds(spans, setting.services),
+        busy=sum(map(occupied, spans)) / (sum(machine.sms) * seconds),
+        decisions=decisions,
+    )
 
 
 class House:
@@ -163,16 +186,27 @@ class House:
         where = min(devices, key=lambda d: (sum(self._by[name][d].load for name in names), d))
         return self._by[names[0]][where]
 
-    def samples(self, now: float) -> dict[str, Samples]:
-        """Of each class, over all devices."""
+    def is_waiting(self, until: float) -> bool:
+        """Whether anybody waits still who came until then."""
+        return any(at <= until for server in self.servers for at in server.waiting())
+
+    def done(self) -> dict[str, float]:
+        """Seconds of whole-device work that each class had done until now."""
+        return {name: sum(s.samples.done for s in each) for name, each in self._by.items()}
+
+    def samples(self, began: float, done: Mapping[str, float]) -> dict[str, Samples]:
+        """Of each class, over all devices, by the time at which the run began."""
+        now = self._machine.now() / 1e9
         found = {}
         for name, servers in self._by.items():
-            merged = Samples()
+            merged = Samples(done=done[name])
             for server in servers:
-                server.close(now)
-                for what in ("latency", "wait", "weight", "at", "left"):
-                    getattr(merged, what).extend(getattr(server.samples, what))
-                merged.done += server.samples.done
+                each = server.samples
+                merged.latency += each.latency
+                merged.wait += each.wait
+                merged.weight += each.weight
+                merged.at += [at - began for at in each.at]
+                merged.left += [now - at for at in server.waiting()]
             found[name] = merged
         return found
 

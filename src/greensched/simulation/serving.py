@@ -80,10 +80,9 @@ class Server(abc.ABC):
         self._queue.append(arrival)
         self._wake()
 
-    def close(self, now: float) -> None:
-        """The run is over: who waits still, and who is being served, counts by his age."""
-        began = [*self._current, *(arrival.at for arrival in self._queue)]
-        self.samples.left += [now - at for at in began]
+    def waiting(self) -> list[float]:
+        """Since when each waits who is not served, or is being served."""
+        return [*self._current, *(arrival.at for arrival in self._queue)]
 
     @abc.abstractmethod
     async def serve(self) -> None:
@@ -209,10 +208,9 @@ class Prefill(Server):
         if self._decode is not None and arrival.generated > 1:
             self._decode.take(replace(arrival, at=now))
 
-    def close(self, now: float) -> None:
+    def waiting(self) -> list[float]:
         """Whose first token was not given out has none."""
-        super().close(now)
-        self.samples.left += [now - arrival.at for arrival, _ in self._read]
+        return [*super().waiting(), *(arrival.at for arrival, _ in self._read)]
 
     async def _next(self) -> Arrival:
         """In their order; by target, whoever makes others late waits for all others."""

@@ -209,7 +209,8 @@ def _sensible(found: dict[str, Service]) -> dict[str, Service]:
         for name, kinds, what in ((WHOLE, int, "a whole number"), (REAL, (int, float), "a number")):
             for field in name:
                 value = getattr(service, field)
-                if isinstance(value, bool) or not isinstance(value, kinds) or value != value:
+                is_one = isinstance(value, kinds) and not isinstance(value, bool)
+                if not is_one or not -math.inf < value < math.inf:
                     raise InvalidRequest(f"class {service.name!r}: {field}={value!r}: give {what}")
         if service.reserve < 0 or service.cap < 0 or service.latency < 0:
             raise InvalidRequest(f"class {service.name!r}: reserve, cap, latency are not below 0")
