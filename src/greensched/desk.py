@@ -27,7 +27,6 @@ from greensched.errors import (
     DeadlineExceeded,
     ForkedPool,
     GreenschedError,
-    InvalidRequest,
     Poisoned,
     PoolClosed,
 )
@@ -39,7 +38,7 @@ from greensched.planning.policy import Policy
 from greensched.planning.requests import Request
 from greensched.planning.scheduler import Scheduler
 from greensched.planning.services import ServiceClass
-from greensched.site import Site
+from greensched.site import Site, index_of
 from greensched.standing import PoolState, PoolStatistics
 from greensched.waiting import Queued, tell, tell_all
 from greensched.wishes import Wish, checked_cost, checked_deadline
@@ -205,8 +204,8 @@ class Desk:
             now,
             wish.parts,
             service=wish.service,
-            devices=None if wish.device is None else (self._index(wish.device),),
-            near=None if wish.near is None else self._index(wish.near),
+            devices=None if wish.device is None else (index_of(self.sites, wish.device),),
+            near=None if wish.near is None else index_of(self.sites, wish.near),
             deadline=None if wish.deadline is None else now + wish.deadline,
             cost=wish.cost,
             holder=completion.door.asks(),
@@ -271,8 +270,11 @@ class Desk:
     def _claim(self, request: Request, completion: Completion) -> tuple[Channel, ...]:
         """The lanes of a grant are in this loop's hands from here on. Holds the lock."""
         self._asking.pop(request, None)
-        channels = []
+        queued, channels = request.owner, []
         leases, request.leases = request.leases, ()  # no circle, which the collector would free
+        if isinstance(queued, Queued) and queued.handed is not None:
+            queued.handed.holding.thread = threading.get_ident()  # where this loop runs by now
+            return (queued.handed,)
         for lease in leases:
             site = self.sites[lease.device]
             holding = Holding(lease, site.take(lease.mask), completion, self)
@@ -387,6 +389,10 @@ class Desk:
         now = self.driver.time()
         granted = self.scheduler.cancel(now, request)
         leases, request.leases = request.leases, ()
+        queued = request.owner
+        if leases and isinstance(queued, Queued) and queued.handed is not None:
+            queued.handed.holding.lapse()
+            return self._free(queued.handed.holding)
         for lease in leases:
             granted += self.scheduler.drained(now, lease)
         return granted
@@ -514,13 +520,6 @@ class Desk:
         if self.state is FORKED:
             return ForkedPool("this pool")
         return PoolClosed("this pool", self.state.value)
-
-    def _index(self, ordinal: int) -> int:
-        for index, site in enumerate(self.sites):
-            if site.device.ordinal == ordinal:
-                return index
-        mine = ", ".join(str(site.device.ordinal) for site in self.sites)
-        raise InvalidRequest(f"device {ordinal} is not in this pool, which has {mine}")
 
     # -- its end ---------------------------------------------------------------------------------
 

@@ -1,10 +1,13 @@
-"""Leases that ended without work, kept for a moment for who asks for the same again.
+"""Leases that ended without work: for who waits for the same, or asks for it next.
 
 Most services ask for the same sizes time and again, and most of the time nobody waits. Such a
 lease is not given back to the scheduler: it is *parked*, and the next who asks on the same loop
 has it, for a fraction of what a decision costs. To everybody else its SMs are free: whoever asks
 the scheduler anything has all that is parked given back first. A class is charged for each lease as
-if it had been a decision. Nothing is parked while somebody waits, nor what is not the class's own.
+if it had been a decision. What is not the class's own is not parked.
+
+While somebody waits nothing is parked: where all wait for the same, and no class has a say, a lease
+is handed over to who is next.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from greensched.holding import Holding
 from greensched.planning.requests import Request
 from greensched.planning.scheduler import Scheduler
 from greensched.stream import MASK
+from greensched.waiting import Queued
 from greensched.wishes import Wish
 
 
@@ -104,30 +108,43 @@ class Parking:
             holding.close_bound()
             track.let_go()  # of what was bound: it is done
         with self.lock:
-            scheduler = self.scheduler
-            spot = None
-            if scheduler is not None and not scheduler.waiting:
+            scheduler, charges, lease = self.scheduler, self._charges, holding.lease
+            holding.taker = None  # a task that is kept is not collected
+            granted: list[Request] = []
+            if scheduler is not None and scheduler.waiting:
+                granted = self._hand_over(channel, scheduler)
+            elif scheduler is not None:
                 spot = wish.parked.get(holding.thread)
                 # Not what nobody else asks for, nor on trio, where to ask is a turn anyway.
                 if spot is None and wish.is_shared and not holding.completion.door.always_yields:
                     spot = wish.parked[holding.thread] = []
                     self._spots.append(spot)
-            holding.taker = None  # a task that is kept is not collected
-            charges, lease = self._charges, holding.lease
-            if (
-                scheduler is not None
-                and spot is not None
-                and (charges is None or charges.pause(self._time(), lease))
-            ):
-                if lease.holder is not None:
-                    scheduler.pass_on(lease, None)
-                self.put += 1
-                spot.append(channel)
-                return True
-            holding.lapse()
-            granted = self._free(holding)
+                if spot is not None and (charges is None or charges.pause(self._time(), lease)):
+                    if lease.holder is not None:
+                        scheduler.pass_on(lease, None)
+                    self.put += 1
+                    spot.append(channel)
+                    return True
+            if not granted:
+                holding.lapse()
+                granted = self._free(holding)
         self._tell(granted)
         return True
+
+    def _hand_over(self, channel: Channel, scheduler: Scheduler) -> list[Request]:
+        """Gives a lease to who is next, if he waits for just that on the same loop.
+
+        Returns who is granted by that. Whoever calls holds the lock.
+        """
+        holding = channel.holding
+        first = scheduler.next_for(holding.lease)
+        if first is None:
+            return []
+        queued = first.owner
+        if not isinstance(queued, Queued) or queued.completion is not holding.completion:
+            return []
+        queued.handed = channel
+        return scheduler.hand_over(self._time(), holding.lease, first)
 
     def clear(self) -> tuple[list[Channel], int]:
         """All that is parked: it is over, and to be given back. Whoever calls holds the lock.

@@ -21,6 +21,7 @@ from greensched.device import Device
 from greensched.errors import (
     CUDAError,
     InvalidCombination,
+    InvalidRequest,
     NotSupported,
     PoolClosed,
     run_all,
@@ -301,3 +302,16 @@ def _joins(device: Device, group: SMResource, remainder: SMResource) -> bool:
     except (CUDAError, InvalidCombination):
         return False
     return True
+
+
+def index_of(sites: Sequence[Site], ordinal: int) -> int:
+    """Which of a pool's devices has an ordinal.
+
+    Raises:
+        InvalidRequest: none.
+    """
+    for index, site in enumerate(sites):
+        if site.device.ordinal == ordinal:
+            return index
+    mine = ", ".join(str(site.device.ordinal) for site in sites)
+    raise InvalidRequest(f"device {ordinal} is not in this pool, which has {mine}")

@@ -6,6 +6,7 @@ from contextlib import suppress
 from functools import partial
 from threading import get_ident
 
+from greensched.channel import Channel
 from greensched.completion import Completion
 from greensched.loops import Waiter
 from greensched.planning.requests import Request
@@ -14,13 +15,15 @@ from greensched.planning.requests import Request
 class Queued:
     """A task that waits to be told something, on its own loop."""
 
-    __slots__ = ("completion", "error", "thread", "waiter")
+    __slots__ = ("completion", "error", "handed", "thread", "waiter")
 
     def __init__(self, completion: Completion) -> None:
         self.completion = completion
         self.thread = get_ident()
         self.waiter: Waiter = completion.door.create_waiter()
         self.error: Exception | None = None
+        #: What it is granted, if it has a lease from another as it is.
+        self.handed: Channel | None = None
 
     def tell(self, error: Exception | None = None) -> bool:
         """Wakes it, from whatever thread; False if its loop is closed."""

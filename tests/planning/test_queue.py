@@ -8,14 +8,16 @@ from greensched.planning.cells import Cells, demands
 from greensched.planning.flows import Flow
 from greensched.planning.policy import Deadline, Fifo
 from greensched.planning.queue import SWEEP
-from greensched.planning.requests import Entries, Request, State
+from greensched.planning.requests import Entries, Request, State, by_rank
 from greensched.planning.scheduler import Scheduler
 from greensched.planning.services import ANYBODY, ServiceClass
 from greensched.typing import ALL
 
 
-def entry(order: int) -> tuple[tuple[float, ...], int, Request]:
-    return (float(order % 7),), order, Request(Flow(ANYBODY), (), (), 0, 0.0, order)
+def ranked(order: int) -> Request:
+    request = Request(Flow(ANYBODY), (), (), 0, 0.0, order)
+    request.rank = (float(order % 7),)
+    return request
 
 
 def test_sweeping_in_parts_is_sweeping_at_once() -> None:
@@ -23,19 +25,19 @@ def test_sweeping_in_parts_is_sweeping_at_once() -> None:
     rng = random.Random(1)
     entries, waiting = Entries(), {}
     for order in range(500):
-        entries.push(waiting.setdefault(order, entry(order)))
+        entries.push(waiting.setdefault(order, ranked(order)))
     for order in rng.sample(range(500), 300):
-        waiting.pop(order)[2].state = State.GONE
+        waiting.pop(order).state = State.GONE
     new = 500
     while not entries.sweep(17):
-        entries.push(waiting.setdefault(new, entry(new)))
-        waiting.pop(rng.choice(list(waiting)))[2].state = State.GONE
+        entries.push(waiting.setdefault(new, ranked(new)))
+        waiting.pop(rng.choice(list(waiting))).state = State.GONE
         new += 1
     order = []
     while (first := entries.first()) is not None:
         order.append(first.order)
         first.state = State.GRANTED
-    assert order == [o for _, o, _ in sorted(waiting.values(), key=lambda one: one[:2])]
+    assert order == [request.order for request in sorted(waiting.values(), key=by_rank)]
 
 
 def test_no_cancellation_sweeps_for_long() -> None:

@@ -39,7 +39,7 @@ class Queue:
         self._start_of = start_of
         self._sms = sms
         self._lines: dict[tuple[object, ...], Line] = {}
-        self._deadlines = Entries()
+        self._deadlines = Entries(by_deadline=True)
         #: What is being swept of those that left.
         self._sweeping: list[Entries] = []
         #: The first of the queue once it has aged, and the device that is kept for it.
@@ -87,7 +87,7 @@ class Queue:
             request.work = work = line.asked * seconds
             flow.work += work
         if request.deadline is not None:
-            self._deadlines.push((request.deadline, request.order, request))
+            self._deadlines.push(request)
         self._stand_in_line(request, line)
 
     def _stand_in_line(self, request: Request, line: Line) -> None:
@@ -141,7 +141,7 @@ class Queue:
         """Forgets some of those that left; all of them, in as many calls as it takes."""
         if not self.waiting:
             self._lines.clear()
-            self._deadlines = Entries()
+            self._deadlines = Entries(by_deadline=True)
             self._sweeping.clear()
             self._entries = 0
             return

@@ -255,12 +255,8 @@ def by_rank(request: Request) -> tuple[tuple[float, ...], int]:
     return request.rank, request.order
 
 
-#: A key, the request's order, and the request. Orders differ, so requests are never compared.
-Entry = tuple[Any, int, Request]
-
-
 class Entries:
-    """Requests by (key, order), of which the first is asked for.
+    """Requests by rank, or by deadline, and then in their order, of which the first is asked for.
 
     Most come in that order, and stand in a row; who does not is in a heap beside it. Those that
     left stay until they come first or are swept out. Sweeping is done in parts, so that no call
@@ -268,35 +264,44 @@ class Entries:
     takes its place once all was looked at.
     """
 
-    __slots__ = ("_at", "_before", "_heap", "_kept", "_row")
+    __slots__ = ("_at", "_before", "_by_deadline", "_heap", "_kept", "_row")
 
-    def __init__(self) -> None:
-        self._row: deque[Entry] = deque()
-        self._heap: list[Entry] = []
+    def __init__(self, *, by_deadline: bool = False) -> None:
+        self._by_deadline = by_deadline
+        self._row: deque[Request] = deque()
+        #: A key, the request's order, and the request. Orders differ: requests are not compared.
+        self._heap: list[tuple[Any, int, Request]] = []
         self._kept: Entries | None = None
-        self._before: list[Entry] = []
+        self._before: list[Request] = []
         self._at = 0
 
     def __len__(self) -> int:
-        """Entries, with those that left and were not swept out yet."""
+        """Requests, with those that left and were not swept out yet."""
         return len(self._row) + len(self._heap)
 
-    def push(self, entry: Entry) -> None:
+    def _key(self, request: Request) -> Any:
+        return request.deadline if self._by_deadline else request.rank
+
+    def _is_before(self, one: Request, other: Request) -> bool:
+        mine, others = self._key(one), self._key(other)
+        return bool(mine < others or (one.order < other.order and mine == others))
+
+    def push(self, request: Request) -> None:
         """One more waits."""
         row = self._row
-        if not row or row[-1] < entry:
-            row.append(entry)
+        if not row or not self._is_before(request, row[-1]):
+            row.append(request)
         else:
-            heapq.heappush(self._heap, entry)
+            heapq.heappush(self._heap, (self._key(request), request.order, request))
         if self._kept is not None:
-            self._kept.push(entry)
+            self._kept.push(request)
 
     def first(self) -> Request | None:
         """The first that still waits; drops those that left."""
         row, heap = self._row, self._heap
         while row or heap:
-            is_late = heap and not (row and row[0] < heap[0])
-            request = heap[0][2] if is_late else row[0][2]
+            is_late = heap and not (row and self._is_before(row[0], heap[0][2]))
+            request = heap[0][2] if is_late else row[0]
             if request.state is QUEUED:
                 return request
             if is_late:
@@ -305,9 +310,12 @@ class Entries:
                 row.popleft()
         return None
 
+    def _all(self) -> list[Request]:
+        return [*self._row, *(entry[2] for entry in self._heap)]
+
     def waiting(self) -> list[Request]:
         """All that still wait, in no order."""
-        return [entry[2] for entry in (*self._row, *self._heap) if entry[2].state is QUEUED]
+        return [request for request in self._all() if request.state is QUEUED]
 
     def sweep(self, most: int) -> int:
         """Looks at so many entries. Returns how many it may still look at; 0: it is not done."""
@@ -317,11 +325,11 @@ class Entries:
                 self._at = 0
             return 0 if self._before else 1
         if self._kept is None:
-            self._kept, self._before = Entries(), [*self._row, *self._heap]
+            self._kept, self._before = Entries(by_deadline=self._by_deadline), self._all()
         until = self._at + most
-        for entry in self._before[self._at : until]:
-            if entry[2].state is QUEUED:
-                self._kept.push(entry)
+        for request in self._before[self._at : until]:
+            if request.state is QUEUED:
+                self._kept.push(request)
         self._at = until
         left = until - len(self._before)
         if left < 0:
@@ -354,4 +362,4 @@ class Line(Entries):
 
     def add(self, request: Request) -> None:
         request.line = self
-        self.push((request.rank, request.order, request))
+        self.push(request)

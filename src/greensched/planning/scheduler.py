@@ -50,6 +50,7 @@ from greensched.planning.placement import Placement
 from greensched.planning.policy import Policy, asked
 from greensched.planning.queue import STALE_LEAST, validate_bound
 from greensched.planning.requests import (
+    GRANTED,
     QUEUED,
     Cost,
     Lease,
@@ -226,6 +227,45 @@ class Scheduler(Granting):
         lease.holder = lease.request.holder = holder
         if holder is not None:
             self._held.setdefault(holder, []).append(lease)
+
+    def next_for(self, lease: Lease) -> Request | None:
+        """Who is next, if he may as well have a lease as it is, which is over; None: who knows.
+
+        Where all want the same, and none of them fits now, a decision would come to the same: it
+        is his turn, and he fits where that lease was, and nowhere else.
+        """
+        if len(self._lines) != 1 or self.ground.is_classed:
+            return None
+        (line,) = self._lines.values()
+        first = line.first()
+        last = lease.request
+        if first is None or first.lacks or first.parts != last.parts or len(first.parts) > 1:
+            return None
+        part = first.parts[0]
+        if part.named is not None or part.least != part.most or lease.device not in first.devices:
+            return None
+        is_known = first.cost is not None or last.cost is not None
+        is_kept_out = self._reserved is not None and self._reserved[0] is not first
+        return None if is_known or is_kept_out else first
+
+    def hand_over(self, now: float, lease: Lease, request: Request) -> list[Request]:
+        """Who is `next_for` a lease has it from now on, as if it had been drained.
+
+        Returns who is granted by that, of whom he is the first.
+        """
+        lease.request.leases = ()
+        lease.request = request
+        lease.began = lease.since = now
+        self.pass_on(lease, request.holder)
+        request.leases = (lease,)
+        request.state = GRANTED
+        self._granted += 1
+        granted = [request]
+        self._advance(request, now)
+        self._serve_only(request.line, self._most_free(), now, granted)
+        if self._is_untidy():
+            self._tidy()
+        return granted
 
     def drained(self, now: float, lease: Lease) -> list[Request]:
         """All work of a lease is done: its cells are free. Returns who is granted by that."""
