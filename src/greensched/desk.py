@@ -391,7 +391,6 @@ class Desk:
         leases, request.leases = request.leases, ()
         queued = request.owner
         if leases and isinstance(queued, Queued) and queued.handed is not None:
-            queued.handed.holding.lapse()
             return self._free(queued.handed.holding)
         for lease in leases:
             granted += self.scheduler.drained(now, lease)
@@ -422,8 +421,7 @@ class Desk:
 
     def _deliver(self, granted: list[Request]) -> None:
         """Tells who is granted, or never will be; what a closed loop is granted goes to others."""
-        while granted:
-            request = granted.pop()
+        for request in granted:  # it grows meanwhile
             if isinstance(request.owner, Queued) and not request.owner.tell():
                 with self.lock:
                     granted += self._drop(request)

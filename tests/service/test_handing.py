@@ -1,0 +1,314 @@
+"""Leases that go as they are to who waits for the same: nobody else can tell, and none is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+
+import anyio
+import numpy as np
+import pytest
+
+from greensched import ALL, LaunchConfig, Partition, PartitionClosed, Pool, ServiceClass
+from greensched.errors import Poisoned, WouldDeadlock
+from greensched.holding import Holding
+from greensched.kernels import fill
+from helpers.waiting import turns, until
+
+CONFIG = LaunchConfig(grid=1, block=8)
+#: SMs that two have at a time, of 132.
+HALF = 56
+
+
+def on_h200(**options: object) -> Pool:
+    return Pool(driver="simulated:h200", **options)  # type: ignore[arg-type]
+
+
+def holding(partition: Partition) -> Holding:
+    assert partition._channel is not None
+    return partition._channel.holding
+
+
+class Taker:
+    """A task that waits for half of the device, and keeps it until it is let go."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self.may_go = asyncio.Event()
+        self.has: Partition | None = None
+        self.task = asyncio.create_task(self._take())
+
+    async def _take(self) -> None:
+        async with self.pool.partition(HALF) as self.has:
+            await self.may_go.wait()
+
+    async def go(self) -> None:
+        self.may_go.set()
+        await self.task
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_who_waits_has_the_lease_of_who_left(backend: str) -> None:
+    """All are served in the order in which they came, on two leases; each one works there."""
+    order, holdings, alive = list[int](), set[int](), list[Holding]()
+
+    async def lease(pool: Pool, number: int) -> None:
+        async with pool.partition(HALF) as p:
+            order.append(number)
+            holdings.add(id(holding(p)))
+            alive.append(holding(p))
+            with await p.upload(np.zeros(8, np.float32)) as x:
+                await p.launch(fill, CONFIG, x, number, 8)
+                assert list(await p.download(x)) == [number] * 8
+            assert p.sm_count == HALF
+
+    async def empty(pool: Pool, number: int) -> None:
+        async with pool.partition(HALF) as p:
+            order.append(number)
+            holdings.add(id(holding(p)))
+            alive.append(holding(p))
+
+    async def main() -> None:
+        async with on_h200(max_waiting=100) as pool:
+            for each, leases in ((empty, 2), (lease, None)):
+                order.clear()
+                holdings.clear()
+                alive.clear()
+                async with anyio.create_task_group() as group:
+                    async with pool.partition(ALL):
+                        for number in range(20):
+                            group.start_soon(each, pool, number)
+                            await until(lambda n=number: pool.statistics().waiting == n + 1)
+                # Two that are granted at once come in any order on trio.
+                assert all(abs(number - place) <= 1 for place, number in enumerate(order))
+                assert leases is None or len(holdings) == leases
+                stats = pool.statistics()
+                assert (stats.sms_free, stats.leases, stats.waiting) == (132, 0, 0)
+            assert (stats.requested, stats.granted, stats.cancelled) == (42, 42, 0)
+
+    anyio.run(main, backend=backend)
+
+
+def test_who_left_has_it_no_more() -> None:
+    """His partition is closed, though another has the same lease by now."""
+
+    async def main() -> None:
+        async with on_h200() as pool:
+            first, second, third = Taker(pool), Taker(pool), Taker(pool)
+            await turns()
+            old, lease = first.has, holding(first.has) if first.has else None
+            assert old is not None
+            await first.go()
+            await turns()
+            assert third.has is not None
+            assert holding(third.has) is lease
+            with pytest.raises(PartitionClosed):
+                _ = old.sm_count
+            assert third.has.sm_count == HALF
+            await third.go()
+            await second.go()
+
+    asyncio.run(main())
+
+
+def cancelled(taker: Taker, _: Pool) -> None:
+    taker.task.cancel()
+
+
+def lost(_: Taker, pool: Pool) -> None:
+    assert pool._desk is not None
+    pool._desk.lost(RuntimeError("the device is gone"))
+
+
+def test_who_is_cancelled_before_he_has_it_leaves_it_to_the_next() -> None:
+    """It was his for less than a turn; nothing of it is lost, and the next one has its SMs."""
+
+    async def main() -> None:
+        async with on_h200() as pool:
+            first, second, third, fourth = (Taker(pool) for _ in range(4))
+            await turns()
+            first.may_go.set()
+            await until(lambda: pool.statistics().waiting == 1)
+            third.task.cancel()
+            await turns()
+            assert third.task.cancelled()
+            assert third.has is None
+            assert fourth.has is not None
+            assert pool.statistics().leases == 2
+            await second.go()
+            await fourth.go()
+            assert pool.statistics().sms_free == 132
+
+    asyncio.run(main())
+
+
+def test_a_fault_before_he_has_it_is_his() -> None:
+    """Who was given a lease, and has not had his turn, hears of a fault as any other."""
+
+    async def main() -> None:
+        async with on_h200() as pool:
+            first, second, third = (Taker(pool) for _ in range(3))
+            await turns()
+            first.may_go.set()
+            await until(lambda: pool.statistics().waiting == 0)
+            lost(third, pool)
+            with pytest.raises(Poisoned):
+                await third.task
+            second.may_go.set()
+            assert isinstance(
+                (await asyncio.gather(second.task, return_exceptions=True))[0], Poisoned
+            )
+
+    asyncio.run(main())
+
+
+def stop_before_he_has_it(loop: asyncio.AbstractEventLoop, pool: Pool) -> list[Taker]:
+    """Two tasks: one has a lease, and the other was given one and has had no turn yet."""
+    first = pool.partition(HALF)
+
+    async def begin() -> list[Taker]:
+        await pool.open()
+        await first.__aenter__()
+        takers = [Taker(pool), Taker(pool)]
+        await turns()
+        return takers
+
+    async def leave() -> None:
+        loop.stop()  # after this turn
+        await first.__aexit__(None, None, None)
+
+    takers = loop.run_until_complete(begin())
+    leaving = loop.create_task(leave())
+    loop.run_forever()
+    assert leaving.done()
+    assert pool.statistics().waiting == 0
+    assert [taker.has is not None for taker in takers] == [True, False]
+    return takers
+
+
+def test_a_loop_that_closes_before_he_has_it_gives_it_back() -> None:
+    """Whoever asks next on another loop is granted its SMs; so is what was on its other leases."""
+    pool, gone = on_h200(), asyncio.new_event_loop()
+    gone.set_exception_handler(lambda *_: None)
+    takers = stop_before_he_has_it(gone, pool)
+    gone.close()
+
+    async def go_on() -> None:
+        async with pool.partition(ALL) as p:
+            assert p.sm_count == 132
+        assert pool.statistics().leases == 0
+        await pool.aclose()
+
+    asyncio.run(go_on())
+    del takers
+    gc.collect()  # what a closed loop leaves is collected, and says nothing
+
+
+def test_a_loop_that_moved_to_another_thread_works_there() -> None:
+    """Who was given a lease on one thread has it on the one that runs his loop by then."""
+    pool, loop, found = on_h200(), asyncio.new_event_loop(), list[float]()
+    takers = stop_before_he_has_it(loop, pool)
+
+    async def work() -> None:
+        third = takers[1]
+        await until(lambda: third.has is not None)
+        assert third.has is not None
+        with await third.has.upload(np.full(8, 3, np.float32)) as x:
+            found.extend(await third.has.download(x))
+        await third.go()
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(work()))
+    thread.start()
+    thread.join()
+    assert found == [3.0] * 8
+    loop.run_until_complete(takers[0].go())
+    loop.run_until_complete(pool.aclose())
+    loop.close()
+
+
+def test_who_was_given_a_lease_holds_it() -> None:
+    """Asking for what can never come beside it is refused; of who left it nothing is kept."""
+
+    async def main() -> None:
+        async with on_h200() as pool:
+            first, second = Taker(pool), Taker(pool)
+            await turns()
+
+            async def greedy() -> None:
+                async with pool.partition(HALF):
+                    async with pool.partition(ALL):
+                        raise AssertionError
+
+            task = asyncio.create_task(greedy())
+            await turns()
+            known = weakref.ref(first.task)
+            await first.go()
+            with pytest.raises(WouldDeadlock):
+                await task
+            del first
+            await turns()
+            gc.collect()
+            assert known() is None
+            await second.go()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("other", [lambda pool: pool.partition(HALF, service="a"), None])
+def test_work_and_classes_are_decided_on(other: Callable[[Pool], Partition] | None) -> None:
+    """A lease whose work runs goes to nobody before that is done; classes share by their rules."""
+
+    async def main() -> None:
+        services = [] if other is None else [ServiceClass("a")]
+        async with on_h200(services=services) as pool:
+            ask = other or (lambda pool: pool.partition(HALF))
+            order = list[int]()
+
+            async def lease(number: int) -> None:
+                async with ask(pool) as p:
+                    order.append(number)
+                    with await p.empty(8, np.float32) as x:
+                        p.launch(fill, CONFIG, x, 1.0, 8)
+                    assert not holding(p).is_over
+
+            await asyncio.gather(*(lease(number) for number in range(9)))
+            assert order == sorted(order)
+            assert pool.statistics().sms_free == 132
+
+    asyncio.run(main())
+
+
+def test_who_waits_on_another_loop_has_a_lease_of_his_own() -> None:
+    """A lease belongs to one loop: what one leaves is decided on where another's task is next."""
+    pool, here, there = on_h200(), asyncio.new_event_loop(), asyncio.new_event_loop()
+    first = pool.partition(HALF)
+
+    async def begin() -> None:
+        await pool.open()
+        await first.__aenter__()
+
+    async def ask() -> list[Taker]:
+        takers = [Taker(pool), Taker(pool)]
+        await until(lambda: pool.statistics().waiting == 1)
+        return takers
+
+    async def finish(takers: list[Taker]) -> None:
+        await until(lambda: takers[1].has is not None)
+        assert takers[1].has is not None
+        assert holding(takers[1].has) is not lease
+        with await takers[1].has.upload(np.zeros(8, np.float32)) as x:
+            assert list(await takers[1].has.download(x)) == [0.0] * 8
+        for taker in takers:
+            await taker.go()
+
+    here.run_until_complete(begin())
+    lease = holding(first)
+    takers = there.run_until_complete(ask())
+    here.run_until_complete(first.__aexit__(None, None, None))
+    there.run_until_complete(finish(takers))
+    here.run_until_complete(pool.aclose())
+    for loop in (here, there):
+        loop.close()
