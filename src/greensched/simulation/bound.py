@@ -25,7 +25,8 @@ What is given up is not decoded; nor was it, from the moment it is given up.
 
 Two things it does not do, because no user would want them, though what is counted allows them: to
 stop all decoding for seconds, which makes each running request's next token late and none of the
-others; and to refuse everybody in the warm-up, which is left out.
+others (or for good once the traffic ends, tokens after which do not count); and to refuse everybody
+in the warm-up, which is left out.
 """
 
 from __future__ import annotations
