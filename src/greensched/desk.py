@@ -272,9 +272,9 @@ class Desk:
         self._asking.pop(request, None)
         queued, channels = request.owner, []
         leases, request.leases = request.leases, ()  # no circle, which the collector would free
-        if isinstance(queued, Queued) and queued.handed is not None:
-            queued.handed.holding.thread = threading.get_ident()  # where this loop runs by now
-            return (queued.handed,)
+        if isinstance(queued, Queued) and (handed := queued.take()) is not None:
+            handed.holding.thread = threading.get_ident()  # where this loop runs by now
+            return (handed,)
         for lease in leases:
             site = self.sites[lease.device]
             holding = Holding(lease, site.take(lease.mask), completion, self)
@@ -390,8 +390,8 @@ class Desk:
         granted = self.scheduler.cancel(now, request)
         leases, request.leases = request.leases, ()
         queued = request.owner
-        if leases and isinstance(queued, Queued) and queued.handed is not None:
-            return self._free(queued.handed.holding)
+        if isinstance(queued, Queued) and (handed := queued.take()) is not None:
+            return self._free(handed.holding)
         for lease in leases:
             granted += self.scheduler.drained(now, lease)
         return granted
@@ -574,6 +574,8 @@ class Desk:
                 for site in self.sites:
                     site.forget()
                 return [repr(site.device) for site in self.sites]
+            for request in tuple(self._asking):  # granted, and it had no turn to claim that
+                self._drop(request)
             self.state = PoolState.CLOSED
             held = self._making_at
         abandoned = [left for site in self.sites for left in site.close(is_held=site is held)]

@@ -6,8 +6,8 @@ has it, for a fraction of what a decision costs. To everybody else its SMs are f
 the scheduler anything has all that is parked given back first. A class is charged for each lease as
 if it had been a decision. What is not the class's own is not parked.
 
-While somebody waits nothing is parked: where all wait for the same, and no class has a say, a lease
-is handed over to who is next.
+While somebody waits nothing is parked: where all wait for the same, no class has a say, and who is
+next is of the same loop, a lease is handed over to him.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Parking:
         self._time = time
         #: Where something is parked, or was.
         self._spots: list[list[Channel]] = []
-        #: Who decides, while the pool is open; None: nothing is parked.
+        #: Who decides, while the pool is open; None: nothing is parked or handed over.
         self.scheduler: Scheduler | None = None
         #: Who is told of each lease; None: there are no classes to be charged.
         self._charges: Scheduler | None = None

@@ -22,8 +22,13 @@ class Queued:
         self.thread = get_ident()
         self.waiter: Waiter = completion.door.create_waiter()
         self.error: Exception | None = None
-        #: What it is granted, if it has a lease from another as it is.
+        #: What it is granted and has not claimed, if that is another's lease as it is.
         self.handed: Channel | None = None
+
+    def take(self) -> Channel | None:
+        """What it was handed; it is not kept here, or lease and request would be a circle."""
+        handed, self.handed = self.handed, None
+        return handed
 
     def tell(self, error: Exception | None = None) -> bool:
         """Wakes it, from whatever thread; False if its loop is closed."""

@@ -163,6 +163,18 @@ def test_two_sorts_that_wait_are_decided_on() -> None:
     assert classed.next_for(requests[0].leases[0]) is None
 
 
+def test_what_one_had_is_not_the_nexts() -> None:
+    """What a lease was charged for until its checkpoint is its holder's, and stays behind."""
+    each = Decided()
+    lease = each.ask(0.0, Ask()).leases[0]
+    while (waiting := each.ask(0.0, Ask())).state is State.GRANTED:
+        pass
+    each.scheduler.checkpoint(0.5, lease)
+    assert lease.had
+    assert each.scheduler.hand_over(1.0, lease, waiting) == [waiting]
+    assert (lease.had, lease.charged, lease.began, lease.since) == (0.0, 0.0, 1.0, 1.0)
+
+
 def test_who_lacks_a_lane_is_decided_on() -> None:
     """There is room for him elsewhere: he waits for that to be made, or for whatever comes free."""
     made = [0b11]

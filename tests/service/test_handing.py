@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from greensched import ALL, LaunchConfig, Partition, PartitionClosed, Pool, ServiceClass
-from greensched.errors import Poisoned, WouldDeadlock
+from greensched.errors import Poisoned, PoolClosed, WouldDeadlock
 from greensched.holding import Holding
 from greensched.kernels import fill
 from helpers.waiting import turns, until
@@ -21,6 +21,8 @@ from helpers.waiting import turns, until
 CONFIG = LaunchConfig(grid=1, block=8)
 #: SMs that two have at a time, of 132.
 HALF = 56
+#: One has it at a time.
+MOST = 120
 
 
 def on_h200(**options: object) -> Pool:
@@ -33,16 +35,17 @@ def holding(partition: Partition) -> Holding:
 
 
 class Taker:
-    """A task that waits for half of the device, and keeps it until it is let go."""
+    """A task that waits for its SMs, and keeps them until it is let go."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: Pool, sms: int = HALF) -> None:
         self.pool = pool
+        self.sms = sms
         self.may_go = asyncio.Event()
         self.has: Partition | None = None
         self.task = asyncio.create_task(self._take())
 
     async def _take(self) -> None:
-        async with self.pool.partition(HALF) as self.has:
+        async with self.pool.partition(self.sms) as self.has:
             await self.may_go.wait()
 
     async def go(self) -> None:
@@ -165,35 +168,35 @@ def test_a_fault_before_he_has_it_is_his() -> None:
     asyncio.run(main())
 
 
-def stop_before_he_has_it(loop: asyncio.AbstractEventLoop, pool: Pool) -> list[Taker]:
-    """Two tasks: one has a lease, and the other was given one and has had no turn yet."""
-    first = pool.partition(HALF)
+def stop_before_he_has_it(loop: asyncio.AbstractEventLoop, pool: Pool) -> Taker:
+    """A task that was given a lease, and has had no turn yet: its loop stands still."""
+    first = pool.partition(MOST)
 
-    async def begin() -> list[Taker]:
+    async def begin() -> Taker:
         await pool.open()
         await first.__aenter__()
-        takers = [Taker(pool), Taker(pool)]
-        await turns()
-        return takers
+        taker = Taker(pool, MOST)
+        await until(lambda: pool.statistics().waiting == 1)
+        return taker
 
     async def leave() -> None:
         loop.stop()  # after this turn
         await first.__aexit__(None, None, None)
 
-    takers = loop.run_until_complete(begin())
+    taker = loop.run_until_complete(begin())
     leaving = loop.create_task(leave())
     loop.run_forever()
     assert leaving.done()
     assert pool.statistics().waiting == 0
-    assert [taker.has is not None for taker in takers] == [True, False]
-    return takers
+    assert taker.has is None
+    return taker
 
 
 def test_a_loop_that_closes_before_he_has_it_gives_it_back() -> None:
-    """Whoever asks next on another loop is granted its SMs; so is what was on its other leases."""
+    """Whoever asks next on another loop is granted its SMs."""
     pool, gone = on_h200(), asyncio.new_event_loop()
     gone.set_exception_handler(lambda *_: None)
-    takers = stop_before_he_has_it(gone, pool)
+    taker = stop_before_he_has_it(gone, pool)
     gone.close()
 
     async def go_on() -> None:
@@ -203,34 +206,42 @@ def test_a_loop_that_closes_before_he_has_it_gives_it_back() -> None:
         await pool.aclose()
 
     asyncio.run(go_on())
-    del takers
+    del taker
     gc.collect()  # what a closed loop leaves is collected, and says nothing
 
 
 def test_a_loop_that_moved_to_another_thread_works_there() -> None:
     """Who was given a lease on one thread has it on the one that runs his loop by then."""
     pool, loop, found = on_h200(), asyncio.new_event_loop(), list[float]()
-    takers = stop_before_he_has_it(loop, pool)
+    taker = stop_before_he_has_it(loop, pool)
 
     async def work() -> None:
-        third = takers[1]
-        await until(lambda: third.has is not None)
-        assert third.has is not None
-        with await third.has.upload(np.full(8, 3, np.float32)) as x:
-            found.extend(await third.has.download(x))
-        await third.go()
+        await until(lambda: taker.has is not None)
+        assert taker.has is not None
+        with await taker.has.upload(np.full(8, 3, np.float32)) as x:
+            found.extend(await taker.has.download(x))
+        await taker.go()
 
     thread = threading.Thread(target=lambda: loop.run_until_complete(work()))
     thread.start()
     thread.join()
     assert found == [3.0] * 8
-    loop.run_until_complete(takers[0].go())
     loop.run_until_complete(pool.aclose())
     loop.close()
 
 
+def test_a_pool_that_closes_before_he_has_it_leaves_nothing_behind() -> None:
+    """Nobody uses the lane: it ends with the pool, though his loop stands still; he is told."""
+    pool, loop = on_h200(), asyncio.new_event_loop()
+    taker = stop_before_he_has_it(loop, pool)
+    assert asyncio.run(pool.aclose(grace=0.0)).abandoned == ()
+    with pytest.raises(PoolClosed):
+        loop.run_until_complete(taker.task)
+    loop.close()
+
+
 def test_who_was_given_a_lease_holds_it() -> None:
-    """Asking for what can never come beside it is refused; of who left it nothing is kept."""
+    """Asking for what can never come beside it is refused."""
 
     async def main() -> None:
         async with on_h200() as pool:
@@ -244,17 +255,37 @@ def test_who_was_given_a_lease_holds_it() -> None:
 
             task = asyncio.create_task(greedy())
             await turns()
-            known = weakref.ref(first.task)
             await first.go()
             with pytest.raises(WouldDeadlock):
                 await task
-            del first
-            await turns()
-            gc.collect()
-            assert known() is None
             await second.go()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("device", [None, 0])  # one is parked at the end, and one is not
+def test_of_who_left_nothing_is_kept(device: int | None) -> None:
+    """Not until the collector comes by, either: tasks, and what they return, go at once."""
+
+    async def lease(pool: Pool) -> None:
+        async with pool.partition(HALF, device=device):
+            await asyncio.sleep(0)
+
+    async def main() -> None:
+        async with on_h200() as pool:
+            tasks = [asyncio.create_task(lease(pool)) for _ in range(6)]
+            known = [weakref.ref(task) for task in tasks]
+            await asyncio.gather(*tasks)
+            tasks.clear()
+            await turns()
+            assert [ref() for ref in known] == [None] * 6
+
+    gc.collect()
+    gc.disable()
+    try:
+        asyncio.run(main())
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("other", [lambda pool: pool.partition(HALF, service="a"), None])

@@ -88,7 +88,7 @@ def test_of_everybody_it_is_known_whether_he_is_late(target: float) -> None:
     assert served[0] + len(split["prefill"].left) == served[1] + len(sized["prefill"].left)
     for outcome in (cell.outcomes[0] for cell in answer.cells):
         assert outcome.busy <= 1
-        assert outcome.drained > latest
+        assert 0 < outcome.drained <= latest
         assert sum(each.done for each in outcome.samples.values()) < 1.2 * outcome.seconds
 
 
@@ -97,6 +97,40 @@ def test_a_run_in_which_nobody_waits_ends_with_its_traffic() -> None:
     asked = Question(services="w2", generator="paced", policies=("gate",), rates=(0.25,))
     (cell,) = ask(replace(asked, seconds=0.5, target=1e9, check=False)).cells
     assert cell.outcomes[0].drained < 0.1
+
+
+def test_who_starves_does_not_hold_a_run_up(tmp_path: Path) -> None:
+    """However late he may be: a run goes on for as long as its traffic lasted, and no longer."""
+    best = {"role": "loop", "curve": "gemm", "priority": 10}
+    last = {"role": "request", "curve": "gemm", "latency": 1e6}
+    path, trace = tmp_path / "classes.json", tmp_path / "trace.csv"
+    path.write_text(json.dumps({"classes": {"best": best, "last": last}}))
+    trace.write_text("arrival,class,cost\n0.0,last,0.001\n0.05,last,0.001\n")
+    asked = Question(services=str(path), trace=trace, policies=("gate",), seconds=0.1, check=False)
+    (cell,) = ask(asked).cells
+    assert cell.outcomes[0].drained == pytest.approx(0.1, abs=0.001)
+    assert cell.latencies[0]["last"].left
+
+
+def test_traffic_is_what_comes_within_a_runs_seconds(tmp_path: Path) -> None:
+    """To the runs and to the bound: who comes at their end is no part of it."""
+    path, trace = tmp_path / "classes.json", tmp_path / "trace.csv"
+    decode = {"role": "decode", "curve": "moe", "latency": 0.2, "priority": 10}
+    prefill = {"role": "prefill", "curve": "gemm", "latency": 0.3}
+    path.write_text(json.dumps({"classes": {"decode": decode, "prefill": prefill}}))
+    rows = [f"{second},500,10" for second in range(5)] + ["5,8000,10"]
+    trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
+    asked = Question(services=str(path), trace=trace, policies=("streams",), seconds=5, check=False)
+    answer = ask(asked)
+    assert attained(answer, answer.cells[0], None) == [1.0]
+    assert answer.bounds[0.0][0][None] == 1.0
+
+
+def test_a_multiple_of_nothing_is_met_by_nobody_knows_whom() -> None:
+    """Neither attainment nor goodput is a number where nothing was done alone."""
+    samples = Samples([1.0], [0.0], [1], [5.0])
+    assert math.isnan(Latencies.of(samples, 10.0).attained(math.nan))
+    assert math.isnan(goodput({1.0: 1.0, 2.0: math.nan}))
 
 
 def test_goodput_is_between_rates() -> None:

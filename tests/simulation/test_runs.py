@@ -94,6 +94,14 @@ def test_best_effort_counts_by_its_work() -> None:
     assert gated.samples["training"].done == pytest.approx(1 - asked, abs=0.15)
 
 
+def test_who_is_served_alone_is_waited_for() -> None:
+    """Else the longest of those that come last would be missing in what all are held to."""
+    setting = Setting(gpus="h200", services=REQUESTS, seconds=1.0)
+    traffic = [Arrival(0.9, service="inference", cost=0.5)]
+    (latency,) = alone(Alone(), setting, traffic, 1)["inference"].samples["inference"].latency
+    assert latency > 0.5
+
+
 @pytest.mark.parametrize("by_target", [False, True])
 def test_who_is_late_anyway_goes_last(by_target: bool) -> None:
     """Where the arm says so, a prompt that cannot be in time lets those pass that can."""

@@ -229,7 +229,9 @@ class Scheduler(Granting):
             self._held.setdefault(holder, []).append(lease)
 
     def next_for(self, lease: Lease) -> Request | None:
-        """Who is next, if he may as well have a lease as it is, which is over; None: who knows.
+        """Who is next, if he may as well have a lease as it is, which is over.
+
+        None: that has to be decided.
 
         Where all want the same, and none of them fits now, a decision would come to the same: it
         is his turn, and he fits where that lease was, and nowhere else.
@@ -256,6 +258,7 @@ class Scheduler(Granting):
         lease.request.leases = ()
         lease.request = request
         lease.began = lease.since = now
+        lease.had = lease.charged = 0.0
         self.pass_on(lease, request.holder)
         request.leases = (lease,)
         request.state = GRANTED

@@ -129,12 +129,12 @@ def attainment(
     """The most prompts, as a part of those counted, of which anybody has the first token in time.
 
     Args:
-        traffic: requests.
+        traffic: requests. All of them are to be served.
         services: a class that reads prompts, and one that decodes.
         sms: of each device.
         latency: the target of each class, in seconds.
         guard: what they do to each other.
-        seconds: of the traffic, of which the first tenth is left out.
+        seconds: of the traffic: who comes in the first tenth of that does not count.
     """
     roles = {service.role: service for service in services.values()}
     decode, prefill = roles["decode"], roles["prefill"]

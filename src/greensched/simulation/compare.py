@@ -76,7 +76,8 @@ def ask(question: Question, progress: Progress = lambda _done, _what: None) -> A
         name: sum(_of(each[name], name).rate for each in by_seed) / len(by_seed) for name in classes
     }
     classes = _targeted(classes, p99, question.target)
-    setting = replace(setting, services=classes, drain=_until_decided(classes, p99))
+    late_after = _late_after(classes, p99)
+    setting = replace(setting, services=classes, late_after=late_after)
     simulated = sum(outcome.seconds for each in by_seed for outcome in each.values())
     answer = Answer(
         question, setting, source.saturation, {}, p99, alone_rate, [], {}, (), simulated
@@ -118,12 +119,14 @@ class _Source:
         return self._natural * self._factor(rate)
 
     def traffic(self, rate: float, seed: int) -> list[Arrival]:
-        """At a multiple of saturation; 0: as it is."""
+        """At a multiple of saturation; 0: as it is. What comes within a run's seconds."""
         factor = self._factor(rate)
         seconds = self._question.seconds * factor
         if self._whole is not None:
-            return faster(window(self._whole, seconds, seed), factor)
-        return faster(generate(self._question.generator, seconds, seed), factor)
+            found = faster(window(self._whole, seconds, seed), factor)
+        else:
+            found = faster(generate(self._question.generator, seconds, seed), factor)
+        return [arrival for arrival in found if arrival.at < self._question.seconds]
 
     def _factor(self, rate: float) -> float:
         return rate * self.saturation if rate else 1.0
@@ -167,15 +170,13 @@ def _targeted(
     }
 
 
-def _until_decided(classes: Mapping[str, Service], p99: Mapping[str, float]) -> float:
-    """Seconds after which everybody has missed every target that attainments are told of."""
+def _late_after(classes: Mapping[str, Service], p99: Mapping[str, float]) -> dict[str, float]:
+    """Seconds after which one of a class has missed every target that attainments are told of."""
     times = max(report.MULTIPLES)
-    asked = [
-        max(service.latency, 0.0 if math.isnan(p99[name]) else times * p99[name])
+    return {
+        name: max(service.latency, 0.0 if math.isnan(p99[name]) else times * p99[name])
         for name, service in classes.items()
-        if not service.is_best_effort
-    ]
-    return max(asked, default=0.0)
+    }
 
 
 def _at_rate(
@@ -206,7 +207,7 @@ def _bounds(
     found: dict[float | None, float] = {}
     for k in (*report.MULTIPLES, None):
         latency = targets(answer, k)
-        found[k] = math.nan  # of what had nothing done alone there is no multiple
+        found[k] = math.nan  # a multiple of what nobody had alone
         if not any(map(math.isnan, latency.values())):
             setting = answer.setting
             found[k] = bound.attainment(

@@ -103,7 +103,12 @@ class Latencies:
         )
 
     def attained(self, target: float) -> float:
-        """The part within a target; who was never served counts once he is late."""
+        """The part within a target; who was never served counts once he is late.
+
+        nan: the target is nan, as a multiple of what nobody had alone is.
+        """
+        if math.isnan(target):
+            return math.nan
         late = sum(age > target for age in self.left)
         total = self.whole.total + late
         return self.whole.below(target) / total if total else 1.0
@@ -181,8 +186,11 @@ def shares(outcome: Outcome, services: Mapping[str, Service]) -> list[float]:
 def goodput(by_rate: Mapping[float, float]) -> float:
     """The highest rate up to which enough of all met their targets, between the rates tried.
 
-    Linear between the last rate at which it held and the first at which it did not.
+    Linear between the last rate at which it held and the first at which it did not. nan: there is
+    no saying who met them.
     """
+    if any(map(math.isnan, by_rate.values())):
+        return math.nan
     held, kept = 0.0, 1.0
     for rate in sorted(by_rate):
         attained = by_rate[rate]

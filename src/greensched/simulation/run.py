@@ -29,8 +29,8 @@ class Setting:
         services: the classes.
         seconds: of traffic.
         guard: interference.
-        drain: seconds that a run goes on at most, without traffic, while anybody who came waits.
-            Who is not served then counts by how long he waited.
+        late_after: seconds, for each class, after which whoever waits is late, whatever he is held
+            to. A run goes on without traffic until all who wait are, at most as long again.
     """
 
     gpus: str
@@ -38,18 +38,18 @@ class Setting:
     seconds: float
     guard: Guard = field(default_factory=lambda: PUBLISHED)
     granularity: Granularity = "coscheduled"
-    drain: float = 0.0
+    late_after: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass
 class Outcome:
-    """What one run gave. All but samples and `drained` is of the time in which there was traffic.
+    """What one run gave. All but samples' latencies and `drained` is of the time of the traffic.
 
     Attributes:
-        samples: of each class.
+        samples: of each class; what was done in them is of that time, too.
         seconds: of traffic.
         drained: seconds of virtual time after that.
-        sm_seconds: that each class had SMs for, over all devices.
+        sm_seconds: that each class had SMs for, over all devices, in kernels that ended by then.
         busy: the part of all SM-seconds in which some kernel was on them.
         decisions: leases granted.
     """
@@ -65,7 +65,10 @@ class Outcome:
 
 
 def simulate(arm: Arm, setting: Setting, traffic: Traffic, seed: int) -> Outcome:
-    """Runs an arm. The same arguments give the same outcome, to the last digit."""
+    """Runs an arm. The same arguments give the same outcome, to the last digit.
+
+    All of the traffic comes within the setting's seconds.
+    """
     machine = Machine(
         setting.gpus, setting.services, setting.guard, seed, granularity=setting.granularity
     )
@@ -77,7 +80,8 @@ def simulate(arm: Arm, setting: Setting, traffic: Traffic, seed: int) -> Outcome
 
 
 def alone(arm: Arm, setting: Setting, traffic: Traffic, seed: int) -> dict[str, Outcome]:
-    """Each class by itself: as if the others took no time."""
+    """Each class by itself: as if the others took no time. All are waited for, if they come."""
+    setting = replace(setting, late_after=dict.fromkeys(setting.services, math.inf))
     found = {}
     for name, service in setting.services.items():
         single = replace(setting, services={name: service})
@@ -108,17 +112,17 @@ async def _run(
 async def _play(
     machine: Machine, house: House, arm: Arm, setting: Setting, traffic: Traffic, seed: int
 ) -> Outcome:
-    """Sends the traffic, and waits until of everybody it is known whether he is late.
+    """Sends the traffic, and waits until everybody is served or late.
 
-    Would a run end with its traffic, whoever lets many wait would have the fewer late ones.
+    If runs ended with their traffic, there would be the fewer late ones the more are left waiting.
     """
     began, seconds = machine.now() / 1e9, setting.seconds
     end = began + seconds
-    await house.feed([each for each in traffic if each.at < seconds], began)
+    await house.feed(traffic, began)
     await asyncio.sleep(end - machine.now() / 1e9)
     ended, decisions, done = machine.now(), machine.granted(), house.done()
-    for _ in range(math.ceil(setting.drain / LOOK_S)):
-        if not house.is_waiting(end):
+    for _ in range(math.ceil(seconds / LOOK_S)):
+        if not house.is_undecided(end, setting.late_after):
             break
         await asyncio.sleep(LOOK_S)
     spans = [[r for r in ran if r.end <= ended] for ran in machine.ran]
@@ -186,9 +190,15 @@ class House:
         where = min(devices, key=lambda d: (sum(self._by[name][d].load for name in names), d))
         return self._by[names[0]][where]
 
-    def is_waiting(self, until: float) -> bool:
-        """Whether anybody waits still who came until then."""
-        return any(at <= until for server in self.servers for at in server.waiting())
+    def is_undecided(self, until: float, late_after: Mapping[str, float]) -> bool:
+        """Whether anybody waits who came until then, and is not late by now."""
+        now = self._machine.now() / 1e9
+        return any(
+            at <= until and now - at <= late_after.get(name, 0.0)
+            for name, servers in self._by.items()
+            for server in servers
+            for at in server.waiting()
+        )
 
     def done(self) -> dict[str, float]:
         """Seconds of whole-device work that each class had done until now."""

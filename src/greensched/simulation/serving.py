@@ -32,7 +32,7 @@ class Samples:
         latency: of each sample.
         wait: the part of it in which nothing of it ran.
         weight: how many had it.
-        at: when it began, to leave a warm-up out.
+        at: when it began, on a server's clock; of a whole run, since that began.
         left: ages of what was not served at the end.
         done: seconds of whole-device work that was done.
     """
