@@ -175,6 +175,7 @@ class Load:
                     p = await held.enter_async_context(self.pool.partition_nowait(16))
                     (await p.upload(np.zeros(1))).close()
                     await p.run(int)
+                    await p.checkpoint()  # by the mover, which else comes when memory must grow
 
     async def _kill(self, address: str, number: int, rate: float) -> Row:
         """How long after their running jobs' end the SMs of killed clients were free."""
