@@ -126,11 +126,20 @@ def test_traffic_is_what_comes_within_a_runs_seconds(tmp_path: Path) -> None:
     assert answer.bounds[0.0][0][None] == 1.0
 
 
-def test_a_multiple_of_nothing_is_met_by_nobody_knows_whom() -> None:
-    """Neither attainment nor goodput is a number where nothing was done alone."""
+def test_a_multiple_of_nothing_is_met_by_nobody_knows_whom(tmp_path: Path) -> None:
+    """Neither attainment nor goodput is a number where nothing of some class was done alone."""
     samples = Samples([1.0], [0.0], [1], [5.0])
     assert math.isnan(Latencies.of(samples, 10.0).attained(math.nan))
     assert math.isnan(goodput({1.0: 1.0, 2.0: math.nan}))
+    path, trace = tmp_path / "classes.json", tmp_path / "trace.csv"
+    request = {"role": "request", "curve": "gemm", "latency": 1.0}
+    path.write_text(json.dumps({"classes": {"a": request, "b": request}}))
+    trace.write_text("arrival,class,cost\n0.02,a,0.001\n0.03,a,0.001\n")
+    asked = Question(services=str(path), trace=trace, policies=("gate",), seconds=0.1, check=False)
+    answer = ask(asked)
+    assert attained(answer, answer.cells[0], None) == [1.0]
+    assert math.isnan(attained(answer, answer.cells[0], 2.0)[0])
+    assert "nan" not in show.table(answer)
 
 
 def test_goodput_is_between_rates() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -90,8 +91,10 @@ def targets(answer: Answer, multiple: float | None) -> dict[str, float]:
 
 
 def attained(answer: Answer, cell: Cell, multiple: float | None) -> list[float]:
-    """For each seed, the attainment of the class that does worst."""
+    """For each seed, the attainment of the class that does worst; nan: one has no such target."""
     wanted = targets(answer, multiple)
+    if any(map(math.isnan, wanted.values())):
+        return [math.nan for _ in cell.latencies]
     return [
         min((found[name].attained(latency) for name, latency in wanted.items()), default=1.0)
         for found in cell.latencies

@@ -78,7 +78,8 @@ def ask(question: Question, progress: Progress = lambda _done, _what: None) -> A
     classes = _targeted(classes, p99, question.target)
     late_after = _late_after(classes, p99)
     setting = replace(setting, services=classes, late_after=late_after)
-    simulated = sum(outcome.seconds for each in by_seed for outcome in each.values())
+    quiet_runs = [outcome for each in by_seed for outcome in each.values()]
+    simulated = sum(outcome.seconds + outcome.drained for outcome in quiet_runs)
     answer = Answer(
         question, setting, source.saturation, {}, p99, alone_rate, [], {}, (), simulated
     )

@@ -80,7 +80,10 @@ def simulate(arm: Arm, setting: Setting, traffic: Traffic, seed: int) -> Outcome
 
 
 def alone(arm: Arm, setting: Setting, traffic: Traffic, seed: int) -> dict[str, Outcome]:
-    """Each class by itself: as if the others took no time. All are waited for, if they come."""
+    """Each class by itself: as if the others took no time.
+
+    Nobody is late there: a run goes on until all are served, at most as long again.
+    """
     setting = replace(setting, late_after=dict.fromkeys(setting.services, math.inf))
     found = {}
     for name, service in setting.services.items():
