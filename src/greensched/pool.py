@@ -72,8 +72,9 @@ class Pool:
             `GREENSCHED_DRIVER` says, else CUDA. A simulation is never chosen by itself.
         services: classes of users, for `partition(service=...)`.
         policy: who is next: `"fifo"`, first come, first served; `"fair"`, shares of SM-time by the
-            weights of the classes; `"deadline"`, who is due first; or an object
-            (`planning.policy.Policy`). Larger priority goes first in all of these.
+            weights of the classes; `"deadline"`, who is due first; `"sized"`, elastic leases as
+            large as latencies and known costs say; or an object (`planning.policy.Policy`). Larger
+            priority goes first in all of these.
         placement: on which of several devices: `"spread"`, where most SMs are free; `"pack"`, where
             fewest are and it fits.
         max_waiting: requests queued at most; beyond, `QueueFull`.

@@ -105,7 +105,7 @@ def test_who_starves_does_not_hold_a_run_up(tmp_path: Path) -> None:
     last = {"role": "request", "curve": "gemm", "latency": 1e6}
     path, trace = tmp_path / "classes.json", tmp_path / "trace.csv"
     path.write_text(json.dumps({"classes": {"best": best, "last": last}}))
-    trace.write_text("arrival,class,cost\n0.0,last,0.001\n0.05,last,0.001\n")
+    trace.write_text("arrival,class,cost\n0,last,0.001\n0.05,last,0.001\n0.1,last,0.001\n")
     asked = Question(services=str(path), trace=trace, policies=("gate",), seconds=0.1, check=False)
     (cell,) = ask(asked).cells
     assert cell.outcomes[0].drained == pytest.approx(0.1, abs=0.001)
@@ -124,6 +124,23 @@ def test_traffic_is_what_comes_within_a_runs_seconds(tmp_path: Path) -> None:
     answer = ask(asked)
     assert attained(answer, answer.cells[0], None) == [1.0]
     assert answer.bounds[0.0][0][None] == 1.0
+
+
+def test_a_run_is_no_longer_than_its_trace(tmp_path: Path) -> None:
+    """At the highest rate: of what would come after it nothing is counted, or divided by."""
+    trace = tmp_path / "trace.csv"
+    rows = [f"{second},inference,0.004" for second in (*(i / 10 for i in range(21)), 2.05)]
+    trace.write_text("\n".join(["arrival,class,cost", *rows]))
+    asked = Question(services="w2", trace=trace, policies=("gate",), seconds=120.0, check=False)
+    answer = ask(asked)
+    assert answer.question.seconds == pytest.approx(2.05)
+    assert answer.cells[0].latencies[0]["inference"].whole.total == 19, "all but the first tenth"
+    assert answer.cells[0].latencies[0]["training"].rate > 0.9
+    rates = (0.1, 0.2)
+    faster = ask(replace(asked, rates=rates))
+    assert faster.question.seconds == pytest.approx(2.05 / (0.2 * faster.saturation))
+    nobody = Latencies.of(Samples(), 10.0)
+    assert math.isnan(nobody.attained(1.0))
 
 
 def test_a_multiple_of_nothing_is_met_by_nobody_knows_whom(tmp_path: Path) -> None:
@@ -279,6 +296,8 @@ def test_another_process_gives_the_same_bytes() -> None:
     "wrong",
     [
         {"policies": ("best",)},
+        {"policies": ("split-0",)},
+        {"policies": ("split-132",)},
         {"services": "lllm"},
         {"generator": "poison"},
         {"seconds": 0.0},
@@ -310,6 +329,15 @@ def test_a_class_of_a_file_is_checked(tmp_path: Path, wrong: dict[str, Any]) -> 
     path.write_text(json.dumps({"classes": {"a": {"role": "loop", "curve": "gemm"} | wrong}}))
     with pytest.raises(InvalidRequest, match="class 'a'"):
         services(str(path))
+
+
+def test_a_floor_that_no_device_has_is_refused(tmp_path: Path) -> None:
+    """By its class, before anything is simulated."""
+    path = tmp_path / "classes.json"
+    request = {"role": "request", "curve": "gemm", "reserve": 133}
+    path.write_text(json.dumps({"classes": {"a": request}}))
+    with pytest.raises(InvalidRequest, match="class 'a': reserve=133: a device has 132 SMs"):
+        ask(Question(services=str(path), generator="paced", check=False))
 
 
 def test_traffic_without_end_is_refused(tmp_path: Path) -> None:

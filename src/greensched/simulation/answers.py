@@ -31,7 +31,7 @@ class Question:
         trace: a file; None: `generator`.
         generator: the name of one.
         tables: a file of measured curves, which go before the published ones.
-        seconds: of traffic in each run.
+        seconds: of traffic in each run; at most what a trace lasts at the highest rate.
         rates: multiples of saturation; empty: as fast as the traffic is.
         seed: the first one.
         repeats: how many seeds.
@@ -91,14 +91,18 @@ def targets(answer: Answer, multiple: float | None) -> dict[str, float]:
 
 
 def attained(answer: Answer, cell: Cell, multiple: float | None) -> list[float]:
-    """For each seed, the attainment of the class that does worst; nan: one has no such target."""
+    """For each seed, the attainment of the class that does worst, of those that came.
+
+    nan: one of them has no such target.
+    """
     wanted = targets(answer, multiple)
     if any(map(math.isnan, wanted.values())):
         return [math.nan for _ in cell.latencies]
-    return [
-        min((found[name].attained(latency) for name, latency in wanted.items()), default=1.0)
+    by_seed = [
+        [found[name].attained(latency) for name, latency in wanted.items()]
         for found in cell.latencies
     ]
+    return [min((x for x in each if not math.isnan(x)), default=1.0) for each in by_seed]
 
 
 def goodputs(answer: Answer, multiple: float | None) -> dict[str, list[float]]:

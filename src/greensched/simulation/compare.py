@@ -49,7 +49,13 @@ def ask(question: Question, progress: Progress = lambda _done, _what: None) -> A
     """Runs everything. Equal questions get equal answers."""
     curves = tables.CURVES | (tables.load(question.tables) if question.tables else {})
     classes = services(question.services, curves)
-    asked = _named(question.policies)
+    least = min(model.sm_count for model in models(question.gpus)[0])
+    for service in classes.values():
+        if service.reserve > least:
+            raise InvalidRequest(
+                f"class {service.name!r}: reserve={service.reserve}: a device has {least} SMs"
+            )
+    asked = _named(question.policies, least)
     seeds = range(question.seed, question.seed + question.repeats)
     above = question.seconds, *question.rates
     if question.repeats < 1 or not all(0 < number < math.inf for number in above):
@@ -58,6 +64,7 @@ def ask(question: Question, progress: Progress = lambda _done, _what: None) -> A
         raise InvalidRequest(f"target {question.target!r}: give how many times the alone-p99")
     source = _Source(question, classes)
     rates = sorted(question.rates) or [0.0]
+    question = source.clipped(rates[-1])
     setting = Setting(
         gpus=question.gpus,
         services=classes,
@@ -115,6 +122,14 @@ class _Source:
         self.saturation = saturation(long, classes, self._devices)
         self._natural = len(long) / (long[-1].at or 1.0)
 
+    def clipped(self, rate: float) -> Question:
+        """The question, of no more seconds than a trace lasts at this rate, its highest."""
+        lasts = self._whole[-1].at / self._factor(rate) if self._whole else 0.0
+        if lasts:
+            seconds = min(self._question.seconds, math.nextafter(lasts, math.inf))
+            self._question = replace(self._question, seconds=seconds)
+        return self._question
+
     def offered(self, rate: float) -> float:
         """Requests a second."""
         return self._natural * self._factor(rate)
@@ -143,12 +158,16 @@ class _Source:
             raise InvalidRequest("the traffic is of tokens: a class must prefill, one decode")
 
 
-def _named(policies: Sequence[str]) -> list[str]:
+def _named(policies: Sequence[str], sms: int) -> list[str]:
     known = [*arms(), BEST_SPLIT, BEST_LATE]
     asked = known if "all" in policies else list(dict.fromkeys(policies))
     for name in asked:
-        if name not in known and not (name.startswith("split-") and name[6:].isdigit()):
-            raise InvalidRequest(f"no policy {name!r}: there is all, {', '.join(known)}, split-N")
+        is_split = name.startswith("split-") and name[6:].isdigit() and 0 < int(name[6:]) < sms
+        if name not in known and not is_split:
+            raise InvalidRequest(
+                f"no policy {name!r}: there is all, {', '.join(known)}, "
+                f"and split-N, N from 1 to {sms - 1} SMs"
+            )
     return asked
 
 
@@ -162,7 +181,9 @@ def _targeted(
     """
     for name, service in classes.items():
         if math.isnan(p99[name]) and not service.is_best_effort and (target or not service.latency):
-            raise InvalidRequest(f"no request of {name!r} was done alone: give more seconds")
+            raise InvalidRequest(
+                f"no request of {name!r} was done alone: give more seconds, or a longer trace"
+            )
     return {
         name: service
         if service.is_best_effort or (service.latency and not target)
@@ -233,8 +254,8 @@ def _arms(name: str, answer: Answer) -> list[Arm]:
 def _worst(found: Mapping[str, Latencies], answer: Answer) -> float:
     """The attainment of the class that does worst at its own target; best effort breaks ties."""
     classes = answer.setting.services
-    wanted = targets(answer, None)
-    worst = min((found[n].attained(latency) for n, latency in wanted.items()), default=1.0)
+    told = (found[n].attained(latency) for n, latency in targets(answer, None).items())
+    worst = min((each for each in told if not math.isnan(each)), default=1.0)
     rest = sum(found[name].rate for name, s in classes.items() if s.is_best_effort)
     return worst + 1e-6 * rest
 

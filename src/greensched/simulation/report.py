@@ -105,13 +105,13 @@ class Latencies:
     def attained(self, target: float) -> float:
         """The part within a target; who was never served counts once he is late.
 
-        nan: the target is nan, as a multiple of what nobody had alone is.
+        nan: nobody came, or the target is nan, as a multiple of what nobody had alone is.
         """
         if math.isnan(target):
             return math.nan
         late = sum(age > target for age in self.left)
         total = self.whole.total + late
-        return self.whole.below(target) / total if total else 1.0
+        return self.whole.below(target) / total if total else math.nan
 
 
 def of_outcome(outcome: Outcome) -> dict[str, Latencies]:
