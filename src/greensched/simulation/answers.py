@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,18 +92,17 @@ def targets(answer: Answer, multiple: float | None) -> dict[str, float]:
 
 
 def attained(answer: Answer, cell: Cell, multiple: float | None) -> list[float]:
-    """For each seed, the attainment of the class that does worst, of those that came.
-
-    nan: one of them has no such target.
-    """
+    """For each seed, the attainment of the class that does worst; nan: one has no such target."""
     wanted = targets(answer, multiple)
+    return [worst_attained(found, wanted) for found in cell.latencies]
+
+
+def worst_attained(found: Mapping[str, Latencies], wanted: Mapping[str, float]) -> float:
+    """The attainment of the class that does worst, of those that came; nan: one has no target."""
     if any(map(math.isnan, wanted.values())):
-        return [math.nan for _ in cell.latencies]
-    by_seed = [
-        [found[name].attained(latency) for name, latency in wanted.items()]
-        for found in cell.latencies
-    ]
-    return [min((x for x in each if not math.isnan(x)), default=1.0) for each in by_seed]
+        return math.nan
+    told = (found[name].attained(latency) for name, latency in wanted.items())
+    return min((each for each in told if not math.isnan(each)), default=1.0)
 
 
 def goodputs(answer: Answer, multiple: float | None) -> dict[str, list[float]]:

@@ -15,6 +15,7 @@ from greensched.simulation.answers import (
     Cell,
     Question,
     targets,
+    worst_attained,
 )
 from greensched.simulation.arms import Alone, Arm, Split
 from greensched.simulation.machine import models
@@ -49,22 +50,12 @@ def ask(question: Question, progress: Progress = lambda _done, _what: None) -> A
     """Runs everything. Equal questions get equal answers."""
     curves = tables.CURVES | (tables.load(question.tables) if question.tables else {})
     classes = services(question.services, curves)
-    least = min(model.sm_count for model in models(question.gpus)[0])
-    for service in classes.values():
-        if service.reserve > least:
-            raise InvalidRequest(
-                f"class {service.name!r}: reserve={service.reserve}: a device has {least} SMs"
-            )
-    asked = _named(question.policies, least)
-    seeds = range(question.seed, question.seed + question.repeats)
-    above = question.seconds, *question.rates
-    if question.repeats < 1 or not all(0 < number < math.inf for number in above):
-        raise InvalidRequest("seconds, repeats and rates are above 0, and not infinite")
-    if not 0 <= question.target < math.inf:
-        raise InvalidRequest(f"target {question.target!r}: give how many times the alone-p99")
+    sms = _smallest(question)
+    asked = _named(question.policies, sms)
+    _check(question, classes, sms)
     source = _Source(question, classes)
-    rates = sorted(question.rates) or [0.0]
-    question = source.clipped(rates[-1])
+    question, rates = source.question, sorted(question.rates) or [0.0]
+    seeds = range(question.seed, question.seed + question.repeats)
     setting = Setting(
         gpus=question.gpus,
         services=classes,
@@ -112,7 +103,6 @@ class _Source:
     """Traffic at any rate, for any seed."""
 
     def __init__(self, question: Question, classes: Mapping[str, Service]) -> None:
-        self._question = question
         self._whole = read(question.trace) if question.trace else None
         self._devices = len(models(question.gpus)[0])
         long = self._whole or generate(question.generator, LONG_S, question.seed)
@@ -121,14 +111,12 @@ class _Source:
         #: How many times faster than it is the traffic saturates the devices.
         self.saturation = saturation(long, classes, self._devices)
         self._natural = len(long) / (long[-1].at or 1.0)
-
-    def clipped(self, rate: float) -> Question:
-        """The question, of no more seconds than a trace lasts at this rate, its highest."""
-        lasts = self._whole[-1].at / self._factor(rate) if self._whole else 0.0
-        if lasts:
-            seconds = min(self._question.seconds, math.nextafter(lasts, math.inf))
-            self._question = replace(self._question, seconds=seconds)
-        return self._question
+        lasts = self._whole[-1].at if self._whole else 0.0
+        most = math.nextafter(lasts / self._factor(max(question.rates, default=0.0)), math.inf)
+        #: Of no more seconds than a trace lasts at the highest rate.
+        self.question = replace(
+            question, seconds=min(question.seconds, most if lasts else math.inf)
+        )
 
     def offered(self, rate: float) -> float:
         """Requests a second."""
@@ -137,12 +125,12 @@ class _Source:
     def traffic(self, rate: float, seed: int) -> list[Arrival]:
         """At a multiple of saturation; 0: as it is. What comes within a run's seconds."""
         factor = self._factor(rate)
-        seconds = self._question.seconds * factor
+        seconds = self.question.seconds * factor
         if self._whole is not None:
             found = faster(window(self._whole, seconds, seed), factor)
         else:
-            found = faster(generate(self._question.generator, seconds, seed), factor)
-        return [arrival for arrival in found if arrival.at < self._question.seconds]
+            found = faster(generate(self.question.generator, seconds, seed), factor)
+        return [arrival for arrival in found if arrival.at < self.question.seconds]
 
     def _factor(self, rate: float) -> float:
         return rate * self.saturation if rate else 1.0
@@ -156,6 +144,25 @@ class _Source:
         tokens = any(not arrival.service for arrival in traffic)
         if tokens and not any(service.role == "prefill" for service in classes.values()):
             raise InvalidRequest("the traffic is of tokens: a class must prefill, one decode")
+
+
+def _smallest(question: Question) -> int:
+    """SMs of the smallest device."""
+    return min(model.sm_count for model in models(question.gpus)[0])
+
+
+def _check(question: Question, classes: Mapping[str, Service], sms: int) -> None:
+    """Refuses numbers that make no sense, before anything is simulated."""
+    above = question.seconds, *question.rates
+    if question.repeats < 1 or not all(0 < number < math.inf for number in above):
+        raise InvalidRequest("seconds, repeats and rates are above 0, and not infinite")
+    if not 0 <= question.target < math.inf:
+        raise InvalidRequest(f"target {question.target!r}: give how many times the alone-p99")
+    for name, service in classes.items():
+        if service.reserve > sms:
+            raise InvalidRequest(
+                f"class {name!r}: reserve={service.reserve}: a device has {sms} SMs"
+            )
 
 
 def _named(policies: Sequence[str], sms: int) -> list[str]:
@@ -240,7 +247,7 @@ def _bounds(
 
 def _arms(name: str, answer: Answer) -> list[Arm]:
     if name in (BEST_SPLIT, BEST_LATE):
-        least = min(model.sm_count for model in models(answer.setting.gpus)[0])
+        least = _smallest(answer.question)
         firsts = [least * part // SIXTEENTHS // CELL * CELL or CELL for part in PARTS]
         if answer.setting.granularity == "fine":
             between = (least * part / SIXTEENTHS for part in BETWEEN)
@@ -254,8 +261,7 @@ def _arms(name: str, answer: Answer) -> list[Arm]:
 def _worst(found: Mapping[str, Latencies], answer: Answer) -> float:
     """The attainment of the class that does worst at its own target; best effort breaks ties."""
     classes = answer.setting.services
-    told = (found[n].attained(latency) for n, latency in targets(answer, None).items())
-    worst = min((each for each in told if not math.isnan(each)), default=1.0)
+    worst = worst_attained(found, targets(answer, None))
     rest = sum(found[name].rate for name, s in classes.items() if s.is_best_effort)
     return worst + 1e-6 * rest
 
