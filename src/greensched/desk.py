@@ -40,7 +40,7 @@ from greensched.planning.scheduler import Scheduler
 from greensched.planning.services import ServiceClass
 from greensched.site import Site, index_of
 from greensched.standing import PoolState, PoolStatistics
-from greensched.waiting import Queued, tell, tell_all
+from greensched.waiting import Queued, take_handed, tell, tell_all
 from greensched.wishes import Wish, checked_cost, checked_deadline
 from greensched.worker import Crew, Worker
 
@@ -270,9 +270,10 @@ class Desk:
     def _claim(self, request: Request, completion: Completion) -> tuple[Channel, ...]:
         """The lanes of a grant are in this loop's hands from here on. Holds the lock."""
         self._asking.pop(request, None)
-        queued, channels = request.owner, []
+        channels = []
         leases, request.leases = request.leases, ()  # no circle, which the collector would free
-        if isinstance(queued, Queued) and (handed := queued.take()) is not None:
+        handed = take_handed(request)
+        if handed is not None:
             handed.holding.thread = threading.get_ident()  # where this loop runs by now
             return (handed,)
         for lease in leases:
@@ -389,8 +390,8 @@ class Desk:
         now = self.driver.time()
         granted = self.scheduler.cancel(now, request)
         leases, request.leases = request.leases, ()
-        queued = request.owner
-        if isinstance(queued, Queued) and (handed := queued.take()) is not None:
+        handed = take_handed(request)
+        if handed is not None:
             return self._free(handed.holding)
         for lease in leases:
             granted += self.scheduler.drained(now, lease)

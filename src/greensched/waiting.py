@@ -25,11 +25,6 @@ class Queued:
         #: What it is granted and has not claimed, if that is another's lease as it is.
         self.handed: Channel | None = None
 
-    def take(self) -> Channel | None:
-        """What it was handed; it is not kept here, or lease and request would be a circle."""
-        handed, self.handed = self.handed, None
-        return handed
-
     def tell(self, error: Exception | None = None) -> bool:
         """Wakes it, from whatever thread; False if its loop is closed."""
         self.error = error
@@ -38,6 +33,15 @@ class Queued:
             door.wake(self.waiter)
             return True
         return door.call_threadsafe(partial(door.wake, self.waiter))
+
+
+def take_handed(request: Request) -> Channel | None:
+    """What one that waited was handed; it is not kept, or lease and request would be a circle."""
+    queued = request.owner
+    if not isinstance(queued, Queued):
+        return None
+    handed, queued.handed = queued.handed, None
+    return handed
 
 
 def tell(request: Request, error: Exception) -> None:

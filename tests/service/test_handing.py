@@ -6,7 +6,6 @@ import asyncio
 import gc
 import threading
 import weakref
-from collections.abc import Callable
 
 import anyio
 import numpy as np
@@ -15,7 +14,7 @@ import pytest
 from greensched import ALL, LaunchConfig, Partition, PartitionClosed, Pool, ServiceClass
 from greensched.errors import Poisoned, PoolClosed, WouldDeadlock
 from greensched.holding import Holding
-from greensched.kernels import fill
+from greensched.kernels import fill, spin
 from helpers.waiting import turns, until
 
 CONFIG = LaunchConfig(grid=1, block=8)
@@ -55,44 +54,36 @@ class Taker:
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 def test_who_waits_has_the_lease_of_who_left(backend: str) -> None:
-    """All are served in the order in which they came, on two leases; each one works there."""
-    order, holdings, alive = list[int](), set[int](), list[Holding]()
-
-    async def lease(pool: Pool, number: int) -> None:
-        async with pool.partition(HALF) as p:
-            order.append(number)
-            holdings.add(id(holding(p)))
-            alive.append(holding(p))
-            with await p.upload(np.zeros(8, np.float32)) as x:
-                await p.launch(fill, CONFIG, x, number, 8)
-                assert list(await p.download(x)) == [number] * 8
-            assert p.sm_count == HALF
-
-    async def empty(pool: Pool, number: int) -> None:
-        async with pool.partition(HALF) as p:
-            order.append(number)
-            holdings.add(id(holding(p)))
-            alive.append(holding(p))
+    """In the order in which they came; who does nothing leaves it to the next, who works there."""
+    order, handed = list[int](), list[bool]()
 
     async def main() -> None:
-        async with on_h200(max_waiting=100) as pool:
-            for each, leases in ((empty, 2), (lease, None)):
-                order.clear()
-                holdings.clear()
-                alive.clear()
-                async with anyio.create_task_group() as group:
-                    async with pool.partition(ALL):
-                        for number in range(20):
-                            group.start_soon(each, pool, number)
-                            await until(lambda n=number: pool.statistics().waiting == n + 1)
-                # Two that are granted at once come in any order on trio.
-                assert all(abs(number - place) <= 1 for place, number in enumerate(order))
-                assert leases is None or len(holdings) == leases
-                stats = pool.statistics()
-                assert (stats.sms_free, stats.leases, stats.waiting) == (132, 0, 0)
-            assert (stats.requested, stats.granted, stats.cancelled) == (42, 42, 0)
+        async with on_h200() as pool:
+            left: Holding | None = None
+
+            async def lease(number: int) -> None:
+                nonlocal left
+                async with pool.partition(MOST) as p:
+                    order.append(number)
+                    handed.append(holding(p) is left)
+                    if number % 2:
+                        with await p.upload(np.zeros(8, np.float32)) as x:
+                            await p.launch(fill, CONFIG, x, number, 8)
+                            assert list(await p.download(x)) == [number] * 8
+                    left = holding(p)
+
+            async with anyio.create_task_group() as group:
+                async with pool.partition(ALL):
+                    for number in range(20):
+                        group.start_soon(lease, number)
+                        await until(lambda n=number: pool.statistics().waiting == n + 1)
+            stats = pool.statistics()
+            assert (stats.sms_free, stats.leases, stats.waiting) == (132, 0, 0)
+            assert (stats.requested, stats.granted, stats.cancelled) == (21, 21, 0)
 
     anyio.run(main, backend=backend)
+    assert order == list(range(20))
+    assert handed == [False, True] * 10
 
 
 def test_who_left_has_it_no_more() -> None:
@@ -115,15 +106,6 @@ def test_who_left_has_it_no_more() -> None:
             await second.go()
 
     asyncio.run(main())
-
-
-def cancelled(taker: Taker, _: Pool) -> None:
-    taker.task.cancel()
-
-
-def lost(_: Taker, pool: Pool) -> None:
-    assert pool._desk is not None
-    pool._desk.lost(RuntimeError("the device is gone"))
 
 
 def test_who_is_cancelled_before_he_has_it_leaves_it_to_the_next() -> None:
@@ -157,13 +139,13 @@ def test_a_fault_before_he_has_it_is_his() -> None:
             await turns()
             first.may_go.set()
             await until(lambda: pool.statistics().waiting == 0)
-            lost(third, pool)
-            with pytest.raises(Poisoned):
-                await third.task
-            second.may_go.set()
-            assert isinstance(
-                (await asyncio.gather(second.task, return_exceptions=True))[0], Poisoned
-            )
+            assert third.has is None
+            assert pool._desk is not None
+            pool._desk.lost(RuntimeError("the device is gone"))
+            for taker in (third, second):
+                taker.may_go.set()
+                with pytest.raises(Poisoned):
+                    await taker.task
 
     asyncio.run(main())
 
@@ -288,25 +270,23 @@ def test_of_who_left_nothing_is_kept(device: int | None) -> None:
         gc.enable()
 
 
-@pytest.mark.parametrize("other", [lambda pool: pool.partition(HALF, service="a"), None])
-def test_work_and_classes_are_decided_on(other: Callable[[Pool], Partition] | None) -> None:
+@pytest.mark.parametrize("service", [None, "a"])
+def test_work_and_classes_are_decided_on(service: str | None) -> None:
     """A lease whose work runs goes to nobody before that is done; classes share by their rules."""
 
     async def main() -> None:
-        services = [] if other is None else [ServiceClass("a")]
-        async with on_h200(services=services) as pool:
-            ask = other or (lambda pool: pool.partition(HALF))
-            order = list[int]()
+        async with on_h200(services=[ServiceClass("a")] if service else []) as pool:
+            holdings = list[Holding]()
 
-            async def lease(number: int) -> None:
-                async with ask(pool) as p:
-                    order.append(number)
-                    with await p.empty(8, np.float32) as x:
-                        p.launch(fill, CONFIG, x, 1.0, 8)
-                    assert not holding(p).is_over
+            async def lease() -> None:
+                async with pool.partition(MOST, service=service) as p:
+                    holdings.append(holding(p))
+                    await turns(1)  # the others wait meanwhile
+                    if service is None:
+                        p.launch(spin, CONFIG, 100_000)
 
-            await asyncio.gather(*(lease(number) for number in range(9)))
-            assert order == sorted(order)
+            await asyncio.gather(*(lease() for _ in range(5)))
+            assert len(set(holdings)) == 5
             assert pool.statistics().sms_free == 132
 
     asyncio.run(main())

@@ -316,8 +316,8 @@ class Ground:
     def resume(self, lease: Lease, now: float) -> None:
         """Another begins, on the cells of one that is paused."""
         lease.is_paused = False
-        lease.request.arrived = lease.began = lease.since = now
-        lease.had = lease.charged = 0.0
+        lease.request.arrived = now
+        lease.begin(now)
         self.charge(lease.flow, lease, lease.request, now)
 
     def _settle(self, flow: Flow, lease: Lease, request: Request, now: float) -> None:

@@ -99,6 +99,11 @@ class Lease:
         #: SM-seconds its class was charged for beforehand; and what it had before `since`.
         self.charged = self.had = 0.0
 
+    def begin(self, now: float) -> None:
+        """Another has it as it is, from now on: of who had it before nothing is left."""
+        self.began = self.since = now
+        self.charged = self.had = 0.0
+
     def frees_at(self, now: float) -> float:
         """When its cells may be free at the earliest, as far as is known."""
         is_known = self.ends is not None and not self.request.is_elastic

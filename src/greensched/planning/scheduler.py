@@ -6,7 +6,8 @@ Synchronous and deterministic: every call takes `now` and returns who is granted
    at once do not exist (checked at every grant).
 2. A request is QUEUED, then GRANTED, or GONE (cancelled, expired). Only a QUEUED one is granted.
    Whoever stops wanting a GRANTED one gives its leases back: `release`, then `drained`.
-3. Cells come free by `drained`, and by the `checkpoint` of an elastic lease, alone.
+3. Cells come free by `drained`, and by the `checkpoint` of an elastic lease, alone. A lease that is
+   over may instead go as it is to who would be granted by that (`next_for`, `hand_over`).
 4. Requests of one class that want the same (sizes, devices, magnitude of a known cost) stand in
    one line, and only the first of a line is ever tried: where it does not fit, nobody behind it
    does. So a decision costs as much as there are different wishes, however many wait.
@@ -257,8 +258,7 @@ class Scheduler(Granting):
         """
         lease.request.leases = ()
         lease.request = request
-        lease.began = lease.since = now
-        lease.had = lease.charged = 0.0
+        lease.begin(now)
         self.pass_on(lease, request.holder)
         request.leases = (lease,)
         request.state = GRANTED
