@@ -7,7 +7,6 @@ import sys
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
-from greensched.errors import WrongThread
 from greensched.loops import current_door
 from greensched.typing import T
 
@@ -17,18 +16,10 @@ if TYPE_CHECKING:
 
 def until_done(job: Job[T]) -> Generator[Any, None, T]:
     """See `Job.__await__`."""
-    track, ticket = job.track, job.ticket
-    if track.reached(ticket):
-        # On trio an await is a checkpoint, wait or not. To ask asyncio costs a system call.
-        if "trio" in sys.modules and asyncio._get_running_loop() is None:
-            yield from current_door().checkpoint().__await__()
-        return job.outcome()
-    if track.fault is None:
-        if track.crew.lane.context.is_entered:
-            raise WrongThread("no `await` inside `with p.context:`: leave that block first")
-        completion = track.crew.home.completion()
-        while track.fault is None:
-            yield from completion.wait(track, ticket).__await__()
-            if track.reached(ticket):
-                return job.outcome()
+    if not job.is_done:
+        while not job.is_done:
+            yield from job.next_look().__await__()
+    # On trio an await is a checkpoint, wait or not. To ask asyncio costs a system call.
+    elif "trio" in sys.modules and asyncio._get_running_loop() is None:
+        yield from current_door().checkpoint().__await__()
     return job.result()

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
+from greensched import calls
 from greensched.buffers import Buffer, PinnedBuffer
-from greensched.calls import Call, inside, surroundings
+from greensched.calls import Call, surroundings
 from greensched.channel import Channel, Lagging, order_behind
 from greensched.errors import InvalidRequest, WouldBlock
 from greensched.jobs import Job
@@ -25,14 +26,15 @@ def run(
     runs, holding = channel.lane.runs, channel.holding
     if not channel.has_room(runs):
         raise WouldBlock("too many calls are in flight: `await p.ready()` first")
-    given = (*args, *kwargs.values())
+    given = (*args, *kwargs.values()) if kwargs else args
     uses = [(a, True) for a in given if isinstance(a, (Buffer, PinnedBuffer))] if given else ()
     for buffer, _ in uses:
         buffer.check(channel.ordinal)
     where = channel.in_calls or _in_calls(channel)
-    arounds = surroundings(where, given)
+    arounds = surroundings(where, given) if calls.hooks else ()
     call: Callable[[], T] = partial(fn, *args, **kwargs) if given else fn
-    call = partial(inside, where, arounds, call)
+    for around in arounds:
+        call = partial(around, call)
     if uses:
         call = partial(_behind, runs, *channel.others(runs, uses), call)
     ticket = runs.issue()
@@ -46,7 +48,7 @@ def run(
 
     holding.expose()
     completion.watch(runs)
-    holding.crew.run(call, job, completion)
+    holding.crew.run(call, job, completion, where)
     return job
 
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 from greensched.errors import InvalidRequest
@@ -28,16 +27,21 @@ class Call:
     """Where a call of `p.run`, or a block of an integration, works.
 
     Attributes:
-        stream: its work goes there to be ordered and waited for with the partition's.
         device: the ordinal of its device.
         sm_count: the SMs it has.
         is_simulated: there is no such stream outside greensched: no library can be given it.
     """
 
-    stream: Stream
+    _stream: Stream
     device: int
     sm_count: int
     is_simulated: bool
+
+    @property
+    def stream(self) -> Stream:
+        """The call's work goes there to be ordered and waited for with the partition's."""
+        self._stream.is_lent = True  # from here on anybody may put work there, at any time
+        return self._stream
 
     @contextmanager
     def entered(self) -> Iterator[Call]:
@@ -53,7 +57,7 @@ _current: ContextVar[Call | None] = ContextVar("greensched_call", default=None)
 
 #: Asked at each submission: told the call and its arguments, it says what to do around it.
 Hook = Callable[[Call, Sequence[object]], Around | None]
-_hooks: list[Hook] = []
+hooks: list[Hook] = []
 
 
 def current_call() -> Call | None:
@@ -104,23 +108,15 @@ def around_calls(hook: Hook) -> None:
     """
     if not callable(hook):
         raise InvalidRequest(f"{hook!r} is not to be called")
-    if hook not in _hooks:
-        _hooks.append(hook)
+    if hook not in hooks:
+        hooks.append(hook)
 
 
 def surroundings(call: Call, given: Sequence[object]) -> list[Around]:
     """What the hooks want to do around a call, asked where it is submitted."""
-    if not _hooks:
-        return []
-    return [around for hook in _hooks if (around := hook(call, given)) is not None]
+    return [around for hook in hooks if (around := hook(call, given)) is not None]
 
 
-def inside(call: Call, arounds: Sequence[Around], function: Callable[[], T]) -> T:
-    """Calls a function with all of that around it, on the partition's thread."""
-    for around in arounds:
-        function = partial(around, function)
-    token = _current.set(call)  # not `entered`, for each call: that is a generator
-    try:
-        return function()
-    finally:
-        _current.reset(token)
+def set_current(call: Call | None) -> None:
+    """What `current_call()` is on this thread from here on: one of ours, which makes calls."""
+    _current.set(call)

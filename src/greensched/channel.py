@@ -12,6 +12,7 @@ waited for by an event on the device; where it is not even submitted, the mover 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from threading import get_ident
 from typing import Protocol, TypeVar
 
 from greensched.arrays import Borrowed
@@ -212,6 +213,32 @@ class Channel:
                     lagging[other] = max(ticket, lagging.get(other, ticket))
                     behind[other] = None
         return lagging, list(behind)
+
+
+class Lease(Protocol):
+    """What is asked of a partition before anything is submitted."""
+
+    _channel: Channel | None
+
+    def _ready(self) -> Channel: ...
+
+
+def ready(p: Lease) -> Channel:
+    """The channel of a partition, with everything looked at that can be wrong with submitting.
+
+    Raises:
+        GreenschedError: whatever is wrong: see `Partition`.
+    """
+    channel = p._channel
+    if channel is not None:
+        holding, track = channel.holding, channel.track
+        if (
+            holding.is_plain
+            and holding.thread == get_ident()
+            and (track.issued - track.word[0]) & MASK < channel.depth
+        ):
+            return channel
+    return p._ready()
 
 
 def order_behind(track: Track, lagging: Lagging, behind: Iterable[Track]) -> None:

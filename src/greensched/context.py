@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, Self, TypeVar
 
 from greensched import current
 from greensched import driver as drivers
-from greensched.current import Block, Entered, Me, Turn
+from greensched.current import Block, Entered, Turn
 from greensched.driver.base import Driver
 from greensched.errors import (
     Closed,
@@ -26,6 +26,7 @@ from greensched.errors import (
     WrongThread,
     run_all,
 )
+from greensched.here import Me, here
 from greensched.kernels import Loader
 from greensched.resources import DeviceResources
 from greensched.running import is_asynchronous
@@ -376,7 +377,7 @@ class Context(State):
             raise InvalidRequest(f"{self!r} is current on this thread: leave its block, then close")
         threads = [thread.name for ref in self.inside if (thread := ref()) is not None]
         if current.stands(self):  # below what was pushed or entered since
-            threads.append(current.here.me.name)
+            threads.append(here.me.name)
         if threads:
             raise InvalidRequest(
                 f"{self!r} is current, or will be again, on thread {threads[-1]!r}: leave its "

@@ -18,34 +18,8 @@ from typing import ClassVar, Protocol
 from greensched import held
 from greensched.driver.base import Driver
 from greensched.errors import CurrentElsewhere, GreenschedError, InvalidRequest
+from greensched.here import Me, here
 from greensched.typing import ContextHandle, Mailbox
-
-
-class Me:
-    """Stands for a thread, as long as it lives."""
-
-    def __init__(self) -> None:
-        self.name = threading.current_thread().name
-
-
-class _Here(threading.local):
-    """What is known of the calling thread.
-
-    Attributes:
-        blocks: the `with` blocks it is inside, the innermost last.
-        standing: what it made current without a block, and whether on a place of the stack that
-            was pushed for it; else it was set in the place of what was there, a block's perhaps,
-            and stands until something else is set there.
-    """
-
-    def __init__(self) -> None:
-        self.me = Me()
-        self.ref = weakref.ref(self.me)
-        self.blocks: list[Block] = []
-        self.standing: list[tuple[Enterable, bool]] = []
-
-
-here = _Here()
 
 
 class Enterable(Protocol):

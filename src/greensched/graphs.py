@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from greensched import calling
 from greensched.arrays import Borrowed
 from greensched.buffers import Buffer, Owned, PinnedBuffer
-from greensched.channel import Channel
+from greensched.channel import Channel, Lease, ready
 from greensched.completion import CAPTURE_STATUSES
 from greensched.errors import (
     Closed,
@@ -32,12 +32,6 @@ from greensched.worker import Crew
 
 #: What a graph uses, and whether it writes it.
 Used = tuple[Buffer | PinnedBuffer | Borrowed, bool]
-
-
-class Lease(Protocol):
-    """What a graph needs of a partition."""
-
-    def _ready(self) -> Channel: ...
 
 
 class Graph(Owned):
@@ -217,6 +211,7 @@ class _Captured:
         """
         self.crew.belongings.tidy()
         stream, driver = self._lane.runs.stream, self._driver
+        self._lane.runs.has_work = True  # what is made is uploaded there
         driver.begin_capture(stream.handle, CaptureMode.RELAXED)
         recorded: list[Used] = []
         stream.recorded = recorded
@@ -326,8 +321,7 @@ def _spoilt(error: CUDAError) -> InvalidCapture:
     )
 
 
-def _channel_of(p: object) -> Channel:
-    ready: Callable[[], Channel] | None = getattr(p, "_ready", None)
-    if ready is None:
+def _channel_of(p: Any) -> Channel:
+    if not hasattr(p, "_ready"):
         raise InvalidRequest(f"a graph is launched on a Partition, and {p!r} is none")
-    return ready()
+    return ready(p)

@@ -5,15 +5,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator
 from contextlib import suppress
-from typing import Any, Generic
+from typing import TYPE_CHECKING, Any, Generic
 
 from greensched.awaiting import until_done
 from greensched.buffers import Owned
-from greensched.errors import InvalidRequest, WouldBlock, too_late
-from greensched.loops import Door
+from greensched.current import Turn
+from greensched.errors import InvalidRequest, WouldBlock, WrongThread, too_late
+from greensched.loops import Door, Waiter
 from greensched.running import is_asynchronous
 from greensched.stream import Track
 from greensched.typing import T
+
+if TYPE_CHECKING:  # what stands above: a track only knows that it has somebody's threads
+    from greensched.worker import Crew
 
 #: Told how far a copy is: bytes done, and bytes in all.
 Tell = Callable[[int, int], object]
@@ -151,6 +155,14 @@ class Job(Generic[T]):
             WrongThread: its partition's context is current here, which a call may be waiting for.
         """
         return until_done(self)
+
+    def next_look(self) -> Waiter:
+        """For `awaiting`: something to await while it is not done; look again then."""
+        crew: Crew = self.track.crew
+        turn: Turn | None = crew.lane.context.turn
+        if turn is not None and turn.is_mine:
+            raise WrongThread("no `await` inside `with p.context:`: leave that block first")
+        return crew.home.completion().wait(self.track, self.ticket)
 
     # -- for the partition -----------------------------------------------------------------------
 

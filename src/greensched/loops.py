@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from typing import Any, Protocol
 
 from greensched.errors import NoLoop
-from greensched.running import PerThread, running_trio
+from greensched.running import running_trio
 from greensched.trio_tasks import TaskTicker, TaskWaiter, outlast
 
 #: A task that asks for a thread, and that thread. Tasks started by it ask for themselves.
@@ -177,7 +178,9 @@ class TrioDoor(Door):
 
 # -- the running one --------------------------------------------------------------------------
 
-_mine = PerThread()
+#: What a thread remembers: the loop it met last (`key`) and its `door`, once there was one, and the
+#: `doors` of every loop it has run that is not closed.
+_mine: Any = threading.local()
 
 
 def current_door() -> Door:
@@ -193,8 +196,9 @@ def current_door() -> Door:
         if trio is None:
             raise NoLoop
         key = trio.lowlevel.current_trio_token()
-    if _mine.key is not key:
-        _mine.doors = {k: door for k, door in _mine.doors.items() if not door.is_closed}
+    if getattr(_mine, "key", None) is not key:
+        doors: dict[Any, Door] = getattr(_mine, "doors", {})
+        _mine.doors = {k: door for k, door in doors.items() if not door.is_closed}
         if key not in _mine.doors:
             _mine.doors[key] = AsyncioDoor(key) if trio is None else TrioDoor(trio)
         _mine.door, _mine.key = _mine.doors[key], key

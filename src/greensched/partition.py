@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
+from functools import partial
 from threading import get_ident
 from types import TracebackType
 from typing import Any, Literal, NoReturn, ParamSpec, Self, TypeVar
@@ -16,7 +17,7 @@ from greensched.asking import Asker, Grantor
 from greensched.bound import Bound
 from greensched.buffers import Buffer, PinnedBuffer
 from greensched.calls import Call
-from greensched.channel import Channel
+from greensched.channel import Channel, ready
 from greensched.context import Context
 from greensched.errors import (
     InvalidArray,
@@ -31,7 +32,7 @@ from greensched.graphs import Graph
 from greensched.jobs import Job, Tell
 from greensched.kernels import Kernel
 from greensched.launcher import LaunchConfig
-from greensched.stream import MASK, Stream
+from greensched.stream import Stream
 from greensched.typing import DeviceArray
 
 P = ParamSpec("P")
@@ -153,16 +154,7 @@ class Partition(Asker["Partition"]):
         return channel
 
     def _ready(self) -> Channel:
-        """Everything that can be wrong with submitting anything at all."""
-        channel = self._channel
-        if channel is not None:
-            holding, track = channel.holding, channel.track
-            if (
-                holding.is_plain
-                and holding.thread == get_ident()
-                and (track.issued - track.word[0]) & MASK < channel.depth
-            ):
-                return channel
+        """For `channel.ready`, where it does not see at once that all is well: says what is not."""
         channel = self._mine()
         channel.check_pool()
         channel.check()
@@ -299,7 +291,7 @@ class Partition(Asker["Partition"]):
 
         What shows only later (a compile error, the driver's refusal) is the job's failure.
         """
-        return launching.launch(self._ready(), kernel, config, args)
+        return launching.launch(ready(self), kernel, config, args)
 
     def prepare(self, kernel: Kernel, config: LaunchConfig) -> Job[None]:
         """Compiles and loads a kernel for these SMs, so that no later launch waits for that.
@@ -312,7 +304,7 @@ class Partition(Asker["Partition"]):
         Raises:
             InvalidLaunch, NotSimulable: as `launch`.
         """
-        return launching.prepare(self._ready(), kernel, config)
+        return launching.prepare(ready(self), kernel, config)
 
     def bind(self, kernel: Kernel, config: LaunchConfig, *args: object) -> Bound:
         """Checks and packs a launch once, for launching often at the driver's own price.
@@ -321,7 +313,7 @@ class Partition(Asker["Partition"]):
             WouldBlock: the kernel was not loaded for these SMs: `await prepare(kernel, config)`.
             ArgumentMismatch, InvalidLaunch, NotSimulable: as `launch`.
         """
-        channel = self._ready()
+        channel = ready(self)
         bound = Bound(channel, launching.packed(channel, kernel, config, args), kernel.name)
         channel.holding.bind(bound)
         return bound
@@ -336,7 +328,7 @@ class Partition(Asker["Partition"]):
 
         The job fails with `OutOfMemory` where there is no room.
         """
-        return moving.empty(self._ready(), shape, dtype)
+        return moving.empty(ready(self), shape, dtype)
 
     def empty_like(self, like: Buffer | Array) -> Job[Buffer]:
         """An uninitialised buffer of the same shape and dtype. Raises and fails as `empty`."""
@@ -348,7 +340,7 @@ class Partition(Asker["Partition"]):
         self, shape: int | tuple[int, ...], dtype: npt.DTypeLike = np.float32
     ) -> Job[PinnedBuffer]:
         """Zeroed host memory that the device reads and writes directly. Fails as `empty`."""
-        return moving.empty_pinned(self._ready(), shape, dtype)
+        return moving.empty_pinned(ready(self), shape, dtype)
 
     def upload(self, array: npt.ArrayLike, *, progress: Tell | None = None) -> Job[Buffer]:
         """Copies an array to new device memory, in C order, whatever its strides.
@@ -370,7 +362,7 @@ class Partition(Asker["Partition"]):
         waiting only: the copy goes on, and the array is in use until `job.is_done`. To stop the
         copy itself, raise in `progress`.
         """
-        return moving.upload(self._ready(), array, progress)
+        return moving.upload(ready(self), array, progress)
 
     def download(
         self,
@@ -394,7 +386,7 @@ class Partition(Asker["Partition"]):
             InvalidArray: `out` is read-only, or of another shape or dtype; or a device array that
                 cannot be used, see `launch`.
         """
-        return moving.download(self._ready(), buffer, out, progress)
+        return moving.download(ready(self), buffer, out, progress)
 
     def copy(
         self,
@@ -421,7 +413,7 @@ class Partition(Asker["Partition"]):
             InvalidArray: they differ in shape or dtype; or a device array that cannot be used.
             WrongDevice: neither is of this device, or one is of a device outside the pool.
         """
-        return moving.copy(self._ready(), dst, src, progress)
+        return moving.copy(ready(self), dst, src, progress)
 
     def feed(self, arrays: Iterable[npt.ArrayLike]) -> Feed:
         """Uploads arrays one after another, each while work on the one before it runs.
@@ -446,7 +438,7 @@ class Partition(Asker["Partition"]):
         Asking for the next buffer raises what `upload` does, and what the copy failed with. A
         cancellation stops the waiting only: the copy that is under way goes on, and ends.
         """
-        return Feed(self._ready, arrays)
+        return Feed(partial(ready, self), arrays)
 
     # -- blocking callables ------------------------------------------------------------------------
 
@@ -462,7 +454,7 @@ class Partition(Asker["Partition"]):
         Libraries with a current stream have it set where their integration was imported
         (`greensched.integrations.torch`, say); `current_call()` says there what SMs there are.
         """
-        return calling.run(self._ready(), fn, args, kwargs)
+        return calling.run(ready(self), fn, args, kwargs)
 
     def capture(self, fn: Callable[P, object], /, *args: P.args, **kwargs: P.kwargs) -> Job[Graph]:
         """Captures the work of a function as a CUDA graph, to be launched again and again.
@@ -482,7 +474,7 @@ class Partition(Asker["Partition"]):
         or the capture was spoilt, by waiting for the device, say; nothing is left of it then.
         Cancelling who awaits it stops the waiting only; the graph is closed when it is made.
         """
-        return graphs.capture(self._ready(), fn, args, kwargs)
+        return graphs.capture(ready(self), fn, args, kwargs)
 
     def keep(self, *things: object) -> Job[None]:
         """Keeps things alive until the device has done what it was given here so far.
@@ -526,7 +518,7 @@ class Partition(Asker["Partition"]):
         stops the waiting only: the value is made, and kept. After a device fault, or over work that
         does not end, nothing is closed.
         """
-        return calling.local(self._ready(), factory)
+        return calling.local(ready(self), factory)
 
     # -- room --------------------------------------------------------------------------------------
 

@@ -4,20 +4,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-import threading
 from types import FunctionType
 from typing import Any
-
-
-class PerThread(threading.local):
-    """What a thread remembers of the loops it runs, for `loops`: mypyc compiles no such class."""
-
-    def __init__(self) -> None:
-        #: The loop it met last, and its door.
-        self.key: object = None
-        self.door: Any = None
-        #: Of every loop this thread has run that is not closed.
-        self.doors: dict[object, Any] = {}
 
 
 def running_asyncio() -> Any:

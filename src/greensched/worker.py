@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from greensched.belongings import Belongings
+from greensched.calls import Call, set_current
 from greensched.completion import CAPTURE_STATUSES, Completion
 from greensched.context import Context
 from greensched.driver.base import Driver
@@ -137,8 +138,8 @@ class _Stop:
         self.ended = ended
 
 
-#: A callable on its way to a worker, and who is told that it has returned.
-_Call = tuple[Callable[[], Any], Job[Any], Completion]
+#: A callable on its way to a worker, who is told that it has returned, and what is current in it.
+_Call = tuple[Callable[[], Any], Job[Any], Completion, Call | None]
 
 
 class Crew:
@@ -227,13 +228,20 @@ class Crew:
 
     # -- blocking callables ------------------------------------------------------------------------
 
-    def run(self, function: Callable[[], Any], job: Job[Any], completion: Completion) -> None:
+    def run(
+        self,
+        function: Callable[[], Any],
+        job: Job[Any],
+        completion: Completion,
+        where: Call | None = None,
+    ) -> None:
         """Has the worker call a function, on the run stream, with the lane's context current.
 
         It begins behind what was submitted before: on the device by an event, and where that is
-        not submitted yet, behind the mover. `completion` is the holder's.
+        not submitted yet, behind the mover. `completion` is the holder's; `where`: what
+        `current_call()` says there.
         """
-        launches, call = self.lane.launches, (function, job, completion)
+        launches, call = self.lane.launches, (function, job, completion, where)
         completion.errand()
         if launches.submitted == launches.issued and not self._on_the_way:
             self._enqueue(call)
@@ -278,11 +286,18 @@ class Crew:
                 raise refused
             if calls:
                 with self._block:
-                    while calls:
-                        if made is not None:
-                            self._made(made)
-                        made = calls.popleft()
-                        self._call(made)
+                    where = None
+                    try:
+                        while calls:
+                            if made is not None:
+                                self._made(made)
+                            made = calls.popleft()
+                            if made[3] is not where:
+                                where = made[3]
+                                set_current(where)
+                            self._call(made)
+                    finally:
+                        set_current(None)
         except Exception as error:  # the thread cannot be started, the context entered or left
             made = made or calls.popleft()
             made[1].fail(error)
@@ -292,7 +307,7 @@ class Crew:
             self._call_worker()
 
     def _call(self, call: _Call) -> None:
-        function, job, _ = call
+        function, job, _, _ = call
         lane = self.lane
         try:
             if not lane.launches.is_idle:
@@ -305,13 +320,15 @@ class Crew:
 
     def _made(self, call: _Call) -> None:
         """The callable has returned: its ticket comes when what it left on the stream is done."""
-        runs, (_, job, completion) = self.lane.runs, call
+        runs, (_, job, completion, _) = self.lane.runs, call
         ticket = job.ticket
         try:
-            if self._has_nothing(runs):
-                runs.mark_here(ticket)
-            else:
+            if runs.has_work or runs.stream.is_lent:  # else there is nothing to ask for
+                runs.has_work = not self._has_nothing(runs)
+            if runs.has_work:
                 runs.mark(ticket)
+            else:
+                runs.mark_here(ticket)
         except CUDAError as error:
             self.home.lost(error)
         completion.deliver_threadsafe()

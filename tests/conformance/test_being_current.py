@@ -19,9 +19,9 @@ from greensched import (
     ContextOptions,
     Device,
     SMResourceOptions,
-    current,
 )
 from greensched.driver.base import Driver
+from greensched.here import here
 from greensched.typing import Feature
 from helpers.world import World, needs, opened
 
@@ -368,11 +368,11 @@ def test_what_others_replaced_is_not_in_use(world: World) -> None:
             driver.set_current(device.primary.handle)  # past our rooms
             device.set_current()
             assert on_thread(lambda: green.scoped(lambda: green.is_current))
-        assert len(current.here.standing) == 1
+        assert len(here.standing) == 1
         green.set_current()
         driver.set_current(None)
         green.close()
-        assert current.here.standing == []
+        assert here.standing == []
 
 
 def test_a_repr_tells(world: World) -> None:

@@ -25,7 +25,7 @@ CONFIG = LaunchConfig(grid=16, block=1024)
 def hooks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The hooks, put back afterwards."""
     fresh: list[Any] = []
-    monkeypatch.setattr(calls, "_hooks", fresh)
+    monkeypatch.setattr(calls, "hooks", fresh)
     return fresh
 
 
@@ -106,11 +106,12 @@ def test_what_a_hook_is_concerned_with_lives_until_the_stream_is_done(hooks: lis
     async def main(driver: Any) -> None:
         async with Pool(driver=driver) as pool, pool.partition(16) as p:
             around_calls(lambda call, given: lambda function: function())
-            stream = p._open().lane.runs.stream
             word = await p.empty_pinned(1, "u4")
             gone = weakref.ref(thing := Thing())
 
             def call(thing: Thing) -> None:
+                assert (where := current_call()) is not None
+                stream = where.stream
                 stream.context.driver.wait_value(stream.handle, word.address, 1)
 
             job = p.run(call, thing)

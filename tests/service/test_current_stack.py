@@ -8,9 +8,10 @@ from contextlib import suppress
 
 import pytest
 
-from greensched import Context, ContextOptions, Device, InvalidRequest, SMResourceOptions, current
+from greensched import Context, ContextOptions, Device, InvalidRequest, SMResourceOptions
 from greensched.driver import simulated
 from greensched.driver.base import Driver
+from greensched.here import here
 
 PROGRAMS, DEEP = 300, 5
 
@@ -96,7 +97,7 @@ def test_the_stack_is_what_its_calls_say(contexts: list[Context], seed: int) -> 
     """A block leaves all of it as it was, what is on it cannot be closed, and no turn stays."""
     for number in range(PROGRAMS):
         Program(seed * PROGRAMS + number, contexts).run()
-        assert not current.here.standing
-        assert not current.here.blocks
+        assert not here.standing
+        assert not here.blocks
         assert not any(context.inside for context in contexts)
         assert all(context.turn is None or context.turn._holder is None for context in contexts)
