@@ -73,9 +73,10 @@ class Lane:
             self.runs = words.create_track(self.context)
             #: The whole green context's work, when a lease ends that used it beyond its tracks.
             self.whole = self.context.create_event()
-            first = self.context.create_event()
-            second = self.context.create_event()
-            self.chunks = Chunks(self.launches, (first, second), staging)
+            #: Of the chunks; kept here, so that they outlive their context where it ends at once.
+            self._first = self.context.create_event()
+            self._second = self.context.create_event()
+            self.chunks = Chunks(self.launches, (self._first, self._second), staging)
             #: Copies beside the launches, and their chunks; made when first needed.
             self.copies: Track | None = None
             self.beside: Chunks | None = None

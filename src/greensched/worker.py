@@ -163,6 +163,7 @@ class Crew:
         #: Callables for the worker, and whether it is to look for them: woken once for many.
         self._calls: deque[_Call] = deque()
         self._is_called = False
+        self._where: Call | None = None
         self._block = lane.context.entered(wait=True)
         #: Those on their way to it through the mover: later ones must not overtake.
         self._on_the_way: deque[None] = deque()
@@ -286,25 +287,26 @@ class Crew:
                 raise refused
             if calls:
                 with self._block:
-                    where = None
-                    try:
-                        while calls:
-                            if made is not None:
-                                self._made(made)
-                            made = calls.popleft()
-                            if made[3] is not where:
-                                where = made[3]
-                                set_current(where)
-                            self._call(made)
-                    finally:
-                        set_current(None)
+                    while calls:
+                        if made is not None:
+                            self._made(made)
+                        made = calls.popleft()
+                        self._stand(made[3])
+                        self._call(made)
         except Exception as error:  # the thread cannot be started, the context entered or left
             made = made or calls.popleft()
             made[1].fail(error)
+        self._stand(None)
         if made is not None:
             self._made(made)
         if calls:  # behind one that could not be made: they try for themselves
             self._call_worker()
+
+    def _stand(self, where: Call | None) -> None:
+        """What `current_call()` is on the worker from here on."""
+        if where is not self._where:
+            self._where = where
+            set_current(where)
 
     def _call(self, call: _Call) -> None:
         function, job, _, _ = call

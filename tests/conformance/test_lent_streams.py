@@ -172,7 +172,8 @@ def test_a_call_may_capture_while_others_go_on(world: World) -> None:
                 began: list[bool] = []
 
                 def capture(_: object) -> None:
-                    assert (where := greensched.current_call()) is not None
+                    where = greensched.current_call()
+                    assert where is not None
                     stream = where.stream
                     begin(stream)
                     began.append(True)

@@ -107,6 +107,26 @@ def test_a_call_begins_behind_what_was_submitted(world: World) -> None:
     world.run(main)
 
 
+def test_a_call_is_done_behind_what_was_submitted(world: World) -> None:
+    """Calls that put nothing on their stream return at once, and are done behind earlier copies."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            with await p.upload(np.zeros(100)) as buffer:
+                with await Gate.closed(p) as gate:
+                    p.copy(buffer, np.ones(100))
+                    jobs = [p.run(int), p.run(int)]
+                    await until(lambda: all(job._value is not None for job in jobs))
+                    await turns()
+                    assert not any(job.is_done for job in jobs)
+                    gate.open()
+                for job in jobs:
+                    assert await job == 0
+                assert await p.run(int) == 0
+
+    world.run(main)
+
+
 @pytest.mark.real_time(why="a running call waits for the loop")
 def test_a_cancelled_call_runs_to_its_end_and_holds_its_sms(world: World) -> None:
     """Whoever waits for a call is freed at once; the SMs come back when the call has returned."""

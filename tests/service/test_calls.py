@@ -97,6 +97,30 @@ def test_a_library_stands_around_every_call(hooks: list[Any]) -> None:
     assert steps[0][1] == threading.get_ident() != steps[1][1]
 
 
+def test_work_is_waited_for_on_a_stream_that_only_an_array_named(hooks: list[Any]) -> None:
+    """Whoever is told a call's stream by one of its arrays may put work there, later, too."""
+
+    async def main(driver: Any) -> None:
+        async with Pool(driver=driver) as pool, pool.partition(16) as p:
+            stream = p._open().lane.runs.stream
+            with await p.empty(8) as buffer, await p.empty_pinned(1, "u4") as word:
+
+                def told(given: Any) -> object:
+                    return given.__cuda_array_interface__["stream"]
+
+                def put() -> None:
+                    driver.wait_value(stream.handle, word.address, 1)
+
+                assert await p.run(told, buffer) == stream.address
+                job = p.run(put)
+                await anyio.sleep(1)
+                assert not job.is_done
+                word.array[0] = 1
+                await job
+
+    run(main)
+
+
 def test_what_a_hook_is_concerned_with_lives_until_the_stream_is_done(hooks: list[Any]) -> None:
     """The arguments of such a call are kept until its stream is done, not until it returns."""
 
@@ -110,7 +134,8 @@ def test_what_a_hook_is_concerned_with_lives_until_the_stream_is_done(hooks: lis
             gone = weakref.ref(thing := Thing())
 
             def call(thing: Thing) -> None:
-                assert (where := current_call()) is not None
+                where = current_call()
+                assert where is not None
                 stream = where.stream
                 stream.context.driver.wait_value(stream.handle, word.address, 1)
 
