@@ -135,6 +135,8 @@ def _simulate(options: argparse.Namespace) -> int:
         repeats=options.seeds,
         target=options.target,
     )
+    if options.plot:
+        plot.pyplot()  # who lacks it is told before minutes of simulation, not after
     bar = _Bar()
     began = time.perf_counter()
     answer = compare.ask(question, bar.show)

@@ -331,6 +331,14 @@ def test_a_class_of_a_file_is_checked(tmp_path: Path, wrong: dict[str, Any]) -> 
         services(str(path))
 
 
+def test_a_file_that_holds_no_classes_is_shown_their_shape(tmp_path: Path) -> None:
+    """It is refused with what it should look like."""
+    path = tmp_path / "classes.json"
+    path.write_text("{}")
+    with pytest.raises(InvalidRequest, match=r'a file of \{"classes": \{name: \{"role"'):
+        services(str(path))
+
+
 def test_a_floor_that_no_device_has_is_refused(tmp_path: Path) -> None:
     """By its class, before anything is simulated."""
     path = tmp_path / "classes.json"
@@ -348,8 +356,10 @@ def test_traffic_without_end_is_refused(tmp_path: Path) -> None:
         ask(Question(policies=("streams",), check=False, trace=path, services="w2"))
 
 
-def test_a_plot_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Without matplotlib it is a typed error with the command."""
+def test_a_plot_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without matplotlib it is a typed error with the command, told before anything is simulated."""
     real = builtins.__import__
 
     def without(name: str, *rest: Any, **more: Any) -> Any:
@@ -360,6 +370,9 @@ def test_a_plot_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(MissingPackage, match=r"greensched\[plot\]"):
         plot.save(ask(SMALL), tmp_path / "a.png")
+    monkeypatch.setattr(compare, "ask", None)  # it would not get so far
+    assert cli.main(["simulate", "--plot", str(tmp_path / "a.png")]) == 2
+    assert "greensched[plot]" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -176,7 +176,8 @@ def services(said: str, tables: Mapping[str, Curve] = CURVES) -> dict[str, Servi
         found = {name: _service(name, dict(each), tables) for name, each in classes.items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise InvalidRequest(
-            f"services {said!r}: neither {' nor '.join(SERVICES)}, nor a file of classes: {error!r}"
+            f"services {said!r}: neither {' nor '.join(SERVICES)}, nor a file of "
+            f'{{"classes": {{name: {{"role": ..., "curve": ...}}}}}}: {error!r}'
         ) from error
     return _sensible(found)
 
