@@ -359,7 +359,7 @@ def test_traffic_without_end_is_refused(tmp_path: Path) -> None:
 def test_a_plot_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without matplotlib it is a typed error with the command, told before anything is simulated."""
+    """Without matplotlib it is a typed error with the command, before anything is simulated."""
     real = builtins.__import__
 
     def without(name: str, *rest: Any, **more: Any) -> Any:
