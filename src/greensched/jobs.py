@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Generic
 
 from greensched.awaiting import until_done
 from greensched.buffers import Owned
-from greensched.current import Turn
 from greensched.errors import InvalidRequest, WouldBlock, WrongThread, too_late
 from greensched.loops import Door, Waiter
 from greensched.running import is_asynchronous
@@ -159,8 +158,7 @@ class Job(Generic[T]):
     def next_look(self) -> Waiter:
         """For `awaiting`: something to await while it is not done; look again then."""
         crew: Crew = self.track.crew
-        turn: Turn | None = crew.lane.context.turn
-        if turn is not None and turn.is_mine:
+        if crew.lane.context.is_entered:
             raise WrongThread("no `await` inside `with p.context:`: leave that block first")
         return crew.home.completion().wait(self.track, self.ticket)
 
