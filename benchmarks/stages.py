@@ -222,6 +222,7 @@ def _run(p: Partition) -> Operation:
     def ticketed() -> None:
         with crew.lane.context.entered(wait=True):
             pass
+        crew._has_nothing(runs)
         runs.mark_here(runs.issue())
 
     async def hop() -> None:
@@ -251,7 +252,7 @@ def _run(p: Partition) -> Operation:
         [
             Prefix("to the lane's thread and back", hop),
             Prefix("the green context made current, and left", in_context),
-            Prefix("the ticket written", with_ticket),
+            Prefix("its stream asked, the ticket written", with_ticket),
             Prefix("a Job, watched; GIL let go of; all woken at once", by_crew),
             Prefix("checks, buffers, what integrations put around", whole),
         ],

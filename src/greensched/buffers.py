@@ -343,7 +343,6 @@ class Buffer(Given):
             for other, _ in pending[:-1]:
                 last.order_behind(other)
             stream = last.stream.__cuda_stream__()[1]
-            last.stream.is_lent = True
         return {
             "shape": self.shape,
             "typestr": self.dtype.str,

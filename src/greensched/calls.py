@@ -27,21 +27,16 @@ class Call:
     """Where a call of `p.run`, or a block of an integration, works.
 
     Attributes:
+        stream: its work goes there to be ordered and waited for with the partition's.
         device: the ordinal of its device.
         sm_count: the SMs it has.
         is_simulated: there is no such stream outside greensched: no library can be given it.
     """
 
-    _stream: Stream
+    stream: Stream
     device: int
     sm_count: int
     is_simulated: bool
-
-    @property
-    def stream(self) -> Stream:
-        """The call's work goes there to be ordered and waited for with the partition's."""
-        self._stream.is_lent = True  # from here on anybody may put work there, at any time
-        return self._stream
 
     @contextmanager
     def entered(self) -> Iterator[Call]:

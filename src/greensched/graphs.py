@@ -211,7 +211,6 @@ class _Captured:
         """
         self.crew.belongings.tidy()
         stream, driver = self._lane.runs.stream, self._driver
-        self._lane.runs.has_work = True  # what is made is uploaded there
         driver.begin_capture(stream.handle, CaptureMode.RELAXED)
         recorded: list[Used] = []
         stream.recorded = recorded
@@ -322,6 +321,6 @@ def _spoilt(error: CUDAError) -> InvalidCapture:
 
 
 def _channel_of(p: Any) -> Channel:
-    if not hasattr(p, "_ready"):
+    if not hasattr(p, "_channel"):
         raise InvalidRequest(f"a graph is launched on a Partition, and {p!r} is none")
     return ready(p)

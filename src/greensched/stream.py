@@ -134,12 +134,10 @@ class Stream:
     Made by `Context.create_stream` or `Device.create_stream`. It may be used from any thread.
     """
 
-    __slots__ = ("context", "handle", "is_closed", "is_lent", "recorded")
+    __slots__ = ("context", "handle", "is_closed", "recorded")
 
     def __init__(self, context: Owner, *, priority: object = 0) -> None:
         self.is_closed = True
-        #: Of one of our own: others have it, and may put work there.
-        self.is_lent = False
         #: While we capture on it: what kernels are launched with, and whether they write it.
         self.recorded: list[tuple[Any, bool]] | None = None
         if type(priority) is not int or not -PRIORITIES <= priority < PRIORITIES:
@@ -311,7 +309,6 @@ class Track:
         "event",
         "fault",
         "first_uses",
-        "has_work",
         "issued",
         "kept",
         "known",
@@ -338,9 +335,6 @@ class Track:
         self.first_uses = stream.context.loader.first_uses
         #: Recorded behind the work, for whoever must block or order another stream behind it.
         self.event = event
-        #: Of one whose tickets the host writes where it can: ours may be on its stream. What others
-        #: put there `Stream.is_lent` says.
-        self.has_work = False
         self.issued = self.submitted = first
         #: A ticket that was seen to be reached: no earlier one is looked up again.
         self.known = first
@@ -436,7 +430,6 @@ class Track:
 
     def order_behind(self, other: Track) -> None:
         """Later work here waits for everything submitted to the other track so far."""
-        self.has_work = True
         driver = self.stream.context.driver
         driver.record_event(other.event.handle, other.stream.handle)
         driver.wait_event(self.stream.handle, other.event.handle)

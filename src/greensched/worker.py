@@ -163,7 +163,6 @@ class Crew:
         #: Callables for the worker, and whether it is to look for them: woken once for many.
         self._calls: deque[_Call] = deque()
         self._is_called = False
-        self._where: Call | None = None
         self._block = lane.context.entered(wait=True)
         #: Those on their way to it through the mover: later ones must not overtake.
         self._on_the_way: deque[None] = deque()
@@ -291,26 +290,20 @@ class Crew:
                         if made is not None:
                             self._made(made)
                         made = calls.popleft()
-                        self._stand(made[3])
                         self._call(made)
         except Exception as error:  # the thread cannot be started, the context entered or left
             made = made or calls.popleft()
             made[1].fail(error)
-        self._stand(None)
+        set_current(None)
         if made is not None:
             self._made(made)
         if calls:  # behind one that could not be made: they try for themselves
             self._call_worker()
 
-    def _stand(self, where: Call | None) -> None:
-        """What `current_call()` is on the worker from here on."""
-        if where is not self._where:
-            self._where = where
-            set_current(where)
-
     def _call(self, call: _Call) -> None:
-        function, job, _, _ = call
+        function, job, _, where = call
         lane = self.lane
+        set_current(where)  # each time: the one before may have left another
         try:
             if not lane.launches.is_idle:
                 lane.runs.order_behind(lane.launches)
@@ -325,12 +318,10 @@ class Crew:
         runs, (_, job, completion, _) = self.lane.runs, call
         ticket = job.ticket
         try:
-            if runs.has_work or runs.stream.is_lent:  # else there is nothing to ask for
-                runs.has_work = not self._has_nothing(runs)
-            if runs.has_work:
-                runs.mark(ticket)
-            else:
+            if self._has_nothing(runs):
                 runs.mark_here(ticket)
+            else:
+                runs.mark(ticket)
         except CUDAError as error:
             self.home.lost(error)
         completion.deliver_threadsafe()

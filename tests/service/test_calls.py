@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import anyio
@@ -14,7 +15,7 @@ import pytest
 import greensched
 from greensched import Call, LaunchConfig, Pool, around_calls, calls, current_call
 from greensched.driver import simulated
-from greensched.driver.simulated import Span, takes
+from greensched.driver.simulated import Crash, Span, takes
 from greensched.kernels import spin
 from greensched.typing import Cost
 
@@ -97,28 +98,55 @@ def test_a_library_stands_around_every_call(hooks: list[Any]) -> None:
     assert steps[0][1] == threading.get_ident() != steps[1][1]
 
 
-def test_work_is_waited_for_on_a_stream_that_only_an_array_named(hooks: list[Any]) -> None:
-    """Whoever is told a call's stream by one of its arrays may put work there, later, too."""
+def test_a_block_that_a_call_leaves_open_is_not_the_next_ones(hooks: list[Any]) -> None:
+    """Each call is told its own SMs, whatever the one before it left current on its thread."""
 
     async def main(driver: Any) -> None:
-        async with Pool(driver=driver) as pool, pool.partition(16) as p:
-            stream = p._open().lane.runs.stream
-            with await p.empty(8) as buffer, await p.empty_pinned(1, "u4") as word:
+        async with Pool(driver=driver) as pool, pool.partitions(16, 32) as (p, q):
+            block = q.call.entered()
+            began = threading.Event()
 
-                def told(given: Any) -> object:
-                    return given.__cuda_array_interface__["stream"]
+            def leave_open() -> None:
+                block.__enter__()
+                began.wait(10)
 
-                def put() -> None:
-                    driver.wait_value(stream.handle, word.address, 1)
+            def sms() -> int | None:
+                call = current_call()
+                return None if call is None else call.sm_count
 
-                assert await p.run(told, buffer) == stream.address
-                job = p.run(put)
-                await anyio.sleep(1)
-                assert not job.is_done
-                word.array[0] = 1
-                await job
+            jobs = [p.run(leave_open), p.run(sms)]  # in one block of the lane's context
+            began.set()
+            await jobs[0]
+            assert [await jobs[1], await p.run(sms)] == [16, 16]
+            await p.run(block.__exit__, None, None, None)
+            assert await p.run(sms) == 16
 
     run(main)
+
+
+def test_a_fault_that_a_call_meets_poisons_it() -> None:
+    """Also where the call swallows what its own stream told it; the pool knows at once."""
+
+    async def main() -> None:
+        async with Pool(driver=driver) as pool:
+            with pytest.raises(greensched.Poisoned):
+                async with pool.partition(16) as p:
+                    await p.prepare(spin, CONFIG)
+                    context = p.context
+
+                    def call() -> None:
+                        stream = context.create_stream()
+                        with suppress(greensched.DeviceFault):
+                            greensched.launch(stream, CONFIG, spin, 1)
+                            stream.sync()
+                        stream.is_closed = True  # its context is dead, and closes nothing
+
+                    await p.run(call)
+            assert pool.fault is not None
+
+    clock = simulated.VirtualClock(seed=1)
+    driver = simulated.open("h200", clock=clock, faults=[Crash("spin")])
+    clock.run(main)
 
 
 def test_what_a_hook_is_concerned_with_lives_until_the_stream_is_done(hooks: list[Any]) -> None:
@@ -130,13 +158,11 @@ def test_what_a_hook_is_concerned_with_lives_until_the_stream_is_done(hooks: lis
     async def main(driver: Any) -> None:
         async with Pool(driver=driver) as pool, pool.partition(16) as p:
             around_calls(lambda call, given: lambda function: function())
+            stream = p._open().lane.runs.stream
             word = await p.empty_pinned(1, "u4")
             gone = weakref.ref(thing := Thing())
 
             def call(thing: Thing) -> None:
-                where = current_call()
-                assert where is not None
-                stream = where.stream
                 stream.context.driver.wait_value(stream.handle, word.address, 1)
 
             job = p.run(call, thing)

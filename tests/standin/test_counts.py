@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from greensched import Buffer, LaunchConfig, Partition, Pool, current_call
+from greensched import Buffer, LaunchConfig, Partition, Pool
 from greensched.kernels import fill
 from helpers.waiting import until
 from standin.conftest import Standin
@@ -155,18 +155,6 @@ def called(_: Pool, p: Partition, __: Buffer) -> Callable[[], Awaitable[object]]
     return work
 
 
-def called_with_its_stream(_: Pool, p: Partition, __: Buffer) -> Callable[[], Awaitable[object]]:
-    def look() -> None:
-        call = current_call()
-        assert call is not None
-        call.stream.check()
-
-    async def work() -> None:
-        await p.run(look)
-
-    return work
-
-
 def count(standin: Standin, folder: Path, what: Work) -> Counts:
     """What some work asks for, with kernels that take no time."""
     standin.set("inline", 1)
@@ -212,22 +200,14 @@ def test_a_short_job_costs_its_launch_and_a_mark(
     assert counts.loop in ({}, {"timer": 1 / TIMES})  # the safety look's
 
 
-@pytest.mark.parametrize(
-    ("what", "asked"), [(called, {}), (called_with_its_stream, {"cuStreamQuery": 1})]
-)
-def test_a_call_wakes_the_loop_once(
-    standin: Standin, tmp_path: Path, what: Work, asked: dict[str, float]
-) -> None:
-    """One hop back, one future; the driver is asked what is current, and for work on its stream.
-
-    For that only where somebody may have put some there: where the stream was handed out.
-    """
-    counts = count(standin, tmp_path, what)
+def test_a_call_wakes_the_loop_once(standin: Standin, tmp_path: Path) -> None:
+    """One hop back, and one future; the driver is asked what is current, and for its own work."""
+    counts = count(standin, tmp_path, called)
     each_time = {name: n for name, n in counts.driver.items() if name not in SWEEP}
     assert each_time == {
         "cuCtxGetCurrent": 2,  # before; whether more was pushed
         "cuCtxSetCurrent": 2,
-        **asked,
+        "cuStreamQuery": 1,
     }
     assert counts.loop["hop"] == 1
     assert counts.loop["future"] == 1
