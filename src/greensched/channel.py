@@ -215,15 +215,15 @@ class Channel:
         return lagging, list(behind)
 
 
-class Lease(Protocol):
-    """What is asked of a partition before anything is submitted."""
+class Holder(Protocol):
+    """Who submits: a partition, of which all that is asked is whether it may."""
 
     _channel: Channel | None
 
     def _ready(self) -> Channel: ...
 
 
-def ready(p: Lease) -> Channel:
+def ready(p: Holder) -> Channel:
     """The channel of a partition, with everything looked at that can be wrong with submitting.
 
     Raises:

@@ -16,7 +16,7 @@ from typing import Any
 from greensched import calling
 from greensched.arrays import Borrowed
 from greensched.buffers import Buffer, Owned, PinnedBuffer
-from greensched.channel import Channel, Lease, ready
+from greensched.channel import Channel, Holder, ready
 from greensched.completion import CAPTURE_STATUSES
 from greensched.errors import (
     Closed,
@@ -64,7 +64,7 @@ class Graph(Owned):
             (a, True) for a in given if isinstance(a, (Buffer, PinnedBuffer))
         )
 
-    def launch(self, p: Lease) -> Job[None]:
+    def launch(self, p: Holder) -> Job[None]:
         """Launches it on a partition's SMs and returns at once; in order, as `Partition.launch`.
 
         Where it was not captured for these SMs yet, that is done first, once, by the partition's
