@@ -16,10 +16,11 @@ if TYPE_CHECKING:
 
 def until_done(job: Job[T]) -> Generator[Any, None, T]:
     """See `Job.__await__`."""
-    if not job.is_done:
+    if not job.track.reached(job.ticket):
         while not job.is_done:
             yield from job.next_look().__await__()
+        return job.result()
     # On trio an await is a checkpoint, wait or not. To ask asyncio costs a system call.
-    elif "trio" in sys.modules and asyncio._get_running_loop() is None:
+    if "trio" in sys.modules and asyncio._get_running_loop() is None:
         yield from current_door().checkpoint().__await__()
-    return job.result()
+    return job.outcome()
