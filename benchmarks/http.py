@@ -163,7 +163,7 @@ class Load:
             "requests that wait": statistics.waiting,
             "SMs that are not free": statistics.sms_total - statistics.sms_free,
             "tasks": len(asyncio.all_tasks()),
-            "threads": threading.active_count(),
+            **Counter(f"thread {thread.name!r}" for thread in threading.enumerate()),
             "files": len(os.listdir("/proc/self/fd")),  # noqa: PTH208  iterdir keeps it open
         }
 
