@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
-from greensched import calls
 from greensched.buffers import Buffer, PinnedBuffer
 from greensched.calls import Call, surroundings
 from greensched.channel import Channel, Lagging, order_behind
@@ -31,7 +30,7 @@ def run(
     for buffer, _ in uses:
         buffer.check(channel.ordinal)
     where = channel.in_calls or _in_calls(channel)
-    arounds = surroundings(where, given) if calls.hooks else ()
+    arounds = surroundings(where, given)
     call: Callable[[], T] = partial(fn, *args, **kwargs) if given else fn
     for around in arounds:
         call = partial(around, call)

@@ -52,7 +52,7 @@ _current: ContextVar[Call | None] = ContextVar("greensched_call", default=None)
 
 #: Asked at each submission: told the call and its arguments, it says what to do around it.
 Hook = Callable[[Call, Sequence[object]], Around | None]
-hooks: list[Hook] = []
+_hooks: list[Hook] = []
 
 
 def current_call() -> Call | None:
@@ -103,13 +103,13 @@ def around_calls(hook: Hook) -> None:
     """
     if not callable(hook):
         raise InvalidRequest(f"{hook!r} is not to be called")
-    if hook not in hooks:
-        hooks.append(hook)
+    if hook not in _hooks:
+        _hooks.append(hook)
 
 
 def surroundings(call: Call, given: Sequence[object]) -> list[Around]:
     """What the hooks want to do around a call, asked where it is submitted."""
-    return [around for hook in hooks if (around := hook(call, given)) is not None]
+    return [around for hook in _hooks if (around := hook(call, given)) is not None]
 
 
 def set_current(call: Call | None) -> None:

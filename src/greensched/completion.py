@@ -60,12 +60,11 @@ logger = logging.getLogger("greensched")
 class Watch:
     """What is known of a track that has work outstanding."""
 
-    __slots__ = ("_last", "armed", "entries", "recorded")
+    __slots__ = ("armed", "entries", "recorded")
 
     def __init__(self) -> None:
-        #: (ticket, who to wake), by ticket; and the last ticket that there was.
+        #: (ticket, who to wake), by ticket.
         self.entries: deque[tuple[int, Wake]] = deque()
-        self._last = 0
         #: A thread sleeps until this ticket.
         self.armed: int | None = None
         #: The track's event captured everything up to this ticket.
@@ -74,10 +73,6 @@ class Watch:
     def add(self, ticket: int, wake: Wake) -> None:
         """Keeps the entries in the order of their tickets; most come in order."""
         entries = self.entries
-        if ticket >= self._last:
-            self._last = ticket
-            entries.append((ticket, wake))
-            return
         later = []
         while entries and ticket < entries[-1][0]:
             later.append(entries.pop())

@@ -294,7 +294,6 @@ class Crew:
         except Exception as error:  # the thread cannot be started, the context entered or left
             made = made or calls.popleft()
             made[1].fail(error)
-        set_current(None)
         if made is not None:
             self._made(made)
         if calls:  # behind one that could not be made: they try for themselves
@@ -303,7 +302,7 @@ class Crew:
     def _call(self, call: _Call) -> None:
         function, job, _, where = call
         lane = self.lane
-        set_current(where)  # each time: the one before may have left another
+        set_current(where)
         try:
             if not lane.launches.is_idle:
                 lane.runs.order_behind(lane.launches)
@@ -312,6 +311,8 @@ class Crew:
                 job.succeed(value)
         except BaseException as error:
             job.fail(error)
+        finally:  # not once for many: without a thread it is the caller's that fails them
+            set_current(None)
 
     def _made(self, call: _Call) -> None:
         """The callable has returned: its ticket comes when what it left on the stream is done."""

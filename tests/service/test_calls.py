@@ -26,7 +26,7 @@ CONFIG = LaunchConfig(grid=16, block=1024)
 def hooks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The hooks, put back afterwards."""
     fresh: list[Any] = []
-    monkeypatch.setattr(calls, "hooks", fresh)
+    monkeypatch.setattr(calls, "_hooks", fresh)
     return fresh
 
 

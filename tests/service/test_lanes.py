@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from greensched import CUDAError, Device, LaunchConfig, Pool
+from greensched.calls import current_call
 from greensched.driver import simulated
 from greensched.driver.simulated import Fail
 from greensched.kernels import fill, spin
@@ -184,7 +185,7 @@ def test_a_refused_order_fails_one_job() -> None:
 
 
 def test_no_thread_fails_one_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no thread can be started what needs one fails, and the lane goes on."""
+    """Where no thread can be started what needs one fails; the lane and its caller go on."""
     driver = simulated.open("h200")
 
     def refuse(*_: Any) -> None:
@@ -194,7 +195,9 @@ def test_no_thread_fails_one_job(monkeypatch: pytest.MonkeyPatch) -> None:
         async with Pool(driver=driver) as pool, pool.partition(8) as p:
             with monkeypatch.context() as patch:
                 patch.setattr(driver, "start_thread", refuse)
-                upload, call = p.upload(BIG), p.run(lambda: 1)
+                with p.call.entered() as here:
+                    upload, call = p.upload(BIG), p.run(lambda: 1)
+                    assert current_call() is here
             for job in (upload, call):
                 with pytest.raises(RuntimeError, match="new thread"):
                     await job
