@@ -11,10 +11,10 @@ How a loop learns that the device is done (figures and reasons in docs/completio
    comes after 1 ms and backs off with how long it has been: a wake-up that starved or was lost
    costs little, never a hang.
 
-The safety look is also the *sweep*: after a device fault no ticket is ever written, and only a
-question to the driver says so. A busy loop, which looks every turn and never sleeps, sweeps
-every 50 ms. While any ticket is outstanding, awaited or not, there is a safety look; while none
-is, there is no timer at all.
+The safety look is also the *sweep*, once in a millisecond at most: after a device fault no ticket
+is ever written, and only a question to the driver says so. A busy loop, which looks every turn and
+never sleeps, sweeps every 50 ms. While any ticket is outstanding, awaited or not, there is a safety
+look; while none is, there is no timer at all.
 
 Under virtual time the driver calls `_look` whenever the device progressed, and 2 and 3 are idle.
 
@@ -282,7 +282,8 @@ class Completion:
             self._record(track, watch)
             if watch.entries and watch.armed is None and watch.recorded is not None:
                 self._arm(track, watch)
-        self._sweep()
+        if time.perf_counter() - self._swept > SAFETY_S:  # with many lanes it sleeps often
+            self._sweep()
         since = self._driver.time() - self._progress
         self._appoint(min(SAFETY_MOST_S, max(SAFETY_S, since * SAFETY_PART)))
 

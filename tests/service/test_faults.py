@@ -153,6 +153,23 @@ def test_a_fault_on_the_real_clock_is_noticed() -> None:
     anyio.run(noticed, simulated.open("h200", faults=[Crash("spin")]))
 
 
+def test_who_sleeps_often_asks_no_oftener(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a loop goes to sleep for each job the driver is asked by time, not for each."""
+    monkeypatch.setattr("greensched.completion.SAFETY_S", 60.0)
+    driver = simulated.open("h200")
+    driver.spin_budget = 0.0  # it sleeps at once
+
+    async def main() -> None:
+        async with Pool(driver=driver, prepare=[spin]) as pool, pool.partition(8) as p:
+            asked, slept = (driver.script.calls[f"{it}_event"] for it in ("query", "synchronize"))
+            for _ in range(20):
+                await p.launch(spin, ONE, 1_000_000)
+            assert driver.script.calls["synchronize_event"] >= slept + 10  # or this shows nothing
+            assert driver.script.calls["query_event"] <= asked + 1
+
+    anyio.run(main)
+
+
 @pytest.mark.parametrize("fault", [Fail("copy_to_host", status="INVALID_VALUE"), Crash("saxpy")])
 def test_a_failed_download_leaves_its_array_alone(clock: Any, fault: Fail | Crash) -> None:
     """Where the copy was refused, or the device failed before it, `out` holds what it held."""
