@@ -81,6 +81,7 @@ class Load:
         self.driver, self.most = driver, example.MAX_WAITING
         self.pool = Pool(driver=driver, max_waiting=self.most, prepare=[reduce_sum])
         self.app = example.create_app(self.pool)
+        self.summed = example.summed
         #: Requests at work at once; what was alive on the device at last, while the pool was open.
         self.at_once = self.alive = 0
         #: The start and the end of each kernel, in seconds of the driver's clock.
@@ -169,13 +170,16 @@ class Load:
 
     async def _use_every_lane(self) -> None:
         """A lane's threads begin with its first use, and memory comes back when some is taken."""
+        lanes = []
         async with contextlib.AsyncExitStack() as held:
             with contextlib.suppress(WouldBlock):
                 while True:
                     p = await held.enter_async_context(self.pool.partition_nowait(16))
-                    (await p.upload(np.zeros(1))).close()
                     await p.run(int)
                     await p.checkpoint()  # by the mover, which else comes when memory must grow
+                    lanes.append(p)
+            # Long enough for a thread to sleep meanwhile: those who came so far may have had fewer.
+            await asyncio.gather(*(self.summed(p, np.zeros(1, np.float32)) for p in lanes))
 
     async def _kill(self, address: str, number: int, rate: float) -> Row:
         """How long after their running jobs' end the SMs of killed clients were free."""
