@@ -81,7 +81,7 @@ def test_what_was_bound_before_is_bound_anew(world: World) -> None:
                     assert (await p.download(y) == 3).all()
             del old, bounds, bound
             gc.collect()
-            await until(lambda: gone() is None)  # the loop's next look lets go of its jobs
+            await until(lambda: gone() is None)  # the mover, still telling of it, may have it
 
     world.run(main)
 
