@@ -9,7 +9,6 @@ one store.
 from __future__ import annotations
 
 import ctypes
-import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from numbers import Number
@@ -28,14 +27,9 @@ from greensched.errors import (
     NotSimulable,
 )
 from greensched.kernels import Kernel
-from greensched.stream import Stream, Track
+from greensched.packing import FORMATS, packer
+from greensched.stream import Stream
 from greensched.typing import DeviceFacts, Dim3, KernelHandle, Parameter
-
-#: memoryview formats of numpy's scalar codes. Half floats and structures have none.
-_FORMATS = {
-    "f4": "f", "f8": "d", "i1": "b", "u1": "B", "i2": "h", "u2": "H", "i4": "i", "u4": "I",
-    "i8": "q", "u8": "Q",
-}  # fmt: skip
 
 #: Shared memory of a block, static and dynamic, beyond which a kernel must be allowed it. Source:
 #: cuda.h, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES: its default is this less the static.
@@ -120,12 +114,11 @@ class Arguments:
     __slots__ = (
         "_device",
         "_kernel",
-        "_pack",
-        "_pointers",
         "_setters",
         "_slots",
         "address",
         "buffers",
+        "pack",
     )
 
     def __init__(self, kernel: Kernel, device: int) -> None:
@@ -149,52 +142,8 @@ class Arguments:
             self._setter(i, parameter, memory, offset)
             for i, (parameter, offset) in enumerate(zip(parameters, offsets, strict=True))
         )
-        #: For `pack`: which are pointers, to what, and whether the kernel writes there.
-        self._pointers = tuple(
-            (i, None if p.dtype == "V1" else np.dtype(p.dtype), not p.const)
-            for i, p in enumerate(parameters)
-            if p.pointer
-        )
-        #: All values at once; None where one is of a kind that `struct` does not know.
-        self._pack = _packer(parameters)
-
-    def pack(self, values: Sequence[Any], track: Track, ticket: int) -> bool:
-        """The usual case at once: numbers, and buffers that only this track has ever used.
-
-        They are noted as used up to the ticket. False: something is unusual, perhaps wrong; what
-        it is, `fill` says.
-        """
-        if self._pack is None or len(values) != len(self._setters):
-            return False
-        numbers = list(values)
-        try:
-            for index, dtype, write in self._pointers:
-                buffer = values[index]
-                if buffer.sole is not track or buffer.is_closed:
-                    break
-                memory = buffer.memory
-                if memory.is_closed or memory.fault is not None:
-                    break
-                if buffer.dtype is not dtype and dtype is not None:
-                    break
-                (buffer.writers if write else buffer.readers)[track] = ticket
-                numbers[index] = buffer.address
-            else:
-                self._pack(self._slots, 0, *numbers)
-                return True
-        except (AttributeError, TypeError, ValueError, OverflowError, struct.error):
-            pass
-        self._take_back(values, track, ticket)
-        return False
-
-    def _take_back(self, values: Sequence[Any], track: Track, ticket: int) -> None:
-        """Who was noted for a ticket that may never come is so for the one before."""
-        for index, _, write in self._pointers:
-            buffer = values[index]
-            if isinstance(buffer, Buffer):
-                uses = buffer.writers if write else buffer.readers
-                if uses.get(track) == ticket:
-                    uses[track] = ticket - 1
+        #: The usual case at once; see `packer`.
+        self.pack = packer(parameters, self._slots)
 
     def fill(self, values: Sequence[object]) -> None:
         """Sets all of them.
@@ -250,7 +199,7 @@ class Arguments:
             return error  # one of ours, which says more
         parameter = self._kernel.parameters[index]
         problem = str(error)
-        if not parameter.pointer and parameter.dtype in _FORMATS:  # memoryview speaks of formats
+        if not parameter.pointer and parameter.dtype in FORMATS:  # memoryview speaks of formats
             kind = np.dtype(parameter.dtype).name
             problem = f"must be a {'' if kind.startswith('float') else 'whole '}number, of {kind}"
         return ArgumentMismatch(
@@ -264,8 +213,8 @@ class Arguments:
         place = memory[offset : offset + parameter.size]
         if parameter.pointer:
             return self._pointer_setter(index, parameter, place.cast("Q"))
-        if parameter.dtype in _FORMATS:
-            slot = place.cast(_FORMATS[parameter.dtype])  # type: ignore[call-overload]  # any format
+        if parameter.dtype in FORMATS:
+            slot = place.cast(FORMATS[parameter.dtype])  # type: ignore[call-overload]  # any format
 
             def scalar(value: Any) -> None:
                 slot[0] = value
@@ -291,17 +240,6 @@ class Arguments:
             buffers[index] = (value, write)
 
         return pointer
-
-
-def _packer(parameters: Sequence[Parameter]) -> Callable[..., None] | None:
-    """Stores all values, each in its slot of 8 bytes."""
-    form = "="
-    for parameter in parameters:
-        code = "Q" if parameter.pointer else _FORMATS.get(parameter.dtype)
-        if code is None:
-            return None
-        form += f"{code}{8 - struct.calcsize('=' + code)}x"
-    return struct.Struct(form).pack_into
 
 
 def _borrowed(value: Any, dtype: np.dtype[Any] | None, *, write: bool) -> Borrowed:
