@@ -114,4 +114,5 @@ def surroundings(call: Call, given: Sequence[object]) -> list[Around]:
 
 def set_current(call: Call | None) -> None:
     """What `current_call()` is on this thread from here on: one of ours, which makes calls."""
-    _current.set(call)
+    if _current.get() is not call:
+        _current.set(call)

@@ -291,6 +291,7 @@ class Crew:
                             self._made(made)
                         made = calls.popleft()
                         self._call(made)
+                    set_current(None)
         except Exception as error:  # the thread cannot be started, the context entered or left
             made = made or calls.popleft()
             made[1].fail(error)
@@ -311,8 +312,6 @@ class Crew:
                 job.succeed(value)
         except BaseException as error:
             job.fail(error)
-        finally:  # not once for many: without a thread it is the caller's that fails them
-            set_current(None)
 
     def _made(self, call: _Call) -> None:
         """The callable has returned: its ticket comes when what it left on the stream is done."""
