@@ -109,6 +109,8 @@ def around_calls(hook: Hook) -> None:
 
 def surroundings(call: Call, given: Sequence[object]) -> list[Around]:
     """What the hooks want to do around a call, asked where it is submitted."""
+    if not _hooks:
+        return []
     return [around for hook in _hooks if (around := hook(call, given)) is not None]
 
 
