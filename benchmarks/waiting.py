@@ -13,6 +13,7 @@ import gc
 import json
 import random
 import tracemalloc
+from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
@@ -21,17 +22,19 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import lanes
 from benchmarks.byhand import CONFIG, ITEMS, SMS, arguments
 from benchmarks.measure import Comparison, Row, Samples, table
-from greensched import Pool
+from greensched import Job, Pool
 from greensched import driver as drivers
 from greensched.driver.base import Driver
 from greensched.kernels import saxpy, spin
 
 #: Tasks that wait.
 MANY = 10_000
-#: Jobs in flight meanwhile, of as many lanes as there are.
-IN_FLIGHT = 1000
+#: Jobs in flight meanwhile, of so many leases; each takes a millisecond (JOB_S), on a stand-in too.
+IN_FLIGHT, LEASES, JOB_S = 1000, 8, 1e-3
+JOB = lanes.SPIN[lanes.LENGTHS_MS.index(1e3 * JOB_S)]
 #: Of 10,000: so many are cancelled, one at a time.
 CANCELLED = 200
 ROUNDS = 5
@@ -43,7 +46,7 @@ JOBS = 1_000_000
 
 async def measure(driver: Driver, jobs: int = JOBS) -> list[Row]:
     """Rows with their bars."""
-    async with Pool([0], driver=driver, prepare=[saxpy, spin], max_waiting=MANY) as pool:
+    async with Pool([0], driver=driver, prepare=[saxpy, spin, JOB], max_waiting=MANY) as pool:
         return [
             await _queued_and_granted(pool),
             *[await _cancelled(pool, which) for which in _CHOICES],
@@ -198,7 +201,7 @@ async def _heartbeat(pool: Pool) -> Row:
     for _ in range(WINDOWS):
         found.theirs.append(await _beats())
         over = asyncio.Event()
-        workers = [asyncio.create_task(_flying(pool, over)) for _ in range(8)]
+        workers = [asyncio.create_task(_flying(pool, over)) for _ in range(LEASES)]
         await asyncio.sleep(0.05)
         tasks = await _waiting(lambda: _for_sms(pool))
         found.ours.append(await _beats())
@@ -210,14 +213,14 @@ async def _heartbeat(pool: Pool) -> Row:
 
 
 async def _flying(pool: Pool, over: asyncio.Event) -> None:
-    """A lease that always has its part of the jobs in flight."""
+    """A lease that always has its part of the jobs in flight, and awaits each."""
     async with pool.partition(SMS) as p:
-        with await p.empty(ITEMS) as buffer:
-            bound = p.bind(saxpy, CONFIG, *arguments(buffer))
-            while not over.is_set():
-                jobs = [bound.submit() for _ in range(min(IN_FLIGHT // 8, 60))]
-                await jobs[-1]
-                await asyncio.sleep(1e-3)
+        bound = p.bind(JOB, CONFIG, round(JOB_S * 1e9))
+        flight: deque[Job[None]] = deque()
+        while not over.is_set():
+            while len(flight) < IN_FLIGHT // LEASES:
+                flight.append(bound.submit())
+            await flight.popleft()
 
 
 # -- flat -------------------------------------------------------------------------------------
