@@ -134,7 +134,7 @@ class Parking:
     def _hand_over(self, channel: Channel, scheduler: Scheduler) -> list[Request]:
         """Gives a lease to who is next, if he waits for just that on the same loop.
 
-        Returns who is granted by that. Whoever calls holds the lock.
+        Returns him. Whoever calls holds the lock.
         """
         holding = channel.holding
         first = scheduler.next_for(holding.lease)
@@ -144,7 +144,8 @@ class Parking:
         if not isinstance(queued, Queued) or queued.completion is not holding.completion:
             return []
         queued.handed = channel
-        return scheduler.hand_over(self._time(), holding.lease, first)
+        scheduler.hand_over(self._time(), holding.lease, first)
+        return [first]
 
     def clear(self) -> tuple[list[Channel], int]:
         """All that is parked: it is over, and to be given back. Whoever calls holds the lock.

@@ -251,11 +251,8 @@ class Scheduler(Granting):
         is_kept_out = self._reserved is not None and self._reserved[0] is not first
         return None if is_known or is_kept_out else first
 
-    def hand_over(self, now: float, lease: Lease, request: Request) -> list[Request]:
-        """Who is `next_for` a lease has it from now on, as if it had been drained.
-
-        Returns who is granted by that, of whom he is the first.
-        """
+    def hand_over(self, now: float, lease: Lease, request: Request) -> None:
+        """Who is `next_for` a lease has it from now on, as if it had been drained: he alone."""
         lease.request.leases = ()
         lease.request = request
         lease.begin(now)
@@ -263,12 +260,12 @@ class Scheduler(Granting):
         request.leases = (lease,)
         request.state = GRANTED
         self._granted += 1
-        granted = [request]
         self._advance(request, now)
-        self._serve_only(request.line, self._most_free(), now, granted)
+        following = request.line.first()
+        if following is not None and (self._most_free() or self.ground.is_shared):
+            self._blocked(following, now, is_first=True)  # what is free is no more than it was
         if self._is_untidy():
             self._tidy()
-        return granted
 
     def drained(self, now: float, lease: Lease) -> list[Request]:
         """All work of a lease is done: its cells are free. Returns who is granted by that."""
