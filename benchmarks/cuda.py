@@ -67,6 +67,7 @@ def measure(folder: str) -> list[Row]:
             for row in _in_a_process(folder, settings, "benchmarks.waking", "--waits", _WAITS)
         ),
         *_in_a_process(folder, _HANGING, "benchmarks.lanes"),
+        *_in_a_process(folder, _NO_TIME, "benchmarks.waiting", "--driver", "cuda"),
     ]
 
 
