@@ -178,7 +178,7 @@ class Load:
                     await p.run(int)
                     await p.checkpoint()  # by the mover, which else comes when memory must grow
                     lanes.append(p)
-            # Long enough for a thread to sleep meanwhile: those who came so far may have had fewer.
+            # For long enough that threads sleep meanwhile: who came so far may not have used each.
             await asyncio.gather(*(self.summed(p, np.zeros(1, np.float32)) for p in lanes))
 
     async def _kill(self, address: str, number: int, rate: float) -> Row:

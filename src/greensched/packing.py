@@ -60,7 +60,7 @@ def packer(parameters: tuple[Parameter, ...], slots: object) -> Pack:
     return pack
 
 
-@lru_cache(maxsize=1024)  # of signatures: a program's kernels have few
+@lru_cache(maxsize=1024)  # who makes kernels without end keeps no more than these
 def _bind(parameters: tuple[Parameter, ...]) -> Callable[[object], Pack]:
     form = "="
     for parameter in parameters:
