@@ -8,8 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from greensched import ArgumentMismatch, Program
 from greensched.kernels import Parameter
+from greensched.launcher import Arguments
 from greensched.packing import FORMATS, packer
 
 SIGNATURE = (
@@ -92,3 +96,33 @@ def test_without_parameters_nothing_is_stored() -> None:
     """A kernel that takes nothing is the usual case, given nothing."""
     assert packer((), slots(1))((), TRACK, TICKET)
     assert not packer((), slots(1))((1,), TRACK, TICKET)
+
+
+VALUES = st.one_of(
+    st.integers(-(2**65), 2**65),
+    st.integers(-300, 300),
+    st.floats(),
+    st.booleans(),
+    st.sampled_from(
+        ["1", None, b"1", 1j, np.float32(1.5), np.int8(-1), np.uint64(2**63), np.True_]
+    ),
+)
+
+
+@given(st.lists(st.tuples(st.sampled_from([*FORMATS, "f2", "b1"]), VALUES), max_size=6))
+def test_what_is_stored_is_what_fill_stores(pairs: list[tuple[str, Any]]) -> None:
+    """Whatever the numbers are: both store the same, or `fill` has the word."""
+    parameters = tuple(Parameter(f"p{i}", dtype) for i, (dtype, _) in enumerate(pairs))
+    values = [value for _, value in pairs]
+    arguments = Arguments(Program("").kernel("f", parameters=parameters), 0)
+    memory = slots(len(pairs) + 1)
+    with np.errstate(all="ignore"):
+        is_stored = packer(parameters, memory)(values, TRACK, TICKET)
+        try:
+            arguments.fill(values)
+        except ArgumentMismatch:
+            assert not is_stored
+            return
+    if is_stored:
+        filled = (ctypes.c_uint64 * len(pairs)).from_buffer(arguments._slots)
+        assert bytes(filled) == bytes(memory)[: 8 * len(pairs)]
