@@ -163,7 +163,7 @@ def test_who_sleeps_often_asks_no_oftener(monkeypatch: pytest.MonkeyPatch) -> No
         async with Pool(driver=driver, prepare=[spin]) as pool, pool.partition(8) as p:
             asked, slept = (driver.script.calls[f"{it}_event"] for it in ("query", "synchronize"))
             for _ in range(20):
-                await p.launch(spin, ONE, 1_000_000)
+                await p.launch(spin, ONE, 3_000_000)
             assert driver.script.calls["synchronize_event"] >= slept + 10  # or this shows nothing
             assert driver.script.calls["query_event"] <= asked + 1
 
