@@ -12,8 +12,8 @@ import anyio
 
 from greensched.channel import Channel
 from greensched.completion import Completion
+from greensched.loops import Waiter
 from greensched.planning.requests import Request
-from greensched.waiting import Queued
 
 H = TypeVar("H")
 
@@ -35,7 +35,7 @@ class Asked(Grantor, Protocol):
     def leave(self, request: Request) -> None: ...
     def forsake(self, request: Request) -> None: ...
     def checkpoint(self, channel: Channel, cost: Any, deadline: Any) -> Channel: ...
-    def until_none(self, completion: Completion) -> Queued | None: ...
+    def until_none(self, completion: Completion) -> Waiter | None: ...
 
 
 class Asker(ABC, Generic[H]):
@@ -93,8 +93,8 @@ class Asker(ABC, Generic[H]):
         if isinstance(asked, tuple):
             return self._have(asked)
         try:
-            await asked.owner.waiter
-            channels = desk.claim(asked)
+            await asked.waiter
+            return self._have(desk.claim(asked))
         except BaseException as error:
             self._is_entered = False
             if isinstance(error, GeneratorExit):
@@ -102,9 +102,6 @@ class Asker(ABC, Generic[H]):
             else:
                 desk.leave(asked)
             raise
-        finally:
-            completion.waiting -= 1
-        return self._have(channels)
 
 
 async def wait_for_leases(desk: Asked, grace: float) -> None:
@@ -113,7 +110,7 @@ async def wait_for_leases(desk: Asked, grace: float) -> None:
     completion.queued()  # so that it tends: a loop may close meanwhile
     try:
         with anyio.move_on_after(grace):
-            while (queued := desk.until_none(completion)) is not None:
-                await queued.waiter
+            while (waiter := desk.until_none(completion)) is not None:
+                await waiter
     finally:
         completion.waiting -= 1

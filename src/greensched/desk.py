@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
+from typing import Final
 
 from greensched.buffers import Allowance
 from greensched.channel import Channel
@@ -31,7 +32,7 @@ from greensched.errors import (
     PoolClosed,
 )
 from greensched.holding import Holding
-from greensched.loops import Door, current_door
+from greensched.loops import Door, Waiter, current_door
 from greensched.parking import Parking
 from greensched.planning.placement import Placement
 from greensched.planning.policy import Policy
@@ -40,7 +41,7 @@ from greensched.planning.scheduler import Scheduler
 from greensched.planning.services import ServiceClass
 from greensched.site import Site, index_of
 from greensched.standing import PoolState, PoolStatistics
-from greensched.waiting import Queued, take_handed, tell, tell_all
+from greensched.waiting import expect, take_handed, tell, tell_all, waits_no_more
 from greensched.wishes import Wish, checked_cost, checked_deadline
 from greensched.worker import Crew, Worker
 
@@ -49,8 +50,9 @@ logger = logging.getLogger("greensched")
 #: While requests wait, closed loops are looked for so often.
 TEND_S = 0.050
 #: Looked up for every lease: a name of a module is found faster than members of an enum.
-OPEN, FORKED = PoolState.OPEN, PoolState.FORKED
-WORKING = (PoolState.OPENING, OPEN, PoolState.CLOSING)
+OPEN: Final = PoolState.OPEN
+FORKED: Final = PoolState.FORKED
+WORKING: Final = (PoolState.OPENING, OPEN, PoolState.CLOSING)
 
 
 class Desk:
@@ -77,7 +79,7 @@ class Desk:
         self._making_at: Site | None = None
         #: Whose requests are queued, or granted and not claimed yet.
         self._asking: dict[Request, Door] = {}
-        self._waiting_for_none: list[Queued] = []
+        self._waiting_for_none: list[tuple[Door, Waiter]] = []
         #: Requests of tasks that were collected while they waited: the next caller gives them up.
         self._forsaken: deque[Request] = deque()
         self._parking = Parking(self.lock, self._free, self._tell_freed, driver.time)
@@ -125,7 +127,7 @@ class Desk:
     def ask(self, wish: Wish, completion: Completion) -> tuple[Channel, ...] | Request:
         """A grant at once, or a request that is queued, whose owner is told when to `claim`.
 
-        Whoever does not wait for it any more has it `leave`, and counts down `completion.waiting`.
+        Whoever does not wait for it any more has it `leave`.
 
         Raises:
             TooManySMs, WouldDeadlock: it can never be, or not any more.
@@ -133,13 +135,18 @@ class Desk:
             PoolClosed, Poisoned, ForkedPool: nothing is granted any more.
         """
         self._give_up_forsaken()
-        with self.lock:
+        self.lock.acquire()  # not `with`: compiled, that is a third of the price
+        try:
             request = self._request(wish, completion, wait=True)
             others = self.scheduler.resized(request)
-            channels = self._claim(request, completion)
-            if not channels:
+            if request.leases:
+                channels = self._claim(request, completion)
+            else:
+                channels = ()
                 self._asking[request] = completion.door
-                request.owner = Queued(completion)
+                expect(request, completion)
+        finally:
+            self.lock.release()
         self._deliver(others)
         if channels:
             return channels
@@ -153,13 +160,18 @@ class Desk:
             DeadlineExceeded, TooManySMs, CUDAError: why it was not.
             PoolClosed, Poisoned, ForkedPool: nothing is granted any more.
         """
-        queued = request.owner
-        assert isinstance(queued, Queued)
-        if queued.error is not None:
-            raise queued.error
-        with self.lock:
+        if isinstance(request.answer, Exception):
+            raise request.answer
+        completion = request.owner
+        assert isinstance(completion, Completion)
+        self.lock.acquire()
+        try:
             self.check()
-            return self._claim(request, queued.completion)
+            channels = self._claim(request, completion)
+        finally:
+            self.lock.release()
+        waits_no_more(request)
+        return channels
 
     def acquire_nowait(self, wish: Wish) -> tuple[Channel, ...]:
         """A grant at once, on lanes that are made; raises `WouldBlock` and what `ask` does."""
@@ -362,10 +374,15 @@ class Desk:
 
     def forsake(self, request: Request) -> None:
         """The collector ended who waited: the next caller gives it up."""
+        waits_no_more(request)
         self._forsaken.append(request)
 
     def leave(self, request: Request) -> None:
         """Somebody does not want his request any more, queued or granted."""
+        waits_no_more(request)
+        self._give_up(request)
+
+    def _give_up(self, request: Request) -> None:
         if self.state is FORKED:
             return
         with self.lock:
@@ -379,7 +396,7 @@ class Desk:
         """
         while self._forsaken:
             with suppress(IndexError):  # another thread was first
-                self.leave(self._forsaken.popleft())
+                self._give_up(self._forsaken.popleft())
 
     def _drop(self, request: Request) -> list[Request]:
         """Ends a request that is queued, or granted and not claimed. Holds the lock.
@@ -423,7 +440,7 @@ class Desk:
     def _deliver(self, granted: list[Request]) -> None:
         """Tells who is granted, or never will be; what a closed loop is granted goes to others."""
         for request in granted:  # it grows meanwhile
-            if isinstance(request.owner, Queued) and not request.owner.tell():
+            if not tell(request):
                 with self.lock:
                     granted += self._drop(request)
         if self.scheduler.hopeless:
@@ -433,8 +450,8 @@ class Desk:
         if self._waiting_for_none and self.scheduler.is_idle:
             with self.lock:
                 told, self._waiting_for_none = self._waiting_for_none, []
-            for queued in told:
-                queued.tell()
+            for door, waiter in told:
+                door.wake_threadsafe(waiter)
 
     def _tend(self) -> float:
         """While requests wait: passed deadlines, and loops that closed with leases in hand."""
@@ -510,7 +527,7 @@ class Desk:
 
     @property
     def _works(self) -> bool:
-        return self.state in WORKING
+        return self.state is OPEN or self.state in WORKING
 
     def refusal(self) -> GreenschedError:
         """Why nothing is granted."""
@@ -546,14 +563,14 @@ class Desk:
         for request in waiting:
             tell(request, PoolClosed("this pool", "closing"))
 
-    def until_none(self, completion: Completion) -> Queued | None:
+    def until_none(self, completion: Completion) -> Waiter | None:
         """Who is told once every cell is free, unless all are, or never will be."""
         with self.lock:
             if self.scheduler.is_idle or self.state is not PoolState.CLOSING:
                 return None
-            queued = Queued(completion)
-            self._waiting_for_none.append(queued)
-            return queued
+            waiter = completion.door.create_waiter()
+            self._waiting_for_none.append((completion.door, waiter))
+            return waiter
 
     @property
     def is_held_up(self) -> bool:
@@ -588,8 +605,8 @@ class Desk:
         with self.lock:
             holdings, completions = tuple(self.holdings), tuple(self._completions.values())
             told, self._waiting_for_none = self._waiting_for_none, []
-        for queued in told:
-            queued.tell()
+        for door, waiter in told:
+            door.wake_threadsafe(waiter)
         for holding in holdings:
             holding.end_bound()
             holding.completion.door.call_threadsafe(holding.let_go)

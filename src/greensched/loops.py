@@ -18,14 +18,16 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from greensched.errors import NoLoop
 from greensched.running import running_trio
 from greensched.trio_tasks import TaskTicker, TaskWaiter, outlast
 
 #: A task that asks for a thread, and that thread. Tasks started by it ask for themselves.
-asker: ContextVar[tuple[object, object] | None] = ContextVar("greensched asker", default=None)
+asker: Final[ContextVar[tuple[object, object] | None]] = ContextVar(
+    "greensched asker", default=None
+)
 
 #: What one task awaits until its door wakes it: a future of asyncio, or trio's `TaskWaiter`.
 Waiter = Awaitable[None]
@@ -49,6 +51,7 @@ class Door(ABC):
         self.always_yields = always_yields
         #: The running task.
         self.current_task = current_task
+        self._ident = threading.get_ident()
 
     @property
     @abstractmethod
@@ -60,8 +63,17 @@ class Door(ABC):
         """Something for one task to await."""
 
     @abstractmethod
-    def wake(self, waiter: Any) -> None:
-        """Wakes who awaits it, or will. On the loop's thread, any number of times."""
+    def wake(self, waiter: Any) -> bool:
+        """Wakes who awaits it, or will. On the loop's thread, any number of times.
+
+        False if the loop is over.
+        """
+
+    def wake_threadsafe(self, waiter: Any) -> bool:
+        """The same from whatever thread."""
+        if threading.get_ident() == self._ident:
+            return self.wake(waiter)
+        return self.call_threadsafe(functools.partial(self.wake, waiter))
 
     @abstractmethod
     def create_ticker(self, step: Callable[[], None]) -> Ticker:
@@ -120,9 +132,14 @@ class AsyncioDoor(Door):
         waiter: Waiter = self._create_future()
         return waiter
 
-    def wake(self, waiter: Any) -> None:
-        if not waiter.done():
+    def wake(self, waiter: Any) -> bool:
+        if waiter.done():
+            return not self.is_closed
+        try:
             waiter.set_result(None)
+        except RuntimeError:  # closed: asked by trying, which is half the price
+            return False
+        return True
 
     def create_ticker(self, step: Callable[[], None]) -> Ticker:
         return _HandleTicker(self.loop, step)
@@ -158,8 +175,10 @@ class TrioDoor(Door):
     def create_waiter(self) -> Waiter:
         return TaskWaiter(self._trio)
 
-    def wake(self, waiter: Any) -> None:
-        waiter.wake()
+    def wake(self, waiter: Any) -> bool:
+        if not self._over:
+            waiter.wake()
+        return not self._over
 
     def create_ticker(self, step: Callable[[], None]) -> Ticker:
         return TaskTicker(self._trio, step)
@@ -178,9 +197,9 @@ class TrioDoor(Door):
 
 # -- the running one --------------------------------------------------------------------------
 
-#: What a thread remembers: the loop it met last (`key`) and its `door`, once there was one, and the
-#: `doors` of every loop it has run that is not closed.
-_mine: Any = threading.local()
+#: What a thread remembers: the loop it `met` last and its door, once there was one, and the `doors`
+#: of every loop it has run that is not closed.
+_mine: Final[Any] = threading.local()
 
 
 def current_door() -> Door:
@@ -196,11 +215,11 @@ def current_door() -> Door:
         if trio is None:
             raise NoLoop
         key = trio.lowlevel.current_trio_token()
-    if getattr(_mine, "key", None) is not key:
+    met: tuple[Any, Door] | None = getattr(_mine, "met", None)
+    if met is None or met[0] is not key:
         doors: dict[Any, Door] = getattr(_mine, "doors", {})
         _mine.doors = {k: door for k, door in doors.items() if not door.is_closed}
         if key not in _mine.doors:
             _mine.doors[key] = AsyncioDoor(key) if trio is None else TrioDoor(trio)
-        _mine.door, _mine.key = _mine.doors[key], key
-    door: Door = _mine.door
-    return door
+        met = _mine.met = key, _mine.doors[key]
+    return met[1]

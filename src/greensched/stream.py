@@ -13,7 +13,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Protocol, TypeVar
 
 from greensched.driver.base import Driver
 from greensched.errors import Closed, CUDAError, InvalidRequest, WrongContext, run_all
@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # they stand side by side, and neither needs the other to run
     from greensched.resources import DeviceResources
 
 #: What streams write of a ticket: its lowest 32 bits. There are never 2**32 in flight.
-MASK = 0xFFFFFFFF
+MASK: Final = 0xFFFFFFFF
 #: A priority is a signed 32-bit number. Source: cuda.h, cuStreamCreateWithPriority.
 PRIORITIES = 2**31
 #: The default stream of the calling thread. Source: cuda.h, CU_STREAM_PER_THREAD.

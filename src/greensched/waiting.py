@@ -1,53 +1,42 @@
-"""Tasks that wait to be told something by the desk, each on its own loop."""
+"""Tasks that wait to be told something by the desk, each on its own loop.
+
+Whoever asks is a request's `owner`, by his loop's view of the work, and awaits its `waiter`.
+"""
 
 from __future__ import annotations
 
 from contextlib import suppress
-from functools import partial
-from threading import get_ident
 
 from greensched.channel import Channel
 from greensched.completion import Completion
-from greensched.loops import Waiter
 from greensched.planning.requests import Request
 
 
-class Queued:
-    """A task that waits to be told something, on its own loop."""
-
-    __slots__ = ("completion", "error", "handed", "thread", "waiter")
-
-    def __init__(self, completion: Completion) -> None:
-        self.completion = completion
-        self.thread = get_ident()
-        self.waiter: Waiter = completion.door.create_waiter()
-        self.error: Exception | None = None
-        #: What it is granted and has not claimed, if that is another's lease as it is.
-        self.handed: Channel | None = None
-
-    def tell(self, error: Exception | None = None) -> bool:
-        """Wakes it, from whatever thread; False if its loop is closed."""
-        self.error = error
-        door = self.completion.door
-        if get_ident() == self.thread and not door.is_closed:
-            door.wake(self.waiter)
-            return True
-        return door.call_threadsafe(partial(door.wake, self.waiter))
+def expect(request: Request, completion: Completion) -> None:
+    """Somebody on the running loop is going to wait for a request."""
+    request.owner = completion
+    request.waiter = completion.door.create_waiter()
 
 
-def take_handed(request: Request) -> Channel | None:
-    """What one that waited was handed; it is not kept, or lease and request would be a circle."""
-    queued = request.owner
-    if not isinstance(queued, Queued):
-        return None
-    handed, queued.handed = queued.handed, None
-    return handed
+def waits_no_more(request: Request) -> None:
+    """Its loop tends one less, since he has claimed what he got, or does not want it any more."""
+    if isinstance(request.owner, Completion):
+        request.owner.waiting -= 1
 
 
-def tell(request: Request, error: Exception) -> None:
-    """Tells whoever waits for a request that it will not be granted."""
-    if isinstance(request.owner, Queued):
-        request.owner.tell(error)
+def tell(request: Request, error: Exception | None = None) -> bool:
+    """Wakes who waits for a request, from whatever thread; False if his loop is closed.
+
+    Args:
+        request: granted, or with an `error` refused.
+        error: why it is not granted.
+    """
+    completion = request.owner
+    if not isinstance(completion, Completion):  # nobody waits
+        return True
+    if error is not None:
+        request.answer = error
+    return completion.door.wake_threadsafe(request.waiter)
 
 
 def tell_all(refused: list[tuple[Request, Exception]]) -> None:
@@ -55,3 +44,12 @@ def tell_all(refused: list[tuple[Request, Exception]]) -> None:
     while refused:
         with suppress(IndexError):  # another thread was first
             tell(*refused.pop())
+
+
+def take_handed(request: Request) -> Channel | None:
+    """What one that waited was handed; it is not kept, or lease and request would be a circle."""
+    handed = request.answer
+    if not isinstance(handed, Channel):
+        return None
+    request.answer = None
+    return handed

@@ -92,14 +92,18 @@ class Contended:
     def __init__(self, lock: Any) -> None:
         self._lock = lock
         self.had_to_wait = threading.Event()
+        self.release = lock.release
 
-    def __enter__(self) -> None:
+    def acquire(self) -> None:
         if not self._lock.acquire(blocking=False):
             self.had_to_wait.set()
             self._lock.acquire()
 
+    def __enter__(self) -> None:
+        self.acquire()
+
     def __exit__(self, *_: object) -> None:
-        self._lock.release()
+        self.release()
 
 
 class Slow(list[Any]):

@@ -609,14 +609,20 @@ class StrictLock:
         self._lock = threading.RLock()
         self.depth = self.deepest = 0
 
-    def __enter__(self) -> None:
+    def acquire(self) -> None:
         self._lock.acquire()
         self.depth += 1
         self.deepest = max(self.deepest, self.depth)
 
-    def __exit__(self, *_: object) -> None:
+    def release(self) -> None:
         self.depth -= 1
         self._lock.release()
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
 
 @pytest.mark.white_box

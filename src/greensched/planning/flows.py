@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Final
 
 from greensched.planning.pacing import Pace
 from greensched.planning.services import NO_CAP, ServiceClass
 from greensched.typing import NamedSize
 
 #: Weight of the newest sample in what a class is remembered by: the last ten or so count.
-SMOOTHING = 0.1
+SMOOTHING: Final = 0.1
 
 #: Seconds of its quota that a class may save up: two leases of middling length, so that a class
 #: within its quota rarely waits because of it.

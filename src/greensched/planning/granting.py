@@ -141,7 +141,7 @@ class Granting(Queue):
                 if self.ground.is_ruled:
                     self._keep_for_nobody_limited()
         if len(self._lines) == 1:
-            self._serve_only(next(iter(self._lines.values())), most, now, granted)
+            self._serve_only(self._only_line(), most, now, granted)
             return
         is_kept, is_first = self._reserved is not None, True
         firsts = self._firsts()

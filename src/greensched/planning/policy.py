@@ -99,7 +99,7 @@ class Policy(Protocol):
     """
 
     def rank(self, request: Waiting) -> tuple[float, ...]:
-        """Smaller goes first; asked once, when the request is queued."""
+        """Smaller goes first, and of equals who came first; asked once, when it is queued."""
 
     def may_pass(self, first: Waiting, now: float) -> bool:
         """Whether later requests may be granted while `first` waits for cells that do not fit.
@@ -128,7 +128,7 @@ class Fifo:
 
     def rank(self, request: Waiting) -> tuple[float, ...]:
         """By priority, then by arrival."""
-        return (-request.priority, request.order)
+        return (-request.priority,)
 
     def may_pass(self, first: Waiting, now: float) -> bool:
         """Until `first` has waited for `ageing` seconds."""
@@ -156,7 +156,7 @@ class Deadline(Fifo):
     def rank(self, request: Waiting) -> tuple[float, ...]:
         """By priority, then by deadline."""
         due = math.inf if request.due is None else request.due
-        return (-request.priority, due, request.order)
+        return (-request.priority, due)
 
 
 class Sized(Fifo):

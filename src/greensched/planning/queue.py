@@ -48,7 +48,7 @@ class Queue:
         #: When the queue last moved, and the mean time between its moves.
         self._moved = 0.0
         self._interval = 0.0
-        #: Entries in the lines, the stale ones included: never fewer than there are.
+        #: Entries in the lines, those included that left, and are to be swept out.
         self._entries = 0
         #: Somebody may be granted because a class with a floor waits no more.
         self._is_unlocked = False
@@ -73,7 +73,7 @@ class Queue:
         self._agreed.clear()
 
     def _queue(self, request: Request, line: Line) -> None:
-        request.rank = self._rank(request)
+        rank = self._rank(request)
         flow = request.flow
         if not self.waiting:
             self._moved = request.arrived
@@ -88,13 +88,13 @@ class Queue:
             flow.work += work
         if request.deadline is not None:
             self._deadlines.push(request)
-        self._stand_in_line(request, line)
+        self._stand_in_line(request, line, rank)
 
-    def _stand_in_line(self, request: Request, line: Line) -> None:
+    def _stand_in_line(self, request: Request, line: Line, rank: tuple[float, ...]) -> None:
         """Behind whoever wants the same: `line` is theirs, or a new one if there are none."""
         if not line:
             self._lines[request.wish] = line
-        line.add(request)
+        line.add(request, rank)
         self._entries += 1
         if self._agenda is not None and request.due is not None:
             self._agenda.advance(request.arrived)
@@ -106,6 +106,8 @@ class Queue:
         self._interval += SMOOTHING * (now - self._moved - self._interval)
         flow.interval += SMOOTHING * (now - flow.moved - flow.interval)
         self._moved = flow.moved = now
+        if request.deadline is None:  # its line drops it at the next look, and nobody else has it
+            self._entries -= 1
         self._drop(request)
 
     def _leave(self, request: Request) -> bool:
@@ -155,6 +157,11 @@ class Queue:
         if not self._sweeping:
             self._lines = {key: line for key, line in self._lines.items() if line}
             self._entries = sum(map(len, self._lines.values()))
+
+    def _only_line(self) -> Line:
+        for line in self._lines.values():  # compiled, the shortest way to it
+            return line
+        raise AssertionError("nobody waits")
 
     # -- who is first --------------------------------------------------------------------------
 

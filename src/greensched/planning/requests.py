@@ -8,7 +8,7 @@ import logging
 from collections import deque
 from collections.abc import Hashable, Mapping
 from math import frexp, inf
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from greensched.planning.cells import Demand
 from greensched.planning.flows import Flow
@@ -24,8 +24,11 @@ class State(enum.Enum):
     GONE = "was cancelled or expired while it waited"
 
 
-#: Looked up at every decision: a name of a module is found faster than a member of an enum.
-QUEUED, GRANTED, GONE = State.QUEUED, State.GRANTED, State.GONE
+#: Looked up at every decision: a name of a module is found faster than a member of an enum, and a
+#: final one, compiled, is not looked up.
+QUEUED: Final = State.QUEUED
+GRANTED: Final = State.GRANTED
+GONE: Final = State.GONE
 
 
 class Curve(Protocol):
@@ -42,7 +45,7 @@ class Curve(Protocol):
 
 #: What a request is expected to take: seconds, or a curve that says it for each size.
 Cost = float | Curve
-NO_LOANS: Mapping[Flow, int] = {}
+NO_LOANS: Final[Mapping[Flow, int]] = {}
 
 
 class Lease:
@@ -118,6 +121,7 @@ class Request:
     """What somebody wants: sizes, where, how urgently, and for whom the grant is (`owner`)."""
 
     __slots__ = (
+        "answer",
         "arrived",
         "cost",
         "deadline",
@@ -136,6 +140,7 @@ class Request:
         "priority",
         "rank",
         "state",
+        "waiter",
         "wants",
         "within",
         "work",
@@ -178,7 +183,11 @@ class Request:
         #: Seconds in which what its lease does next should be done, by its last checkpoint.
         self.within: float | None = None
         self.holder = holder
+        #: For whoever takes requests, and not for who decides on them: whose it is, what he awaits,
+        #: and what he is told.
         self.owner = owner
+        self.waiter: Any = None
+        self.answer: object = None
         self.state = QUEUED
         self.rank: tuple[float, ...] = ()
         self.leases: tuple[Lease, ...] = ()
@@ -289,6 +298,8 @@ class Entries:
 
     def _is_before(self, one: Request, other: Request) -> bool:
         mine, others = self._key(one), self._key(other)
+        if mine is others:
+            return one.order < other.order
         return bool(mine < others or (one.order < other.order and mine == others))
 
     def push(self, request: Request) -> None:
@@ -354,7 +365,7 @@ class Line(Entries):
         least: SMs without which none of them fits anywhere.
     """
 
-    __slots__ = ("able", "asked", "flow", "least", "needs_loan")
+    __slots__ = ("_rank", "able", "asked", "flow", "least", "needs_loan")
 
     def __init__(self, request: Request, able: tuple[int, ...], asked: int, least: int) -> None:
         super().__init__()
@@ -364,7 +375,11 @@ class Line(Entries):
         self.least = least
         #: Whether they may fit only on what floors of others lend; None: not asked yet.
         self.needs_loan: bool | None = None
+        self._rank: tuple[float, ...] = ()
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, rank: tuple[float, ...]) -> None:
+        if rank != self._rank:
+            self._rank = rank
+        request.rank = self._rank  # one object for all of the same, not one each
         request.line = self
         self.push(request)

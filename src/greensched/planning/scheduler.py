@@ -239,8 +239,7 @@ class Scheduler(Granting):
         """
         if len(self._lines) != 1 or self.ground.is_classed:
             return None
-        (line,) = self._lines.values()
-        first = line.first()
+        first = self._only_line().first()
         last = lease.request
         if first is None or first.lacks or first.parts != last.parts or len(first.parts) > 1:
             return None
@@ -399,11 +398,10 @@ class Scheduler(Granting):
         self._lines.clear()
         self._entries = 0
         for request, rank in zip(waiting, ranks, strict=True):
-            request.rank = rank
             old, able = request.line, self._able_now(request)
             if able:
                 line = self._lines.get(request.wish) or Line(request, able, old.asked, old.least)
-                self._stand_in_line(request, line)
+                self._stand_in_line(request, line, rank)
             else:
                 self._give_up(request)
         return self._dispatch(now)
