@@ -42,7 +42,8 @@ from greensched.planning.services import ServiceClass
 from greensched.site import Site, index_of
 from greensched.standing import PoolState, PoolStatistics
 from greensched.waiting import expect, take_handed, tell, tell_all, waits_no_more
-from greensched.wishes import Wish, checked_cost, checked_deadline
+from greensched.wish import Wish
+from greensched.wishes import checked_cost, checked_deadline
 from greensched.worker import Crew, Worker
 
 logger = logging.getLogger("greensched")

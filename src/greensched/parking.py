@@ -20,7 +20,7 @@ from greensched.holding import Holding
 from greensched.planning.requests import Request
 from greensched.planning.scheduler import Scheduler
 from greensched.stream import MASK
-from greensched.wishes import Wish
+from greensched.wish import Wish
 
 
 class Parking:
@@ -68,7 +68,7 @@ class Parking:
         Whoever pops a channel has it, without a lock. While it was parked it stayed open and plain,
         unless the pool stopped.
         """
-        spot: list[Channel] | None = wish.parked.get(get_ident())
+        spot = wish.parked.get(get_ident())
         if not spot:
             return None
         try:

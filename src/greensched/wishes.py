@@ -4,42 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
 
 from greensched.buffers import Buffer
 from greensched.errors import InvalidRequest
 from greensched.kernels import Kernel
-from greensched.planning.cells import Demand, demands
+from greensched.planning.cells import demands
 from greensched.planning.requests import Cost
 from greensched.planning.services import ServiceClass
 from greensched.quantities import real
 from greensched.typing import Size
+from greensched.wish import Wish
 
 #: Latencies told at once, at most: counts of them are still whole numbers as floats.
 MOST_AT_ONCE = 10**9
 #: Wishes that are kept: one for each size of each class, of which few are asked for.
 SHARED = 1024
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Wish:
-    """What a partition is asked for: checked, and not yet requested."""
-
-    parts: tuple[Demand, ...]
-    sizes: tuple[Size, ...]
-    device: int | None
-    service: str
-    deadline: float | None
-    cost: Cost | None
-    near: int | None
-    #: One object stands for all who ask this.
-    is_shared: bool = False
-    #: Leases that ended without work, by the thread of their loop (`parking`).
-    parked: dict[int, list[Any]] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        return "sms=" + ", ".join(repr(size) for size in self.sizes)
 
 
 class Wishes:
@@ -79,7 +58,8 @@ class Wishes:
             return self.several((sms,), service, device, deadline, cost, near)
         found = self._shared.get((sms, service))
         if found is None:
-            found = replace(self.several((sms,), service), is_shared=True)
+            found = self.several((sms,), service)
+            found.is_shared = True
             if len(self._shared) < SHARED:
                 self._shared[sms, service] = found
         return found
