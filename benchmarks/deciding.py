@@ -17,7 +17,7 @@ from time import perf_counter, thread_time
 from benchmarks.measure import Row, compare, table
 from greensched.curves import LatencyCurve
 from greensched.planning.cells import Cells, Demand
-from greensched.planning.policy import policy_named
+from greensched.planning.policies import policy_named
 from greensched.planning.requests import Lease, Request
 from greensched.planning.scheduler import Scheduler
 from greensched.planning.services import ServiceClass

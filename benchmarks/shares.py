@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from itertools import count
 
 from greensched.planning.cells import Cells, demands
-from greensched.planning.policy import Fair, Policy
+from greensched.planning.policies import Fair, Order
 from greensched.planning.requests import Request, State
 from greensched.planning.scheduler import Scheduler
 from greensched.planning.services import ServiceClass
@@ -44,7 +44,7 @@ def published(seed: int) -> list[Job]:
     return [*poisson(rng, 16, load, 0.010), *whole]
 
 
-def serve(jobs: list[Job], policy: Policy, *, known: bool = False) -> Waits:
+def serve(jobs: list[Job], policy: Order, *, known: bool = False) -> Waits:
     """Runs jobs until the 20 s are over; their lengths are known beforehand, or not."""
     scheduler, order = Scheduler([DEVICE], policy, 10**6), count()
     events: list[tuple[float, int, Job | Request]] = [(job[0], next(order), job) for job in jobs]

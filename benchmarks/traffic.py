@@ -21,7 +21,7 @@ from time import process_time
 
 from benchmarks import deciding, shares
 from benchmarks.measure import Bystanders, table
-from greensched.planning.policy import Fifo
+from greensched.planning.policies import Fifo
 from greensched.simulation import answers, compare, report, validation
 from greensched.simulation.answers import BEST_SPLIT, Question
 from greensched.simulation.arms import Arm, Seat, Split

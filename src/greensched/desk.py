@@ -16,7 +16,6 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from functools import partial
 from typing import Final
 
@@ -35,13 +34,13 @@ from greensched.holding import Holding
 from greensched.loops import Door, Waiter, current_door
 from greensched.parking import Parking
 from greensched.planning.placement import Placement
-from greensched.planning.policy import Policy
+from greensched.planning.policies import Order
 from greensched.planning.requests import Request
 from greensched.planning.scheduler import Scheduler
 from greensched.planning.services import ServiceClass
 from greensched.site import Site, index_of
-from greensched.standing import PoolState, PoolStatistics
-from greensched.waiting import expect, take_handed, tell, tell_all, waits_no_more
+from greensched.standing import PoolState, PoolStatistics, counted
+from greensched.waiting import expect, heard, take_handed, tell, tell_all, waits_no_more
 from greensched.wish import Wish
 from greensched.wishes import checked_cost, checked_deadline
 from greensched.worker import Crew, Worker
@@ -90,7 +89,7 @@ class Desk:
     def start(
         self,
         sites: Sequence[Site],
-        policy: Policy,
+        policy: Order,
         max_waiting: int,
         services: Sequence[ServiceClass],
         placement: Placement,
@@ -140,10 +139,8 @@ class Desk:
         try:
             request = self._request(wish, completion, wait=True)
             others = self.scheduler.resized(request)
-            if request.leases:
-                channels = self._claim(request, completion)
-            else:
-                channels = ()
+            channels = self._claim(request, completion) if request.leases else ()
+            if not channels:
                 self._asking[request] = completion.door
                 expect(request, completion)
         finally:
@@ -161,10 +158,7 @@ class Desk:
             DeadlineExceeded, TooManySMs, CUDAError: why it was not.
             PoolClosed, Poisoned, ForkedPool: nothing is granted any more.
         """
-        if isinstance(request.answer, Exception):
-            raise request.answer
-        completion = request.owner
-        assert isinstance(completion, Completion)
+        completion = heard(request)
         self.lock.acquire()
         try:
             self.check()
@@ -202,10 +196,6 @@ class Desk:
             if holding.taker is not None:
                 self.scheduler.pass_on(holding.lease, holding.taker)
                 holding.taker = None
-
-    def _stop_parking(self) -> None:
-        self._parking.scheduler = None
-        self.unpark()
 
     def _request(self, wish: Wish, completion: Completion, *, wait: bool) -> Request:
         """Asks the scheduler. Holds the lock."""
@@ -321,7 +311,7 @@ class Desk:
             holding.hand_over(channel)
         return channel
 
-    def reconfigure(self, services: Sequence[ServiceClass] | None, policy: Policy | None) -> None:
+    def reconfigure(self, services: Sequence[ServiceClass] | None, policy: Order | None) -> None:
         """Other classes, or another policy; whoever can be granted because of that is.
 
         Raises:
@@ -349,18 +339,7 @@ class Desk:
         """What the pool has and did, at one moment."""
         with self.lock:
             self.unpark()
-            crews = [crew for site in self.sites for crew in site.crews.values()]
-            return PoolStatistics(
-                state=self.state,
-                devices=len(self.sites),
-                sms_total=sum(site.cells.total for site in self.sites),
-                leases=len(self.holdings),
-                lanes=len(crews),
-                lanes_made=sum(site.lanes_made for site in self.sites),
-                completion="event" if crews and crews[0].lane.uses_events else "word",
-                services=self.scheduler.services(),
-                **asdict(self.scheduler.statistics()),
-            )
+            return counted(self.state, self.sites, len(self.holdings), self.scheduler)
 
     def _allow(self, services: Sequence[ServiceClass]) -> None:
         """What each class may have of memory; what it has already counts, once it is counted."""
@@ -508,8 +487,7 @@ class Desk:
                 return
             self.fault = fault
             self.state = PoolState.POISONED
-            self._stop_parking()
-            waiting = self.scheduler.close() if self.sites else []
+            waiting = self._stop_granting()
             completions = list(self._completions.values())
             for site in self.sites:
                 site.fail(fault)
@@ -551,14 +529,16 @@ class Desk:
         for holding in tuple(self.holdings):
             holding.end_bound()
 
+    def _stop_granting(self) -> list[Request]:
+        """Nothing is parked or queued any more. Returns who was queued."""
+        self._parking.scheduler = None
+        self.unpark()
+        return self.scheduler.close() if self.sites else []
+
     def stop(self) -> None:
         """Grants nothing more; who is queued is told."""
         with self.lock:
-            if self.state is OPEN:
-                self._stop_parking()
-                waiting = self.scheduler.close()
-            else:
-                waiting = []
+            waiting = self._stop_granting() if self.state is OPEN else []
             if self.state in (PoolState.OPENING, OPEN):
                 self.state = PoolState.CLOSING
         for request in waiting:

@@ -95,7 +95,7 @@ class Parking:
             holding.is_plain
             and not holding.is_involved
             and not holding.failed
-            and issued & MASK == track.word[0]
+            and (issued == track.known or issued & MASK == track.word[0])
             and issued == track.submitted
             and not track.kept
             and holding.thread == get_ident()

@@ -32,7 +32,8 @@ from greensched.launcher import LaunchConfig
 from greensched.measuring import measure, sizes_of
 from greensched.partition import Partition
 from greensched.planning.placement import Placement
-from greensched.planning.policy import Policy, policy_named
+from greensched.planning.policies import policy_named
+from greensched.planning.policy import Policy
 from greensched.planning.requests import Cost
 from greensched.planning.scheduler import validate_bound
 from greensched.planning.services import ServiceClass, checked

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 
+from greensched.planning.scheduler import Scheduler
 from greensched.planning.statistics import SchedulerStatistics, ServiceStatistics
+from greensched.site import Site
 
 
 class PoolState(enum.Enum):
@@ -40,6 +42,24 @@ class PoolStatistics(SchedulerStatistics):
     lanes_made: int
     completion: str
     services: Mapping[str, ServiceStatistics]
+
+
+def counted(
+    state: PoolState, sites: Sequence[Site], leases: int, scheduler: Scheduler
+) -> PoolStatistics:
+    """What a pool has and did, at one moment: its desk's lock is held."""
+    crews = [crew for site in sites for crew in site.crews.values()]
+    return PoolStatistics(
+        state=state,
+        devices=len(sites),
+        sms_total=sum(site.cells.total for site in sites),
+        leases=leases,
+        lanes=len(crews),
+        lanes_made=sum(site.lanes_made for site in sites),
+        completion="event" if crews and crews[0].lane.uses_events else "word",
+        services=scheduler.services(),
+        **asdict(scheduler.statistics()),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,14 @@ def expect(request: Request, completion: Completion) -> None:
     request.waiter = completion.door.create_waiter()
 
 
+def heard(request: Request) -> Completion:
+    """His loop's view of the work, if he was not told an error: that is raised."""
+    if isinstance(request.answer, Exception):
+        raise request.answer
+    assert isinstance(request.owner, Completion)
+    return request.owner
+
+
 def waits_no_more(request: Request) -> None:
     """Its loop tends one less, since he has claimed what he got, or does not want it any more."""
     if isinstance(request.owner, Completion):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from greensched.planning.cells import Cells, Demand
 from greensched.planning.flows import Flow
-from greensched.planning.policy import Sized
+from greensched.planning.policies import Sized
 from greensched.planning.requests import Lease, Request
 from greensched.planning.scheduler import Scheduler
 from greensched.typing import ALL, REST

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from greensched.errors import DeadlineImpossible, QueueFull
 from greensched.planning.admission import BUCKET, Agenda
 from greensched.planning.cells import Cells, demands
-from greensched.planning.policy import Deadline, Fair, Fifo, Policy
+from greensched.planning.policies import Deadline, Fair, Fifo
+from greensched.planning.policy import Policy
 from greensched.planning.requests import Request, State
 from greensched.planning.scheduler import Scheduler
 from greensched.planning.services import ServiceClass

@@ -9,7 +9,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from greensched.planning.cells import Cells, demands
-from greensched.planning.policy import Fifo
+from greensched.planning.policies import Fifo
 from greensched.planning.requests import Request, State
 from greensched.planning.scheduler import Scheduler
 from greensched.planning.services import ServiceClass

@@ -9,7 +9,7 @@ import pytest
 from greensched.curves import LatencyCurve
 from greensched.errors import InvalidRequest, TooManySMs
 from greensched.planning.cells import Cells, demands
-from greensched.planning.policy import Fifo
+from greensched.planning.policies import Fifo
 from greensched.planning.requests import Request, State
 from greensched.planning.scheduler import Scheduler
 from greensched.planning.services import ServiceClass

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from greensched.errors import QueueFull, TooManySMs, WouldBlock, WouldDeadlock
 from greensched.planning.cells import Demand
 from greensched.planning.flows import Flow
-from greensched.planning.policy import Fifo
+from greensched.planning.policies import Fifo
 from greensched.planning.scheduler import Lease, Request, Scheduler, State
 from greensched.planning.services import ANYBODY
 from greensched.typing import ALL, REST

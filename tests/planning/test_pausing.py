@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from greensched.planning.cells import Cells, demands
-from greensched.planning.policy import Fair
+from greensched.planning.policies import Fair
 from greensched.planning.requests import Lease, Request, State
 from greensched.planning.scheduler import Scheduler
 from greensched.planning.services import ServiceClass

@@ -6,7 +6,7 @@ import random
 
 from greensched.planning.cells import Cells, demands
 from greensched.planning.flows import Flow
-from greensched.planning.policy import Deadline, Fifo
+from greensched.planning.policies import Deadline, Fifo
 from greensched.planning.queue import SWEEP
 from greensched.planning.requests import Entries, Request, State, by_rank
 from greensched.planning.scheduler import Scheduler

@@ -6,7 +6,7 @@ import pytest
 
 from greensched.errors import InvalidRequest
 from greensched.planning.cells import Cells, demands
-from greensched.planning.policy import Deadline, Fair, Fifo
+from greensched.planning.policies import Deadline, Fair, Fifo
 from greensched.planning.requests import Request, State
 from greensched.planning.scheduler import Scheduler
 from greensched.planning.services import ServiceClass

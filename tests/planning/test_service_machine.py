@@ -11,7 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from greensched.errors import DeadlineImpossible, InvalidRequest, QueueFull, TooManySMs, WouldBlock
 from greensched.planning.cells import Demand
-from greensched.planning.policy import POLICIES, Policy
+from greensched.planning.policies import POLICIES
+from greensched.planning.policy import Policy
 from greensched.planning.requests import Lease, Request, State
 from greensched.planning.scheduler import Scheduler
 from greensched.planning.services import ServiceClass

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.shares import DRAIN_S, published, saturate, serve
 
 from greensched.planning.cells import Cells, demands
-from greensched.planning.policy import Fair, Fifo
+from greensched.planning.policies import Fair, Fifo
 from greensched.planning.requests import State
 from greensched.planning.scheduler import Scheduler
 from greensched.planning.services import ServiceClass

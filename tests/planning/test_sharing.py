@@ -6,7 +6,7 @@ import pytest
 
 from greensched.planning.cells import Cells, demands
 from greensched.planning.flows import Flow
-from greensched.planning.policy import Fifo
+from greensched.planning.policies import Fifo
 from greensched.planning.requests import Request, State
 from greensched.planning.scheduler import Scheduler
 from greensched.planning.services import ServiceClass

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from greensched.errors import InvalidRequest
 from greensched.planning.cells import Cells, Demand
 from greensched.planning.pacing import LEAST, MOST, SAFE, Pace
-from greensched.planning.policy import Fair, Fifo, Room, Sized, Waiting
+from greensched.planning.policies import Fair, Fifo, Sized
+from greensched.planning.policy import Room, Waiting
 from greensched.planning.requests import Lease, State
 from greensched.planning.scheduler import Scheduler
 from greensched.planning.services import ServiceClass

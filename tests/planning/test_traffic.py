@@ -11,7 +11,7 @@ from statistics import mean, median
 import pytest
 from benchmarks.shares import Job, Waits, poisson, published, serve
 
-from greensched.planning.policy import Fifo
+from greensched.planning.policies import Fifo
 from greensched.typing import ALL
 
 SEEDS = (1, 2, 3)

@@ -15,7 +15,7 @@ from greensched import ALL, Buffer, LaunchConfig, Partition, Pool
 from greensched.desk import TEND_S, Desk
 from greensched.driver import simulated
 from greensched.kernels import spin
-from greensched.planning.policy import Fifo
+from greensched.planning.policies import Fifo
 from helpers.gate import Gate
 from helpers.waiting import until
 

@@ -12,7 +12,7 @@ import greensched
 from greensched import Pool, PoolState
 from greensched.driver import simulated
 from greensched.kernels import spin
-from greensched.planning.policy import Fifo
+from greensched.planning.policies import Fifo
 from greensched.typing import KernelLimits
 
 #: Its `repr` is another one in each process.

@@ -14,7 +14,7 @@ from greensched.planning.cells import Cells
 from greensched.planning.flows import Flow
 from greensched.planning.ground import Ground
 from greensched.planning.placement import Placement
-from greensched.planning.policy import Policy
+from greensched.planning.policies import Order
 from greensched.planning.queue import Queue
 from greensched.planning.requests import GONE, GRANTED, Lease, Line, Request
 from greensched.planning.services import ServiceClass
@@ -26,7 +26,7 @@ class Granting(Queue):
     def __init__(
         self,
         devices: Sequence[Cells],
-        policy: Policy,
+        policy: Order,
         is_made: Callable[[int, int], bool],
         services: Iterable[ServiceClass],
         placement: Placement,
@@ -240,7 +240,7 @@ class Granting(Queue):
             return False
         if self._is_limited(request):
             is_hopeless = request.flow.revocable and not self._is_possible(request)
-            if is_hopeless and not (any(self.ground.live) and self._may_pass(request, now)):
+            if is_hopeless and not (any(self.ground.live) and self._order.may_pass(request, now)):
                 self._give_up(request)
             return True
         if self._reserved is None:
@@ -283,7 +283,7 @@ class Granting(Queue):
 
     def _reserve(self, first: Request, now: float) -> None:
         """Once the first request that does not fit has aged, a device is kept for it."""
-        if self._reserved is None and not first.lacks and not self._may_pass(first, now):
+        if self._reserved is None and not first.lacks and not self._order.may_pass(first, now):
             if len(first.devices) == 1:
                 self._reserved = (first, first.devices[0])
                 return

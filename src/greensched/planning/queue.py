@@ -12,7 +12,8 @@ from typing import Any
 from greensched.errors import InvalidRequest
 from greensched.planning.admission import Agenda
 from greensched.planning.flows import SMOOTHING, Flow
-from greensched.planning.policy import Deadline, Policy, Room, asked
+from greensched.planning.policies import Deadline, Order, asked
+from greensched.planning.policy import Room
 from greensched.planning.requests import GONE, Entries, Line, Request, by_rank
 
 #: So many more entries than twice those that wait are kept before anybody tidies up.
@@ -34,7 +35,7 @@ class Queue:
         sms: SMs there are in all.
     """
 
-    def __init__(self, policy: Policy, start_of: Callable[[Flow], float], sms: int) -> None:
+    def __init__(self, policy: Order, start_of: Callable[[Flow], float], sms: int) -> None:
         self.waiting = 0
         self._start_of = start_of
         self._sms = sms
@@ -57,11 +58,10 @@ class Queue:
         self._agreed: dict[Request, int] = {}
         self._set_policy(policy)
 
-    def _set_policy(self, policy: Policy) -> None:
+    def _set_policy(self, policy: Order) -> None:
         self.policy = policy
-        to_ask = asked(policy)
-        self._rank: Callable[[Any], tuple[float, ...]] = to_ask.rank
-        self._may_pass: Callable[[Any, float], bool] = to_ask.may_pass
+        self._order = asked(policy)
+        to_ask: Any = self._order
         self._stands: Callable[[Any], tuple[float, ...]] | None = None
         self._size: Callable[[Any, Room], tuple[int, int]] | None = None
         if hasattr(policy, "standing"):
@@ -73,7 +73,7 @@ class Queue:
         self._agreed.clear()
 
     def _queue(self, request: Request, line: Line) -> None:
-        rank = self._rank(request)
+        rank = self._order.rank(request)
         flow = request.flow
         if not self.waiting:
             self._moved = request.arrived

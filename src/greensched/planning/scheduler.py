@@ -48,7 +48,7 @@ from greensched.planning.cells import Cells, Demand
 from greensched.planning.flows import Flow
 from greensched.planning.granting import Granting
 from greensched.planning.placement import Placement
-from greensched.planning.policy import Policy, asked
+from greensched.planning.policies import Order, asked
 from greensched.planning.queue import STALE_LEAST, validate_bound
 from greensched.planning.requests import (
     GRANTED,
@@ -83,7 +83,7 @@ class Scheduler(Granting):
     def __init__(
         self,
         devices: Sequence[Cells],
-        policy: Policy,
+        policy: Order,
         max_waiting: int,
         is_made: Callable[[int, int], bool] = lambda device, mask: True,  # noqa: ARG005  any are
         *,
@@ -373,7 +373,7 @@ class Scheduler(Granting):
         return (self._dispatch(now) if unblocked else []), expired
 
     def reconfigure(
-        self, now: float, services: Iterable[ServiceClass] | None, policy: Policy | None
+        self, now: float, services: Iterable[ServiceClass] | None, policy: Order | None
     ) -> list[Request]:
         """Other classes, or another policy; None: the same. Returns who is granted by that.
 
