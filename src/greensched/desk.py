@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
+from threading import get_ident
 from typing import Final
 
 from greensched.buffers import Allowance
@@ -40,7 +41,7 @@ from greensched.planning.scheduler import Scheduler
 from greensched.planning.services import ServiceClass
 from greensched.site import Site, index_of
 from greensched.standing import PoolState, PoolStatistics, counted
-from greensched.waiting import expect, heard, take_handed, tell, tell_all, waits_no_more
+from greensched.waiting import expect, heard, is_left, take_handed, tell, tell_all, waits_no_more
 from greensched.wish import Wish
 from greensched.wishes import checked_cost, checked_deadline
 from greensched.worker import Crew, Worker
@@ -63,6 +64,7 @@ class Desk:
 
     def __init__(self, driver: Driver, builder: Worker) -> None:
         self.driver = driver
+        self._time = driver.time
         self.builder = builder
         self.lock = threading.Lock()
         self.state = PoolState.OPENING
@@ -77,8 +79,6 @@ class Desk:
         self._making: set[tuple[int, int]] = set()
         #: Where it makes one right now.
         self._making_at: Site | None = None
-        #: Whose requests are queued, or granted and not claimed yet.
-        self._asking: dict[Request, Door] = {}
         self._waiting_for_none: list[tuple[Door, Waiter]] = []
         #: Requests of tasks that were collected while they waited: the next caller gives them up.
         self._forsaken: deque[Request] = deque()
@@ -141,7 +141,6 @@ class Desk:
             others = self.scheduler.resized(request)
             channels = self._claim(request, completion) if request.leases else ()
             if not channels:
-                self._asking[request] = completion.door
                 expect(request, completion)
         finally:
             self.lock.release()
@@ -190,7 +189,7 @@ class Desk:
         for channel in channels:
             channel.holding.crew.is_leased = False
             self.holdings.discard(channel.holding)
-            granted = self.scheduler.drained(self.driver.time(), channel.holding.lease)
+            granted = self.scheduler.drained(self._time(), channel.holding.lease)
             assert not granted, "something was parked while somebody waited"
         for holding in self.holdings:
             if holding.taker is not None:
@@ -202,7 +201,7 @@ class Desk:
         if self.state is not OPEN:
             raise self.refusal()
         self.unpark()
-        now = self.driver.time()
+        now = self._time()
         return self.scheduler.request(
             now,
             wish.parts,
@@ -246,9 +245,9 @@ class Desk:
                 return
             if failure is None:
                 surplus = self._add(index, crew)
-                granted = self.scheduler.made(self.driver.time())
+                granted = self.scheduler.made(self._time())
             else:
-                lacking = [r for r in self._asking if (index, mask) in r.lacks]
+                lacking = [r for r in self.scheduler.queued() if (index, mask) in r.lacks]
                 granted = [other for request in lacking for other in self._drop(request)]
         if failure is not None:
             for request in lacking:
@@ -262,7 +261,7 @@ class Desk:
         site, warm, mask = self.sites[index], self.scheduler.warm[index], crew.lane.mask
         site.add(crew)
         warm.setdefault(mask.bit_count(), {})[mask] = None
-        leases = (lease for request in self._asking for lease in request.leases)
+        leases = [lease for request in self._unclaimed() for lease in request.leases]
         keep = {mask} | {lease.mask for lease in leases if lease.device == index}
         surplus = []
         for other in site.surplus(keep):
@@ -272,12 +271,11 @@ class Desk:
 
     def _claim(self, request: Request, completion: Completion) -> tuple[Channel, ...]:
         """The lanes of a grant are in this loop's hands from here on. Holds the lock."""
-        self._asking.pop(request, None)
         channels = []
         leases, request.leases = request.leases, ()  # no circle, which the collector would free
         handed = take_handed(request)
         if handed is not None:
-            handed.holding.thread = threading.get_ident()  # where this loop runs by now
+            handed.holding.thread = get_ident()  # where this loop runs by now
             return (handed,)
         for lease in leases:
             site = self.sites[lease.device]
@@ -286,6 +284,11 @@ class Desk:
             allowance = self._allowances.get(request.flow.name)
             channels.append(Channel(holding, site, self.check, allowance))
         return tuple(channels)
+
+    def _unclaimed(self) -> list[Request]:
+        """Whose requests are granted, and they had no turn to claim that. Holds the lock."""
+        held = [lease.request for live in self.scheduler.ground.live for lease in live]
+        return [request for request in dict.fromkeys(held) if request.leases]
 
     def checkpoint(self, channel: Channel, cost: object, deadline: object) -> Channel:
         """A lease without work gives cells back, or takes some up. Returns where it is now.
@@ -298,7 +301,7 @@ class Desk:
             self.check()
             self.unpark()
             lease, before = holding.lease, holding.lease.mask
-            granted = self.scheduler.checkpoint(self.driver.time(), lease, *told)
+            granted = self.scheduler.checkpoint(self._time(), lease, *told)
             if lease.mask != before:
                 site = self.sites[lease.device]
                 holding.crew.is_leased = False
@@ -322,7 +325,7 @@ class Desk:
             if self.state is not OPEN:
                 raise self.refusal()
             self.unpark()
-            granted = self.scheduler.reconfigure(self.driver.time(), services, policy)
+            granted = self.scheduler.reconfigure(self._time(), services, policy)
             if services is not None:
                 self._allow(services)
             self._parking.start(self.scheduler)
@@ -332,7 +335,7 @@ class Desk:
         """So many of a class had this latency; whoever can be granted because of that is."""
         with self.lock:
             self.check()
-            granted = self.scheduler.observe(self.driver.time(), service, latency, number)
+            granted = self.scheduler.observe(self._time(), service, latency, number)
         self._deliver(granted)
 
     def statistics(self) -> PoolStatistics:
@@ -383,8 +386,7 @@ class Desk:
 
         Once, whoever comes first. Returns who is granted because of it.
         """
-        self._asking.pop(request, None)
-        now = self.driver.time()
+        now = self._time()
         granted = self.scheduler.cancel(now, request)
         leases, request.leases = request.leases, ()
         handed = take_handed(request)
@@ -411,7 +413,7 @@ class Desk:
         """The cells of a lease are free; who is granted by that. Holds the lock."""
         holding.crew.is_leased = False
         self.holdings.discard(holding)
-        return self.scheduler.drained(self.driver.time(), holding.lease)
+        return self.scheduler.drained(self._time(), holding.lease)
 
     def _tell_freed(self, granted: list[Request]) -> None:
         self._deliver(granted)
@@ -438,7 +440,7 @@ class Desk:
         self._adopt(self.completion())
         self._give_up_forsaken()
         with self.lock:
-            now = self.driver.time()
+            now = self._time()
             granted, expired = self.scheduler.tick(now)
             deadline = self.scheduler.next_deadline()
         for request in expired:
@@ -456,7 +458,8 @@ class Desk:
             for door in closed:
                 del self._completions[door]
             self.unpark()
-            for request in [r for r, door in self._asking.items() if door.is_closed]:
+            asked = [*self.scheduler.queued(), *self._unclaimed()] if self.sites else []
+            for request in filter(is_left, asked):
                 granted += self._drop(request)
             orphans = [h for h in self.holdings if h.completion.door.is_closed]
         self._deliver(granted)
@@ -573,7 +576,7 @@ class Desk:
                 for site in self.sites:
                     site.forget()
                 return [repr(site.device) for site in self.sites]
-            for request in tuple(self._asking):  # granted, and it had no turn to claim that
+            for request in self._unclaimed():
                 self._drop(request)
             self.state = PoolState.CLOSED
             held = self._making_at

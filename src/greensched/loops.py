@@ -18,6 +18,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
+from threading import get_ident
 from typing import Any, Final, Protocol
 
 from greensched.errors import NoLoop
@@ -51,7 +52,7 @@ class Door(ABC):
         self.always_yields = always_yields
         #: The running task.
         self.current_task = current_task
-        self._ident = threading.get_ident()
+        self._ident = get_ident()
 
     @property
     @abstractmethod
@@ -71,7 +72,7 @@ class Door(ABC):
 
     def wake_threadsafe(self, waiter: Any) -> bool:
         """The same from whatever thread."""
-        if threading.get_ident() == self._ident:
+        if get_ident() == self._ident:
             return self.wake(waiter)
         return self.call_threadsafe(functools.partial(self.wake, waiter))
 
@@ -197,6 +198,9 @@ class TrioDoor(Door):
 
 # -- the running one --------------------------------------------------------------------------
 
+#: Asked for every lease: what is final is, compiled, not looked up.
+running_loop: Final = asyncio._get_running_loop
+
 #: What a thread remembers: the loop it `met` last and its door, once there was one, and the `doors`
 #: of every loop it has run that is not closed.
 _mine: Final[Any] = threading.local()
@@ -208,7 +212,7 @@ def current_door() -> Door:
     Raises:
         NoLoop: there is none.
     """
-    key: Any = asyncio._get_running_loop()
+    key: Any = running_loop()
     trio = None
     if key is None:
         trio = running_trio()

@@ -32,6 +32,11 @@ def waits_no_more(request: Request) -> None:
         request.owner.waiting -= 1
 
 
+def is_left(request: Request) -> bool:
+    """Whether nobody is going to claim it any more, since his loop is closed."""
+    return isinstance(request.owner, Completion) and request.owner.door.is_closed
+
+
 def tell(request: Request, error: Exception | None = None) -> bool:
     """Wakes who waits for a request, from whatever thread; False if his loop is closed.
 

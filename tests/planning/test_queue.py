@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import random
+from typing import Any
+
+import hypothesis.strategies as st
+from hypothesis import given
 
 from greensched.planning.cells import Cells, demands
 from greensched.planning.flows import Flow
@@ -38,6 +42,31 @@ def test_sweeping_in_parts_is_sweeping_at_once() -> None:
         order.append(first.order)
         first.state = State.GRANTED
     assert order == [request.order for request in sorted(waiting.values(), key=by_rank)]
+
+
+@given(
+    steps=st.lists(
+        st.one_of(st.integers(0, 4), st.sampled_from(["first", "served", "left", "swept"])),
+        max_size=40,
+    ),
+    data=st.data(),
+)
+def test_the_first_is_who_has_the_smallest_rank(steps: list[Any], data: st.DataObject) -> None:
+    """Whoever comes, leaves, is served or swept out: the first that waits is by rank and order."""
+    entries, waiting = Entries(), list[Request]()
+    for order, step in enumerate(steps):
+        if isinstance(step, int):
+            waiting.append(Request(Flow(ANYBODY), (), (), 0, 0.0, order))
+            waiting[-1].rank = (float(step),)
+            entries.push(waiting[-1])
+        elif step == "swept":
+            entries.sweep(data.draw(st.integers(1, 5)))
+        elif waiting and step != "first":
+            waiting.sort(key=by_rank)
+            gone = 0 if step == "served" else data.draw(st.integers(0, len(waiting) - 1))
+            waiting.pop(gone).state = State.GONE
+        if step == "first" or data.draw(st.booleans()):
+            assert entries.first() is min(waiting, key=by_rank, default=None)
 
 
 def test_no_cancellation_sweeps_for_long() -> None:

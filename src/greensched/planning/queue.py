@@ -193,9 +193,14 @@ class Queue:
 
     # -- for everybody ---------------------------------------------------------------------------
 
+    def queued(self) -> list[Request]:
+        """All that wait, in the order in which they came."""
+        waiting = [r for line in self._lines.values() for r in line.waiting()]
+        return sorted(waiting, key=lambda r: r.order)
+
     def close(self) -> list[Request]:
         """Empties the queue; returns who waited."""
-        waited = sorted((r for line in self._lines.values() for r in line.waiting()), key=by_rank)
+        waited = sorted(self.queued(), key=by_rank)
         for request in waited:
             self._cancelled += 1
             self._leave(request)

@@ -278,13 +278,17 @@ class Entries:
     takes its place once all was looked at.
     """
 
-    __slots__ = ("_at", "_before", "_by_deadline", "_heap", "_kept", "_row")
+    __slots__ = ("_at", "_before", "_by_deadline", "_first", "_heap", "_kept", "_last", "_row")
 
     def __init__(self, *, by_deadline: bool = False) -> None:
         self._by_deadline = by_deadline
         self._row: deque[Request] = deque()
         #: A key, the request's order, and the request. Orders differ: requests are not compared.
         self._heap: list[tuple[Any, int, Request]] = []
+        #: The first as last looked for, if none came before it since; and the last in the row,
+        #: behind which nobody in the heap stands: so there is one, or nobody at all.
+        self._first: Request | None = None
+        self._last: Request | None = None
         self._kept: Entries | None = None
         self._before: list[Request] = []
         self._at = 0
@@ -304,26 +308,33 @@ class Entries:
 
     def push(self, request: Request) -> None:
         """One more waits."""
-        row = self._row
-        if not row or not self._is_before(request, row[-1]):
-            row.append(request)
-        else:
+        last = self._last
+        if last is not None and self._is_before(request, last):
             heapq.heappush(self._heap, (self._key(request), request.order, request))
+            self._first = None
+        else:
+            self._row.append(request)
+            self._last = request
         if self._kept is not None:
             self._kept.push(request)
 
     def first(self) -> Request | None:
         """The first that still waits; drops those that left."""
+        first = self._first
+        if first is not None and first.state is QUEUED:
+            return first
         row, heap = self._row, self._heap
         while row or heap:
             is_late = heap and not (row and self._is_before(row[0], heap[0][2]))
             request = heap[0][2] if is_late else row[0]
             if request.state is QUEUED:
+                self._first = request
                 return request
             if is_late:
                 heapq.heappop(heap)
             else:
                 row.popleft()
+        self._first = self._last = None
         return None
 
     def _all(self) -> list[Request]:
@@ -350,8 +361,9 @@ class Entries:
         left = until - len(self._before)
         if left < 0:
             return 0
-        self._row, self._heap = self._kept._row, self._kept._heap
-        self._kept, self._at = None, -1
+        kept = self._kept
+        self._row, self._heap, self._last = kept._row, kept._heap, kept._last
+        self._first, self._kept, self._at = None, None, -1
         return self.sweep(max(1, left))
 
 

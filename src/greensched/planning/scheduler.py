@@ -385,9 +385,7 @@ class Scheduler(Granting):
             InvalidRequest: the floors do not fit on the devices, or a rank is none; nothing has
                 changed.
         """
-        waiting = sorted(
-            (r for line in self._lines.values() for r in line.waiting()), key=lambda r: r.order
-        )
+        waiting = self.queued()
         ranks = (
             [r.rank for r in waiting] if policy is None else list(map(asked(policy).rank, waiting))
         )
