@@ -12,7 +12,6 @@ granted in the meantime gives its cells back.
 from __future__ import annotations
 
 import logging
-import threading
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -32,6 +31,7 @@ from greensched.errors import (
     PoolClosed,
 )
 from greensched.holding import Holding
+from greensched.locks import Lock
 from greensched.loops import Door, Waiter, current_door
 from greensched.parking import Parking
 from greensched.planning.placement import Placement
@@ -40,7 +40,7 @@ from greensched.planning.requests import Request
 from greensched.planning.scheduler import Scheduler
 from greensched.planning.services import ServiceClass
 from greensched.site import Site, index_of
-from greensched.standing import PoolState, PoolStatistics, counted
+from greensched.standing import PoolState, PoolStatistics, allow, counted
 from greensched.waiting import expect, heard, is_left, take_handed, tell, tell_all, waits_no_more
 from greensched.wish import Wish
 from greensched.wishes import checked_cost, checked_deadline
@@ -66,7 +66,7 @@ class Desk:
         self.driver = driver
         self._time = driver.time
         self.builder = builder
-        self.lock = threading.Lock()
+        self.lock = Lock()
         self.state = PoolState.OPENING
         self.fault: BaseException | None = None
         self.sites: tuple[Site, ...] = ()
@@ -75,6 +75,8 @@ class Desk:
         #: Of classes whose memory is bounded, or was.
         self._allowances: dict[str, Allowance] = {}
         self._completions: dict[Door, Completion] = {}
+        #: Who asked last.
+        self._latest: Completion | None = None
         #: Lanes the builder is to make, by device and cells.
         self._making: set[tuple[int, int]] = set()
         #: Where it makes one right now.
@@ -110,7 +112,7 @@ class Desk:
         for site, warm in zip(sites, scheduler.warm, strict=True):
             for mask in site.crews:
                 warm.setdefault(mask.bit_count(), {})[mask] = None
-        self._allow(services)
+        allow(self._allowances, services)
         with self.lock:
             self.sites, self.scheduler = tuple(sites), scheduler
             if self.state is PoolState.OPENING:  # else it is closed as soon as it is open
@@ -135,7 +137,7 @@ class Desk:
             PoolClosed, Poisoned, ForkedPool: nothing is granted any more.
         """
         self._give_up_forsaken()
-        self.lock.acquire()  # not `with`: compiled, that is a third of the price
+        self.lock.acquire()
         try:
             request = self._request(wish, completion, wait=True)
             others = self.scheduler.resized(request)
@@ -327,7 +329,7 @@ class Desk:
             self.unpark()
             granted = self.scheduler.reconfigure(self._time(), services, policy)
             if services is not None:
-                self._allow(services)
+                allow(self._allowances, services)
             self._parking.start(self.scheduler)
         self._deliver(granted)
 
@@ -343,15 +345,6 @@ class Desk:
         with self.lock:
             self.unpark()
             return counted(self.state, self.sites, len(self.holdings), self.scheduler)
-
-    def _allow(self, services: Sequence[ServiceClass]) -> None:
-        """What each class may have of memory; what it has already counts, once it is counted."""
-        for service in services:
-            known = self._allowances.get(service.name)
-            if known is not None:
-                known.most = service.memory_bytes
-            elif service.memory_bytes is not None:
-                self._allowances[service.name] = Allowance(service.name, service.memory_bytes)
 
     # -- giving back -----------------------------------------------------------------------------
 
@@ -455,6 +448,7 @@ class Desk:
             closed = [door for door in self._completions if door.is_closed]
             if not closed:  # nor is anybody else's: who asks has one, and keeps it until it closes
                 return
+            self._latest = None
             for door in closed:
                 del self._completions[door]
             self.unpark()
@@ -474,6 +468,9 @@ class Desk:
         Raises:
             NoLoop: no loop is running on this thread.
         """
+        latest = self._latest
+        if latest is not None and latest.door.is_current():
+            return latest
         door = current_door()
         completion = self._completions.get(door)
         if completion is None:
@@ -481,6 +478,7 @@ class Desk:
             with self.lock:
                 self._completions[door] = completion
             self._adopt(completion)
+        self._latest = completion
         return completion
 
     def lost(self, fault: BaseException) -> None:
@@ -523,7 +521,7 @@ class Desk:
 
     def forked(self) -> None:
         """In a forked child: nothing works, and whoever tries is told."""
-        self.lock = threading.Lock()  # the old one may be held by a thread that is not here
+        self.lock = Lock()  # the old one may be held by a thread that is not here
         self.state = FORKED
         self._parking.lock, self._parking.scheduler = self.lock, None
         self._parking.clear()

@@ -54,6 +54,10 @@ class Door(ABC):
         self.current_task = current_task
         self._ident = get_ident()
 
+    def is_current(self) -> bool:
+        """Whether this is `current_door()`, if that can be said at once."""
+        return False
+
     @property
     @abstractmethod
     def is_closed(self) -> bool:
@@ -128,6 +132,9 @@ class AsyncioDoor(Door):
     def is_closed(self) -> bool:
         closed: bool = self.loop.is_closed()
         return closed
+
+    def is_current(self) -> bool:
+        return running_loop() is self.loop and get_ident() == self._ident
 
     def create_waiter(self) -> Waiter:
         waiter: Waiter = self._create_future()

@@ -13,10 +13,11 @@ next is of the same loop, a lease is handed over to him.
 from __future__ import annotations
 
 from collections.abc import Callable
-from threading import Lock, get_ident
+from threading import get_ident
 
 from greensched.channel import Channel
 from greensched.holding import Holding
+from greensched.locks import Lock
 from greensched.planning.requests import Request
 from greensched.planning.scheduler import Scheduler
 from greensched.stream import MASK
@@ -107,7 +108,7 @@ class Parking:
             holding.close_bound()
             track.let_go()  # of what was bound: it is done
         granted: list[Request] = []
-        self.lock.acquire()  # not `with`: compiled, that is a third of the price
+        self.lock.acquire()
         try:
             scheduler, charges, lease = self.scheduler, self._charges, holding.lease
             holding.taker = None  # a task that is kept is not collected

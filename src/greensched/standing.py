@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
+from greensched.buffers import Allowance
 from greensched.planning.scheduler import Scheduler
+from greensched.planning.services import ServiceClass
 from greensched.planning.statistics import SchedulerStatistics, ServiceStatistics
 from greensched.site import Site
 
@@ -60,6 +62,15 @@ def counted(
         services=scheduler.services(),
         **asdict(scheduler.statistics()),
     )
+
+
+def allow(known: dict[str, Allowance], services: Iterable[ServiceClass]) -> None:
+    """What each class may have of memory; what it has already counts, once it is counted."""
+    for service in services:
+        if service.name in known:
+            known[service.name].most = service.memory_bytes
+        elif service.memory_bytes is not None:
+            known[service.name] = Allowance(service.name, service.memory_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from greensched import ALL, LaunchConfig, Pool
 from greensched.driver import simulated
 from greensched.driver.simulated import Fail, Hang
 from greensched.kernels import spin
+from greensched.locks import Lock
 from helpers.waiting import turns, until
 
 ONE = LaunchConfig(grid=1, block=1)
@@ -99,12 +100,6 @@ class Contended:
             self.had_to_wait.set()
             self._lock.acquire()
 
-    def __enter__(self) -> None:
-        self.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
 
 class Slow(list[Any]):
     """A list whose first `append` takes until something has happened elsewhere."""
@@ -180,8 +175,9 @@ def test_a_closing_hears_of_the_last_lease_of_another_thread() -> None:
         thread.start()
         await until(held.is_set)
         desk: Any = pool._desk
-        desk.lock = desk._parking.lock = Contended(desk.lock)
-        desk._waiting_for_none = Slow(go, [over, desk.lock.had_to_wait])
+        contended = Contended(desk.lock)
+        desk.lock = desk._parking.lock = Lock(contended)
+        desk._waiting_for_none = Slow(go, [over, contended.had_to_wait])
         async with asyncio.timeout(20):
             assert not (await pool.aclose(grace=1000.0)).abandoned
         thread.join(10)

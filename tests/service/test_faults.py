@@ -25,6 +25,7 @@ from greensched.driver.marks import VERBS
 from greensched.driver.simulated import Crash, Fail, Hang
 from greensched.driver.simulated.presets import PRESETS, DeviceModel
 from greensched.kernels import fill, saxpy, spin
+from greensched.locks import Lock
 from greensched.site import Site
 from greensched.transfer import SLOTS
 from greensched.typing import CaptureMode, Feature
@@ -618,12 +619,6 @@ class StrictLock:
         self.depth -= 1
         self._lock.release()
 
-    def __enter__(self) -> None:
-        self.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
 
 @pytest.mark.white_box
 @pytest.mark.parametrize("leased", [0, 132], ids=["in its block", "queued"])
@@ -659,7 +654,8 @@ def test_a_task_collected_while_the_lock_is_held_takes_no_lock(
             if leased:
                 await stack.enter_async_context(pool.partition(leased))
             await asyncio.to_thread(leave_a_task_behind)
-        lock = desk.lock = StrictLock()  # type: ignore[assignment]
+        lock = StrictLock()
+        desk.lock = Lock(lock)
         request = desk.scheduler.request
 
         def collect_and_request(*args: Any, **options: Any) -> Any:
@@ -748,7 +744,10 @@ def test_statistics_are_told_while_lanes_are_made(monkeypatch: pytest.MonkeyPatc
     add, held = Site.add, list[bool]()
 
     def watched(site: Site, crew: Any) -> None:
-        held.append(pool._desk.lock.locked())  # type: ignore[union-attr]
+        lock = pool._desk.lock  # type: ignore[union-attr]
+        held.append(not lock.acquire(blocking=False))
+        if not held[-1]:
+            lock.release()
         add(site, crew)
 
     async def main() -> None:
