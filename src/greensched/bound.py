@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from threading import get_ident
 from typing import NoReturn
 
 from greensched.arrays import Borrowed
@@ -19,6 +18,7 @@ from greensched.errors import (
 )
 from greensched.jobs import Job
 from greensched.launcher import Plan
+from greensched.running import get_ident
 from greensched.stream import MASK, Track
 
 

@@ -12,7 +12,6 @@ waited for by an event on the device; where it is not even submitted, the mover 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from threading import get_ident
 from typing import Protocol, TypeVar
 
 from greensched.arrays import Borrowed
@@ -23,6 +22,7 @@ from greensched.errors import CUDAError, DeviceFault, InvalidRequest, Poisoned, 
 from greensched.holding import Holding
 from greensched.jobs import Job
 from greensched.memory import DeviceMemory, PinnedMemory
+from greensched.running import get_ident
 from greensched.staging import Staging
 from greensched.stream import MASK, Track
 from greensched.transfer import Slots

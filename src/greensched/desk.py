@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
-from threading import get_ident
 from typing import Final
 
 from greensched.buffers import Allowance
@@ -39,6 +38,7 @@ from greensched.planning.policies import Order
 from greensched.planning.requests import Request
 from greensched.planning.scheduler import Scheduler
 from greensched.planning.services import ServiceClass
+from greensched.running import get_ident
 from greensched.site import Site, index_of
 from greensched.standing import PoolState, PoolStatistics, allow, counted
 from greensched.waiting import expect, heard, is_left, take_handed, tell, tell_all, waits_no_more
@@ -273,12 +273,12 @@ class Desk:
 
     def _claim(self, request: Request, completion: Completion) -> tuple[Channel, ...]:
         """The lanes of a grant are in this loop's hands from here on. Holds the lock."""
-        channels = []
         leases, request.leases = request.leases, ()  # no circle, which the collector would free
         handed = take_handed(request)
         if handed is not None:
             handed.holding.thread = get_ident()  # where this loop runs by now
             return (handed,)
+        channels = []
         for lease in leases:
             site = self.sites[lease.device]
             holding = Holding(lease, site.take(lease.mask), completion, self)

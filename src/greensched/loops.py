@@ -18,11 +18,10 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
-from threading import get_ident
 from typing import Any, Final, Protocol
 
 from greensched.errors import NoLoop
-from greensched.running import running_trio
+from greensched.running import get_ident, running_trio
 from greensched.trio_tasks import TaskTicker, TaskWaiter, outlast
 
 #: A task that asks for a thread, and that thread. Tasks started by it ask for themselves.
@@ -127,6 +126,8 @@ class AsyncioDoor(Door):
         super().__init__(always_yields=False, current_task=current)
         self.loop = loop
         self._create_future = loop.create_future
+        if getattr(type(loop), "create_future", None) is asyncio.BaseEventLoop.create_future:
+            self._create_future = functools.partial(asyncio.Future, loop=loop)  # as it does
 
     @property
     def is_closed(self) -> bool:

@@ -13,13 +13,13 @@ next is of the same loop, a lease is handed over to him.
 from __future__ import annotations
 
 from collections.abc import Callable
-from threading import get_ident
 
 from greensched.channel import Channel
 from greensched.holding import Holding
 from greensched.locks import Lock
 from greensched.planning.requests import Request
 from greensched.planning.scheduler import Scheduler
+from greensched.running import get_ident
 from greensched.stream import MASK
 from greensched.wish import Wish
 

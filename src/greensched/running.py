@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import inspect
 import sys
+import threading
 from types import FunctionType
-from typing import Any
+from typing import Any, Final
+
+#: The thread. Asked for every lease and job: what is final is, compiled, not looked up.
+get_ident: Final = threading.get_ident
 
 
 def running_asyncio() -> Any:

@@ -20,8 +20,10 @@ def expect(request: Request, completion: Completion) -> None:
 
 def heard(request: Request) -> Completion:
     """His loop's view of the work, if he was not told an error: that is raised."""
-    if isinstance(request.answer, Exception):
-        raise request.answer
+    answer = request.answer
+    if answer is not None and not isinstance(answer, Channel):
+        assert isinstance(answer, Exception)
+        raise answer
     assert isinstance(request.owner, Completion)
     return request.owner
 

@@ -284,14 +284,14 @@ class Granting(Queue):
     def _reserve(self, first: Request, now: float) -> None:
         """Once the first request that does not fit has aged, a device is kept for it."""
         if self._reserved is None and not first.lacks and not self._order.may_pass(first, now):
-            if len(first.devices) == 1:
-                self._reserved = (first, first.devices[0])
-                return
-            # Not where it waits for itself: those cells come last of all, if ever.
-            held = self._held_by(first)
-            able = [d for d in first.devices if self.ground.ever(first, d, held.get(d, 0))]
-            best = max(able or first.devices, key=lambda d: self.devices[d].sms(self.free[d]))
-            self._reserved = (first, best)
+            is_only = len(first.devices) == 1
+            self._reserved = (first, first.devices[0] if is_only else self._best_for(first))
+
+    def _best_for(self, first: Request) -> int:
+        """The device to be kept for it: not where it waits for itself, which ends last, if ever."""
+        held = self._held_by(first)
+        able = [d for d in first.devices if self.ground.ever(first, d, held.get(d, 0))]
+        return max(able or first.devices, key=lambda d: self.devices[d].sms(self.free[d]))
 
     def _keep_for_nobody_limited(self) -> None:
         """The device is kept no more for who has come to his class's limits meanwhile."""

@@ -7,7 +7,7 @@ so a mass cancellation is linear, and nothing grows with the number of past requ
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from greensched.errors import InvalidRequest
 from greensched.planning.admission import Agenda
@@ -17,7 +17,7 @@ from greensched.planning.policy import Room
 from greensched.planning.requests import GONE, Entries, Line, Request, by_rank
 
 #: So many more entries than twice those that wait are kept before anybody tidies up.
-STALE_LEAST = 64
+STALE_LEAST: Final = 64
 #: Entries looked at in one call, for those that left: a fraction of a millisecond.
 SWEEP = 2048
 

@@ -325,7 +325,7 @@ class Entries:
             return first
         row, heap = self._row, self._heap
         while row or heap:
-            is_late = heap and not (row and self._is_before(row[0], heap[0][2]))
+            is_late = bool(heap) and not (row and self._is_before(row[0], heap[0][2]))
             request = heap[0][2] if is_late else row[0]
             if request.state is QUEUED:
                 self._first = request
