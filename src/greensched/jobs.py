@@ -119,7 +119,8 @@ class Job(Generic[T]):
     @property
     def is_done(self) -> bool:
         """Whether it has ended, well or not. Does not wait."""
-        return self.track.reached(self.ticket) or self.track.fault is not None
+        track, ticket = self.track, self.ticket  # where it is known, nobody is asked
+        return ticket <= track.known or track.reached(ticket) or track.fault is not None
 
     def result(self) -> T:
         """What it gave, at once.
