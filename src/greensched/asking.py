@@ -94,7 +94,7 @@ class Asker(ABC, Generic[H]):
             return self._have(asked)
         try:
             await asked.waiter
-            return self._have(desk.claim(asked))
+            channels = desk.claim(asked)
         except BaseException as error:
             self._is_entered = False
             if isinstance(error, GeneratorExit):
@@ -102,6 +102,7 @@ class Asker(ABC, Generic[H]):
             else:
                 desk.leave(asked)
             raise
+        return self._have(channels)
 
 
 async def wait_for_leases(desk: Asked, grace: float) -> None:

@@ -12,6 +12,7 @@ granted in the meantime gives its cells back.
 from __future__ import annotations
 
 import logging
+import threading
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -30,7 +31,6 @@ from greensched.errors import (
     PoolClosed,
 )
 from greensched.holding import Holding
-from greensched.locks import Lock
 from greensched.loops import Door, Waiter, current_door
 from greensched.parking import Parking
 from greensched.planning.placement import Placement
@@ -66,7 +66,7 @@ class Desk:
         self.driver = driver
         self._time = driver.time
         self.builder = builder
-        self.lock = Lock()
+        self.lock = threading.Lock()
         self.state = PoolState.OPENING
         self.fault: BaseException | None = None
         self.sites: tuple[Site, ...] = ()
@@ -137,15 +137,12 @@ class Desk:
             PoolClosed, Poisoned, ForkedPool: nothing is granted any more.
         """
         self._give_up_forsaken()
-        self.lock.acquire()
-        try:
+        with self.lock:
             request = self._request(wish, completion, wait=True)
             others = self.scheduler.resized(request)
             channels = self._claim(request, completion) if request.leases else ()
             if not channels:
                 expect(request, completion)
-        finally:
-            self.lock.release()
         self._deliver(others)
         if channels:
             return channels
@@ -160,12 +157,9 @@ class Desk:
             PoolClosed, Poisoned, ForkedPool: nothing is granted any more.
         """
         completion = heard(request)
-        self.lock.acquire()
-        try:
+        with self.lock:
             self.check()
             channels = self._claim(request, completion)
-        finally:
-            self.lock.release()
         waits_no_more(request)
         return channels
 
@@ -521,7 +515,7 @@ class Desk:
 
     def forked(self) -> None:
         """In a forked child: nothing works, and whoever tries is told."""
-        self.lock = Lock()  # the old one may be held by a thread that is not here
+        self.lock = threading.Lock()  # the old one may be held by a thread that is not here
         self.state = FORKED
         self._parking.lock, self._parking.scheduler = self.lock, None
         self._parking.clear()

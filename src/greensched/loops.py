@@ -126,7 +126,8 @@ class AsyncioDoor(Door):
         super().__init__(always_yields=False, current_task=current)
         self.loop = loop
         self._create_future = loop.create_future
-        if getattr(type(loop), "create_future", None) is asyncio.BaseEventLoop.create_future:
+        method = getattr(loop.create_future, "__func__", None)
+        if method is asyncio.BaseEventLoop.create_future:
             self._create_future = functools.partial(asyncio.Future, loop=loop)  # as it does
 
     @property
@@ -147,7 +148,9 @@ class AsyncioDoor(Door):
         try:
             waiter.set_result(None)
         except RuntimeError:  # closed: asked by trying, which is half the price
-            return False
+            if self.is_closed:
+                return False
+            raise
         return True
 
     def create_ticker(self, step: Callable[[], None]) -> Ticker:

@@ -13,10 +13,10 @@ next is of the same loop, a lease is handed over to him.
 from __future__ import annotations
 
 from collections.abc import Callable
+from threading import Lock
 
 from greensched.channel import Channel
 from greensched.holding import Holding
-from greensched.locks import Lock
 from greensched.planning.requests import Request
 from greensched.planning.scheduler import Scheduler
 from greensched.running import get_ident
@@ -108,8 +108,7 @@ class Parking:
             holding.close_bound()
             track.let_go()  # of what was bound: it is done
         granted: list[Request] = []
-        self.lock.acquire()
-        try:
+        with self.lock:
             scheduler, charges, lease = self.scheduler, self._charges, holding.lease
             holding.taker = None  # a task that is kept is not collected
             if scheduler is not None and scheduler.waiting:
@@ -129,8 +128,6 @@ class Parking:
             if not granted:
                 holding.lapse()
                 granted = self._free(holding)
-        finally:
-            self.lock.release()
         self._tell(granted)
         return True
 

@@ -11,7 +11,8 @@ from hypothesis import given
 from greensched.planning.cells import Cells, demands
 from greensched.planning.flows import Flow
 from greensched.planning.policies import Deadline, Fifo
-from greensched.planning.queue import SWEEP
+from greensched.planning.policy import Waiting
+from greensched.planning.queue import STALE_LEAST, SWEEP
 from greensched.planning.requests import Entries, Request, State, by_rank
 from greensched.planning.scheduler import Scheduler
 from greensched.planning.services import ANYBODY, ServiceClass
@@ -83,6 +84,29 @@ def test_no_cancellation_sweeps_for_long() -> None:
         assert line._at - looked <= SWEEP
         assert scheduler.waiting == before - number
     assert scheduler._entries == len(scheduler._deadlines) == 0
+
+
+class Newest:
+    """Who came last is next; the first that does not fit is kept a device for, at once."""
+
+    def rank(self, request: Waiting) -> tuple[float, ...]:
+        return (-request.order,)
+
+    def may_pass(self, first: Waiting, now: float) -> bool:
+        return False
+
+
+def test_who_is_granted_behind_a_newcomer_is_forgotten() -> None:
+    """Whom a device was kept for is granted where another is the first of his line by now."""
+    scheduler = Scheduler([Cells(size=8, count=1)], Newest(), 1000)
+    (held,) = scheduler.request(0.0, demands((8,))).leases
+    scheduler.request(0.0, demands((8,)))
+    for _ in range(1000):
+        scheduler.request(1.0, demands((8,)))
+        (granted,) = scheduler.drained(1.0, held)
+        (held,) = granted.leases
+    assert scheduler.waiting == 1
+    assert sum(map(len, scheduler._lines.values())) <= 2 * scheduler.waiting + STALE_LEAST
 
 
 def test_requests_by_deadline_leave_the_agenda() -> None:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from greensched.errors import InvalidRequest
 from greensched.planning.cells import Cells, Demand
 from greensched.planning.pacing import LEAST, MOST, SAFE, Pace
-from greensched.planning.policies import Fair, Fifo, Sized
-from greensched.planning.policy import Room, Waiting
+from greensched.planning.policies import Fifo, Sized
+from greensched.planning.policy import Room, Service, Waiting
 from greensched.planning.requests import Lease, State
 from greensched.planning.scheduler import Scheduler
 from greensched.planning.services import ServiceClass
@@ -57,12 +57,24 @@ def leased(scheduler: Scheduler, service: str, cost: Work | None = None, least: 
     return lease
 
 
-class Wrong(Fair):
+class Own:
+    """A user's policy, with what every policy must have."""
+
+    def rank(self, request: Waiting) -> tuple[float, ...]:
+        return (-request.priority,)
+
+    def may_pass(self, first: Waiting, now: float) -> bool:
+        return now - first.arrived < 0.020
+
+
+class Wrong(Own):
     """A policy, and a curve, of which one method fails."""
 
     def __init__(self, method: str, answer: object) -> None:
-        super().__init__()
         self.__dict__[method] = lambda *_: answer if answer != "raise" else 1 // 0
+
+    def standing(self, service: Service) -> tuple[float, ...]:
+        return (-service.priority, service.tag)
 
     def size(self, _: object, room: Room) -> tuple[int, int]:
         return room.sizes[0], room.sizes[-1]
@@ -351,7 +363,7 @@ def test_more_than_is_wanted_now_is_given_back() -> None:
 def test_a_policy_of_ones_own_sizes() -> None:
     """One method more, and everybody has half of what classes above him leave, at most."""
 
-    class Halves(Fifo):
+    class Halves(Own):
         def size(self, request: Waiting, room: Room) -> tuple[int, int]:
             return room.sizes[0], max(room.sizes[0], room.left // 2)
 

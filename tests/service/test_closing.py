@@ -17,7 +17,6 @@ from greensched import ALL, LaunchConfig, Pool
 from greensched.driver import simulated
 from greensched.driver.simulated import Fail, Hang
 from greensched.kernels import spin
-from greensched.locks import Lock
 from helpers.waiting import turns, until
 
 ONE = LaunchConfig(grid=1, block=1)
@@ -93,12 +92,14 @@ class Contended:
     def __init__(self, lock: Any) -> None:
         self._lock = lock
         self.had_to_wait = threading.Event()
-        self.release = lock.release
 
-    def acquire(self) -> None:
+    def __enter__(self) -> None:
         if not self._lock.acquire(blocking=False):
             self.had_to_wait.set()
             self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
 
 
 class Slow(list[Any]):
@@ -175,9 +176,8 @@ def test_a_closing_hears_of_the_last_lease_of_another_thread() -> None:
         thread.start()
         await until(held.is_set)
         desk: Any = pool._desk
-        contended = Contended(desk.lock)
-        desk.lock = desk._parking.lock = Lock(contended)
-        desk._waiting_for_none = Slow(go, [over, contended.had_to_wait])
+        desk.lock = desk._parking.lock = Contended(desk.lock)
+        desk._waiting_for_none = Slow(go, [over, desk.lock.had_to_wait])
         async with asyncio.timeout(20):
             assert not (await pool.aclose(grace=1000.0)).abandoned
         thread.join(10)

@@ -25,7 +25,6 @@ from greensched.driver.marks import VERBS
 from greensched.driver.simulated import Crash, Fail, Hang
 from greensched.driver.simulated.presets import PRESETS, DeviceModel
 from greensched.kernels import fill, saxpy, spin
-from greensched.locks import Lock
 from greensched.site import Site
 from greensched.transfer import SLOTS
 from greensched.typing import CaptureMode, Feature
@@ -610,12 +609,12 @@ class StrictLock:
         self._lock = threading.RLock()
         self.depth = self.deepest = 0
 
-    def acquire(self) -> None:
+    def __enter__(self) -> None:
         self._lock.acquire()
         self.depth += 1
         self.deepest = max(self.deepest, self.depth)
 
-    def release(self) -> None:
+    def __exit__(self, *_: object) -> None:
         self.depth -= 1
         self._lock.release()
 
@@ -654,8 +653,7 @@ def test_a_task_collected_while_the_lock_is_held_takes_no_lock(
             if leased:
                 await stack.enter_async_context(pool.partition(leased))
             await asyncio.to_thread(leave_a_task_behind)
-        lock = StrictLock()
-        desk.lock = Lock(lock)
+        lock = desk.lock = StrictLock()  # type: ignore[assignment]
         request = desk.scheduler.request
 
         def collect_and_request(*args: Any, **options: Any) -> Any:
@@ -744,10 +742,7 @@ def test_statistics_are_told_while_lanes_are_made(monkeypatch: pytest.MonkeyPatc
     add, held = Site.add, list[bool]()
 
     def watched(site: Site, crew: Any) -> None:
-        lock = pool._desk.lock  # type: ignore[union-attr]
-        held.append(not lock.acquire(blocking=False))
-        if not held[-1]:
-            lock.release()
+        held.append(pool._desk.lock.locked())  # type: ignore[union-attr]
         add(site, crew)
 
     async def main() -> None:

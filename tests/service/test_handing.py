@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 from greensched import ALL, LaunchConfig, Partition, PartitionClosed, Pool, ServiceClass
+from greensched.channel import Channel
 from greensched.errors import Poisoned, PoolClosed, WouldDeadlock
 from greensched.holding import Holding
+from greensched.joint import Together
 from greensched.kernels import fill, spin
 from helpers.waiting import turns, until
 
@@ -126,6 +128,32 @@ def test_who_is_cancelled_before_he_has_it_leaves_it_to_the_next() -> None:
             await second.go()
             await fourth.go()
             assert pool.statistics().sms_free == 132
+
+    asyncio.run(main())
+
+
+def test_what_fails_behind_a_claim_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits no more is tended no more, once: whoever waits next is tended."""
+
+    def fail(_: Together, channels: tuple[Channel, ...]) -> None:
+        for channel in channels:
+            channel.holding.end()
+        raise MemoryError
+
+    async def main() -> None:
+        async with on_h200() as pool:
+
+            async def both() -> None:
+                async with pool.partitions(8, 8):
+                    pass
+
+            async with pool.partition(ALL):
+                task = asyncio.create_task(both())
+                await until(lambda: pool.statistics().waiting == 1)
+                monkeypatch.setattr(Together, "_have", fail)
+            with pytest.raises(MemoryError):
+                await task
+            assert pool.opened().completion().waiting == 0
 
     asyncio.run(main())
 

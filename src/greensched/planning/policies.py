@@ -125,10 +125,10 @@ class Asked(Fifo):
         Raises:
             InvalidRequest: what is no tuple of numbers; and what the policy raises.
         """
-        rank: tuple[float, ...] = self._policy.rank(request)
+        rank: Any = self._policy.rank(request)  # compiled, a tuple would be insisted on
         if not _are_numbers(rank):
             raise InvalidRequest(f"{self._policy!r}: rank() is {rank!r}: return a tuple of numbers")
-        return rank
+        return tuple(rank)
 
     def may_pass(self, first: Request, now: float) -> bool:
         """As `Policy`."""

@@ -106,8 +106,8 @@ class Queue:
         self._interval += SMOOTHING * (now - self._moved - self._interval)
         flow.interval += SMOOTHING * (now - flow.moved - flow.interval)
         self._moved = flow.moved = now
-        if request.deadline is None:  # its line drops it at the next look, and nobody else has it
-            self._entries -= 1
+        if request.deadline is None and request.line.begins_with(request):
+            self._entries -= 1  # the line drops it at the next look, and nobody else has it
         self._drop(request)
 
     def _leave(self, request: Request) -> bool:

@@ -337,6 +337,10 @@ class Entries:
         self._first = self._last = None
         return None
 
+    def begins_with(self, request: Request) -> bool:
+        """Whether it was the first when that was last looked for: the next look drops it."""
+        return self._first is request
+
     def _all(self) -> list[Request]:
         return [*self._row, *(entry[2] for entry in self._heap)]
 
