@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Generic
 
 from greensched.loops import Door, Waiter, current_door
@@ -38,7 +37,7 @@ class Errand(Generic[T]):
             self._is_done = True
             waiting, self._waiting = self._waiting, []
         for door, waiter in waiting:
-            door.call_threadsafe(partial(door.wake, waiter))
+            door.wake_threadsafe(waiter)
 
     async def wait(self) -> T:
         """Its result, or what it raised."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import hypothesis.strategies as st
 from hypothesis import given
+from hypothesis import strategies as st
 
 from greensched.planning.cells import Cells, demands
 from greensched.planning.flows import Flow

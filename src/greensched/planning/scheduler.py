@@ -241,9 +241,7 @@ class Scheduler(Granting):
             return None
         first = self._only_line().first()
         last = lease.request
-        if first is None or first.lacks or len(first.parts) > 1:
-            return None
-        if first.parts is not last.parts and first.parts != last.parts:
+        if first is None or first.lacks or first.parts != last.parts or len(first.parts) > 1:
             return None
         part = first.parts[0]
         if part.named is not None or part.least != part.most or lease.device not in first.devices:
