@@ -2,10 +2,11 @@
 
     python tests/run_standin.py FOLDER [pytest arguments]
 
-FOLDER holds its libcuda.so.1. Each suite runs once for each driver version in turn; afterwards
-nothing may be alive, nothing misused, and no thread may have been left with a context it did not
-start with. In the conformance suite, whose main thread runs the loops, no driver call may have
-blocked that thread for long; the other one tests the driver itself, also where it blocks.
+FOLDER holds its libcuda.so.1. The driver versions run side by side, and each suite once on each, in
+a process of its own, whose words are printed when it has ended. Afterwards nothing may be alive,
+nothing misused, and no thread may have been left with a context it did not start with. In the
+conformance suite, whose main thread runs the loops, no driver call may have blocked that thread
+for long; the other one tests the driver itself, also where it blocks.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ import os
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from subprocess import PIPE, STDOUT
 from typing import Any
 
 VERSIONS = (13000, 13010)
@@ -26,27 +30,40 @@ MOST_NS = 5_000_000
 
 
 def main(folder: str, *arguments: str) -> int:
-    for version in VERSIONS:
-        for suite in SUITES:
-            with tempfile.TemporaryDirectory() as work:
-                report = Path(work, "report.json")
-                environment = os.environ | {
-                    "GREENSCHED_STANDIN_LIB": str(Path(folder).resolve()),
-                    "STUBCUDA_DRIVER_VERSION": str(version),
-                    "STUBCUDA_REPORT": str(report),
-                    "LD_LIBRARY_PATH": str(Path(folder).resolve()),
-                }
-                command = [sys.executable, "-m", "pytest", "--driver", "cuda", suite, *arguments]
-                code = subprocess.run(command, env=environment, check=False).returncode
-                if code:
-                    return code
-                if not judge(version, suite, json.loads(report.read_text())):
-                    return 1
-    return 0
+    with ThreadPoolExecutor() as versions:
+        passed = versions.map(partial(run, folder, arguments), VERSIONS)
+        return 0 if all(list(passed)) else 1
 
 
-def judge(version: int, suite: str, report: dict[str, Any]) -> bool:
-    """Prints the account of one run; true if it is clean."""
+def run(folder: str, arguments: tuple[str, ...], version: int) -> bool:
+    """Whether the suites pass on one driver version, up to the first that does not."""
+    return all(passes(folder, arguments, version, suite) for suite in SUITES)
+
+
+def passes(folder: str, arguments: tuple[str, ...], version: int, suite: str) -> bool:
+    """Whether one suite does, and leaves a clean account."""
+    with tempfile.TemporaryDirectory() as work:
+        report = Path(work, "report.json")
+        environment = os.environ | {
+            "GREENSCHED_STANDIN_LIB": str(Path(folder).resolve()),
+            "STUBCUDA_DRIVER_VERSION": str(version),
+            "STUBCUDA_REPORT": str(report),
+            "LD_LIBRARY_PATH": str(Path(folder).resolve()),
+        }
+        command = [sys.executable, "-m", "pytest", "--driver", "cuda", suite, *arguments]
+        done = subprocess.run(
+            command, env=environment, check=False, text=True, stdout=PIPE, stderr=STDOUT
+        )
+        if done.returncode:
+            print(done.stdout)
+            return False
+        said, is_clean = judge(version, suite, json.loads(report.read_text()))
+        print(f"{done.stdout}\n{said}", flush=True)  # at once, or the other's would be in between
+        return is_clean
+
+
+def judge(version: int, suite: str, report: dict[str, Any]) -> tuple[str, bool]:
+    """The account of one run, in words, and whether it is clean."""
     checks = {
         "alive at the end": {k: n for k, n in report["live"].items() if n},
         "misuse": report["misuse_by_kind"],
@@ -58,10 +75,9 @@ def judge(version: int, suite: str, report: dict[str, Any]) -> bool:
         checks["calls that held the main thread over 5 ms"] = {
             name: ns for name, ns in waits.items() if ns > MOST_NS
         }
-    print(f"\n{suite} on the stand-in driver {version}: its account")
-    for what, found in checks.items():
-        print(f"  {what}: {found or 'none'}")
-    return not any(checks.values())
+    said = [f"{suite} on the stand-in driver {version}: its account"]
+    said += [f"  {what}: {found or 'none'}" for what, found in checks.items()]
+    return "\n".join(said), not any(checks.values())
 
 
 if __name__ == "__main__":
