@@ -97,5 +97,5 @@ def _close(origin: object, value: Any) -> None:
     try:
         if callable(close):
             close()
-    except Exception:
+    except BaseException:  # also one that means to end the program: this is a thread of ours
         logger.exception("what %r made could not be closed", origin)

@@ -36,10 +36,11 @@ def run(
         call = partial(around, call)
     if uses:
         call = partial(_behind, runs, *channel.others(runs, uses), call)
+    name = getattr(fn, "__name__", None)  # an object may have anything there
     ticket = runs.issue()
     for buffer, write in uses:
         buffer.note(runs, ticket, write=write)
-    job: Job[T] = Job(runs, ticket, getattr(fn, "__name__", "run"), holding.failed)
+    job: Job[T] = Job(runs, ticket, name if isinstance(name, str) else "run", holding.failed)
     completion = holding.completion
     if arounds:  # what they put on the stream may outlast the call
         runs.keep(ticket, given)

@@ -238,7 +238,14 @@ class Completion:
         self._sweep()
 
     def _step(self) -> None:
-        """One look of the ticker, and the next appointment."""
+        """One look of the ticker, and the next appointment, whatever goes wrong meanwhile."""
+        try:
+            self._look_again()
+        except BaseException:
+            self._appoint(SAFETY_MOST_S)
+            raise
+
+    def _look_again(self) -> None:
         at_once = self._within == 0.0
         self._due = self._within = math.inf
         began = time.perf_counter()
@@ -332,4 +339,5 @@ class Completion:
             watch.armed = None
             self.kick_threadsafe()
 
-        track.crew.sleep_until_done(track, woken)
+        if not track.crew.sleep_until_done(track, woken):
+            watch.armed = None  # the safety look sees the ticket

@@ -114,6 +114,11 @@ class Entered:
             if self.context.turn is not None:
                 self.context.turn.leave()
 
+    def renew(self) -> None:
+        """Makes it current again, where what ran inside has left another so."""
+        if self._driver.current() != self.context.handle:
+            self._set(self.context.handle)
+
     def _restore(self) -> None:
         """Makes current what was; where that is not possible any more, at least not ours."""
         before, driver = self._before, self._driver

@@ -46,8 +46,8 @@ class Parking:
         self._free = free
         self._tell = tell
         self._time = time
-        #: Where something is parked, or was.
-        self._spots: list[list[Channel]] = []
+        #: Where something is parked, or was since all was given back last, by identity.
+        self._spots: dict[int, list[Channel]] = {}
         #: Who decides, while the pool is open; None: nothing is parked or handed over.
         self.scheduler: Scheduler | None = None
         #: Who is told of each lease; None: there are no classes to be charged.
@@ -118,12 +118,12 @@ class Parking:
                 # Not what nobody else asks for, nor on trio, where to ask is a turn anyway.
                 if spot is None and wish.is_shared and not holding.completion.door.always_yields:
                     spot = wish.parked[holding.thread] = []
-                    self._spots.append(spot)
                 if spot is not None and (charges is None or charges.pause(self._time(), lease)):
                     if lease.holder is not None:
                         scheduler.pass_on(lease, None)
                     self.put += 1
                     spot.append(channel)
+                    self._spots[id(spot)] = spot
                     return True
             if not granted:
                 holding.lapse()
@@ -153,12 +153,13 @@ class Parking:
         """
         self.is_taken = False  # first: who is taken from here on is told the next time
         found = []
-        for spot in self._spots:
+        for spot in self._spots.values():
             while spot:  # somebody may take one meanwhile
                 try:
                     found.append(spot.pop())
                 except IndexError:
                     break
+        self._spots.clear()  # wishes end, with their classes
         for channel in found:
             channel.holding.lapse()
         taken, self.put = self.put - len(found), 0

@@ -59,8 +59,8 @@ class Wishes:
         found = self._shared.get((sms, service))
         if found is None:
             found = self.several((sms,), service)
-            found.is_shared = True
             if len(self._shared) < SHARED:
+                found.is_shared = True
                 self._shared[sms, service] = found
         return found
 

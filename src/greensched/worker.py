@@ -117,7 +117,7 @@ class Worker:
                     item()
                 else:
                     self._do(item, self._context)
-            except Exception:
+            except BaseException:  # the thread goes on: its lane's end waits for it
                 logger.exception("%s: an item failed outside its own care", self._name)
             del item  # nothing of it may live until the next one comes
 
@@ -185,8 +185,8 @@ class Crew:
         """Has the mover do something, behind all that was deferred before."""
         _hand(self._mover, lambda _: step())
 
-    def sleep_until_done(self, track: Track, then: Callable[[], object]) -> None:
-        """Has a thread block until what the track's event captured is done."""
+    def sleep_until_done(self, track: Track, then: Callable[[], object]) -> bool:
+        """Has a thread block until what the track's event captured is done; False: none starts."""
 
         def sleep() -> None:
             try:
@@ -197,7 +197,12 @@ class Crew:
                 logger.debug("a thread could not wait: %s", error)
             then()
 
-        self._sleepers[track].submit(sleep)
+        try:
+            self._sleepers[track].submit(sleep)
+        except RuntimeError as error:
+            logger.debug("no thread to wait in can be started: %s", error)
+            return False
+        return True
 
     # -- deferred submissions ----------------------------------------------------------------------
 
@@ -280,16 +285,18 @@ class Crew:
         That is left before anybody hears of the last: a context is current on one thread only.
         """
         self._is_called = False  # first: who comes from here on wakes the thread again
-        calls, made = self._calls, None
+        calls = self._calls
+        made: _Call | None = None
         try:
             if refused is not None:
                 raise refused
             if calls:
                 with self._block:
                     while calls:
-                        if made is not None:
-                            self._made(made)
-                        made = calls.popleft()
+                        before, made = made, calls.popleft()
+                        if before is not None:
+                            self._made(before)
+                            self._block.renew()
                         self._call(made)
                     set_current(None)
         except Exception as error:  # the thread cannot be started, the context entered or left

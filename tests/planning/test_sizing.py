@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -110,6 +112,26 @@ def test_what_a_users_policy_or_curve_gets_wrong_loses_nobody(
     assert [flow.sms for flow in scheduler.ground.flows.values()] == [0, 0, 0]
     is_answer = method == "may_pass" or method == "observe" or (method, answer) == ("at", 0.5)
     assert bool(caplog.records) is (answer == "raise" or not is_answer)
+
+
+def test_a_standing_that_is_another_at_each_question_holds_up_nobody() -> None:
+    """A policy that answers by a clock has its classes served, in whatever order."""
+    ticks = itertools.count()
+
+    class Restless(Own):
+        def standing(self, _: Service) -> tuple[float, ...]:
+            return (np.float64(next(ticks)),)
+
+    scheduler = pool(DECODE, BULK, policy=Restless())
+    asked = [
+        scheduler.request(0.0, (Demand(132, 132),), service=service)
+        for service in ("decode", "bulk", "decode", "bulk")
+    ]
+    leases = list(asked[0].leases)
+    while leases:
+        granted = scheduler.drained(1.0, leases.pop())
+        leases += [lease for request in granted for lease in request.leases]
+    assert all(request.state is State.GRANTED for request in asked)
 
 
 def test_a_rank_that_is_none_changes_nothing() -> None:

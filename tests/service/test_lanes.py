@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -203,6 +204,82 @@ def test_no_thread_fails_one_job(monkeypatch: pytest.MonkeyPatch) -> None:
                     await job
             assert await p.run(lambda: 2) == 2
         await until(lambda: pool.statistics().leases == 0)
+
+    anyio.run(main)
+
+
+def test_who_awaits_hears_though_no_thread_can_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no thread can be started to sleep in the driver, the loop looks for itself."""
+    driver = simulated.open("h200")
+    start, asked = driver.start_thread, list[str]()
+
+    def refuse(body: Callable[[], None], name: str) -> None:
+        if "sleeper" in name:
+            asked.append(name)
+            raise RuntimeError("can't start new thread")
+        start(body, name)
+
+    async def main() -> None:
+        async with Pool(driver=driver, prepare=[spin]) as pool, pool.partition(8) as p:
+            monkeypatch.setattr(driver, "start_thread", refuse)
+            with anyio.fail_after(20):
+                await p.launch(spin, ONE, 30_000_000)
+        assert asked
+
+    anyio.run(main)
+
+
+def test_a_call_has_its_context_whatever_the_one_before_it_left() -> None:
+    """A call that queues behind one that made another context current has the partition's."""
+    driver = simulated.open("h200")
+    gate = threading.Event()
+
+    async def main() -> None:
+        async with Pool(driver=driver) as pool, pool.partition(8) as p:
+
+            def spoil() -> None:
+                gate.wait(20)
+                driver.set_current(pool.devices[0].primary.handle)
+
+            spoilt, behind = p.run(spoil), p.run(driver.current)
+            gate.set()
+            await spoilt
+            assert await behind == p.context.handle
+
+    anyio.run(main)
+
+
+def test_a_name_that_is_none_keeps_no_ticket() -> None:
+    """A callable whose name is no text is called as any; what follows goes on."""
+
+    class Proxy:
+        __name__ = None
+
+        def __call__(self) -> int:
+            return 5
+
+    async def main() -> None:
+        async with Pool(driver=simulated.open("h200")) as pool, pool.partition(8) as p:
+            assert await p.run(Proxy()) == 5
+            with anyio.fail_after(20):
+                await p.checkpoint()
+
+    anyio.run(main)
+
+
+def test_a_close_that_means_to_end_the_program_ends_the_lane_alone() -> None:
+    """What is kept with a lane and raises even SystemExit when it is closed holds up nobody."""
+
+    class Kept:
+        def close(self) -> None:
+            sys.exit("no")
+
+    async def main() -> None:
+        pool = await Pool(driver=simulated.open("h200")).__aenter__()
+        async with pool.partition(8) as p:
+            await p.local(Kept)
+        with anyio.fail_after(20):
+            await pool.aclose()
 
     anyio.run(main)
 

@@ -31,7 +31,7 @@ CONFIG = LaunchConfig(grid=1, block=8)
 def parked(pool: Pool) -> int:
     """Leases that the pool has parked."""
     assert pool._desk is not None
-    return sum(len(channels) for channels in pool._desk._parking._spots)
+    return sum(len(channels) for channels in pool._desk._parking._spots.values())
 
 
 async def leased(pool: Pool, sms: int = 16) -> None:
@@ -416,5 +416,23 @@ def test_a_lease_leaves_nothing_to_the_collector() -> None:
                 assert gc.collect() < 50
             finally:
                 gc.enable()
+
+    asyncio.run(main())
+
+
+def test_where_leases_are_parked_does_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more places are kept than are in use, though sizes and classes change without end."""
+    monkeypatch.setattr("greensched.wishes.SHARED", 2)
+
+    async def main() -> None:
+        async with on_h200() as pool:
+            for sms in 8, 16, 24, 32, 8, 24, 32:
+                await leased(pool, sms)
+            for _ in range(5):
+                pool.reconfigure(services=[ServiceClass("a")])
+                async with pool.partition(8, service="a"):
+                    pass
+            assert pool._desk is not None
+            assert len(pool._desk._parking._spots) <= 2
 
     asyncio.run(main())

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import pytest
 
 import greensched
-from greensched import Pool, PoolState
+from greensched import Pool, PoolState, ServiceClass
 from greensched.driver import simulated
 from greensched.kernels import spin
 from greensched.planning.policies import Fifo
@@ -220,6 +221,11 @@ def test_numbers_of_numpy_are_numbers() -> None:
                 )
                 assert type(config.shmem_size) is int
                 assert p.sm_count == 16
+            latency: Any = np.float32(0.05)
+            quota: Any = Fraction(17, 2)
+            pool.reconfigure(services=[ServiceClass("a", latency=latency, quota=quota)])
+            async with pool.partition(8, service="a"):
+                pass
 
     asyncio.run(main())
 

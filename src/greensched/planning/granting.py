@@ -147,9 +147,11 @@ class Granting(Queue):
         firsts = self._firsts()
         heads = [self._head(x) for x in firsts if not (is_kept and self._is_kept_out(x))]
         heapq.heapify(heads)
+        moves = len(heads)  # at most, between two grants: a standing may differ at each question
         while heads and (most or is_shared):
             request: Request = heads[0][-1]
-            if self._stands is not None and heads[0][0] != self._standing(request.flow):
+            if moves and self._stands is not None and heads[0][0] != self._standing(request.flow):
+                moves -= 1
                 heapq.heapreplace(heads, self._head(request))  # it was granted something
             elif not self._attempt(request, most, now):
                 heapq.heappop(heads)
@@ -160,6 +162,7 @@ class Granting(Queue):
                 if is_kept and self._reserved is None:
                     self._is_unlocked = True  # whoever was kept out is not any more
                     return
+                moves = len(heads)
                 following = request.line.first()
                 if following is not None:
                     heapq.heapreplace(heads, self._head(following))

@@ -168,7 +168,7 @@ class Asked(Fifo):
 
 def _are_numbers(answer: object) -> bool:
     """Whether it is a tuple that has its place in an order."""
-    return isinstance(answer, tuple) and all(isinstance(x, Real) and x == x for x in answer)
+    return isinstance(answer, tuple) and all(isinstance(x, Real) and bool(x == x) for x in answer)
 
 
 def asked(policy: Order) -> Fifo:
