@@ -100,8 +100,8 @@ class Flow:
         self.unsplit = rules.unsplit
         self.budget = rules.blocking_budget
         self.cap = NO_CAP if isinstance(rules.cap, NamedSize) else rules.cap
-        self.latency = None if rules.latency is None else float(rules.latency)
-        self.quota = None if rules.quota is None else float(rules.quota)
+        self.latency = rules.latency
+        self.quota = rules.quota
         self.max_waiting = math.inf if rules.max_waiting is None else rules.max_waiting
         if rules.quota is None:
             self.tokens = math.inf

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, replace
+from types import NoneType
+from typing import Any, Literal, get_args
 
 from greensched.errors import InvalidRequest
 from greensched.quantities import real
@@ -97,7 +98,14 @@ def checked(services: object) -> tuple[ServiceClass, ...]:
                 raise InvalidRequest(f"service {service.name!r}: {field}={value!r}: {right}")
     if len({service.name for service in given}) < len(given):
         raise InvalidRequest(f"services={services!r}: each name once")
-    return given
+    return tuple(map(_plain, given))
+
+
+def _plain(one: ServiceClass) -> ServiceClass:
+    """The same, with Python's own numbers where it has others: compiled rooms take no others."""
+    given: dict[str, Any] = {"latency": one.latency, "quota": one.quota}
+    odd = {x: real(n) for x, n in given.items() if type(n) not in (float, int, NoneType)}
+    return replace(one, **odd) if odd else one
 
 
 def _rules(one: ServiceClass) -> Iterable[tuple[str, bool, str]]:
