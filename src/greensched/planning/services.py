@@ -104,7 +104,9 @@ def checked(services: object) -> tuple[ServiceClass, ...]:
 def _plain(one: ServiceClass) -> ServiceClass:
     """The same, with Python's own numbers where it has others: compiled rooms take no others."""
     given: dict[str, Any] = {"latency": one.latency, "quota": one.quota}
-    odd = {x: real(n) for x, n in given.items() if type(n) not in (float, int, NoneType)}
+    odd: dict[str, Any] = {
+        x: real(n) for x, n in given.items() if type(n) not in (float, int, NoneType)
+    }
     return replace(one, **odd) if odd else one
 
 
