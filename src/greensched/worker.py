@@ -282,8 +282,8 @@ class Crew:
     def _make_calls(self, refused: Exception | None) -> None:
         """Makes all calls that are queued, in one block of the lane's context.
 
-        Each finds that current, whatever the one before it left so. It is left before anybody hears of
-        the last: a context is current on one thread only.
+        Each finds that current, whatever the one before left so. It is left before anybody hears
+        of the last: a context is current on one thread only.
         """
         self._is_called = False  # first: who comes from here on wakes the thread again
         calls = self._calls
