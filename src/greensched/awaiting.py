@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 def until_done(job: Job[T]) -> Generator[Any, None, T]:
     """See `Job.__await__`."""
-    if not job.track.reached(job.ticket):
-        while not job.is_done:
-            yield from job.next_look().__await__()
-        return job.result()
+    waiter = job.next_look()
     # On trio an await is a checkpoint, wait or not. To ask asyncio costs a system call.
-    if "trio" in sys.modules and asyncio._get_running_loop() is None:
+    if waiter is None and "trio" in sys.modules and asyncio._get_running_loop() is None:
         yield from current_door().checkpoint().__await__()
-    return job.outcome()
+    while waiter is not None:
+        yield from waiter.__await__()
+        waiter = job.next_look()
+    return job.result()

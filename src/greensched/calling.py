@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from greensched.buffers import Buffer, PinnedBuffer
-from greensched.calls import Call, surroundings
+from greensched.calls import Call, surroundings, within
 from greensched.channel import Channel, Lagging, order_behind
 from greensched.errors import InvalidRequest, WouldBlock
 from greensched.jobs import Job
@@ -36,6 +36,7 @@ def run(
         call = partial(around, call)
     if uses:
         call = partial(_behind, runs, *channel.others(runs, uses), call)
+    call = within(where, call)
     name = getattr(fn, "__name__", None)  # an object may have anything there
     ticket = runs.issue()
     for buffer, write in uses:
@@ -48,7 +49,7 @@ def run(
 
     holding.expose()
     completion.watch(runs)
-    holding.crew.run(call, job, completion, where)
+    holding.crew.run(call, job, completion)
     return job
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from greensched.errors import InvalidRequest
@@ -114,7 +115,15 @@ def surroundings(call: Call, given: Sequence[object]) -> list[Around]:
     return [around for hook in _hooks if (around := hook(call, given)) is not None]
 
 
-def set_current(call: Call | None) -> None:
-    """What `current_call()` is on this thread from here on: one of ours, which makes calls."""
-    if _current.get() is not call:
-        _current.set(call)
+def within(call: Call, function: Callable[[], T]) -> Callable[[], T]:
+    """What calls a function, once and on a thread of ours, where `current_call()` is this.
+
+    It sees the context variables as they are now and here, as by `asyncio.to_thread`, and sets them
+    for itself alone.
+    """
+    return partial(copy_context().run, _within, call, function)
+
+
+def _within(call: Call, function: Callable[[], T]) -> T:
+    _current.set(call)
+    return function()

@@ -28,7 +28,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 
 from greensched.driver.base import Driver
 from greensched.errors import CUDAError, DeviceFault
@@ -52,7 +51,13 @@ LET_GO_S = 50e-6
 #: What calls answer because somebody captures. Source: cuda.h, CUDA_ERROR_STREAM_CAPTURE_*.
 CAPTURE_STATUSES = range(900, 909)
 
+#: As many may wait for a track before those are looked for who were cancelled: few.
+WAITERS = 64
+
 Wake = Callable[[], object]
+
+#: A ticket, and whom to call then or, instead, who waits for it.
+_Entry = tuple[int, Wake | None, Waiter | None]
 
 logger = logging.getLogger("greensched")
 
@@ -60,24 +65,32 @@ logger = logging.getLogger("greensched")
 class Watch:
     """What is known of a track that has work outstanding."""
 
-    __slots__ = ("armed", "entries", "recorded")
+    __slots__ = ("armed", "entries", "most", "recorded")
 
     def __init__(self) -> None:
-        #: (ticket, who to wake), by ticket.
-        self.entries: deque[tuple[int, Wake]] = deque()
+        #: By ticket: whom to call, or who waits.
+        self.entries: deque[_Entry] = deque()
+        #: Where there are so many, those are looked for who wait no longer.
+        self.most = WAITERS
         #: A thread sleeps until this ticket.
         self.armed: int | None = None
         #: The track's event captured everything up to this ticket.
         self.recorded: int | None = None
 
-    def add(self, ticket: int, wake: Wake) -> None:
+    def add(self, entry: _Entry) -> None:
         """Keeps the entries in the order of their tickets; most come in order."""
         entries = self.entries
-        later = []
-        while entries and ticket < entries[-1][0]:
-            later.append(entries.pop())
-        entries.append((ticket, wake))
-        entries.extend(reversed(later))
+        at = len(entries)
+        while at and entry[0] < entries[at - 1][0]:
+            at -= 1
+        entries.insert(at, entry)
+
+    def forget(self, door: Door) -> None:
+        """Who was cancelled is forgotten, so that there are never more of them than others."""
+        left = [e for e in self.entries if e[2] is None or door.is_waiting(e[2])]
+        self.entries.clear()
+        self.entries.extend(left)
+        self.most = max(WAITERS, 2 * len(left))
 
 
 class Completion:
@@ -128,14 +141,19 @@ class Completion:
     def wait(self, track: Track, ticket: int) -> Waiter:
         """Something to await until a ticket is reached or its track is lost; look again then."""
         waiter = self.door.create_waiter()
-        self.when_reached(track, ticket, partial(self.door.wake, waiter))
+        self._add(track, (ticket, None, waiter))
         return waiter
 
     def when_reached(self, track: Track, ticket: int, wake: Wake) -> None:
         """Calls `wake` on the loop's thread once a ticket is reached or its track is lost."""
+        self._add(track, (ticket, wake, None))
+
+    def _add(self, track: Track, entry: _Entry) -> None:
         watch = self.tracks.get(track) or self._watched(track)
-        watch.add(ticket, wake)
-        if ticket <= track.submitted:
+        if len(watch.entries) >= watch.most:
+            watch.forget(self.door)
+        watch.add(entry)
+        if entry[0] <= track.submitted:
             self._hurry()
         else:
             self._leave_to_threads()
@@ -222,7 +240,11 @@ class Completion:
             entries = watch.entries
             while entries and (track.fault is not None or track.reached(entries[0][0])):
                 progressed = True
-                entries.popleft()[1]()
+                _, wake, waiter = entries.popleft()
+                if wake is not None:
+                    wake()
+                else:
+                    self.door.wake(waiter)
             if not entries and (track.fault is not None or track.reached(track.issued)):
                 self.tracks.pop(track, None)
             elif entries and entries[0][0] <= track.submitted:

@@ -156,8 +156,10 @@ class Job(Generic[T]):
         """
         return until_done(self)
 
-    def next_look(self) -> Waiter:
-        """For `awaiting`: something to await while it is not done; look again then."""
+    def next_look(self) -> Waiter | None:
+        """For `awaiting`: something to await, then look again; None: it is done."""
+        if self.is_done:
+            return None
         crew: Crew = self.track.crew
         if crew.lane.context.is_entered:
             raise WrongThread("no `await` inside `with p.context:`: leave that block first")

@@ -67,6 +67,10 @@ class Door(ABC):
         """Something for one task to await."""
 
     @abstractmethod
+    def is_waiting(self, waiter: Any) -> bool:
+        """Whether he was neither woken nor cancelled. On the loop's thread."""
+
+    @abstractmethod
     def wake(self, waiter: Any) -> bool:
         """Wakes who awaits it, or will. On the loop's thread, any number of times.
 
@@ -142,6 +146,9 @@ class AsyncioDoor(Door):
         waiter: Waiter = self._create_future()
         return waiter
 
+    def is_waiting(self, waiter: Any) -> bool:
+        return not waiter.done()
+
     def wake(self, waiter: Any) -> bool:
         if waiter.done():
             return not self.is_closed
@@ -186,6 +193,9 @@ class TrioDoor(Door):
 
     def create_waiter(self) -> Waiter:
         return TaskWaiter(self._trio)
+
+    def is_waiting(self, waiter: Any) -> bool:
+        return not waiter.is_over
 
     def wake(self, waiter: Any) -> bool:
         if not self._over:

@@ -451,6 +451,7 @@ class Partition(Asker["Partition"]):
         done. A call that nobody waits for any more runs to its end, and the SMs stay until then.
 
         Buffers among the arguments are kept in order as in a launch, and count as written.
+        It sees the context variables of its caller, as they are now, and sets them for itself.
         Libraries with a current stream have it set where their integration was imported
         (`greensched.integrations.torch`, say); `current_call()` says there what SMs there are.
         """

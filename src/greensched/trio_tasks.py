@@ -12,27 +12,28 @@ from typing import Any
 class TaskWaiter:
     """One task waiting for one wake, on the loop's thread; woken any number of times."""
 
-    __slots__ = ("_task", "_trio", "_woken")
+    __slots__ = ("_task", "_trio", "is_over")
 
     def __init__(self, trio: Any) -> None:
         self._trio = trio
         self._task: Any = None
-        self._woken = False
+        #: He was woken, or cancelled.
+        self.is_over = False
 
     def wake(self) -> None:
-        self._woken = True
+        self.is_over = True
         if self._task is not None:
             task, self._task = self._task, None
             self._trio.lowlevel.reschedule(task)
 
     def __await__(self) -> Generator[Any, None, None]:
         lowlevel = self._trio.lowlevel
-        if self._woken:
+        if self.is_over:
             yield from lowlevel.checkpoint().__await__()
             return
 
         def abort(_: object) -> Any:
-            self._task = None
+            self._task, self.is_over = None, True
             return lowlevel.Abort.SUCCEEDED
 
         self._task = lowlevel.current_task()

@@ -20,7 +20,6 @@ from functools import partial
 from typing import Any, Protocol
 
 from greensched.belongings import Belongings
-from greensched.calls import Call, set_current
 from greensched.completion import CAPTURE_STATUSES, Completion
 from greensched.context import Context
 from greensched.driver.base import Driver
@@ -138,8 +137,8 @@ class _Stop:
         self.ended = ended
 
 
-#: A callable on its way to a worker, who is told that it has returned, and what is current in it.
-_Call = tuple[Callable[[], Any], Job[Any], Completion, Call | None]
+#: A callable on its way to a worker, and who is told that it has returned.
+_Call = tuple[Callable[[], Any], Job[Any], Completion]
 
 
 class Crew:
@@ -233,20 +232,13 @@ class Crew:
 
     # -- blocking callables ------------------------------------------------------------------------
 
-    def run(
-        self,
-        function: Callable[[], Any],
-        job: Job[Any],
-        completion: Completion,
-        where: Call | None = None,
-    ) -> None:
+    def run(self, function: Callable[[], Any], job: Job[Any], completion: Completion) -> None:
         """Has the worker call a function, on the run stream, with the lane's context current.
 
         It begins behind what was submitted before: on the device by an event, and where that is
-        not submitted yet, behind the mover. `completion` is the holder's; `where`: what
-        `current_call()` says there.
+        not submitted yet, behind the mover. `completion` is the holder's.
         """
-        launches, call = self.lane.launches, (function, job, completion, where)
+        launches, call = self.lane.launches, (function, job, completion)
         completion.errand()
         if launches.submitted == launches.issued and not self._on_the_way:
             self._enqueue(call)
@@ -299,7 +291,6 @@ class Crew:
                             self._made(before)
                             self._block.renew()
                         self._call(made)
-                    set_current(None)
         except Exception as error:  # the thread cannot be started, the context entered or left
             made = made or calls.popleft()
             made[1].fail(error)
@@ -309,9 +300,8 @@ class Crew:
             self._call_worker()
 
     def _call(self, call: _Call) -> None:
-        function, job, _, where = call
+        function, job, _ = call
         lane = self.lane
-        set_current(where)
         try:
             if not lane.launches.is_idle:
                 lane.runs.order_behind(lane.launches)
@@ -323,7 +313,7 @@ class Crew:
 
     def _made(self, call: _Call) -> None:
         """The callable has returned: its ticket comes when what it left on the stream is done."""
-        runs, (_, job, completion, _) = self.lane.runs, call
+        runs, (_, job, completion) = self.lane.runs, call
         ticket = job.ticket
         try:
             if self._has_nothing(runs):

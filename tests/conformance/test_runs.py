@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextvars import ContextVar
 
 import anyio
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 import greensched
 from greensched import ALL, Partition
+from greensched.completion import WAITERS
 from helpers.gate import Gate
 from helpers.waiting import turns, until
 from helpers.world import World
@@ -44,6 +46,34 @@ def test_arguments_and_results_pass_through(world: World) -> None:
             assert await p.run(call, 1, two=2) == ((1,), {"two": 2})
             with pytest.raises(LookupError, match="why"):
                 await p.run(fail)
+
+    world.run(main)
+
+
+def test_a_call_sees_the_context_variables_of_its_caller(world: World) -> None:
+    """As they are when it is asked for; what it sets there is its own, and gone with it."""
+    request = ContextVar("request", default="none")
+    served = dict[str, tuple[list[str], str]]()
+
+    def answer(*_: object) -> str:
+        seen = request.get()
+        request.set("of an earlier call")
+        return seen
+
+    async def serve(p: Partition, name: str) -> None:
+        request.set(name)
+        with await p.upload(np.zeros(4, np.float32)) as buffer:
+            jobs = [p.run(answer), p.run(answer, buffer), p.run(answer)]
+            request.set("later")
+            served[name] = [await job for job in jobs], request.get()
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(serve, p, "a")
+                tasks.start_soon(serve, p, "b")
+            assert served == {name: ([name] * 3, "later") for name in "ab"}
+            assert await p.run(answer) == "none"
 
     world.run(main)
 
@@ -123,6 +153,36 @@ def test_a_call_is_done_behind_what_was_submitted(world: World) -> None:
                 for job in jobs:
                     assert await job == 0
                 assert await p.run(int) == 0
+
+    world.run(main)
+
+
+def test_who_no_longer_waits_is_forgotten(world: World) -> None:
+    """Cancelled awaits of one job do not add up; who waits all the while gets its value."""
+    values: list[int] = []
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            channel = p._open()
+            with await p.upload(np.zeros(100)) as buffer:
+                with await Gate.closed(p) as gate:
+                    p.copy(buffer, np.ones(100))
+                    job = p.run(lambda: 7)
+
+                    async def wait() -> None:
+                        values.append(await job)
+
+                    async with anyio.create_task_group() as tasks:
+                        tasks.start_soon(wait)
+                        for _ in range(5 * WAITERS):
+                            async with anyio.create_task_group() as cancelled:
+                                cancelled.start_soon(wait)
+                                await turns(2)
+                                cancelled.cancel_scope.cancel()
+                        watch = channel.holding.completion.tracks[channel.lane.runs]
+                        assert 1 <= len(watch.entries) <= WAITERS
+                        gate.open()
+            assert values == [7]
 
     world.run(main)
 

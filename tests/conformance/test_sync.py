@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import ContextVar
 from inspect import signature
 
 import anyio
@@ -45,6 +46,19 @@ def in_threads(*functions: Callable[[], object]) -> list[object]:
     """Calls functions at once, each on a thread of its own."""
     with ThreadPoolExecutor(len(functions)) as threads:
         return [future.result(20) for future in [threads.submit(f) for f in functions]]
+
+
+def test_a_call_sees_the_context_variables_of_its_thread(world: World) -> None:
+    """A `run` sees what the thread that calls it has set, not what the loop's thread has."""
+    request = ContextVar("request", default="none")
+
+    def serve(name: str) -> str:
+        request.set(name)
+        with pool.sync.partition(8) as p:
+            return p.run(request.get)
+
+    with opened(world) as pool:
+        assert in_threads(lambda: serve("a"), lambda: serve("b")) == ["a", "b"]
 
 
 @pytest.mark.runs_device_code

@@ -98,28 +98,25 @@ def test_a_library_stands_around_every_call(hooks: list[Any]) -> None:
     assert steps[0][1] == threading.get_ident() != steps[1][1]
 
 
-def test_a_block_that_a_call_leaves_open_is_not_the_next_ones(hooks: list[Any]) -> None:
+def test_what_a_call_leaves_current_is_not_the_next_ones(hooks: list[Any]) -> None:
     """Each call is told its own SMs, whatever the one before it left current on its thread."""
 
     async def main(driver: Any) -> None:
         async with Pool(driver=driver) as pool, pool.partitions(16, 32) as (p, q):
-            block = q.call.entered()
             began = threading.Event()
 
-            def leave_open() -> None:
-                block.__enter__()
+            def leave() -> None:
+                calls._current.set(q.call)
                 began.wait(10)
 
             def sms() -> int | None:
                 call = current_call()
                 return None if call is None else call.sm_count
 
-            jobs = [p.run(leave_open), p.run(sms)]  # in one block of the lane's context
+            jobs = [p.run(leave), p.run(sms)]  # in one block of the lane's context
             began.set()
             await jobs[0]
             assert [await jobs[1], await p.run(sms)] == [16, 16]
-            await p.run(block.__exit__, None, None, None)
-            assert await p.run(sms) == 16
 
     run(main)
 
