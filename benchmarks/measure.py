@@ -32,7 +32,7 @@ PER_ROUND = 50
 #: Resamplings for an interval: the ends of a 95 % interval move by about 1 % of it from more.
 RESAMPLINGS = 1000
 
-SCALES = {"s": 1.0, "ms": 1e3, "us": 1e6}
+SCALES = {"s": 1.0, "ms": 1e3, "us": 1e6, "x": 1.0}
 
 
 @dataclass(frozen=True, slots=True)
