@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from greensched.errors import InvalidRequest
+from greensched.running import leave_library
 from greensched.stream import Stream
 
 T = TypeVar("T")
@@ -126,4 +127,5 @@ def within(call: Call, function: Callable[[], T]) -> Callable[[], T]:
 
 def _within(call: Call, function: Callable[[], T]) -> T:
     _current.set(call)
+    leave_library()
     return function()

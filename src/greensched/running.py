@@ -32,6 +32,16 @@ def running_trio() -> Any:
     return trio if lowlevel is not None and lowlevel.in_trio_run() else None
 
 
+def leave_library() -> None:
+    """No loop runs in the current context, a copy of a task's, whatever it says there.
+
+    anyio goes by sniffio's variable where that is installed, and would refuse to run a loop here.
+    """
+    variable = getattr(sys.modules.get("sniffio"), "current_async_library_cvar", None)
+    if variable is not None and variable.get() is not None:
+        variable.set(None)
+
+
 def is_asynchronous(function: object) -> bool:
     """Whether calling it only makes a coroutine, for a loop to run: not where something calls."""
     if (

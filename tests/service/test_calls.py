@@ -11,6 +11,7 @@ from typing import Any
 
 import anyio
 import pytest
+import sniffio
 
 import greensched
 from greensched import Call, LaunchConfig, Pool, around_calls, calls, current_call
@@ -119,6 +120,22 @@ def test_what_a_call_leaves_current_is_not_the_next_ones(hooks: list[Any]) -> No
             assert [await jobs[1], await p.run(sms)] == [16, 16]
 
     run(main)
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_a_call_may_run_a_loop_of_its_own(backend: str) -> None:
+    """Its context says of which library the caller's loop is; on its own thread none runs."""
+
+    async def answer() -> int:
+        await anyio.sleep(0)
+        return 5
+
+    async def main() -> None:
+        async with Pool(driver="simulated:h200") as pool, pool.partition(16) as p:
+            assert await p.run(anyio.run, answer) == 5
+        assert sniffio.current_async_library() == backend
+
+    anyio.run(main, backend=backend)
 
 
 def test_a_fault_that_a_call_meets_poisons_it() -> None:
