@@ -51,7 +51,7 @@ LET_GO_S = 50e-6
 #: What calls answer because somebody captures. Source: cuda.h, CUDA_ERROR_STREAM_CAPTURE_*.
 CAPTURE_STATUSES = range(900, 909)
 
-#: As many may wait for a track before those are looked for who were cancelled: few.
+#: So many may wait for a track before who was cancelled is looked for: they take some 30 KiB.
 WAITERS = 64
 
 Wake = Callable[[], object]
@@ -86,7 +86,7 @@ class Watch:
         entries.insert(at, entry)
 
     def forget(self, door: Door) -> None:
-        """Who was cancelled is forgotten, so that there are never more of them than others."""
+        """Who was cancelled is forgotten, each time that twice as many are here as were left."""
         left = [e for e in self.entries if e[2] is None or door.is_waiting(e[2])]
         self.entries.clear()
         self.entries.extend(left)

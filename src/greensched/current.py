@@ -44,7 +44,7 @@ class Turn:
     @property
     def is_mine(self) -> bool:
         """Whether the calling thread has it."""
-        return self._holder is not None and self._holder is here.ref
+        return self._holder is here.ref
 
     def take(self, context: object, *, wait: bool = False) -> None:
         """Takes it. With `wait` blocks until the thread that has it has left, or has ended.
