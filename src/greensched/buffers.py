@@ -401,7 +401,7 @@ class Buffer(Given):
         self.check(self.device)
         pending = [(who, ticket) for who, ticket in uses if not who.reached(ticket)]
         # A call's own arguments count as written by it; in the call, its stream is the right one.
-        if not all(w.has_submitted(t) or w.crew.lane.context.is_entered for w, t in pending):
+        if not all(w.has_submitted(t) or w.crew.is_entered for w, t in pending):
             raise WouldBlock("this buffer's user is still to be submitted: await its job first")
         return pending
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 from greensched.buffers import Buffer, PinnedBuffer
-from greensched.calls import Call, surroundings, within
+from greensched.calls import Around, Call, hooks
 from greensched.channel import Channel, Lagging, order_behind
 from greensched.errors import InvalidRequest, WouldBlock
 from greensched.jobs import Job
@@ -30,13 +30,12 @@ def run(
     for buffer, _ in uses:
         buffer.check(channel.ordinal)
     where = channel.in_calls or _in_calls(channel)
-    arounds = surroundings(where, given)
+    arounds = _surroundings(where, given) if hooks else ()
     call: Callable[[], T] = partial(fn, *args, **kwargs) if given else fn
     for around in arounds:
         call = partial(around, call)
     if uses:
         call = partial(_behind, runs, *channel.others(runs, uses), call)
-    call = within(where, call)
     name = getattr(fn, "__name__", None)  # an object may have anything there
     ticket = runs.issue()
     for buffer, write in uses:
@@ -49,8 +48,13 @@ def run(
 
     holding.expose()
     completion.watch(runs)
-    holding.crew.run(call, job, completion)
+    holding.crew.run(call, job, completion, where)
     return job
+
+
+def _surroundings(call: Call, given: Sequence[object]) -> list[Around]:
+    """What the hooks want to do around a call, asked where it is submitted."""
+    return [around for hook in hooks if (around := hook(call, given)) is not None]
 
 
 def _behind(runs: Track, lagging: Lagging, behind: list[Track], call: Callable[[], T]) -> T:

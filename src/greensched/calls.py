@@ -9,16 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar, copy_context
+from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Final
 
 from greensched.errors import InvalidRequest
-from greensched.running import leave_library
 from greensched.stream import Stream
-
-T = TypeVar("T")
 
 #: Calls what it is given, with a library's current stream set, and returns what that returns.
 Around = Callable[[Callable[[], Any]], Any]
@@ -43,18 +39,20 @@ class Call:
     @contextmanager
     def entered(self) -> Iterator[Call]:
         """A block in which `current_call()` is this. Of the calling task and thread alone."""
-        token = _current.set(self)
+        token = running_call.set(self)
         try:
             yield self
         finally:
-            _current.reset(token)
+            running_call.reset(token)
 
 
-_current: ContextVar[Call | None] = ContextVar("greensched_call", default=None)
+#: Of the calling task and thread.
+running_call: Final[ContextVar[Call | None]] = ContextVar("greensched_call", default=None)
 
 #: Asked at each submission: told the call and its arguments, it says what to do around it.
 Hook = Callable[[Call, Sequence[object]], Around | None]
-_hooks: list[Hook] = []
+#: Asked at each submission.
+hooks: Final[list[Hook]] = []
 
 
 def current_call() -> Call | None:
@@ -62,7 +60,7 @@ def current_call() -> Call | None:
 
     For code that sizes its grids by the SMs there are. It is the task's and the thread's own.
     """
-    return _current.get()
+    return running_call.get()
 
 
 def call_of(where: object = None) -> Call:
@@ -76,7 +74,7 @@ def call_of(where: object = None) -> Call:
             stream.
         WouldBlock: as `Partition.stream`.
     """
-    call = _current.get() if where is None else getattr(where, "call", where)
+    call = running_call.get() if where is None else getattr(where, "call", where)
     if not isinstance(call, Call):
         raise InvalidRequest(
             "no call runs here: give the partition, or ask inside p.run"
@@ -105,27 +103,5 @@ def around_calls(hook: Hook) -> None:
     """
     if not callable(hook):
         raise InvalidRequest(f"{hook!r} is not to be called")
-    if hook not in _hooks:
-        _hooks.append(hook)
-
-
-def surroundings(call: Call, given: Sequence[object]) -> list[Around]:
-    """What the hooks want to do around a call, asked where it is submitted."""
-    if not _hooks:
-        return []
-    return [around for hook in _hooks if (around := hook(call, given)) is not None]
-
-
-def within(call: Call, function: Callable[[], T]) -> Callable[[], T]:
-    """What calls a function, once and on a thread of ours, where `current_call()` is this.
-
-    It sees the context variables as they are now and here, as by `asyncio.to_thread`, and sets them
-    for itself alone.
-    """
-    return partial(copy_context().run, _within, call, function)
-
-
-def _within(call: Call, function: Callable[[], T]) -> T:
-    _current.set(call)
-    leave_library()
-    return function()
+    if hook not in hooks:
+        hooks.append(hook)

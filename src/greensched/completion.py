@@ -28,6 +28,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Final
 
 from greensched.driver.base import Driver
 from greensched.errors import CUDAError, DeviceFault
@@ -37,22 +38,22 @@ from greensched.typing import CaptureMode
 
 #: A turn of the loop shorter than this had nothing else to do, and counts against the budget.
 #: 10 us: an empty turn takes 2-4 us here, a turn with work tens (docs/completion.md).
-IDLE_TURN_S = 10e-6
+IDLE_TURN_S: Final = 10e-6
 #: The first safety look; asyncio cannot sleep for less than 1 ms, and uvloop spins if asked to.
 SAFETY_S = 1e-3
 #: Later ones come after this part of the time since the last progress, up to `SAFETY_MOST_S`.
-SAFETY_PART = 0.125
-SAFETY_MOST_S = 0.050
+SAFETY_PART: Final = 0.125
+SAFETY_MOST_S: Final = 0.050
 #: While a thread of ours wants the GIL beside a busy loop it is let go of so often, for so long.
 #: Without it such a thread can starve for seconds (docs/completion.md).
-LET_GO_EVERY_S = 1e-3
-LET_GO_S = 50e-6
+LET_GO_EVERY_S: Final = 1e-3
+LET_GO_S: Final = 50e-6
 
 #: What calls answer because somebody captures. Source: cuda.h, CUDA_ERROR_STREAM_CAPTURE_*.
 CAPTURE_STATUSES = range(900, 909)
 
 #: So many may wait for a track before who was cancelled is looked for: they take some 30 KiB.
-WAITERS = 64
+WAITERS: Final = 64
 
 Wake = Callable[[], object]
 
@@ -128,6 +129,8 @@ class Completion:
         self._due = self._within = math.inf
         self._tend_at = 0.0
         self._kicked = False
+        #: Who waited for what is reached by now, and is to go on.
+        self._reached = deque[Waiter]()
         #: Errands done by other threads, of which the loop has not heard.
         self._delivered = deque[None]()
         self._spent = 0.0
@@ -140,7 +143,7 @@ class Completion:
 
     def wait(self, track: Track, ticket: int) -> Waiter:
         """Something to await until a ticket is reached or its track is lost; look again then."""
-        waiter = self.door.create_waiter()
+        waiter = self.door.create_resumable()
         self._add(track, (ticket, None, waiter))
         return waiter
 
@@ -186,10 +189,6 @@ class Completion:
             self._tend_at = deadline
             self._appoint(deadline - self._driver.time())
 
-    def deliver(self) -> None:
-        """Wakes whoever's ticket is reached by now, before the loop's next turn."""
-        self._look()
-
     def deliver_threadsafe(self) -> None:
         """From another thread of ours: it has done its errand, and there may be something to see.
 
@@ -227,6 +226,26 @@ class Completion:
         self._look()
         if self._on_device:
             self._hurry()
+        self._resume()
+
+    def _resume(self) -> None:
+        """Has those go on who waited, one by one: last of all, since anything may come of it.
+
+        Only where the loop itself calls.
+        """
+        if self._reached and self.door.is_debugged:
+            self._wake()
+        try:
+            while self._reached:
+                self.door.resume(self._reached.popleft())
+        except BaseException:  # the loop ends over it: the others find what they waited for
+            self._wake()
+            raise
+
+    def _wake(self) -> None:
+        """Has them go on in the loop's next turn."""
+        while self._reached:
+            self.door.wake(self._reached.popleft())
 
     def _watched(self, track: Track) -> Watch:
         watch = self.tracks[track] = Watch()
@@ -234,7 +253,7 @@ class Completion:
         return watch
 
     def _look(self) -> bool:
-        """Wakes whoever's ticket is reached; forgets tracks with nothing outstanding."""
+        """Finds who waited for what is reached; forgets tracks with nothing outstanding."""
         progressed = self._on_device = False
         for track, watch in tuple(self.tracks.items()):
             entries = watch.entries
@@ -243,8 +262,8 @@ class Completion:
                 _, wake, waiter = entries.popleft()
                 if wake is not None:
                     wake()
-                else:
-                    self.door.wake(waiter)
+                elif waiter is not None:
+                    self._reached.append(waiter)
             if not entries and (track.fault is not None or track.reached(track.issued)):
                 self.tracks.pop(track, None)
             elif entries and entries[0][0] <= track.submitted:
@@ -257,12 +276,14 @@ class Completion:
     def _look_virtual(self) -> None:
         """The device progressed while the loop was idle, or failed."""
         self._look()
+        self._wake()
         self._sweep()
 
     def _step(self) -> None:
         """One look of the ticker, and the next appointment, whatever goes wrong meanwhile."""
         try:
             self._look_again()
+            self._resume()
         except BaseException:
             self._appoint(SAFETY_MOST_S)
             raise
@@ -278,12 +299,13 @@ class Completion:
             time.sleep(LET_GO_S)
             self._let_go = time.perf_counter()
         if self._unsubscribe is None:
-            if (self._on_device or self._errands) and self._spent < self._driver.spin_budget:
-                if began - self._swept > SAFETY_MOST_S:  # a busy loop may look for ever
-                    self._sweep()
-                # Whom a busy loop only lets go first, it need not look for in each turn.
-                is_busy = at_once and turn >= IDLE_TURN_S
-                self._appoint(0.0 if self._on_device or not is_busy else LET_GO_EVERY_S)
+            is_busy = turn >= IDLE_TURN_S
+            if self._on_device and self._spent < self._driver.spin_budget:
+                self._look_soon(0.0)
+            elif self._errands and (is_busy or not at_once):
+                # Whom a busy loop only lets go first, it need not look for in each turn; whether it
+                # is one, the turn behind a pause does not show.
+                self._look_soon(LET_GO_EVERY_S if at_once else 0.0)
             elif self.tracks or self._errands:
                 self._sleep()
         if self.waiting:
@@ -292,6 +314,11 @@ class Completion:
             else:
                 self._tend_again()
         self._left = time.perf_counter()
+
+    def _look_soon(self, delay: float) -> None:
+        if time.perf_counter() - self._swept > SAFETY_MOST_S:  # a busy loop may look for ever
+            self._sweep()
+        self._appoint(delay)
 
     def _tend_again(self) -> None:
         delay = self._tend()

@@ -222,11 +222,6 @@ class Context(State):
         """Whether it is current on the calling thread, by whatever way."""
         return self.driver.current() == self.handle
 
-    @property
-    def is_entered(self) -> bool:
-        """Whether it is green, and the calling thread is inside a block of it."""
-        return self.turn is not None and self.turn.is_mine
-
     def set_current(self) -> None:
         """Makes it current on this thread in the place of what is, until something else is.
 

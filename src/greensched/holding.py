@@ -11,7 +11,7 @@ import logging
 import threading
 from collections import deque
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from greensched.completion import Completion
 from greensched.errors import CUDAError
@@ -23,10 +23,10 @@ from greensched.worker import Crew
 logger = logging.getLogger("greensched")
 
 #: Bound launches after which a ticket must lie behind them, so that they can be counted.
-BATCH = 64
+BATCH: Final = 64
 #: Bound launches in flight at most: with the jobs' own entries (2 for each of lane.DEPTH) below
 #: the thousand or so that a driver's queue holds.
-MOST = 4 * BATCH
+MOST: Final = 4 * BATCH
 
 
 class Keeper(Protocol):

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Generic
 
-from greensched.awaiting import until_done
 from greensched.buffers import Owned
 from greensched.errors import InvalidRequest, WouldBlock, WrongThread, too_late
 from greensched.loops import Door, Waiter
-from greensched.running import is_asynchronous
+from greensched.running import is_asynchronous, running_asyncio, running_trio
 from greensched.stream import Track
+from greensched.trio_tasks import until_done
 from greensched.typing import T
 
 if TYPE_CHECKING:  # what stands above: a track only knows that it has somebody's threads
@@ -154,14 +155,23 @@ class Job(Generic[T]):
         Raises:
             WrongThread: its partition's context is current here, which a call may be waiting for.
         """
-        return until_done(self)
+        trio = running_trio() if "trio" in sys.modules and running_asyncio() is None else None
+        return self._until_done() if trio is None else until_done(self, trio)
+
+    def _until_done(self) -> Generator[Any, Any, T]:
+        """On asyncio, whose tasks are given what they wait for as it is."""
+        waiter = self.next_look()
+        while waiter is not None:
+            yield waiter
+            waiter = self.next_look()
+        return self.result()
 
     def next_look(self) -> Waiter | None:
-        """For `awaiting`: something to await, then look again; None: it is done."""
+        """For who awaits it: something to await, then look again; None: it is done."""
         if self.is_done:
             return None
         crew: Crew = self.track.crew
-        if crew.lane.context.is_entered:
+        if crew.is_entered:
             raise WrongThread("no `await` inside `with p.context:`: leave that block first")
         return crew.home.completion().wait(self.track, self.ticket)
 

@@ -5,6 +5,9 @@ function is called again and again at times of its own choosing (`Ticker`), and 
 has something done on the loop's thread (`call_threadsafe`). The last is the only way in for
 other threads, and it is refused, not lost, once the loop is closed.
 
+Whoever waits for the device is woken by a function that the loop itself calls. There his task can
+go on at once (`Door.resume`), where a future's would a turn of the loop later (docs/completion.md).
+
 asyncio covers uvloop. anyio is not used here: its primitives yield a whole turn of the loop where
 nothing has to be waited for, and its events cost two and a half times a future
 (docs/completion.md).
@@ -16,8 +19,8 @@ import asyncio
 import functools
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
-from contextvars import ContextVar
+from collections.abc import Awaitable, Callable, Generator
+from contextvars import Context, ContextVar
 from typing import Any, Final, Protocol
 
 from greensched.errors import NoLoop
@@ -66,6 +69,10 @@ class Door(ABC):
     def create_waiter(self) -> Waiter:
         """Something for one task to await."""
 
+    def create_resumable(self) -> Waiter:
+        """The same for who is to go on at once: see `resume`."""
+        return self.create_waiter()
+
     @abstractmethod
     def is_waiting(self, waiter: Any) -> bool:
         """Whether he was neither woken nor cancelled. On the loop's thread."""
@@ -76,6 +83,24 @@ class Door(ABC):
 
         False if the loop is over.
         """
+
+    @property
+    def is_debugged(self) -> bool:
+        """Whether who goes on is to be woken, in a turn of his own: the loop's debug mode is on.
+
+        It tells of a turn that takes long by its task's name.
+        """
+        return False
+
+    def resume(self, waiter: Any) -> None:
+        """Wakes who awaits a resumable, and has his task go on here and now, where that can be.
+
+        Only where the loop itself calls, so that no task is running. Any number of times.
+
+        Raises:
+            KeyboardInterrupt, SystemExit: the task raised it, and the loop is to end.
+        """
+        self.wake(waiter)
 
     def wake_threadsafe(self, waiter: Any) -> bool:
         """The same from whatever thread."""
@@ -122,6 +147,81 @@ class _HandleTicker:
             self._handle = self._loop.call_later(delay, self._step)
 
 
+class Resumable:
+    """What a task of asyncio awaits as if it were a future, and which can have it go on at once.
+
+    It is what `asyncio.isfuture` calls one, with all that a task asks of it; a future of asyncio's
+    calls its task in the loop's next turn only. For one task and one wake.
+    """
+
+    __slots__ = (
+        "_asyncio_future_blocking",
+        "_callback",
+        "_context",
+        "_is_cancelled",
+        "_is_over",
+        "_loop",
+        "_message",
+    )
+
+    def __init__(self, loop: Any) -> None:
+        #: asyncio's protocol: who awaits it yields it to the task so, which sets it back.
+        self._asyncio_future_blocking = True
+        self._loop = loop
+        self._is_over = False
+        self._is_cancelled = False
+        self._message: object = None
+        #: The task's, and where it is to be called.
+        self._callback: Callable[[Any], object] | None = None
+        self._context: Context | None = None
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        return iter((self,))  # type: ignore[return-value]  # all that a `yield from` needs
+
+    def get_loop(self) -> Any:
+        return self._loop
+
+    def add_done_callback(
+        self, callback: Callable[[Any], object], *, context: Context | None = None
+    ) -> None:
+        self._callback, self._context = callback, context
+        if self._is_over:
+            self.set_result(None)
+
+    def done(self) -> bool:
+        return self._is_over
+
+    def result(self) -> None:
+        if self._is_cancelled:
+            raise asyncio.CancelledError(*(() if self._message is None else (self._message,)))
+
+    def set_result(self, _: None) -> None:
+        """Its task goes on in the loop's next turn.
+
+        Raises:
+            RuntimeError: the loop is closed.
+        """
+        self._is_over = True
+        callback, self._callback = self._callback, None
+        if callback is not None:
+            self._loop.call_soon(callback, self, context=self._context)
+
+    def cancel(self, msg: object = None) -> bool:
+        """Its task goes on with a cancellation, in the loop's next turn; False: it was woken."""
+        if self._is_over:
+            return False
+        self._is_cancelled, self._message = True, msg
+        self.set_result(None)
+        return True
+
+    def resume(self) -> None:
+        """Its task goes on here and now."""
+        callback, context = self._callback, self._context
+        self._is_over, self._callback = True, None
+        if callback is not None and context is not None:
+            context.run(callback, self)
+
+
 class AsyncioDoor(Door):
     """A loop of asyncio, or uvloop's."""
 
@@ -146,8 +246,21 @@ class AsyncioDoor(Door):
         waiter: Waiter = self._create_future()
         return waiter
 
+    def create_resumable(self) -> Waiter:
+        return Resumable(self.loop)
+
     def is_waiting(self, waiter: Any) -> bool:
         return not waiter.done()
+
+    @property
+    def is_debugged(self) -> bool:
+        debugged: bool = self.loop.get_debug()
+        return debugged
+
+    def resume(self, waiter: Any) -> None:
+        resumable: Resumable = waiter
+        if not resumable.done():
+            resumable.resume()
 
     def wake(self, waiter: Any) -> bool:
         if waiter.done():

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 #: The thread. Asked for every lease and job: what is final is, compiled, not looked up.
 get_ident: Final = threading.get_ident
+_COROUTINE: Final[int] = inspect.CO_COROUTINE
 
 
 def running_asyncio() -> Any:
@@ -37,7 +38,10 @@ def leave_library() -> None:
 
     anyio goes by sniffio's variable where that is installed, and would refuse to run a loop here.
     """
-    variable = getattr(sys.modules.get("sniffio"), "current_async_library_cvar", None)
+    library = sys.modules.get("sniffio")
+    if library is None:
+        return
+    variable = getattr(library, "current_async_library_cvar", None)  # None: half imported
     if variable is not None and variable.get() is not None:
         variable.set(None)
 
@@ -47,7 +51,7 @@ def is_asynchronous(function: object) -> bool:
     if (
         type(function) is FunctionType and not function.__dict__
     ):  # most are, and it is for each call
-        return bool(function.__code__.co_flags & inspect.CO_COROUTINE)
+        return bool(function.__code__.co_flags & _COROUTINE)
     called = type(function).__call__
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
 

@@ -6,7 +6,12 @@ A room of its own, because what awaits is Python in a compiled build, too.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from greensched.typing import T
+
+if TYPE_CHECKING:
+    from greensched.jobs import Job
 
 
 class TaskWaiter:
@@ -38,6 +43,17 @@ class TaskWaiter:
 
         self._task = lowlevel.current_task()
         yield from lowlevel.wait_task_rescheduled(abort).__await__()
+
+
+def until_done(job: Job[T], trio: Any) -> Generator[Any, Any, T]:
+    """Awaits a job: that is a checkpoint, wait or not."""
+    waiter = job.next_look()
+    if waiter is None:
+        yield from trio.lowlevel.checkpoint().__await__()
+    while waiter is not None:
+        yield from waiter.__await__()
+        waiter = job.next_look()
+    return job.result()
 
 
 class TaskTicker:

@@ -16,18 +16,22 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from contextvars import Context as ContextVars
+from contextvars import copy_context
 from functools import partial
 from typing import Any, Protocol
 
 from greensched.belongings import Belongings
+from greensched.calls import Call, running_call
 from greensched.completion import CAPTURE_STATUSES, Completion
 from greensched.context import Context
 from greensched.driver.base import Driver
 from greensched.errors import CUDAError, DeviceFault, run_all
 from greensched.jobs import Job
 from greensched.lane import Lane
+from greensched.running import leave_library
 from greensched.stream import Track
-from greensched.typing import CaptureMode, Mailbox
+from greensched.typing import CaptureMode, Mailbox, T
 
 logger = logging.getLogger("greensched")
 
@@ -137,8 +141,40 @@ class _Stop:
         self.ended = ended
 
 
-#: A callable on its way to a worker, and who is told that it has returned.
-_Call = tuple[Callable[[], Any], Job[Any], Completion]
+class _Errand:
+    """A function on its way to a worker, where it is called, and who is told when it was."""
+
+    __slots__ = ("call", "completion", "context", "function", "job")
+
+    def __init__(
+        self,
+        function: Callable[[], Any],
+        job: Job[Any],
+        completion: Completion,
+        call: Call | None,
+        context: ContextVars | None,
+    ) -> None:
+        self.function = function
+        self.job = job
+        self.completion = completion
+        self.call = call
+        self.context = context
+
+    def make(self) -> None:
+        """Calls it."""
+        if self.context is None:
+            value = self.function()
+        else:
+            value = self.context.run(_within, self.call, self.function)
+        if value is not None:
+            self.job.succeed(value)
+
+
+def _within(call: Call | None, function: Callable[[], T]) -> T:
+    """Calls a function, in a copy of its caller's context, where `current_call()` is this."""
+    running_call.set(call)
+    leave_library()
+    return function()
 
 
 class Crew:
@@ -160,12 +196,18 @@ class Crew:
             lane.runs: Worker(driver, f"{name} run sleeper", primary),
         }
         #: Callables for the worker, and whether it is to look for them: woken once for many.
-        self._calls: deque[_Call] = deque()
+        self._calls: deque[_Errand] = deque()
         self._is_called = False
         self._block = lane.context.entered(wait=True)
+        self._turn = lane.context.turn
         #: Those on their way to it through the mover: later ones must not overtake.
         self._on_the_way: deque[None] = deque()
         lane.launches.crew = lane.runs.crew = self
+
+    @property
+    def is_entered(self) -> bool:
+        """Whether the calling thread is inside a block of the lane's context."""
+        return self._turn is not None and self._turn.is_mine
 
     def make_copies(self) -> None:
         """The lane gets its track for copies beside the launches, if it has none. Blocks.
@@ -232,13 +274,28 @@ class Crew:
 
     # -- blocking callables ------------------------------------------------------------------------
 
-    def run(self, function: Callable[[], Any], job: Job[Any], completion: Completion) -> None:
+    def run(
+        self,
+        function: Callable[[], Any],
+        job: Job[Any],
+        completion: Completion,
+        where: Call | None = None,
+    ) -> None:
         """Has the worker call a function, on the run stream, with the lane's context current.
 
         It begins behind what was submitted before: on the device by an event, and where that is
-        not submitted yet, behind the mover. `completion` is the holder's.
+        not submitted yet, behind the mover.
+
+        Args:
+            function: called once.
+            job: done when the function has returned, and what it left on the stream is done.
+            completion: the holder's.
+            where: what `current_call()` is in a function of the holder's. That sees the context
+                variables as they are now and here, as by `asyncio.to_thread`, and sets them for
+                itself alone. None: the function is ours.
         """
-        launches, call = self.lane.launches, (function, job, completion)
+        launches = self.lane.launches
+        call = _Errand(function, job, completion, where, None if where is None else copy_context())
         completion.errand()
         if launches.submitted == launches.issued and not self._on_the_way:
             self._enqueue(call)
@@ -251,7 +308,7 @@ class Crew:
         self._on_the_way.append(None)
         _hand(self._mover, forward)
 
-    def _enqueue(self, call: _Call) -> None:
+    def _enqueue(self, call: _Errand) -> None:
         self._calls.append(call)
         self._call_worker()
 
@@ -279,7 +336,7 @@ class Crew:
         """
         self._is_called = False  # first: who comes from here on wakes the thread again
         calls = self._calls
-        made: _Call | None = None
+        made: _Errand | None = None
         try:
             if refused is not None:
                 raise refused
@@ -293,28 +350,24 @@ class Crew:
                         self._call(made)
         except Exception as error:  # the thread cannot be started, the context entered or left
             made = made or calls.popleft()
-            made[1].fail(error)
+            made.job.fail(error)
         if made is not None:
             self._made(made)
         if calls:  # behind one that could not be made: they try for themselves
             self._call_worker()
 
-    def _call(self, call: _Call) -> None:
-        function, job, _ = call
+    def _call(self, call: _Errand) -> None:
         lane = self.lane
         try:
             if not lane.launches.is_idle:
                 lane.runs.order_behind(lane.launches)
-            value = function()
-            if value is not None:
-                job.succeed(value)
+            call.make()
         except BaseException as error:
-            job.fail(error)
+            call.job.fail(error)
 
-    def _made(self, call: _Call) -> None:
+    def _made(self, call: _Errand) -> None:
         """The callable has returned: its ticket comes when what it left on the stream is done."""
-        runs, (_, job, completion) = self.lane.runs, call
-        ticket = job.ticket
+        runs, ticket = self.lane.runs, call.job.ticket
         try:
             if self._has_nothing(runs):
                 runs.mark_here(ticket)
@@ -322,7 +375,7 @@ class Crew:
                 runs.mark(ticket)
         except CUDAError as error:
             self.home.lost(error)
-        completion.deliver_threadsafe()
+        call.completion.deliver_threadsafe()
 
     def _has_nothing(self, track: Track) -> bool:
         """Whether a track's stream has no work, or had but a capture: that is dropped."""

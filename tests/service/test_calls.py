@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -24,11 +24,12 @@ CONFIG = LaunchConfig(grid=16, block=1024)
 
 
 @pytest.fixture
-def hooks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The hooks, put back afterwards."""
-    fresh: list[Any] = []
-    monkeypatch.setattr(calls, "_hooks", fresh)
-    return fresh
+def hooks() -> Iterator[list[Any]]:
+    """The hooks: none but the test's, and put back afterwards."""
+    before = calls.hooks.copy()
+    calls.hooks.clear()
+    yield calls.hooks
+    calls.hooks[:] = before
 
 
 def run(main: Callable[..., Any], spec: str = "h200@13.0") -> list[Span]:
@@ -107,7 +108,7 @@ def test_what_a_call_leaves_current_is_not_the_next_ones(hooks: list[Any]) -> No
             began = threading.Event()
 
             def leave() -> None:
-                calls._current.set(q.call)
+                calls.running_call.set(q.call)
                 began.wait(10)
 
             def sms() -> int | None:

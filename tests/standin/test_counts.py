@@ -201,7 +201,7 @@ def test_a_short_job_costs_its_launch_and_a_mark(
 
 
 def test_a_call_wakes_the_loop_once(standin: Standin, tmp_path: Path) -> None:
-    """One hop back, and one future; the driver is asked what is current, and for its own work."""
+    """One hop back, no turn behind it; the driver is asked what is current, and for its work."""
     counts = count(standin, tmp_path, called)
     each_time = {name: n for name, n in counts.driver.items() if name not in SWEEP}
     assert each_time == {
@@ -209,7 +209,8 @@ def test_a_call_wakes_the_loop_once(standin: Standin, tmp_path: Path) -> None:
         "cuCtxSetCurrent": 2,
         "cuStreamQuery": 1,
     }
-    assert counts.loop["hop"] == 1
-    assert counts.loop["future"] == 1
-    assert "task" not in counts.loop
-    assert counts.loop["timer"] <= 1  # for a thread that would not wake the loop
+    assert 0 < counts.loop["hop"] <= 1  # fewer where a look of the loop's own came first
+    assert not {"future", "task"} & set(counts.loop)
+    timers = counts.loop.get("timer", 0)
+    assert timers <= 1  # for a thread that would not wake the loop
+    assert counts.loop.get("turn", 0) <= timers
