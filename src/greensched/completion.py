@@ -51,6 +51,8 @@ LET_GO_S: Final = 50e-6
 
 #: What calls answer because somebody captures. Source: cuda.h, CUDA_ERROR_STREAM_CAPTURE_*.
 CAPTURE_STATUSES = range(900, 909)
+#: And of an event that a capture took in, once that is over. Source: an H200, driver 580.159.03.
+NOT_RECORDED = 1
 
 #: So many may wait for a track before who was cancelled is looked for: they take some 30 KiB.
 WAITERS: Final = 64
@@ -358,8 +360,15 @@ class Completion:
         if track.reached(ticket) or track.first_uses:
             watch.recorded = None
             return
+        watch.recorded = None
+        stream = track.stream.handle
         try:
-            self._driver.record_event(track.event.handle, track.stream.handle)
+            # A capture would take the event in, and who waits for such an event spoils the capture.
+            if self._driver.is_capturing(stream):
+                return
+            self._driver.record_event(track.event.handle, stream)
+            if self._driver.is_capturing(stream):  # begun meanwhile, by the lane's own thread
+                return
         except DeviceFault as fault:
             self._lost(fault)
         except CUDAError as error:  # then nobody sleeps: the safety look sees the ticket
@@ -376,7 +385,7 @@ class Completion:
             self._driver.query_event(track.event.handle)
         except CUDAError as error:
             # A fault of a status newer than us is no `DeviceFault`; a capture's is harmless.
-            if error.status not in CAPTURE_STATUSES:
+            if error.status not in CAPTURE_STATUSES and error.status != NOT_RECORDED:
                 self._lost(error)
         finally:
             self._driver.exchange_capture_mode(before)

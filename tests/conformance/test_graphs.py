@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import anyio
 import numpy as np
@@ -455,6 +456,45 @@ def test_it_uses_the_same_buffers_everywhere(world: World, *, is_busy: bool) -> 
                         word.array[0] = 1
                     await launched
 
+    world.run(main)
+
+
+@pytest.mark.real_time("a thread waits for the loop")
+def test_a_loop_that_sleeps_meanwhile_leaves_a_capture_alone(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its event would go into the capture, spoil it, and be taken for a fault of the device."""
+    driver, looked = world.driver(), threading.Event()
+    query = driver.query_event
+
+    def looking(event: Any) -> bool:
+        looked.set()
+        return query(event)
+
+    async def main() -> None:
+        pool = Pool(driver=driver, devices=[0], prepare=[saxpy])
+        async with pool, pool.partition(8) as p:
+            with await p.empty_pinned(1, np.uint32) as word:
+                y, x = await pair(p)
+
+                def hold() -> None:
+                    driver.wait_value(here().handle, word.address, 1)
+
+                def slow() -> None:
+                    for _ in range(2):
+                        looked.clear()
+                        assert looked.wait(10)
+                    word.array[0] = 1
+                    added(y, x)
+
+                with y, x:
+                    held = p.run(hold)
+                    with await p.capture(slow) as graph:
+                        await held
+                        looked.set()
+                        await graph.launch(p)
+
+    monkeypatch.setattr(driver, "query_event", looking)
     world.run(main)
 
 

@@ -129,7 +129,8 @@ class Event(Handle):
         self.context = context
         self.timing = timing
         self.marker: Marker | None = None
-        self.captured = False
+        #: The capture that took it in, if that was its last record.
+        self.captured: Capture | None = None
 
     def __repr__(self) -> str:
         return f"<event of {self.context!r}>"

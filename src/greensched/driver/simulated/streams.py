@@ -268,8 +268,8 @@ class Streams(Contexts):
         if not same and (self.strict_events or apart or elsewhere):
             raise from_status(400, "record_event", detail=f"{target!r} on {found!r}")
         self._behind_changes(found.device, "record_event")
-        marker, captured = Marker(), found.capture is not None
-        if not captured:  # there it is a dependency, and no piece of work
+        marker, captured = Marker(), found.capture
+        if captured is None:  # there it is a dependency, and no piece of work
             finish = Instant("record", lambda _: self.timeline.complete(marker))
             self._enqueue(found, lambda: finish, "record_event")
         target.marker, target.captured = marker, captured
@@ -288,7 +288,7 @@ class Streams(Contexts):
             capture.spoilt = True
         if captures:
             raise from_status(900, "record_green", detail="a stream of the context is capturing")
-        target.marker, target.captured = self._work_so_far(device, source.view), False
+        target.marker, target.captured = self._work_so_far(device, source.view), None
 
     def query_event(self, event: EventHandle) -> bool:
         """Whether what it captured is done."""
@@ -300,8 +300,11 @@ class Streams(Contexts):
         return target.marker is None or target.marker.done
 
     def synchronize_event(self, event: EventHandle) -> None:
-        """Waits for what it captured."""
-        target = self._uncaptured(event, "synchronize_event")
+        """Waits for what it captured; spoils the capture that took it in, as an H200's does."""
+        target = self._expect(event, Event, "synchronize_event")
+        if target.captured is not None:
+            target.captured.spoilt = True
+            raise from_status(1, "synchronize_event")
         device = self.devices[target.context.device]
         self._refuse_capture("synchronize_event")
         self._wait_for(target.marker or Marker(0), device, "synchronize_event")
@@ -358,8 +361,8 @@ class Streams(Contexts):
         A real stream that waits for one joins the capture; the simulated one refuses.
         """
         event = self._expect(handle, Event, what)
-        if event.captured:
-            raise from_status(907, what)
+        if event.captured is not None:  # over, an H200 says that it was recorded nowhere
+            raise from_status(907 if event.captured in self._captures else 1, what)
         return event
 
     def _count(self, what: str) -> None:
