@@ -40,6 +40,7 @@ from greensched.typing import CaptureMode
 #: 10 us: an empty turn takes 2-4 us here, a turn with work tens (docs/completion.md).
 IDLE_TURN_S: Final = 10e-6
 #: The first safety look; asyncio cannot sleep for less than 1 ms, and uvloop spins if asked to.
+#: Not `Final`, by which compiled code would have it written in: tests replace it.
 SAFETY_S = 1e-3
 #: Later ones come after this part of the time since the last progress, up to `SAFETY_MOST_S`.
 SAFETY_PART: Final = 0.125
@@ -51,7 +52,7 @@ LET_GO_S: Final = 50e-6
 
 #: What calls answer because somebody captures. Source: cuda.h, CUDA_ERROR_STREAM_CAPTURE_*.
 CAPTURE_STATUSES = range(900, 909)
-#: And of an event that a capture took in, once that is over. Source: an H200, driver 580.159.03.
+#: And of an event that a capture took in, once that is over. Source: an H200, driver 580.159.04.
 NOT_RECORDED = 1
 
 #: So many may wait for a track before who was cancelled is looked for: they take some 30 KiB.

@@ -198,7 +198,7 @@ def test_destroying_a_capturing_stream_ends_its_capture(machine: Machine) -> Non
 def test_an_event_recorded_in_a_capture_is_no_event_to_wait_for(machine: Machine) -> None:
     """Asking and timing it answer 907, then 1, until it is recorded outside; waiting spoils it.
 
-    Source: an H200, driver 580.159.03.
+    Source: an H200, driver 580.159.04; tests/gpu/test_graphs_on_sms.py asks.
     """
     driver = machine.driver
     driver.exchange_capture_mode(RELAXED)
