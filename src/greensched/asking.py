@@ -95,12 +95,13 @@ class Asker(ABC, Generic[H]):
         try:
             await asked.waiter
             channels = desk.claim(asked)
-        except BaseException as error:
+        except GeneratorExit:
             self._is_entered = False
-            if isinstance(error, GeneratorExit):
-                desk.forsake(asked)
-            else:
-                desk.leave(asked)
+            desk.forsake(asked)
+            raise
+        except BaseException:
+            self._is_entered = False
+            desk.leave(asked)
             raise
         return self._have(channels)
 

@@ -41,7 +41,16 @@ from greensched.planning.services import ServiceClass
 from greensched.running import get_ident
 from greensched.site import Site, index_of
 from greensched.standing import PoolState, PoolStatistics, allow, counted
-from greensched.waiting import expect, heard, is_left, take_handed, tell, tell_all, waits_no_more
+from greensched.waiting import (
+    expect,
+    heard,
+    is_left,
+    let_go,
+    take_handed,
+    tell,
+    tell_all,
+    waits_no_more,
+)
 from greensched.wish import Wish
 from greensched.wishes import checked_cost, checked_deadline
 from greensched.worker import Crew, Worker
@@ -351,6 +360,7 @@ class Desk:
         """Somebody does not want his request any more, queued or granted."""
         waits_no_more(request)
         self._give_up(request)
+        let_go(request)
 
     def _give_up(self, request: Request) -> None:
         if self.state is FORKED:

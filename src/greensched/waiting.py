@@ -34,6 +34,11 @@ def waits_no_more(request: Request) -> None:
         request.owner.waiting -= 1
 
 
+def let_go(request: Request) -> None:
+    """Forgets whose it was: one that left stays in its line, and would keep his task until then."""
+    request.owner = request.waiter = request.answer = request.holder = None
+
+
 def is_left(request: Request) -> bool:
     """Whether nobody is going to claim it any more, since his loop is closed."""
     return isinstance(request.owner, Completion) and request.owner.door.is_closed
@@ -46,12 +51,12 @@ def tell(request: Request, error: Exception | None = None) -> bool:
         request: granted, or with an `error` refused.
         error: why it is not granted.
     """
-    completion = request.owner
-    if not isinstance(completion, Completion):  # nobody waits
+    completion, waiter = request.owner, request.waiter
+    if not isinstance(completion, Completion) or waiter is None:  # nobody waits, or any more
         return True
     if error is not None:
         request.answer = error
-    return completion.door.wake_threadsafe(request.waiter)
+    return completion.door.wake_threadsafe(waiter)
 
 
 def tell_all(refused: list[tuple[Request, Exception]]) -> None:

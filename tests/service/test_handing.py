@@ -13,7 +13,7 @@ import pytest
 
 from greensched import ALL, LaunchConfig, Partition, PartitionClosed, Pool, ServiceClass
 from greensched.channel import Channel
-from greensched.errors import Poisoned, PoolClosed, WouldDeadlock
+from greensched.errors import DeadlineExceeded, Poisoned, PoolClosed, WouldDeadlock
 from greensched.holding import Holding
 from greensched.joint import Together
 from greensched.kernels import fill, spin
@@ -128,6 +128,40 @@ def test_who_is_cancelled_before_he_has_it_leaves_it_to_the_next() -> None:
             await second.go()
             await fourth.go()
             assert pool.statistics().sms_free == 132
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("deadline", [None, 0.01], ids=["cancelled", "too late"])
+def test_who_waits_no_more_is_not_kept(deadline: float | None) -> None:
+    """His task is free at once, without a collection, though others go on waiting."""
+
+    async def wait(pool: Pool, deadline: float | None = None) -> None:
+        async with pool.partition(HALF, deadline=deadline):
+            pass
+
+    async def ended(task: asyncio.Task[None]) -> weakref.ref[asyncio.Task[None]]:
+        await turns()
+        if deadline is None:
+            task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled() or isinstance(task.exception(), DeadlineExceeded)
+        return weakref.ref(task)
+
+    async def main() -> None:
+        async with on_h200() as pool, pool.partition(ALL):
+            before, behind = (asyncio.create_task(wait(pool)) for _ in range(2))
+            await turns()
+            gc.disable()
+            try:
+                left = await ended(asyncio.create_task(wait(pool, deadline)))
+                await turns()
+                assert left() is None
+            finally:
+                gc.enable()
+            before.cancel()
+            behind.cancel()
+            await asyncio.wait([before, behind])
 
     asyncio.run(main())
 
