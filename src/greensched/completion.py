@@ -52,7 +52,8 @@ LET_GO_S: Final = 50e-6
 
 #: What calls answer because somebody captures. Source: cuda.h, CUDA_ERROR_STREAM_CAPTURE_*.
 CAPTURE_STATUSES = range(900, 909)
-#: And of an event that a capture took in, once that is over. Source: an H200, driver 580.159.04.
+#: And of an event that a capture took in, once that is over. Source: an H200, driver 580.159.04
+#: (tests/gpu/test_graphs_on_sms.py).
 NOT_RECORDED = 1
 
 #: So many may wait for a track before who was cancelled is looked for: they take some 30 KiB.
@@ -364,7 +365,7 @@ class Completion:
         watch.recorded = None
         stream = track.stream.handle
         try:
-            # A capture would take the event in, and who waits for such an event spoils the capture.
+            # A capture would take the event in, and who asks about it or waits for it spoils that.
             if self._driver.is_capturing(stream):
                 return
             self._driver.record_event(track.event.handle, stream)
@@ -383,7 +384,9 @@ class Completion:
             return
         before = self._driver.exchange_capture_mode(CaptureMode.RELAXED)
         try:
-            self._driver.query_event(track.event.handle)
+            # The event may be in that capture (`_record`), and who asks about it spoils it.
+            if not self._driver.is_capturing(track.stream.handle):
+                self._driver.query_event(track.event.handle)
         except CUDAError as error:
             # A fault of a status newer than us is no `DeviceFault`; a capture's is harmless.
             if error.status not in CAPTURE_STATUSES and error.status != NOT_RECORDED:

@@ -465,11 +465,14 @@ def test_a_loop_that_sleeps_meanwhile_leaves_a_capture_alone(
 ) -> None:
     """Its event would go into the capture, spoil it, and be taken for a fault of the device."""
     driver, looked = world.driver(), threading.Event()
-    query = driver.query_event
+    exchange = driver.exchange_capture_mode
 
-    def looking(event: Any) -> bool:
-        looked.set()
-        return query(event)
+    loop = threading.get_ident()
+
+    def looking(mode: Any) -> Any:  # as who is about to ask about an event does
+        if threading.get_ident() == loop:
+            looked.set()
+        return exchange(mode)
 
     async def main() -> None:
         pool = Pool(driver=driver, devices=[0], prepare=[saxpy])
@@ -494,7 +497,42 @@ def test_a_loop_that_sleeps_meanwhile_leaves_a_capture_alone(
                         looked.set()
                         await graph.launch(p)
 
-    monkeypatch.setattr(driver, "query_event", looking)
+    monkeypatch.setattr(driver, "exchange_capture_mode", looking)
+    world.run(main)
+
+
+@pytest.mark.real_time("work waits for the loop")
+def test_an_event_that_went_into_a_capture_is_not_asked_about(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a capture began while the event was being recorded: it would spoil the capture."""
+    driver, looks = world.driver(), list[Any]()
+    exchange = driver.exchange_capture_mode
+
+    loop = threading.get_ident()
+
+    def looking(mode: Any) -> Any:
+        if threading.get_ident() == loop:
+            looks.append(mode)
+        return exchange(mode)
+
+    async def main() -> None:
+        pool = Pool(driver=driver, devices=[0])
+        async with pool, pool.partition(8) as p:
+            with await p.empty_pinned(1, np.uint32) as word:
+                track = p._open().holding.crew.lane.runs
+                stream = track.stream.handle
+                held = p.run(lambda: driver.wait_value(here().handle, word.address, 1))
+                await until(lambda: track.submitted == track.issued)
+                driver.begin_capture(stream, greensched.typing.CaptureMode.RELAXED)
+                driver.record_event(track.event.handle, stream)
+                looks.clear()
+                await until(lambda: len(looks) > 2)  # it asked somebody else, or nobody
+                driver.destroy_graph(driver.end_capture(stream))
+                word.array[0] = 1
+                await held
+
+    monkeypatch.setattr(driver, "exchange_capture_mode", looking)
     world.run(main)
 
 

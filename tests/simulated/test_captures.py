@@ -196,31 +196,37 @@ def test_destroying_a_capturing_stream_ends_its_capture(machine: Machine) -> Non
 
 
 def test_an_event_recorded_in_a_capture_is_no_event_to_wait_for(machine: Machine) -> None:
-    """Asking and timing it answer 907, then 1, until it is recorded outside; waiting spoils it.
+    """It answers 907, and 1 behind the capture, until it is recorded outside again.
 
-    Source: an H200, driver 580.159.04; tests/gpu/test_graphs_on_sms.py asks.
+    Who asks about it or waits for it spoils the capture. Source: tests/gpu/test_graphs_on_sms.py.
     """
     driver = machine.driver
     driver.exchange_capture_mode(RELAXED)
     stream, other, event = machine.stream(), machine.stream(), machine.event(timing=True)
-    driver.begin_capture(stream, RELAXED)
-    driver.record_event(event, stream)
+
+    def capture() -> None:
+        driver.begin_capture(stream, RELAXED)
+        driver.record_event(event, stream)
+
+    capture()
     for call in (
-        lambda: driver.query_event(event),
         lambda: driver.wait_event(other, event),
         lambda: driver.elapsed(event, event),
     ):
         with pytest.raises(CUDAError, match="CAPTURED_EVENT"):
             call()
     driver.destroy_graph(driver.end_capture(stream))
-    with pytest.raises(CUDAError, match="INVALID_VALUE"):
-        driver.query_event(event)
-    driver.begin_capture(stream, RELAXED)
-    driver.record_event(event, stream)
-    with pytest.raises(CUDAError, match="INVALID_VALUE"):
-        driver.synchronize_event(event)
-    with pytest.raises(CUDAError, match="INVALIDATED"):
-        driver.end_capture(stream)
+    for call, answer in (
+        (driver.query_event, "CAPTURED_EVENT"),
+        (driver.synchronize_event, "INVALID_VALUE"),
+    ):
+        capture()
+        with pytest.raises(CUDAError, match=answer):
+            call(event)
+        with pytest.raises(CUDAError, match="INVALIDATED"):
+            driver.end_capture(stream)
+        with pytest.raises(CUDAError, match="INVALID_VALUE"):
+            driver.query_event(event)
     driver.record_event(event, stream)
     driver.synchronize_event(event)
     assert driver.query_event(event)

@@ -30,7 +30,7 @@ TIMES = 64
 QUIET = 10
 
 #: What the safety look asks, once in milliseconds.
-SWEEP = {"cuEventQuery", "cuThreadExchangeStreamCaptureMode"}
+SWEEP = {"cuStreamIsCapturing", "cuEventQuery", "cuThreadExchangeStreamCaptureMode"}
 LAUNCH = {"cuLaunchKernel": 1}
 MARK = {"cuStreamWriteValue32": 1}
 

@@ -291,16 +291,18 @@ class Streams(Contexts):
         target.marker, target.captured = self._work_so_far(device, source.view), None
 
     def query_event(self, event: EventHandle) -> bool:
-        """Whether what it captured is done."""
+        """Whether what it captured is done; spoils a capture that took it in, as an H200 does."""
         target = self._expect(event, Event, "query_event")
         device = self.devices[target.context.device]
         self._unfaulted(device, "query_event")
+        if target.captured is not None:
+            target.captured.spoilt = True
         self._uncaptured(event, "query_event")
         self._refuse_capture("query_event")
         return target.marker is None or target.marker.done
 
     def synchronize_event(self, event: EventHandle) -> None:
-        """Waits for what it captured; spoils the capture that took it in, as an H200's does."""
+        """Waits for what it captured; spoils a capture as `query_event` does."""
         target = self._expect(event, Event, "synchronize_event")
         if target.captured is not None:
             target.captured.spoilt = True
