@@ -397,9 +397,12 @@ class Completion:
     def _arm(self, track: Track, watch: Watch) -> None:
         watch.armed = watch.recorded
 
-        def woken() -> None:
+        def woken(is_done: bool) -> None:
             watch.armed = None
-            self.kick_threadsafe()
+            if is_done:
+                self.kick_threadsafe()
+            else:  # the safety look records it anew, and no sooner: it would fail again
+                watch.recorded = None
 
         if not track.crew.sleep_until_done(track, woken):
             watch.armed = None  # the safety look sees the ticket

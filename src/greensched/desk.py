@@ -169,7 +169,7 @@ class Desk:
         with self.lock:
             self.check()
             channels = self._claim(request, completion)
-        waits_no_more(request)
+        let_go(request)
         return channels
 
     def acquire_nowait(self, wish: Wish) -> tuple[Channel, ...]:
@@ -358,7 +358,6 @@ class Desk:
 
     def leave(self, request: Request) -> None:
         """Somebody does not want his request any more, queued or granted."""
-        waits_no_more(request)
         self._give_up(request)
         let_go(request)
 
@@ -376,7 +375,8 @@ class Desk:
         """
         while self._forsaken:
             with suppress(IndexError):  # another thread was first
-                self._give_up(self._forsaken.popleft())
+                self._give_up(request := self._forsaken.popleft())
+                let_go(request)
 
     def _drop(self, request: Request) -> list[Request]:
         """Ends a request that is queued, or granted and not claimed. Holds the lock.

@@ -20,7 +20,7 @@ import functools
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Generator
-from contextvars import Context, ContextVar
+from contextvars import Context, ContextVar, copy_context
 from typing import Any, Final, Protocol
 
 from greensched.errors import NoLoop
@@ -184,7 +184,8 @@ class Resumable:
     def add_done_callback(
         self, callback: Callable[[Any], object], *, context: Context | None = None
     ) -> None:
-        self._callback, self._context = callback, context
+        self._callback = callback
+        self._context = copy_context() if context is None else context
         if self._is_over:
             self.set_result(None)
 
@@ -201,10 +202,9 @@ class Resumable:
         Raises:
             RuntimeError: the loop is closed.
         """
-        self._is_over = True
-        callback, self._callback = self._callback, None
+        callback, context = self._taken()
         if callback is not None:
-            self._loop.call_soon(callback, self, context=self._context)
+            self._loop.call_soon(callback, self, context=context)
 
     def cancel(self, msg: object = None) -> bool:
         """Its task goes on with a cancellation, in the loop's next turn; False: it was woken."""
@@ -216,10 +216,15 @@ class Resumable:
 
     def resume(self) -> None:
         """Its task goes on here and now."""
-        callback, context = self._callback, self._context
-        self._is_over, self._callback = True, None
+        callback, context = self._taken()
         if callback is not None and context is not None:
             context.run(callback, self)
+
+    def _taken(self) -> tuple[Callable[[Any], object] | None, Context | None]:
+        """It is over: whom it calls, and where, is not kept."""
+        found = self._callback, self._context
+        self._is_over, self._callback, self._context = True, None, None
+        return found
 
 
 class AsyncioDoor(Door):

@@ -32,11 +32,16 @@ def waits_no_more(request: Request) -> None:
     """Its loop tends one less, since he has claimed what he got, or does not want it any more."""
     if isinstance(request.owner, Completion):
         request.owner.waiting -= 1
+    request.owner = None
 
 
 def let_go(request: Request) -> None:
-    """Forgets whose it was: one that left stays in its line, and would keep his task until then."""
-    request.owner = request.waiter = request.answer = request.holder = None
+    """The same, and forgets whose it was: what was claimed or left may stay in a queue for a while.
+
+    His task would stay with it, and what that returned.
+    """
+    waits_no_more(request)
+    request.waiter = request.answer = request.holder = None
 
 
 def is_left(request: Request) -> bool:

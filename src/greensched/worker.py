@@ -226,17 +226,22 @@ class Crew:
         """Has the mover do something, behind all that was deferred before."""
         _hand(self._mover, lambda _: step())
 
-    def sleep_until_done(self, track: Track, then: Callable[[], object]) -> bool:
-        """Has a thread block until what the track's event captured is done; False: none starts."""
+    def sleep_until_done(self, track: Track, then: Callable[[bool], object]) -> bool:
+        """Has a thread block until what the track's event captured is done; False: none starts.
+
+        `then` is told whether it is.
+        """
 
         def sleep() -> None:
+            is_done = False
             try:
                 self.driver.synchronize_event(track.event.handle)
+                is_done = True
             except DeviceFault as fault:
                 self.home.lost(fault)
             except CUDAError as error:  # the safety look sees the ticket
                 logger.debug("a thread could not wait: %s", error)
-            then()
+            then(is_done)
 
         try:
             self._sleepers[track].submit(sleep)

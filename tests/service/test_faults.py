@@ -24,6 +24,7 @@ from greensched.driver import simulated
 from greensched.driver.marks import VERBS
 from greensched.driver.simulated import Crash, Fail, Hang
 from greensched.driver.simulated.presets import PRESETS, DeviceModel
+from greensched.errors import from_status
 from greensched.kernels import fill, saxpy, spin
 from greensched.site import Site
 from greensched.transfer import SLOTS
@@ -166,6 +167,27 @@ def test_who_sleeps_often_asks_no_oftener(monkeypatch: pytest.MonkeyPatch) -> No
                 await p.launch(spin, ONE, 3_000_000)
             assert driver.script.calls["synchronize_event"] >= slept + 10  # or this shows nothing
             assert driver.script.calls["query_event"] <= asked + 1
+
+    anyio.run(main)
+
+
+def test_a_thread_that_cannot_wait_tries_again_with_the_next_look(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It neither holds up who waits, nor goes round and round until the work is done."""
+    driver, tries = simulated.open("h200"), list[object]()
+    driver.spin_budget = 0.0  # it sleeps at once
+
+    def refuse(event: object) -> None:
+        tries.append(event)
+        raise from_status(1, "synchronize_event")
+
+    monkeypatch.setattr(driver, "synchronize_event", refuse)
+
+    async def main() -> None:
+        async with Pool(driver=driver, prepare=[spin]) as pool, pool.partition(8) as p:
+            await p.launch(spin, ONE, 30_000_000)
+            assert 2 <= len(tries) <= 40  # once a millisecond at most
 
     anyio.run(main)
 

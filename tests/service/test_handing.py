@@ -38,15 +38,16 @@ def holding(partition: Partition) -> Holding:
 class Taker:
     """A task that waits for its SMs, and keeps them until it is let go."""
 
-    def __init__(self, pool: Pool, sms: int = HALF) -> None:
+    def __init__(self, pool: Pool, sms: int = HALF, deadline: float | None = None) -> None:
         self.pool = pool
         self.sms = sms
+        self.deadline = deadline
         self.may_go = asyncio.Event()
         self.has: Partition | None = None
         self.task = asyncio.create_task(self._take())
 
     async def _take(self) -> None:
-        async with self.pool.partition(self.sms) as self.has:
+        async with self.pool.partition(self.sms, deadline=self.deadline) as self.has:
             await self.may_go.wait()
 
     async def go(self) -> None:
@@ -132,38 +133,73 @@ def test_who_is_cancelled_before_he_has_it_leaves_it_to_the_next() -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("deadline", [None, 0.01], ids=["cancelled", "too late"])
-def test_who_waits_no_more_is_not_kept(deadline: float | None) -> None:
+@pytest.mark.parametrize("how", ["cancelled", "too late", "closed"])
+def test_who_waits_no_more_is_not_kept(how: str) -> None:
     """His task is free at once, without a collection, though others go on waiting."""
 
-    async def wait(pool: Pool, deadline: float | None = None) -> None:
-        async with pool.partition(HALF, deadline=deadline):
+    async def wait(pool: Pool) -> None:
+        async with pool.partition(HALF, deadline=0.01 if how == "too late" else None):
             pass
 
-    async def ended(task: asyncio.Task[None]) -> weakref.ref[asyncio.Task[None]]:
+    async def leave(pool: Pool) -> None:
+        entering = pool.partition(HALF).__aenter__()
+        entering.send(None)
+        entering.close()
+
+    async def ended(pool: Pool) -> weakref.ref[asyncio.Task[None]]:
+        task = asyncio.create_task((leave if how == "closed" else wait)(pool))
         await turns()
-        if deadline is None:
+        if how == "cancelled":
             task.cancel()
         await asyncio.wait([task])
-        assert task.cancelled() or isinstance(task.exception(), DeadlineExceeded)
+        if not task.cancelled() and how == "too late":
+            assert isinstance(task.exception(), DeadlineExceeded)
         return weakref.ref(task)
 
     async def main() -> None:
-        async with on_h200() as pool, pool.partition(ALL):
-            before, behind = (asyncio.create_task(wait(pool)) for _ in range(2))
+        async with on_h200() as pool:
+            keeper = Taker(pool, MOST)
+            await turns()
+            before = Taker(pool)
             await turns()
             gc.disable()
-            try:
-                left = await ended(asyncio.create_task(wait(pool, deadline)))
-                await turns()
-                assert left() is None
-            finally:
-                gc.enable()
-            before.cancel()
-            behind.cancel()
-            await asyncio.wait([before, behind])
+            left = await ended(pool)
+            behind = Taker(pool)  # who asks sees to what was left by the collector
+            await turns()
+            assert left() is None
+            for each in (keeper, before, behind):
+                await each.go()
 
-    asyncio.run(main())
+    try:
+        asyncio.run(main())
+    finally:
+        gc.enable()
+
+
+def test_who_was_served_is_not_kept() -> None:
+    """Though somebody waits still, with a deadline before his, behind which his entry stays."""
+
+    async def main() -> None:
+        async with on_h200() as pool:
+            keeper = Taker(pool, MOST)
+            await turns()
+            served = Taker(pool, MOST, deadline=100)
+            behind = [Taker(pool, MOST, deadline=50) for _ in range(2)]
+            await turns()
+            await keeper.go()
+            gc.disable()
+            await served.go()
+            left = weakref.ref(served.task)
+            del served
+            await turns()
+            assert left() is None
+            for each in behind:
+                await each.go()
+
+    try:
+        asyncio.run(main())
+    finally:
+        gc.enable()
 
 
 def test_what_fails_behind_a_claim_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib
 import sys
+import weakref
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import closing
 from contextvars import ContextVar
@@ -18,6 +20,7 @@ from greensched.driver import simulated
 from greensched.loops import current_door
 from helpers.world import DEVICE
 
+VARIABLE = ContextVar[Any]("VARIABLE")
 LOOPS = ["asyncio", "uvloop"] if sys.platform != "win32" else ["asyncio"]
 
 
@@ -143,6 +146,45 @@ def test_a_cancelled_task_goes_on_cancelled(run: Callable[..., Any], messages: A
         return log
 
     assert run(main) == ["it waits", f"it is cancelled {messages}"]
+
+
+def test_who_was_cancelled_leaves_nothing_with_what_he_awaited(run: Callable[..., Any]) -> None:
+    """It may be kept until the work is done; his context is not."""
+
+    class Thing:
+        """Of a request, say."""
+
+    async def main() -> bool:
+        waiter, thing = current_door().create_resumable(), Thing()
+        left = weakref.ref(thing)
+        token = VARIABLE.set(thing)
+        task = asyncio.create_task(waiting(waiter, []))
+        VARIABLE.reset(token)
+        del thing, token
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        del task
+        await asyncio.sleep(0)
+        gc.collect()
+        return left() is None
+
+    assert run(main)
+
+
+def test_a_callback_needs_no_context(run: Callable[..., Any]) -> None:
+    """It is called in a copy of the one in which it was added, as a future's is."""
+
+    async def main() -> list[Any]:
+        door, found = current_door(), list[Any]()
+        waiter: Any = door.create_resumable()
+        token = VARIABLE.set(3)
+        waiter.add_done_callback(lambda _: found.append(VARIABLE.get()))
+        VARIABLE.reset(token)
+        door.resume(waiter)
+        return found
+
+    assert run(main) == [3]
 
 
 def test_a_cancellation_before_the_first_wait_arrives_there(run: Callable[..., Any]) -> None:
