@@ -398,11 +398,11 @@ class Completion:
         watch.armed = watch.recorded
 
         def woken(is_done: bool) -> None:
+            if not is_done:  # the safety look records it anew, and no sooner: it would fail again
+                watch.recorded = None
             watch.armed = None
             if is_done:
                 self.kick_threadsafe()
-            else:  # the safety look records it anew, and no sooner: it would fail again
-                watch.recorded = None
 
         if not track.crew.sleep_until_done(track, woken):
             watch.armed = None  # the safety look sees the ticket

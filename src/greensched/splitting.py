@@ -60,7 +60,7 @@ class SMResourceOptions:
             InvalidRequest: a value that is none, or sequences that do not fit `count`.
         """
         several = _is_sequence(self.count)
-        number = len(self.count) if several else 1  # type: ignore[arg-type]
+        number = len(self.count) if several else 1  # type: ignore[arg-type]  # then it has a length
         if not number:
             raise InvalidRequest("count=() asks for no group: give a number of SMs for each")
         columns = []

@@ -29,7 +29,10 @@ def heard(request: Request) -> Completion:
 
 
 def waits_no_more(request: Request) -> None:
-    """Its loop tends one less, since he has claimed what he got, or does not want it any more."""
+    """Its loop tends one less, since he has claimed what he got, or does not want it any more.
+
+    Counted once, however often it is said.
+    """
     if isinstance(request.owner, Completion):
         request.owner.waiting -= 1
     request.owner = None

@@ -459,20 +459,25 @@ def test_it_uses_the_same_buffers_everywhere(world: World, *, is_busy: bool) -> 
     world.run(main)
 
 
+def tell_of_looks(driver: Any, monkeypatch: pytest.MonkeyPatch, tell: Callable[[], None]) -> None:
+    """Tells of what this thread does before it asks about an event, and behind that."""
+    exchange, loop = driver.exchange_capture_mode, threading.get_ident()
+
+    def looking(mode: Any) -> Any:
+        if threading.get_ident() == loop:
+            tell()
+        return exchange(mode)
+
+    monkeypatch.setattr(driver, "exchange_capture_mode", looking)
+
+
 @pytest.mark.real_time("a thread waits for the loop")
 def test_a_loop_that_sleeps_meanwhile_leaves_a_capture_alone(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its event would go into the capture, spoil it, and be taken for a fault of the device."""
     driver, looked = world.driver(), threading.Event()
-    exchange = driver.exchange_capture_mode
-
-    loop = threading.get_ident()
-
-    def looking(mode: Any) -> Any:  # as who is about to ask about an event does
-        if threading.get_ident() == loop:
-            looked.set()
-        return exchange(mode)
+    tell_of_looks(driver, monkeypatch, looked.set)
 
     async def main() -> None:
         pool = Pool(driver=driver, devices=[0], prepare=[saxpy])
@@ -497,7 +502,6 @@ def test_a_loop_that_sleeps_meanwhile_leaves_a_capture_alone(
                         looked.set()
                         await graph.launch(p)
 
-    monkeypatch.setattr(driver, "exchange_capture_mode", looking)
     world.run(main)
 
 
@@ -506,15 +510,8 @@ def test_an_event_that_went_into_a_capture_is_not_asked_about(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where a capture began while the event was being recorded: it would spoil the capture."""
-    driver, looks = world.driver(), list[Any]()
-    exchange = driver.exchange_capture_mode
-
-    loop = threading.get_ident()
-
-    def looking(mode: Any) -> Any:
-        if threading.get_ident() == loop:
-            looks.append(mode)
-        return exchange(mode)
+    driver, looks = world.driver(), list[None]()
+    tell_of_looks(driver, monkeypatch, lambda: looks.append(None))
 
     async def main() -> None:
         pool = Pool(driver=driver, devices=[0])
@@ -532,7 +529,6 @@ def test_an_event_that_went_into_a_capture_is_not_asked_about(
                 word.array[0] = 1
                 await held
 
-    monkeypatch.setattr(driver, "exchange_capture_mode", looking)
     world.run(main)
 
 
