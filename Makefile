@@ -57,19 +57,19 @@ test-standin: $(VENV)/.ready standin-built
 # On the stand-in they leave what is theirs for the process, so no account is read afterwards. Ray's
 # GPUs are simulated ones.
 test-integrations: $(OTHERS)/.ready $(if $(STANDIN),standin-built)
-	$(OTHERS)/bin/python -m pytest tests/neighbours $(ARGS)
+	$(OTHERS)/bin/python -m pytest tests/integrations/gpu_libraries tests/integrations/fleet $(ARGS)
 ifneq ($(STANDIN),)
 	for version in 13000 13010; do \
 	  GREENSCHED_STANDIN_LIB=$(abspath $(BUILT)/build) LD_LIBRARY_PATH=$(abspath $(BUILT)/build) \
 	  STUBCUDA_DRIVER_VERSION=$$version \
-	  $(OTHERS)/bin/python -m pytest tests/neighbours --driver cuda \
+	  $(OTHERS)/bin/python -m pytest tests/integrations/gpu_libraries tests/integrations/fleet --driver cuda \
 	    --ignore-glob '*/test_ray_*' $(ARGS) || exit 1; \
 	done
 endif
 
 # Each host is several processes: one after another.
 test-embedding: $(HOSTS)/.ready
-	$(HOSTS)/bin/python -m pytest tests/embedding $(ARGS)
+	$(HOSTS)/bin/python -m pytest tests/integrations/hosts $(ARGS)
 
 check-extras: $(VENV)/.ready
 	$(BIN)/python tests/extras.py
@@ -80,7 +80,7 @@ GPU_TESTS = PYTHONPATH=src:$$PYTHONPATH $(or $(GPU_PYTHON),python3) -m pytest -c
 
 test-gpu:
 	$(GPU_TESTS) tests/conformance $(ARGS)
-	$(GPU_TESTS) tests/neighbours tests/gpu $(ARGS)
+	$(GPU_TESTS) tests/integrations/gpu_libraries tests/integrations/fleet tests/gpu $(ARGS)
 
 # Compiled, where there is a compiler; what was measured, the first line says.
 bench: $(VENV)/.ready $(if $(STANDIN),standin-built) $(if $(COMPILER),compiled)
@@ -111,7 +111,7 @@ $(COMPILED)/.ready: $(VENV)/.ready $(SOURCES)
 
 test-compiled: compiled
 	PYTHONPATH=$(COMPILED)/site $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal \
-	  tests/planning tests/service tests/conformance tests/simulation $(ARGS)
+	  tests/scheduling tests/device tests/execution tests/leasing tests/conformance tests/capacity $(ARGS)
 
 # The stand-in is built in a copy of its folder, with the headers of the runtime package of the
 # nvrtc extra: an nvcc on the path may have none beside it.

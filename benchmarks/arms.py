@@ -35,7 +35,7 @@ from greensched import (
     Pool,
     Stream,
 )
-from greensched.launcher import Arguments, Plan
+from greensched.device.launch import Arguments, Plan
 
 #: Pieces that who works without pause keeps in flight, so that the GPU never waits for the host.
 DEPTH = 2

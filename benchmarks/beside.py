@@ -37,9 +37,9 @@ import numpy as np
 from benchmarks.measure import Comparison, Row, Samples, Work, table
 from greensched import Device, LaunchConfig, PinnedBuffer, Pool, Program
 from greensched import driver as drivers
-from greensched.driver.base import Driver
+from greensched.device.launch import Arguments
+from greensched.driver.interface import Driver
 from greensched.kernels import matmul
-from greensched.launcher import Arguments
 from greensched.typing import Cost
 
 SMS = 16

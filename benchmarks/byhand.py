@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from greensched import Buffer, LaunchConfig, Pool
-from greensched.driver.base import Driver
+from greensched.device.launch import Arguments
+from greensched.driver.interface import Driver
 from greensched.kernels import saxpy
-from greensched.launcher import Arguments
 
 SMS = 16
 CONFIG = LaunchConfig(grid=1, block=128)

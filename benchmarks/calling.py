@@ -10,7 +10,7 @@ from time import perf_counter
 from benchmarks.byhand import SMS
 from benchmarks.measure import Row, Work, compare
 from greensched import Pool
-from greensched.driver.base import Driver
+from greensched.driver.interface import Driver
 
 Call = Callable[[], Awaitable[object]]
 

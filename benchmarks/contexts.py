@@ -15,7 +15,7 @@ from typing import Any
 
 from greensched import Device
 from greensched import driver as drivers
-from greensched.driver.base import Driver
+from greensched.driver.interface import Driver
 from greensched.errors import CUDAError
 
 #: Contexts at the beginning and at the end whose times are given.

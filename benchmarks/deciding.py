@@ -15,12 +15,12 @@ from collections.abc import Callable
 from time import perf_counter, thread_time
 
 from benchmarks.measure import Row, compare, table
-from greensched.curves import LatencyCurve
-from greensched.planning.cells import Cells, Demand
-from greensched.planning.policies import policy_named
-from greensched.planning.requests import Lease, Request
-from greensched.planning.scheduler import Scheduler
-from greensched.planning.services import ServiceClass
+from greensched.leasing.latency import LatencyCurve
+from greensched.scheduling.cells import Cells, Demand
+from greensched.scheduling.policies import policy_named
+from greensched.scheduling.requests import Lease, Request
+from greensched.scheduling.scheduler import Scheduler
+from greensched.scheduling.services import ServiceClass
 
 #: An H200, cut by eights.
 DEVICE = Cells(size=8, count=16, remainder=4)

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from benchmarks.measure import Comparison, Row, Samples, name_of, percentile, table
 from greensched import Pool
-from greensched.demo import Service
+from greensched.cli.demo import Service
 from greensched.driver import simulated
 
 #: Windows of each kind, and how long each is: some 15,000 beats a kind, so that fifteen gaps lie

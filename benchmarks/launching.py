@@ -14,7 +14,7 @@ from benchmarks.byhand import CONFIG, ITEMS, SMS, ByHand, arguments, by_hand
 from benchmarks.measure import Comparison, Row, Work, compare, table
 from greensched import Buffer, Job, Partition, Pool
 from greensched import driver as drivers
-from greensched.driver.base import Driver
+from greensched.driver.interface import Driver
 from greensched.kernels import saxpy
 
 #: Launches to a stopwatch, where one takes about as long as starting and stopping it; well below

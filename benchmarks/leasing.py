@@ -12,7 +12,7 @@ from benchmarks.byhand import CONFIG, ITEMS, SMS, arguments, by_hand
 from benchmarks.measure import Comparison, Row, compare, table
 from greensched import Pool, ServiceClass
 from greensched import driver as drivers
-from greensched.driver.base import Driver
+from greensched.driver.interface import Driver
 from greensched.kernels import saxpy
 
 CLASSES = (

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from greensched.planning import scheduler
+from greensched.scheduling import scheduler
 
 Samples = npt.NDArray[np.float64]
 #: Does the thing once; returns the seconds it took, by a stopwatch held as closely as can be.

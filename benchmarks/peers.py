@@ -33,9 +33,9 @@ from benchmarks.launching import BURST
 from benchmarks.measure import Comparison, Row, Work, compare, table
 from greensched import Buffer, Partition, Pool
 from greensched import driver as drivers
-from greensched.driver.base import Driver
+from greensched.device.launch import Arguments
+from greensched.driver.interface import Driver
 from greensched.kernels import saxpy
-from greensched.launcher import Arguments
 
 #: Source: cuda.h, CUhostFn.
 _HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)

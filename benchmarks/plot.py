@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import Row
+from greensched.capacity.plot import pyplot, write
 from greensched.errors import MissingPackage
-from greensched.simulation.plot import pyplot, write
 
 #: Inches of a row, and of all that is above and below the rows of a part.
 ROW, AROUND = 0.22, 1.1

@@ -31,8 +31,8 @@ from benchmarks import measure
 from benchmarks.plot import picture
 from benchmarks.stages import Operation, Prefix, nothing, operations
 from greensched import driver as drivers
-from greensched.driver.base import Driver
-from greensched.simulation.plot import pyplot, write
+from greensched.capacity.plot import pyplot, write
+from greensched.driver.interface import Driver
 
 
 @dataclass(frozen=True, slots=True)

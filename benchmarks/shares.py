@@ -11,11 +11,11 @@ import random
 from collections.abc import Iterator, Mapping
 from itertools import count
 
-from greensched.planning.cells import Cells, demands
-from greensched.planning.policies import Fair, Order
-from greensched.planning.requests import Request, State
-from greensched.planning.scheduler import Scheduler
-from greensched.planning.services import ServiceClass
+from greensched.scheduling.cells import Cells, demands
+from greensched.scheduling.policies import Fair, Order
+from greensched.scheduling.requests import Request, State
+from greensched.scheduling.scheduler import Scheduler
+from greensched.scheduling.services import ServiceClass
 from greensched.typing import ALL, Size
 
 DEVICE = Cells(size=8, count=16, remainder=4)

@@ -47,7 +47,7 @@ from benchmarks.report import Report, clocks
 from benchmarks.works import KERNELS, WORKLOADS, Workload, Works
 from greensched import Device, Pool, Stream
 from greensched import driver as drivers
-from greensched.driver.base import Driver
+from greensched.driver.interface import Driver
 from greensched.driver.simulated import SimulatedDriver
 
 ROUNDS = 5

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.byhand import CONFIG, ITEMS, SMS, ByHand, arguments, by_hand
-from greensched import Partition, Pool, launching
-from greensched.channel import Channel
-from greensched.driver.base import Driver
-from greensched.jobs import Job
+from greensched import Partition, Pool
+from greensched.device.launch import Plan
+from greensched.driver.interface import Driver
+from greensched.execution import launches
+from greensched.execution.jobs import Job
+from greensched.execution.submission import Channel
 from greensched.kernels import saxpy
-from greensched.launcher import Plan
 
 Do = Callable[[], Awaitable[Any]]
 Finish = Callable[[Any], Awaitable[object]]
@@ -109,7 +110,7 @@ def _launch(p: Partition, values: tuple[object, ...], hand: ByHand) -> Operation
         return channel.submit_now(fire, saxpy.name, ticket)
 
     async def looked_up() -> Any:
-        return launching.launch(channel, saxpy, CONFIG, values)
+        return launches.launch(channel, saxpy, CONFIG, values)
 
     async def launched() -> Any:
         return p.launch(saxpy, CONFIG, *values)

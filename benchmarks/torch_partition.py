@@ -44,7 +44,7 @@ from benchmarks.sharing import Seen, Slice
 from benchmarks.works import KERNELS, Launch
 from greensched import REST, Device, LaunchConfig, Partition, Pool
 from greensched import driver as drivers
-from greensched.driver.base import Driver
+from greensched.driver.interface import Driver
 from greensched.driver.simulated import SimulatedDriver
 from greensched.kernels import matmul
 from greensched.typing import Size

@@ -21,15 +21,24 @@ from time import process_time
 
 from benchmarks import deciding, shares
 from benchmarks.measure import Bystanders, table
-from greensched.planning.policies import Fifo
-from greensched.simulation import answers, compare, report, validation
-from greensched.simulation.answers import BEST_SPLIT, Question
-from greensched.simulation.arms import Arm, Seat, Split
-from greensched.simulation.machine import Machine
-from greensched.simulation.run import Setting, simulate
-from greensched.simulation.scenes import WITHIN, beside, forever, pair, percentile, play, same, work
-from greensched.simulation.sizing import Elastic
-from greensched.simulation.workload import W2, services
+from greensched.capacity import experiment, metrics, results, validation
+from greensched.capacity.machine import Machine
+from greensched.capacity.pool_strategies import Elastic
+from greensched.capacity.results import BEST_SPLIT, Question
+from greensched.capacity.run import Setting, simulate
+from greensched.capacity.strategies import Arm, Seat, Split
+from greensched.capacity.validation.scenarios import (
+    WITHIN,
+    beside,
+    forever,
+    pair,
+    percentile,
+    play,
+    same,
+    work,
+)
+from greensched.capacity.workload import W2, services
+from greensched.scheduling.policies import Fifo
 from greensched.typing import ALL
 
 #: From half to twice saturation; windows of so many seconds, and longer where at saturation fewer
@@ -47,7 +56,7 @@ class Bar:
     """One thing that is asked for: what came out (value, low, high), and whether it is enough."""
 
     what: str
-    found: report.Interval
+    found: metrics.Interval
     asked: str
     passed: bool | None
 
@@ -57,12 +66,12 @@ class Bar:
         return f"{self.what:66} {value:8.3f} [{low:.3f}, {high:.3f}]  {self.asked:9} {verdict}"
 
 
-def at_least(what: str, found: report.Interval, least: float) -> Bar:
+def at_least(what: str, found: metrics.Interval, least: float) -> Bar:
     """Passed from there on; what there is nothing to hold against passes."""
     return Bar(what, found, f">= {least:g}", math.isnan(found[0]) or found[0] >= least)
 
 
-def at_most(what: str, found: report.Interval, most: float) -> Bar:
+def at_most(what: str, found: metrics.Interval, most: float) -> Bar:
     """Passed up to there."""
     return Bar(what, found, f"<= {most:g}", found[0] <= most)
 
@@ -73,7 +82,7 @@ def at_most(what: str, found: report.Interval, most: float) -> Bar:
 def known(seeds: Sequence[int]) -> Iterator[Bar]:
     """Each published figure, over what comes out here."""
     for found in zip(*(validation.checks(seed) for seed in seeds), strict=True):
-        over = report.interval([check.found / check.published for check in found])
+        over = metrics.interval([check.found / check.published for check in found])
         is_near = abs(over[0] - 1) <= WITHIN
         yield Bar(f"{found[0].what}, of {found[0].published:.2f}", over, "1 +- 0.25", is_near)
 
@@ -94,42 +103,42 @@ def prefill_and_decode(seeds: Sequence[int], traces: Sequence[Path]) -> Iterator
         )
         is_file = isinstance(traffic, Path)
         asked = replace(asked, trace=traffic) if is_file else replace(asked, generator=traffic)
-        at_saturation = compare._Source(asked, services(asked.services)).offered(1.0)
+        at_saturation = experiment._Source(asked, services(asked.services)).offered(1.0)
         asked = replace(asked, seconds=max(SECONDS, REQUESTS / at_saturation))
         named = f"{traffic.name if is_file else traffic}, {asked.seconds:.0f} s"
-        yield from _against(named, compare.ask(asked))
+        yield from _against(named, experiment.ask(asked))
 
 
-def _against(traffic: str, answer: answers.Answer) -> Iterator[Bar]:
-    good, told = answers.goodputs(answer, None), answers.against(answer)
+def _against(traffic: str, answer: results.Answer) -> Iterator[Bar]:
+    good, told = results.goodputs(answer, None), results.against(answer)
     for arm, found in good.items():
-        yield Bar(f"{traffic}: {arm}, requests/s", report.interval(found), "", None)
+        yield Bar(f"{traffic}: {arm}, requests/s", metrics.interval(found), "", None)
     ours = told[OURS]
     yield at_least(f"{traffic}: x plain streams", ours["streams"], 1.5)
     yield at_least(f"{traffic}: of the gap to the bound", ours["recovered"], 0.6)
-    gap = report.ratio(good["bound"], good[BEST_SPLIT])
+    gap = metrics.ratio(good["bound"], good[BEST_SPLIT])
     needed = 1.15 if gap[0] >= 1.3 else 0.0
     said = f"{traffic}: x best split (the bound is {gap[0]:.2f} x)"
     yield at_least(said, ours[BEST_SPLIT], needed)
-    beside = [x for x in answers.beside_streams(answer, OURS) if not math.isnan(x)]
+    beside = [x for x in results.beside_streams(answer, OURS) if not math.isnan(x)]
     said = f"{traffic}: the least attained, x streams' where those do"
     yield at_least(said, _least(beside), 0.98)
     yield at_least(f"{traffic}: the bound, over the best arm of a run", _over_best(answer), 1.0)
 
 
-def _least(found: Sequence[float]) -> report.Interval:
+def _least(found: Sequence[float]) -> metrics.Interval:
     """What no seed is below, and the least and the most; nan: there is none."""
     return (min(found), min(found), max(found)) if found else (math.nan, math.nan, math.nan)
 
 
-def _over_best(answer: answers.Answer) -> report.Interval:
+def _over_best(answer: results.Answer) -> metrics.Interval:
     """The least of the bound over an arm that has its tokens in time, of all runs of a seed."""
     decode = next(n for n, s in answer.setting.services.items() if s.role == "decode")
-    latency = answers.targets(answer, None)[decode]
+    latency = results.targets(answer, None)[decode]
     least = [math.inf] * answer.question.repeats
     for cell in answer.cells:
-        for i, worst in enumerate(answers.attained(answer, cell, None)):
-            if worst and cell.latencies[i][decode].attained(latency) >= report.MUST_MEET:
+        for i, worst in enumerate(results.attained(answer, cell, None)):
+            if worst and cell.latencies[i][decode].attained(latency) >= metrics.MUST_MEET:
                 least[i] = min(least[i], answer.bounds[cell.rate][i][None] / worst)
     return _least(least)
 
@@ -144,17 +153,17 @@ def beside_training(seeds: Sequence[int]) -> Iterator[Bar]:
             services="w2", generator="paced", policies=("elastic",), rates=(rate,), seconds=4.0,
             seed=seeds[0], repeats=len(seeds), check=False,
         )  # fmt: skip
-        answer = compare.ask(asked)
+        answer = experiment.ask(asked)
         (cell,) = answer.cells
         alone = answer.alone_p99["inference"]
         curve, sms = W2[0].curve, W2[0].reserve
         p99 = [each["inference"].whole.percentile(0.99) for each in cell.latencies]
         kept = [each["training"].rate / answer.alone_rate["training"] for each in cell.latencies]
-        device = report.interval([each / alone for each in p99])
-        same_sms = report.interval([each / alone / curve.slowdown(sms) for each in p99])
+        device = metrics.interval([each / alone for each in p99])
+        same_sms = metrics.interval([each / alone / curve.slowdown(sms) for each in p99])
         yield at_most(f"W2 at {rate:g}: p99, x alone on its SMs", same_sms, 1.15)
         yield at_most(f"W2 at {rate:g}: p99, x alone on the device", device, 1.3)
-        yield at_least(f"W2 at {rate:g}: training keeps, of alone", report.interval(kept), 0.70)
+        yield at_least(f"W2 at {rate:g}: training keeps, of alone", metrics.interval(kept), 0.70)
 
 
 # -- 4: lending ---------------------------------------------------------------------------------
@@ -188,9 +197,9 @@ def lending(seeds: Sequence[int]) -> Iterator[Bar]:
         lent = [_lent(loan, Elastic(), seed) for seed in seeds]
         own_p99, _, own_done = zip(*never, strict=True)
         p99, longest, done = zip(*lent, strict=True)
-        yield at_least(f"{loan.what}: the borrower gets, x", report.ratio(done, own_done), 1.8)
-        yield at_most(f"{loan.what}: the lender's p99, x", report.ratio(p99, own_p99), 1.05)
-        waited = report.interval([each / BUDGET_S for each in longest])
+        yield at_least(f"{loan.what}: the borrower gets, x", metrics.ratio(done, own_done), 1.8)
+        yield at_most(f"{loan.what}: the lender's p99, x", metrics.ratio(p99, own_p99), 1.05)
+        waited = metrics.interval([each / BUDGET_S for each in longest])
         yield at_most(f"{loan.what}: the lender's longest, of what it may wait", waited, 1.0)
 
 
@@ -228,19 +237,19 @@ def shared(seeds: Sequence[int]) -> Iterator[Bar]:
         means = dict(zip(weights, lengths, strict=True))
         took = [shares.saturate(weights, means, seed, 60.0).services() for seed in seeds]
         gold, plain = ([each[name].sm_seconds for each in took] for name in weights)
-        parts = report.interval([abs(a / b / 3 - 1) for a, b in zip(gold, plain, strict=True)])
+        parts = metrics.interval([abs(a / b / 3 - 1) for a, b in zip(gold, plain, strict=True)])
         done = [(a + b) / (8 * 16 * 60.0) for a, b in zip(gold, plain, strict=True)]
         said = " and ".join(f"{1e3 * each:g}" for each in lengths)
         yield at_most(f"3:1, leases of {said} ms: off by", parts, 0.03)
-        yield at_least(f"3:1, leases of {said} ms: of the solo rate", report.interval(done), 0.95)
+        yield at_least(f"3:1, leases of {said} ms: of the solo rate", metrics.interval(done), 0.95)
     aged = [shares.serve(shares.published(seed), Fifo(), known=True) for seed in seeds]
     strict = [shares.serve(shares.published(seed), Fifo(ageing=0.0)) for seed in seeds]
-    served = report.interval([float(len(waits[ALL])) for waits in aged])
+    served = metrics.interval([float(len(waits[ALL])) for waits in aged])
     yield at_least("whole-device requests served, of 40", served, 40)
-    longest = report.interval([max(waits[ALL]) for waits in aged])
+    longest = metrics.interval([max(waits[ALL]) for waits in aged])
     bound = Fifo().ageing + shares.DRAIN_S
     yield at_most("the longest wait of one, s: the ageing and a drain", longest, bound)
-    small = report.ratio(*([median(waits[16]) for waits in each] for each in (aged, strict)))
+    small = metrics.ratio(*([median(waits[16]) for waits in each] for each in (aged, strict)))
     yield at_most("median wait of small ones, x strict order's", small, 0.6)
 
 
@@ -251,11 +260,11 @@ def hour(seeds: Sequence[int], traces: Sequence[Path]) -> Iterator[Bar]:
     """An hour of a language model's traffic, as fast as it is, under the arm that decides most."""
     seed, seconds = seeds[0], 3600.0
     asked = Question(trace=traces[0] if traces else None, seconds=seconds)
-    source = compare._Source(asked, services("llm"))
+    source = experiment._Source(asked, services("llm"))
     classes = {n: replace(s, latency=1.0) for n, s in services("llm").items()}
     setting = Setting(gpus="h200", services=classes, seconds=seconds)
     began = process_time()
-    simulate(compare.arms()[OURS], setting, source.traffic(0.0, seed), seed)
+    simulate(experiment.arms()[OURS], setting, source.traffic(0.0, seed), seed)
     took = process_time() - began
     yield at_most("seconds of one core for an hour of traffic", (took, took, took), 60.0)
     printed = {_printed(order) for order in ("1", "2")}
@@ -265,7 +274,7 @@ def hour(seeds: Sequence[int], traces: Sequence[Path]) -> Iterator[Bar]:
 def _printed(order: str) -> bytes:
     """What a process of its own prints of a short question; in it strings hash by this order."""
     program = (
-        "from greensched.simulation import answers, compare, show; print(show.table(compare.ask("
+        "from greensched.capacity import answers, compare, show; print(show.table(compare.ask("
         f"answers.Question(policies=({OURS!r},), seconds=5.0, repeats=2, check=False))))"
     )
     command, env = [sys.executable, "-c", program], os.environ | {"PYTHONHASHSEED": order}

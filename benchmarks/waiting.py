@@ -27,7 +27,7 @@ from benchmarks.byhand import CONFIG, ITEMS, SMS, arguments
 from benchmarks.measure import Comparison, Row, Samples, table
 from greensched import Job, Partition, Pool, WouldBlock
 from greensched import driver as drivers
-from greensched.driver.base import Driver
+from greensched.driver.interface import Driver
 from greensched.kernels import saxpy, spin
 
 #: Tasks that wait.

@@ -28,9 +28,9 @@ from benchmarks.byhand import SMS, ByHand, by_hand
 from benchmarks.measure import SCALES, Comparison, Row, Work, compare, table
 from greensched import LaunchConfig, Partition, Pool
 from greensched import driver as drivers
-from greensched.driver.base import Driver
+from greensched.device.launch import Arguments
+from greensched.driver.interface import Driver
 from greensched.kernels import spin
-from greensched.launcher import Arguments
 
 ONE = LaunchConfig(grid=1, block=32)
 #: A busy loop's turns, in seconds.

@@ -11,7 +11,7 @@ import sys
 import numpy as np
 
 from greensched import LaunchConfig, Pool
-from greensched.demo import choose_driver
+from greensched.cli.demo import choose_driver
 from greensched.kernels import saxpy
 
 N = 1 << 20

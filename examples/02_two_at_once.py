@@ -11,7 +11,7 @@ import sys
 import numpy as np
 
 from greensched import REST, LaunchConfig, Partition, Pool
-from greensched.demo import choose_driver
+from greensched.cli.demo import choose_driver
 from greensched.kernels import gaussian_blur, matmul
 
 SIDE, PASSES, ROUNDS = 256, 1_000, 20  # of the long job: sizes that keep a GPU busy for a while

@@ -11,7 +11,7 @@ import sys
 import numpy as np
 
 from greensched import ALL, LaunchConfig, PinnedBuffer, Pool
-from greensched.demo import choose_driver
+from greensched.cli.demo import choose_driver
 from greensched.kernels import latch
 
 ONE = LaunchConfig(grid=1, block=1)

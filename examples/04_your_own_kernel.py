@@ -11,7 +11,7 @@ import sys
 import numpy as np
 
 from greensched import LaunchConfig, Pool, Program
-from greensched.demo import choose_driver
+from greensched.cli.demo import choose_driver
 from greensched.typing import Cost, LaunchFacts
 
 N = 100_000

@@ -23,7 +23,7 @@ from starlette.routing import Route
 
 import greensched
 from greensched import LaunchConfig, Pool
-from greensched.demo import choose_driver
+from greensched.cli.demo import choose_driver
 from greensched.kernels import gaussian_blur
 
 MAX_WAITING = 64  # beyond, clients are told to come back: better than an answer too late

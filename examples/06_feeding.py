@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from greensched import LaunchConfig, Pool
-from greensched.demo import choose_driver
+from greensched.cli.demo import choose_driver
 from greensched.kernels import saxpy
 
 BATCHES, SIZE = 12, 1 << 20

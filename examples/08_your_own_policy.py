@@ -9,8 +9,8 @@ import asyncio
 import sys
 
 from greensched import ALL, Pool, ServiceClass
-from greensched.demo import choose_driver
-from greensched.planning.policy import Service, Waiting
+from greensched.cli.demo import choose_driver
+from greensched.scheduling.policy import Service, Waiting
 
 
 class TakingTurns:

@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from greensched.planning import scheduler
+from greensched.scheduling import scheduler
 
 try:
     from hypothesis import settings

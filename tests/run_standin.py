@@ -24,7 +24,7 @@ from typing import Any
 
 VERSIONS = (13000, 13010)
 CONFORMANCE = "tests/conformance"
-SUITES = ("tests/standin", CONFORMANCE)
+SUITES = ("tests/driver_cuda", CONFORMANCE)
 #: A driver call on an event loop's thread may take so long (the issue's bar).
 MOST_NS = 5_000_000
 

@@ -1,7 +1,6 @@
 """README and docs say what is so.
 
-Their programs run, their links lead somewhere, and the drawing of the house is the one that the
-import contracts enforce.
+Their programs run, and their links and references lead somewhere.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import os
 import re
 import subprocess
 import sys
-import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,7 +17,7 @@ import pytest
 
 import run_standin
 from greensched.driver import simulated
-from helpers.world import OLDER, OLDEST
+from helpers.backend import OLDER, OLDEST
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
@@ -31,7 +29,6 @@ AT_ONCE = 4
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-_RUNG = re.compile(r"\[ ([a-z_| ]+) \]")
 
 
 def name_of(page: Path) -> str:
@@ -62,12 +59,6 @@ def run(program: str) -> subprocess.CompletedProcess[str]:
         timeout=30,
         check=False,
     )
-
-
-def contracts() -> list[dict[str, object]]:
-    """The import contracts that are drawings: layers."""
-    tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
-    return [c for c in tools["importlinter"]["contracts"] if c["type"] == "layers"]
 
 
 # -- programs ---------------------------------------------------------------------------------
@@ -195,27 +186,6 @@ def test_the_versions_are_those_that_are_promised() -> None:
 
 
 # -- the house --------------------------------------------------------------------------------
-
-
-def test_the_drawing_is_the_contract() -> None:
-    """The drawings name the rooms of the contracts of layers, in the contracts' order."""
-    drawings = blocks(ROOT / "docs/architecture.md", "text")
-    drawn = [_RUNG.findall(drawing) for drawing in drawings]
-    assert drawn == [contract["layers"] for contract in contracts()]
-
-
-def test_the_drawing_has_every_room() -> None:
-    """Every room of src/greensched stands in the drawing once, and is spoken of below it."""
-    page = ROOT / "docs/architecture.md"
-    drawn = [room for rung in _RUNG.findall(blocks(page, "text")[0]) for room in rung.split(" | ")]
-    rooms = {
-        path.stem
-        for path in (ROOT / "src/greensched").iterdir()
-        if path.suffix == ".py" or (path / "__init__.py").exists()
-    }
-    assert sorted(drawn) == sorted(rooms - {"__init__", "__main__"})
-    for room in drawn:
-        assert f"**{room}**" in page.read_text(), room
 
 
 def test_places_the_sources_refer_to_exist() -> None:

@@ -13,7 +13,7 @@ import uvicorn
 from fastapi import FastAPI, Request
 
 from greensched import LaunchConfig, Partition, Pool
-from greensched.demo import choose_driver
+from greensched.cli.demo import choose_driver
 from greensched.integrations import asgi
 from greensched.kernels import reduce_sum
 

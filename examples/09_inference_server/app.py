@@ -27,7 +27,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from greensched import Device, Pool, ServiceClass
-from greensched.demo import choose_driver
+from greensched.cli.demo import choose_driver
 from greensched.driver.simulated import SimulatedDriver
 from greensched.integrations import asgi
 

@@ -17,7 +17,7 @@ from fastapi import FastAPI, Request
 from ray import serve
 
 from greensched import LaunchConfig, Pool
-from greensched.demo import choose_driver
+from greensched.cli.demo import choose_driver
 from greensched.integrations import asgi
 from greensched.integrations.ray.serve import PoolReplica
 from greensched.kernels import reduce_sum

@@ -9,100 +9,100 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from greensched.bound import Bound as Bound
-    from greensched.buffers import Buffer as Buffer
-    from greensched.buffers import PinnedBuffer as PinnedBuffer
-    from greensched.calls import Call as Call
-    from greensched.calls import around_calls as around_calls
-    from greensched.calls import call_of as call_of
-    from greensched.calls import current_call as current_call
-    from greensched.curves import LatencyCurve as LatencyCurve
-    from greensched.device import Context as Context
-    from greensched.device import Device as Device
+    from greensched.device.buffers import Buffer as Buffer
+    from greensched.device.buffers import PinnedBuffer as PinnedBuffer
+    from greensched.device.device import Context as Context
+    from greensched.device.device import Device as Device
+    from greensched.device.launch import LaunchConfig as LaunchConfig
+    from greensched.device.launch import launch as launch
+    from greensched.device.resources import ContextOptions as ContextOptions
+    from greensched.device.resources import DeviceResources as DeviceResources
+    from greensched.device.resources import SMResource as SMResource
+    from greensched.device.resources import WorkqueueResource as WorkqueueResource
+    from greensched.device.resources import WorkqueueResourceOptions as WorkqueueResourceOptions
+    from greensched.device.splitting import SMResourceOptions as SMResourceOptions
+    from greensched.device.streams import Event as Event
+    from greensched.device.streams import Stream as Stream
     from greensched.errors import *  # noqa: F403  every error is public
-    from greensched.feeding import Feed as Feed
-    from greensched.graphs import Graph as Graph
-    from greensched.jobs import Job as Job
+    from greensched.execution.bound_launch import Bound as Bound
+    from greensched.execution.call_context import Call as Call
+    from greensched.execution.call_context import around_calls as around_calls
+    from greensched.execution.call_context import call_of as call_of
+    from greensched.execution.call_context import current_call as current_call
+    from greensched.execution.graphs import Graph as Graph
+    from greensched.execution.jobs import Job as Job
+    from greensched.execution.prefetch import Feed as Feed
     from greensched.kernels import Kernel as Kernel
     from greensched.kernels import Program as Program
-    from greensched.launcher import LaunchConfig as LaunchConfig
-    from greensched.launcher import launch as launch
-    from greensched.partition import Partition as Partition
-    from greensched.planning.services import ServiceClass as ServiceClass
-    from greensched.planning.statistics import ServiceStatistics as ServiceStatistics
-    from greensched.plans import Plan as Plan
+    from greensched.leasing.latency import LatencyCurve as LatencyCurve
+    from greensched.leasing.partition import Partition as Partition
+    from greensched.leasing.preview import Plan as Plan
+    from greensched.leasing.status import CloseReport as CloseReport
+    from greensched.leasing.status import PoolState as PoolState
+    from greensched.leasing.status import PoolStatistics as PoolStatistics
+    from greensched.leasing.sync import SyncPartition as SyncPartition
+    from greensched.leasing.sync import SyncPool as SyncPool
     from greensched.pool import Pool as Pool
-    from greensched.resources import ContextOptions as ContextOptions
-    from greensched.resources import DeviceResources as DeviceResources
-    from greensched.resources import SMResource as SMResource
-    from greensched.resources import WorkqueueResource as WorkqueueResource
-    from greensched.resources import WorkqueueResourceOptions as WorkqueueResourceOptions
-    from greensched.splitting import SMResourceOptions as SMResourceOptions
-    from greensched.standing import CloseReport as CloseReport
-    from greensched.standing import PoolState as PoolState
-    from greensched.standing import PoolStatistics as PoolStatistics
-    from greensched.stream import Event as Event
-    from greensched.stream import Stream as Stream
-    from greensched.sync import SyncPartition as SyncPartition
-    from greensched.sync import SyncPool as SyncPool
+    from greensched.scheduling.services import ServiceClass as ServiceClass
+    from greensched.scheduling.statistics import ServiceStatistics as ServiceStatistics
     from greensched.typing import ALL as ALL
     from greensched.typing import REST as REST
     from greensched.typing import CacheConfig as CacheConfig
     from greensched.typing import ContextFlags as ContextFlags
 
 #: Where each public name lives.
-_ROOMS = {
+_EXPORTS = {
     "ALL": "typing",
-    "Bound": "bound",
-    "Buffer": "buffers",
+    "Bound": "execution.bound_launch",
+    "Buffer": "device.buffers",
     "CacheConfig": "typing",
-    "Call": "calls",
-    "CloseReport": "standing",
-    "Context": "device",  # which it needs for `Context.device`, and is above its own room
+    "Call": "execution.call_context",
+    "CloseReport": "leasing.status",
+    "Context": "device.device",  # which `Context.device` needs
     "ContextFlags": "typing",
-    "ContextOptions": "resources",
-    "Device": "device",
-    "DeviceResources": "resources",
-    "Event": "stream",
-    "Feed": "feeding",
-    "Graph": "graphs",
-    "Job": "jobs",
+    "ContextOptions": "device.resources",
+    "Device": "device.device",
+    "DeviceResources": "device.resources",
+    "Event": "device.streams",
+    "Feed": "execution.prefetch",
+    "Graph": "execution.graphs",
+    "Job": "execution.jobs",
     "Kernel": "kernels",
-    "LatencyCurve": "curves",
-    "LaunchConfig": "launcher",
-    "Partition": "partition",
-    "PinnedBuffer": "buffers",
-    "Plan": "plans",
+    "LatencyCurve": "leasing.latency",
+    "LaunchConfig": "device.launch",
+    "Partition": "leasing.partition",
+    "PinnedBuffer": "device.buffers",
+    "Plan": "leasing.preview",
     "Pool": "pool",
-    "PoolState": "standing",
-    "PoolStatistics": "standing",
+    "PoolState": "leasing.status",
+    "PoolStatistics": "leasing.status",
     "Program": "kernels",
     "REST": "typing",
-    "SMResource": "resources",
-    "SMResourceOptions": "splitting",
-    "ServiceClass": "planning.services",
-    "ServiceStatistics": "planning.statistics",
-    "Stream": "stream",
-    "SyncPartition": "sync",
-    "SyncPool": "sync",
-    "WorkqueueResource": "resources",
-    "WorkqueueResourceOptions": "resources",
-    "around_calls": "calls",
-    "call_of": "calls",
-    "current_call": "calls",
-    "launch": "launcher",
+    "SMResource": "device.resources",
+    "SMResourceOptions": "device.splitting",
+    "ServiceClass": "scheduling.services",
+    "ServiceStatistics": "scheduling.statistics",
+    "Stream": "device.streams",
+    "SyncPartition": "leasing.sync",
+    "SyncPool": "leasing.sync",
+    "WorkqueueResource": "device.resources",
+    "WorkqueueResourceOptions": "device.resources",
+    "around_calls": "execution.call_context",
+    "call_of": "execution.call_context",
+    "current_call": "execution.call_context",
+    "launch": "device.launch",
 }
 
-__all__ = [*_ROOMS]  # noqa: PLE0604  names of this module, loaded when asked for
+__all__ = [*_EXPORTS]  # noqa: PLE0604  names of this module, loaded when asked for
 
 
 def __getattr__(name: str) -> Any:
-    """Loads a public name: from its room, or an error by its own name."""
+    """Load a public name from its module, or an error by its own name."""
     if name in ("errors", "typing", "driver", "kernels"):
         return import_module(f"greensched.{name}")
-    room = import_module(f"greensched.{_ROOMS.get(name, 'errors')}")
+    module = import_module(f"greensched.{_EXPORTS.get(name, 'errors')}")
     try:
-        value = getattr(room, name)
+        value = getattr(module, name)
     except AttributeError:
         raise AttributeError(f"module 'greensched' has no attribute {name!r}") from None
     globals()[name] = value

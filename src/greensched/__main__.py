@@ -1,5 +1,5 @@
 """`python -m greensched`."""
 
-from greensched.cli import main
+from greensched.cli.main import main
 
 raise SystemExit(main())

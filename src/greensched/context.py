@@ -14,10 +14,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Literal, Self, TypeVar
 
-from greensched import current
 from greensched import driver as drivers
-from greensched.current import Block, Entered, Turn
-from greensched.driver.base import Driver
+from greensched._asynclib import is_asynchronous
+from greensched.device import current_context
+from greensched.device.current_context import Block, Entered, Turn
+from greensched.device.limits import State
+from greensched.device.resources import DeviceResources
+from greensched.device.streams import Event, Stream, Track
+from greensched.device.thread_state import Me, here
+from greensched.driver.interface import Driver
 from greensched.errors import (
     Closed,
     CUDAError,
@@ -26,12 +31,7 @@ from greensched.errors import (
     WrongThread,
     run_all,
 )
-from greensched.here import Me, here
 from greensched.kernels import Loader
-from greensched.resources import DeviceResources
-from greensched.running import is_asynchronous
-from greensched.state import State
-from greensched.stream import Event, Stream, Track
 from greensched.typing import (
     ContextFlags,
     ContextHandle,
@@ -42,7 +42,7 @@ from greensched.typing import (
 )
 
 if TYPE_CHECKING:
-    from greensched.device import Device
+    from greensched.device.device import Device
 
 T = TypeVar("T")
 
@@ -232,7 +232,7 @@ class Context(State):
             CurrentElsewhere: it is green, and current on another thread; names both.
         """
         self._check()
-        current.replace(self)
+        current_context.replace(self)
 
     def push(self) -> None:
         """Makes it current on this thread, on top of what is; `pop` brings that back.
@@ -241,7 +241,7 @@ class Context(State):
             CurrentElsewhere: it is green, and current on another thread; names both.
         """
         self._check()
-        current.push(self)
+        current_context.push(self)
 
     def pop(self) -> None:
         """Takes it off the top of this thread's stack; then it floats, and any thread may have it.
@@ -249,7 +249,7 @@ class Context(State):
         Raises:
             InvalidRequest: it is not what is current here, or is so by a `with` block.
         """
-        current.pop(self)
+        current_context.pop(self)
 
     def __enter__(self) -> Self:
         """Makes it current on this thread. Reentrant, reusable; a green one on one at a time.
@@ -365,13 +365,13 @@ class Context(State):
 
     def refuse_while_used(self) -> None:
         """Raises InvalidRequest where `close` would, and ends nothing."""
-        current.forget(self)
+        current_context.forget(self)
         # The primary may be current by others, torch say, who hold it, too: to them it stays.
-        is_ours = self.kind in ("green", "own") or current.is_by_us(self)
+        is_ours = self.kind in ("green", "own") or current_context.is_by_us(self)
         if self.kind != "adopted" and is_ours and self.is_current:
             raise InvalidRequest(f"{self!r} is current on this thread: leave its block, then close")
         threads = [thread.name for ref in self.inside if (thread := ref()) is not None]
-        if current.stands(self):  # below what was pushed or entered since
+        if current_context.stands(self):  # below what was pushed or entered since
             threads.append(here.me.name)
         if threads:
             raise InvalidRequest(

@@ -17,37 +17,37 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar, get_ar
 
 import anyio
 
-from greensched import asking, process, wishes
 from greensched import driver as drivers
-from greensched.buffers import Buffer
-from greensched.curves import LatencyCurve
-from greensched.desk import Desk
-from greensched.device import Device
-from greensched.driver.base import Driver
-from greensched.errands import Errand
+from greensched._validation import real
+from greensched.device.buffers import Buffer
+from greensched.device.device import Device
+from greensched.device.launch import LaunchConfig
+from greensched.driver.interface import Driver
 from greensched.errors import GreenschedError, InvalidRequest, PoolClosed
-from greensched.joint import Together
+from greensched.execution.background import Errand
+from greensched.execution.threads import Worker
 from greensched.kernels import Kernel
-from greensched.launcher import LaunchConfig
-from greensched.measuring import measure, sizes_of
-from greensched.partition import Partition
-from greensched.planning.placement import Placement
-from greensched.planning.policies import policy_named
-from greensched.planning.policy import Policy
-from greensched.planning.requests import Cost
-from greensched.planning.scheduler import validate_bound
-from greensched.planning.services import ServiceClass, checked
-from greensched.plans import Plan, plan
-from greensched.quantities import real
-from greensched.site import Site
-from greensched.standing import CloseReport, PoolState, PoolStatistics
+from greensched.leasing import asking, process, requests
+from greensched.leasing.device_pool import Site
+from greensched.leasing.latency import LatencyCurve
+from greensched.leasing.manager import Desk
+from greensched.leasing.measuring import measure, sizes_of
+from greensched.leasing.partition import Partition
+from greensched.leasing.partition_group import Together
+from greensched.leasing.preview import Plan, plan
+from greensched.leasing.requests import Wishes
+from greensched.leasing.status import CloseReport, PoolState, PoolStatistics
+from greensched.leasing.verification import Verification, verify
+from greensched.scheduling.placement import Placement
+from greensched.scheduling.policies import policy_named
+from greensched.scheduling.policy import Policy
+from greensched.scheduling.requests import Cost
+from greensched.scheduling.scheduler import validate_bound
+from greensched.scheduling.services import ServiceClass, checked
 from greensched.typing import CaptureMode, Granularity, Size, SupportsDevice
-from greensched.verification import Verification, verify
-from greensched.wishes import Wishes
-from greensched.worker import Worker
 
 if TYPE_CHECKING:
-    from greensched.sync import SyncPool
+    from greensched.leasing.sync import SyncPool
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -113,16 +113,16 @@ class Pool:
         self._opening: Errand[None] | None = None
         self._closing: Errand[CloseReport] | None = None
         self._is_ending = False
-        self._wanted = None if devices is None else wishes.ordinals(devices)
+        self._wanted = None if devices is None else requests.ordinals(devices)
         self._driver_spec = driver
         self._asked = Wishes(checked(services))
         self._policy = policy_named(policy)
-        wishes.one_of("placement", placement, get_args(Placement))
+        requests.one_of("placement", placement, get_args(Placement))
         self._placement: Placement = placement
         self._max_waiting = validate_bound(max_waiting)
-        self._fine = wishes.one_of("granularity", granularity, get_args(Granularity)) == "fine"
-        self._balanced = wishes.one_of("workqueues", workqueues, ("balanced", None)) is not None
-        self._prepare = wishes.kernels(prepare)
+        self._fine = requests.one_of("granularity", granularity, get_args(Granularity)) == "fine"
+        self._balanced = requests.one_of("workqueues", workqueues, ("balanced", None)) is not None
+        self._prepare = requests.kernels(prepare)
         if type(reserve_bytes) is not int or reserve_bytes < 0:
             raise InvalidRequest(f"reserve_bytes={reserve_bytes!r}: a number of bytes, at least 0")
         self._reserve_bytes = reserve_bytes
@@ -520,7 +520,7 @@ class Pool:
     @property
     def sync(self) -> SyncPool:
         """The pool for threads that run no loop; see `SyncPool`. The same each time."""
-        from greensched.sync import SyncPool
+        from greensched.leasing.sync import SyncPool
 
         new_loop = getattr(self._driver_spec, "new_event_loop", None)
         return self.__dict__.setdefault("_sync", SyncPool(self, new_loop))  # type: ignore[no-any-return]  # ours

@@ -31,7 +31,7 @@ from benchmarks import (
     traffic,
 )
 from greensched.driver import simulated
-from greensched.driver.base import Driver
+from greensched.driver.interface import Driver
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from helpers.world import CUDA, OLDER, OLDEST, SIMULATED, World, standin_library
+from helpers.backend import CUDA, OLDER, OLDEST, SIMULATED, World, standin_library
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -17,11 +17,12 @@ import numpy as np
 import pytest
 
 import greensched
-from greensched import Buffer, Device, InvalidArray, LaunchConfig, Partition, Pool, Stream, dlpack
+from greensched import Buffer, Device, InvalidArray, LaunchConfig, Partition, Pool, Stream
+from greensched.device import dlpack
 from greensched.kernels import fill, saxpy
+from helpers.backend import World
 from helpers.gate import Gate
 from helpers.waiting import until
-from helpers.world import World
 
 IS_VERSIONED = False
 

@@ -17,7 +17,7 @@ import pytest
 import greensched
 from greensched import ALL, REST, Buffer, Job, LaunchConfig, Partition, Pool, Program, ServiceClass
 from greensched.kernels import Cost, Parameter, fill, saxpy
-from helpers.world import World
+from helpers.backend import World
 
 CONFIG = LaunchConfig(grid=4, block=128)
 

@@ -13,9 +13,9 @@ import pytest
 import greensched
 from greensched import Buffer, LaunchConfig, Partition, Pool, ServiceClass
 from greensched.kernels import fill, saxpy
+from helpers.backend import World
 from helpers.gate import Gate
 from helpers.waiting import still_waits, until
-from helpers.world import World
 
 IS_VERSIONED = False
 

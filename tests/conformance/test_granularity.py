@@ -11,8 +11,8 @@ import greensched
 from greensched import ALL, REST, LaunchConfig, Pool, ServiceClass
 from greensched.kernels import spin
 from greensched.typing import Feature
+from helpers.backend import World
 from helpers.waiting import until
-from helpers.world import World
 
 CONFIG = LaunchConfig(grid=4, block=64)
 

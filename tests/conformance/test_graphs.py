@@ -14,12 +14,12 @@ import pytest
 
 import greensched
 from greensched import ALL, Buffer, LaunchConfig, Partition, Pool, current_call, launch
+from greensched.device.streams import Stream
 from greensched.driver.simulated import SimulatedDriver, Span
 from greensched.kernels import fill, saxpy, smids
-from greensched.stream import Stream
+from helpers.backend import World
 from helpers.gate import Gate
 from helpers.waiting import still_waits, until
-from helpers.world import World
 
 IS_VERSIONED = False
 

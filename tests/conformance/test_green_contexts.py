@@ -28,7 +28,7 @@ from greensched import (
 )
 from greensched.kernels import fill
 from greensched.typing import ContextHandle, Feature, GreenHandle, HostMemory, StreamHandle
-from helpers.world import World, needs, opened
+from helpers.backend import World, needs, opened
 
 BELOW_POOLS = True
 

@@ -12,9 +12,9 @@ import pytest
 import greensched
 from greensched import ALL, Job, LaunchConfig
 from greensched.kernels import fill, saxpy
+from helpers.backend import World
 from helpers.gate import Gate
 from helpers.waiting import still_waits, turns, until
-from helpers.world import World
 
 IS_VERSIONED = False
 

@@ -10,7 +10,7 @@ import pytest
 
 from greensched import LaunchConfig, Partition, Pool, kernels
 from greensched.kernels import Kernel
-from helpers.world import World
+from helpers.backend import World
 
 IS_VERSIONED = False
 

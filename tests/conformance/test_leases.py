@@ -10,9 +10,9 @@ import pytest
 
 import greensched
 from greensched import ALL, REST, Pool, ServiceClass
+from helpers.backend import World
 from helpers.gate import Gate
 from helpers.waiting import until
-from helpers.world import World
 
 
 @pytest.mark.parametrize("sms", [1, 8, 9, 16, 24, 64, 100, 120])

@@ -12,8 +12,8 @@ import greensched
 from greensched import REST, InvalidLaunch, InvalidRequest, LaunchConfig, Pool, Program
 from greensched.kernels import fill, saxpy
 from greensched.typing import Limit
+from helpers.backend import World
 from helpers.waiting import until
-from helpers.world import World
 
 LARGE = np.ones(3_000_000, np.float32)
 

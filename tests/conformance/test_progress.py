@@ -12,10 +12,10 @@ import pytest
 
 import greensched
 from greensched import Buffer, Job, Partition
-from greensched.staging import CHUNK, PART
+from greensched.device.staging import CHUNK, PART
+from helpers.backend import World
 from helpers.gate import Gate
 from helpers.waiting import until
-from helpers.world import World
 
 IS_VERSIONED = False
 

@@ -23,7 +23,7 @@ from greensched import (
 )
 from greensched.kernels import spin
 from greensched.typing import Feature
-from helpers.world import World, needs
+from helpers.backend import World, needs
 
 BELOW_POOLS = True
 

@@ -10,8 +10,8 @@ import pytest
 
 import greensched
 from greensched import ALL, LatencyCurve, Pool, ServiceClass
+from helpers.backend import World
 from helpers.waiting import until
-from helpers.world import World
 
 IS_VERSIONED = False
 

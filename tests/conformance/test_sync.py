@@ -18,10 +18,10 @@ import pytest
 import greensched
 from greensched import ALL, LaunchConfig, Partition, Pool, PoolState
 from greensched.kernels import fill
-from greensched.sync import SyncPartition
+from greensched.leasing.sync import SyncPartition
+from helpers.backend import World
 from helpers.gate import Gate
 from helpers.waiting import until
-from helpers.world import World
 
 IS_VERSIONED = False
 

@@ -10,13 +10,13 @@ import pytest
 
 import greensched
 from greensched import BufferClosed, InvalidArray, LaunchConfig
+from greensched.device.allocators import PinnedMemory
+from greensched.device.staging import CHUNK
+from greensched.device.staging_ring import SLOT, SLOTS, Slot, stage_out
 from greensched.kernels import fill
-from greensched.memory import PinnedMemory
-from greensched.staging import CHUNK
-from greensched.transfer import SLOT, SLOTS, Slot, stage_out
+from helpers.backend import World
 from helpers.gate import Gate
 from helpers.waiting import still_waits, turns, until
-from helpers.world import World
 
 IS_VERSIONED = False
 
@@ -423,7 +423,7 @@ def test_a_download_is_whole_for_every_thread(
                     assert asked.wait(10)
                     return stage_out(slot, out)
 
-                monkeypatch.setattr("greensched.transfer.stage_out", slowly)
+                monkeypatch.setattr("greensched.device.staging_ring.stage_out", slowly)
                 gate.open()
                 await job
                 thread.join()

@@ -20,7 +20,7 @@ import pytest
 import uvicorn
 
 from greensched import ALL, Pool, PoolState
-from greensched.demo import blurred
+from greensched.cli.demo import blurred
 from greensched.driver import simulated
 from greensched.kernels import gaussian_blur
 from greensched.typing import Cost

@@ -75,7 +75,7 @@ def test_a_graph_between_jobs_on_two_partitions() -> None:
 def test_an_event_that_went_into_a_capture_was_recorded_nowhere() -> None:
     """Asked it answers 907, waited for 1, and the capture is spoilt; behind it both are 1.
 
-    So does the simulated driver: tests/simulated/test_captures.py.
+    So does the simulated driver: tests/driver_simulated/test_captures.py.
     """
     with closing(Device(0)) as device, device:
         driver, stream = device.driver, device.create_stream()

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from greensched import ArgumentMismatch, Pool, Program
+from greensched.device.launch import Arguments
 from greensched.kernels import Parameter, fill
-from greensched.launcher import Arguments
 
 PAIR = np.array([(1, 2.5)], [("n", "i4"), ("x", "f4")])
 

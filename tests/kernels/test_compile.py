@@ -18,7 +18,7 @@ from .cubin import layout
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from greensched.driver.base import Driver
+    from greensched.driver.interface import Driver
     from greensched.typing import CodeImage, DeviceFacts
 
 ARCHITECTURES = {"sm_80": (8, 0), "sm_90": (9, 0), "sm_100": (10, 0), "sm_120": (12, 0)}

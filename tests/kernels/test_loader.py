@@ -20,7 +20,7 @@ from greensched.typing import (
 )
 
 if TYPE_CHECKING:
-    from greensched.driver.base import Driver
+    from greensched.driver.interface import Driver
     from greensched.typing import CodeImage
 
 SOURCE = """

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from greensched import ArgumentMismatch, Program
+from greensched.device.launch import Arguments
+from greensched.device.packing import FORMATS, packer
 from greensched.kernels import Parameter
-from greensched.launcher import Arguments
-from greensched.packing import FORMATS, packer
 
 SIGNATURE = (
     Parameter("a", "f4"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from functools import lru_cache
 
-from greensched.driver.base import Driver
+from greensched.driver.interface import Driver
 from greensched.errors import InvalidRequest
 
 #: The environment variable read where no driver is named in the program.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 
-from greensched.driver.marks import MAY, NEVER, verb
+from greensched.driver.blocking import MAY, NEVER, verb
 from greensched.typing import CaptureMode, ExecutableHandle, GraphHandle, StreamHandle
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from greensched.driver.base import Driver
+from greensched.driver.interface import Driver
 from greensched.errors import ArgumentMismatch, Closed, run_all
 from greensched.kernels.program import Kernel, Program
 from greensched.typing import DeviceFacts, KernelHandle, LibraryHandle, Limit, Parameter

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from greensched.driver.base import Driver
+from greensched.driver.cuda.bindings import cuda
 from greensched.driver.cuda.devices import device_handle
-from greensched.driver.cuda.status import NEWER, ask, failed, lacking, newer
-from greensched.driver.cuda.wheel import cuda
+from greensched.driver.cuda.errors import NEWER, ask, failed, lacking, newer
+from greensched.driver.interface import Driver
 from greensched.errors import CUDAError, NotSupported
 from greensched.typing import CacheConfig, ContextFlags, ContextHandle, Limit
 

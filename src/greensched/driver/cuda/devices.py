@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any, Final
 
-from greensched.driver.base import Driver
-from greensched.driver.cuda.status import ask
-from greensched.driver.cuda.wheel import cuda
+from greensched.driver.cuda.bindings import cuda
+from greensched.driver.cuda.errors import ask
+from greensched.driver.interface import Driver
 from greensched.typing import DeviceFacts
 
 if TYPE_CHECKING:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from greensched.driver.cuda import startup
-from greensched.driver.cuda.code import Code
+from greensched.driver.cuda import init
 from greensched.driver.cuda.contexts import Contexts
 from greensched.driver.cuda.devices import Devices
 from greensched.driver.cuda.memory import Memory
+from greensched.driver.cuda.modules import Code
 from greensched.driver.cuda.resources import Resources
 from greensched.driver.cuda.streams import Streams
 from greensched.typing import Feature
@@ -32,14 +32,14 @@ class CudaDriver(Devices, Contexts, Resources, Streams, Memory, Code):
     def initialise(self) -> None:
         """`cuDriverGetVersion`, then `cuInit`. A refusal may be tried again: drivers get ready."""
         if not self._initialised:
-            startup.initialise()
+            init.initialise()
             self._initialised = True
 
     @property
     def version(self) -> tuple[int, int]:
         """The newest CUDA the driver supports; needs no `initialise`."""
         if self._version is None:
-            number = startup.driver_version()
+            number = init.driver_version()
             self._version = (number // 1000, number % 1000 // 10)
         return self._version
 
@@ -47,5 +47,5 @@ class CudaDriver(Devices, Contexts, Resources, Streams, Memory, Code):
         """Whether driver and wheel both have it; needs no `initialise`."""
         known = self._features.get(feature)
         if known is None:
-            known = self._features[feature] = startup.has(feature)
+            known = self._features[feature] = init.has(feature)
         return known

@@ -8,10 +8,10 @@ import mmap
 from typing import TYPE_CHECKING, Any, Final
 
 from greensched import errors
-from greensched.driver.base import Driver
+from greensched.driver.cuda.bindings import cuda
 from greensched.driver.cuda.devices import device_handle
-from greensched.driver.cuda.status import NEWER, ask, failed, newer
-from greensched.driver.cuda.wheel import cuda
+from greensched.driver.cuda.errors import NEWER, ask, failed, newer
+from greensched.driver.interface import Driver
 from greensched.typing import HostMemory, MemoryPoolHandle
 
 if TYPE_CHECKING:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from greensched import errors
-from greensched.driver.base import Driver
+from greensched.driver.cuda.bindings import WHEEL_VERSION, cuda
 from greensched.driver.cuda.devices import device_handle
-from greensched.driver.cuda.startup import driver_version, has
-from greensched.driver.cuda.status import NEWER, ask, failed, lacking, newer
-from greensched.driver.cuda.wheel import WHEEL_VERSION, cuda
+from greensched.driver.cuda.errors import NEWER, ask, failed, lacking, newer
+from greensched.driver.cuda.init import driver_version, has
+from greensched.driver.interface import Driver
 from greensched.typing import (
     ContextHandle,
     DescriptorHandle,

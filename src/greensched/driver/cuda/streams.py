@@ -6,10 +6,10 @@ import ctypes
 import functools
 from typing import TYPE_CHECKING, Any, Final
 
-from greensched.driver.base import Driver
-from greensched.driver.cuda.startup import symbol_address
-from greensched.driver.cuda.status import NEWER, NOT_READY, ask, failed, lacking, newer, numbered
-from greensched.driver.cuda.wheel import cuda, number
+from greensched.driver.cuda.bindings import cuda, number
+from greensched.driver.cuda.errors import NEWER, NOT_READY, ask, failed, lacking, newer, numbered
+from greensched.driver.cuda.init import symbol_address
+from greensched.driver.interface import Driver
 from greensched.typing import (
     CaptureMode,
     EventHandle,

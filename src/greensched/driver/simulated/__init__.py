@@ -10,13 +10,19 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import ParamSpec, TypeVar
 
-from greensched.driver.simulated.code import Code
-from greensched.driver.simulated.core import checked, current_driver
+from greensched.driver.simulated.base import checked, current_driver
+from greensched.driver.simulated.device_models import (
+    MEASURED,
+    PRESETS,
+    VERSIONS,
+    DeviceModel,
+    parse,
+)
 from greensched.driver.simulated.faults import Crash, Fail, Fault, Hang, Slow
-from greensched.driver.simulated.presets import MEASURED, PRESETS, VERSIONS, DeviceModel, parse
-from greensched.driver.simulated.realtime import RealClock
+from greensched.driver.simulated.modules import Code
+from greensched.driver.simulated.real_clock import RealClock
 from greensched.driver.simulated.timeline import Span
-from greensched.driver.simulated.virtual import VirtualClock
+from greensched.driver.simulated.virtual_clock import VirtualClock
 from greensched.typing import Cost, Feature
 
 P = ParamSpec("P")

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Unpack
 
-from greensched.driver.simulated import splits
-from greensched.driver.simulated.core import Options
-from greensched.driver.simulated.memory import GREEN_BYTES, LOST_BYTES
-from greensched.driver.simulated.objects import Context, Green, SimulatedStream
-from greensched.driver.simulated.presets import DeviceModel
-from greensched.driver.simulated.stacks import Stacks, one_way_to_wait
+from greensched.driver.simulated import sm_split
+from greensched.driver.simulated.address_space import GREEN_BYTES, LOST_BYTES
+from greensched.driver.simulated.base import Options
+from greensched.driver.simulated.context_stack import Stacks, one_way_to_wait
+from greensched.driver.simulated.device_models import DeviceModel
+from greensched.driver.simulated.handles import Context, Green, SimulatedStream
 from greensched.driver.simulated.timeline import Device, Marker, Stream
 from greensched.errors import DriverMisuse, from_status
 from greensched.typing import (
@@ -107,12 +107,12 @@ class Contexts(Stacks):
 
     def device_resource(self, device: int) -> ResourceHandle:
         """Every SM of a device."""
-        return ResourceHandle(splits.whole_device(self._device(device).model, device, self))
+        return ResourceHandle(sm_split.whole_device(self._device(device).model, device, self))
 
     def context_resource(self, context: ContextHandle) -> ResourceHandle:
         """The SMs a context was given."""
         ctx = self._expect(context, Context, "context_resource")
-        whole = splits.whole_device(self.devices[ctx.device].model, ctx.device, self)
+        whole = sm_split.whole_device(self.devices[ctx.device].model, ctx.device, self)
         if ctx.green is None:
             return ResourceHandle(whole)
         green = ctx.green
@@ -135,7 +135,7 @@ class Contexts(Stacks):
 
     def resource_facts(self, resource: ResourceHandle) -> ResourceFacts:
         """Size, least group and alignment."""
-        return self._expect(resource, splits.Resource, "resource_facts").facts(self.version)
+        return self._expect(resource, sm_split.Resource, "resource_facts").facts(self.version)
 
     def split_by_count(
         self,
@@ -146,11 +146,13 @@ class Contexts(Stacks):
         ignore_coscheduling: bool = False,
     ) -> tuple[list[ResourceHandle], ResourceHandle | None]:
         """Cuts a resource into equal groups."""
-        source = self._expect(resource, splits.Resource, "split_by_count")
+        source = self._expect(resource, sm_split.Resource, "split_by_count")
         model = self.devices[source.device].model
         if ignore_coscheduling and self.version < (12, 5):
             raise self._lacks("a split that ignores co-scheduling", "CUDA 12.5")
-        cut, rest = splits.split_by_count(model, source, groups, minimum, fine=ignore_coscheduling)
+        cut, rest = sm_split.split_by_count(
+            model, source, groups, minimum, fine=ignore_coscheduling
+        )
         return _handles(cut, rest)
 
     def split(
@@ -159,33 +161,33 @@ class Contexts(Stacks):
         """Cuts a resource into the groups asked for."""
         if not self.supports(Feature.STRUCTURED_SPLIT):
             raise self._lacks("a structured split", "CUDA 13.1")
-        source = self._expect(resource, splits.Resource, "split")
+        source = self._expect(resource, sm_split.Resource, "split")
         if not groups:
             raise from_status(1, "split")
         model = self.devices[source.device].model
-        return _handles(*splits.split(model, source, groups, self.version))
+        return _handles(*sm_split.split(model, source, groups, self.version))
 
     def device_workqueue(self, device: int) -> ResourceHandle:
         """The device's work-queue configuration."""
         self._need_workqueues()
-        return ResourceHandle(splits.Workqueue(self._device(device).ordinal, self))
+        return ResourceHandle(sm_split.Workqueue(self._device(device).ordinal, self))
 
     def context_workqueue(self, context: ContextHandle) -> ResourceHandle:
         """What a context was given; else its device's."""
         self._need_workqueues()
         ctx = self._expect(context, Context, "context_workqueue")
         given = ctx.green.workqueue if ctx.green is not None else None
-        return ResourceHandle(given or splits.Workqueue(ctx.device, self))
+        return ResourceHandle(given or sm_split.Workqueue(ctx.device, self))
 
     def workqueue_facts(self, workqueue: ResourceHandle) -> WorkqueueFacts:
         """Who shares it, and how much work it expects."""
-        return self._expect(workqueue, splits.Workqueue, "workqueue_facts").facts
+        return self._expect(workqueue, sm_split.Workqueue, "workqueue_facts").facts
 
     def configure_workqueue(
         self, workqueue: ResourceHandle, sharing_scope: SharingScope, concurrency_limit: int
     ) -> ResourceHandle:
         """A copy with other values."""
-        given = self._expect(workqueue, splits.Workqueue, "configure_workqueue")
+        given = self._expect(workqueue, sm_split.Workqueue, "configure_workqueue")
         return ResourceHandle(
             replace(given, sharing_scope=sharing_scope, concurrency_limit=concurrency_limit)
         )
@@ -197,23 +199,23 @@ class Contexts(Stacks):
     def describe(self, resources: Sequence[ResourceHandle]) -> DescriptorHandle:
         """One descriptor of several resources."""
         parts = [
-            self._expect(r, splits.Workqueue, "describe")
-            if isinstance(r, splits.Workqueue)
-            else self._expect(r, splits.Resource, "describe")
+            self._expect(r, sm_split.Workqueue, "describe")
+            if isinstance(r, sm_split.Workqueue)
+            else self._expect(r, sm_split.Resource, "describe")
             for r in resources
         ]
         if not parts:
             raise from_status(1, "describe")
 
-        def whole(device: int) -> splits.Resource:
-            return splits.whole_device(self._device(device).model, device, self)
+        def whole(device: int) -> sm_split.Resource:
+            return sm_split.whole_device(self._device(device).model, device, self)
 
         several = self.supports(Feature.COMBINED_RESOURCES)
-        return DescriptorHandle(splits.combine(parts, self.version, whole, several=several))
+        return DescriptorHandle(sm_split.combine(parts, self.version, whole, several=several))
 
     def create_green(self, descriptor: DescriptorHandle, device: int) -> GreenHandle:
         """A green context; retains the primary. Waits until nothing runs."""
-        made_of = self._expect(descriptor, splits.Descriptor, "create_green")
+        made_of = self._expect(descriptor, sm_split.Descriptor, "create_green")
         if made_of.device != device:
             raise from_status(101, "create_green")
         self._settle(self._device(device))
@@ -293,7 +295,7 @@ class Contexts(Stacks):
 
 
 def _handles(
-    cut: list[splits.Resource], rest: splits.Resource | None
+    cut: list[sm_split.Resource], rest: sm_split.Resource | None
 ) -> tuple[list[ResourceHandle], ResourceHandle | None]:
     return [ResourceHandle(r) for r in cut], None if rest is None else ResourceHandle(rest)
 

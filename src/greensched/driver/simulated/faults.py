@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from greensched.driver.marks import VERBS, Blocks
+from greensched.driver.blocking import VERBS, Blocks
 from greensched.errors import STATUS_NAMES, STICKY, InvalidRequest
 
 #: What `bind_launch` and `bind_mark` return: each call of those counts and can fail too.

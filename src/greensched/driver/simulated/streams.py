@@ -7,10 +7,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from greensched.driver.simulated.address_space import STREAM_BYTES
 from greensched.driver.simulated.contexts import Contexts
-from greensched.driver.simulated.engines import Graph as GraphOperation
-from greensched.driver.simulated.memory import STREAM_BYTES
-from greensched.driver.simulated.objects import (
+from greensched.driver.simulated.handles import (
     Capture,
     Context,
     Event,
@@ -20,6 +19,7 @@ from greensched.driver.simulated.objects import (
     Node,
     SimulatedStream,
 )
+from greensched.driver.simulated.operations import Graph as GraphOperation
 from greensched.driver.simulated.timeline import (
     Hold,
     Instant,

@@ -23,11 +23,11 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Protocol
 
-from greensched.driver.simulated.presets import DeviceModel
+from greensched.driver.simulated.device_models import DeviceModel
 from greensched.errors import CUDAError, from_status
 
 if TYPE_CHECKING:
-    from greensched.driver.simulated.engines import Copy, Kernel
+    from greensched.driver.simulated.operations import Copy, Kernel
 
 
 class Clock(Protocol):

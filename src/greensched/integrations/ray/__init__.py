@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from greensched.integrations.ray.fleet import Fleet
 from greensched.integrations.ray.gpus import own_gpu
-from greensched.integrations.ray.host import Health
+from greensched.integrations.ray.pool_actor import Health
+from greensched.integrations.ray.protocol import Snapshot
 from greensched.integrations.ray.session import Session
-from greensched.integrations.ray.wire import Snapshot
 
 __all__ = ["Fleet", "Health", "Session", "Snapshot", "own_gpu"]

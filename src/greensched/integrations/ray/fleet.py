@@ -23,14 +23,14 @@ from greensched.errors import (
     PoolLost,
     QueueFull,
 )
-from greensched.integrations.ray import wire
-from greensched.integrations.ray.choosing import check_feasible, choose
-from greensched.integrations.ray.host import Health
-from greensched.integrations.ray.line import Line
-from greensched.integrations.ray.members import Members
+from greensched.integrations.ray import protocol
+from greensched.integrations.ray.balancing import check_feasible, choose
+from greensched.integrations.ray.connection import Line
+from greensched.integrations.ray.deadlines import answered_within, until, value_of
+from greensched.integrations.ray.pool_actor import Health
+from greensched.integrations.ray.protocol import Wish
+from greensched.integrations.ray.registry import Members
 from greensched.integrations.ray.session import Session
-from greensched.integrations.ray.wire import Wish
-from greensched.integrations.ray.within import answered_within, until, value_of
 from greensched.typing import Size
 
 T = TypeVar("T")
@@ -71,7 +71,7 @@ class Fleet:
         if pools is not None and (type(pools) is not int or pools < 1):
             raise InvalidRequest(f"pools={pools!r}: a number of pools, at least 1, or None")
         self.name = name
-        self._functions = wire.Functions()
+        self._functions = protocol.Functions()
         self._chance = random.Random()
         self._members = Members(name, make, pools, detached, self._functions.code)
         self._is_entered = False
@@ -174,15 +174,15 @@ class Fleet:
             InvalidRequest: what can never be, or cannot be sent.
             Others: what the job raised, and what `Pool.partition` does.
         """
-        needed, left = wire.least(sms), until(deadline)
+        needed, left = protocol.least(sms), until(deadline)
         if idempotent and deadline is None:
             raise InvalidRequest("idempotent=True is tried again until its deadline: give one")
         async with answered_within(deadline):
-            work = await wire.packed(self._functions, job, args)
+            work = await protocol.packed(self._functions, job, args)
             held = await _held(work)
 
-            def letter(line: Line) -> wire.Run:
-                return wire.Run(line.next_number(), work, Wish(sms, left(), service, cost))
+            def letter(line: Line) -> protocol.Run:
+                return protocol.Run(line.next_number(), work, Wish(sms, left(), service, cost))
 
             _, value = await self._serve(letter, needed, held, left, may_repeat=idempotent)
             return value
@@ -203,16 +203,16 @@ class Fleet:
         Raises:
             InvalidSize: what can never be right.
         """
-        needed = wire.least(sms)
+        needed = protocol.least(sms)
 
         async def opened() -> tuple[Line, int, int]:
             left = until(deadline)
             number = 0
 
-            def letter(line: Line) -> wire.Open:
+            def letter(line: Line) -> protocol.Open:
                 nonlocal number
                 number = line.next_number()
-                return wire.Open(number, Wish(sms, left(), service, cost))
+                return protocol.Open(number, Wish(sms, left(), service, cost))
 
             async with answered_within(deadline):
                 line, count = await self._serve(letter, needed, {}, left, may_repeat=True)
@@ -222,7 +222,7 @@ class Fleet:
 
     async def _serve(
         self,
-        letter: Callable[[Line], wire.Run | wire.Open],
+        letter: Callable[[Line], protocol.Run | protocol.Open],
         sms: int,
         held: dict[str, int],
         left: Callable[[], float | None],
@@ -271,7 +271,7 @@ class Fleet:
 
     # -- questions ---------------------------------------------------------------------------------
 
-    def pools(self) -> dict[str, wire.Snapshot]:
+    def pools(self) -> dict[str, protocol.Snapshot]:
         """What each pool that is there last said of itself, by name. Never waits."""
         lines = self._members.lines.items()
         return {name: line.snapshot._replace(is_open=line.is_open) for name, line in lines}
@@ -291,7 +291,7 @@ class Fleet:
         return dict(zip(handles, found, strict=True))
 
 
-async def _held(work: wire.Packed) -> dict[str, int]:
+async def _held(work: protocol.Packed) -> dict[str, int]:
     """Bytes of a job's arguments by the node that has them, of those in Ray's object store."""
     held: Counter[str] = Counter()
     if work.refs:

@@ -7,9 +7,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from greensched.errors import InvalidRequest, PartitionClosed
-from greensched.integrations.ray import wire
-from greensched.integrations.ray.line import Line
-from greensched.integrations.ray.within import answered_within, value_of
+from greensched.integrations.ray import protocol
+from greensched.integrations.ray.connection import Line
+from greensched.integrations.ray.deadlines import answered_within, value_of
 
 
 class Session:
@@ -23,7 +23,7 @@ class Session:
     def __init__(
         self,
         opened: Callable[[], Awaitable[tuple[Line, int, int]]],
-        functions: wire.Functions,
+        functions: protocol.Functions,
     ) -> None:
         self._opened = opened
         self._functions = functions
@@ -54,10 +54,10 @@ class Session:
         """
         line, self._line = self._granted(), None
         if kind is None:
-            close = wire.Close(line.next_number(), self._number)
+            close = protocol.Close(line.next_number(), self._number)
             await value_of(await line.ask(close), line.name)
         else:
-            line.cancel(wire.Cancel(self._number))
+            line.cancel(protocol.Cancel(self._number))
 
     async def run(
         self, job: Callable[..., Any], /, *args: object, deadline: float | None = None
@@ -78,8 +78,8 @@ class Session:
         """
         line = self._granted()
         async with answered_within(deadline):
-            work = await wire.packed(self._functions, job, args)
-            outcome = await line.ask(wire.Run(line.next_number(), work, self._number))
+            work = await protocol.packed(self._functions, job, args)
+            outcome = await line.ask(protocol.Run(line.next_number(), work, self._number))
             return await value_of(outcome, line.name)
 
     @property

@@ -1,0 +1,65 @@
+"""What kernels do to each other though their SMs are disjoint: a guard by (victim, aggressor).
+
+Memory, L2 and power are everybody's. The blame is not symmetric (a GEMM beside a mixture of
+experts is up to 1.46 x slower, which itself is hardly touched), so one number would not do.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+
+from greensched.capacity.latency_tables import MOE, MOE_BESIDE_GEMM
+
+#: Factor by the SMs the victim computes with.
+Factors = tuple[tuple[int, ...], tuple[float, ...]]
+#: By (victim, aggressor), named as curves are.
+Guard = Mapping[tuple[str, str], Factors]
+
+#: GEMM: its time beside the fused MoE kernel over that beside MLA decoding, as published; 132: it
+#: has no neighbour. MoE: the ratio of its two columns. Pairs that nobody measured do nothing to
+#: each other here, and a report says which those are.
+PUBLISHED: Guard = {
+    ("gemm", "moe"): (
+        (16, 24, 32, 48, 64, 80, 96, 112, 120, 132),
+        (1.42, 1.46, 1.32, 1.28, 1.21, 1.15, 1.09, 1.02, 1.01, 1.00),
+    ),
+    ("moe", "gemm"): (
+        MOE.sms,
+        tuple(a / b for a, b in zip(MOE_BESIDE_GEMM, MOE.ms, strict=True)),
+    ),
+}
+
+
+def factor(factors: Factors, sms: float) -> float:
+    """On so many SMs: linear between those measured, and as at the nearest beyond them."""
+    sizes, values = factors
+    if sms <= sizes[0]:
+        return values[0]
+    if sms >= sizes[-1]:
+        return values[-1]
+    high = bisect_left(sizes, sms)
+    part = (sms - sizes[high - 1]) / (sizes[high] - sizes[high - 1])
+    return values[high - 1] + part * (values[high] - values[high - 1])
+
+
+def slowdowns(
+    guard: Guard, kinds: Mapping[str, str]
+) -> Callable[[Sequence[tuple[str, float]]], list[float]]:
+    """What a device model takes as `interference`: the worst of each one's neighbours counts.
+
+    Args:
+        guard: by kinds.
+        kinds: the kind of each kernel, by its name.
+    """
+
+    def slowed(at_work: Sequence[tuple[str, float]]) -> list[float]:
+        found = [kinds.get(name, "") for name, _ in at_work]
+        by = []
+        for i, (_, sms) in enumerate(at_work):
+            others = {kind for j, kind in enumerate(found) if j != i}
+            met = [guard[found[i], other] for other in others if (found[i], other) in guard]
+            by.append(max((factor(each, sms) for each in met), default=1.0))
+        return by
+
+    return slowed

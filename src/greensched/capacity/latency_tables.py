@@ -1,0 +1,198 @@
+"""How long work takes on so many SMs: published tables, or a measured one.
+
+A table is what was seen, steps included (multi-head latent attention is flat from 64 to 120 SMs
+and then nearly halves), and no formula; between two sizes time is linear in 1/SMs. A formula
+a/SMs + b serves for one thing only: to say which part of the time, `b`, is the same however many
+SMs there are, because a neighbour on the same SMs cannot stretch that part.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from greensched.device.launch import LaunchConfig
+from greensched.errors import InvalidRequest
+from greensched.typing import Cost
+
+#: More SMs than give so much of the best time are no use to a kernel (LithOS's slip is 1.05 - 1.1).
+USEFUL = 1.05
+#: A kernel that fills a device: two blocks of 1024 threads take all 2048 of an SM, or all 1536.
+FULL_BLOCK, FULL_WAVES = 512, 4
+#: One that leaves room: a block of 256 threads for each SM it can use.
+SLIM_BLOCK = 256
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Milliseconds of one kind of work by SMs; only ratios of them are used.
+
+    Attributes:
+        name: as services name it.
+        sms: sizes, rising.
+        ms: the time on each.
+        fills: its grids are as large as the room on the device, so that later kernels wait; else
+            it leaves room on every SM.
+        source: where the figures come from.
+    """
+
+    name: str
+    sms: tuple[int, ...]
+    ms: tuple[float, ...]
+    fills: bool = True
+    source: str = ""
+    _slower: dict[int, float] = field(default_factory=dict, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        rising = all(a < b for a, b in zip(self.sms, self.sms[1:], strict=False))
+        if not self.sms or len(self.sms) != len(self.ms) or not rising or self.sms[0] < 1:
+            raise InvalidRequest(f"curve {self.name!r}: give rising sizes, and a time for each")
+        if not all(0 < ms < float("inf") for ms in self.ms):
+            raise InvalidRequest(f"curve {self.name!r}: a time is no positive number")
+
+    def at(self, sms: float) -> float:
+        """Milliseconds on so many SMs: below the smallest size of the table work is divided."""
+        if sms <= self.sms[0]:
+            return self.ms[0] * self.sms[0] / sms
+        if sms >= self.sms[-1]:
+            return self.ms[-1]
+        high = bisect_left(self.sms, sms)
+        a, b = self.sms[high - 1], self.sms[high]
+        part = (1 / a - 1 / sms) / (1 / a - 1 / b)
+        return self.ms[high - 1] + part * (self.ms[high] - self.ms[high - 1])
+
+    def slowdown(self, sms: int) -> float:
+        """How many times longer than on the whole device."""
+        found = self._slower.get(sms)
+        if found is None:
+            found = self._slower[sms] = self.at(sms) / self.ms[-1]
+        return found
+
+    @cached_property
+    def flat(self) -> float:
+        """The part of its time on the whole device that more SMs do not shorten."""
+        n, x = len(self.sms), [1 / s for s in self.sms]
+        # Least squares of the relative error, as the published fits are.
+        weights = [1 / ms**2 for ms in self.ms]
+        w, wx = sum(weights), sum(a * b for a, b in zip(weights, x, strict=True))
+        wxx = sum(a * b * b for a, b in zip(weights, x, strict=True))
+        wy = sum(a * b for a, b in zip(weights, self.ms, strict=True))
+        wxy = sum(a * b * c for a, b, c in zip(weights, x, self.ms, strict=True))
+        if n == 1 or w * wxx == wx * wx:
+            return 0.0
+        b = (wy * wxx - wx * wxy) / (w * wxx - wx * wx)
+        return min(0.99, max(0.0, b / self.ms[-1]))
+
+    @cached_property
+    def width(self) -> int:
+        """The SMs it can make use of."""
+        return next(
+            s for s, ms in zip(self.sms, self.ms, strict=True) if ms <= USEFUL * self.ms[-1]
+        )
+
+    def config(self, sms: int) -> LaunchConfig:
+        """The grid of one piece of work, on a device of so many SMs."""
+        if self.fills:
+            return LaunchConfig(grid=FULL_WAVES * sms, block=FULL_BLOCK)
+        return LaunchConfig(grid=min(self.width, sms), block=SLIM_BLOCK)
+
+    def cost(self, seconds: float, sms: int) -> Cost:
+        """What a piece of work of so many seconds on the whole device costs on so many SMs.
+
+        Alone there it takes just the table's time; what more SMs would shorten is shared with
+        whoever computes on the same SMs.
+        """
+        whole = seconds * 1e9
+        fixed = self.flat * whole
+        able = sms if self.fills else min(sms, self.width)
+        return Cost(fixed_ns=fixed, sm_ns=(self.slowdown(sms) * whole - fixed) * able)
+
+    def least(self, slowdown: float, sizes: tuple[int, ...]) -> int:
+        """The least of some sizes on which it is at most so much slower; else the largest."""
+        return next((size for size in sizes if self.slowdown(size) <= slowdown), sizes[-1])
+
+
+def load(path: Path) -> dict[str, Curve]:
+    """Reads measured curves.
+
+    A JSON object of `{name: {"sms": [...], "ms": [...], "fills": true}}`; or one curve as
+    `LatencyCurve.save` writes it, which is named as its file is.
+
+    Raises:
+        InvalidRequest: it cannot be read, or a curve is none.
+    """
+    try:
+        said = json.loads(path.read_text())
+        if "latency" in said:  # what a pool measured; the median counts
+            rows = sorted((int(row["sms"]), 1e3 * float(row["median"])) for row in said["latency"])
+            said = {path.stem: {"sms": [r[0] for r in rows], "ms": [r[1] for r in rows]}}
+        return {
+            name: Curve(
+                name,
+                tuple(int(s) for s in curve["sms"]),
+                tuple(float(ms) for ms in curve["ms"]),
+                bool(curve.get("fills", True)),
+                str(curve.get("source", path)),
+            )
+            for name, curve in said.items()
+        }
+    except (
+        OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError,
+    ) as error:  # fmt: skip
+        raise InvalidRequest(f"{path}: no table of curves: {error!r}") from error
+
+
+# -- published --------------------------------------------------------------------------------
+
+_H = (8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 120, 132)
+_HOPPER = "Hopper, 132 SMs, green contexts (Yi-sir/Cuda-Kernel-Interference-Performance)"
+_A = (14, 28, 40, 54, 68, 82, 94, 108)
+_AMPERE = "A100, 108 SMs, green contexts, solo (asuan99/prefill-layer-alloc)"
+
+
+def _hopper(name: str, *ms: float) -> Curve:
+    return Curve(name, _H, ms, True, _HOPPER)
+
+
+def _ampere(name: str, *ms: float) -> Curve:
+    return Curve(name, _A, ms, False, _AMPERE)
+
+
+#: Read off labelled bars: the kernel on S SMs, another on the other 128 - S (132: alone). The
+#: first of each pair is the one with the neighbour that disturbs less.
+MLA = _hopper(
+    "mla-decode", 1.040, 0.523, 0.388, 0.262, 0.260, 0.197, 0.197, 0.135,
+    0.134, 0.134, 0.134, 0.135, 0.136, 0.137, 0.137, 0.075,
+)  # fmt: skip
+MOE = _hopper(
+    "moe", 4.689, 2.356, 1.583, 1.199, 0.974, 0.819, 0.715, 0.632,
+    0.580, 0.548, 0.516, 0.479, 0.467, 0.451, 0.440, 0.407,
+)  # fmt: skip
+MOE_BESIDE_GEMM = (
+    4.711, 2.372, 1.604, 1.227, 0.996, 0.845, 0.737, 0.659,
+    0.600, 0.567, 0.533, 0.495, 0.480, 0.456, 0.440, 0.408,
+)  # fmt: skip
+GEMM = _hopper(
+    "gemm", 59.88, 33.00, 20.20, 16.39, 12.27, 10.32, 8.77, 7.94,
+    6.81, 6.24, 5.70, 5.26, 4.85, 4.54, 4.15, 3.85,
+)  # fmt: skip
+
+#: Small batches: the second half of each curve is nearly flat, so its grids leave room (and two
+#: streams ran side by side at no cost on such a model). 27 and 81 SMs asked for, 28 and 82 granted.
+CURVES: dict[str, Curve] = {
+    curve.name: curve
+    for curve in (
+        MLA,
+        MOE,
+        GEMM,
+        _ampere("attention-b8", 0.184, 0.112, 0.090, 0.078, 0.070, 0.068, 0.065, 0.062),
+        _ampere("attention-b32", 3.28, 1.73, 1.17, 0.888, 0.760, 0.603, 0.602, 0.486),
+        _ampere("attention-b128", 50.6, 25.4, 17.7, 13.3, 10.6, 9.20, 8.39, 7.59),
+        _ampere("ssm-b8", 0.628, 0.559, 0.545, 0.527, 0.524, 0.516, 0.512, 0.517),
+        _ampere("ssm-b32", 1.66, 0.947, 0.773, 0.679, 0.627, 0.594, 0.591, 0.586),
+        _ampere("ssm-b256", 11.8, 6.15, 4.84, 4.06, 3.64, 3.32, 3.24, 3.16),
+    )
+}

@@ -1,0 +1,313 @@
+"""What nobody could beat, for prefill and decode: a clairvoyant fluid on the same devices.
+
+It knows every request beforehand, has no launch costs and no grains of work, and all devices of a
+pool are one. Why no server of these classes does better, part by part:
+
+*Speed.* At each moment a device computes on some SMs for one class and on others for the other, or
+on all for one; on average over a time it is at a point of the concave hull of those (`Frontier`),
+interference as published. So whoever decodes at a speed reads prompts at the hull's speed at most;
+of several devices the same holds on average, the hull being concave.
+
+*Decoding* takes the least work that keeps its target: one step for each gap of the target, all
+together in as few batches as can be, and who finds no place in one waits. A step costs less for
+each of its tokens the more there are of them, and whoever goes slower is together with more: so
+less work is not possible by any moment either, unless tokens come late. One in a hundred may; the
+fluid goes so much slower. It begins to decode a prompt when its first token is due, and before that
+only with what no prompt wants.
+
+*Which prompts.* All prompts have the same target, so they are due in the order in which they came,
+and reading them in that order is best. Who cannot be in time is found when he is due; then that
+prompt is given up, also one that was read already, without which the others are done soonest, from
+where all that waited began to wait. That leaves the most of them: Kise, Ibaraki and Mine, A
+solvable case of the one-machine scheduling problem with ready and due times (Operations Research
+26, 1978).
+What is given up is not decoded; nor was it, from the moment it is given up.
+
+Two things it does not do, because no user would want them, though what is counted allows them: to
+stop all decoding for seconds, which makes each running request's next token late and none of the
+others (or for good once the traffic ends, tokens after which do not count); and to refuse everybody
+in the warm-up, which is left out.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from greensched.capacity.interference import Guard, factor
+from greensched.capacity.latency_tables import Curve
+from greensched.capacity.metrics import MUST_MEET, WARM_UP
+from greensched.capacity.traffic import Arrival, Traffic
+from greensched.capacity.workload import Service, prompt_seconds, step_seconds
+
+#: Seconds of fluid that are worked out at once.
+STEP = 0.010
+#: SMs by which splits differ: no device is cut more finely, so none is missed.
+GRAIN = 2
+
+
+class Frontier:
+    """How fast one class can go beside the other, in whole devices: a concave hull of splits.
+
+    Args:
+        first: the curve of the class whose speed is given.
+        second: of the other.
+        sms: of each device.
+        guard: what they do to each other.
+    """
+
+    def __init__(self, first: Curve, second: Curve, sms: Sequence[int], guard: Guard) -> None:
+        hulls = [_hull(first, second, each, guard) for each in sms]
+        # The sum of hulls is made of all their edges, the flattest first.
+        edges = sorted(
+            (
+                ((y1 - y0) / (x1 - x0), x1 - x0)
+                for hull in hulls
+                for (x0, y0), (x1, y1) in pairwise(hull)
+            ),
+            reverse=True,
+        )
+        self._x, self._y = [0.0], [sum(hull[0][1] for hull in hulls)]
+        for slope, length in edges:
+            self._x.append(self._x[-1] + length)
+            self._y.append(self._y[-1] + slope * length)
+
+    def beside(self, speed: float) -> float:
+        """The most of the second class while the first has this speed; 0: it has no more."""
+        if speed >= self._x[-1]:
+            return 0.0
+        high = bisect_right(self._x, speed)
+        x0, x1, y0, y1 = self._x[high - 1], self._x[high], self._y[high - 1], self._y[high]
+        return y0 + (y1 - y0) * (speed - x0) / (x1 - x0)
+
+    @property
+    def most(self) -> float:
+        """The first class by itself."""
+        return self._x[-1]
+
+
+def _hull(first: Curve, second: Curve, sms: int, guard: Guard) -> list[tuple[float, float]]:
+    splits = (
+        (_speed(first, cut, second, guard), _speed(second, sms - cut, first, guard))
+        for cut in range(GRAIN, sms, GRAIN)
+    )
+    hull: list[tuple[float, float]] = []
+    for x, y in sorted([(0.0, 1.0), (1.0, 0.0), *splits]):
+        while hull and hull[-1][1] <= y:
+            hull.pop()
+        while len(hull) > 1 and _is_below(hull[-2], hull[-1], (x, y)):
+            hull.pop()
+        hull.append((x, y))
+    return [(0.0, hull[0][1]), *hull] if hull[0][0] > 0 else hull
+
+
+def _is_below(
+    left: tuple[float, float], middle: tuple[float, float], right: tuple[float, float]
+) -> bool:
+    over = (middle[0] - left[0]) * (right[1] - left[1])
+    return (middle[1] - left[1]) * (right[0] - left[0]) <= over
+
+
+def _speed(curve: Curve, sms: int, beside: Curve, guard: Guard) -> float:
+    factors = guard.get((curve.name, beside.name))
+    return 1 / curve.slowdown(sms) / (factor(factors, sms) if factors else 1.0)
+
+
+def attainment(
+    traffic: Traffic,
+    services: Mapping[str, Service],
+    sms: Sequence[int],
+    latency: Mapping[str, float],
+    guard: Guard,
+    seconds: float,
+) -> float:
+    """The most prompts, as a part of those counted, of which anybody has the first token in time.
+
+    Args:
+        traffic: requests. All of them are to be served.
+        services: a class that reads prompts, and one that decodes.
+        sms: of each device.
+        latency: the target of each class, in seconds.
+        guard: what they do to each other.
+        seconds: of the traffic: who comes in the first tenth of that does not count.
+    """
+    roles = {service.role: service for service in services.values()}
+    decode, prefill = roles["decode"], roles["prefill"]
+    frontier = Frontier(decode.curve, prefill.curve, sms, guard)
+    tokens = _Tokens(len(sms), decode.batch, latency[decode.name])
+    prompts = _Prompts(latency[prefill.name])
+    coming = deque(sorted(traffic, key=lambda arrival: arrival.at))
+    late = tick = 0
+    while coming or prompts.is_waiting:
+        now = tick * STEP
+        tick += 1
+        while coming and coming[0].at <= now:
+            prompts.take(coming.popleft())
+        for given_up in prompts.look(now):
+            late += given_up.at >= WARM_UP * seconds
+            tokens.leave(given_up)
+        is_busy = prompts.is_waiting
+        for read in prompts.to_decode(now, is_late=is_busy):
+            tokens.join(read)
+        least = tokens.least()
+        prompts.work(STEP * frontier.beside(least))
+        tokens.work(STEP, 0.0 if is_busy else STEP * max(0.0, frontier.most - least))
+    counted = sum(arrival.at >= WARM_UP * seconds for arrival in traffic)
+    return 1 - late / counted if counted else 1.0
+
+
+@dataclass(slots=True, eq=False)
+class _Prompt:
+    """One that is to be read: when it came and what it takes, in seconds of a whole device.
+
+    `came` is of the capacity there was for prompts until then, as `done` is: when it is read.
+    """
+
+    arrival: Arrival
+    came: float
+    work: float
+    done: float = 0.0
+    is_given_up: bool = False
+    is_decoded: bool = False
+
+
+class _Prompts:
+    """Those that can be in time, in the order in which they came and are due."""
+
+    def __init__(self, target: float) -> None:
+        self._target = target
+        #: What could have been read until now.
+        self._capacity = 0.0
+        #: Since nobody waited: who came, and in the same order those whose due is to come, and
+        #: those that decode not yet.
+        self._since: list[_Prompt] = []
+        self._due: deque[_Prompt] = deque()
+        self._read: deque[_Prompt] = deque()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether there is anything to be read."""
+        return bool(self._since) and self._since[-1].done > self._capacity
+
+    def take(self, arrival: Arrival) -> None:
+        """One more."""
+        if not self.is_waiting:
+            self._since.clear()
+        one = _Prompt(arrival, self._capacity, prompt_seconds(arrival.context))
+        one.done = max(one.came, self._since[-1].done if self._since else 0.0) + one.work
+        self._since.append(one)
+        self._due.append(one)
+        self._read.append(one)
+
+    def work(self, capacity: float) -> None:
+        """So much can be read."""
+        self._capacity += capacity
+
+    def look(self, now: float) -> list[Arrival]:
+        """Gives up whom others cannot be in time with, of those that are due by now."""
+        given_up = []
+        while self._due and self._due[0].arrival.at + self._target <= now:
+            one = self._due[0]
+            if one.is_given_up or one.done <= self._capacity:
+                self._due.popleft()
+                continue
+            worst = self._worst(self._since.index(one) + 1)
+            worst.is_given_up = True
+            given_up.append(worst.arrival)
+            self._since.remove(worst)
+            before = 0.0
+            for other in self._since:
+                other.done = before = max(before, other.came) + other.work
+        return given_up
+
+    def _worst(self, number: int) -> _Prompt:
+        """Without whom the first so many are done soonest."""
+        some = self._since[:number]
+        # They are done when the last to begin a time without a pause is, with all after it.
+        ends, total = [0.0] * number, 0.0
+        for i in range(number - 1, -1, -1):
+            total += some[i].work
+            ends[i] = some[i].came + total
+        after = [0.0] * (number + 1)
+        for i in range(number - 1, -1, -1):
+            after[i] = max(ends[i], after[i + 1])
+        before, found, least = -math.inf, some[-1], math.inf
+        for i, one in enumerate(some):
+            end = max(before - one.work, after[i + 1])
+            if end < least:
+                found, least = one, end
+            before = max(before, ends[i])
+        return found
+
+    def to_decode(self, now: float, *, is_late: bool) -> list[Arrival]:
+        """Those of which tokens must be written now; if not `is_late`, may be."""
+        found = []
+        while self._read:
+            one = self._read[0]
+            due = one.arrival.at + self._target if is_late else now
+            if not one.is_given_up and (one.done > self._capacity or due > now):
+                break
+            self._read.popleft()
+            if not one.is_given_up:
+                found.append(one.arrival)
+        return found
+
+
+class _Tokens:
+    """Requests that are decoded, all at one pace: each ends so many tokens after it joined."""
+
+    def __init__(self, devices: int, batch: int, gap: float) -> None:
+        self._ends: list[tuple[float, int]] = []
+        self._running: dict[int, Arrival] = {}
+        #: Those for whom there is no place in a batch: of each one token is late, and none runs.
+        self._waiting: deque[Arrival] = deque()
+        self._written = 0.0
+        self._devices = devices
+        self._batch = batch
+        self._gap = gap
+
+    def _step(self) -> float:
+        """Work of one token of everybody, in as few batches as is best."""
+        number = len(self._running)
+        if not number:
+            return 0.0
+        least = min(self._devices, math.ceil(number / self._batch))
+        most = max(least, min(self._devices, number))
+        return min(used * step_seconds(number / used) for used in range(least, most + 1))
+
+    def least(self) -> float:
+        """The speed that keeps them in time."""
+        return MUST_MEET * self._step() / self._gap
+
+    def work(self, seconds: float, more: float) -> None:
+        """So many seconds at that pace, and faster by what nobody else wanted."""
+        step = self._step()
+        if step:
+            self._written += MUST_MEET * seconds / self._gap + more / step
+        while self._ends and self._ends[0][0] <= self._written:
+            self._running.pop(heapq.heappop(self._ends)[1], None)
+        self._fill()
+
+    def join(self, arrival: Arrival) -> None:
+        """One more."""
+        if arrival.generated > 1:
+            self._waiting.append(arrival)
+            self._fill()
+
+    def _fill(self) -> None:
+        while self._waiting and len(self._running) < self._devices * self._batch:
+            arrival = self._waiting.popleft()
+            self._running[id(arrival)] = arrival
+            end = self._written + arrival.generated - 1
+            heapq.heappush(self._ends, (end, id(arrival)))
+
+    def leave(self, arrival: Arrival) -> None:
+        """It was given up."""
+        self._running.pop(id(arrival), None)
+        if arrival in self._waiting:
+            self._waiting.remove(arrival)

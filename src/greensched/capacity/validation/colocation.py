@@ -1,0 +1,184 @@
+"""What is known of SMs that two share: where that is bad, and where nothing is better."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from statistics import mean, median
+
+from greensched.capacity.baselines import PriorityGate, Streams
+from greensched.capacity.latency_tables import CURVES
+from greensched.capacity.machine import Machine
+from greensched.capacity.pool_strategies import Unsplit
+from greensched.capacity.strategies import Arm, Seat, Split
+from greensched.capacity.time_slicing import Sliced
+from greensched.capacity.validation.scenarios import (
+    Check,
+    beside,
+    forever,
+    pair,
+    percentile,
+    play,
+    same,
+    work,
+)
+
+# -- 3: Tally's setting -------------------------------------------------------------------------
+
+#: BERT inference of 4.05 ms, one each 8.1 ms (load 0.5; latencies are of requests by themselves:
+#: alone their p99 is 1.01 of their mean). Its kernels: the median of BERT's in Orion's profile.
+REQUEST_NS, KERNEL_NS, PERIOD_S = 4_050_000, 34_000, 0.0081
+#: A step of each of six training jobs: 16 stretches of equal time, and how many kernels of how many
+#: microseconds on average are in each. Kernels as they follow each other matter: a request falls
+#: into the large ones of a step, or among its small ones. From Orion's profiles of a V100 (MIT,
+#: eth-easl/orion at aded65d, benchmarking/model_kernels/*_fb1), each kernel as much shorter on an
+#: A100 as that computes faster (15.7 to 19.5 TFLOPS) or reads faster (900 to 1555 GB/s), whichever
+#: the profile says bounds it; the geometric mean of both where it does not say.
+Stretch = tuple[int, int]
+STEPS: dict[str, tuple[Stretch, ...]] = {
+    "BERT, batch 8": (
+        (275, 32), (66, 141), (67, 125), (63, 142), (91, 98), (62, 137), (80, 106), (81, 112),
+        (62, 138), (75, 116), (77, 115), (70, 123), (69, 129), (74, 117), (801, 11), (2764, 3),
+    ),
+    "MobileNetV2, batch 64": (
+        (172, 18), (21, 138), (70, 42), (88, 34), (71, 42), (61, 49), (55, 55), (67, 45),
+        (38, 77), (27, 115), (10, 305), (11, 294), (14, 219), (6, 427), (10, 303), (169, 17),
+    ),
+    "MobileNetV2, batch 96": (
+        (172, 26), (21, 204), (72, 60), (82, 53), (75, 60), (61, 72), (55, 78), (67, 64),
+        (41, 110), (25, 220), (12, 335), (8, 453), (14, 340), (6, 643), (10, 450), (169, 25),
+    ),
+    "ResNet-101, batch 32": (
+        (365, 20), (72, 100), (108, 65), (113, 64), (87, 81), (92, 85), (73, 92), (88, 81),
+        (88, 80), (88, 81), (88, 81), (75, 96), (64, 113), (50, 149), (44, 158), (352, 20),
+    ),
+    "ResNet-50, batch 32": (
+        (193, 23), (32, 133), (47, 94), (60, 69), (46, 94), (65, 67), (28, 165), (51, 79),
+        (58, 79), (25, 162), (43, 100), (35, 129), (24, 187), (26, 161), (28, 162), (185, 21),
+    ),
+    "Transformer-XL, batch 8": (
+        (138, 42), (124, 43), (125, 43), (127, 56), (42, 117), (98, 45), (125, 44), (119, 46),
+        (119, 47), (128, 42), (127, 43), (113, 49), (98, 61), (8, 755), (988, 4), (1875, 3),
+    ),
+}  # fmt: skip
+#: What TGS lets best effort have in those runs; Tally's bound on a turn.
+TGS_RATE, TURN_NS = 0.79, 31_600
+#: Of each of so many runs; a training step is as long as about ten.
+REQUESTS = 40
+
+
+def check_colocation(seed: int) -> Iterator[Check]:
+    """Short requests beside training, in four ways."""
+    given = (
+        "119 kernels of 34 us a request; kernels of six training steps, in their order; 2 ms "
+        "slices; TGS's published rate; turns of 31.6 us"
+    )
+    what = "p99 of a 4 ms request beside training"
+    steps = STEPS.values()
+    mps = [_beside_training(Streams(), _training(step, seed), 1.0, seed) for step in steps]
+    yield Check(f"{what}: MPS, mean of six", 5.72, mean(mps), given)
+    yield Check(f"{what}: MPS, median of six", 4.82, median(mps), given)
+    tgs = [_beside_training(Streams(), _training(step, seed), TGS_RATE, seed) for step in steps]
+    yield Check(f"{what}: TGS, mean of six", 3.84, mean(tgs), given)
+    slices = _beside_training(Sliced(), _training(STEPS["ResNet-50, batch 32"], seed), 1.0, seed)
+    yield Check(f"{what}: time slices", 2.73, slices, given)
+    tally = _beside_training(PriorityGate(), same(TURN_NS), 1.0, seed)
+    yield Check(f"{what}: Tally", 1.074, tally, given)
+
+
+def _training(step: tuple[Stretch, ...], seed: int) -> Iterator[int]:
+    """Nanoseconds of its kernels, step after step, from a stretch that the seed draws."""
+    first = random.Random(f"training {seed}").randrange(len(step))
+    for number, us in itertools.cycle(step[first:] + step[:first]):
+        yield from itertools.repeat(1000 * us, number)
+
+
+def _beside_training(arm: Arm, lengths: Iterator[int], rate: float, seed: int) -> float:
+    """p99 of a request over what it takes alone."""
+    machine = Machine("a100", pair(work(108), work(108)), {}, seed)
+    number = REQUEST_NS // KERNEL_NS
+    pieces = (KERNEL_NS,) * number
+    found: list[float] = []
+
+    async def critical(seat: Seat) -> None:
+        due = 0.0
+        for _ in range(REQUESTS):
+            due += PERIOD_S
+            await asyncio.sleep(max(0.0, due - machine.now() / 1e9))
+            began = machine.now()
+            await seat.run(pieces)
+            found.append((machine.now() - began) / (number * KERNEL_NS))
+
+    async def training(seat: Seat) -> None:
+        for ns in lengths:
+            await seat.run((ns,))
+            if rate < 1:
+                await asyncio.sleep(ns * (1 / rate - 1) / 1e9)
+
+    async def drive(_: Machine, seat: Callable[[str], Seat]) -> None:
+        await beside(critical(seat("critical")), training(seat("other")))
+
+    play(machine, arm, drive)
+    return percentile(found, 0.99)
+
+
+# -- 4: nothing saturates -----------------------------------------------------------------------
+
+#: Zamba2 on an A100: prefill 8.15 ms and decode 0.89 ms alone. Their curves are those of kernels
+#: of the sister model Falcon-H1 (`tables`): the state-space scan, and attention at batch 8.
+PREFILL_NS, DECODE_NS = 8_150_000, 890_000
+#: Prefill's and decode's SMs, and what decode took there; prefill took 8.33 to 8.57.
+PUBLISHED_SPLITS = {(32, 76): (8.57, 1.07), (44, 64): (8.33, 0.96), (76, 32): (8.33, 1.39)}
+
+
+def nothing_saturates(seed: int) -> Iterator[Check]:
+    """Small kernels that leave room: splits lose against plain streams, and our pool does not."""
+    given = "alone 8.15 and 0.89 ms; curves of ssm-b8 and attention-b8 of another model"
+    prefill, decode = _side_by_side(Streams(), seed)
+    yield Check("small kernels on two streams: prefill, ms", 8.16, prefill, given)
+    yield Check("small kernels on two streams: decode, ms", 0.87, decode, given)
+    _, ours = _side_by_side(Unsplit(), seed)
+    yield Check("the same, classes of our pool that are unsplit, ms", 0.87, ours, given)
+    split = {}
+    for (a, b), (p, d) in PUBLISHED_SPLITS.items():
+        split[a, b] = _side_by_side(_Halves({"other": a, "critical": b}), seed)
+        yield Check(f"split {a}/{b}: prefill, ms", p, split[a, b][0], given)
+        yield Check(f"split {a}/{b}: decode, ms", d, split[a, b][1], given)
+    best = min(found[1] for found in split.values())
+    yield Check("decode on the best split over plain streams", 0.96 / 0.87, best / decode, given)
+
+
+@dataclass
+class _Halves(Split):
+    given: dict[str, int] = None  # type: ignore[assignment]  # always given
+
+    def __init__(self, given: dict[str, int]) -> None:
+        super().__init__(next(iter(given.values())))
+        self.given = given
+
+    def sizes(self, _machine: Machine, _device: int) -> dict[str, int]:
+        """As published."""
+        return self.given
+
+
+def _side_by_side(arm: Arm, seed: int) -> tuple[float, float]:
+    """Milliseconds of prefill and decode, both in a loop."""
+    machine = Machine("a100", pair(CURVES["ssm-b8"], CURVES["attention-b8"]), {}, seed)
+
+    async def decode(seat: Seat) -> None:
+        for _ in range(200):
+            await seat.run((DECODE_NS,))
+
+    async def drive(_: Machine, seat: Callable[[str], Seat]) -> None:
+        await beside(decode(seat("critical")), forever(seat("other"), same(PREFILL_NS)))
+
+    play(machine, arm, drive)
+    lengths: dict[str, list[float]] = {"other": [], "critical": []}
+    for ran in machine.ran[0]:
+        if ran.end - ran.start > 1000:
+            lengths[ran.service].append((ran.end - ran.start) / 1e6)
+    other, critical = (sum(each) / len(each) for each in lengths.values())
+    return other, critical

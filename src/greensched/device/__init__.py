@@ -1,0 +1,1 @@
+"""Devices, streams, memory and launches: synchronous, and usable without a pool."""

@@ -1,0 +1,282 @@
+"""`with context:` held across an `await`: noticed, and told with the block and the await.
+
+A current context is its thread's, not its task's: if a task is suspended inside the block, every
+other task of the loop runs with that context. Nothing about a block says whether it was left in
+time but that some other turn of the loop finds it open. So who enters the first block of a turn
+asks to be called when the turn is over; launches and blocks off a loop's thread pay nothing.
+
+* asyncio, uvloop: by `call_soon`, once a turn. It comes before anything that an await of this turn
+  can be woken by: reliable, and late: other tasks have run on the leaked context by then. Asking in
+  each block and cancelling at its end would cost four times as much (993 against 222 ns with the
+  driver's own calls, 183 of them a block that is not watched: cuda-bindings 13.5 on a driver stood
+  in for).
+* trio: by an instrument of its run, from the block to the end of the task's step, so right at the
+  await. Trio shuffles what it calls, so a callback could come too late. An instrument that stays
+  would make every checkpoint of the program a third slower.
+* In asyncio's debug mode, or Python's (`-X dev`), the error is raised instead of warned of: on
+  Python 3.12 and newer at the await itself, by `sys.monitoring`, before anybody else runs; where
+  that does not reach (3.11, a block inside a generator, a coroutine that returned with its block
+  open) when the block ends.
+
+Not noticed: the first step of an eager task (3.12) that another task starts inside a block. It is
+synchronous, and runs on that context; whatever of it holds the block longer is noticed.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+import weakref
+from collections import Counter
+from dis import opname
+from types import CodeType, FrameType
+from typing import Any
+
+from greensched._asynclib import running_asyncio, running_trio
+from greensched.errors import HeldAcrossAwait
+
+#: Frames of these modules stand between a block and the code that it is written in.
+_BETWEEN = {
+    __name__,
+    "greensched.context",
+    "greensched.device.current_context",
+    "greensched.device.device",
+    "contextlib",
+}
+#: Frames that await: coroutines (also those made of generators), and asynchronous generators.
+#: Source: inspect, CO_COROUTINE, CO_ITERABLE_COROUTINE, CO_ASYNC_GENERATOR.
+_COROUTINE, _AWAITS = 0x80, 0x80 | 0x100 | 0x200
+
+#: `sys.monitoring`, from Python 3.12 on.
+_monitoring: Any = getattr(sys, "monitoring", None)
+
+
+class _Here(threading.local):
+    """What the calling thread has open, and who was asked to look at that."""
+
+    def __init__(self) -> None:
+        self.open: list[Watch] = []
+        self.asked: object = None
+
+
+_here = _Here()
+
+
+class Watch:
+    """One open block on a loop's thread."""
+
+    __slots__ = (
+        "awaiters",
+        "block",
+        "context",
+        "debug",
+        "frame",
+        "module",
+        "problem",
+        "runner",
+        "task",
+    )
+
+    def __init__(self, context: object, runner: object, task: Any, debug: bool) -> None:
+        written = _written_in(sys._getframe(2))
+        self.context = context
+        self.runner = runner
+        #: Weak: a task that only a block of its own keeps would never be collected, nor end it.
+        self.task = None if task is None else weakref.ref(task)
+        self.debug = debug
+        self.block = written.f_code.co_filename, written.f_lineno
+        self.module = written.f_globals
+        #: Where it awaits: the innermost frame that can, None in a mere callback.
+        self.frame = _awaiting(written)
+        #: Who awaits that, the nearest first: it may return and leave the block open to them.
+        self.awaiters = _awaiters(self.frame)
+        #: What its end shall raise.
+        self.problem: HeldAcrossAwait | None = None
+
+
+def begin(context: object) -> Watch | None:
+    """A block begins on this thread; None where no loop runs, and nobody else could be hurt."""
+    loop = running_asyncio()
+    if loop is not None:
+        task = sys.modules["asyncio"].current_task(loop)
+        watch = Watch(context, loop, task, loop.get_debug())
+        if _here.asked is not loop:
+            _here.asked = loop
+            loop.call_soon(_look, loop)
+    else:
+        trio = running_trio()
+        if trio is None:
+            return None
+        runner = trio.lowlevel.current_root_task()
+        task = trio.lowlevel.current_task() if trio.lowlevel.in_trio_task() else None
+        watch = Watch(context, runner, task, sys.flags.dev_mode)
+        if _here.asked is not runner:
+            _here.asked = runner
+            trio.lowlevel.add_instrument(_Instrument(trio, runner))
+    if watch.debug and watch.frame is not None and _monitoring is not None:
+        _guard.begin(watch.frame.f_code)
+    _here.open.append(watch)
+    return watch
+
+
+def end(watch: Watch) -> HeldAcrossAwait | None:
+    """A block ends on the thread where it began: what it shall raise, if it was held."""
+    _here.open.remove(watch)
+    if watch.debug and watch.frame is not None and _monitoring is not None:
+        _guard.end(watch.frame.f_code)
+    return watch.problem
+
+
+def awaiting() -> FrameType | None:
+    """The innermost frame of this thread that can be suspended by an await."""
+    return _awaiting(sys._getframe(1))
+
+
+# -- looking --------------------------------------------------------------------------------------
+
+
+def _look(runner: object) -> None:
+    """A turn of the loop, or a step of a task, is over: no block of it may be open."""
+    if _here.asked is runner:
+        _here.asked = None
+    for watch in tuple(_here.open):
+        if watch.runner is runner and watch.problem is None:
+            _tell(watch)
+
+
+class _Instrument:
+    """Looks at the end of the task's step in which it was added. Any class will do for trio."""
+
+    def __init__(self, trio: Any, runner: object) -> None:
+        self._trio = trio
+        self._runner = runner
+
+    def after_task_step(self, task: object) -> None:  # noqa: ARG002  trio's signature
+        self._trio.lowlevel.remove_instrument(self)
+        _look(self._runner)
+
+
+def _tell(watch: Watch) -> None:
+    """Warns where the block is written; what must be an error waits for the block's end."""
+    problem = _problem(watch)
+    if watch.debug:
+        watch.problem = problem
+        return
+    try:
+        warnings.warn_explicit(
+            problem,
+            HeldAcrossAwait,
+            *watch.block,
+            module=watch.module.get("__name__"),
+            registry=watch.module.setdefault("__warningregistry__", {}),
+        )
+    except HeldAcrossAwait:  # warnings are errors: not of the loop, which only calls us
+        watch.problem = problem
+    else:
+        watch.runner = None  # once told is enough
+
+
+def _problem(watch: Watch) -> HeldAcrossAwait:
+    task = None if watch.task is None else watch.task()
+    frame = watch.frame
+    while frame is not None and _has_returned(frame):
+        frame = watch.awaiters.pop(0) if watch.awaiters else None
+    suspended = "an unknown place" if frame is None else _place(frame)
+    who = "a callback" if frame is None else f"coroutine {frame.f_code.co_qualname!r}"
+    name = getattr(task, "get_name", lambda: getattr(task, "name", None))()
+    if name is not None:
+        who = f"task {name!r}, {who}"
+    file, line = watch.block
+    return HeldAcrossAwait(repr(watch.context), f"{file}:{line}", who, suspended)
+
+
+def _has_returned(frame: FrameType) -> bool:
+    """Whether it is over: where a helper's coroutine opened the block for whoever awaited it."""
+    code = frame.f_code
+    is_coroutine = bool(code.co_flags & _COROUTINE)
+    return is_coroutine and opname[code.co_code[frame.f_lasti]].startswith("RETURN")
+
+
+def _place(frame: FrameType) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _written_in(frame: FrameType) -> FrameType:
+    """The frame of the code that says `with`."""
+    while frame.f_globals.get("__name__") in _BETWEEN and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
+def _awaiting(frame: FrameType | None) -> FrameType | None:
+    """The frame, or the nearest that called it, that can be suspended by an await."""
+    while frame is not None and not frame.f_code.co_flags & _AWAITS:
+        frame = frame.f_back
+    return frame
+
+
+def _awaiters(frame: FrameType | None) -> list[FrameType]:
+    found: list[FrameType] = []
+    while frame is not None and (frame := frame.f_back) and frame.f_code.co_flags & _AWAITS:
+        found.append(frame)
+    return found
+
+
+# -- at the await itself ---------------------------------------------------------------------------
+
+
+class _Guard:
+    """Has coroutines that are inside a block call us as they are suspended (PEP 669, PY_YIELD).
+
+    Only their own code is instrumented, and only while such a block is open.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: Counter[CodeType] = Counter()
+        self._tool: int | None = None
+
+    def begin(self, code: CodeType) -> None:
+        if not code.co_flags & _COROUTINE:
+            return  # an asynchronous generator also yields values, which is no await
+        with self._lock:
+            if self._tool is None and not self._claim():
+                return  # debuggers and profilers have every place: the block's end will tell
+            self._open[code] += 1
+            _monitoring.set_local_events(self._tool, code, _monitoring.events.PY_YIELD)
+
+    def end(self, code: CodeType) -> None:
+        with self._lock:
+            if self._open[code] > 0:
+                self._open[code] -= 1
+            if not self._open[code]:
+                del self._open[code]
+                if self._tool is not None:
+                    _monitoring.set_local_events(self._tool, code, 0)
+
+    def _claim(self) -> bool:
+        """A tool of our own: 3 and 4 are nobody's. Source: sys.monitoring, "Tool identifiers"."""
+        for tool in (4, 3):
+            try:
+                _monitoring.use_tool_id(tool, "greensched")
+            except ValueError:
+                continue
+            _monitoring.register_callback(tool, _monitoring.events.PY_YIELD, _suspending)
+            self._tool = tool
+            return True
+        return False
+
+
+_guard = _Guard()
+
+
+def _suspending(code: CodeType, offset: int, value: object) -> None:  # noqa: ARG001  PEP 669's
+    """A guarded coroutine is being suspended: an error there, if it is one with a block open."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    for watch in _here.open:
+        if frame is not None and watch.frame is frame and watch.debug and watch.runner is not None:
+            watch.runner = None  # told here and now: the block's end has nothing to add
+            raise _problem(watch)

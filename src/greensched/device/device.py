@@ -1,0 +1,217 @@
+"""A device: its facts, its primary context, and the front desk where everything on it is made."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Self
+from weakref import WeakSet
+
+from greensched import context as contexts
+from greensched import driver as drivers
+from greensched.context import Context as Context
+from greensched.device.resources import ContextOptions, DeviceResources, describe
+from greensched.device.streams import Stream
+from greensched.driver.interface import Driver
+from greensched.errors import Closed, InvalidRequest, run_all
+from greensched.kernels import Loader
+from greensched.typing import ContextFlags, DeviceFacts, SupportsDevice
+
+
+class Device:
+    """A GPU. Making one initialises the driver, which may block; CUDA memory is not touched.
+
+    The primary context is retained when first needed, and released by `close()`.
+
+    Args:
+        ordinal: which device, as the driver counts them; or another library's device that says so
+            by `device_id`, as cuda.core's does.
+        driver: a driver, `"cuda"`, or `"simulated:h200"`; None: the environment's, else CUDA.
+
+    Raises:
+        DriverUnavailable: no usable driver or device; says what to install or change.
+        InvalidRequest: no such device.
+    """
+
+    def __init__(
+        self, ordinal: int | SupportsDevice = 0, *, driver: str | Driver | None = None
+    ) -> None:
+        self.driver = drivers.open(driver)
+        self.driver.initialise()
+        count = self.driver.device_count()
+        ordinal = getattr(ordinal, "device_id", ordinal)
+        if type(ordinal) is not int or not 0 <= ordinal < count:
+            raise InvalidRequest(f"no device {ordinal!r}: there are {count}, from 0 on")
+        #: What never changes about it.
+        self.facts: DeviceFacts = self.driver.device_facts(ordinal)
+        #: The kernels loaded on it.
+        self.loader = Loader(self.driver, self.facts)
+        self._primary: Context | None = None
+        #: The green contexts made here and not forgotten, to be ended before the primary.
+        self._greens: WeakSet[Context] = WeakSet()
+        self._closed = False
+        self._lock = threading.Lock()
+
+    @property
+    def ordinal(self) -> int:
+        """Which device, as the driver counts them."""
+        return self.facts.ordinal
+
+    @property
+    def name(self) -> str:
+        """The vendor's name of it."""
+        return self.facts.name
+
+    @property
+    def uuid(self) -> str:
+        """The same in every process, whatever ordinal it has there."""
+        return self.facts.uuid
+
+    @property
+    def compute_capability(self) -> tuple[int, int]:
+        """(major, minor)."""
+        return self.facts.compute_capability
+
+    @property
+    def sm_count(self) -> int:
+        """How many SMs it has."""
+        return self.facts.sm_count
+
+    @property
+    def resources(self) -> DeviceResources:
+        """What it has to give out: `sm`, every SM of it, to be split, and `workqueue`."""
+        return DeviceResources(self.driver, self.ordinal)
+
+    @property
+    def primary(self) -> Context:
+        """Its primary context, retained from here on. The first time may block."""
+        with self._lock:
+            if self._closed:
+                raise Closed(repr(self))
+            if self._primary is None:
+                handle = self.driver.retain_primary(self.ordinal)
+                ordinal, driver = self.ordinal, self.driver
+                self._primary = Context(
+                    driver,
+                    self.facts,
+                    self.loader,
+                    handle,
+                    release=lambda: driver.release_primary(ordinal),
+                    device=self,
+                )
+            return self._primary
+
+    def set_current(self) -> None:
+        """Makes its primary context current on this thread, until something else is.
+
+        The first time may block, as `primary` does. Not looked after across an `await`.
+        """
+        self.primary.set_current()
+
+    def set_flags(self, flags: ContextFlags) -> None:
+        """Has the primary context made with flags, when it is. Before anybody uses the device.
+
+        Raises:
+            InvalidRequest: no such flags, or the context is active with others already: made by a
+                pool, by another library, or by this object.
+            NotSupported: the driver has one of the flags no more.
+        """
+        contexts.check_flags(flags)
+        has, active = self.driver.primary_state(self.ordinal)
+        ways = ContextFlags.SCHED_SPIN | ContextFlags.SCHED_YIELD | ContextFlags.SCHED_BLOCKING_SYNC
+        decided = ways | ContextFlags.LMEM_RESIZE_TO_MAX
+        if active and (has ^ flags) & decided:
+            raise InvalidRequest(
+                f"the primary context of device {self.ordinal} is active with flags {has:#x}, and "
+                "whoever made it counts on them: set them before its first use"
+            )
+        self.driver.set_primary_flags(self.ordinal, flags)
+
+    def create_context(self, options: ContextOptions) -> Context:
+        """A green context over what `options` lists. May block; does not become current.
+
+        The driver keeps a descriptor of each combination as long as the process lives: make
+        contexts once and reuse them.
+
+        Raises:
+            InvalidRequest: no resources, a dry run's, or two work-queue configurations.
+            WrongDevice: resources of another device.
+            InvalidCombination: outputs of different splits, or (from CUDA 13.1) of different
+                alignment; says which.
+            NotSupported: several resources below CUDA 12.5.
+        """
+        driver, primary = self.driver, self.primary
+        green = driver.create_green(describe(driver, self.ordinal, options), self.ordinal)
+        try:
+            handle = driver.green_context(green)
+        except BaseException:
+            driver.destroy_green(green)
+            raise
+        context = Context(
+            driver,
+            self.facts,
+            primary.loader,
+            handle,
+            release=lambda: driver.destroy_green(green),
+            green=green,
+            primary=primary,
+            device=self,
+        )
+        self._greens.add(context)
+        return context
+
+    def create_stream(self, *, priority: int = 0) -> Stream:
+        """A non-blocking stream of the primary context: its work runs on *every* SM. May block."""
+        return Stream(self.primary, priority=priority)
+
+    def close(self) -> None:
+        """Ends its green contexts, unloads kernels, releases the primary. Idempotent. May block.
+
+        Raises:
+            InvalidRequest: one of its contexts is current on this thread, or a thread is inside a
+                block of it. Nothing has ended then.
+            CUDAError: what the driver answered first; everything was tried all the same.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            greens = [context for context in self._greens if not context.is_closed]
+            for context in (*greens, *([self._primary] if self._primary is not None else [])):
+                context.refuse_while_used()
+            self._closed = True
+            primary, self._primary = self._primary, None
+        steps: list[Callable[[], None]] = [context.close for context in greens]
+        if primary is None:
+            steps.append(self.loader.close)  # contexts of their own may have used it
+        else:
+            steps += [partial(self._unload, primary), primary.close]
+        run_all(steps)
+
+    def _unload(self, primary: Context) -> None:
+        with primary.entered():
+            self.loader.close()
+
+    def __enter__(self) -> Self:
+        """Makes its primary context current on this thread, until the block ends.
+
+        Reentrant, reusable, and each thread's own. The first use of a device may block. No `await`
+        inside: see `HeldAcrossAwait`.
+        """
+        self.primary.__enter__()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Restores what the driver said was current before, nothing included.
+
+        Raises:
+            HeldAcrossAwait: the block was held across an await, and that is an error here.
+            CUDAError: what was current before could not be restored. It never hides the body's.
+        """
+        self.primary.__exit__(*exc)
+
+    def __repr__(self) -> str:
+        return f"<Device {self.ordinal}: {self.name}, {self.sm_count} SMs>"
+
+
+contexts.open_device = lambda ordinal, driver: Device(ordinal, driver=driver)

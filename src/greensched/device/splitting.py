@@ -1,0 +1,279 @@
+"""How SMs are cut into groups: what is asked, the driver's way of doing it, and why it cannot be.
+
+Below CUDA 13.1 a driver only cuts equal groups, of sizes it rounds up by itself. What is asked here
+is never rounded: a group has the SMs asked for on every driver, or the request is refused, with
+the nearest one that is possible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+
+from greensched.driver.interface import Driver
+from greensched.errors import CUDAError, InvalidRequest, InvalidSplit, NotSupported, from_status
+from greensched.typing import Feature, ResourceFacts, ResourceHandle, SMGroup
+
+#: What a split gave: the groups, and what is left over (None: nothing).
+Cut = tuple[list[ResourceHandle], ResourceHandle | None]
+
+#: What the structured split takes. Source: cuda.h of 13.1, and wheels of cuda-bindings.
+NEEDED = "driver and bindings of CUDA 13.1"
+
+#: CUDA_ERROR_INVALID_VALUE and CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION. Source: cuda.h.
+REFUSALS = (1, 915)
+
+#: What an `unsigned int` of the driver holds at most: past it a wheel raises, or cuts digits off.
+MOST = 2**32 - 1
+
+#: The largest sets of co-scheduled SMs, from compute capability 9.0 on and before. Source:
+#: programming guide, table 30.
+LARGEST_SETS = (32, 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SMResourceOptions:
+    """What `SMResource.split` shall cut. Counts are SMs; the names are cuda.core's.
+
+    A sequence has a value for each group, a single value stands for all. `count` decides how many
+    groups there are: one, or as many as it has values.
+
+    Attributes:
+        count: SMs of a group, even; None: the largest group there can be.
+        coscheduled_sm_count: SMs co-scheduled at least, for thread-block clusters; None: the
+            device's own number (8 from compute capability 9.0 on, else 2). `count` is a multiple
+            of it. 2 allows every even count, and gives up large clusters.
+        preferred_coscheduled_sm_count: as many co-scheduled, where that can be (13.1).
+        backfill: take any SMs where co-scheduled ones do not suffice (13.1).
+    """
+
+    count: int | Sequence[int | None] | None = None
+    coscheduled_sm_count: int | Sequence[int | None] | None = None
+    preferred_coscheduled_sm_count: int | Sequence[int | None] | None = None
+    backfill: bool | Sequence[bool] = False
+
+    @property
+    def groups(self) -> tuple[SMGroup, ...]:
+        """One entry for each group.
+
+        Raises:
+            InvalidRequest: a value that is none, or sequences that do not fit `count`.
+        """
+        several = _is_sequence(self.count)
+        number = len(self.count) if several else 1  # type: ignore[arg-type]  # then it has a length
+        if not number:
+            raise InvalidRequest("count=() asks for no group: give a number of SMs for each")
+        columns = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if _is_sequence(value) and (not several or len(value) != number):
+                raise InvalidRequest(
+                    f"{field.name}={value!r} has {len(value)} values, and count={self.count!r} "
+                    f"asks for {number} groups: give one value for all, or one for each"
+                )
+            values = tuple(value) if _is_sequence(value) else (value,) * number
+            read = _flag if field.name == "backfill" else _sms
+            columns.append([read(field.name, each) for each in values])
+        return tuple(SMGroup(*row) for row in zip(*columns, strict=True))
+
+
+def _is_sequence(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def _sms(name: str, value: object) -> int:
+    if value is None:
+        return 0
+    if type(value) is not int or not 0 < value <= MOST:
+        raise InvalidRequest(
+            f"{name}={value!r}: give a number of SMs, more than 0 and at most {MOST}, or None"
+        )
+    return value
+
+
+def _flag(name: str, value: object) -> bool:
+    if type(value) is not bool:
+        raise InvalidRequest(f"{name}={value!r}: give True or False")
+    return value
+
+
+def split(driver: Driver, device: int, whole: ResourceHandle, groups: Sequence[SMGroup]) -> Cut:
+    """Cuts the groups asked for out of some SMs, all of one call and disjoint. Does not block.
+
+    Args:
+        driver: who cuts.
+        device: the ordinal of the SMs' device.
+        whole: the SMs.
+        groups: what is asked.
+
+    Raises:
+        InvalidSplit: it cannot be cut so; says why, and what is nearest.
+        NotSupported: groups that are not alike, and a driver below CUDA 13.1.
+    """
+    way = _way(driver, groups)
+    try:
+        return way(driver, whole, groups)
+    except CUDAError as error:
+        if error.status not in REFUSALS:
+            raise
+        have = driver.resource_facts(whole)
+        nearest = _nearest(driver, whole, groups)
+        asked = tuple(group.sm_count or None for group in groups)
+        has_clusters = driver.device_facts(device).compute_capability >= (9, 0)
+        largest_set = LARGEST_SETS[0 if has_clusters else 1]
+        why = _why(have, groups, largest_set, structured=way is _structured)
+        raise InvalidSplit(asked, have.sm_count, why, nearest) from error
+
+
+def granularity(driver: Driver, device: ResourceHandle, facts: ResourceFacts) -> ResourceFacts:
+    """A device's smallest group and the step of larger ones, tried: no driver below 13.0 says."""
+
+    def made(minimum: int) -> int:
+        (group, *_), _ = driver.split_by_count(device, 1, minimum)
+        return driver.resource_facts(group).sm_count
+
+    least = step = made(1)
+    try:
+        step = made(least + 1) - least
+    except CUDAError as error:
+        if error.status not in REFUSALS:
+            raise  # else there is no larger one
+    return replace(facts, min_partition_size=least, coscheduled_alignment=step)
+
+
+def _way(driver: Driver, groups: Sequence[SMGroup]) -> Callable[..., Cut]:
+    if driver.supports(Feature.STRUCTURED_SPLIT):
+        return _structured
+    major, minor = driver.version
+    here = f"CUDA {major}.{minor}"
+    first = groups[0]
+    for asked, what in (
+        (any(group != first for group in groups), "cutting groups that are not alike in one split"),
+        (first.backfill, "backfill"),
+        (first.preferred_coscheduled_sm_count, "preferred_coscheduled_sm_count"),
+    ):
+        if asked:
+            raise NotSupported(what, NEEDED, here)
+    return _by_count
+
+
+def _structured(driver: Driver, whole: ResourceHandle, groups: Sequence[SMGroup]) -> Cut:
+    return driver.split(whole, groups)
+
+
+def _by_count(driver: Driver, whole: ResourceHandle, groups: Sequence[SMGroup]) -> Cut:
+    """Equal groups, by the older split; refused where that would round up, or give fewer."""
+    have, one = driver.resource_facts(whole), groups[0]
+    fine = one.coscheduled_sm_count == 2
+    if one.coscheduled_sm_count not in (0, 2, have.coscheduled_alignment):
+        major, minor = driver.version
+        raise NotSupported(
+            f"coscheduled_sm_count={one.coscheduled_sm_count}",
+            NEEDED,
+            f"CUDA {major}.{minor}, which has the device's own number (None) and 2",
+        )
+    largest = range(have.sm_count // 2 * 2, 0, -2) if len(groups) == 1 else ()
+    for size in [one.sm_count] if one.sm_count else largest:
+        try:
+            cut, rest = driver.split_by_count(whole, len(groups), size, ignore_coscheduling=fine)
+        except CUDAError as error:
+            if error.status not in REFUSALS:
+                raise
+            continue
+        if len(cut) == len(groups) and driver.resource_facts(cut[0]).sm_count == size:
+            return cut, rest
+    raise from_status(915, "a split by count")
+
+
+# -- refusing ---------------------------------------------------------------------------------
+
+
+def _why(
+    have: ResourceFacts, groups: Sequence[SMGroup], largest_set: int, *, structured: bool
+) -> str:
+    """What stands against it, as far as numbers tell."""
+    counts = [group.sm_count for group in groups]
+    for count, group in zip(counts, groups, strict=True):
+        sets, wider = group.coscheduled_sm_count, group.preferred_coscheduled_sm_count
+        for size in (sets, wider):
+            if size % 2 or size > largest_set:
+                return f"sets of {size} are none: they are even, and of {largest_set} SMs at most"
+        step = sets or have.coscheduled_alignment or 2
+        fine = sets == 2  # has a least group of its own
+        least = step if structured or fine else max(step, have.min_partition_size)
+        if wider % step:
+            return f"sets of {wider} are preferred, which is no multiple of {step}"
+        if count > have.sm_count:
+            return f"{count} are more than there are"
+        if count % 2:
+            return f"{count} is odd, and SMs come in pairs"
+        if count % step and not group.backfill:
+            return f"{count} is no multiple of the {step} that are co-scheduled" + _ways(structured)
+        if count and count < least:
+            return f"{count} are fewer than the {least} of the smallest group"
+    if sum(counts) > have.sm_count:
+        return f"together they are {sum(counts)}"
+    if 0 in counts[:-1]:
+        return "the largest group leaves nothing for those behind it"
+    if not have.coscheduled_alignment:
+        return "this driver cuts groups of other sizes only, and does not say which"
+    borders = "co-scheduled SMs lie within the chip's borders, and there are not enough"
+    return borders + _ways(structured)
+
+
+def _ways(structured: bool) -> str:
+    backfill = ", or backfill=True" if structured else ""
+    return f" (coscheduled_sm_count=2 gives up large clusters{backfill})"
+
+
+def _nearest(driver: Driver, whole: ResourceHandle, groups: Sequence[SMGroup]) -> tuple[int, ...]:
+    """The sizes nearest to those asked that can be cut; fewer groups where not all can.
+
+    Found by trying: only the driver knows the chip. A split reserves nothing.
+    """
+    if not driver.supports(Feature.STRUCTURED_SPLIT):
+        return _nearest_alike(driver, whole, groups)
+    have = driver.resource_facts(whole)
+    found: list[SMGroup] = []
+    for group in groups:
+        left = have.sm_count - sum(one.sm_count for one in found)
+        trials = (replace(group, sm_count=size) for size in _sizes(group, have, left))
+        fitting = (one for one in trials if _can(_structured, driver, whole, [*found, one]))
+        first = next(fitting, None)
+        if first is None:
+            break
+        found.append(first)
+    return tuple(one.sm_count for one in found)
+
+
+def _nearest_alike(
+    driver: Driver, whole: ResourceHandle, groups: Sequence[SMGroup]
+) -> tuple[int, ...]:
+    """Of one size, as many as can be, where the driver cuts equal groups only."""
+    have, one = driver.resource_facts(whole), groups[0]
+    for number in range(min(len(groups), have.sm_count), 0, -1):
+        for size in _sizes(one, have, have.sm_count // number):
+            if _can(_by_count, driver, whole, [replace(one, sm_count=size)] * number):
+                return (size,) * number
+    return ()
+
+
+def _sizes(group: SMGroup, have: ResourceFacts, most: int) -> list[int]:
+    """Sizes to try for a group, those nearest to what was asked first."""
+    step = group.coscheduled_sm_count or have.coscheduled_alignment or 2
+    sizes = range(2 if group.backfill or step % 2 else step, most + 1, 2)
+    fitting = [size for size in sizes if group.backfill or size % step == 0]
+    wanted = group.sm_count or most
+    return sorted(fitting, key=lambda size: (abs(size - wanted), -size))
+
+
+def _can(
+    way: Callable[..., Cut], driver: Driver, whole: ResourceHandle, groups: Sequence[SMGroup]
+) -> bool:
+    try:
+        way(driver, whole, groups)
+    except CUDAError as error:
+        if error.status not in REFUSALS:
+            raise
+        return False
+    return True

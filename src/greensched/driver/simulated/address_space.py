@@ -1,0 +1,168 @@
+"""Memory of the simulated machine: blocks with bounds, at addresses that are never used twice.
+
+Device addresses start above what a host address can be, so the two are never taken for each
+other; pinned host memory has the same address on both sides, as under unified addressing.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left, bisect_right, insort
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from greensched.errors import DriverMisuse, OutOfMemory
+
+Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
+
+#: Above the 47 bits of a user-space address on x86-64 and AArch64 Linux.
+FIRST_DEVICE_ADDRESS = 1 << 50
+#: cuMemAlloc aligns to at least 256 bytes; 512 is what cuMemAllocAsync is seen to give.
+ALIGNMENT = 512
+#: A stream-ordered pool grows by so much: an assumption, of the size seen on real drivers.
+POOL_STEP = 32 << 20
+#: Up to this size fresh device memory is filled with 0xFF (NaN, -1), so that reading what was
+#: never written shows; beyond, the host would pay for pages nobody touches.
+POISON_LIMIT = 1 << 20
+
+#: What a green context takes of device memory, and what of it comes back with the primary context
+#: only; and what a stream takes. Measured on an H200: 4.93, 4.0, and 0.53 or 0.47 MiB
+#: (docs/measurements/h200-580/stuck-and-lost.json).
+GREEN_BYTES = int(4.93 * 2**20)
+LOST_BYTES = 4 << 20
+STREAM_BYTES = 1 << 19
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """So many bytes at an address; `device` is None for pinned host memory."""
+
+    base: int
+    nbytes: int
+    device: int | None
+    data: Bytes
+    pool: MemoryPool | None = None
+
+
+@dataclass(slots=True, eq=False)
+class MemoryPool:
+    """A stream-ordered pool: what is freed stays reserved until the pool ends.
+
+    `guests` are the other devices that were given access to it.
+    """
+
+    device: int
+    owner: object
+    used: int = 0
+    reserved: int = 0
+    alive: bool = True
+    guests: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class DeviceMemory:
+    """The account of one device's memory: what pools have of it, and what contexts have."""
+
+    total: int
+    pools: int = 0
+    contexts: int = 0
+
+    @property
+    def free(self) -> int:
+        """Bytes that nobody has."""
+        return self.total - self.pools - self.contexts
+
+    def check(self, nbytes: int, call: str, asked: int) -> None:
+        """Raises OutOfMemory where there are not so many."""
+        if nbytes > self.free:
+            raise OutOfMemory(call, asked, self.free, self.total)
+
+    def take(self, nbytes: int, call: str, asked: int) -> None:
+        """Takes bytes for a pool, or raises OutOfMemory and takes nothing."""
+        self.check(nbytes, call, asked)
+        self.pools += nbytes
+
+    def open(self, nbytes: int, call: str) -> None:
+        """Takes bytes for a context or a stream, or raises OutOfMemory and takes nothing."""
+        self.check(nbytes, call, nbytes)
+        self.contexts += nbytes
+
+    def close(self, nbytes: int) -> None:
+        """A context or a stream has ended; with its primary it had all been given back."""
+        self.contexts = max(0, self.contexts - nbytes)
+
+
+@dataclass(slots=True)
+class AddressSpace:
+    """Every live block, found by any address inside it. Any thread may use it."""
+
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+    _bases: list[int] = field(default_factory=list)
+    _blocks: dict[int, Block] = field(default_factory=dict)
+    _next: int = FIRST_DEVICE_ADDRESS
+
+    def new_device_block(self, nbytes: int, device: int, pool: MemoryPool) -> Block:
+        """A block at a fresh device address."""
+        try:
+            data: Bytes = np.zeros(nbytes, np.uint8)
+        except MemoryError:
+            raise OutOfMemory("simulated device memory (the host's is full)", nbytes) from None
+        if nbytes <= POISON_LIMIT:
+            data.fill(0xFF)
+        with self._lock:
+            block = Block(self._next, nbytes, device, data, pool)
+            self._next += -(-(nbytes + 1) // ALIGNMENT) * ALIGNMENT  # never adjacent to the next
+            return self._add(block)
+
+    def new_host_block(self, nbytes: int) -> Block:
+        """A block of pinned host memory, zeroed."""
+        try:
+            data: Bytes = np.zeros(nbytes, np.uint8)
+        except MemoryError:
+            raise OutOfMemory("allocate_host", nbytes) from None
+        return self._add(Block(data.ctypes.data, nbytes, None, data))
+
+    def _add(self, block: Block) -> Block:
+        with self._lock:
+            insort(self._bases, block.base)
+            self._blocks[block.base] = block
+        return block
+
+    def remove(self, address: int, what: str, *, pinned: bool) -> Block:
+        """Forgets the block that starts at an address: of pinned memory, or of a pool."""
+        with self._lock:
+            block = self._blocks.get(address)
+            if block is None:
+                raise DriverMisuse(f"{what}: {address:#x} is no live allocation (freed twice?)")
+            if pinned is not (block.device is None):
+                kind = "device memory" if pinned else "pinned memory"
+                raise DriverMisuse(f"{what}: {address:#x} is {kind}")
+            del self._blocks[address]
+            del self._bases[bisect_left(self._bases, address)]
+        return block
+
+    def find(self, address: int, nbytes: int, what: str) -> Block:
+        """The live block that holds all of [address, address + nbytes)."""
+        with self._lock:
+            at = bisect_right(self._bases, address)
+            block = self._blocks[self._bases[at - 1]] if at else None
+        if block is None or address + nbytes > block.base + block.nbytes:
+            raise DriverMisuse(
+                f"{what}: {nbytes} bytes at {address:#x} lie in no live allocation "
+                "(freed, or out of bounds)"
+            )
+        return block
+
+    def bytes_at(self, address: int, nbytes: int, what: str) -> Bytes:
+        """A writable view of bytes."""
+        block = self.find(address, nbytes, what)
+        offset = address - block.base
+        return block.data[offset : offset + nbytes]
+
+    def to_end(self, address: int, device: int, what: str) -> Bytes:
+        """A writable view from an address to the end of its allocation, for a device's kernel."""
+        block = self.find(address, 0, what)
+        if block.device not in (None, device):
+            raise DriverMisuse(f"{what}: {address:#x} is memory of device {block.device}")
+        return block.data[address - block.base :]

@@ -1,0 +1,199 @@
+"""What takes time on a simulated device: kernels on its SMs, copies on its copy engines.
+
+Kernels share SMs and memory bandwidth as `sharing` says; copies share one engine for each
+direction, one copy at a time. SMs are all that a green context isolates: the copy engines and the
+memory system belong to everybody.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+
+from greensched.driver.simulated.contention import settle, speeds
+from greensched.driver.simulated.timeline import (
+    Begin,
+    Device,
+    Instant,
+    Operation,
+    Stream,
+    Timeline,
+)
+from greensched.errors import CUDAError
+from greensched.typing import Cost
+
+
+class Kernel(Operation):
+    """A kernel: it stands in line for its SMs, and from its start on takes room on them.
+
+    First comes its fixed time (or it runs until something is true), then its work, shared with
+    whoever runs there too. `start` is when its first blocks had room.
+    """
+
+    kind = "kernel"
+
+    def __init__(
+        self,
+        name: str,
+        cost: Cost,
+        blocks: int,
+        part: float,
+        sms: int,
+        body: Callable[[], CUDAError | None],
+    ) -> None:
+        super().__init__(name)
+        self.cost = cost
+        self.sms = sms
+        self.cap = min(cost.sms or blocks, blocks, sms.bit_count())
+        self.part = part  # of an SM's room that a block takes
+        self.room = min(blocks * part, self.cap)
+        self.effect = body  # type: ignore[method-assign]  # one call less for each kernel
+        self.started = False
+        self.working = False
+        self.done = 0.0  # of its work, from 0 to 1
+        self.speed = 0.0  # done per nanosecond
+        self.since = 0  # when `done` was last brought up to date
+        self.version = 0  # of its scheduled end: a change of speed makes the older one void
+
+    def begin(self, timeline: Timeline) -> Begin:
+        """Stands in line: it starts as soon as those before it leave room."""
+        self.stream.device.kernels[self] = None
+        _share(timeline, self.stream.device)
+        return Begin.RUNNING
+
+    def go(self, timeline: Timeline) -> None:
+        """There is room, now: its time begins."""
+        self.started = True
+        self.start = timeline.now
+        if self.cost.until is not None:
+            timeline.held[self] = self.cost.until
+            if self.limit < math.inf:
+                timeline.at(math.ceil(self.limit), lambda: self._leave(timeline))
+        elif self.cost.fixed_ns < math.inf:
+            end = self.start + math.ceil(self.cost.fixed_ns)
+            timeline.at(end, lambda: self._work(timeline))
+
+    @property
+    def limit(self) -> float:
+        """When it ends at the latest, though what it waits for has not come."""
+        return self.start + (math.inf if self.cost.limit_ns is None else self.cost.limit_ns)
+
+    def resume(self, timeline: Timeline, when: int) -> None:
+        """What it ran until is true. The host may have seen that later than its limit."""
+        timeline.at(math.ceil(min(when, self.limit)), lambda: self._leave(timeline))
+
+    def advance(self, timeline: Timeline, speed: float) -> None:
+        """From now on it does its work at this speed."""
+        if speed == self.speed:
+            return
+        self.done += self.speed * (timeline.now - self.since)
+        self.since, self.speed = timeline.now, speed
+        self.version += 1
+        if speed == 0:  # of infinite cost: it has no end
+            return
+        version = self.version
+        # The small number keeps a rounding error from costing a whole nanosecond.
+        left = max(0, math.ceil((1.0 - self.done) / speed - 1e-6))
+        timeline.at(timeline.now + left, lambda: self._worked(timeline, version))
+
+    def _work(self, timeline: Timeline) -> None:
+        """The part begins that more SMs would make shorter."""
+        if self.cost.sm_ns <= 0 and self.cost.dram_bytes <= 0:
+            self._leave(timeline)
+        elif self in self.stream.device.kernels:  # else its device failed meanwhile
+            self.working = True
+            self.since = timeline.now
+            _share(timeline, self.stream.device)
+
+    def _worked(self, timeline: Timeline, version: int) -> None:
+        if self.version == version:
+            self._leave(timeline)
+
+    def _leave(self, timeline: Timeline) -> None:
+        """It has ended, and whoever waits for its room may have it. Once."""
+        device = self.stream.device
+        if self in device.kernels:
+            del device.kernels[self]
+            timeline.held.pop(self, None)
+            timeline.end(self)
+            _share(timeline, device)
+
+
+def _share(timeline: Timeline, device: Device) -> None:
+    """Gives every kernel on a device its room and its speed, now that who is there has changed."""
+    kernels = list(device.kernels)
+    runs, shares = settle(kernels)
+    for kernel, run in zip(kernels, runs, strict=True):
+        if run and not kernel.started:
+            kernel.go(timeline)
+    working = [i for i, kernel in enumerate(kernels) if kernel.working]
+    busy = [kernels[i] for i in working]
+    had = [shares[i] for i in working]
+    given = speeds(busy, had, device.model.dram_bandwidth)
+    slowed = device.model.interference
+    if slowed is not None and len(busy) > 1:
+        by = slowed([(kernel.name, share) for kernel, share in zip(busy, had, strict=True)])
+        given = [speed / factor for speed, factor in zip(given, by, strict=True)]
+    for kernel, speed in zip(busy, given, strict=True):
+        kernel.advance(timeline, speed)
+
+
+class Copy(Operation):
+    """Bytes over one of the device's engines, one copy at a time."""
+
+    kind = "copy"
+
+    def __init__(self, path: str, nbytes: int, bandwidth: float, body: Callable[[], None]) -> None:
+        super().__init__(path)
+        self.path = path
+        self.nbytes = nbytes
+        self.bandwidth = bandwidth
+        self.effect = body  # type: ignore[method-assign]  # as for kernels
+
+    def begin(self, timeline: Timeline) -> Begin:
+        """Joins the queue of its engine."""
+        line = self.stream.device.engines.setdefault(self.path, deque())
+        line.append(self)
+        if len(line) == 1:
+            self._move(timeline)
+        return Begin.RUNNING
+
+    def _move(self, timeline: Timeline) -> None:
+        """Its turn on the engine has come."""
+        self.start = timeline.now
+        took = math.ceil(self.nbytes / self.bandwidth * 1e9)
+        timeline.at(self.start + took, lambda: self._moved(timeline))
+
+    def _moved(self, timeline: Timeline) -> None:
+        line = self.stream.device.engines[self.path]
+        line.popleft()
+        timeline.end(self)
+        if line:
+            line[0]._move(timeline)
+
+
+class Graph(Operation):
+    """What a graph has, one after another, on the SMs of the stream it was captured on.
+
+    Its stream only says when it begins. On a stream it is one operation, however many it has.
+    """
+
+    kind = "graph"
+
+    def __init__(self, captured_on: Stream, operations: list[Operation]) -> None:
+        super().__init__("graph")
+        self.sms = captured_on.sms
+        self._green = captured_on.green
+        self._operations = operations
+
+    def begin(self, timeline: Timeline) -> Begin:
+        """They have a line of their own, behind which it ends."""
+        self.start = timeline.now
+        line = Stream(self.stream.ident, self.stream.device, self._green, self.sms)
+        for operation in (*self._operations, Instant("end", lambda _: timeline.end(self))):
+            operation.stream = line
+            operation.enqueued, operation.ready = self.enqueued, timeline.now
+            line.queue.append(operation)
+        timeline.pump(line)
+        return Begin.RUNNING

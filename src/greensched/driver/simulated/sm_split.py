@@ -1,0 +1,268 @@
+"""SM resources of a simulated device, and the driver's rules for cutting and combining them.
+
+The rules, as an H200 answered under CUDA 13.0 (docs/measurements/h200-580, `splits`, `disjoint`,
+`nested_split`) and, for other versions, as driver-facts has them in section 2:
+
+* A group of one co-scheduled set lies in one GPC: so there are 15 of 8 SMs, and 12 left over.
+* A larger group takes the SMs of one GPC after the other, so there are total / size of them; of
+  32 SMs cut so only three sets of 8 can be cut again.
+* Who asks for every SM gets every SM, also where that is no multiple (132, `resources.txt`).
+* Every split starts from the same first SMs: two independent ones overlap.
+* A group or a remainder cannot be split again; the resource of a context can.
+* 12.4: one resource to a descriptor. 12.5: several outputs of the *same* split. 13.0, as seen
+  (`combine`): of several splits too, documented or not. 13.1: of one, and of equal alignment, and
+  with a work-queue configuration, which may stand alone; 13.4: and of equal flags.
+* A descriptor has every SM of its resources once, and counts one in two of them twice.
+
+The structured split (13.1) was not asked of a GPU. By its documentation (cuda.h, 13.1 to 13.5):
+groups of different sizes, from left to right, nothing rounded; each of whole co-scheduled sets,
+which lie in one GPC here; with backfill of one such set at least, and of any SMs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain, count, zip_longest
+from typing import Literal
+
+from greensched.driver.simulated.device_models import MEASURED, DeviceModel
+from greensched.errors import CUDAError, from_status
+from greensched.typing import ResourceFacts, SharingScope, SMGroup, WorkqueueFacts
+
+Version = tuple[int, int]
+_split_ids = count(1)
+
+#: CUDA_DEVICE_MAX_CONNECTIONS where nobody set it. Source: programming guide, environment.
+CONNECTIONS = 8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Resource:
+    """Some SMs of a device, as a bit mask of SM ids, and where they came from.
+
+    `sm_count` is what the driver says they are; 0 is as many as there are.
+    """
+
+    device: int
+    mask: int
+    origin: Literal["device", "context", "green", "group", "remainder"]
+    minimum: int
+    alignment: int
+    split: int = 0
+    owner: object = None
+    sm_count: int = 0
+    flags: int = 0
+
+    def facts(self, version: Version) -> ResourceFacts:
+        """What the driver's struct says; the last fields are declared since 13.0 and 13.1.
+
+        Of a split's outputs the measured driver says nothing, of what is made of them it does
+        (docs/measurements/h200-580/resources.txt).
+        """
+        said = (self.minimum, self.alignment)
+        output = self.origin in ("group", "remainder")
+        if version < (13, 0) or (version == MEASURED and output):
+            said = (0, 0)
+        return ResourceFacts(self.sm_count or self.mask.bit_count(), *said, self.flags)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Workqueue:
+    """A work-queue configuration of a device or context. It costs and orders nothing here."""
+
+    device: int
+    owner: object = None
+    sharing_scope: SharingScope = "device_ctx"
+    concurrency_limit: int = CONNECTIONS
+
+    @property
+    def facts(self) -> WorkqueueFacts:
+        """What the driver's struct says."""
+        return WorkqueueFacts(self.sharing_scope, self.concurrency_limit)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Descriptor:
+    """What a green context is made of; the driver has no way to end one."""
+
+    device: int
+    mask: int
+    sm_count: int
+    #: (least group, alignment) of what it is made of.
+    grain: tuple[int, int]
+    owner: object = None
+    workqueue: Workqueue | None = None
+
+
+def granularity(compute_capability: tuple[int, int]) -> tuple[int, int]:
+    """(least group, alignment) of a device resource. Source: programming guide, table 30."""
+    if compute_capability >= (9, 0):
+        return 8, 8
+    return (4, 2) if compute_capability >= (8, 0) else (2, 2)
+
+
+def whole_device(model: DeviceModel, device: int, owner: object = None) -> Resource:
+    """Every SM of a device."""
+    least, alignment = granularity(model.compute_capability)
+    every = (1 << model.sm_count) - 1
+    return Resource(device, every, "device", least, alignment, owner=owner)
+
+
+def split_by_count(
+    model: DeviceModel, source: Resource, groups: int | None, minimum: int, *, fine: bool
+) -> tuple[list[Resource], Resource | None]:
+    """Equal groups of at least `minimum` SMs, and what is left over."""
+    _refuse_output(source)
+    least, alignment = (2, 2) if fine else (source.minimum, source.alignment)
+    size = -(-max(minimum, least) // alignment) * alignment
+    if minimum == source.mask.bit_count():
+        size = minimum
+    possible = _groups(model, source.mask, size, whole_sets=size == alignment and not fine)
+    masks = possible if groups is None else possible[: max(0, groups)]
+    if not masks or minimum > source.mask.bit_count():
+        raise _refused(f"no group of {size} SMs fits")
+    cut = [(mask, least, alignment, 0) for mask in masks]
+    return _made(source, cut, alignment)
+
+
+def split(
+    model: DeviceModel, source: Resource, groups: Sequence[SMGroup], version: Version
+) -> tuple[list[Resource], Resource | None]:
+    """The groups asked for, from left to right, and what is left over."""
+    _refuse_output(source)
+    left, cut = source.mask, []
+    for group in groups:
+        own = group.coscheduled_sm_count or granularity(model.compute_capability)[1]
+        _check_group(model, group, own, source.mask.bit_count())
+        mask = _structured(model, left, group, own, version)
+        left &= ~mask
+        cut.append((mask, min(own, source.minimum), own, int(group.backfill)))
+    return _made(source, cut, source.alignment)
+
+
+def _refuse_output(source: Resource) -> None:
+    if source.origin in ("group", "remainder"):
+        raise _refused("the output of a split cannot be split again: make a context of it first")
+
+
+def _check_group(model: DeviceModel, group: SMGroup, own: int, total: int) -> None:
+    """What can be said of one group without looking for its SMs."""
+    sms = group.sm_count
+    # The largest set: cuda.h, CU_DEV_SM_RESOURCE_GROUP_PARAMS.
+    largest = 32 if model.compute_capability >= (9, 0) else 2
+    if own % 2 or own > largest or group.preferred_coscheduled_sm_count > largest:
+        raise _refused(f"co-scheduled sets have an even number of SMs, {largest} at most")
+    if group.preferred_coscheduled_sm_count % own:
+        raise _refused(f"the preferred sets are no multiple of {own}")
+    if sms and not (2 <= sms <= total and sms % 2 == 0 and sms >= own):
+        raise _refused(f"{sms} is no even number of SMs from {max(2, own)} to {total}")
+    if sms % own and not group.backfill:
+        raise _refused(f"{sms} is no multiple of the {own} that are co-scheduled")
+
+
+def _structured(model: DeviceModel, left: int, group: SMGroup, own: int, version: Version) -> int:
+    """The SMs of one group of a structured split, out of those that are left."""
+    sets = _sets(model, left, own)
+    # From 13.4 on a discovery without constraints may find every SM.
+    free = version >= (13, 4) and not group.sm_count and not group.coscheduled_sm_count
+    largest = left.bit_count() if group.backfill or free else own * len(sets)
+    wanted = group.sm_count or largest
+    if not sets or wanted > largest:
+        raise _refused(f"{len(sets)} sets of {own} co-scheduled SMs are left for a group")
+    mask = 0
+    for size in (group.preferred_coscheduled_sm_count or own, own):
+        whole = _sets(model, left & ~mask, size)
+        mask |= _union(whole[: (wanted - mask.bit_count()) // size])
+    others = [1 << sm for sm in range(model.sm_count) if (left & ~mask) >> sm & 1]
+    return mask | _union(others[: wanted - mask.bit_count()])
+
+
+def _sets(model: DeviceModel, mask: int, size: int) -> list[int]:
+    """Every whole set of `size` SMs of one GPC."""
+    gpcs = [[sm for sm in gpc if mask >> sm & 1] for gpc in model.sms_of_gpcs()]
+    return list(chain.from_iterable(_chunks(gpc, size) for gpc in gpcs))
+
+
+def _made(
+    source: Resource, cut: Sequence[tuple[int, int, int, int]], alignment: int
+) -> tuple[list[Resource], Resource | None]:
+    """The outputs of one split: (SMs, least group, alignment, flags) of each, and the rest."""
+    ident, device, owner = next(_split_ids), source.device, source.owner
+    groups = [
+        Resource(device, mask, "group", low, step, ident, owner, flags=flags)
+        for mask, low, step, flags in cut
+    ]
+    rest = source.mask & ~_union([mask for mask, *_ in cut])
+    if not rest:
+        return groups, None
+    # A remainder that is no whole number of sets has lost the alignment of the groups.
+    whole = rest.bit_count() % alignment == 0
+    low, step = (alignment, alignment) if whole else (2, 2)
+    return groups, Resource(device, rest, "remainder", low, step, ident, owner)
+
+
+def combine(
+    resources: Sequence[Resource | Workqueue],
+    version: Version,
+    whole: Callable[[int], Resource],
+    *,
+    several: bool,
+) -> Descriptor:
+    """One descriptor of several resources, where the driver allows it."""
+    first = resources[0]
+    if len(resources) > 1 and not several:
+        raise _refused("this driver takes one resource to a descriptor (12.5 takes several)")
+    if any(r.device != first.device for r in resources):
+        raise _refused("resources of several devices")
+    queues = [r for r in resources if isinstance(r, Workqueue)]
+    if len(queues) > 1:
+        raise _refused("more than one work-queue configuration")
+    parts = [r for r in resources if isinstance(r, Resource)] or [whole(first.device)]
+    _check_parts(parts, version)
+    masks = [r.mask for r in parts]
+    # What is in it twice is counted twice, up to the device's SMs (as `alignment`, measured).
+    said = min(sum(mask.bit_count() for mask in masks), whole(first.device).mask.bit_count())
+    grain = min(r.minimum for r in parts), min(r.alignment for r in parts)
+    queue = queues[0] if queues else None
+    return Descriptor(first.device, _union(masks), said, grain, first.owner, queue)
+
+
+def _check_parts(parts: Sequence[Resource], version: Version) -> None:
+    """Whether SM resources may stand in one descriptor."""
+    first = parts[0]
+    if len(parts) == 1:
+        return
+    splits = {r.split for r in parts}
+    if version != MEASURED and (0 in splits or len(splits) > 1):
+        raise _refused("only outputs of one split call can be combined")
+    if version >= (13, 1) and any(r.alignment != first.alignment for r in parts):
+        raise _refused("resources of different alignment")
+    if version >= (13, 4) and any(r.flags != first.flags for r in parts):
+        raise _refused("resources of different flags")
+
+
+def _groups(model: DeviceModel, mask: int, size: int, *, whole_sets: bool) -> list[int]:
+    """Every group of `size` SMs there can be, in the order in which they are given out."""
+    gpcs = [[sm for sm in gpc if mask >> sm & 1] for gpc in model.sms_of_gpcs()]
+    if whole_sets:  # one of each GPC, then another of each
+        rows = zip_longest(*(_chunks(gpc, size) for gpc in gpcs), fillvalue=0)
+        return [group for group in chain.from_iterable(rows) if group]
+    return _chunks(list(chain.from_iterable(gpcs)), size)
+
+
+def _chunks(sms: Sequence[int], size: int) -> list[int]:
+    """Masks of `size` SMs each; what is left over is in none."""
+    starts = range(0, len(sms) - size + 1, size)
+    return [_union([1 << sm for sm in sms[i : i + size]]) for i in starts]
+
+
+def _union(masks: Sequence[int]) -> int:
+    union = 0
+    for mask in masks:
+        union |= mask
+    return union
+
+
+def _refused(why: str) -> CUDAError:
+    return from_status(915, "SM resource", detail=why)

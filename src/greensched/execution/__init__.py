@@ -1,0 +1,1 @@
+"""Submitting work without blocking an event loop: jobs, completion, threads, event loops."""

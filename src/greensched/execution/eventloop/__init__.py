@@ -1,0 +1,1 @@
+"""What differs between event loops: waking tasks, timers and turns, one module each."""

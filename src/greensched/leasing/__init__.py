@@ -1,0 +1,1 @@
+"""Requests, grants and partitions, and the pool's devices."""

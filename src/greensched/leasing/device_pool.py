@@ -1,0 +1,317 @@
+"""One device as a pool uses it: how it is cut, the lanes over it, its memory and its staging.
+
+The device is cut once, by one split, so its cells are disjoint by construction; a lane is a
+green context over a set of them. Lanes are made beforehand from a menu (aligned blocks and their
+complements), or when a request lacks one; those that are no longer wanted go least recently
+used first, and never with work in flight.
+
+Making and ending lanes blocks: it happens on the pool's builder thread, and is entered by it
+alone. `add`, `take` and `surplus` are entered under the pool's lock, once it is open: others look
+through the lanes under it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from greensched.device.allocators import DeviceMemory, PinnedMemory
+from greensched.device.device import Device
+from greensched.device.launch import check_runnable
+from greensched.device.resources import (
+    ContextOptions,
+    SMResource,
+    WorkqueueResource,
+    WorkqueueResourceOptions,
+)
+from greensched.device.staging import Staging
+from greensched.device.staging_ring import Slots
+from greensched.device.tickets import Words
+from greensched.errors import (
+    CUDAError,
+    InvalidCombination,
+    InvalidRequest,
+    NotSupported,
+    PoolClosed,
+    run_all,
+)
+from greensched.execution.lane import Lane
+from greensched.execution.threads import Crew, Home
+from greensched.kernels import Kernel
+from greensched.scheduling.cells import Cells
+from greensched.typing import Feature
+
+logger = logging.getLogger("greensched")
+
+#: Lanes made beforehand at most, some 5 MiB and 1 ms each on an H200: the first lease of any size
+#: then makes none. By eights it has 87, and by twos 131 that begin or end where the device does, so
+#: that two who share it can move the border. What a driver can hold is not documented, so the menu
+#: ends quietly where the driver says it is enough.
+MENU = 132
+#: Lanes of other shapes kept at most, some 5 MiB each on an H200. Generous, because making one
+#: waits there until nothing runs on the device, and driver 580 takes 4 of the 5 MiB back only with
+#: the primary context (docs/measurements/h200-580/stuck-and-lost.json).
+EXTRA = 96
+#: Streams of a lane that have work at once: one of launches, one of calls (`lane`).
+STREAMS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A device cut into cells: its equal groups, and what was left over."""
+
+    whole: SMResource
+    groups: tuple[SMResource, ...]
+    remainder: SMResource | None
+    cells: Cells
+
+
+class Site:
+    """A device of a pool.
+
+    Args:
+        device: opened by the pool, closed here.
+        home: the pool.
+        kernels: loaded for every lane as it is made. Where there are any, everything else that a
+            lease may need is made beforehand, too.
+        reserve_bytes: of device memory, taken beforehand.
+        fine: cut it as finely as can be, without large thread-block clusters.
+        balanced: every lane asks for work queues that it does not share.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        home: Home,
+        kernels: Sequence[Kernel] = (),
+        reserve_bytes: int = 0,
+        *,
+        fine: bool = False,
+        balanced: bool = False,
+    ) -> None:
+        self.device = device
+        self._home = home
+        self._kernels = kernels
+        #: The other devices of the pool, by ordinal; known once all are opened.
+        self.neighbours: Mapping[int, Site] = {}
+        self.crews: OrderedDict[int, Crew] = OrderedDict()
+        self.lanes_made = 0
+        try:
+            self._queues = [_balanced(device)] if balanced else []
+            self.words = Words(device.primary)
+            self.cut = cut(device, fine=fine)
+            self._try_words()
+            self.menu = frozenset(self.cells.menu(MENU))
+            self.slots = Slots(device.primary)
+            self.staging = Staging(device.primary)
+            self.memory = DeviceMemory(device.primary, self.words)
+            self.pinned = PinnedMemory(device.primary)
+            self.memory.reserve(reserve_bytes)
+            if kernels:  # at most so many lanes are leased at once
+                self.staging.prepare(self.cells.count + bool(self.cells.leftover))
+            self._make_menu()
+        except BaseException:
+            self.abandon()
+            raise
+
+    @property
+    def cells(self) -> Cells:
+        """What planning counts with."""
+        return self.cut.cells
+
+    def _try_words(self) -> None:
+        """On a green context, as the lanes are."""
+        context = self.device.create_context(ContextOptions(resources=self.cut.groups[:1]))
+        try:
+            self.words.try_writing(context)
+        finally:
+            context.close()
+
+    def _make_menu(self) -> None:
+        for mask in self.cells.menu(MENU):
+            try:
+                self.add(self.make(mask))
+            except CUDAError as error:
+                if not self.crews:
+                    raise
+                logger.info("%r holds %d lanes: %s", self.device, len(self.crews), error)
+                return
+
+    # -- lanes -------------------------------------------------------------------------------------
+
+    def take(self, mask: int) -> Crew:
+        """The lane over a set of cells, which is made; leased and used from now on."""
+        crew = self.crews[mask]
+        crew.is_leased = True
+        self.crews.move_to_end(mask)
+        return crew
+
+    def make(self, mask: int) -> Crew:
+        """Makes a lane, to be added, unless there is one. Blocks.
+
+        Raises:
+            CUDAError: the driver could not.
+        """
+        crew = self.crews.get(mask)
+        if crew is None:
+            lane = Lane(self.device, self._resources(mask), mask, self.words, self.staging)
+            crew = Crew(lane, self._home)
+            self._prepare(crew)
+            self.lanes_made += 1
+        return crew
+
+    def _prepare(self, crew: Crew) -> None:
+        """What a launch would have to wait for is done before anybody has the lane."""
+        lane = crew.lane
+        try:
+            for kernel in self._kernels:
+                check_runnable(kernel, self.device.driver)
+                with lane.context.entered():
+                    lane.load(kernel)
+            if self._kernels:
+                crew.make_copies()
+        except BaseException:
+            crew.close()
+            raise
+
+    def add(self, crew: Crew) -> None:
+        """A lane that was made can be taken from here on."""
+        self.crews[crew.lane.mask] = crew
+
+    def surplus(self, keep: Collection[int]) -> list[int]:
+        """Lanes to end, least recently used first: beside the menu, not leased, too many."""
+        extra = [m for m in self.crews if m not in self.menu]
+        spare = [m for m in extra if m not in keep and not self.crews[m].is_leased]
+        idle = [m for m in spare if self.crews[m].lane.is_idle]
+        return idle[: max(0, len(extra) - EXTRA)]
+
+    def _resources(self, mask: int) -> list[SMResource | WorkqueueResource]:
+        cut = self.cut
+        if mask & self.cells.every == self.cells.every:  # alone, or as one of several there
+            return [cut.whole, *self._queues]
+        chosen = [group for i, group in enumerate(cut.groups) if mask >> i & 1]
+        if mask & self.cells.leftover and cut.remainder is not None:
+            chosen.append(cut.remainder)
+        return [*chosen, *self._queues]
+
+    # -- its end -----------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> list[Lane]:
+        """The lanes that are leased, or have work."""
+        crews = self.crews.values()
+        return [crew.lane for crew in crews if crew.is_leased or not crew.lane.is_idle]
+
+    def close(self, *, is_held: bool = False) -> list[str]:
+        """Ends everything, if nothing works any more; else leaves all as it is. Blocks.
+
+        Beside work that does not end, much of it would wait for that: cuMemHostUnregister and
+        cuLibraryUnload do, on an H200 with driver 580. A leased lane counts as one that works:
+        what its holder put there without a ticket shows nowhere.
+
+        Args:
+            is_held: a lane is being made here meanwhile; it counts as one that works.
+
+        Returns:
+            What still is leased or has work, or could not be ended.
+        """
+        busy = [repr(lane) for lane in self.busy]
+        if is_held:
+            busy.append(f"{self.device!r}: a lane is being made")
+        if self.memory.is_visited:
+            busy.append(f"{self.device!r}: another device uses its memory")
+        if busy:
+            self.fail(PoolClosed("this pool"))
+            self.forget()
+            return busy
+        steps: list[Callable[[], object]] = [crew.close for crew in self.crews.values()]
+        parts = self.memory, self.pinned, self.staging, self.slots, self.words, self.device
+        steps += [part.close for part in parts]
+        try:
+            run_all(steps)
+        except CUDAError as error:
+            logger.warning("closing %r: %s", self.device, error)
+            return [f"{self.device!r}: {error}"]
+        return []
+
+    def abandon(self) -> None:
+        """Ends what was made of it, when opening failed half way. Blocks."""
+        steps = [crew.close for crew in self.crews.values()]
+        names = "memory", "pinned", "staging", "slots", "words"
+        made = [getattr(self, name, None) for name in names]
+        steps += [part.close for part in made if part is not None]
+        try:
+            run_all([*steps, self.device.close])
+        except CUDAError as error:
+            logger.warning("closing %r after a failure: %s", self.device, error)
+
+    def forget(self) -> None:
+        """Leaves all as it is, dead or at work, until the process ends. Never waits."""
+        self.device.primary.is_abandoned = True
+        for crew in self.crews.values():
+            crew.abandon()
+
+    def fail(self, fault: BaseException) -> None:
+        """After what ends its use: no ticket is waited for any more, and no memory comes back."""
+        for crew in self.crews.values():
+            crew.lane.fail(fault)
+        self.memory.fault = self.pinned.fault = fault
+
+
+def cut(device: Device, *, fine: bool = False) -> Cut:
+    """Cuts a device into its smallest cells, and finds out whether the remainder joins them.
+
+    One split only: a second one would overlap the first.
+
+    Args:
+        fine: the smallest there are when SMs need not be co-scheduled.
+
+    Raises:
+        NotSupported: a driver below CUDA 12.5, whose contexts have one resource and no streams.
+    """
+    driver = device.driver
+    if not driver.supports(Feature.COMBINED_RESOURCES):
+        major, minor = driver.version
+        raise NotSupported("a pool", Feature.COMBINED_RESOURCES.value, f"CUDA {major}.{minor}")
+    whole = device.resources.sm
+    if fine:
+        groups, remainder = whole.split_evenly(1, fine=True)
+    else:
+        groups, remainder = whole.split_evenly(whole.min_partition_size)
+    left = remainder.sm_count if remainder is not None else 0
+    joins = remainder is not None and _joins(device, groups[0], remainder)
+    cells = Cells(size=groups[0].sm_count, count=len(groups), remainder=left, joins=joins)
+    return Cut(whole, tuple(groups), remainder, cells)
+
+
+def _balanced(device: Device) -> WorkqueueResource:
+    """What every lane asks for: work queues of its own, where that can be."""
+    queue = device.resources.workqueue
+    queue.configure(
+        WorkqueueResourceOptions(sharing_scope="green_ctx_balanced", concurrency_limit=STREAMS)
+    )
+    return queue
+
+
+def _joins(device: Device, group: SMResource, remainder: SMResource) -> bool:
+    """Tried once: from CUDA 13.1 on resources of unequal alignment are refused."""
+    try:
+        device.create_context(ContextOptions(resources=[group, remainder])).close()
+    except (CUDAError, InvalidCombination):
+        return False
+    return True
+
+
+def index_of(sites: Sequence[Site], ordinal: int) -> int:
+    """Which of a pool's devices has an ordinal.
+
+    Raises:
+        InvalidRequest: none.
+    """
+    for index, site in enumerate(sites):
+        if site.device.ordinal == ordinal:
+            return index
+    mine = ", ".join(str(site.device.ordinal) for site in sites)
+    raise InvalidRequest(f"device {ordinal} is not in this pool, which has {mine}")

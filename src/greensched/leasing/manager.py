@@ -1,0 +1,600 @@
+"""The desk: where the head's decisions meet the loops. One for each open pool.
+
+The scheduler decides, under one short lock; whoever made it decide delivers what it granted,
+outside the lock, each waiter through the door of its own loop. A lease belongs to one loop from
+its grant until its work is done; what a closed loop leaves behind is taken over by whichever loop
+next waits for it, and what it was granted goes to others.
+
+Nothing is lost by a cancellation: a request that was queued leaves the queue, and one that was
+granted in the meantime gives its cells back.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Final
+
+from greensched._asynclib import get_ident
+from greensched.device.buffers import Allowance
+from greensched.driver.interface import Driver
+from greensched.errors import (
+    DeadlineExceeded,
+    ForkedPool,
+    GreenschedError,
+    Poisoned,
+    PoolClosed,
+)
+from greensched.execution.completion import Completion
+from greensched.execution.eventloop.adapters import Door, Waiter, current_door
+from greensched.execution.lease import Holding
+from greensched.execution.submission import Channel
+from greensched.execution.threads import Crew, Worker
+from greensched.leasing.device_pool import Site, index_of
+from greensched.leasing.grant_waiter import (
+    expect,
+    heard,
+    is_left,
+    let_go,
+    take_handed,
+    tell,
+    tell_all,
+    waits_no_more,
+)
+from greensched.leasing.lease_cache import Parking
+from greensched.leasing.requests import checked_cost, checked_deadline
+from greensched.leasing.status import PoolState, PoolStatistics, allow, counted
+from greensched.leasing.wish import Wish
+from greensched.scheduling.placement import Placement
+from greensched.scheduling.policies import Order
+from greensched.scheduling.requests import Request
+from greensched.scheduling.scheduler import Scheduler
+from greensched.scheduling.services import ServiceClass
+
+logger = logging.getLogger("greensched")
+
+#: While requests wait, closed loops are looked for so often.
+TEND_S = 0.050
+#: Looked up for every lease: a name of a module is found faster than members of an enum.
+OPEN: Final = PoolState.OPEN
+FORKED: Final = PoolState.FORKED
+WORKING: Final = (PoolState.OPENING, OPEN, PoolState.CLOSING)
+
+
+class Desk:
+    """Grants leases, and keeps account of who holds what, until the pool ends.
+
+    Made closed; `start` opens it.
+    """
+
+    def __init__(self, driver: Driver, builder: Worker) -> None:
+        self.driver = driver
+        self._time = driver.time
+        self.builder = builder
+        self.lock = threading.Lock()
+        self.state = PoolState.OPENING
+        self.fault: BaseException | None = None
+        self.sites: tuple[Site, ...] = ()
+        self.scheduler: Scheduler
+        self.holdings: set[Holding] = set()
+        #: Of classes whose memory is bounded, or was.
+        self._allowances: dict[str, Allowance] = {}
+        self._completions: dict[Door, Completion] = {}
+        #: Who asked last.
+        self._latest: Completion | None = None
+        #: Lanes the builder is to make, by device and cells.
+        self._making: set[tuple[int, int]] = set()
+        #: Where it makes one right now.
+        self._making_at: Site | None = None
+        self._waiting_for_none: list[tuple[Door, Waiter]] = []
+        #: Requests of tasks that were collected while they waited: the next caller gives them up.
+        self._forsaken: deque[Request] = deque()
+        self._parking = Parking(self.lock, self._free, self._tell_freed, driver.time)
+        #: A lease that was parked, as `ask` would give it; and how one is left that can be.
+        self.take, self.park = self._parking.take, self._parking.park
+
+    def start(
+        self,
+        sites: Sequence[Site],
+        policy: Order,
+        max_waiting: int,
+        services: Sequence[ServiceClass],
+        placement: Placement,
+    ) -> None:
+        """Opens the desk over the sites.
+
+        Raises:
+            InvalidRequest: the floors of the classes do not fit on the devices.
+        """
+        scheduler = Scheduler(
+            [site.cells for site in sites],
+            policy,
+            max_waiting,
+            lambda index, mask: mask in sites[index].crews,
+            services=services,
+            placement=placement,
+        )
+        for site, warm in zip(sites, scheduler.warm, strict=True):
+            for mask in site.crews:
+                warm.setdefault(mask.bit_count(), {})[mask] = None
+        allow(self._allowances, services)
+        with self.lock:
+            self.sites, self.scheduler = tuple(sites), scheduler
+            if self.state is PoolState.OPENING:  # else it is closed as soon as it is open
+                self.state = OPEN
+                self._parking.start(self.scheduler)
+        self._have_made()
+
+    # -- asking ----------------------------------------------------------------------------------
+
+    def opened(self) -> Desk:
+        """Itself. A pool says its desk by that."""
+        return self
+
+    def ask(self, wish: Wish, completion: Completion) -> tuple[Channel, ...] | Request:
+        """A grant at once, or a request that is queued, whose owner is told when to `claim`.
+
+        Whoever does not wait for it any more has it `leave`.
+
+        Raises:
+            TooManySMs, WouldDeadlock: it can never be, or not any more.
+            QueueFull, DeadlineImpossible: it cannot be now.
+            PoolClosed, Poisoned, ForkedPool: nothing is granted any more.
+        """
+        self._give_up_forsaken()
+        with self.lock:
+            request = self._request(wish, completion, wait=True)
+            others = self.scheduler.resized(request)
+            channels = self._claim(request, completion) if request.leases else ()
+            if not channels:
+                expect(request, completion)
+        self._deliver(others)
+        if channels:
+            return channels
+        completion.queued(request.deadline)
+        return request
+
+    def claim(self, request: Request) -> tuple[Channel, ...]:
+        """What was granted to one that was told.
+
+        Raises:
+            DeadlineExceeded, TooManySMs, CUDAError: why it was not.
+            PoolClosed, Poisoned, ForkedPool: nothing is granted any more.
+        """
+        completion = heard(request)
+        with self.lock:
+            self.check()
+            channels = self._claim(request, completion)
+        let_go(request)
+        return channels
+
+    def acquire_nowait(self, wish: Wish) -> tuple[Channel, ...]:
+        """A grant at once, on lanes that are made; raises `WouldBlock` and what `ask` does."""
+        completion = self.completion()
+        self._adopt(completion)  # nobody else may come by to do it
+        self._give_up_forsaken()
+        with self.lock:
+            request = self._request(wish, completion, wait=False)
+            others = self.scheduler.resized(request)
+            channels = self._claim(request, completion)
+        self._deliver(others)
+        return channels
+
+    def unpark(self) -> None:
+        """The scheduler knows again who holds what, and what is free. Holds the lock."""
+        parking = self._parking
+        if not (parking.put or parking.is_taken):
+            return
+        channels, taken = parking.clear()
+        self.scheduler.count_again(taken)
+        for channel in channels:
+            channel.holding.crew.is_leased = False
+            self.holdings.discard(channel.holding)
+            granted = self.scheduler.drained(self._time(), channel.holding.lease)
+            assert not granted, "something was parked while somebody waited"
+        for holding in self.holdings:
+            if holding.taker is not None:
+                self.scheduler.pass_on(holding.lease, holding.taker)
+                holding.taker = None
+
+    def _request(self, wish: Wish, completion: Completion, *, wait: bool) -> Request:
+        """Asks the scheduler. Holds the lock."""
+        if self.state is not OPEN:
+            raise self.refusal()
+        self.unpark()
+        now = self._time()
+        return self.scheduler.request(
+            now,
+            wish.parts,
+            service=wish.service,
+            devices=None if wish.device is None else (index_of(self.sites, wish.device),),
+            near=None if wish.near is None else index_of(self.sites, wish.near),
+            deadline=None if wish.deadline is None else now + wish.deadline,
+            cost=wish.cost,
+            holder=completion.door.asks(),
+            wait=wait,
+        )
+
+    def _have_made(self) -> None:
+        """Has the builder make what requests lack, each once. Never blocks."""
+        while self.scheduler.lacking:
+            with self.lock, suppress(KeyError):  # another thread was first
+                (index, mask), _ = self.scheduler.lacking.popitem()
+                if (index, mask) not in self._making and self.state is OPEN:
+                    self._making.add((index, mask))
+                    self.builder.submit(partial(self._make, index, mask))
+
+    def _make(self, index: int, mask: int) -> None:
+        """On the builder: makes a lane, and tells who is granted by that, or why it cannot be."""
+        failure: Exception | None = None
+        surplus: list[Crew] = []
+        site = self.sites[index]
+        with self.lock:
+            if not self._works:  # any more
+                return
+            self._making_at = site
+        try:
+            crew = site.make(mask)
+        except Exception as error:  # whatever it is: somebody waits to be told
+            failure = error
+        with self.lock:
+            self._making_at = None
+            self._making.discard((index, mask))
+            if self.state is PoolState.CLOSED:  # meanwhile: this is left with all else there
+                if failure is None:
+                    crew.abandon()
+                return
+            if failure is None:
+                surplus = self._add(index, crew)
+                granted = self.scheduler.made(self._time())
+            else:
+                lacking = [r for r in self.scheduler.queued() if (index, mask) in r.lacks]
+                granted = [other for request in lacking for other in self._drop(request)]
+        if failure is not None:
+            for request in lacking:
+                tell(request, failure)
+        self._deliver(granted)
+        for old in surplus:
+            old.close()
+
+    def _add(self, index: int, crew: Crew) -> list[Crew]:
+        """A lane can be granted from here on; returns those to end. Holds the lock."""
+        site, warm, mask = self.sites[index], self.scheduler.warm[index], crew.lane.mask
+        site.add(crew)
+        warm.setdefault(mask.bit_count(), {})[mask] = None
+        leases = [lease for request in self._unclaimed() for lease in request.leases]
+        keep = {mask} | {lease.mask for lease in leases if lease.device == index}
+        surplus = []
+        for other in site.surplus(keep):
+            surplus.append(site.crews.pop(other))
+            del warm[other.bit_count()][other]
+        return surplus
+
+    def _claim(self, request: Request, completion: Completion) -> tuple[Channel, ...]:
+        """The lanes of a grant are in this loop's hands from here on. Holds the lock."""
+        leases, request.leases = request.leases, ()  # no circle, which the collector would free
+        handed = take_handed(request)
+        if handed is not None:
+            handed.holding.thread = get_ident()  # where this loop runs by now
+            return (handed,)
+        channels = []
+        for lease in leases:
+            site = self.sites[lease.device]
+            holding = Holding(lease, site.take(lease.mask), completion, self)
+            self.holdings.add(holding)
+            allowance = self._allowances.get(request.flow.name)
+            channels.append(Channel(holding, site, self.check, allowance))
+        return tuple(channels)
+
+    def _unclaimed(self) -> list[Request]:
+        """Whose requests are granted, and they had no turn to claim that. Holds the lock."""
+        held = [lease.request for live in self.scheduler.ground.live for lease in live]
+        return [request for request in dict.fromkeys(held) if request.leases]
+
+    def checkpoint(self, channel: Channel, cost: object, deadline: object) -> Channel:
+        """A lease without work gives cells back, or takes some up. Returns where it is now.
+
+        Raises:
+            PoolClosed, Poisoned, ForkedPool: it is over. InvalidRequest: no cost, or no deadline.
+        """
+        holding, told = channel.holding, (checked_cost(cost), checked_deadline(deadline))
+        with self.lock:
+            self.check()
+            self.unpark()
+            lease, before = holding.lease, holding.lease.mask
+            granted = self.scheduler.checkpoint(self._time(), lease, *told)
+            if lease.mask != before:
+                site = self.sites[lease.device]
+                holding.crew.is_leased = False
+                moved = holding.moved(site.take(lease.mask))
+                self.holdings.discard(holding)
+                self.holdings.add(moved)
+                channel = Channel(moved, site, self.check, channel.allowance)
+        self._deliver(granted)
+        if channel.holding is not holding:
+            holding.hand_over(channel)
+        return channel
+
+    def reconfigure(self, services: Sequence[ServiceClass] | None, policy: Order | None) -> None:
+        """Other classes, or another policy; whoever can be granted because of that is.
+
+        Raises:
+            PoolClosed, Poisoned, ForkedPool: nothing is granted any more.
+            InvalidRequest: the floors of the classes do not fit; nothing has changed.
+        """
+        with self.lock:
+            if self.state is not OPEN:
+                raise self.refusal()
+            self.unpark()
+            granted = self.scheduler.reconfigure(self._time(), services, policy)
+            if services is not None:
+                allow(self._allowances, services)
+            self._parking.start(self.scheduler)
+        self._deliver(granted)
+
+    def observe(self, service: str, latency: float, number: int) -> None:
+        """So many of a class had this latency; whoever can be granted because of that is."""
+        with self.lock:
+            self.check()
+            granted = self.scheduler.observe(self._time(), service, latency, number)
+        self._deliver(granted)
+
+    def statistics(self) -> PoolStatistics:
+        """What the pool has and did, at one moment."""
+        with self.lock:
+            self.unpark()
+            return counted(self.state, self.sites, len(self.holdings), self.scheduler)
+
+    # -- giving back -----------------------------------------------------------------------------
+
+    def forsake(self, request: Request) -> None:
+        """The collector ended who waited: the next caller gives it up."""
+        waits_no_more(request)
+        self._forsaken.append(request)
+
+    def leave(self, request: Request) -> None:
+        """Somebody does not want his request any more, queued or granted."""
+        self._give_up(request)
+        let_go(request)
+
+    def _give_up(self, request: Request) -> None:
+        if self.state is FORKED:
+            return
+        with self.lock:
+            granted = self._drop(request)
+        self._deliver(granted)
+
+    def _give_up_forsaken(self) -> None:
+        """Sees to what finalisers left, which must not: they may run while the lock is held.
+
+        The collector calls them at any allocation, on any thread, so they append and no more.
+        """
+        while self._forsaken:
+            with suppress(IndexError):  # another thread was first
+                self._give_up(request := self._forsaken.popleft())
+                let_go(request)
+
+    def _drop(self, request: Request) -> list[Request]:
+        """Ends a request that is queued, or granted and not claimed. Holds the lock.
+
+        Once, whoever comes first. Returns who is granted because of it.
+        """
+        now = self._time()
+        granted = self.scheduler.cancel(now, request)
+        leases, request.leases = request.leases, ()
+        handed = take_handed(request)
+        if handed is not None:
+            return self._free(handed.holding)
+        for lease in leases:
+            granted += self.scheduler.drained(now, lease)
+        return granted
+
+    def draining(self, holding: Holding) -> None:
+        """A lease has ended, and its work has not: nobody holds it, and nobody gets it yet."""
+        with self.lock:
+            self.scheduler.release(holding.lease)
+
+    def over(self, holding: Holding) -> None:
+        """All work of a lease is done: its cells are free."""
+        if self.state is FORKED:  # nobody asks
+            return
+        with self.lock:
+            granted = self._free(holding)
+        self._tell_freed(granted)
+
+    def _free(self, holding: Holding) -> list[Request]:
+        """The cells of a lease are free; who is granted by that. Holds the lock."""
+        holding.crew.is_leased = False
+        self.holdings.discard(holding)
+        return self.scheduler.drained(self._time(), holding.lease)
+
+    def _tell_freed(self, granted: list[Request]) -> None:
+        self._deliver(granted)
+        self._give_up_forsaken()
+
+    def _deliver(self, granted: list[Request]) -> None:
+        """Tells who is granted, or never will be; what a closed loop is granted goes to others."""
+        for request in granted:  # it grows meanwhile
+            if not tell(request):
+                with self.lock:
+                    granted += self._drop(request)
+        if self.scheduler.hopeless:
+            tell_all(self.scheduler.hopeless)
+        if self.scheduler.lacking:
+            self._have_made()
+        if self._waiting_for_none and self.scheduler.is_idle:
+            with self.lock:
+                told, self._waiting_for_none = self._waiting_for_none, []
+            for door, waiter in told:
+                door.wake_threadsafe(waiter)
+
+    def _tend(self) -> float:
+        """While requests wait: passed deadlines, and loops that closed with leases in hand."""
+        self._adopt(self.completion())
+        self._give_up_forsaken()
+        with self.lock:
+            now = self._time()
+            granted, expired = self.scheduler.tick(now)
+            deadline = self.scheduler.next_deadline()
+        for request in expired:
+            tell(request, DeadlineExceeded((request.deadline or now) - request.arrived))
+        self._deliver(granted)
+        return TEND_S if deadline is None else max(0.0, min(TEND_S, deadline - now))
+
+    def _adopt(self, completion: Completion) -> None:
+        """Takes over what closed loops left: requests go, leases end, lanes drain."""
+        granted: list[Request] = []
+        with self.lock:
+            closed = [door for door in self._completions if door.is_closed]
+            if not closed:  # nor is anybody else's: who asks has one, and keeps it until it closes
+                return
+            self._latest = None
+            for door in closed:
+                del self._completions[door]
+            self.unpark()
+            asked = [*self.scheduler.queued(), *self._unclaimed()] if self.sites else []
+            for request in filter(is_left, asked):
+                granted += self._drop(request)
+            orphans = [h for h in self.holdings if h.completion.door.is_closed]
+        self._deliver(granted)
+        for holding in orphans:
+            holding.adopt(completion)
+
+    # -- for lanes and their threads -------------------------------------------------------------
+
+    def completion(self) -> Completion:
+        """The running loop's view of the outstanding work.
+
+        Raises:
+            NoLoop: no loop is running on this thread.
+        """
+        latest = self._latest
+        if latest is not None and latest.door.is_current():
+            return latest
+        door = current_door()
+        completion = self._completions.get(door)
+        if completion is None:
+            completion = Completion(door, self.driver, self.lost, self._tend)
+            with self.lock:
+                self._completions[door] = completion
+            self._adopt(completion)
+        self._latest = completion
+        return completion
+
+    def lost(self, fault: BaseException) -> None:
+        """A device fault, met by anybody, on any thread: the first one ends everything."""
+        with self.lock:
+            if self.fault is not None or self.state is PoolState.CLOSED:
+                return
+            self.fault = fault
+            self.state = PoolState.POISONED
+            waiting = self._stop_granting()
+            completions = list(self._completions.values())
+            for site in self.sites:
+                site.fail(fault)
+            for holding in self.holdings:
+                holding.end_bound()
+        logger.error("the GPU is unusable until this process is replaced: %s", fault)
+        for request in waiting:
+            tell(request, Poisoned(fault))
+        for completion in completions:
+            completion.kick_threadsafe()
+
+    def check(self) -> None:
+        """Raises what keeps a granted partition from working: closed, poisoned, forked."""
+        if not self._works:
+            raise self.refusal()
+
+    @property
+    def _works(self) -> bool:
+        return self.state is OPEN or self.state in WORKING
+
+    def refusal(self) -> GreenschedError:
+        """Why nothing is granted."""
+        if self.fault is not None:
+            return Poisoned(self.fault)
+        if self.state is FORKED:
+            return ForkedPool("this pool")
+        return PoolClosed("this pool", self.state.value)
+
+    # -- its end ---------------------------------------------------------------------------------
+
+    def forked(self) -> None:
+        """In a forked child: nothing works, and whoever tries is told."""
+        self.lock = threading.Lock()  # the old one may be held by a thread that is not here
+        self.state = FORKED
+        self._parking.lock, self._parking.scheduler = self.lock, None
+        self._parking.clear()
+        for site in self.sites:
+            site.fail(ForkedPool("this pool"))
+        for holding in tuple(self.holdings):
+            holding.end_bound()
+
+    def _stop_granting(self) -> list[Request]:
+        """Nothing is parked or queued any more. Returns who was queued."""
+        self._parking.scheduler = None
+        self.unpark()
+        return self.scheduler.close() if self.sites else []
+
+    def stop(self) -> None:
+        """Grants nothing more; who is queued is told."""
+        with self.lock:
+            waiting = self._stop_granting() if self.state is OPEN else []
+            if self.state in (PoolState.OPENING, OPEN):
+                self.state = PoolState.CLOSING
+        for request in waiting:
+            tell(request, PoolClosed("this pool", "closing"))
+
+    def until_none(self, completion: Completion) -> Waiter | None:
+        """Who is told once every cell is free, unless all are, or never will be."""
+        with self.lock:
+            if self.scheduler.is_idle or self.state is not PoolState.CLOSING:
+                return None
+            waiter = completion.door.create_waiter()
+            self._waiting_for_none.append((completion.door, waiter))
+            return waiter
+
+    @property
+    def is_held_up(self) -> bool:
+        """Whether the builder makes a lane, or is to, on a device that works.
+
+        A driver may hold that up until the work ends, which it may never do. The site is to be left
+        as it is anyway, so the closing need not wait for the builder.
+        """
+        with self.lock:
+            return any(self.sites[index].busy for index, _ in self._making)
+
+    def close(self) -> list[str]:
+        """Ends every site that is not used; says what was left. Blocks.
+
+        On the builder, or beside it where it `is_held_up`.
+        """
+        with self.lock:
+            if self.fault is not None:  # no more CUDA calls: the process is to be replaced
+                for site in self.sites:
+                    site.forget()
+                return [repr(site.device) for site in self.sites]
+            for request in self._unclaimed():
+                self._drop(request)
+            self.state = PoolState.CLOSED
+            held = self._making_at
+        abandoned = [left for site in self.sites for left in site.close(is_held=site is held)]
+        self._let_go()
+        return abandoned
+
+    def _let_go(self) -> None:
+        """Whoever waits for work that was left behind hears of the end instead."""
+        with self.lock:
+            holdings, completions = tuple(self.holdings), tuple(self._completions.values())
+            told, self._waiting_for_none = self._waiting_for_none, []
+        for door, waiter in told:
+            door.wake_threadsafe(waiter)
+        for holding in holdings:
+            holding.end_bound()
+            holding.completion.door.call_threadsafe(holding.let_go)
+        for completion in completions:
+            completion.kick_threadsafe()

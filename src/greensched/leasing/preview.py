@@ -1,0 +1,132 @@
+"""What a cut would give on each device, before doing it, and what is impossible and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from greensched import driver as drivers
+from greensched.device.device import Device
+from greensched.driver.interface import Driver
+from greensched.leasing.device_pool import cut
+from greensched.scheduling.cells import Cells, Demand, demands
+from greensched.typing import REST, Size
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a joint request would get of a device that is free, or why it can get nothing.
+
+    Attributes:
+        device: its ordinal.
+        name: its name.
+        sms: SMs it has.
+        granted: SMs of each part, in their order; empty: impossible here.
+        left: SMs that no part would have.
+        why: what stands against it; "" where it is possible.
+        nearest: where it is impossible, what comes nearest and is possible: SMs of each part, and
+            fewer parts where there is no room for as many.
+    """
+
+    device: int
+    name: str
+    sms: int
+    granted: tuple[int, ...]
+    left: int
+    why: str = ""
+    nearest: tuple[int, ...] = ()
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether the device can ever grant it."""
+        return bool(self.granted)
+
+    def __str__(self) -> str:
+        where = f"device {self.device} ({self.name}, {self.sms} SMs)"
+        if self.is_possible:
+            return f"{where}: {_listed(self.granted)} SMs; {self.left} in no part"
+        return f"{where}: impossible: {self.why}; the nearest is {_listed(self.nearest) or 'none'}"
+
+
+def plan(device: Device, cells: Cells, sizes: tuple[Size, ...]) -> Plan:
+    """What a request for several partitions would get of a device cut like this. Pure.
+
+    Raises:
+        InvalidSize, InvalidRequest: what can never be right, on no device.
+    """
+    parts = demands(sizes)
+    granted = _fitted(cells, parts)
+    nearest = () if granted else _nearest(cells, parts)
+    return Plan(
+        device=device.ordinal,
+        name=device.name,
+        sms=cells.total,
+        granted=granted,
+        left=cells.total - sum(granted),
+        why="" if granted else _why(cells, parts),
+        nearest=nearest,
+    )
+
+
+def survey(
+    driver: str | Driver | None, sizes: tuple[Size, ...], *, fine: bool = False
+) -> tuple[Plan, ...]:
+    """What the request would get on each device of a driver, without a pool.
+
+    It opens and cuts each device as a pool would, makes no lane, and closes it again. Blocks.
+
+    Raises:
+        DriverUnavailable, NotSupported: no pool can be opened here; says what it takes.
+        InvalidSize, InvalidRequest: as `plan`.
+    """
+    demands(sizes)
+    machine = drivers.open(driver)
+    machine.initialise()
+    return tuple(_surveyed(machine, i, sizes, fine=fine) for i in range(machine.device_count()))
+
+
+def _surveyed(machine: Driver, ordinal: int, sizes: tuple[Size, ...], *, fine: bool) -> Plan:
+    device = Device(ordinal, driver=machine)
+    try:
+        return plan(device, cut(device, fine=fine).cells, sizes)
+    finally:
+        device.close()
+
+
+def _fitted(cells: Cells, parts: tuple[Demand, ...]) -> tuple[int, ...]:
+    return tuple(cells.sms(mask) for mask in cells.fit_all(cells.every, parts))
+
+
+def _why(cells: Cells, parts: tuple[Demand, ...]) -> str:
+    needed = sum(-(-part.least // cells.size) for part in parts)
+    numbered = [part.least for part in parts if part.named is None]
+    over = ""
+    if cells.remainder:
+        beside = "which can join them" if cells.joins else "which can only be a part alone"
+        over = f" and {cells.remainder} SMs over, {beside}"
+    said = f"{_listed(numbered)} SMs take {needed} cells of {cells.size}, "
+    if REST in [part.named for part in parts] and needed <= cells.count:
+        return f"{said}all there are, and leave none for REST"
+    return f"{said}and there are {cells.count}{over}"
+
+
+def _nearest(cells: Cells, parts: tuple[Demand, ...]) -> tuple[int, ...]:
+    """Takes cells from the largest part, then parts from the end, until it fits."""
+    trial = [
+        Demand(min(part.least, cells.total), min(part.least, cells.total), part.named)
+        for part in parts
+    ]
+    while trial:
+        granted = _fitted(cells, tuple(trial))
+        if granted:
+            return granted
+        largest = max(range(len(trial)), key=lambda i: trial[i].least)
+        least = trial[largest].least - cells.size
+        if least > 0:
+            trial[largest] = Demand(least, least)
+        else:
+            trial.pop()
+    return ()
+
+
+def _listed(numbers: tuple[int, ...] | list[int]) -> str:
+    return ", ".join(map(str, numbers))

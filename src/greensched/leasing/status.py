@@ -1,0 +1,80 @@
+"""Where a pool is in its life, what it has, and how it ended."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from greensched.device.buffers import Allowance
+from greensched.leasing.device_pool import Site
+from greensched.scheduling.scheduler import Scheduler
+from greensched.scheduling.services import ServiceClass
+from greensched.scheduling.statistics import SchedulerStatistics, ServiceStatistics
+
+
+class PoolState(enum.Enum):
+    """Where a pool is in its life."""
+
+    NEW = "not open"
+    OPENING = "opening"
+    OPEN = "open"
+    CLOSING = "closing"
+    CLOSED = "closed"
+    POISONED = "poisoned"
+    FORKED = "forked"
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStatistics(SchedulerStatistics):
+    """What a pool has and did. SMs over all devices; counts since it was opened.
+
+    Attributes:
+        waiting, requested, granted, cancelled, expired, refused: requests.
+        sms_free, sms_leased, sms_draining: of the `sms_total`.
+        completion: `"word"`: streams write tickets to memory; `"event"`: they cannot here.
+        services: of each class; "": of those who named none.
+    """
+
+    state: PoolState
+    devices: int
+    sms_total: int
+    leases: int
+    lanes: int
+    lanes_made: int
+    completion: str
+    services: Mapping[str, ServiceStatistics]
+
+
+def counted(
+    state: PoolState, sites: Sequence[Site], leases: int, scheduler: Scheduler
+) -> PoolStatistics:
+    """What a pool has and did, at one moment: its desk's lock is held."""
+    crews = [crew for site in sites for crew in site.crews.values()]
+    return PoolStatistics(
+        state=state,
+        devices=len(sites),
+        sms_total=sum(site.cells.total for site in sites),
+        leases=leases,
+        lanes=len(crews),
+        lanes_made=sum(site.lanes_made for site in sites),
+        completion="event" if crews and crews[0].lane.uses_events else "word",
+        services=scheduler.services(),
+        **asdict(scheduler.statistics()),
+    )
+
+
+def allow(known: dict[str, Allowance], services: Iterable[ServiceClass]) -> None:
+    """What each class may have of memory; what it has already counts, once it is counted."""
+    for service in services:
+        if service.name in known:
+            known[service.name].most = service.memory_bytes
+        elif service.memory_bytes is not None:
+            known[service.name] = Allowance(service.name, service.memory_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class CloseReport:
+    """How a pool ended: what it had to leave behind, leased or at work after the grace."""
+
+    abandoned: tuple[str, ...] = ()

@@ -1,0 +1,167 @@
+"""Whether a request can be done in time, and when it will be done.
+
+A request that is due at some time and of known cost is admitted if its predicted end is not later.
+Where the policy serves the earliest deadline first, everybody who is due later, and was admitted,
+must still be able to make it, too: the work due by each moment must fit before it, on all SMs
+together. That is necessary and not sufficient, since SMs cannot always be packed.
+"""
+
+from __future__ import annotations
+
+import math
+
+from greensched.scheduling.allocator import Ground
+from greensched.scheduling.requests import Request
+
+#: Seconds of a bucket of deadlines, and how many there are. A deadline counts as the beginning of
+#: its bucket, so a request is refused a millisecond too early at most; those a second away and
+#: more count as that.
+BUCKET = 0.001
+BUCKETS = 1024
+
+
+class Agenda:
+    """Work by when it is due: what is due by a moment, and who has the least slack from there on.
+
+    A segment tree over a ring of buckets, so each question and change takes O(log `BUCKETS`).
+
+    Args:
+        sms: SMs that do the work.
+    """
+
+    __slots__ = ("_late", "_leaves", "_now", "_sum", "_tight", "sms")
+
+    def __init__(self, sms: int) -> None:
+        self.sms = sms
+        #: The first bucket that is not past; and the work of those that are.
+        self._now, self._late = 0, 0.0
+        self._leaves = [0] * BUCKETS
+        #: Of each node: its SM-seconds; and the most by which the work up to one of its buckets
+        #: exceeds what can be done from 0 to then (minus infinity: it has none).
+        self._sum = [0.0] * (2 * BUCKETS)
+        self._tight = [-math.inf] * (2 * BUCKETS)
+
+    def add(self, due: float, work: float) -> int:
+        """More work. Returns the bucket it is in, for `remove`."""
+        bucket = self._bucket(due)
+        if bucket < self._now:
+            self._late += work
+        else:
+            self._change(bucket, work, 1)
+        return bucket
+
+    def remove(self, bucket: int, work: float) -> None:
+        """Work that was added needs not be done any more."""
+        if bucket < self._now:
+            self._late = max(0.0, self._late - work)
+        else:
+            self._change(bucket, -work, -1)
+
+    def advance(self, now: float) -> None:
+        """Time passes: what was due and is not done is late."""
+        current = int(now / BUCKET)
+        for bucket in range(self._now, min(current, self._now + BUCKETS)):
+            leaf = bucket % BUCKETS
+            if self._leaves[leaf]:
+                self._late += self._sum[BUCKETS + leaf]
+                self._set(leaf, 0.0, -math.inf)
+                self._leaves[leaf] = 0
+        self._now = max(self._now, current)
+
+    def due_by(self, due: float) -> float:
+        """SM-seconds of work due by then."""
+        return self._late + self._fold(self._now, self._bucket(due) + 1)[0]
+
+    def has_room(self, now: float, due: float, work: float) -> bool:
+        """Whether everybody due later still makes it, with so much more to be done by `due`."""
+        first = max(self._now, self._bucket(due))
+        tight = self._fold(first, self._now + BUCKETS)[1]
+        before = self._late + self._fold(self._now, first)[0]
+        return tight + before + work + self.sms * now <= 0
+
+    # -- the tree --------------------------------------------------------------------------------
+
+    def _bucket(self, due: float) -> int:
+        last = self._now + BUCKETS - 1
+        return last if due >= last * BUCKET else int(due / BUCKET)  # which may be beyond all floats
+
+    def _change(self, bucket: int, work: float, one: int) -> None:
+        leaf = bucket % BUCKETS
+        self._leaves[leaf] += one
+        if self._leaves[leaf]:
+            total = self._sum[BUCKETS + leaf] + work
+            self._set(leaf, total, total - self.sms * bucket * BUCKET)
+        else:  # exactly nothing, whatever was rounded
+            self._set(leaf, 0.0, -math.inf)
+
+    def _set(self, leaf: int, total: float, tight: float) -> None:
+        sums, tights = self._sum, self._tight
+        node = BUCKETS + leaf
+        sums[node], tights[node] = total, tight
+        while node > 1:
+            node //= 2
+            left, right = 2 * node, 2 * node + 1
+            sums[node] = sums[left] + sums[right]
+            tights[node] = max(tights[left], sums[left] + tights[right])
+
+    def _fold(self, first: int, end: int) -> tuple[float, float]:
+        """The work and the tightness of the buckets from one to another."""
+        low, high = first % BUCKETS, end % BUCKETS
+        if first >= end:
+            return 0.0, -math.inf
+        if low < high:
+            return self._fold_leaves(low, high)
+        one, other = self._fold_leaves(low, BUCKETS), self._fold_leaves(0, high)
+        return one[0] + other[0], max(one[1], one[0] + other[1])
+
+    def _fold_leaves(self, low: int, high: int) -> tuple[float, float]:
+        left_sum, left_tight, right_sum, right_tight = 0.0, -math.inf, 0.0, -math.inf
+        low, high = low + BUCKETS, high + BUCKETS
+        while low < high:
+            if low & 1:
+                left_tight = max(left_tight, left_sum + self._tight[low])
+                left_sum += self._sum[low]
+                low += 1
+            if high & 1:
+                high -= 1
+                right_tight = max(self._tight[high], self._sum[high] + right_tight)
+                right_sum += self._sum[high]
+            low //= 2
+            high //= 2
+        return left_sum + right_sum, max(left_tight, left_sum + right_tight)
+
+
+def soonest(request: Request, ground: Ground) -> float | None:
+    """Seconds a request takes alone, on the most it asks for; None: it is not known, or not due."""
+    if request.due is None:
+        return None
+    most = request.parts[0].most if len(request.parts) == 1 else 0
+    total = max(ground.devices[device].total for device in request.devices)
+    return request.seconds(min(most or total, total))
+
+
+def predicted(
+    request: Request, seconds: float, work: float, ground: Ground, agenda: Agenda | None, now: float
+) -> tuple[float, bool]:
+    """When a request that must wait will be done, in seconds from now.
+
+    Args:
+        request: which is due at some time.
+        seconds: what it takes once it is granted.
+        work: the same in SM-seconds.
+        ground: what is leased.
+        agenda: where the policy goes by what is due.
+        now: seconds.
+
+    Returns:
+        That, and whether everybody who is due later still makes it.
+    """
+    assert request.due is not None
+    free_at = min(ground.free_at(device, request, now) for device in request.devices)
+    if agenda is None:
+        flows = ground.flows.values()
+        ahead = sum(flow.work for flow in flows if flow.priority >= request.priority)
+        return free_at - now + ahead / ground.total + seconds, True
+    agenda.advance(now)
+    is_fair = agenda.has_room(now, request.due, work + ground.running(now))
+    return free_at - now + agenda.due_by(request.due) / ground.total + seconds, is_fair

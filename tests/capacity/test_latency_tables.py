@@ -1,0 +1,71 @@
+"""Tables of time against SMs, and what kinds of work do to each other."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from greensched.capacity.interference import PUBLISHED, factor, slowdowns
+from greensched.capacity.latency_tables import CURVES, Curve, load
+from greensched.errors import InvalidRequest
+from greensched.leasing.latency import LatencyCurve
+
+
+@pytest.mark.parametrize("curve", CURVES.values(), ids=CURVES)
+def test_a_piece_alone_takes_what_the_table_says(curve: Curve) -> None:
+    """By its cost, on SMs of its own, at each size of the table."""
+    for sms, ms in zip(curve.sms, curve.ms, strict=True):
+        cost = curve.cost(0.010, sms)
+        able = sms if curve.fills else min(sms, curve.width)
+        assert cost.fixed_ns + cost.sm_ns / able == pytest.approx(1e7 * ms / curve.ms[-1])
+        assert cost.sm_ns >= 0
+
+
+def test_between_sizes_time_is_linear_in_one_over_sms() -> None:
+    """Work that divides evenly is exact everywhere, also below the smallest size."""
+    curve = Curve("even", (8, 128), (16.0, 1.0))
+    assert [curve.at(s) for s in (4, 8, 32, 64, 128, 200)] == pytest.approx([32, 16, 4, 2, 1, 1])
+
+
+def test_steps_are_kept() -> None:
+    """MLA decoding is flat from 64 to 120 SMs: more do not help, and the table knows."""
+    mla = CURVES["mla-decode"]
+    sizes = tuple(range(8, 133, 4))
+    assert mla.least(1.81, sizes) <= 72
+    assert mla.least(1.5, sizes) > 120
+
+
+def test_the_flat_part_is_the_published_fit() -> None:
+    """State-space decoding at batch 8 is 0.96 constant, a GEMM next to nothing."""
+    assert CURVES["ssm-b8"].flat == pytest.approx(0.96, abs=0.02)
+    assert CURVES["attention-b8"].flat == pytest.approx(0.70, abs=0.03)
+    assert CURVES["gemm"].flat < 0.05
+
+
+def test_a_measured_table_is_read(tmp_path: Path) -> None:
+    """From JSON, by name; what is no curve is refused."""
+    path = tmp_path / "curves.json"
+    path.write_text(json.dumps({"mine": {"sms": [8, 16], "ms": [2, 1], "fills": False}}))
+    assert load(path)["mine"].slowdown(8) == 2
+    for wrong in ({"sms": [16, 8], "ms": [1, 2]}, {"sms": [8], "ms": [-1]}, {"sms": [8]}):
+        path.write_text(json.dumps({"mine": wrong}))
+        with pytest.raises(InvalidRequest):
+            load(path)
+
+
+def test_what_a_pool_measured_is_read(tmp_path: Path) -> None:
+    """A saved latency curve, under the name of its file."""
+    LatencyCurve({8: [0.004], 64: [0.001]}).save(tmp_path / "mine.json")
+    assert load(tmp_path / "mine.json")["mine"].slowdown(8) == 4
+
+
+def test_the_guard_blames_one_side() -> None:
+    """A GEMM beside a mixture of experts is slower as published; that is hardly touched."""
+    slowed = slowdowns(PUBLISHED, {"prefill": "gemm", "decode": "moe", "other": "unknown"})
+    gemm, moe = slowed([("prefill", 64), ("decode", 64)])
+    assert gemm == pytest.approx(1.21)
+    assert 1.0 <= moe <= 1.05
+    assert slowed([("prefill", 64), ("other", 64)]) == [1.0, 1.0]
+    assert factor(PUBLISHED["gemm", "moe"], 28) == pytest.approx((1.46 + 1.32) / 2)

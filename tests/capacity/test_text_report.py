@@ -1,0 +1,408 @@
+"""Reports: attainment, goodput, intervals; the whole question, and the command line."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import math
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from greensched.capacity import experiment, plot, text_report, upper_bound, validation
+from greensched.capacity.experiment import ask
+from greensched.capacity.interference import PUBLISHED
+from greensched.capacity.latency_tables import CURVES
+from greensched.capacity.machine import Machine
+from greensched.capacity.metrics import (
+    Latencies,
+    Weighed,
+    goodput,
+    interval,
+    jain,
+    ratio,
+    recovered,
+)
+from greensched.capacity.results import Question, against, as_dict, attained
+from greensched.capacity.servers import Samples
+from greensched.capacity.strategies import Split, pool_of
+from greensched.capacity.traffic import Arrival
+from greensched.capacity.validation import Check
+from greensched.capacity.workload import services
+from greensched.cli import main as cli
+from greensched.errors import InvalidRequest, MissingPackage
+from greensched.typing import Granularity
+
+PAGE = Path(__file__).parents[2] / "docs/simulation.md"
+GRANULARITIES = get_args(Granularity)
+SMALL = Question(policies=("streams", "sized"), rates=(0.5, 1.0), seconds=2.0, check=False)
+
+
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the seconds that simulating what is known takes."""
+    monkeypatch.setattr(validation, "checks", lambda: (Check("stand-in", 1.0, 1.0, "nothing"),))
+
+
+def test_percentiles_have_weights() -> None:
+    """A value that a hundred tokens had counts a hundred times."""
+    found = Weighed.of([2.0, 1.0, 3.0], [1, 98, 1])
+    assert [found.percentile(p) for p in (0.5, 0.98, 0.99, 1.0)] == [1.0, 1.0, 2.0, 3.0]
+    assert [found.below(v) for v in (0.5, 1.0, 2.5, 3.0)] == [0, 98, 99, 100]
+    assert math.isnan(Weighed.of([], []).percentile(0.5))
+
+
+def test_who_was_never_served_is_late() -> None:
+    """Once he has waited for longer than the target, unless he came in the warm-up."""
+    samples = Samples([1.0, 1.0], [0.0, 0.0], [1, 1], [5.0, 6.0], left=[0.5, 3.0, 9.5])
+    found = Latencies.of(samples, 10.0)
+    assert found.attained(1.0) == pytest.approx(2 / 3)
+    assert found.attained(5.0) == 1.0
+
+
+def test_what_is_behind_the_traffic_does_not_count() -> None:
+    """A run that went on counts who came before that, however late; rates are of the traffic."""
+    samples = Samples([1.0, 8.0, 1.0], [0.0] * 3, [1] * 3, [0.5, 9.0, 12.0], [4.0, 7.5], done=5.0)
+    found = Latencies.of(samples, 10.0, drained=6.0)
+    assert (found.whole.values, found.left, found.rate) == ((8.0,), (7.5,), 0.5)
+
+
+@pytest.mark.parametrize("target", [2.0, 8.0])
+def test_of_everybody_it_is_known_whether_he_is_late(target: float) -> None:
+    """A run goes on until then, at every target that is told of; all else is of its traffic."""
+    asked = replace(SMALL, generator="bursty", policies=("split-16", "sized"), rates=(5.0,))
+    answer = ask(replace(asked, seconds=8.0, target=target))
+    (split,), (sized,) = (cell.latencies for cell in answer.cells)
+    latest = max(target, 5.0) * answer.alone_p99["prefill"]
+    assert split["prefill"].left
+    assert all(age >= latest for age in (*split["prefill"].left, *sized["prefill"].left))
+    served = [found["prefill"].whole.total for found in (split, sized)]
+    assert served[0] + len(split["prefill"].left) == served[1] + len(sized["prefill"].left)
+    for outcome in (cell.outcomes[0] for cell in answer.cells):
+        assert outcome.busy <= 1
+        assert 0 < outcome.drained <= latest
+        assert sum(each.done for each in outcome.samples.values()) < 1.2 * outcome.seconds
+
+
+def test_a_run_in_which_nobody_waits_ends_with_its_traffic() -> None:
+    """However long its targets are, and whatever works on beside it."""
+    asked = Question(services="w2", generator="paced", policies=("gate",), rates=(0.25,))
+    (cell,) = ask(replace(asked, seconds=0.5, target=1e9, check=False)).cells
+    assert cell.outcomes[0].drained < 0.1
+
+
+def test_who_starves_does_not_hold_a_run_up(tmp_path: Path) -> None:
+    """However late he may be: a run goes on for as long as its traffic lasted, and no longer."""
+    best = {"role": "loop", "curve": "gemm", "priority": 10}
+    last = {"role": "request", "curve": "gemm", "latency": 1e6}
+    path, trace = tmp_path / "classes.json", tmp_path / "trace.csv"
+    path.write_text(json.dumps({"classes": {"best": best, "last": last}}))
+    trace.write_text("arrival,class,cost\n0,last,0.001\n0.05,last,0.001\n0.1,last,0.001\n")
+    asked = Question(services=str(path), trace=trace, policies=("gate",), seconds=0.1, check=False)
+    (cell,) = ask(asked).cells
+    assert cell.outcomes[0].drained == pytest.approx(0.1, abs=0.001)
+    assert cell.latencies[0]["last"].left
+
+
+def test_traffic_is_what_comes_within_a_runs_seconds(tmp_path: Path) -> None:
+    """To the runs and to the bound: who comes at their end is no part of it."""
+    path, trace = tmp_path / "classes.json", tmp_path / "trace.csv"
+    decode = {"role": "decode", "curve": "moe", "latency": 0.2, "priority": 10}
+    prefill = {"role": "prefill", "curve": "gemm", "latency": 0.3}
+    path.write_text(json.dumps({"classes": {"decode": decode, "prefill": prefill}}))
+    rows = [f"{second},500,10" for second in range(5)] + ["5,8000,10"]
+    trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
+    asked = Question(services=str(path), trace=trace, policies=("streams",), seconds=5, check=False)
+    answer = ask(asked)
+    assert attained(answer, answer.cells[0], None) == [1.0]
+    assert answer.bounds[0.0][0][None] == 1.0
+
+
+def test_a_run_is_no_longer_than_its_trace(tmp_path: Path) -> None:
+    """At the highest rate: of what would come after it nothing is counted, or divided by."""
+    trace = tmp_path / "trace.csv"
+    rows = [f"{second},inference,0.004" for second in (*(i / 10 for i in range(21)), 2.05)]
+    trace.write_text("\n".join(["arrival,class,cost", *rows]))
+    asked = Question(services="w2", trace=trace, policies=("gate",), seconds=120.0, check=False)
+    answer = ask(asked)
+    assert answer.question.seconds == pytest.approx(2.05)
+    assert answer.cells[0].latencies[0]["inference"].whole.total == 19, "all but the first tenth"
+    assert answer.cells[0].latencies[0]["training"].rate > 0.9
+    rates = (0.1, 0.2)
+    faster = ask(replace(asked, rates=rates))
+    assert faster.question.seconds == pytest.approx(2.05 / (0.2 * faster.saturation))
+    nobody = Latencies.of(Samples(), 10.0)
+    assert math.isnan(nobody.attained(1.0))
+
+
+def test_a_multiple_of_nothing_is_met_by_nobody_knows_whom(tmp_path: Path) -> None:
+    """Neither attainment nor goodput is a number where nothing of some class was done alone."""
+    samples = Samples([1.0], [0.0], [1], [5.0])
+    assert math.isnan(Latencies.of(samples, 10.0).attained(math.nan))
+    assert math.isnan(goodput({1.0: 1.0, 2.0: math.nan}))
+    path, trace = tmp_path / "classes.json", tmp_path / "trace.csv"
+    request = {"role": "request", "curve": "gemm", "latency": 1.0}
+    path.write_text(json.dumps({"classes": {"a": request, "b": request}}))
+    trace.write_text("arrival,class,cost\n0.02,a,0.001\n0.03,a,0.001\n")
+    asked = Question(services=str(path), trace=trace, policies=("gate",), seconds=0.1, check=False)
+    answer = ask(asked)
+    assert attained(answer, answer.cells[0], None) == [1.0]
+    assert math.isnan(attained(answer, answer.cells[0], 2.0)[0])
+    assert "nan" not in text_report.table(answer)
+
+
+def test_goodput_is_between_rates() -> None:
+    """Linear from the last rate at which it held; nothing where it never held."""
+    assert goodput({1.0: 1.0, 2.0: 0.98}) == pytest.approx(1.5)
+    assert goodput({1.0: 0.5, 2.0: 1.0}) == 0.0
+    assert goodput({1.0: 1.0, 2.0: 0.995}) == 2.0
+
+
+def test_intervals_and_shares() -> None:
+    """An interval holds its mean and is the same each time; Jain's index is 1 for equals."""
+    mean, low, high = interval([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert low < mean == 3.0 < high
+    assert interval([1.0, 2.0, 3.0, 4.0, 5.0]) == (mean, low, high)
+    assert jain([2.0, 2.0]) == 1.0
+    assert jain([1.0, 0.0]) == 0.5
+
+
+def test_gaps_are_recovered_in_parts() -> None:
+    """Of means over the same seeds; where there is no gap, or nothing below, there is no number."""
+    assert ratio([2.0, 4.0], [1.0, 2.0]) == (2.0, 2.0, 2.0)
+    assert math.isnan(ratio([1.0], [0.0])[0])
+    value, low, high = recovered([1.5, 1.8], [1.0, 1.0], [2.0, 2.0])
+    assert low <= value <= high
+    assert value == pytest.approx(0.65)
+    assert math.isnan(recovered([1.0], [1.0], [1.0])[0])
+
+
+def test_a_question_compares_with_doing_without() -> None:
+    """At their targets: over plain streams, and nowhere worse where those do well enough."""
+    said = against(ask(replace(SMALL, rates=(0.2, 0.4), target=20.0)))
+    assert said["sized"]["streams"][0] >= 0.98
+    assert said["sized"]["where streams do"][0] >= 0.98
+    assert "bound" in said
+    assert "recovered" not in said["sized"]
+
+
+@pytest.mark.parametrize(("granularity", "sms"), [("coscheduled", 16), ("fine", 10)])
+def test_pools_cut_as_finely_as_was_asked(granularity: Granularity, sms: int) -> None:
+    """Those of every arm, and the fixed splits that are tried lie as close; the answer says so."""
+    asked = replace(SMALL, granularity=granularity, policies=("best-split",), rates=(0.5,))
+    answer = ask(replace(asked, seconds=0.5))
+    firsts = [arm.first for arm in experiment._arms("best-split", answer) if isinstance(arm, Split)]
+    assert (12 in firsts) is (granularity == "fine")
+    assert as_dict(answer)["granularity"] == granularity
+    assert ("cut finely" in text_report.table(answer)) is (granularity == "fine")
+    machine = Machine("h200", services("llm"), PUBLISHED, granularity=granularity)
+
+    async def granted() -> int:
+        async with pool_of(machine) as pool, pool.partition(10) as p:
+            return p.sm_count
+
+    try:
+        assert machine.clock.run(granted) == sms
+    finally:
+        machine.close()
+
+
+def test_a_run_in_which_nothing_is_done_is_refused() -> None:
+    """It says of which class, and what to do."""
+    with pytest.raises(InvalidRequest, match="'decode' was done alone: give more seconds"):
+        ask(replace(SMALL, seconds=0.02))
+
+
+def bounded(prompts: list[Arrival], seconds: float = 10.0) -> float:
+    """The bound of prompts due after 0.2 s, on one device."""
+    latency = {"prefill": 0.2, "decode": 0.2}
+    return upper_bound.attainment(prompts, services("llm"), [132], latency, PUBLISHED, seconds)
+
+
+def test_the_bound_is_what_one_device_can_do() -> None:
+    """Prompts that fit are in time, those that cannot are not, and the largest is given up."""
+    assert bounded([Arrival(1.0 + i, 512, 1) for i in range(5)]) == 1.0
+    assert bounded([Arrival(1.0, 2048, 1)] * 5) == pytest.approx(0.2)
+    assert bounded([Arrival(1.0, 2048, 1), *[Arrival(1.01, 512, 1)] * 3]) == pytest.approx(0.75)
+    assert bounded([Arrival(9.9, 2048, 1)] * 5) == pytest.approx(0.2), "due after the traffic"
+
+
+def test_what_classes_do_side_by_side_is_the_hull_of_splits() -> None:
+    """No point beside another is below the line of two splits, and none is far above the sum."""
+    frontier = upper_bound.Frontier(CURVES["moe"], CURVES["gemm"], [132], PUBLISHED)
+    speeds = [frontier.beside(i / 50) for i in range(51)]
+    assert (frontier.most, speeds[0], speeds[50]) == (1.0, 1.0, 0.0)
+    assert all(i / 50 + speed < 1.1 for i, speed in enumerate(speeds))
+    bends = (a + c - 2 * b for a, b, c in zip(speeds, speeds[1:], speeds[2:], strict=False))
+    assert all(bend <= 1e-9 for bend in bends)
+    two = upper_bound.Frontier(CURVES["moe"], CURVES["gemm"], [132, 132], PUBLISHED)
+    assert two.beside(0.8) == pytest.approx(2 * frontier.beside(0.4))
+
+
+@pytest.mark.parametrize(
+    ("arm", "granularity"),
+    [("streams", "coscheduled"), ("split-24", "coscheduled"), *product(["sized"], GRANULARITIES)],
+)
+def test_nobody_is_above_the_bound(arm: str, granularity: Granularity) -> None:
+    """In no run has anybody more prompts in time than the bound, all tokens being in time."""
+    asked = replace(SMALL, seconds=20.0, generator="bursty", policies=(arm,), rates=(1.0, 1.3))
+    answer = ask(replace(asked, repeats=2, granularity=granularity))
+    for cell in answer.cells:
+        for mine, most in zip(attained(answer, cell, None), answer.bounds[cell.rate], strict=True):
+            assert mine <= most[None]
+
+
+def test_a_question_is_answered_the_same_each_time() -> None:
+    """The same bytes, as text and as JSON; and the figures an operator needs are in them."""
+    first, second = ask(SMALL), ask(SMALL)
+    text = text_report.table(first)
+    assert text == text_report.table(second)
+    said = as_dict(first)
+    assert json.dumps(said) == json.dumps(as_dict(second))
+    assert {cell["arm"] for cell in said["cells"]} == {"streams", "sized"}
+    assert set(said["goodput"]) == {"1.2", "1.5", "2.0", "5.0", "target"}
+    decode = said["cells"][0]["classes"]["decode"]
+    assert set(decode) >= {"attained", "whole", "wait", "service", "p99_of_alone"}
+
+
+def test_another_process_gives_the_same_bytes() -> None:
+    """Whatever its hashes of strings are: nothing hangs on the order of a set."""
+    program = (
+        "from greensched.capacity import answers, compare, show; print(show.table(compare.ask("
+        "answers.Question(policies=('streams', 'elastic'), seconds=1.0, check=False))))"
+    )
+    printed = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            capture_output=True,
+            timeout=50,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(printed) == 1
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"policies": ("best",)},
+        {"policies": ("split-0",)},
+        {"policies": ("split-132",)},
+        {"services": "lllm"},
+        {"generator": "poison"},
+        {"seconds": 0.0},
+        {"rates": (-1.0,)},
+        {"gpus": "h300"},
+        {"generator": "requests"},
+        {"seconds": math.inf},
+        {"rates": (math.nan,)},
+        {"target": math.nan},
+        {"target": -1.0},
+    ],
+)
+def test_a_question_without_sense_is_refused(wrong: dict[str, Any]) -> None:
+    """Before anything is simulated, by an error of ours."""
+    with pytest.raises(InvalidRequest):
+        ask(Question(**({"policies": ("streams",), "check": False} | wrong)))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"reserve": "8"}, {"depth": 1.5}, {"segment": None}, {"latency": math.nan}, {"cap": -1},
+        {"segment": 1e-12}, {"priority": True}, {"latency": math.inf},
+    ],
+)  # fmt: skip
+def test_a_class_of_a_file_is_checked(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    """What is no number of its kind is refused with its class, before anything is simulated."""
+    path = tmp_path / "classes.json"
+    path.write_text(json.dumps({"classes": {"a": {"role": "loop", "curve": "gemm"} | wrong}}))
+    with pytest.raises(InvalidRequest, match="class 'a'"):
+        services(str(path))
+
+
+def test_a_file_that_holds_no_classes_is_shown_their_shape(tmp_path: Path) -> None:
+    """It is refused with what it should look like."""
+    path = tmp_path / "classes.json"
+    path.write_text("{}")
+    with pytest.raises(InvalidRequest, match=r'a file of \{"classes": \{name: \{"role"'):
+        services(str(path))
+
+
+def test_a_floor_that_no_device_has_is_refused(tmp_path: Path) -> None:
+    """By its class, before anything is simulated."""
+    path = tmp_path / "classes.json"
+    request = {"role": "request", "curve": "gemm", "reserve": 133}
+    path.write_text(json.dumps({"classes": {"a": request}}))
+    with pytest.raises(InvalidRequest, match="class 'a': reserve=133: a device has 132 SMs"):
+        ask(Question(services=str(path), generator="paced", check=False))
+
+
+def test_traffic_without_end_is_refused(tmp_path: Path) -> None:
+    """Traffic that no load can be made of is refused; it had no saturation to print."""
+    path = tmp_path / "trace.csv"
+    path.write_text("arrival,class,cost\n0,inference,5e-324\n1e9,inference,5e-324\n")
+    with pytest.raises(InvalidRequest, match="no load"):
+        ask(Question(policies=("streams",), check=False, trace=path, services="w2"))
+
+
+def test_a_plot_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without matplotlib it is a typed error with the command, before anything is simulated."""
+    real = builtins.__import__
+
+    def without(name: str, *rest: Any, **more: Any) -> Any:
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return real(name, *rest, **more)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(MissingPackage, match=r"greensched\[plot\]"):
+        plot.save(ask(SMALL), tmp_path / "a.png")
+    monkeypatch.setattr(experiment, "ask", None)  # it would not get so far
+    assert cli.main(["simulate", "--plot", str(tmp_path / "a.png")]) == 2
+    assert "greensched[plot]" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_every_command_of_the_page_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the page's own files; for half a second of traffic and one seed, not for minutes."""
+    page = re.sub(r" \\\n +", " ", PAGE.read_text())
+    monkeypatch.setattr(experiment, "PARTS", (6,))
+    monkeypatch.chdir(tmp_path)
+    for name, text in re.findall(r"^```json (\S+)\n(.*?)^```$", page, re.DOTALL | re.MULTILINE):
+        Path(name).write_text(text)
+    (csv,) = re.findall(r"^```csv\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    Path("requests.csv").write_text(csv)
+    classes = json.loads(Path("classes.json").read_text())
+    commands = re.findall(r"^    greensched (simulate .*)$", page, re.MULTILINE)
+    assert len(commands) >= 5
+    for command in commands:
+        if "--tables" not in command:  # its curve is of the measured table
+            mine = json.dumps(classes).replace('"mine"', '"moe"')
+            Path("classes.json").write_text(mine)
+        else:
+            Path("classes.json").write_text(json.dumps(classes))
+        short = re.sub(r"--seconds \S+|--seeds \S+|--rates \S+", "", command)
+        assert cli.main([*shlex.split(short), "--seconds", "0.5"]) == 0, command
+        assert "stand-in" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_bad_command_exits_with_two(capsys: pytest.CaptureFixture[str]) -> None:
+    """And says why."""
+    assert cli.main(["simulate", "--rates", "fast"]) == 2
+    assert "--rates" in capsys.readouterr().err

@@ -1,0 +1,266 @@
+"""The command line: what it prints, and the exit code that says whether all was right."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from greensched import driver as drivers
+from greensched.cli import demo
+from greensched.cli import main as cli
+from greensched.kernels import gaussian_blur, matmul
+
+#: Short, and long enough that every arrangement has requests and batch jobs.
+SHORT = ("demo", "--seconds", "0.15", "--driver", "simulated:h200")
+ROW = {
+    "arrangement": str,
+    "critical_sms": int,
+    "batch_sms": int,
+    "requests": int,
+    "latency_p50_ms": float,
+    "latency_p99_ms": float,
+    "device_p50_ms": float,
+    "device_p99_ms": float,
+    "host_late_p99_ms": float,
+    "batch_jobs_per_s": float,
+    "verified": int,
+    "results": int,
+}
+
+
+def program(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """The command as a shell starts it."""
+    environment = {key: value for key, value in os.environ.items() if key != drivers.VARIABLE}
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-m", "greensched", *arguments],
+        env=environment | variables,
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+
+
+def rows(printed: str) -> list[dict[str, Any]]:
+    return json.loads(printed)["rows"]  # type: ignore[no-any-return]
+
+
+def test_the_demo_prints_four_arrangements() -> None:
+    """As a program it exits with 0, and its JSON has four rows, each with all results verified."""
+    done = program("demo", "--seconds", "0.5", "--json", GREENSCHED_DRIVER="simulated:h200")
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said["device"] == "Simulated H200"
+    assert said["simulated"] is True
+    alone, apart_alone, shared, apart = said["rows"]
+    for row in said["rows"]:
+        assert set(row) == set(ROW)
+        assert {k: type(v) for k, v in row.items()} == ROW
+        assert row["verified"] == row["results"] > 0
+        assert row["requests"] > 0
+        assert 0 < row["device_p50_ms"] <= row["device_p99_ms"]
+        assert 0 < row["latency_p50_ms"] <= row["latency_p99_ms"]
+    assert (alone["critical_sms"], alone["batch_sms"]) == (132, 0)
+    assert (apart_alone["critical_sms"], apart_alone["batch_sms"]) == (16, 0)
+    assert (shared["critical_sms"], shared["batch_sms"]) == (132, 132)
+    assert apart["critical_sms"] == 16
+    assert 100 <= apart["batch_sms"] <= 116
+    for row in (alone, apart_alone):
+        assert row["batch_jobs_per_s"] == 0
+    for row in (shared, apart):
+        assert row["batch_jobs_per_s"] > 0
+        assert row["results"] == row["requests"] + 1  # the product is checked, too
+
+
+def test_a_choice_made_for_the_user_is_told() -> None:
+    """Where no driver is named and there is none, the demo simulates, and says so."""
+    if shutil.which("nvidia-smi"):
+        pytest.skip("this machine has a GPU")
+    done = program("demo", "--seconds", "0.01", "--json", LD_LIBRARY_PATH="")
+    assert done.returncode == 0
+    assert "No GPU here" in done.stderr
+    assert "simulated one (simulated:h200)" in done.stderr
+    assert json.loads(done.stdout)["simulated"] is True
+
+
+def test_the_table_has_what_matters(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its columns are there for each arrangement, and the words that a simulator says so."""
+    assert cli.main(SHORT) == 0
+    printed = capsys.readouterr()
+    lines = printed.out.splitlines()
+    assert lines[0] == "Simulated H200"
+    assert "on the device" in lines[1]
+    assert "in the client's hands" in lines[1]
+    for head in ("arrangement", "SMs", "p50 ms", "p99 ms", "host late", "batch SMs", "jobs/s"):
+        assert head in lines[2]
+    for name, line in zip(
+        ("critical alone, all SMs", "critical alone, 16 SMs", "both on all SMs", "16 SMs + the"),
+        lines[3:7],
+        strict=True,
+    ):
+        assert name in line
+        assert len(line) == len(lines[2])
+    assert "A simulator says so" in printed.out
+    verified, results = (int(lines[-1].split()[i]) for i in (1, 3))
+    assert lines[-1] == f"verified {verified} of {results} results against numpy"
+    assert verified == results > 0
+    assert "[####" in printed.err
+    assert printed.err.endswith("\r")
+
+
+@pytest.mark.parametrize(("kernel", "buffers"), [(gaussian_blur, 2), (matmul, 3)], ids=["b", "m"])
+def test_one_wrong_result_is_exit_code_1(
+    kernel: Any, buffers: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A kernel that gives wrong results is found out: exit code 1, and the count says how many."""
+    reference = kernel.spec.reference
+
+    def spoilt(launch: Any, *arguments: Any) -> None:
+        reference(launch, *arguments)
+        arguments[buffers - 1][0] *= 2
+
+    monkeypatch.setattr(kernel.spec, "reference", spoilt)
+    assert cli.main([*SHORT, "--json"]) == 1
+    wrong = [row["results"] - row["verified"] for row in rows(capsys.readouterr().out)]
+    if kernel is gaussian_blur:
+        assert all(wrong)
+    else:
+        assert wrong == [0, 0, 1, 1]
+
+
+def test_an_image_is_what_clients_send(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--image takes a .npy file, and every client sends that."""
+    shapes = set()
+    reference = gaussian_blur.spec.reference
+    assert reference is not None
+
+    def seen(launch: Any, src: Any, dst: Any, *sizes: Any) -> None:
+        shapes.add(tuple(int(size) for size in sizes[:3]))
+        reference(launch, src, dst, *sizes)
+
+    monkeypatch.setattr(gaussian_blur.spec, "reference", seen)
+    image = tmp_path / "image.npy"
+    np.save(image, np.random.default_rng(1).integers(0, 255, (30, 40, 3), np.uint8))
+    assert cli.main([*SHORT, "--json", "--image", str(image)]) == 0
+    assert all(row["verified"] == row["results"] for row in rows(capsys.readouterr().out))
+    assert shapes == {(30, 40, 3)}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("missing.npy", None, "No such file"),
+        ("text.npy", b"no array at all", "is no image"),
+        ("nothing.npy", b"", "is no image"),
+        ("archive.npy", {"a": np.zeros(4)}, "is no image: it holds several"),
+        ("objects.npy", "objects", "is no image"),
+        ("flat.npy", np.zeros(4), "(height, width[, channels])"),
+        ("empty.npy", np.zeros((0, 4)), "(height, width[, channels])"),
+        ("text.npy", np.full((2, 2), "x"), "(height, width[, channels])"),
+        ("text.txt", b"no image", "no image|Pillow"),
+        (".", None, "no image|Pillow|directory"),
+    ],
+)
+def test_a_file_that_is_no_image_is_refused(
+    name: str, content: Any, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file that is missing or holds no image is told in one line: exit code 2."""
+    path = tmp_path / name
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif isinstance(content, str):
+        np.save(path, np.array([object()]), allow_pickle=True)
+    elif isinstance(content, dict):
+        with path.open("wb") as file:
+            np.savez(file, **content)
+    elif content is not None:
+        np.save(path, content)
+    assert cli.main([*SHORT, "--image", str(path)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("greensched: ")
+    assert len(printed.err.splitlines()) == 1
+    assert any(words in printed.err for words in said.split("|"))
+
+
+@pytest.mark.parametrize(
+    ("array", "shape"),
+    [
+        (np.zeros((6, 4), np.uint8), (6, 4, 1)),
+        (np.zeros((6, 4, 3)), (6, 4, 3)),
+        (np.zeros((1100, 40), bool), (367, 14, 1)),
+    ],
+)
+def test_an_image_is_read_as_floats(array: Any, shape: Any, tmp_path: Path) -> None:
+    """Whatever an array's kind, an image is float32, with channels, at most 512 pixels a side."""
+    np.save(tmp_path / "image.npy", array)
+    image = demo.read_image(tmp_path / "image.npy")
+    assert (image.shape, image.dtype) == (shape, np.float32)
+    assert image.flags.c_contiguous
+
+
+def test_bytes_are_scaled_to_one(tmp_path: Path) -> None:
+    """Of an image of bytes, 255 is 1."""
+    np.save(tmp_path / "image.npy", np.array([[0, 255]], np.uint8))
+    assert demo.read_image(tmp_path / "image.npy").ravel().tolist() == [0.0, 1.0]
+
+
+def test_a_driver_that_is_none_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    """A driver that does not exist is told in one line."""
+    assert cli.main(["demo", "--driver", "nonsense"]) == 2
+    assert "no driver 'nonsense'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["demo", "--seconds", "soon"]])
+def test_a_command_that_is_none_is_exit_code_2(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A wrong command or option is told with how the command is used."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 2
+    assert "usage: greensched" in capsys.readouterr().err
+
+
+def test_the_version_is_told() -> None:
+    """--version prints the version that is installed, or that none is, and nothing else."""
+    try:
+        expected = version("greensched")
+    except PackageNotFoundError:
+        expected = "not installed"
+    done = program("--version")
+    assert (done.returncode, done.stdout, done.stderr) == (0, expected + "\n", "")
+
+
+def test_the_command_is_installed() -> None:
+    """The package installs the command `greensched`, which is this one."""
+    command = Path(sys.executable).with_name("greensched")
+    if not command.exists():
+        pytest.skip("run from its sources")
+    done = subprocess.run([command, "--help"], capture_output=True, text=True, check=True)
+    assert "demo" in done.stdout
+
+
+def test_the_demo_leaves_nothing_unclosed() -> None:
+    """With warnings as errors the demo says nothing but its bar."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "greensched", "demo", "--seconds", "0.05"],
+        env=os.environ | {"GREENSCHED_DRIVER": "simulated:h200"},
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert done.returncode == 0
+    assert "Warning" not in done.stderr, done.stderr.split("\r")[-1]

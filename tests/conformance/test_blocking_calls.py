@@ -1,0 +1,272 @@
+"""Blocking callables: the thread, the context, the order, and what a cancellation leaves."""
+
+from __future__ import annotations
+
+import threading
+from contextvars import ContextVar
+
+import anyio
+import numpy as np
+import pytest
+
+import greensched
+from greensched import ALL, Partition
+from greensched.execution.completion import WAITERS
+from helpers.backend import World
+from helpers.gate import Gate
+from helpers.waiting import turns, until
+
+IS_VERSIONED = False
+
+
+def test_a_callable_runs_on_the_partitions_own_thread(world: World) -> None:
+    """Every call of a partition runs on one thread of its own, never the loop's."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as a, pool.partition(8) as b:
+            mine = threading.get_ident()
+            first = [await a.run(threading.get_ident) for _ in range(3)]
+            other = await b.run(threading.get_ident)
+            assert len({mine, other, *first}) == 3
+
+    world.run(main)
+
+
+def test_arguments_and_results_pass_through(world: World) -> None:
+    """Arguments of both kinds arrive, results come back, exceptions are raised where awaited."""
+
+    def call(*args: object, **kwargs: object) -> tuple[object, ...]:
+        return args, kwargs
+
+    def fail() -> None:
+        raise LookupError("why")
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            assert await p.run(call, 1, two=2) == ((1,), {"two": 2})
+            with pytest.raises(LookupError, match="why"):
+                await p.run(fail)
+
+    world.run(main)
+
+
+def test_a_call_sees_the_context_variables_of_its_caller(world: World) -> None:
+    """As they are when it is asked for; what it sets there is its own, and gone with it."""
+    request = ContextVar("request", default="none")
+    served = dict[str, tuple[list[str], str]]()
+
+    def answer(*_: object) -> str:
+        seen = request.get()
+        request.set("of an earlier call")
+        return seen
+
+    async def serve(p: Partition, name: str) -> None:
+        request.set(name)
+        with await p.upload(np.zeros(4, np.float32)) as buffer:
+            jobs = [p.run(answer), p.run(answer, buffer), p.run(answer)]
+            request.set("later")
+            served[name] = [await job for job in jobs], request.get()
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(serve, p, "a")
+                tasks.start_soon(serve, p, "b")
+            assert served == {name: ([name] * 3, "later") for name in "ab"}
+            assert await p.run(answer) == "none"
+
+    world.run(main)
+
+
+def test_the_green_context_is_current_inside_and_restored_after(world: World) -> None:
+    """Inside a call the partition's context is current; afterwards what was before, always."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            driver, context = pool.devices[0].driver, p.context
+
+            def inside() -> bool:
+                return context.is_current
+
+            def spoil() -> None:
+                driver.set_current(None)
+                driver.set_current(pool.devices[0].primary.handle)
+                raise LookupError
+
+            assert await p.run(inside)
+            with pytest.raises(LookupError):
+                await p.run(spoil)
+            assert await p.run(inside)
+            assert driver.current() is None  # the loop's thread never had one
+
+    world.run(main)
+
+
+def test_calls_of_a_partition_run_one_after_another(world: World) -> None:
+    """Calls run in the order in which they were submitted, never two at once."""
+    order: list[int] = []
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            jobs = [p.run(order.append, number) for number in range(50)]
+            for job in jobs:
+                await job
+        assert order == list(range(50))
+
+    world.run(main)
+
+
+def test_a_call_begins_behind_what_was_submitted(world: World) -> None:
+    """A call's stream waits for earlier copies; the call itself may begin before."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            stream = p._open().lane.runs.stream
+            with await p.upload(np.zeros(100)) as buffer:
+                with await Gate.closed(p) as gate:
+                    p.copy(buffer, np.ones(100))
+                    job = p.run(stream.record)
+                    await until(lambda: job._value is not None)
+                    event = job._value
+                    assert not event.is_done
+                    gate.open()
+                await job
+                assert event.is_done
+                event.close()
+
+    world.run(main)
+
+
+def test_a_call_is_done_behind_what_was_submitted(world: World) -> None:
+    """Calls that put nothing on their stream return at once, and are done behind earlier copies."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            with await p.upload(np.zeros(100)) as buffer:
+                with await Gate.closed(p) as gate:
+                    p.copy(buffer, np.ones(100))
+                    jobs = [p.run(int), p.run(int)]
+                    await until(lambda: all(job._value is not None for job in jobs))
+                    await turns()
+                    assert not any(job.is_done for job in jobs)
+                    gate.open()
+                for job in jobs:
+                    assert await job == 0
+                assert await p.run(int) == 0
+
+    world.run(main)
+
+
+def test_who_no_longer_waits_is_forgotten(world: World) -> None:
+    """Cancelled awaits of one job do not add up; who waits all the while gets its value."""
+    values: list[int] = []
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            channel = p._open()
+            with await p.upload(np.zeros(100)) as buffer:
+                with await Gate.closed(p) as gate:
+                    p.copy(buffer, np.ones(100))
+                    job = p.run(lambda: 7)
+
+                    async def wait() -> None:
+                        values.append(await job)
+
+                    async with anyio.create_task_group() as tasks:
+                        tasks.start_soon(wait)
+                        for _ in range(5 * WAITERS):
+                            async with anyio.create_task_group() as cancelled:
+                                cancelled.start_soon(wait)
+                                await turns(2)
+                                cancelled.cancel_scope.cancel()
+                        watch = channel.holding.completion.tracks[channel.lane.runs]
+                        assert 1 <= len(watch.entries) <= WAITERS
+                        gate.open()
+            assert values == [7]
+
+    world.run(main)
+
+
+@pytest.mark.real_time(why="a running call waits for the loop")
+def test_a_cancelled_call_runs_to_its_end_and_holds_its_sms(world: World) -> None:
+    """Whoever waits for a call is freed at once; the SMs come back when the call has returned."""
+    may_return = threading.Event()
+    began = threading.Event()
+
+    def call() -> None:
+        began.set()
+        may_return.wait(10)
+
+    async def main() -> None:
+        async with world.pool() as pool, anyio.create_task_group() as tasks:
+
+            async def use() -> None:
+                async with pool.partition(16) as p:
+                    await p.run(call)
+
+            tasks.start_soon(use)
+            await until(began.is_set)
+            tasks.cancel_scope.cancel()
+            with anyio.CancelScope(shield=True):
+                await until(lambda: pool.statistics().sms_draining == 16)
+                with pytest.raises(greensched.WouldBlock):
+                    pool.partition_nowait(ALL)
+                may_return.set()
+                async with pool.partition(ALL):
+                    pass
+
+    world.run(main)
+
+
+def test_buffers_in_a_call_are_kept_in_order(world: World) -> None:
+    """A buffer given to a call is waited for, and freed only after the call has returned."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as a, pool.partition(8) as b:
+            memory = a._open().site.memory
+            buffer = await a.upload(np.zeros(100))
+            with await Gate.closed(a) as gate:
+                a.copy(buffer, np.ones(100))
+                job = b.run(lambda given: given.shape, buffer)
+                buffer.close()
+                memory.reap()
+                assert memory.used_bytes
+                await turns()
+                assert not job.is_done
+                gate.open()
+            assert await job == (100,)
+            await until(lambda: memory.reap() is None and memory.used_bytes == 0)
+
+    world.run(main)
+
+
+@pytest.mark.real_time(why="two running calls wait for each other")
+def test_two_partitions_call_at_the_same_time(world: World) -> None:
+    """Calls of different partitions do not wait for each other."""
+    meet = threading.Barrier(2, timeout=10)
+
+    async def use(p: Partition) -> None:
+        await p.run(meet.wait)
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partitions(8, 8) as (a, b):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(use, a)
+                tasks.start_soon(use, b)
+
+    world.run(main)
+
+
+@pytest.mark.real_time(why="a running call waits for the loop")
+def test_an_upload_does_not_wait_for_a_call(world: World) -> None:
+    """Copies and launches of a partition go on while a call of it runs."""
+    uploaded = threading.Event()
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            job = p.run(uploaded.wait, 10)
+            with await p.upload(np.ones(2_000_000)):
+                uploaded.set()
+            assert await job is True
+
+    world.run(main)

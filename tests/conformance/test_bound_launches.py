@@ -1,0 +1,420 @@
+"""Bound launches: ready once, launched often, in order with everything else."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+
+import greensched
+from greensched import Bound, Buffer, LaunchConfig, Partition, PinnedBuffer
+from greensched.device.launch import UNASKED_SHARED
+from greensched.execution.lease import BATCH, MOST
+from greensched.kernels import fill, saxpy, spin
+from greensched.typing import CaptureMode
+from helpers.backend import World
+from helpers.gate import Gate
+from helpers.waiting import still_waits, until
+
+IS_VERSIONED = False
+
+CONFIG = LaunchConfig(grid=4, block=128)
+
+
+async def bound_fill(p: Partition, buffer: Buffer | PinnedBuffer) -> Bound:
+    """A launch bound to a buffer of 8, which it fills."""
+    await p.prepare(fill, CONFIG)
+    return p.bind(fill, CONFIG, buffer, 1.0, 8)
+
+
+@pytest.mark.runs_device_code
+def test_bound_launches_count(world: World) -> None:
+    """Each call of a bound launch runs the kernel once more, patched arguments included."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            with await p.upload(np.ones(64, np.float32)) as x:
+                with await p.upload(np.zeros(64, np.float32)) as y:
+                    await p.prepare(saxpy, CONFIG)
+                    bound = p.bind(saxpy, CONFIG, 1.0, x, y, x.size)
+                    for _ in range(200):
+                        bound()
+                    assert (await p.download(y))[0] == 200
+                    bound.set(0, 10.0)
+                    bound()
+                    await bound.submit()
+                    assert (await p.download(y))[63] == 220
+
+    world.run(main)
+
+
+@pytest.mark.runs_device_code
+def test_what_was_bound_before_is_bound_anew(world: World) -> None:
+    """What a lease leaves of its bound launches is bound again, with the new values alone."""
+
+    async def main() -> None:
+        async with world.pool(prepare=[fill]) as pool:
+            async with pool.partition(8) as p:
+                first = await p.upload(np.zeros(8, np.float32))
+                old = p.bind(fill, CONFIG, first, 1.0, 8)
+                await old.submit()
+            gone = weakref.ref(first)
+            with first:
+                assert (await pool_download(pool, first) == 1).all()
+            del first
+            async with pool.partition(8) as p:
+                with await p.upload(np.zeros(8, np.float32)) as x, await p.empty_like(x) as y:
+                    with pytest.raises(greensched.ArgumentMismatch):
+                        p.bind(fill, CONFIG, x, "one", 8)
+                    with pytest.raises(greensched.ArgumentMismatch):
+                        p.bind(fill, CONFIG, x, 1.0)
+                    bounds = [p.bind(fill, CONFIG, x, 2.0, 8), p.bind(fill, CONFIG, y, 3.0, 8)]
+                    for bound in bounds:
+                        bound()
+                    with pytest.raises(greensched.PartitionClosed):
+                        old()
+                    with pytest.raises(greensched.PartitionClosed):
+                        old.set(1, 4.0)
+                    assert (await p.download(x) == 2).all()
+                    assert (await p.download(y) == 3).all()
+            del old, bounds, bound
+            gc.collect()
+            await until(lambda: gone() is None)  # the mover, still telling of it, may have it
+
+    world.run(main)
+
+
+@pytest.mark.runs_device_code
+def test_what_is_closed_twice_is_bound_anew_once(world: World) -> None:
+    """A bound launch that was closed before its block's end leaves what it packed to one other."""
+
+    async def main() -> None:
+        async with world.pool(prepare=[fill]) as pool:
+            async with pool.partition(8) as p:
+                x, y = await p.upload(np.zeros(8, np.float32)), await p.empty(8)
+                p.bind(fill, CONFIG, x, 1.0, 8).close()
+            async with pool.partition(8) as p:
+                first, second = p.bind(fill, CONFIG, x, 2.0, 8), p.bind(fill, CONFIG, y, 3.0, 8)
+                first()
+                second()
+                assert ((await p.download(x) == 2) & (await p.download(y) == 3)).all()
+            x.close()
+            y.close()
+
+    world.run(main)
+
+
+async def pool_download(pool: greensched.Pool, buffer: Buffer) -> np.ndarray:
+    async with pool.partition(8) as p:
+        return await p.download(buffer)
+
+
+def test_a_bound_launch_keeps_the_shared_memory_it_was_allowed(world: World) -> None:
+    """A launch of the same kernel with less of it does not make an earlier bound one fail."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            most = pool.devices[0].facts.max_shared_bytes
+            much = LaunchConfig(grid=1, block=32, shmem_size=most)
+            less = LaunchConfig(grid=1, block=32, shmem_size=UNASKED_SHARED + 1)
+            await p.prepare(spin, much)
+            bound = p.bind(spin, much, 1000)
+            await p.launch(spin, less, 1000)
+            bound()
+            await bound.submit()
+
+    world.run(main)
+
+
+def test_bound_needs_its_kernel_loaded(world: World) -> None:
+    """Binding a kernel that was never loaded for these SMs says how to load it."""
+
+    async def bind() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            with await p.empty(8) as b:
+                with pytest.raises(greensched.WouldBlock, match="prepare"):
+                    p.bind(fill, CONFIG, b, 1.0, 8)
+                bound = await bound_fill(p, b)
+                with pytest.raises(greensched.ArgumentMismatch):
+                    bound.set(1, "x")
+                with pytest.raises(IndexError):
+                    bound.set(9, 1)
+
+    world.run(bind)
+
+
+def test_bound_ends_with_its_block(world: World) -> None:
+    """After its partition's block a bound launch raises PartitionClosed."""
+
+    async def main() -> None:
+        async with world.pool() as pool:
+            async with pool.partition(8) as p:
+                b = await p.empty(8)
+                bound = await bound_fill(p, b)
+                bound()
+            with b, pytest.raises(greensched.PartitionClosed):
+                bound()
+            with pytest.raises(greensched.PartitionClosed):
+                bound.submit()
+
+    world.run(main)
+
+
+def test_bound_ends_with_a_lost_lease(world: World) -> None:
+    """A bound launch that outlives its forgotten partition raises PartitionClosed."""
+
+    async def main() -> None:
+        async with world.pool() as pool:
+            held = [pool.partition_nowait(8)]
+            with await held[0].empty(8) as b:
+                bound = await bound_fill(held[0], b)
+                bound()
+                with pytest.warns(ResourceWarning, match="never left") as seen:
+                    held.clear()
+                    await until(lambda: len(seen) > 0)  # a thread of ours may still hold it
+                await until(lambda: pool.statistics().sms_leased == 0)
+                async with pool.partition(greensched.ALL):
+                    for launch in (bound, bound.submit, lambda: bound.set(0, b)):
+                        with pytest.raises(greensched.PartitionClosed):
+                            launch()
+
+    world.run(main)
+
+
+@pytest.mark.parametrize("kind", ["empty", "empty_pinned"])
+def test_bound_refuses_a_closed_buffer(world: World, kind: str) -> None:
+    """A bound launch whose buffer was closed raises BufferClosed instead of using it."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            b = await getattr(p, kind)(8)
+            bound = await bound_fill(p, b)
+            bound()
+            b.close()
+            for launch in (bound, bound.submit, bound):
+                with pytest.raises(greensched.BufferClosed):
+                    launch()
+
+    world.run(main)
+
+
+def test_a_buffer_in_two_arguments_stays_in_use(world: World) -> None:
+    """Patching one of two arguments that are the same buffer leaves the other one in use."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p, pool.partition(8) as q:
+            await p.prepare(saxpy, CONFIG)
+            x, z = await p.empty(8), await p.empty(8)
+            bound = p.bind(saxpy, CONFIG, 1.0, x, x, 8)  # read as one, written as the other
+            bound.set(1, z)
+            with await Gate.closed(p) as gate:
+                bound()
+                read = q.download(x)
+                await still_waits(read)
+                gate.open()
+            await read
+            x.close()
+            with z, pytest.raises(greensched.BufferClosed):
+                bound()
+
+    world.run(main)
+
+
+def test_the_end_of_a_bound_launch_forgets_no_other_user(world: World) -> None:
+    """Who used a buffer after a bound launch, elsewhere, is still waited for when that ends."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as q, pool.partition(8) as r:
+            with await r.empty(8) as buffer:
+                async with pool.partition(8) as p:
+                    bound = await bound_fill(p, buffer)
+                    bound()
+                    gate = await Gate.closed(q)
+                    read = q.download(buffer)
+                with gate:
+                    write = r.copy(buffer, np.zeros(8, np.float32))
+                    await still_waits(write)
+                    gate.open()
+                await read
+                await write
+
+    world.run(main)
+
+
+def test_pinned_memory_outlives_its_bound_launches(world: World) -> None:
+    """Pinned memory closed under a bound launch in flight goes to nobody before that is done."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p, pool.partition(8) as q:
+            await p.prepare(fill, CONFIG)
+            first = await p.empty_pinned(2000)
+            bound = p.bind(fill, CONFIG, first, 1.0, 2000)
+            with await Gate.closed(p) as gate:
+                bound()
+                first.close()
+                with await q.empty_pinned(2000) as other:
+                    assert other.address != first.address
+                    gate.open()
+            (await p.empty(1)).close()  # behind the bound launch
+            with await q.empty_pinned(2000) as other, await q.empty_pinned(2000) as again:
+                assert first.address in (other.address, again.address)
+
+    world.run(main)
+
+
+def test_the_end_of_the_block_waits_for_bound_launches(world: World) -> None:
+    """Launches without a ticket of their own are waited for all the same."""
+
+    async def main() -> None:
+        async with world.pool() as pool:
+            with pytest.raises(ZeroDivisionError):
+                async with pool.partition(8) as p:
+                    b = await p.empty(8)
+                    bound = await bound_fill(p, b)
+                    gate = await Gate.closed(p)
+                    bound()
+                    raise ZeroDivisionError
+            with gate, b:
+                assert pool.statistics().sms_draining == 8
+                gate.open()
+                async with pool.partition(greensched.ALL):
+                    pass
+
+    world.run(main)
+
+
+@pytest.mark.parametrize("jobs_between", [False, True])
+def test_bound_launches_in_flight_are_bounded(world: World, jobs_between: bool) -> None:
+    """Beyond the bound each launch is refused until there is room, which `ready` waits for."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            with await p.empty(8) as b:
+                bound = await bound_fill(p, b)
+                for _ in range(3 * MOST):  # what is done counts no more
+                    await p.ready()
+                    bound()
+                await bound.submit()
+                with await Gate.closed(p) as gate:
+                    for number in range(MOST - BATCH):
+                        bound()
+                        if jobs_between and number % (BATCH - 1) == 0:
+                            bound.submit()
+                    with pytest.raises(greensched.WouldBlock):
+                        for _ in range(2 * BATCH):
+                            bound()
+                    for _ in range(2 * BATCH):
+                        with pytest.raises(greensched.WouldBlock):
+                            bound()
+                    await still_waits(p.ready())
+                    gate.open()
+                await p.ready()
+                bound()
+                await bound.submit()
+
+    world.run(main)
+
+
+def test_other_partitions_are_ordered_with_bound_launches(world: World) -> None:
+    """Work elsewhere on a bound buffer waits for the launches, and the next launch for it."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as a, pool.partition(8) as b:
+            with await a.empty(8) as buffer:
+                bound = await bound_fill(a, buffer)
+                with await Gate.closed(a) as gate:
+                    bound()
+                    read = b.download(buffer)
+                    await still_waits(read)
+                    gate.open()
+                await read
+                with await Gate.closed(b) as gate:
+                    b.copy(buffer, np.zeros(8, np.float32))
+                    job = bound.submit()
+                    await still_waits(job)
+                    gate.open()
+                await job
+
+    world.run(main)
+
+
+@pytest.mark.parametrize("submit", [False, True])
+def test_bound_launches_of_two_partitions_are_ordered(world: World, submit: bool) -> None:
+    """Of two launches bound to one buffer elsewhere, each waits for what was launched before."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p, pool.partition(8) as q:
+            with await p.empty(8) as x, await p.empty(8) as unrelated:
+                first, second = await bound_fill(p, x), await bound_fill(q, x)
+                for here, there, a, b in ((p, q, first, second), (q, p, second, first)):
+                    a()
+                    b()
+                    await there.copy(unrelated, unrelated)
+                    with await Gate.closed(here) as gate:
+                        a()
+                        if submit:
+                            job = b.submit()
+                        else:
+                            b()
+                            job = there.copy(unrelated, unrelated)
+                        await still_waits(job)
+                        gate.open()
+                    await job
+
+    world.run(main)
+
+
+def test_bound_launches_that_only_read_are_not_ordered(world: World) -> None:
+    """Launches bound to one buffer in two partitions that both only read it run side by side."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p, pool.partition(8) as q:
+            with await p.empty(8) as x, await p.empty(8) as y, await q.empty(8) as z:
+                await p.prepare(saxpy, CONFIG)
+                await q.prepare(saxpy, CONFIG)
+                first = p.bind(saxpy, CONFIG, 1.0, x, y, 8)
+                second = q.bind(saxpy, CONFIG, 1.0, x, z, 8)
+                with await Gate.closed(p) as gate:
+                    first()
+                    await second.submit()
+                    gate.open()
+
+    world.run(main)
+
+
+@pytest.mark.parametrize("lent", ["before it is bound", "afterwards"])
+def test_a_capture_takes_in_no_bound_launch(world: World, lent: str) -> None:
+    """While the partition's stream, once handed out, is capturing, a bound launch is refused."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            with await p.empty(8) as b:
+                stream = p.stream if lent == "before it is bound" else None
+                bound = await bound_fill(p, b)
+                stream = stream or p.stream
+                driver = stream.context.driver
+                driver.begin_capture(stream.handle, CaptureMode.RELAXED)
+                for launch in (bound, bound.submit):
+                    with pytest.raises(greensched.InvalidRequest, match="capturing"):
+                        launch()
+                driver.destroy_graph(driver.end_capture(stream.handle))
+                bound()
+                await bound.submit()
+
+    world.run(main)
+
+
+def test_a_bound_launch_has_no_other_arguments(world: World) -> None:
+    """An argument is counted from 0 on; another one is refused by the kernel's name."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            with await p.empty(8) as b, await p.empty(8) as other:
+                bound = await bound_fill(p, b)
+                for index in (-1, -3, 3):
+                    with pytest.raises(IndexError, match="fill"):
+                        bound.set(index, other)
+
+    world.run(main)

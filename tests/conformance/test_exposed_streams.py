@@ -1,0 +1,188 @@
+"""A partition's stream in other hands: captures, and what is still to be submitted."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from contextlib import suppress
+
+import numpy as np
+import pytest
+
+import greensched
+from greensched import LaunchConfig, Stream
+from greensched.device.staging_ring import SLOT
+from greensched.execution.lease import BATCH
+from greensched.kernels import fill
+from greensched.typing import CaptureMode
+from helpers.backend import World
+from helpers.gate import Gate
+from helpers.waiting import until
+
+IS_VERSIONED = False
+
+CONFIG = LaunchConfig(grid=4, block=128)
+
+
+class Left(Exception):
+    """A holder leaves."""
+
+
+class Thing:
+    """Another library's array, say."""
+
+
+def begin(stream: Stream) -> None:
+    stream.context.driver.begin_capture(stream.handle, CaptureMode.RELAXED)
+
+
+def end(stream: Stream) -> None:
+    driver = stream.context.driver
+    driver.destroy_graph(driver.end_capture(stream.handle))
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_capture_left_open_is_dropped(world: World, leaves: bool) -> None:
+    """Whoever leaves in the middle of a capture gives the SMs back all the same."""
+
+    async def main() -> None:
+        async with world.pool() as pool:
+            with suppress(Left):
+                async with pool.partition(8) as p:
+                    (await p.upload(np.ones(8))).close()
+                    begin(p.stream)
+                    if leaves:
+                        raise Left
+            await until(lambda: not pool.statistics().leases)
+
+    world.run(main)
+
+
+def test_a_stream_is_lent_when_everything_is_on_it(world: World) -> None:
+    """While something is still to be submitted the stream is not handed out: it would go first."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            with await p.upload(np.zeros(SLOT + 1, np.uint8)) as large:
+                with await Gate.closed(p):
+                    job = p.copy(large, np.ones(SLOT + 1, np.uint8))
+                    for use in (lambda: p.stream, p.__cuda_stream__):
+                        with pytest.raises(greensched.WouldBlock, match="await"):
+                            use()
+                await job
+                assert p.stream.__cuda_stream__() == p.__cuda_stream__()
+
+    world.run(main)
+
+
+@pytest.mark.parametrize("stays", [True, False], ids=["in the lease", "after the lease"])
+def test_what_is_kept_lives_until_the_work_is_done(world: World, stays: bool) -> None:
+    """`keep` holds what nobody else does while the device has work of before, and no longer."""
+
+    async def main() -> None:
+        async with world.pool() as pool:
+            async with pool.partition(8) as p:
+                with await Gate.closed(p) as gate:
+                    kept = Thing()
+                    alive = weakref.ref(kept)
+                    job = p.keep(kept)
+                    del kept
+                    gc.collect()
+                    assert alive() is not None
+                    assert not job.is_done
+                    gate.open()
+                    if stays:
+                        await job
+                        await until(lambda: alive() is None)
+            assert alive() is None
+
+    world.run(main)
+
+
+def test_nothing_is_kept_where_nothing_can_be_submitted(world: World) -> None:
+    """`keep` is refused while the stream is capturing, and after the lease."""
+
+    async def main() -> None:
+        async with world.pool() as pool:
+            async with pool.partition(8) as p:
+                begin(p.stream)
+                with pytest.raises(greensched.InvalidRequest, match="capturing"):
+                    p.keep(Thing())
+                end(p.stream)
+            with pytest.raises(greensched.PartitionClosed):
+                p.keep(Thing())
+
+    world.run(main)
+
+
+def test_waiting_for_room_leaves_a_capture_alone(world: World) -> None:
+    """`ready` needs a ticket behind bound launches, and puts none into a capture."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            with await p.empty(8) as b:
+                await p.prepare(fill, CONFIG)
+                bound = p.bind(fill, CONFIG, b, 1.0, 8)
+                for _ in range(BATCH):
+                    bound()
+                begin(p.stream)
+                with pytest.raises(greensched.InvalidRequest, match="capturing"):
+                    await p.ready()
+                end(p.stream)
+                await p.ready()
+
+    world.run(main)
+
+
+def test_nothing_is_ordered_behind_a_capture(world: World) -> None:
+    """Work on a buffer in use by a partition that is capturing is refused, and spoils nothing."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p, pool.partition(8) as q:
+            with await p.empty(8) as b:
+                await p.prepare(fill, CONFIG)
+                await q.prepare(fill, CONFIG)
+                bound = q.bind(fill, CONFIG, b, 2.0, 8)
+                stream = p.stream
+                with await Gate.closed(p):
+                    p.launch(fill, CONFIG, b, 1.0, 8)
+                    begin(stream)
+                    for use in (
+                        lambda: q.launch(fill, CONFIG, b, 2.0, 8),
+                        lambda: q.copy(b, np.ones(8, np.float32)),
+                        bound,
+                    ):
+                        with pytest.raises(greensched.InvalidRequest, match="capturing"):
+                            use()
+                    end(stream)
+                    job = q.launch(fill, CONFIG, b, 2.0, 8)
+                await job
+
+    world.run(main)
+
+
+def test_a_call_may_capture_while_others_go_on(world: World) -> None:
+    """Work on a buffer that a call has is not refused because that call is capturing."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p, pool.partition(8) as q:
+            with await p.empty(8) as b:
+                await p.prepare(fill, CONFIG)
+                await q.prepare(fill, CONFIG)
+                stream = p._open().lane.runs.stream
+                began: list[bool] = []
+
+                def capture(_: object) -> None:
+                    begin(stream)
+                    began.append(True)
+                    end(stream)
+                    begin(stream)  # left open: it is dropped
+
+                call = p.run(capture, b)
+                jobs = [p.launch(fill, CONFIG, b, 1.0, 8), q.launch(fill, CONFIG, b, 2.0, 8)]
+                await call
+                assert began
+                for job in jobs:
+                    await job
+
+    world.run(main)

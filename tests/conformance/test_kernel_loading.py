@@ -1,0 +1,203 @@
+"""A kernel's first use waits until nothing runs on its device, and holds up the driver meanwhile.
+
+Launches, copies and records of every stream wait for it then, on an H200. So threads make them: no
+loop ever stands still, whatever somebody else loads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+
+from greensched import Bound, Buffer, LaunchConfig, Partition, Pool
+from greensched.integrations.health import fault_of
+from greensched.kernels import fill, spin
+from greensched.typing import Feature
+from helpers.backend import World, standin_library
+from helpers.gate import Gate
+from helpers.waiting import still_waits, until
+
+IS_VERSIONED = False
+
+CONFIG = LaunchConfig(grid=1, block=64)
+ONE = LaunchConfig(grid=1, block=1)
+
+
+@pytest.fixture(autouse=True)
+def waits(world: World) -> None:
+    """A driver that loads code beside whatever runs has nothing to be held up by."""
+    if not world.is_simulated and standin_library() is not None:
+        pytest.skip("the stand-in loads code at once, whatever runs: nothing waits for it")
+
+
+async def begin_first_use(world: World, pool: Pool, p: Partition) -> None:
+    """A kernel nobody used yet is launched behind a gate, and is waited for by a thread."""
+    p.launch(spin, ONE, 1)
+    loader = pool.devices[0].loader
+    while world.kind != "virtual" and not loader.first_uses:
+        pass  # not a turn of the loop, in which an event would be recorded
+    await until(lambda: bool(loader.first_uses))
+    await anyio.sleep(0.005)  # and it is in the driver by now
+
+
+#: Ways to submit something, of which a driver makes calls that wait.
+WAYS: dict[str, Callable[[Partition, Bound, Buffer], Any]] = {
+    "launch": lambda p, _, x: p.launch(fill, CONFIG, x, 1.0, 64),
+    "bound launch": lambda p, bound, x: (bound(), p.ready())[1],
+    "bound launch with a job": lambda p, bound, x: bound.submit(),
+    "upload": lambda p, _, x: p.upload(np.ones(8)),
+    "download": lambda p, _, x: p.download(x),
+    "copy": lambda p, _, x: p.copy(x, np.ones(64, np.float32)),
+}
+
+
+#: What tickets are, by whether streams can write words.
+MARKS = ("words", "events")
+#: And the same behind another lease's work on the same buffer.
+BEHIND = [(way, "another", marks) for way in WAYS if "launch" in way for marks in MARKS]
+
+
+@pytest.mark.parametrize(
+    ("way", "beside", "marks"),
+    [*((way, "nobody", marks) for way in WAYS for marks in MARKS), *BEHIND],
+)
+def test_nothing_is_submitted_by_the_loop_meanwhile(
+    world: World, way: str, beside: str, marks: str
+) -> None:
+    """Whatever it is, behind whomever: a thread makes the calls, and it gets done."""
+    if marks == "events" and not world.is_simulated:
+        pytest.skip("tickets are events where streams cannot write words, and this driver's can")
+    lacks = {"without": [Feature.WRITE_VALUE]} if marks == "events" else {}
+
+    async def main() -> None:
+        async with (
+            world.pool(prepare=[fill], **lacks) as pool,
+            pool.partition(8) as p,
+            pool.partition(8) as q,
+            pool.partition(8) as r,
+        ):
+            with await q.empty(64) as x:
+                here = q.bind(fill, CONFIG, x, 1.0, 64)
+                await here.submit()
+                with await Gate.closed(p) as gate:
+                    if beside == "another":
+                        r.bind(fill, CONFIG, x, 1.0, 64)()
+                    await begin_first_use(world, pool, p)
+                    done = WAYS[way](q, here, x)
+                    assert not q._open().is_prompt()
+                    gate.open()
+                result = await done
+                if way == "upload":
+                    result.close()
+
+    world.run(main)
+
+
+@pytest.mark.runs_device_code
+def test_everything_can_be_submitted_meanwhile(world: World) -> None:
+    """To another lease, by the same loop, which goes on: it is done once the first use is."""
+
+    async def main() -> None:
+        async with (
+            world.pool(prepare=[fill]) as pool,
+            pool.partition(8) as p,
+            pool.partition(8) as q,
+        ):
+            with await q.empty(64) as x, await q.empty(64) as y:
+                bound = q.bind(fill, CONFIG, x, 1.0, 64)
+                await bound.submit()
+                with await Gate.closed(p) as gate:
+                    await begin_first_use(world, pool, p)
+                    bound.set(1, 2.0)
+                    bound()
+                    jobs: list[Any] = [
+                        q.launch(fill, CONFIG, y, 3.0, 64),
+                        q.copy(x, y),
+                        q.download(x),
+                        bound.submit(),
+                        q.download(x),
+                        q.upload(np.arange(8.0)),
+                        q.run(lambda: 4),
+                    ]
+                    await still_waits(jobs[-1])
+                    assert not any(job.is_done for job in jobs)
+                    gate.open()
+                got = [await job for job in jobs]
+                assert np.all(got[2] == 3.0)
+                assert np.all(got[4] == 2.0)
+                assert got[-1] == 4
+                with got[5] as uploaded:
+                    np.testing.assert_array_equal(await q.download(uploaded), np.arange(8.0))
+                await until(q._open().is_prompt)
+                q.launch(fill, CONFIG, y, 5.0, 64)
+                assert q._open().is_prompt(), "at once again"
+
+    world.run(main)
+
+
+def test_what_is_in_flight_is_awaited_meanwhile(world: World) -> None:
+    """Whoever sleeps until a job is done, no event being recorded, is woken all the same."""
+
+    async def main() -> None:
+        async with (
+            world.pool(prepare=[fill]) as pool,
+            pool.partition(8) as p,
+            pool.partition(8) as q,
+        ):
+            with await q.empty(64) as x, await Gate.closed(q) as mine, await Gate.closed(p) as gate:
+                job = q.launch(fill, CONFIG, x, 1.0, 64)
+                await begin_first_use(world, pool, p)
+                mine.open()
+                await job
+                assert pool.devices[0].loader.first_uses
+                gate.open()
+
+    world.run(main)
+
+
+def test_a_lease_ends_meanwhile(world: World) -> None:
+    """One whose calls may have left work on other streams is over once the first use is.
+
+    One that has done nothing goes back at once.
+    """
+
+    async def main() -> None:
+        async with world.pool(prepare=[fill]) as pool, pool.partition(8) as p:
+            began, over = anyio.Event(), anyio.Event()
+
+            async def calling() -> None:
+                async with pool.partition(8) as q:
+                    await q.run(lambda: None)
+                    await began.wait()
+                over.set()
+
+            async with anyio.create_task_group() as tasks:
+                with await Gate.closed(p) as gate:
+                    tasks.start_soon(calling)
+                    await until(lambda: pool.statistics().leases == 2)
+                    await begin_first_use(world, pool, p)
+                    began.set()
+                    await still_waits(over.wait())
+                    async with pool.partition(8) as r:
+                        assert r.sm_count == 8
+                    gate.open()
+                await over.wait()
+
+    world.run(main)
+
+
+def test_a_pool_is_well_meanwhile(world: World) -> None:
+    """Its health is told without asking the driver what would wait."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            with await Gate.closed(p) as gate:
+                await begin_first_use(world, pool, p)
+                assert fault_of(pool) is None
+                gate.open()
+
+    world.run(main)

@@ -1,0 +1,254 @@
+"""What users keep with a partition's SMs: made once, on the lane's thread, and closed with it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from functools import partial
+
+import anyio
+import pytest
+
+import greensched
+from greensched import ALL, Pool
+from greensched.execution import local_storage
+from helpers.backend import World
+from helpers.waiting import until
+
+IS_VERSIONED = False
+
+
+class Things:
+    """Makes things, and notes where each was made and closed: on which thread, in which context."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.driver = pool.devices[0].driver
+        self.made: list[tuple[int, object]] = []
+        self.closed: list[Thing] = []
+        self.where_closed: set[tuple[int, object]] = set()
+
+    def here(self) -> tuple[int, object]:
+        return threading.get_ident(), self.driver.current()
+
+    def make(self) -> Thing:
+        return Thing(self)
+
+    def make_another(self) -> Thing:
+        return Thing(self)
+
+
+class Thing:
+    def __init__(self, things: Things) -> None:
+        self.things = things
+        things.made.append(things.here())
+
+    def close(self) -> None:
+        self.things.closed.append(self)
+        self.things.where_closed.add(self.things.here())
+
+
+def test_it_is_made_once_for_the_same_sms(world: World) -> None:
+    """Every lease of the same SMs has the same thing, however often it asks; it is made once."""
+
+    async def main() -> None:
+        async with world.pool() as pool:
+            things, seen = Things(pool), set()
+            for _ in range(3):
+                async with pool.partition(ALL) as p:
+                    seen.update([await p.local(things.make), await p.local(things.make)])
+            assert len(seen) == len(things.made) == 1
+
+    world.run(main)
+
+
+def test_other_sms_and_other_functions_have_their_own(world: World) -> None:
+    """Two partitions share nothing, nor do two functions given to one."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partitions(8, 8) as (a, b):
+            things = Things(pool)
+            mine = [await p.local(f) for p in (a, b) for f in (things.make, things.make_another)]
+            assert len(set(mine)) == 4
+
+    world.run(main)
+
+
+def test_it_is_made_and_closed_on_the_lanes_thread(world: World) -> None:
+    """Where calls of the partition run, with its SMs current; closed with the pool, newest first.
+
+    While the lane lives nothing is closed.
+    """
+
+    async def main() -> None:
+        async with world.pool() as pool:
+            things = Things(pool)
+            async with pool.partition(16) as p:
+                called = await p.run(things.here)
+                assert called[1] == p.context.handle
+                first, second = await p.local(things.make), await p.local(things.make_another)
+            assert not things.closed
+        assert things.made == [called, called]
+        assert things.closed == [second, first]
+        assert things.where_closed == {called}
+
+    world.run(main)
+
+
+def test_two_tasks_ask_at_once(world: World) -> None:
+    """Whoever asks while it is being made gets the same one."""
+    seen = set()
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            things = Things(pool)
+
+            async def ask() -> None:
+                seen.add(await p.local(things.make))
+
+            async with anyio.create_task_group() as tasks:
+                for _ in range(5):
+                    tasks.start_soon(ask)
+        assert len(seen) == len(things.made) == 1
+
+    world.run(main)
+
+
+def test_it_is_given_at_once_the_second_time(world: World) -> None:
+    """What is made needs no thread and no wait: the job is done when it is returned."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            things = Things(pool)
+            made = await p.local(things.make)
+            job = p.local(things.make)
+            assert job.is_done
+            assert job.result() is made
+            assert await job is made
+
+    world.run(main)
+
+
+def test_a_factory_that_fails_keeps_nothing(world: World) -> None:
+    """Its error is raised where it is awaited; what was made before stays; the next call tries."""
+    tries: list[int] = []
+
+    def make() -> str:
+        tries.append(len(tries))
+        if len(tries) < 3:
+            raise LookupError(str(len(tries)))
+        return "made"
+
+    async def main() -> None:
+        async with world.pool() as pool:
+            things = Things(pool)
+            async with pool.partition(ALL) as p:
+                kept = await p.local(things.make)
+                with pytest.raises(LookupError, match="1"):
+                    await p.local(make)
+                with pytest.raises(LookupError, match="2"):
+                    await p.local(make)
+            async with pool.partition(ALL) as p:
+                assert await p.local(make) == "made"
+                assert await p.local(things.make) is kept
+        assert things.closed == [kept]
+
+    world.run(main)
+
+
+def test_a_failure_nobody_saw_is_raised_at_the_end(world: World) -> None:
+    """Of a factory as of any job."""
+
+    async def main() -> None:
+        async with world.pool() as pool:
+            with pytest.raises(ZeroDivisionError):
+                async with pool.partition(8) as p:
+                    p.local(lambda: 1 / 0)
+
+    world.run(main)
+
+
+@pytest.mark.real_time(why="a running call waits for the loop")
+def test_a_cancellation_leaves_it_made(world: World) -> None:
+    """Who waits is free at once; the factory runs to its end, and the next one has its value."""
+    began, may_return = threading.Event(), threading.Event()
+    made: list[object] = []
+
+    def make() -> object:
+        began.set()
+        assert may_return.wait(10)
+        made.append(object())
+        return made[-1]
+
+    async def main() -> None:
+        async with world.pool() as pool:
+            async with anyio.create_task_group() as tasks:
+
+                async def use() -> None:
+                    async with pool.partition(ALL) as p:
+                        await p.local(make)
+
+                tasks.start_soon(use)
+                await until(began.is_set)
+                tasks.cancel_scope.cancel()
+            assert not made
+            may_return.set()
+            async with pool.partition(ALL) as p:
+                assert await p.local(make) is made[0]
+        assert len(made) == 1
+
+    world.run(main)
+
+
+def test_nonsense_is_refused(world: World) -> None:
+    """What is no function, is to be awaited, or cannot be told apart, is refused at the call."""
+
+    class Unhashable:
+        __hash__ = None  # type: ignore[assignment]  # as of a list
+
+        def __call__(self) -> None: ...
+
+    async def coroutine() -> None: ...
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            for wrong in (None, 3, "make", coroutine, Unhashable()):
+                with pytest.raises(greensched.InvalidRequest):
+                    p.local(wrong)  # type: ignore[arg-type]  # it is wrong
+        with pytest.raises(greensched.PartitionClosed):
+            p.local(object)
+
+    world.run(main)
+
+
+def test_a_new_function_each_time_is_told(world: World) -> None:
+    """Beyond 64 things nothing more is made: somebody gives a new function each time."""
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            for number in range(local_storage.MOST):
+                assert await p.local(partial(int, number)) == number
+            with pytest.raises(greensched.InvalidRequest, match="the same one each time"):
+                await p.local(partial(int, -1))
+
+    world.run(main)
+
+
+def test_a_close_that_fails_is_logged(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    """The others are closed all the same, and so is the pool."""
+
+    class Stubborn:
+        def close(self) -> None:
+            raise OSError("stuck")
+
+    async def main() -> None:
+        async with world.pool() as pool, pool.partition(8) as p:
+            things = Things(pool)
+            await p.local(things.make)
+            await p.local(Stubborn)
+            await p.local(object)  # which has no close
+        assert len(things.closed) == 1
+
+    with caplog.at_level(logging.ERROR, "greensched"):
+        world.run(main)
+    assert "stuck" in caplog.text
+    caplog.clear()

@@ -1,0 +1,149 @@
+"""Copies between devices of a pool: straight where the hardware can, else through the host."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import anyio
+import numpy as np
+import pytest
+
+import greensched
+from greensched import Partition, Pool, WouldBlock, WrongDevice
+from greensched.device.staging import CHUNK
+from greensched.device.staging_ring import SLOT
+from helpers.backend import World
+from helpers.gate import Gate
+from helpers.waiting import still_waits
+
+IS_VERSIONED = False
+
+#: Two devices with a way between them, and two kinds of pair without one.
+PAIRS = ("h20x2", "h20x2@12.5", "h20x2@13.0", "rtx4090x2", "h200+l40s")
+RNG = np.random.default_rng(11)
+ONES = np.ones(CHUNK // 4 + 100, np.float32)
+
+pytestmark = pytest.mark.parametrize("pair", PAIRS)
+
+
+def two(world: World, pair: str) -> Pool:
+    """A pool over two devices; skipped where another test says the same."""
+    if "@" in pair and (world.kind, world.backend) != ("real", "asyncio"):
+        pytest.skip("older drivers copy alike on every loop: they are tried on asyncio's")
+    if not world.is_simulated and pair != PAIRS[0]:
+        pytest.skip("only simulated machines have devices of each kind: this one's are tried once")
+    return world.pair(pair)
+
+
+@asynccontextmanager
+async def both(world: World, pair: str) -> AsyncIterator[tuple[Partition, Partition]]:
+    """A partition of each of the two devices."""
+    async with two(world, pair) as pool:
+        async with pool.partition(8, device=0) as p, pool.partition(8, device=1) as q:
+            yield p, q
+
+
+@pytest.mark.parametrize("size", [0, 3, SLOT, SLOT + 1, CHUNK, 2 * CHUNK + SLOT + 1])
+def test_what_is_copied_to_another_device_and_back_arrives(
+    world: World, pair: str, size: int
+) -> None:
+    """Whatever its size, an array goes to the other device and comes back by either's partition."""
+    array = RNG.integers(0, 256, size, np.uint8)
+
+    async def main() -> None:
+        async with both(world, pair) as (p, q):
+            buffers = [await p.upload(array), await q.empty_like(array), await q.empty_like(array)]
+            with buffers[0] as here, buffers[1] as there, buffers[2] as also:
+                await p.copy(there, here)
+                await q.copy(also, here)
+                await p.copy(here, np.zeros_like(array))
+                np.testing.assert_array_equal(await q.download(there), array)
+                np.testing.assert_array_equal(await q.download(also), array)
+                await q.copy(here, there)
+                np.testing.assert_array_equal(await p.download(here), array)
+                await p.copy(here, np.zeros_like(array))
+                await p.copy(here, also)
+                np.testing.assert_array_equal(await p.download(here), array)
+
+    world.run(main)
+
+
+@pytest.mark.parametrize("value", [np.ones(8, np.float32), ONES], ids=["small", "large"])
+def test_a_copy_waits_for_the_writer_on_the_other_device(
+    world: World, pair: str, value: np.ndarray
+) -> None:
+    """It takes what was written before it was submitted, however late, and not what comes later."""
+
+    async def main() -> None:
+        async with both(world, pair) as (p, q):
+            with await p.upload(value * 0) as here, await q.upload(value * 0) as there:
+                await p.copy(here, there)  # so that it is known whether there is a way
+                with await Gate.closed(q) as gate:
+                    q.copy(there, value)
+                    copied = p.copy(here, there)
+                    q.copy(there, value * 2)
+                    await still_waits(copied)
+                    gate.open()
+                np.testing.assert_array_equal(await p.download(here), value)
+                np.testing.assert_array_equal(await q.download(there), value * 2)
+
+    world.run(main)
+
+
+def test_the_other_device_waits_for_a_copy(world: World, pair: str) -> None:
+    """Who reads or writes the buffer on its own device comes behind what was copied into it."""
+
+    async def main() -> None:
+        async with both(world, pair) as (p, q):
+            with await p.upload(ONES) as here, await q.upload(ONES * 0) as there:
+                await p.copy(here, here)
+                with await Gate.closed(p) as gate:
+                    p.copy(there, here)
+                    read = q.download(there)
+                    with pytest.raises(WouldBlock):
+                        _ = there.__cuda_array_interface__
+                    await still_waits(read)
+                    gate.open()
+                np.testing.assert_array_equal(await read, ONES)
+
+    world.run(main)
+
+
+def test_devices_copy_in_both_directions_at_once(world: World, pair: str) -> None:
+    """Several lanes of two devices upload, copy across and download at the same time."""
+
+    async def there_and_back(pool: Pool, number: int) -> None:
+        array = ONES + number
+        async with pool.partition(8, device=number % 2) as p:
+            async with pool.partition(8, device=1 - number % 2) as q:
+                with await p.upload(array) as mine, await q.empty_like(array) as theirs:
+                    await p.copy(theirs, mine)
+                    with await q.upload(array * 0) as other:
+                        await q.copy(other, theirs)
+                        await q.copy(mine, other)
+                    np.testing.assert_array_equal(await p.download(mine), array)
+
+    async def main() -> None:
+        async with two(world, pair) as pool, anyio.create_task_group() as tasks:
+            for number in range(6):
+                tasks.start_soon(there_and_back, pool, number)
+
+    world.run(main)
+
+
+def test_neither_of_this_device_is_refused(world: World, pair: str) -> None:
+    """A partition copies nothing for two buffers elsewhere, and nothing of another shape."""
+
+    async def main() -> None:
+        async with both(world, pair) as (p, q):
+            with await q.empty(8) as a, await q.empty(8) as b, await p.empty(9) as mine:
+                with pytest.raises(WrongDevice, match="device 1, and this is device 0"):
+                    p.copy(a, b)
+                with pytest.raises(greensched.InvalidArray, match="does not fit"):
+                    p.copy(mine, b)
+                b.close()
+                with pytest.raises(greensched.BufferClosed):
+                    p.copy(mine, b)
+
+    world.run(main)

@@ -1,0 +1,67 @@
+"""What a cut would give, said before it is made, is what it gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import greensched
+from greensched import ALL, REST
+from helpers.backend import World
+
+REQUESTS: list[tuple[Any, ...]] = [(1,), (16, 16, REST), (16, 16), ((8, 64), 8), (ALL,), (REST,)]
+
+
+@pytest.mark.parametrize("sizes", REQUESTS)
+@pytest.mark.parametrize("granularity", ["coscheduled", "fine"])
+def test_a_plan_is_what_is_granted(world: World, sizes: tuple[Any, ...], granularity: Any) -> None:
+    """On a free device a joint request gets just what the plan said, and the plan took nothing."""
+
+    async def main() -> None:
+        async with world.pool(granularity=granularity) as pool:
+            (plan,) = pool.plan(*sizes)
+            assert plan.is_possible
+            assert pool.statistics().sms_free == plan.sms == plan.left + sum(plan.granted)
+            assert pool.statistics().requested == 0
+            async with pool.partitions(*sizes) as parts:
+                assert tuple(p.sm_count for p in parts) == plan.granted
+                assert pool.plan(*sizes) == (plan,)  # whoever has leases now
+
+    world.run(main)
+
+
+def test_what_is_impossible_says_why(world: World) -> None:
+    """Nothing is granted, the reason is a sentence, and what is nearest is possible."""
+
+    async def main() -> None:
+        async with world.pool() as pool:
+            total = pool.statistics().sms_total
+            for sizes in ((total, 16), (total + 1,), (total, REST), (1,) * (total + 1)):
+                (plan,) = pool.plan(*sizes)
+                assert not plan.is_possible
+                assert plan.granted == ()
+                assert "impossible" in str(plan)
+                assert plan.why in str(plan)
+                assert plan.nearest
+                assert all(again.is_possible for again in pool.plan(*plan.nearest))
+                with pytest.raises(greensched.InvalidRequest):
+                    async with pool.partitions(*sizes):
+                        pass
+
+    world.run(main)
+
+
+def test_a_plan_refuses_what_is_no_size(world: World) -> None:
+    """Sizes are checked as those of a request are, and a pool that is not open has no plan."""
+    pool = world.pool()
+    with pytest.raises(greensched.PoolClosed, match="not open"):
+        pool.plan(16)
+
+    async def main() -> None:
+        async with pool:
+            for sizes in ((), (0,), ("16",), (ALL, 8), (REST, REST)):
+                with pytest.raises(greensched.InvalidRequest):
+                    pool.plan(*sizes)  # type: ignore[arg-type]
+
+    world.run(main)

@@ -1,0 +1,103 @@
+"""A thread's whole stack of contexts, under programs of our own blocks, pushes, pops and sets."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+
+from greensched import Context, ContextOptions, Device, InvalidRequest, SMResourceOptions
+from greensched.device.thread_state import here
+from greensched.driver import simulated
+from greensched.driver.interface import Driver
+
+PROGRAMS, DEEP = 300, 5
+
+
+class Planned(Exception):
+    pass
+
+
+@pytest.fixture
+def contexts() -> Iterator[list[Context]]:
+    """Of each of two devices the primary, one of its own, and a green one."""
+    driver = simulated.open("h200x2")
+    devices = [Device(number, driver=driver) for number in range(2)]
+    groups = [device.resources.sm.split(SMResourceOptions(count=8))[0] for device in devices]
+    made = [Context.create(device) for device in devices]
+    made += [
+        device.create_context(ContextOptions(resources=group))
+        for device, group in zip(devices, groups, strict=True)
+    ]
+    yield [device.primary for device in devices] + made
+    for child in (*made, *devices, driver):
+        child.close()
+
+
+class Program:
+    """Random calls, and beside them the stack as it has to be, its top last."""
+
+    def __init__(self, seed: int, contexts: list[Context]) -> None:
+        self.rng = random.Random(seed)
+        self.contexts = contexts
+        self.driver: Driver = contexts[0].driver
+        self.stack: list[Context] = []
+
+    def run(self) -> None:
+        self.body(0, 0)
+        while self.stack:
+            self.stack.pop().pop()
+        assert self.driver.current() is None
+
+    def body(self, depth: int, floor: int) -> None:
+        for _ in range(self.rng.randrange(1, 8)):
+            context, what = self.rng.choice(self.contexts), self.rng.random()
+            if what < 0.35 and depth < DEEP:
+                with suppress(Planned):
+                    self.block(context, depth)
+            elif what < 0.5:
+                context.set_current()
+                self.stack[-1:] = [context]
+            elif what < 0.65:
+                context.push()
+                self.stack.append(context)
+            elif what < 0.85:
+                self.pop(context, floor)
+            elif context in self.stack:
+                with pytest.raises(InvalidRequest):
+                    context.close()
+            top = self.stack[-1] if self.stack else None
+            assert Context.current(self.driver) is top
+
+    def block(self, context: Context, depth: int) -> None:
+        before = list(self.stack)
+        try:
+            with context:
+                self.stack[-1:] = [context]
+                self.body(depth + 1, len(self.stack))
+                if self.rng.random() < 0.1:
+                    raise Planned
+        finally:
+            self.stack = before
+
+    def pop(self, context: Context, floor: int) -> None:
+        """Only what is on top, and not in the place of the block around it."""
+        if len(self.stack) > floor and context is self.stack[-1]:
+            context.pop()
+            self.stack.pop()
+        else:
+            with pytest.raises(InvalidRequest):
+                context.pop()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_stack_is_what_its_calls_say(contexts: list[Context], seed: int) -> None:
+    """A block leaves all of it as it was, what is on it cannot be closed, and no turn stays."""
+    for number in range(PROGRAMS):
+        Program(seed * PROGRAMS + number, contexts).run()
+        assert not here.standing
+        assert not here.blocks
+        assert not any(context.inside for context in contexts)
+        assert all(context.turn is None or context.turn._holder is None for context in contexts)

@@ -1,0 +1,144 @@
+"""Isolation, judged by the stand-in driver's own trace: no two partitions on one SM at one time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import greensched
+from driver_cuda.conftest import Standin
+from greensched import ContextOptions, Device, LaunchConfig, Pool, SMResourceOptions, launch
+from greensched.kernels import smids, spin
+
+LEASES = 10_000
+WORKERS = 14
+SIZES = (1, 8, 8, 8, 16, 16, 16, 24, 32, (8, 48))
+#: Long enough that a host with other work to do keeps the SMs busy all the same.
+KERNEL_US = 4000.0
+SEED = 20261120
+ONE = LaunchConfig(grid=1, block=1)
+
+pytestmark = pytest.mark.standin
+
+
+def kernels_in(trace: Path) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in trace.read_text().splitlines()]
+    return [row | {"mask": int(row["sms"], 16)} for row in rows if row["op"] == "kernel"]
+
+
+def overlaps(kernels: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Pairs of kernels of different green contexts on a common SM at the same time."""
+    found, running = [], []
+    for kernel in sorted(kernels, key=lambda k: k["start"]):
+        running = [r for r in running if r["end"] > kernel["start"]]
+        found += [
+            (r, kernel)
+            for r in running
+            if r["mask"] & kernel["mask"] and r["green"] != kernel["green"]
+        ]
+        running.append(kernel)
+    return found
+
+
+def most_at_once(kernels: list[dict[str, Any]]) -> int:
+    """The most green contexts that had a kernel running at the same time."""
+    ends: list[tuple[int, int, int]] = []
+    for kernel in kernels:
+        ends += [(kernel["start"], 1, kernel["green"]), (kernel["end"], -1, kernel["green"])]
+    here: Counter[int] = Counter()
+    most = 0
+    for _, step, green in sorted(ends):
+        here[green] += step
+        most = max(most, len(+here))
+    return most
+
+
+def test_ten_thousand_random_leases_never_share_an_sm(
+    standin: Standin, tmp_path: Path, record_property: Any
+) -> None:
+    """Over 10,000 random leases, a third of them cancelled, no SM has two partitions at once."""
+    trace = tmp_path / "trace.jsonl"
+    rng = random.Random(SEED)
+    counts: Counter[str] = Counter()
+
+    async def lease(pool: Pool) -> None:
+        """One lease, and what happens to it; a third is cancelled with a kernel running."""
+        async with pool.partition(rng.choice(SIZES)) as p:
+            jobs = [p.launch(spin, ONE, 1) for _ in range(rng.choice((1, 1, 2)))]
+            counts["leases"] += 1
+            if rng.random() < 0.4:
+                if not jobs[-1].is_done:
+                    counts["cancelled with a kernel running"] += 1
+                task = asyncio.current_task()
+                assert task is not None
+                task.cancel()
+            await jobs[-1]
+
+    async def worker(pool: Pool) -> None:
+        while counts["leases"] < LEASES:
+            task = asyncio.create_task(lease(pool))
+            await asyncio.wait([task])
+            if not task.cancelled():
+                task.result()
+
+    async def main() -> None:
+        async with Pool(driver="cuda") as pool:
+            standin.trace(trace)
+            await asyncio.gather(*(worker(pool) for _ in range(WORKERS)))
+            async with pool.partition(greensched.ALL):
+                standin.trace(None)
+            s = pool.statistics()
+            assert (s.sms_free, s.waiting, s.leases) == (s.sms_total, 0, 0)
+
+    standin.set("kernel_us", KERNEL_US)
+    asyncio.run(main())
+    kernels = kernels_in(trace)
+    assert not overlaps(kernels)
+    assert standin.overlaps() == 0
+    span = max(k["end"] for k in kernels) - min(k["start"] for k in kernels)
+    busy = sum((k["end"] - k["start"]) * k["nsm"] for k in kernels) / (span * 132)
+    at_once = most_at_once(kernels)
+    cancelled = counts["cancelled with a kernel running"]
+    print(
+        f"{counts['leases']} leases (seed {SEED}), {cancelled} cancelled with a kernel running, "
+        f"{len(kernels)} kernels, at most {at_once} partitions at once, SMs busy {busy:.0%}, "
+        "0 overlaps"
+    )
+    assert counts["leases"] >= LEASES
+    assert cancelled >= 0.3 * counts["leases"]
+    assert at_once >= 8
+    assert busy >= 0.5
+
+
+def test_an_overlap_made_on_purpose_is_caught(standin: Standin, tmp_path: Path) -> None:
+    """Two contexts of two independent splits share SMs, and both accounts see it."""
+    trace = tmp_path / "trace.jsonl"
+    device = Device(0, driver="cuda")
+    contexts = [
+        device.create_context(
+            ContextOptions(resources=device.resources.sm.split(SMResourceOptions(count=8))[0])
+        )
+        for _ in range(2)
+    ]
+    streams = [context.create_stream() for context in contexts]
+    standin.set("kernel_us", KERNEL_US)
+    before = standin.overlaps()
+    standin.trace(trace)
+    for stream in streams:
+        launch(stream, ONE, spin, 1)
+    for stream in streams:
+        stream.sync()
+    standin.trace(None)
+    caught = standin.overlaps() - before
+    standin.clear()
+    assert caught >= 1
+    assert overlaps(kernels_in(trace))
+    for thing in (*streams, *contexts, device):
+        thing.close()
+    assert smids.name  # the kernel that proves the same on a GPU: pool.verify()

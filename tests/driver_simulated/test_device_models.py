@@ -1,0 +1,133 @@
+"""Simulated machines by name, and what their devices say of themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from greensched import driver
+from greensched.driver import simulated
+from greensched.driver.simulated import PRESETS, VERSIONS
+from greensched.driver.simulated.device_models import even, parse
+from greensched.errors import CUDAError, InvalidRequest
+
+from .machine import Machine
+
+#: Vendors' data sheets: SMs, compute capability, threads on an SM at once.
+KNOWN = {
+    "h200": (132, (9, 0), 2048),
+    "h100": (132, (9, 0), 2048),
+    "h20": (78, (9, 0), 2048),
+    "gh200": (132, (9, 0), 2048),
+    "a100": (108, (8, 0), 2048),
+    "l40s": (142, (8, 9), 1536),
+    "b200": (148, (10, 0), 2048),
+    "rtx4090": (128, (8, 9), 1536),
+    "rtx5090": (170, (12, 0), 1536),
+    "rtxpro6000": (188, (12, 0), 1536),
+    "t4": (40, (7, 5), 1024),
+}
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_a_preset_is_the_device_it_is_named_after(name: str) -> None:
+    """Every preset has the SMs and the compute capability of its device, in whole TPCs."""
+    sms, capability, threads = KNOWN[name]
+    model = PRESETS[name]
+    facts = model.facts(3)
+    assert (facts.sm_count, facts.compute_capability, facts.ordinal) == (sms, capability, 3)
+    assert facts.arch == f"sm_{capability[0]}{capability[1]}"
+    assert all(gpc % 2 == 0 and gpc > 0 for gpc in model.gpcs)
+    assert facts.memory_bytes == model.memory_bytes > 2**30
+    assert facts.max_threads_per_sm == threads
+
+
+def test_presets_say_which_they_are() -> None:
+    """No two devices of a machine have the same uuid, and their names say they are simulated."""
+    facts = [PRESETS["h200"].facts(i) for i in range(2)]
+    assert facts[0].uuid != facts[1].uuid
+    assert all("Simulated" in each.name for each in facts)
+
+
+@pytest.mark.parametrize(("sms", "gpcs"), [(142, 12), (108, 7), (128, 11), (40, 5), (2, 1)])
+def test_an_even_layout_is_even(sms: int, gpcs: int) -> None:
+    """All SMs in whole TPCs, no GPC with more than one TPC more than another."""
+    layout = even(sms, gpcs)
+    assert (sum(layout), len(layout)) == (sms, gpcs)
+    assert max(layout) - min(layout) in (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("spec", "names", "version"),
+    [
+        ("h200", ["H200"], VERSIONS[-1]),
+        ("H200 ", ["H200"], VERSIONS[-1]),
+        ("h200x2+l40s", ["H200", "H200", "L40S"], VERSIONS[-1]),
+        ("rtx4090", ["RTX 4090"], VERSIONS[-1]),
+        ("rtx4090x3", ["RTX 4090"] * 3, VERSIONS[-1]),
+        ("h100@13.0", ["H100 SXM"], (13, 0)),
+        ("a100 + t4@12.4", ["A100 SXM", "T4"], (12, 4)),
+        ("h200x10@13.4", ["H200"] * 10, (13, 4)),
+    ],
+)
+def test_a_machine_by_its_name(spec: str, names: list[str], version: tuple[int, int]) -> None:
+    """Devices, how many of each, and the version of the driver are read as written."""
+    models, found = parse(spec)
+    assert ([model.name for model in models], found) == (names, version)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("", "is no simulated device"),
+        ("h300", "no simulated device 'h300': there is h200"),
+        ("h200x0", "no simulated device"),
+        ("h200x", "no simulated device"),
+        ("h200x-1", "no simulated device"),
+        ("h200+", "no simulated device"),
+        ("rtx", "no simulated device"),
+        ("@13.0", "is no simulated device"),
+        ("h200@", "is no simulated device"),
+        ("h200@13", "is no simulated device"),
+        ("h200@13.0@13.1", "is no simulated device"),
+        ("h200@11.8", r"no simulated CUDA 11\.8: there is 12\.4"),
+    ],
+)
+def test_a_name_that_is_none_is_refused(spec: str, message: str) -> None:
+    """The refusal says what there is."""
+    with pytest.raises(InvalidRequest, match=message):
+        parse(spec)
+
+
+def test_the_one_door_opens_simulated_machines() -> None:
+    """`driver.open` takes the same names; every simulated machine is its own."""
+    opened = driver.open("simulated:h200x2@13.0")
+    opened.initialise()
+    assert (opened.name, opened.version, opened.device_count()) == ("simulated", (13, 0), 2)
+    assert driver.open("simulated:h200") is not driver.open("simulated:h200")
+    assert driver.open(opened) is opened
+    opened.close()
+
+
+def test_a_machine_of_ones_own_models() -> None:
+    """`open` takes models too, also such as nobody sells."""
+    tiny = replace(PRESETS["t4"], name="tiny", gpcs=(4, 2))
+    opened = simulated.open([tiny, PRESETS["h200"]])
+    opened.initialise()
+    assert [opened.device_facts(i).sm_count for i in range(2)] == [6, 132]
+    opened.close()
+
+
+def test_device_facts(make: Callable[..., Machine]) -> None:
+    """Facts are answered for every device there is, and for no other."""
+    machine = make("h200+l40s")
+    assert machine.driver.device_facts(1).name == "Simulated L40S"
+    for ordinal in (-1, 2):
+        with pytest.raises(CUDAError, match="INVALID_DEVICE"):
+            machine.driver.device_facts(ordinal)
+        with pytest.raises(CUDAError, match="INVALID_DEVICE"):
+            machine.driver.retain_primary(ordinal)
+        with pytest.raises(CUDAError, match="INVALID_DEVICE"):
+            machine.driver.device_resource(ordinal)

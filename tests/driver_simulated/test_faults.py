@@ -1,0 +1,382 @@
+"""Fault scripts, and what a device fault does to everything else."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from greensched.driver.blocking import VERBS, Blocks
+from greensched.driver.simulated import Crash, Fail, Hang, Slow
+from greensched.driver.simulated.faults import BOUND, Script
+from greensched.errors import CUDAError, DeviceFault, InvalidRequest, OutOfMemory
+from greensched.typing import CaptureMode, Cost, LaunchFacts
+
+from .machine import LAUNCH_NS, Machine, on_thread
+from .test_streams import SEM_POST, Semaphore
+
+Make = Callable[..., Machine]
+
+
+# -- scripts ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", sorted(set(VERBS) - {"initialise", "retain_primary", "set_current"})
+)
+def test_every_verb_can_fail(machine: Machine, name: str) -> None:
+    """The call that shall fail answers its status, does nothing, and the next one is itself."""
+    driver = machine.driver
+    before = driver.live()
+    nth = driver.script.calls[name] + 1
+    driver.script.add(Fail(name, nth, "NOT_PERMITTED"))
+    with pytest.raises(CUDAError, match="NOT_PERMITTED") as caught:
+        getattr(driver, name)()
+    assert caught.value.call == name
+    assert driver.live() == before
+    try:
+        getattr(driver, name)()
+    except Exception as error:
+        assert "NOT_PERMITTED" not in str(error)  # noqa: PT017  it may pass, too
+
+
+@pytest.mark.parametrize("name", BOUND)
+def test_bound_calls_can_fail(machine: Machine, name: str) -> None:
+    """So can the calls of what `bind_launch` and `bind_mark` return."""
+    driver = machine.driver
+    driver.script.add(Fail(name, 2, "OUT_OF_MEMORY"))
+    stream, word = machine.stream(), machine.word()
+    kernel = machine.kernel()
+    mark = driver.bind_mark(stream, word.address)
+    calls = {"mark": lambda: mark(1), "launch": lambda: machine.launch(stream, kernel)}
+    calls[name]()
+    machine.finish()
+    spans, value = len(machine.spans), word.value
+    with pytest.raises(OutOfMemory):
+        calls[name]()
+    machine.finish()
+    assert (len(machine.spans), word.value) == (spans, value)
+    calls[name]()
+
+
+def test_a_verb_can_fail_for_a_while(make: Make) -> None:
+    """From the nth call up to the last one, and no longer."""
+    machine = make(faults=[Fail("create_event", nth=2, status="OUT_OF_MEMORY", last=4)])
+    outcomes = []
+    for _ in range(6):
+        try:
+            machine.event()
+            outcomes.append(True)
+        except OutOfMemory:
+            outcomes.append(False)
+    assert outcomes == [True, False, False, False, True, True]
+
+
+def test_a_slow_verb_takes_longer(make: Make) -> None:
+    """It lasts so much longer on the driver's clock, each time, and then does what it does."""
+    machine = make(faults=[Slow("allocate_host", 2.5), Slow("synchronize_stream", 0.5)])
+
+    def body() -> None:
+        before = machine.driver.time()
+        machine.pinned()
+        assert machine.driver.time() - before == pytest.approx(2.5)
+        machine.driver.synchronize_stream(machine.stream())
+        assert machine.driver.time() - before == pytest.approx(3.0)
+
+    machine.inside(body)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        lambda: Fail("cuInit"),
+        lambda: Fail("initialise", status="BROKEN"),
+        lambda: Slow("cuInit", 1.0),
+        lambda: Crash("k", status="BROKEN"),
+        lambda: Crash("k", status="OUT_OF_MEMORY"),
+        *(
+            lambda name=name: Slow(name, 1.0)  # type: ignore[misc]
+            for name, mark in VERBS.items()
+            if mark.blocks is Blocks.NEVER
+        ),
+    ],
+)
+def test_a_script_that_makes_no_sense_is_refused(fault: Callable[[], object]) -> None:
+    """Unknown verbs and statuses, slow verbs that never block, crashes that are no fault."""
+    with pytest.raises(InvalidRequest):
+        fault()
+
+
+def test_scripts_count_from_many_threads() -> None:
+    """Each call has a number of its own: the nth fails, whoever makes it, and no other."""
+    script = Script([Fail("mark", nth) for nth in range(1, 400, 2)])
+
+    def count() -> int:
+        return sum(script.call("mark")[0] is not None for _ in range(100))
+
+    def several() -> int:
+        with ThreadPoolExecutor(4) as executor:
+            return sum(future.result() for future in [executor.submit(count) for _ in range(4)])
+
+    assert on_thread(several) == 200
+    assert script.calls["mark"] == 400
+
+
+# -- kernels that go wrong ----------------------------------------------------------------------
+
+
+def test_a_hung_kernel_never_ends(make: Make) -> None:
+    """The nth start of a kernel keeps its room for ever; other streams go on in what is left."""
+    machine = make(faults=[Hang("k", nth=2)])
+    one, two = machine.greens(2)
+    stream, beside, elsewhere = machine.stream(one), machine.stream(one), machine.stream(two)
+    kernel = machine.kernel("k", cost=Cost(sm_ns=16_000))
+
+    def body() -> None:
+        machine.launch(stream, kernel)
+        machine.driver.synchronize_stream(stream)
+        machine.launch(stream, kernel, blocks=128)  # half of the room
+        machine.run(beside, "beside", sm_ns=16_000)
+        machine.run(elsewhere, "elsewhere", sm_ns=16_000)
+        for each in (beside, elsewhere):
+            machine.driver.synchronize_stream(each)
+        machine.driver.clock.sleep(10**12)
+        assert not machine.driver.query_stream(stream)
+        assert not machine.driver.query_event(recorded(machine, stream))
+
+    machine.inside(body)
+    took = {name: end - start for name, (start, end) in machine.times().items()}
+    assert took == {"k": 1_000, "beside": 2_000, "elsewhere": 1_000}
+
+
+def recorded(machine: Machine, stream: Any) -> Any:
+    event = machine.event(stream.context.green)
+    machine.driver.record_event(event, stream)
+    return event
+
+
+def everything(machine: Machine) -> dict[str, Callable[[], object]]:
+    """Calls that reach device 0, prepared while it was well."""
+    driver = machine.driver
+    green = machine.green()
+    stream, event, word = machine.stream(green), machine.event(green), machine.word()
+    timed = [machine.event(timing=True) for _ in range(2)]
+    address, memory = machine.device_memory(64, stream), machine.pinned(64)
+    mark, kernel = driver.bind_mark(stream, word.address), machine.kernel("fine")
+    pool, victim = machine.pool, machine.event()
+    doomed, spare, spare_pool = machine.stream(), machine.pinned(), driver.create_memory_pool(0)
+    descriptor = driver.describe(machine.cells()[:1])
+    return {
+        "retain_primary": lambda: driver.retain_primary(0),
+        "synchronize_context": lambda: driver.synchronize_context(machine.primary),
+        "priority_range": driver.priority_range,
+        "create_green": lambda: driver.create_green(descriptor, 0),
+        "record_green": lambda: driver.record_green(green, event),
+        "create_stream": lambda: driver.create_stream(green),
+        "destroy_stream": lambda: driver.destroy_stream(doomed),
+        "query_stream": lambda: driver.query_stream(stream),
+        "synchronize_stream": lambda: driver.synchronize_stream(stream),
+        "wait_event": lambda: driver.wait_event(stream, event),
+        "bind_mark": lambda: driver.bind_mark(stream, word.address),
+        "mark": lambda: mark(1),
+        "wait_value": lambda: driver.wait_value(stream, word.address, 0),
+        "host_function": lambda: driver.host_function(stream, SEM_POST, 0),
+        "begin_capture": lambda: driver.begin_capture(stream, CaptureMode.RELAXED),
+        "create_event": machine.event,
+        "destroy_event": lambda: driver.destroy_event(victim),
+        "record_event": lambda: driver.record_event(event, stream),
+        "query_event": lambda: driver.query_event(event),
+        "synchronize_event": lambda: driver.synchronize_event(event),
+        "elapsed": lambda: driver.elapsed(*timed),
+        "create_memory_pool": lambda: driver.create_memory_pool(0),
+        "destroy_memory_pool": lambda: driver.destroy_memory_pool(spare_pool),
+        "reserved_bytes": lambda: driver.reserved_bytes(pool),
+        "allocate": lambda: driver.allocate(pool, 64, stream),
+        "free": lambda: driver.free(address, stream),
+        "allocate_host": machine.pinned,
+        "free_host": lambda: driver.free_host(spare),
+        "memory_info": driver.memory_info,
+        "copy_to_device": lambda: driver.copy_to_device(address, memory.address, 64, stream),
+        "copy_to_host": lambda: driver.copy_to_host(memory.address, address, 64, stream),
+        "copy": lambda: driver.copy(address, address, 64, stream),
+        "set_bytes": lambda: driver.set_bytes(address, 0, 64, stream),
+        "load_kernel": lambda: driver.load_kernel(kernel),
+        "launch": lambda: machine.launch(stream, kernel),
+    }
+
+
+def crash(machine: Machine, stream: Any = None) -> None:
+    """Lets a kernel end in a fault, and waits for that."""
+    stream = stream or machine.stream()
+    machine.driver.script.add(Crash("bad", status="ILLEGAL_ADDRESS"))
+    machine.run(stream, "bad", fixed_ns=1_000)
+    with pytest.raises(DeviceFault):
+        machine.driver.synchronize_stream(stream)
+
+
+def test_after_a_fault_everything_on_the_device_answers_it(machine: Machine) -> None:
+    """A fault is sticky: every call answers its status, with the first fault as its cause."""
+    calls = everything(machine)
+    crash(machine)
+    for name, call in calls.items():
+        with pytest.raises(DeviceFault) as caught:
+            call()
+        error = caught.value
+        assert (error.status, error.name) == (700, "ILLEGAL_ADDRESS"), name
+        assert isinstance(error.__cause__, DeviceFault), name
+        assert "kernel 'bad'" in str(error.__cause__), name
+
+
+def test_what_is_ended_after_a_fault_is_ended(machine: Machine) -> None:
+    """Ending things answers the fault too, or ends them quietly; nothing is left at the end."""
+    driver = machine.driver
+    green = machine.green()
+    stream, event, memory = machine.stream(green), machine.event(green), machine.pinned()
+    machine.device_memory(64, stream)
+    pool = machine.pool
+    crash(machine, stream)
+    for end in (
+        lambda: driver.destroy_event(event),
+        lambda: driver.destroy_stream(stream),
+        lambda: driver.free_host(memory),
+        lambda: driver.destroy_memory_pool(pool),
+    ):
+        with pytest.raises(DeviceFault):
+            end()
+    driver.destroy_green(green)
+    driver.set_current(None)
+    driver.release_primary(0)
+    assert driver.live() == {"allocation": 1}, "there is no freeing on a stream that is lost"
+
+
+def test_after_a_fault_nothing_comes_to_pass(machine: Machine) -> None:
+    """Words never advance, host functions are not called, copies do not arrive."""
+    driver = machine.driver
+    word, semaphore, target = machine.word(), Semaphore(), machine.pinned(4)
+    one, two, three = machine.stream(), machine.stream(), machine.stream()
+    address, large = machine.device_memory(4, two), machine.pinned(1 << 20)
+    driver.copy_to_host(large.address, machine.device_memory(1 << 20, three), 1 << 20, three)
+    driver.script.add(Crash("bad"))
+    machine.run(two, "busy", fixed_ns=5_000)
+    for stream in (one, two):
+        if stream is one:
+            machine.run(stream, "bad", fixed_ns=1_000)
+        driver.bind_mark(stream, word.address)(7)
+        driver.host_function(stream, SEM_POST, semaphore.address)
+        driver.copy_to_host(target.address, address, 4, stream)
+    with pytest.raises(DeviceFault):
+        machine.finish()
+    machine.inside(lambda: driver.clock.sleep(10**9))
+    assert (word.value, semaphore.value, bytes(target.view)) == (0, 0, bytes(4))
+    assert not any(large.view), "it was in flight"
+    assert machine.spans == []
+
+
+def test_a_fault_wakes_who_waits(machine: Machine) -> None:
+    """Threads blocked on the stream, the event, the context or a full queue get the fault."""
+    driver = machine.driver
+    stream, event = machine.stream(), machine.event()
+    machine.hold(stream)
+    driver.record_event(event, stream)
+    met: list[DeviceFault] = []
+    waits = [
+        lambda: driver.synchronize_stream(stream),
+        lambda: driver.synchronize_event(event),
+        lambda: driver.synchronize_context(machine.primary),
+        lambda: [driver.wait_event(stream, event) for _ in range(2_000)],
+    ]
+
+    def waiter(wait: Callable[[], object]) -> None:
+        with pytest.raises(DeviceFault) as caught:
+            wait()
+        met.append(caught.value)
+
+    def body() -> None:
+        for wait in waits:
+            driver.start_thread(functools.partial(waiter, wait), "waiter")
+        driver.clock.sleep(1_000)
+        assert met == []
+        crash(machine)
+        driver.clock.sleep(1_000)
+
+    machine.inside(body)
+    assert [error.status for error in met] == [700] * len(waits)
+
+
+def test_another_device_is_none_the_worse(make: Make) -> None:
+    """A fault is its device's: work on another goes on, its verbs answer as ever."""
+    machine = make("h200x2")
+    there = machine.stream(machine.green(device=1))
+    machine.run(there, "before", fixed_ns=10_000)
+    crash(machine)
+    machine.run(there, "after", fixed_ns=10)
+    machine.driver.synchronize_stream(there)
+    assert set(machine.times()) == {"before", "after"}
+    assert machine.driver.retain_primary(1)
+
+
+@pytest.mark.parametrize("status", ["ILLEGAL_ADDRESS", "LAUNCH_FAILED", "ASSERT", 719])
+def test_the_first_fault_is_the_fault(machine: Machine, status: int | str) -> None:
+    """Its status is what everybody is told, whatever else would have gone wrong later."""
+    driver = machine.driver
+    driver.script.add(Crash("bad", 1, status))
+    driver.script.add(Crash("bad", 2, "MISALIGNED_ADDRESS"))
+    kernel = machine.kernel("bad", cost=Cost(fixed_ns=10))
+    for _ in range(2):
+        machine.launch(machine.stream(), kernel)
+    with pytest.raises(DeviceFault) as caught:
+        machine.finish()
+    assert status in (caught.value.status, caught.value.name)
+
+
+def test_a_reference_that_raises_is_a_fault_with_its_cause(machine: Machine) -> None:
+    """A bug in a reference is what a wild pointer is to a kernel, and can be found."""
+
+    def reference(launch: LaunchFacts) -> None:
+        raise ZeroDivisionError("on purpose")
+
+    machine.launch(machine.stream(), machine.kernel("buggy", reference=reference))
+    with pytest.raises(DeviceFault, match="LAUNCH_FAILED") as caught:
+        machine.finish()
+    first = caught.value.__cause__
+    assert isinstance(first, DeviceFault)
+    assert "kernel 'buggy'" in str(first)
+    assert "on purpose" in str(first)
+    assert isinstance(first.__cause__, ZeroDivisionError)
+
+
+def test_a_condition_that_raises_is_a_fault_with_its_cause(machine: Machine) -> None:
+    """So is a bug in what a kernel runs until."""
+    machine.run(machine.stream(), "latch", until=lambda: bool(1 // 0))
+    with pytest.raises(DeviceFault, match="LAUNCH_FAILED") as caught:
+        machine.finish()
+    assert isinstance(caught.value.__cause__, DeviceFault)
+    assert isinstance(caught.value.__cause__.__cause__, ZeroDivisionError)
+
+
+def test_a_cost_that_raises_is_the_callers(machine: Machine) -> None:
+    """It is asked at the launch, and refused there, by kernel and cause; nothing was launched."""
+
+    def cost(launch: LaunchFacts) -> Cost:
+        raise KeyError("no such thing")
+
+    with pytest.raises(InvalidRequest, match="'odd' failed: KeyError"):
+        machine.launch(machine.stream(), machine.kernel("odd", cost=cost))
+    machine.finish()
+    assert machine.spans == []
+
+
+def test_starts_are_counted_by_name(make: Make) -> None:
+    """The nth start of a kernel crashes, whichever stream it is on; others are not counted."""
+    machine = make(faults=[Crash("k", nth=3)])
+    stream = machine.stream()
+    for name in ("k", "other", "k", "other"):
+        machine.run(stream, name, fixed_ns=10)
+    machine.finish()
+    machine.run(stream, "k", fixed_ns=10)
+    with pytest.raises(DeviceFault):
+        machine.finish()
+    assert machine.times()["other"][1] > LAUNCH_NS

@@ -1,0 +1,266 @@
+"""What a task of asyncio awaits while the device works: a future that has it go on at once."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import importlib
+import sys
+import weakref
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import closing
+from contextvars import ContextVar
+from typing import Any
+
+import anyio
+import pytest
+
+from greensched.driver import simulated
+from greensched.execution.completion import Completion
+from greensched.execution.eventloop.adapters import current_door
+from helpers.backend import DEVICE
+
+VARIABLE = ContextVar[Any]("VARIABLE")
+LOOPS = ["asyncio", "uvloop"] if sys.platform != "win32" else ["asyncio"]
+
+
+def python_tasks(
+    loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any], **kwargs: Any
+) -> asyncio.Task[Any]:
+    """Tasks of asyncio's own Python, which ask more of what they await than those in C."""
+    return asyncio.tasks._PyTask(coroutine, loop=loop, **kwargs)  # type: ignore[attr-defined]
+
+
+@pytest.fixture(params=[f"{loop}, tasks in {kind}" for loop in LOOPS for kind in ("C", "Python")])
+def run(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    loop, in_python = request.param.split(",")[0], request.param.endswith("Python")
+
+    def run(main: Callable[[], Awaitable[Any]], *, debug: bool = False) -> Any:
+        async def within() -> Any:
+            if in_python:
+                asyncio.get_running_loop().set_task_factory(python_tasks)  # type: ignore[arg-type]
+            return await asyncio.create_task(main())  # type: ignore[arg-type]
+
+        return anyio.run(within, backend_options={"use_uvloop": loop == "uvloop", "debug": debug})
+
+    return run
+
+
+def looking() -> Completion:
+    """The running loop's, of no pool."""
+    return Completion(current_door(), simulated.open(DEVICE), print, lambda: 0.0)
+
+
+async def waiting(waiter: Awaitable[None], log: list[str], name: str = "it") -> None:
+    log.append(f"{name} waits")
+    try:
+        await waiter
+    except asyncio.CancelledError as error:
+        log.append(f"{name} is cancelled {error.args}")
+        raise
+    log.append(f"{name} goes on")
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_a_task_goes_on_where_it_is_found(run: Callable[..., Any], debug: bool) -> None:
+    """It does before that look ends; in debug mode by a turn of its own, to be seen."""
+
+    async def main() -> list[str]:
+        completion, log = looking(), list[str]()
+        door, waiter = completion.door, completion.door.create_resumable()
+        task = asyncio.create_task(waiting(waiter, log))
+
+        def look() -> None:
+            assert door.is_waiting(waiter)
+            completion._reached.append(waiter)
+            completion._resume()
+            log.append("found")
+            door.resume(waiter)
+            door.wake(waiter)
+            assert not door.is_waiting(waiter)
+
+        asyncio.get_running_loop().call_soon(look)
+        await task
+        return log
+
+    there = ["it goes on", "found"]
+    assert run(main, debug=debug) == ["it waits", *(reversed(there) if debug else there)]
+
+
+def test_it_goes_on_as_the_task_it_is(run: Callable[..., Any]) -> None:
+    """There `current_task()` and the context variables are the task's, and not of who resumes."""
+    variable: ContextVar[str] = ContextVar("variable", default="nobody's")
+
+    async def main() -> None:
+        door = current_door()
+        waiter = door.create_resumable()
+
+        async def one() -> tuple[object, str]:
+            variable.set("the task's")
+            await waiter
+            seen = asyncio.current_task(), variable.get()
+            variable.set("the task's, later")
+            return seen
+
+        def resume() -> None:
+            variable.set("who resumes")
+            door.resume(waiter)
+            assert asyncio.current_task() is None
+            assert variable.get() == "who resumes"
+
+        task = asyncio.create_task(one())
+        asyncio.get_running_loop().call_soon(resume)
+        assert await task == (task, "the task's")
+
+    run(main)
+
+
+@pytest.mark.parametrize("how", ["wake", "resume"])
+def test_who_is_woken_before_he_waits_does_not_wait(run: Callable[..., Any], how: str) -> None:
+    """A wake that comes first is not lost, by whichever way."""
+
+    async def main() -> list[str]:
+        door, log = current_door(), list[str]()
+        waiter = door.create_resumable()
+        getattr(door, how)(waiter)
+        await waiting(waiter, log)
+        return log
+
+    assert run(main) == ["it waits", "it goes on"]
+
+
+@pytest.mark.parametrize("messages", [(), ("enough",)])
+def test_a_cancelled_task_goes_on_cancelled(run: Callable[..., Any], messages: Any) -> None:
+    """It is cancelled in the next turn, with its message, and who resumes it then does nothing."""
+
+    async def main() -> list[str]:
+        door, log = current_door(), list[str]()
+        waiter = door.create_resumable()
+        task = asyncio.create_task(waiting(waiter, log))
+        await asyncio.sleep(0)
+        task.cancel(*messages)
+        assert not door.is_waiting(waiter)
+        asyncio.get_running_loop().call_soon(door.resume, waiter)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return log
+
+    assert run(main) == ["it waits", f"it is cancelled {messages}"]
+
+
+def test_who_was_cancelled_leaves_nothing_with_what_he_awaited(run: Callable[..., Any]) -> None:
+    """It may be kept until the work is done; his context is not."""
+
+    class Thing:
+        """Of a request, say."""
+
+    async def main() -> bool:
+        waiter, thing = current_door().create_resumable(), Thing()
+        left = weakref.ref(thing)
+        token = VARIABLE.set(thing)
+        task = asyncio.create_task(waiting(waiter, []))
+        VARIABLE.reset(token)
+        del thing, token
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        del task
+        await asyncio.sleep(0)
+        gc.collect()
+        return left() is None
+
+    assert run(main)
+
+
+def test_a_callback_needs_no_context(run: Callable[..., Any]) -> None:
+    """It is called in a copy of the one in which it was added, as a future's is."""
+
+    async def main() -> list[Any]:
+        door, found = current_door(), list[Any]()
+        waiter: Any = door.create_resumable()
+        token = VARIABLE.set(3)
+        waiter.add_done_callback(lambda _: found.append(VARIABLE.get()))
+        VARIABLE.reset(token)
+        door.resume(waiter)
+        return found
+
+    assert run(main) == [3]
+
+
+def test_a_cancellation_before_the_first_wait_arrives_there(run: Callable[..., Any]) -> None:
+    """A task that cancelled itself does not wait for anybody to resume it."""
+
+    async def main() -> list[str]:
+        door, log = current_door(), list[str]()
+
+        async def one() -> None:
+            task = asyncio.current_task()
+            assert task is not None
+            task.cancel()
+            await waiting(door.create_resumable(), log)
+
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.create_task(one())
+        return log
+
+    assert run(main) == ["it waits", "it is cancelled ()"]
+
+
+def test_a_cancellation_behind_a_wake_is_not_lost(run: Callable[..., Any]) -> None:
+    """A task that was woken, and is cancelled before it had a turn, is cancelled."""
+
+    async def main() -> list[str]:
+        door, log = current_door(), list[str]()
+        waiter = door.create_resumable()
+        task = asyncio.create_task(waiting(waiter, log))
+        await asyncio.sleep(0)
+        door.wake(waiter)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return log
+
+    assert run(main) == ["it waits", "it is cancelled ()"]
+
+
+def test_scopes_and_timeouts_end_the_wait(run: Callable[..., Any]) -> None:
+    """`asyncio.timeout`, `wait_for` and anyio's scopes end a wait that nobody else ends."""
+
+    async def main() -> None:
+        door = current_door()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0):
+                await door.create_resumable()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(waiting(door.create_resumable(), []), 0)
+        with anyio.move_on_after(0) as scope:
+            await door.create_resumable()
+        assert scope.cancelled_caught
+
+    run(main)
+
+
+@pytest.mark.parametrize("kind", LOOPS)
+def test_a_task_that_ends_the_loop_keeps_nobody_waiting(kind: str) -> None:
+    """`SystemExit` of one task leaves the loop at once; who was to go on behind it still does."""
+    log: list[str] = []
+
+    async def leave(waiter: Awaitable[None]) -> None:
+        await waiter
+        raise SystemExit("enough")
+
+    async def main() -> None:
+        completion = looking()
+        first, second = (completion.door.create_resumable() for _ in range(2))
+        tasks = [asyncio.create_task(task) for task in (leave(first), waiting(second, log))]
+        await asyncio.sleep(0)
+        completion._reached.extend((first, second))
+        asyncio.get_running_loop().call_soon(completion._resume)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    with closing(importlib.import_module(kind).new_event_loop()) as loop:
+        task = loop.create_task(main())
+        with pytest.raises(SystemExit, match="enough"):
+            loop.run_until_complete(task)
+        loop.run_until_complete(asyncio.wait_for(task, 20))
+    assert log == ["it waits", "it goes on"]

@@ -1,0 +1,40 @@
+"""Other people's packages on a partition: each the real one, skipped where it is not installed.
+
+`make test-integrations` installs them. On the CUDA driver, a real one or the stand-in, where the
+test says so; what needs device code is in tests/gpu.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from greensched import Pool
+from helpers.backend import standin_library
+
+
+@pytest.fixture(scope="session")
+def ray_cluster(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """A Ray cluster of three nodes, with two simulated GPUs, one, and one."""
+    pytest.importorskip("ray", reason="ray is not installed: make test-integrations")
+    from benchmarks import ray as bench
+
+    if request.config.getoption("--driver") != "simulated":
+        pytest.skip("simulated GPUs alone")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("GREENSCHED_DRIVER", "simulated:h200")  # what its processes inherit
+        with bench.cluster((2, 1, 1)) as made:
+            yield made
+
+
+@pytest.fixture
+def cuda_pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
+    """A pool on the CUDA driver, not open yet; on the stand-in nothing may be misused."""
+    if request.config.getoption("--driver") != "cuda":
+        pytest.skip("needs the CUDA driver or the stand-in: make test-integrations STANDIN=folder")
+    standin = standin_library()
+    yield Pool(driver="cuda", devices=[0])
+    if standin is not None:
+        assert standin.stubcuda_misuse(None) == 0

@@ -1,0 +1,575 @@
+"""What of a fleet needs no cluster: choosing, packing, both ends of a line, whose GPU is whose."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import greensched
+from greensched import ALL, REST, InvalidRequest, InvalidSize, Pool, TooManySMs
+
+pytest.importorskip("ray", reason="ray is not installed: make test-integrations")
+from greensched.integrations import asgi
+from greensched.integrations.ray import balancing, gpus, pool_actor, protocol
+from greensched.integrations.ray import connection as lines
+from greensched.integrations.ray.connection import CALLS, Line
+from greensched.integrations.ray.remote_client import Caller
+
+
+@pytest.fixture(autouse=True)
+def _once(request: pytest.FixtureRequest) -> None:
+    if request.config.getoption("--driver") != "simulated":
+        pytest.skip("needs no driver")
+
+
+# -- choosing ---------------------------------------------------------------------------------
+
+
+@dataclass
+class Known:
+    """What is known of a pool."""
+
+    name: str
+    node: str = "here"
+    pid: int = 0
+    uuid: str | None = None
+    most: int = 132
+    is_open: bool = True
+    is_fresh: bool = True
+    load: tuple[float, float] = (0.0, 0.0)
+
+
+def chosen(pools: list[Known], sms: int = 16, held: dict[str, int] | None = None) -> set[str]:
+    """Whom chance can have chosen."""
+    chance = random.Random(1)
+    found = (balancing.choose(pools, sms, held or {}, chance) for _ in range(200))
+    return {pool.name for pool in found if pool is not None}
+
+
+def test_of_two_by_chance_the_one_with_less_to_do() -> None:
+    """The busiest of all is never chosen, the others are; how long jobs wait decides a draw."""
+    pools = [Known("a", load=(0.5, 0)), Known("b", load=(0.1, 0)), Known("c", load=(0.9, 0))]
+    assert chosen(pools) == {"a", "b"}
+    assert chosen([Known("a", load=(0.5, 0.2)), Known("b", load=(0.5, 0.1))]) == {"b"}
+
+
+def test_where_the_data_is_comes_before_load() -> None:
+    """Whoever has most bytes of the arguments is chosen, however busy; without any, anybody."""
+    pools = [Known("a", "x", load=(9, 0)), Known("b", "y"), Known("c", "z")]
+    assert chosen(pools, held={"x": 2, "y": 1}) == {"a"}
+    assert chosen(pools, held={"elsewhere": 5}) == {"a", "b", "c"} - {"a"}
+
+
+def test_who_cannot_is_not_chosen() -> None:
+    """Closed pools and small ones never are, silent ones only where there is no other."""
+    silent = Known("silent", is_fresh=False)
+    pools = [Known("closed", is_open=False), Known("small", most=8), silent]
+    assert chosen(pools) == {"silent"}
+    assert chosen([*pools, Known("well", load=(9, 9))]) == {"well"}
+    assert chosen(pools[:2]) == set()
+
+
+def test_what_no_pool_can_grant_is_refused() -> None:
+    """More SMs than the largest pool has are refused, with how many it has."""
+    balancing.check_feasible(132, [132, 48])
+    with pytest.raises(TooManySMs) as caught:
+        balancing.check_feasible(133, [132, 48])
+    assert caught.value.most == 132
+
+
+def test_one_gpu_has_one_pool() -> None:
+    """By UUID: another process on the same GPU is refused, the same one's new line is not."""
+    first = Known("a", pid=1, uuid="GPU-1")
+    balancing.check_apart(Known("a", pid=1, uuid="GPU-1"), [first])
+    balancing.check_apart(Known("b", pid=2, uuid="GPU-2"), [first])
+    balancing.check_apart(Known("b", pid=2, uuid=None), [Known("a", pid=1)])
+    with pytest.raises(InvalidRequest, match="GPU-1"):
+        balancing.check_apart(Known("b", pid=2, uuid="GPU-1"), [first])
+
+
+# -- packing ----------------------------------------------------------------------------------
+
+
+def test_a_failure_tells_what_and_where() -> None:
+    """An error arrives as its class, with the traceback of its pool as a note."""
+    try:
+        raise KeyError("k")
+    except KeyError as error:
+        outcome = protocol.failure(3, error, has_begun=True)
+    got = protocol.raised(outcome, "f/0")
+    assert isinstance(got, KeyError)
+    assert "test_a_failure_tells" in got.__notes__[0]
+    assert "f/0" in got.__notes__[0]
+
+
+class Unsendable(Exception):
+    """Made of two things, so pickle cannot make it anew."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+@pytest.mark.parametrize("error", [Unsendable(1, 2), SystemExit(3), asyncio.CancelledError()])
+def test_what_cannot_be_raised_here_is_told(error: BaseException) -> None:
+    """An error that cannot be pickled, or would end the caller's task or program, is JobFailed."""
+    got = protocol.raised(protocol.failure(3, error, has_begun=True), "f/0")
+    assert isinstance(got, greensched.JobFailed)
+    assert type(error).__name__ in str(got)
+
+
+def test_results_fail_alone() -> None:
+    """A result that cannot be packed is its own job's failure."""
+    generator = (n for n in ())  # not a lock: other libraries teach pickle those
+    outcome = asyncio.run(protocol.success(3, generator))
+    assert isinstance(protocol.raised(outcome, "f/0"), InvalidRequest)
+    assert protocol.unpacked(asyncio.run(protocol.success(3, {"x": 1})).value) == {"x": 1}
+    assert protocol.unpacked(asyncio.run(protocol.success(3, None)).value) is None
+
+
+def test_functions_are_packed_once() -> None:
+    """A function is packed once, equal code has one digest, and what is no function is refused."""
+    functions = protocol.Functions()
+    first = functions.digest(test_functions_are_packed_once)
+    assert functions.digest(test_functions_are_packed_once) == first
+    lambdas = [lambda x: x + 1 for _ in range(2)]
+    assert len({functions.digest(one) for one in lambdas}) == 1
+    assert len(functions.code) == 2
+    for wrong in (3, "f", None):
+        with pytest.raises(InvalidRequest, match="function"):
+            functions.digest(wrong)  # type: ignore[arg-type]
+
+
+def test_functions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Functions made anew for each job are refused beyond a bound, for pools keep them all."""
+    monkeypatch.setattr(protocol, "MOST_FUNCTIONS", 2)
+    functions = protocol.Functions()
+    for n in range(2):
+        functions.digest(eval(f"lambda: {n}"))
+    functions.digest(eval("lambda: 0"))
+    with pytest.raises(InvalidRequest, match="arguments"):
+        functions.digest(eval("lambda: 2"))
+
+
+def test_sizes() -> None:
+    """The least of a size is told, and what is none is refused."""
+    assert [protocol.least(one) for one in (16, (8, 64), ALL, REST)] == [16, 8, 1, 1]
+    for wrong in (0, -1, "16", 1.5, True, (0, 8), None):
+        with pytest.raises(InvalidSize):
+            protocol.least(wrong)
+
+
+def test_services_answer_for_a_fleet() -> None:
+    """A full fleet is 429 to a client, a lost or absent pool 503, an answer too late 504."""
+    full, late = greensched.QueueFull(3, 0.2), greensched.NotAnswered(1)
+    lost, none = greensched.PoolLost("f/0", "x"), greensched.NoPool("x")
+    assert [asgi._status(e) for e in (full, lost, none, late)] == [429, 503, 503, 504]
+
+
+# -- a caller's end of a line -----------------------------------------------------------------
+
+
+SNAPSHOT = protocol.Snapshot(True, 132, 132, 0, 0, 0.0)
+FACTS = protocol.Facts("f/0", "node", 1, None, 132, SNAPSHOT)
+
+
+class Actor:
+    """Ray's handle of a pool's actor, played: letters come here, and are answered by hand."""
+
+    def __init__(self) -> None:
+        self.letters: list[protocol.Letter] = []
+        self.answers: list[asyncio.Future[protocol.Answer]] = []
+        self.gone = False
+        self.exchange = types.SimpleNamespace(remote=self._exchange)
+        self.goodbye = types.SimpleNamespace(remote=self._goodbye)
+
+    def _exchange(self, _key: str, letter: protocol.Letter) -> asyncio.Future[protocol.Answer]:
+        self.letters.append(letter)
+        self.answers.append(asyncio.get_running_loop().create_future())
+        return self.answers[-1]
+
+    def _goodbye(self, _key: str) -> None:
+        self.gone = True
+
+    def answer(self, place: int, *numbers: int, snapshot: protocol.Snapshot = SNAPSHOT) -> None:
+        outcomes = [protocol.Outcome(number) for number in numbers]
+        self.answers[place].set_result(
+            protocol.Answer(self.letters[place].number, outcomes, snapshot)
+        )
+
+
+def job(line: Line, digest: bytes = b"d", sms: int = 16) -> asyncio.Task[protocol.Outcome]:
+    wish = protocol.Wish(sms, None, None, None)
+    message = protocol.Run(line.next_number(), protocol.Packed(digest, b"", ()), wish)
+    return asyncio.ensure_future(line.ask(message, sms))
+
+
+async def turn() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def on_a_line(test: Callable[[Line, Actor], Any]) -> None:
+    async def main() -> None:
+        patched.setattr(lines, "IDLE", 1000)
+        actor = Actor()
+        line = Line(actor, "key", FACTS, {b"d": b"code", b"e": b"more"})
+        await turn()
+        assert [len(letter.messages) for letter in actor.letters] == [0]  # a new line listens
+        actor.answer(0)
+        await turn()
+        actor.letters.clear()
+        actor.answers.clear()
+        try:
+            await test(line, actor)
+        finally:
+            line.hang_up()
+            await turn()
+
+    with pytest.MonkeyPatch.context() as patched:
+        asyncio.run(main())
+
+
+def test_a_new_line_listens() -> None:
+    """Though nothing is asked: else its pool would not hear of it, nor it of its pool."""
+
+    async def test(line: Line, actor: Actor) -> None:
+        assert line.is_fresh
+        assert not actor.gone
+
+    on_a_line(test)
+
+
+def test_what_is_asked_in_one_turn_goes_together() -> None:
+    """Jobs of one turn are one letter; code is in the first that needs it, and in no other."""
+
+    async def test(line: Line, actor: Actor) -> None:
+        jobs = [job(line) for _ in range(5)]
+        await turn()
+        assert [len(letter.messages) for letter in actor.letters] == [5]
+        assert dict(actor.letters[0].code) == {b"d": b"code"}
+        actor.answer(0, 1, 2, 3, 4, 5)
+        await asyncio.gather(*jobs)
+        jobs = [job(line), job(line, b"e")]
+        await turn()
+        assert dict(actor.letters[1].code) == {b"e": b"more"}
+        for one in jobs:
+            one.cancel()
+
+    on_a_line(test)
+
+
+def test_calls_of_ray_are_bounded() -> None:
+    """Beyond so many calls at once, jobs wait here for an answer, and then go together."""
+
+    async def test(line: Line, actor: Actor) -> None:
+        jobs = []
+        for _ in range(CALLS + 4):
+            jobs.append(job(line))
+            await turn()
+        assert len(actor.letters) == CALLS
+        actor.answer(0, 1)
+        await turn()
+        assert [len(letter.messages) for letter in actor.letters] == [1] * CALLS + [4]
+        for one in jobs:
+            one.cancel()
+
+    on_a_line(test)
+
+
+def test_while_something_is_awaited_a_call_listens() -> None:
+    """An answer without the outcome is followed by an empty letter that waits for it."""
+
+    async def test(line: Line, actor: Actor) -> None:
+        one = job(line)
+        await turn()
+        actor.answer(0)
+        await asyncio.sleep(0.001)
+        await turn()
+        assert [len(letter.messages) for letter in actor.letters] == [1, 0]
+        actor.answer(1, 1)
+        await one
+
+    on_a_line(test)
+
+
+def test_a_cancellation_is_sent_at_once() -> None:
+    """Cancelled unsent, a job never goes; sent, the pool is told, beyond the bound of calls too."""
+
+    async def test(line: Line, actor: Actor) -> None:
+        jobs = []
+        for _ in range(CALLS + 1):
+            jobs.append(job(line))
+            await turn()
+        assert len(actor.letters) == CALLS
+        jobs[-1].cancel()
+        await turn()
+        assert len(actor.letters) == CALLS
+        jobs[0].cancel()
+        await turn()
+        assert [list(letter.messages) for letter in actor.letters[CALLS:]] == [[protocol.Cancel(1)]]
+        for one in jobs:
+            one.cancel()
+
+    on_a_line(test)
+
+
+def test_a_broken_line_says_what_was_sent() -> None:
+    """What was sent is lost, what was not has not begun, and later jobs are not sent at all."""
+
+    async def test(line: Line, actor: Actor) -> None:
+        sent = []
+        for _ in range(CALLS):
+            sent.append(job(line))
+            await turn()
+        unsent = job(line)
+        await turn()
+        actor.answers[0].set_exception(OSError("gone"))
+        await turn()
+        for one in sent:
+            with pytest.raises(greensched.PoolLost, match="gone"):
+                await one
+        for outcome in (await unsent, await job(line)):
+            assert not outcome.has_begun
+            assert isinstance(protocol.raised(outcome, "f/0"), greensched.PoolLost)
+        assert not line.is_open
+
+    on_a_line(test)
+
+
+def test_load_has_what_the_pool_has_not_seen() -> None:
+    """SMs that were asked for since the pool's word count, and no longer once it has seen them."""
+
+    async def test(line: Line, actor: Actor) -> None:
+        assert line.load == (0, 0)
+        jobs = [job(line, sms=66), job(line, sms=66)]
+        await turn()
+        assert line.load == (1, 0)
+        actor.answer(0, snapshot=SNAPSHOT._replace(wanted=132, wait=0.5))
+        await turn()
+        assert line.load == (1, 0.5)
+        for one in jobs:
+            one.cancel()
+
+    on_a_line(test)
+
+
+# -- a pool's end -----------------------------------------------------------------------------
+
+
+def with_a_caller(test: Callable[[Caller, pool_actor.PoolHost], Any]) -> None:
+    async def main() -> None:
+        house = pool_actor.PoolHost("f/0", Pool)
+        async with Pool(driver="simulated:h200") as pool:
+            house._pool = pool
+            caller = Caller(house)
+            await test(caller, house)
+            caller.end()
+            await turn()
+
+    asyncio.run(main())
+
+
+def letter(number: int, *messages: protocol.Message, **code: Any) -> protocol.Letter:
+    return protocol.Letter(number, messages, {k.encode(): v for k, v in code.items()})
+
+
+def run_of(number: int, digest: bytes) -> protocol.Run:
+    return protocol.Run(
+        number, protocol.Packed(digest, b"", ()), protocol.Wish(8, None, None, None)
+    )
+
+
+async def three(p: Any) -> int:
+    return 3
+
+
+def test_letters_are_taken_in_their_order() -> None:
+    """A letter that overtook another waits for it: a cancellation never comes before its job."""
+
+    async def test(caller: Caller, house: pool_actor.PoolHost) -> None:
+        code = protocol.cloudpickle.dumps(three)
+        late = asyncio.ensure_future(caller.answer(letter(1, run_of(2, b"d"))))
+        await turn()
+        assert not late.done()
+        first = asyncio.ensure_future(caller.answer(letter(0, run_of(1, b"d"), d=code)))
+        answers = await asyncio.wait_for(asyncio.gather(first, late), 10)
+        assert sorted(o.number for answer in answers for o in answer.outcomes) == [1, 2]
+
+    with_a_caller(test)
+
+
+def test_a_newer_letter_releases_the_older() -> None:
+    """One letter waits at most, so that a caller can always send another."""
+
+    async def test(caller: Caller, house: pool_actor.PoolHost) -> None:
+        first = asyncio.ensure_future(caller.answer(letter(0)))
+        await turn()
+        assert not first.done()
+        second = asyncio.ensure_future(caller.answer(letter(1)))
+        assert not (await asyncio.wait_for(first, 10)).outcomes
+        assert not second.done()
+        second.cancel()
+
+    with_a_caller(test)
+
+
+def test_a_caller_is_told_what_is_new_of_the_pool() -> None:
+    """A letter is answered when the pool is another than he was told, and not before."""
+
+    async def test(caller: Caller, house: pool_actor.PoolHost) -> None:
+        first = asyncio.ensure_future(caller.answer(letter(0)))
+        await turn()
+        caller.look(house.snapshot())
+        assert (await asyncio.wait_for(first, 10)).snapshot.sms_free == 132
+        second = asyncio.ensure_future(caller.answer(letter(1)))
+        await turn()
+        caller.look(house.snapshot())
+        await turn()
+        assert not second.done()
+        async with house.pool.partition(16):
+            caller.look(house.snapshot())
+            assert (await asyncio.wait_for(second, 10)).snapshot.sms_free == 116
+
+    with_a_caller(test)
+
+
+def test_jobs_of_one_pool_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond the bound a job is refused at once, and has not begun."""
+    monkeypatch.setattr(pool_actor, "MOST_JOBS", 0)
+
+    async def test(caller: Caller, house: pool_actor.PoolHost) -> None:
+        (outcome,) = (await caller.answer(letter(0, run_of(1, b"d")))).outcomes
+        assert not outcome.has_begun
+        assert isinstance(protocol.raised(outcome, "f/0"), greensched.QueueFull)
+
+    with_a_caller(test)
+
+
+def test_callers_of_one_pool_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their calls must not queue in Ray, where nobody sees them: the next caller is refused."""
+    assert pool_actor.MOST_CALLERS * (CALLS + 1) < pool_actor.CONCURRENCY
+    monkeypatch.setattr(pool_actor, "MOST_CALLERS", 0)
+    with pytest.raises(greensched.QueueFull):
+        asyncio.run(pool_actor.PoolHost("f/0", Pool).hello("key", protocol.PROTOCOL))
+
+
+def test_another_version_is_refused() -> None:
+    """A caller of another version is told both, before the pool is opened for him."""
+    house = pool_actor.PoolHost("f/0", Pool)
+    with pytest.raises(greensched.VersionSkew) as caught:
+        asyncio.run(house.hello("key", protocol.PROTOCOL + 1))
+    assert (caught.value.theirs, caught.value.ours) == (protocol.PROTOCOL, protocol.PROTOCOL + 1)
+    assert house._pool is None
+
+
+def test_a_spoilt_process_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a fault that nobody's job met, callers are told, and the process ends by its status."""
+    left: list[int] = []
+    monkeypatch.setattr(pool_actor.os, "_exit", left.append)
+    monkeypatch.setattr(
+        pool_actor, "fault_of", lambda pool: greensched.DeviceFault(700, "X", "look")
+    )
+
+    async def test(caller: Caller, house: pool_actor.PoolHost) -> None:
+        house._callers["key"] = caller
+        answer = asyncio.ensure_future(house.exchange("key", letter(0)))
+        await asyncio.wait_for(house._watch(), 10)
+        assert left == [pool_actor.EXIT]
+        assert not (await answer).snapshot.is_open
+
+    with_a_caller(test)
+
+
+# -- whose GPU --------------------------------------------------------------------------------
+
+
+def given(monkeypatch: pytest.MonkeyPatch, share: float, ids: list[str], seen: str | None) -> int:
+    context = types.SimpleNamespace(
+        get_assigned_resources=lambda: {"GPU": share} if share else {},
+        get_accelerator_ids=lambda: {"GPU": ids},
+    )
+    monkeypatch.setattr(gpus.ray, "get_runtime_context", lambda: context)
+    if seen is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
+    return gpus.own_gpu()
+
+
+def test_the_gpu_is_the_one_ray_gave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where Ray set what is visible it is the first; where it was told not to, the one it named."""
+    assert given(monkeypatch, 1, ["3"], "3") == 0
+    assert given(monkeypatch, 1, ["3"], None) == 3
+    assert given(monkeypatch, 1, ["3"], "2,3") == 1
+    assert given(monkeypatch, 1, ["GPU-b"], "GPU-a,GPU-b") == 1
+    with pytest.raises(InvalidRequest, match="GPU 3"):
+        given(monkeypatch, 1, ["3"], "0,1")
+    with pytest.raises(InvalidRequest, match="num_gpus=1"):
+        given(monkeypatch, 0, [], None)
+
+
+def test_a_part_of_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Several processes on one GPU get it in turns, so half a GPU is refused, unless under MPS."""
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    with pytest.raises(InvalidRequest, match="turns"):
+        given(monkeypatch, 0.5, ["0"], "0")
+    (tmp_path / "control").touch()
+    assert given(monkeypatch, 0.5, ["0"], "0") == 0
+
+
+def test_a_lost_node_is_seen_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By who answers on its port, where Ray still waits for its heartbeats; and by Ray's word."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as there,
+        socket.create_server(("127.0.0.1", 0)) as other,
+    ):
+        ports = {"there": there.getsockname()[1], "lost": other.getsockname()[1], "dead": 1}
+        other.close()
+        nodes = [
+            {
+                "NodeID": name,
+                "Alive": name != "dead",
+                "NodeManagerAddress": "127.0.0.1",
+                "NodeManagerPort": port,
+                "Resources": {"GPU": 2.0},
+            }
+            for name, port in ports.items()
+        ]
+        monkeypatch.setattr(gpus.ray, "nodes", lambda: nodes)
+        assert gpus.gone({"there", "lost", "dead", "unheard of"}) == {"lost", "dead", "unheard of"}
+        assert gpus.count() == 4
+        assert gpus.count({"lost"}) == 2
+
+
+def test_nothing_of_cuda_is_touched_before_the_first_caller() -> None:
+    """Importing it, and making an actor's object, loads no CUDA: the process may be forked yet."""
+    program = """
+import sys
+from greensched import Pool
+from greensched.integrations.ray.pool_actor import PoolHost
+host = PoolHost("f/0", Pool)
+assert not [m for m in sys.modules if m.split(".")[0] == "cuda"]
+assert host._pool is None
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=50)
+
+
+def test_arrays_are_measured_by_bytes() -> None:
+    """What is as large as the bound goes by reference; what is below goes with its job."""
+    functions = protocol.Functions()
+    small = np.zeros(protocol.LARGE - 1, np.uint8)
+    packed = asyncio.run(protocol.packed(functions, three, [small, 2]))
+    assert packed.refs == ()
+    got, two = asyncio.run(protocol.arguments(packed))
+    assert (got.nbytes, two) == (protocol.LARGE - 1, 2)

@@ -1,0 +1,22 @@
+"""The recipes of docs/embedding.md, each in its real host, skipped where that is not installed.
+
+`make test-embedding` installs them.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from helpers.hosts import free_port
+
+
+@pytest.fixture
+def port() -> int:
+    return free_port()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Hosts import much, and start processes of their own."""
+    for item in items:
+        if "hosts" in item.path.parts:
+            item.add_marker(pytest.mark.timeout(180))

@@ -1,0 +1,57 @@
+"""docs/frameworks.md, followed to the letter: its application, and its tests of it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from greensched import PoolState
+from greensched.driver.simulated import takes
+from greensched.integrations.testing import SimGPU, SimPool
+
+PAGE = Path(__file__).parents[3] / "docs" / "frameworks.md"
+
+
+def block(kind: str, number: int = 0) -> str:
+    """A block of a kind."""
+    found = re.findall(rf"^```{kind}\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    return str(found[number])
+
+
+def test_the_pages_tests_pass_on_the_pages_application(tmp_path: Path) -> None:
+    """Whoever copies both into a folder and runs pytest there sees three tests pass."""
+    (tmp_path / "app.py").write_text(block("python"))
+    (tmp_path / "test_app.py").write_text(block("py"))
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"],
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    assert "3 passed" in done.stdout
+
+
+async def test_the_job_of_the_page_gives_way(sim_gpu: SimGPU, sim_pool: SimPool) -> None:
+    """It has what is free, the requests' floor on loan too, gives that back, and ends at once."""
+    page: dict[str, Any] = {"__name__": "app"}
+    exec(block("python", 1), page)
+    page["piece"] = takes(0.005)(page["piece"])
+    pool = sim_pool(services=page["CLASSES"], max_waiting=8)
+    app = page["create_app"](pool)
+    async with app.router.lifespan_context(app):
+        await asyncio.sleep(0.1)
+        assert pool.statistics().services["reindex"].sms == 132
+        async with pool.partition(32, service="requests", deadline=0.006):
+            assert 0 < pool.statistics().services["reindex"].sms <= 132 - 32
+        await asyncio.sleep(0.1)
+    assert pool.state is PoolState.CLOSED
+    assert sim_gpu.time < 0.22

@@ -1,0 +1,360 @@
+"""Cancellation at every place where a public coroutine waits, on asyncio and trio.
+
+Each scenario is run once to see where it waits, then once for every wait, cancelled there. After
+each run everything must be as before: nothing leaked, nothing granted twice, statistics as they
+were. The places found in the source, reached and injected are counted, and printed; one that no
+scenario reaches fails.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import anyio
+import numpy as np
+import pytest
+
+import greensched
+from greensched import ALL, LaunchConfig, Pool
+from greensched.driver import simulated
+from greensched.kernels import spin
+from helpers.gate import Gate
+from helpers.small_executors import one_cell_lanes
+from helpers.stepping import Place, Steps, awaits_in
+from helpers.waiting import turns, until
+
+SOURCE = Path(greensched.__file__).parent
+#: The rooms that await. trio_tasks.py has the leaves of trio: what a task really waits on.
+#: Every room but the roof, and the hands, which await nothing (one of their generators delegates);
+#: and `sync`, which hands on to these, and is interrupted in tests/conformance/test_sync.py.
+ROOMS = sorted({path.stem for path in SOURCE.glob("*.py")} - {"cli", "demo", "transfer", "sync"})
+#: What waits on system tasks of trio, which nobody can cancel but the end of the run.
+SYSTEM = {"outlast", "TaskTicker._run"}
+
+Backend = Literal["asyncio", "trio"]
+
+
+class Stage:
+    """A pool on a machine of its own, and what a scenario holds up."""
+
+    def __init__(self, driver: simulated.SimulatedDriver) -> None:
+        self.driver = driver
+        self.pool = Pool(driver=driver)
+        self.gates: list[Gate] = []
+        self.abandoned: tuple[Any, ...] = ()
+
+    async def hold(self, sms: Any, *, forever: bool = False) -> None:
+        """Leases SMs, submits work that does not end, and leaves: the lane drains."""
+        with pytest.raises(LookupError):
+            async with self.pool.partition(sms) as p:
+                self.gates.append(await Gate.closed(p))
+                raise LookupError
+
+    def open_gates(self) -> None:
+        for gate in self.gates:
+            gate.open()
+
+
+Scenario = Callable[[Stage], Awaitable[None]]
+SCENARIOS: dict[str, tuple[Scenario | None, Scenario]] = {}
+
+
+def scenario(name: str, before: Scenario | None = None) -> Callable[[Scenario], Scenario]:
+    """What is driven and cancelled, and what is made ready for it beforehand."""
+
+    def register(main: Scenario) -> Scenario:
+        SCENARIOS[name] = (before, main)
+        return main
+
+    return register
+
+
+async def opened(stage: Stage) -> None:
+    await stage.pool.open()
+
+
+async def opened_and_held(stage: Stage) -> None:
+    await stage.pool.open()
+    await stage.hold(ALL)
+
+
+@scenario("open")
+async def _open(stage: Stage) -> None:
+    await stage.pool.open()
+
+
+@scenario("open what is open", opened)
+async def _open_again(stage: Stage) -> None:
+    await stage.pool.open()
+
+
+@scenario("enter and leave a pool")
+async def _pool(stage: Stage) -> None:
+    async with stage.pool:
+        pass
+
+
+@scenario("lease a warm lane", opened)
+async def _warm(stage: Stage) -> None:
+    async with stage.pool.partition(16):
+        pass
+
+
+@scenario("lease a lane to be made", opened)
+async def _cold(stage: Stage) -> None:
+    async with stage.pool.partition(24):  # see `few_lanes`
+        pass
+
+
+@scenario("wait in the queue", opened_and_held)
+async def _queued(stage: Stage) -> None:
+    async with stage.pool.partition(16):
+        pass
+
+
+@scenario("wait for several at once", opened_and_held)
+async def _several(stage: Stage) -> None:
+    async with stage.pool.partitions(16, greensched.REST) as (a, b):
+        a.launch(spin, LaunchConfig(grid=1, block=1), 1000)
+        b.launch(spin, LaunchConfig(grid=1, block=1), 1000)
+
+
+@scenario("leave with work in flight", opened)
+async def _leaving(stage: Stage) -> None:
+    async with stage.pool.partition(16) as p:
+        stage.gates.append(await Gate.closed(p))
+        p.launch(spin, LaunchConfig(grid=1, block=1), 1000)
+        p.run(lambda: None)
+
+
+@scenario("await jobs of every kind", opened)
+async def _jobs(stage: Stage) -> None:
+    async with stage.pool.partition(16) as p:
+        with await p.upload(np.ones(10)) as small, await p.upload(np.ones(100_000)) as large:
+            await p.launch(spin, LaunchConfig(grid=1, block=1), 1000)
+            await p.copy(large, np.zeros(100_000))
+            await p.download(small)
+            await p.download(large)
+            await p.run(len, "call")
+            await p.local(object)
+            await p.local(object)
+        with await p.empty_pinned(8):
+            pass
+
+
+@scenario("await a job that is done", opened)
+async def _done(stage: Stage) -> None:
+    async with stage.pool.partition(16) as p:
+        job = p.run(lambda: 5)
+        await job
+        assert await job == 5
+
+
+def nothing_much() -> None:
+    call = greensched.current_call()
+    assert call is not None
+    greensched.launch(call.stream, LaunchConfig(grid=1, block=1), spin, 1000)
+
+
+@scenario("capture a graph, and launch it elsewhere", opened)
+async def _graph(stage: Stage) -> None:
+    async with stage.pool.partitions(16, 16) as (p, q):
+        with await p.capture(nothing_much) as graph:
+            await graph.launch(p)
+            stage.gates.append(await Gate.closed(q))
+            graph.launch(q)
+            await graph.launch(q)
+
+
+@scenario("a feed", opened)
+async def _feed(stage: Stage) -> None:
+    async with stage.pool.partition(16) as p:
+        stage.gates.append(await Gate.closed(p))  # so that it waits for the work on the first
+        async for x in p.feed(np.ones(10) for _ in range(5)):
+            p.copy(x, x)
+
+
+@scenario("wait for room", opened)
+async def _ready(stage: Stage) -> None:
+    async with stage.pool.partition(16) as p:
+        with await p.empty(4) as b:
+            stage.gates.append(await Gate.closed(p))
+            with pytest.raises(greensched.WouldBlock):
+                while True:
+                    p.copy(b, b)
+            await p.ready()
+
+
+@scenario("wait for room for a bound launch", opened)
+async def _ready_for_bound(stage: Stage) -> None:
+    async with stage.pool.partition(16) as p:
+        config = LaunchConfig(grid=1, block=1)
+        await p.prepare(spin, config)
+        bound = p.bind(spin, config, 1000)
+        stage.gates.append(await Gate.closed(p))
+        with pytest.raises(greensched.WouldBlock):
+            while True:
+                bound()
+        await p.ready()
+
+
+@scenario("a checkpoint", opened)
+async def _checkpoint(stage: Stage) -> None:
+    async with anyio.create_task_group() as tasks:
+        async with stage.pool.partition((16, 1024)) as p:
+            stage.gates.append(await Gate.closed(p))
+            tasks.start_soon(_queued, stage)
+            p.context.is_green  # noqa: B018  from here on the whole context is waited for
+            p.run(lambda: None)
+            try:
+                await p.checkpoint()
+            finally:  # what it had or what it has now: never both, never none
+                held = [holding for holding in stage.pool._desk.holdings if holding.is_open]
+                assert p._open().holding in held
+                assert p.sm_count == p._open().holding.lease.sms
+                assert p._open().lane.mask == p._open().holding.lease.mask
+            await p.run(lambda: None)
+
+
+@scenario("a feed over a checkpoint", opened)
+async def _feed_over_checkpoint(stage: Stage) -> None:
+    async with anyio.create_task_group() as tasks:
+        async with stage.pool.partition((16, 1024)) as p:
+            tasks.start_soon(_queued, stage)
+            async for x in p.feed(np.ones(10) for _ in range(5)):  # it moves once a lane is made
+                p.copy(x, x)
+                await p.checkpoint()
+
+
+@scenario("pool.launch", opened_and_held)
+async def _pool_launch(stage: Stage) -> None:
+    await stage.pool.launch(spin, LaunchConfig(grid=1, block=1), 1000, sms=16)
+
+
+@scenario("pool.run", opened_and_held)
+async def _pool_run(stage: Stage) -> None:
+    await stage.pool.run(lambda: None, sms=16)
+
+
+@scenario("pool.measure", opened_and_held)
+async def _measure(stage: Stage) -> None:
+    await stage.pool.measure(len, "call", sms=[16, 32])
+
+
+@scenario("pool.verify", opened)
+async def _verify(stage: Stage) -> None:
+    await stage.pool.verify()
+
+
+@scenario("aclose with work in flight", opened_and_held)
+async def _aclose(stage: Stage) -> None:
+    await stage.pool.aclose(grace=60)
+
+
+# -- running them -----------------------------------------------------------------------------
+
+
+def run(backend: Backend, name: str, cancel_at: int | None) -> Steps:
+    """Runs a scenario, cancelled at its n-th wait; then checks that all is as before."""
+    before, main = SCENARIOS[name]
+    clock = simulated.VirtualClock(seed=cancel_at or 0)
+    driver = simulated.open("h200", clock=clock)
+    stage, steps = Stage(driver), Steps(cancel_at)
+
+    async def whole() -> None:
+        if before is not None:
+            await before(stage)
+        async with anyio.create_task_group() as tasks:
+            # What the scenario waits for comes once it has waited for a while.
+            tasks.start_soon(release_later, stage)
+            with anyio.CancelScope() as scope:
+                steps.cancel = scope.cancel
+                await steps.drive(main(stage))
+            assert scope.cancelled_caught == steps.is_cancelled or scope.cancel_called
+            tasks.cancel_scope.cancel()
+        await as_before(stage)
+
+    clock.run(whole, backend=backend)
+    for site in stage.abandoned:
+        site.close()
+    assert not driver.live(), (name, cancel_at, driver.live())
+    return steps
+
+
+async def release_later(stage: Stage) -> None:
+    await anyio.sleep(0.5)
+    stage.open_gates()
+    await anyio.sleep(0.5)
+    stage.open_gates()
+
+
+async def as_before(stage: Stage) -> None:
+    """Everything drains, everything can be granted again, and closing leaves nothing."""
+    pool = stage.pool
+    stage.open_gates()
+    if pool.state is greensched.PoolState.OPENING:
+        await pool.open()
+    if pool.state is greensched.PoolState.OPEN:
+        await until(lambda: pool.statistics().leases == 0)
+        s = pool.statistics()
+        assert (s.sms_free, s.sms_leased, s.sms_draining, s.waiting) == (s.sms_total, 0, 0, 0)
+        async with pool.partition(ALL) as p:
+            assert p.sm_count == s.sms_total
+        memory = pool._desk.sites[0].memory  # type: ignore[union-attr]
+    for gate in stage.gates:
+        gate._word.close()
+    stage.gates.clear()
+    if pool.state is greensched.PoolState.OPEN:
+        gc.collect()  # buffers that a cancelled job was to give go with its traceback
+        await until(lambda: memory.reap() is None and memory.used_bytes == 0)
+    report = await pool.aclose()
+    if report.abandoned:  # a cancelled aclose has no grace: what it left ends when its work has
+        assert pool._desk is not None
+        stage.abandoned = pool._desk.sites
+        crews = [crew for site in stage.abandoned for crew in site.crews.values()]
+        await until(lambda: all(crew.lane.is_idle for crew in crews))
+    await turns()
+
+
+@pytest.fixture(autouse=True)
+def few_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few lanes are made beforehand, and little is measured."""
+    one_cell_lanes(monkeypatch)
+    monkeypatch.setattr("greensched.leasing.measuring.REPEATS", 1)
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_cancelled_anywhere_nothing_is_lost(name: str, backend: Backend) -> None:
+    """Cancelled at each of its waits in turn, a scenario leaves everything as it was."""
+    undisturbed = run(backend, name, None)
+    for number in range(len(undisturbed.waits)):
+        steps = run(backend, name, number)
+        assert steps.is_cancelled, (name, number)
+
+
+@pytest.mark.white_box
+def test_every_place_that_can_wait_is_reached() -> None:
+    """Every await of the service floor is one where some scenario waits, and is cancelled."""
+    found = [place for room in ROOMS for place in awaits_in(SOURCE / f"{room}.py")]
+    found = [place for place in found if place[1] not in SYSTEM]
+    reached: Counter[Place] = Counter()
+    for backend in ("asyncio", "trio"):
+        for name in SCENARIOS:
+            # Cancelled at once it also waits where only a cancelled one does, to clean up.
+            waits = run(backend, name, None).waits + run(backend, name, 0).waits  # type: ignore[arg-type]
+            for wait in waits:
+                at = {(Path(file).name, line) for file, line in wait}
+                reached.update(place for place in found if (place[0], place[2]) in at)
+    coroutines = Counter(f"{file}:{name}" for file, name, _ in found)
+    for coroutine, number in sorted(coroutines.items()):
+        mine = [place for place in found if f"{place[0]}:{place[1]}" == coroutine]
+        hit = [place for place in mine if reached[place]]
+        injected = sum(reached[place] for place in mine)
+        print(f"{coroutine}: {number} found, {len(hit)} reached, {injected} injected")
+    missed = [place for place in found if not reached[place]]
+    assert not missed, missed

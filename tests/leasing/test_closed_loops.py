@@ -1,0 +1,302 @@
+"""What a loop that closed leaves behind goes to others: its requests, its leases, its work."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Awaitable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import greensched
+from greensched import ALL, Buffer, LaunchConfig, Partition, Pool
+from greensched.driver import simulated
+from greensched.kernels import spin
+from greensched.leasing.manager import TEND_S, Desk
+from greensched.scheduling.policies import Fifo
+from helpers.gate import Gate
+from helpers.waiting import until
+
+ONE = LaunchConfig(grid=1, block=1)
+#: Whole device of the preset used here.
+EVERY_SM = 132
+KERNEL_NS = 20_000
+
+
+class Loops:
+    """Two asyncio loops, run in turns by one thread, so that a test chooses what happens when."""
+
+    def __init__(self) -> None:
+        self.here, self.there = asyncio.new_event_loop(), asyncio.new_event_loop()
+        for loop in (self.here, self.there):
+            loop.set_exception_handler(lambda *_: None)
+
+    def on_here(self, main: Awaitable[Any]) -> Any:
+        return self.here.run_until_complete(asyncio.wait_for(main, 20))
+
+    def on_there(self, main: Awaitable[Any]) -> Any:
+        return self.there.run_until_complete(asyncio.wait_for(main, 20))
+
+    def close(self) -> None:
+        self.here.close()
+        self.there.close()
+
+
+@pytest.fixture
+def loops() -> Any:
+    loops = Loops()
+    yield loops
+    loops.close()
+
+
+async def lease_once(pool: Pool, sms: Any, served: list[int]) -> None:
+    async with pool.partition(sms) as p:
+        served.append(p.sm_count)
+
+
+async def ask(pool: Pool, sms: Any, served: list[int]) -> asyncio.Task[None]:
+    """A task that waits for a lease."""
+    waiting = pool.statistics().waiting
+    task = asyncio.create_task(lease_once(pool, sms, served))
+    await until(lambda: pool.statistics().waiting > waiting)
+    return task
+
+
+def test_what_is_granted_to_a_closed_loop_goes_to_the_next(loops: Loops) -> None:
+    """Cells that come free for a request of a closed loop are granted to who stands behind it."""
+    pool, served = Pool(driver="simulated:h200"), list[int]()
+
+    async def wait_and_close(task: asyncio.Task[None]) -> None:
+        await task
+        s = pool.statistics()
+        assert (s.sms_free, s.leases, s.waiting) == (EVERY_SM, 0, 0)
+        await pool.aclose()
+
+    loops.on_here(pool.open())
+    held = pool.partition(ALL)
+    loops.on_here(held.__aenter__())
+    lost = loops.on_there(ask(pool, ALL, served))
+    mine = loops.on_here(ask(pool, ALL, served))
+    loops.there.close()
+    loops.on_here(held.__aexit__(None, None, None))
+    loops.on_here(wait_and_close(mine))
+    assert served == [EVERY_SM]
+    assert not lost.done()
+    del lost
+    gc.collect()  # what a closed loop leaves is collected, and says nothing
+
+
+def test_those_who_wait_are_looked_after_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who asks while others wait has nobody look at them all; his deadline is kept all the same."""
+    clock = simulated.VirtualClock(seed=1)
+    driver, tend, tended = simulated.open("h200", clock=clock), Desk._tend, list[Desk]()
+
+    def counted(desk: Desk) -> float:
+        tended.append(desk)
+        return tend(desk)
+
+    async def follow(pool: Pool) -> None:
+        async with pool.partition(8, deadline=TEND_S / 10):
+            pass
+
+    async def main() -> None:
+        async with Pool(driver=driver) as pool:
+            async with pool.partition(ALL):
+                waiting = [asyncio.create_task(lease_once(pool, 8, [])) for _ in range(50)]
+                await until(lambda: pool.statistics().waiting == len(waiting))
+                assert len(tended) == 1
+                began = driver.time()
+                with pytest.raises(greensched.DeadlineExceeded):
+                    await asyncio.create_task(follow(pool))
+                assert driver.time() - began < TEND_S / 2
+            await asyncio.gather(*waiting)
+
+    monkeypatch.setattr(Desk, "_tend", counted)
+    clock.run(main)
+
+
+def test_a_closed_loops_lease_ends_when_its_work_is_done(loops: Loops) -> None:
+    """What a closed loop held drains in another loop's care, and not a moment before its work."""
+    pool, gates = Pool(driver="simulated:h200"), list[Gate]()
+
+    async def take() -> Partition:
+        p = await pool.partition(16).__aenter__()
+        gates.append(await Gate.closed(p))
+        p.launch(spin, ONE, KERNEL_NS)
+        return p
+
+    async def follow() -> None:
+        with pytest.raises(greensched.DeadlineExceeded):
+            async with pool.partition(ALL, deadline=0.06):
+                pass
+        assert pool.statistics().sms_draining == 16
+        gates[0].open()
+        async with pool.partition(ALL) as q:
+            assert q.sm_count == EVERY_SM
+        gates[0]._word.close()
+        await pool.aclose()
+
+    loops.on_here(pool.open())
+    p = loops.on_there(take())
+    loops.there.close()
+    loops.on_here(follow())
+    with pytest.raises(greensched.PartitionClosed):
+        p.launch(spin, ONE, 1)
+
+
+def test_who_waited_on_a_closed_loop_for_a_lease_to_end_stops_nobody(loops: Loops) -> None:
+    """Another loop takes a lease over whose end a task of a closed loop waited for, and ends it."""
+    pool, gates = Pool(driver="simulated:h200"), list[Gate]()
+
+    async def leave() -> None:
+        async with pool.partition(ALL) as p:
+            gates.append(await Gate.closed(p))
+
+    async def wait_there() -> asyncio.Task[None]:
+        task = asyncio.create_task(leave())
+        await until(lambda: pool.statistics().sms_draining == EVERY_SM)
+        return task
+
+    async def follow() -> None:
+        waiting = asyncio.create_task(lease_once(pool, ALL, served))
+        await until(lambda: pool.statistics().waiting == 1)
+        gates[0].open()
+        await waiting
+        gates[0]._word.close()
+        await pool.aclose()
+
+    served, said = list[int](), list[object]()
+    loops.here.set_exception_handler(lambda _, context: said.append(context))
+    loops.on_here(pool.open())
+    lost = loops.on_there(wait_there())
+    loops.there.close()
+    loops.on_here(follow())
+    assert (served, said) == ([EVERY_SM], [])
+    assert not lost.done()
+    del lost
+    gc.collect()  # what a closed loop leaves is collected, and says nothing
+
+
+def test_a_loop_that_closes_meanwhile_holds_up_no_closing(loops: Loops) -> None:
+    """A loop closes with a lease in hand while `aclose` waits for it: it waits no grace out."""
+    pool = Pool(driver="simulated:h200")
+    left = pool.partition(16)
+
+    async def close() -> None:
+        closing = asyncio.create_task(pool.aclose(grace=1000.0))
+        await until(lambda: pool.state is greensched.PoolState.CLOSING)
+        loops.there.close()
+        assert not (await closing).abandoned
+
+    loops.on_here(pool.open())
+    loops.on_there(left.__aenter__())
+    loops.on_here(close())
+
+
+@pytest.mark.parametrize("sms", [16, ALL], ids=repr)
+def test_requests_of_a_closed_loop_hold_nobody_up(loops: Loops, sms: Any) -> None:
+    """What a closed loop has in the queue keeps no SM from others, not even when it has aged."""
+    pool, gates, served = Pool(driver="simulated:h200", policy=Fifo(ageing=0)), [], list[int]()
+    p = pool.partition(16)
+
+    async def take_and_ask() -> asyncio.Task[None]:
+        await p.__aenter__()
+        gates.append(await Gate.closed(p))
+        p.launch(spin, ONE, KERNEL_NS)
+        return await ask(pool, ALL, served)
+
+    async def go_on() -> None:
+        if sms is ALL:
+            gates[0].open()
+        await lease_once(pool, sms, served)  # beside the kernel of the closed loop, 116 are free
+        gates[0].open()
+        await until(lambda: pool.statistics().sms_free == EVERY_SM)
+        gates[0]._word.close()
+        await pool.aclose()
+
+    loops.on_here(pool.open())
+    lost = loops.on_there(take_and_ask())
+    loops.there.close()
+    loops.on_here(go_on())
+    assert served == [EVERY_SM if sms is ALL else 16]
+    assert not lost.done()
+
+
+def test_a_grant_that_a_closed_loop_never_heard_of_goes_to_others(loops: Loops) -> None:
+    """A loop is granted what it asked for and closes before it hears of that: no SM is lost."""
+    pool, served = Pool(driver="simulated:h200"), list[int]()
+    held = pool.partition(ALL)
+
+    async def go_on() -> None:
+        await held.__aexit__(None, None, None)
+        assert pool.statistics().granted == 2
+        loops.there.close()
+        await lease_once(pool, ALL, served)
+        await pool.aclose()
+
+    loops.on_here(pool.open())
+    loops.on_here(held.__aenter__())
+    lost = loops.on_there(ask(pool, ALL, served))
+    loops.on_here(go_on())
+    assert served == [EVERY_SM]
+    assert not lost.done()
+
+
+def test_a_closed_loops_downloads_give_their_staging_back(loops: Loops) -> None:
+    """A loop closes with downloads in flight: they are done all the same, and staging is free."""
+    pool, gates, out = Pool(driver="simulated:h200"), list[Gate](), np.zeros(10)
+    p = pool.partition(16)
+
+    async def take() -> Buffer:
+        await p.__aenter__()
+        buffer = await p.upload(np.ones(10))
+        gates.append(await Gate.closed(p))
+        p.download(buffer, out)
+        return buffer
+
+    async def go_on() -> None:
+        slots = pool._desk.sites[0].slots  # type: ignore[union-attr]
+        under_way = len(slots._free)
+        gates[0].open()
+        await lease_once(pool, ALL, [])
+        assert out.all()
+        assert len(slots._free) == under_way + 1
+        buffer.close()
+        gates[0]._word.close()
+        await pool.aclose()
+
+    loops.on_here(pool.open())
+    buffer = loops.on_there(take())
+    loops.there.close()
+    loops.on_here(go_on())
+
+
+def test_a_closing_whose_loop_closed_is_finished_by_another(loops: Loops) -> None:
+    """A loop closes in the middle of the grace it waits out: who asks next closes the pool."""
+    pool = Pool(driver="simulated:h200")
+    p = pool.partition(16)
+    tasks: list[asyncio.Task[object]] = []
+
+    async def begin() -> None:
+        await p.__aenter__()
+        tasks.append(asyncio.create_task(pool.aclose(grace=1000.0)))
+        await until(lambda: pool.state is greensched.PoolState.CLOSING)
+
+    loops.on_here(pool.open())
+    loops.on_there(begin())
+    loops.there.close()
+    assert not loops.on_here(pool.aclose(grace=1000.0)).abandoned
+    assert pool.state is greensched.PoolState.CLOSED
+
+
+def test_loops_in_turns_leave_nothing_behind(loops: Loops) -> None:
+    """Two loops used in turns by one thread are two loops to the pool, however often they turn."""
+    pool, served = Pool(driver="simulated:h200"), list[int]()
+    loops.on_here(pool.open())
+    for _ in range(20):
+        loops.on_here(lease_once(pool, 8, served))
+        loops.on_there(lease_once(pool, 8, served))
+    assert len(pool._desk._completions) == 2  # type: ignore[union-attr]
+    loops.on_here(pool.aclose())

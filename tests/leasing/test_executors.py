@@ -1,0 +1,420 @@
+"""What outlives a lane, a loop or 2**32 tickets is told the truth; nobody waits in a circle."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+
+from greensched import CUDAError, Device, LaunchConfig, Pool
+from greensched.device.tickets import LINE, PAGE, Words
+from greensched.driver import simulated
+from greensched.driver.simulated import Fail
+from greensched.execution.call_context import current_call
+from greensched.kernels import fill, spin
+from greensched.typing import StreamHandle
+from helpers.gate import Gate
+from helpers.small_executors import one_cell_lanes
+from helpers.waiting import turns, until
+
+ONE = LaunchConfig(grid=1, block=32)
+BIG = np.ones(1 << 20, np.float32)
+
+
+def test_partitions_that_exchange_buffers_do_not_wait_in_a_circle() -> None:
+    """Each waits for the other's earlier work only, never for what was queued behind it since."""
+
+    async def main() -> None:
+        async with Pool(driver="simulated:h200") as pool, pool.partitions(8, 8) as (a, b):
+            x, y, z = [await a.upload(BIG) for _ in range(3)]
+            with x, y, z, anyio.fail_after(10):
+                jobs = b.copy(x, BIG + 1), a.copy(y, x), b.copy(z, y)
+                for job in jobs:
+                    await job
+                np.testing.assert_array_equal(await a.download(z), BIG + 1)
+
+    anyio.run(main)
+
+
+def test_what_outlives_its_lane_reads_a_word_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job and a buffer of a lane that was ended are done with it, whoever has its word now."""
+    one_cell_lanes(monkeypatch)
+    monkeypatch.setattr("greensched.leasing.device_pool.EXTRA", 1)
+
+    async def main() -> None:
+        async with Pool(driver="simulated:h200") as pool:
+            async with pool.partition(24) as p:
+                buffer = await p.upload(np.zeros(8, np.float32))
+                for number in range(20):
+                    job = p.copy(buffer, np.full(8, number, np.float32))
+                    await job
+                old = p._open().track
+            for sms in (40, 48, 56):  # each a new lane, for which an old one goes
+                async with pool.partition(sms):
+                    pass
+            assert old.stream.is_closed
+            assert job.is_done
+            await job
+            async with pool.partition(8) as p:
+                with buffer, anyio.fail_after(5):
+                    assert (await p.download(buffer))[0] == 19
+
+    anyio.run(main)
+
+
+def test_small_arrays_are_read_at_once_however_many() -> None:
+    """An array of at most 64 KiB may change as soon as upload has returned, also the hundredth."""
+
+    async def main() -> None:
+        async with Pool(driver="simulated:h200") as pool, pool.partition(8) as p:
+            array = np.zeros(16, np.float32)
+            jobs = []
+            with await Gate.closed(p) as gate:
+                for number in range(150):
+                    array[:] = number
+                    jobs.append(p.upload(array))
+                gate.open()
+                buffers = [await job for job in jobs]
+            for number, buffer in enumerate(buffers):
+                with buffer:
+                    assert (await p.download(buffer))[0] == number
+
+    anyio.run(main)
+
+
+def test_a_call_in_flight_is_not_forgotten_by_a_later_launch() -> None:
+    """A buffer that a call uses is written elsewhere only once the call has returned."""
+
+    async def main() -> None:
+        async with (
+            Pool(driver="simulated:h200") as pool,
+            pool.partition(8) as p,
+            pool.partition(8) as q,
+        ):
+            await p.prepare(fill, ONE)
+            go = threading.Event()
+            with await p.upload(np.ones(64, np.float32)) as x:
+                call = p.run(lambda _: go.wait(), x)
+                await p.launch(fill, ONE, x, 2.0, 64)
+                copy = q.copy(x, np.zeros(64, np.float32))
+                await turns()
+                assert not copy.is_done
+                go.set()
+                await call
+                await copy
+
+    anyio.run(main)
+
+
+def test_a_loop_that_only_awaited_leaves_nothing_behind() -> None:
+    """A job awaited once by a loop that then closed does not tie its lane to that loop."""
+
+    async def main() -> None:
+        async with Pool(driver="simulated:h200") as pool:
+            async with pool.partition(8) as p:
+                await p.prepare(spin, ONE)
+                with await Gate.closed(p) as gate:
+                    job = p.launch(spin, ONE, 1000)
+
+                    async def give_up() -> None:
+                        with anyio.move_on_after(0.02):
+                            await job
+
+                    await asyncio.to_thread(lambda: asyncio.run(give_up()))
+                    gate.open()
+                await job
+            async with pool.partition(8) as p:
+                with await p.upload(BIG) as x:
+                    assert (await p.run(lambda: 7)) == 7
+                    assert (await p.download(x))[0] == 1
+
+    anyio.run(main)
+
+
+@pytest.mark.parametrize("first", [2**31 - 3, 2**32 - 3], ids=["half", "whole"])
+def test_tickets_never_wrap(first: int) -> None:
+    """After 2**31 and after 2**32 tickets old work is done, and new work is waited for."""
+
+    async def main() -> None:
+        async with Pool(driver="simulated:h200") as pool, pool.partition(8) as p:
+            old = p.upload(np.ones(8, np.float32))
+            buffer = await old
+            track = p._open().track
+            track.issued = track.submitted = first
+            track.word[0] = first & 0xFFFFFFFF
+            with buffer, await Gate.closed(p) as gate:
+                assert old.is_done
+                jobs = [p.copy(buffer, np.full(8, n, np.float32)) for n in range(6)]
+                await turns()
+                assert not any(job.is_done for job in jobs)
+                gate.open()
+                for job in jobs:
+                    await job
+                assert (await p.download(buffer))[0] == 5
+
+    anyio.run(main)
+
+
+def test_a_refused_order_fails_one_job() -> None:
+    """Where the driver refuses to order a launch behind another lane, that job alone fails."""
+    driver = simulated.open("h200", faults=[])
+
+    async def main() -> None:
+        async with Pool(driver=driver) as pool, pool.partitions(8, 8) as (p, q):
+            for lane in (p, q):
+                await lane.prepare(fill, ONE)
+            with await p.upload(np.zeros(8, np.float32)) as x:
+                with await Gate.closed(q) as gate:
+                    behind = q.launch(fill, ONE, x, 1.0, 8)
+                    next_one = driver.script.calls["record_event"] + 1
+                    driver.script.add(Fail("record_event", nth=next_one, status="INVALID_VALUE"))
+                    refused = p.launch(fill, ONE, x, 2.0, 8)
+                    gate.open()
+                await behind
+                with pytest.raises(Exception, match="INVALID_VALUE"):
+                    await refused
+                await p.launch(fill, ONE, x, 3.0, 8)
+                assert (await p.download(x))[0] == 3
+
+    anyio.run(main)
+
+
+def test_no_thread_fails_one_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no thread can be started what needs one fails; the lane and its caller go on."""
+    driver = simulated.open("h200")
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def main() -> None:
+        async with Pool(driver=driver) as pool, pool.partition(8) as p:
+            with monkeypatch.context() as patch:
+                patch.setattr(driver, "start_thread", refuse)
+                with p.call.entered() as here:
+                    upload, call = p.upload(BIG), p.run(lambda: 1)
+                    assert current_call() is here
+            for job in (upload, call):
+                with pytest.raises(RuntimeError, match="new thread"):
+                    await job
+            assert await p.run(lambda: 2) == 2
+        await until(lambda: pool.statistics().leases == 0)
+
+    anyio.run(main)
+
+
+def test_who_awaits_hears_though_no_thread_can_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no thread can be started to sleep in the driver, the loop looks for itself."""
+    driver = simulated.open("h200")
+    start, asked = driver.start_thread, list[str]()
+
+    def refuse(body: Callable[[], None], name: str) -> None:
+        if "sleeper" in name:
+            asked.append(name)
+            raise RuntimeError("can't start new thread")
+        start(body, name)
+
+    async def main() -> None:
+        async with Pool(driver=driver, prepare=[spin]) as pool, pool.partition(8) as p:
+            monkeypatch.setattr(driver, "start_thread", refuse)
+            with anyio.fail_after(20):
+                await p.launch(spin, ONE, 30_000_000)
+        assert asked
+
+    anyio.run(main)
+
+
+def test_a_call_has_its_context_whatever_the_one_before_it_left() -> None:
+    """A call that queues behind one that made another context current has the partition's."""
+    driver = simulated.open("h200")
+    gate = threading.Event()
+
+    async def main() -> None:
+        async with Pool(driver=driver) as pool, pool.partition(8) as p:
+
+            def spoil() -> None:
+                gate.wait(20)
+                driver.set_current(pool.devices[0].primary.handle)
+
+            spoilt, behind = p.run(spoil), p.run(driver.current)
+            gate.set()
+            await spoilt
+            assert await behind == p.context.handle
+
+    anyio.run(main)
+
+
+def test_a_name_that_is_none_keeps_no_ticket() -> None:
+    """A callable whose name is no text is called as any; what follows goes on."""
+
+    class Proxy:
+        __name__ = None
+
+        def __call__(self) -> int:
+            return 5
+
+    async def main() -> None:
+        async with Pool(driver=simulated.open("h200")) as pool, pool.partition(8) as p:
+            assert await p.run(Proxy()) == 5
+            with anyio.fail_after(20):
+                await p.checkpoint()
+
+    anyio.run(main)
+
+
+def test_a_close_that_means_to_end_the_program_ends_the_lane_alone() -> None:
+    """What is kept with a lane and raises even SystemExit when it is closed holds up nobody."""
+
+    class Kept:
+        def close(self) -> None:
+            sys.exit("no")
+
+    async def main() -> None:
+        pool = await Pool(driver=simulated.open("h200")).__aenter__()
+        async with pool.partition(8) as p:
+            await p.local(Kept)
+        with anyio.fail_after(20):
+            await pool.aclose()
+
+    anyio.run(main)
+
+
+def test_a_context_that_cannot_be_entered_fails_each_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where a lane's context cannot be entered all calls that queue fail, and the lane goes on."""
+    driver = simulated.open("h200")
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("not now")
+
+    async def main() -> None:
+        async with Pool(driver=driver) as pool, pool.partition(8) as p:
+            with monkeypatch.context() as patch:
+                patch.setattr(driver, "set_current", refuse)
+                calls = [p.run(lambda: 1) for _ in range(3)]
+                for call in calls:
+                    with pytest.raises(RuntimeError, match="not now"):
+                        await call
+            assert await p.run(lambda: 2) == 2
+
+    anyio.run(main)
+
+
+def test_lanes_beside_the_menu_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many odd shapes are asked for at once, so many lanes stay and no more."""
+    one_cell_lanes(monkeypatch)
+    monkeypatch.setattr("greensched.leasing.device_pool.EXTRA", 3)
+    clock = simulated.VirtualClock(seed=1)
+    driver = simulated.open("h200", clock=clock)
+
+    async def main() -> None:
+        async with Pool(driver=driver) as pool:
+            made = pool.statistics().lanes
+
+            async def ask(size: int) -> None:
+                async with pool.partition(size):
+                    await anyio.sleep(0.001)
+
+            for _ in range(4):
+                async with anyio.create_task_group() as tasks:
+                    for size in (16, 24, 40, 56, 72, 88, 104):
+                        tasks.start_soon(ask, size)
+            assert pool.statistics().lanes_made > made + 3
+            assert pool.statistics().lanes == made + 3
+            site = pool._desk.sites[0]  # type: ignore[union-attr]
+            monkeypatch.setattr("greensched.leasing.device_pool.EXTRA", 2)
+            wanted = [mask for mask in site.crews if mask not in site.menu][:2]
+            assert len(site.surplus(keep=wanted)) == 1, "those that are kept count, too"
+
+    clock.run(main)
+    assert not driver.live()
+
+
+def test_who_awaited_everything_finds_everything_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job is not done before the thread that submitted it has said so, however fast its word.
+
+    Or a launch after it would be submitted later: into a capture that was begun in between.
+    """
+    written, go = threading.Event(), threading.Event()
+    bind = simulated.SimulatedDriver.bind_mark
+
+    def slow_to_return(
+        driver: simulated.SimulatedDriver, stream: StreamHandle, address: int
+    ) -> Callable[[int], None]:
+        mark = bind(driver, stream, address)
+
+        def marked(value: int) -> None:
+            mark(value)
+            if threading.current_thread().name.endswith("mover"):
+                driver.synchronize_stream(stream)
+                written.set()
+                go.wait(5)
+
+        return marked
+
+    monkeypatch.setattr(simulated.SimulatedDriver, "bind_mark", slow_to_return)
+
+    async def main() -> None:
+        async with Pool(driver="simulated:h200") as pool, pool.partition(8) as p:
+            job = p.upload(BIG)
+            await until(written.is_set)
+            await turns()
+            assert not job.is_done
+            go.set()
+            (await job).close()
+            assert p._open().is_prompt()
+
+    anyio.run(main)
+
+
+def test_one_page_of_words_that_cannot_be_ended_keeps_no_other() -> None:
+    """Every page of words is given back, though the driver refuses the first."""
+    driver = simulated.open("h200")
+    device = Device(0, driver=driver)
+    words = Words(device.primary)
+    tracks = [words.create_track(device.primary) for _ in range(PAGE // LINE + 1)]
+    for track in tracks:
+        track.close()
+    assert driver.live()["pinned memory"] == 2
+    driver.script.add(Fail("free_host"))
+    with pytest.raises(CUDAError, match="INVALID_VALUE"):
+        words.close()
+    assert driver.live()["pinned memory"] == 1
+    words.close()
+    driver.close()
+
+
+def test_words_given_back_are_used_again() -> None:
+    """Tracks that come and go, over several pages of words, take no page that is not needed."""
+    driver = simulated.open("h200")
+    device = Device(0, driver=driver)
+    words = Words(device.primary)
+    for _ in range(3):
+        tracks = [words.create_track(device.primary) for _ in range(3 * PAGE // LINE)]
+        for track in tracks:
+            track.close()
+    assert driver.live() == {"primary": 1, "pinned memory": 3}
+    words.close()
+    device.close()
+    driver.close()
+
+
+def test_a_track_that_cannot_be_made_keeps_no_word() -> None:
+    """However often the driver refuses a track, its words are given back and no page is added."""
+    driver = simulated.open("h200")
+    device = Device(0, driver=driver)
+    words = Words(device.primary)
+    driver.script.add(Fail("bind_mark", last=PAGE // LINE + 1))
+    for _ in range(PAGE // LINE + 1):
+        with pytest.raises(CUDAError, match="bind_mark"):
+            words.create_track(device.primary)
+    assert driver.live() == {"primary": 1, "pinned memory": 1}
+    words.close()
+    device.close()
+    driver.close()

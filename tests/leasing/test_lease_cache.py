@@ -1,0 +1,438 @@
+"""Leases that ended without work go to the next who asks the same, and nobody else can tell."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import weakref
+
+import numpy as np
+import pytest
+
+from greensched import (
+    ALL,
+    Buffer,
+    LaunchConfig,
+    PartitionClosed,
+    Pool,
+    ServiceClass,
+    WouldBlock,
+    WouldDeadlock,
+)
+from greensched.driver import simulated
+from greensched.errors import InvalidRequest, Poisoned
+from greensched.kernels import fill
+from helpers.waiting import turns
+
+CONFIG = LaunchConfig(grid=1, block=8)
+
+
+def parked(pool: Pool) -> int:
+    """Leases that the pool has parked."""
+    assert pool._desk is not None
+    return sum(len(channels) for channels in pool._desk._parking._spots.values())
+
+
+async def leased(pool: Pool, sms: int = 16) -> None:
+    async with pool.partition(sms):
+        pass
+
+
+def on_h200(**options: object) -> Pool:
+    return Pool(driver="simulated:h200", **options)  # type: ignore[arg-type]
+
+
+def test_the_next_of_the_same_size_has_it() -> None:
+    """Leases that follow each other are one to the scheduler, and all are counted."""
+
+    async def main() -> None:
+        async with on_h200() as pool:
+            for _ in range(5):
+                await leased(pool)
+                assert parked(pool) == 1
+            with_nowait = pool.partition_nowait(16)
+            async with with_nowait as p:
+                assert p.sm_count == 16
+                assert parked(pool) == 0
+            assert pool._desk is not None
+            assert pool._desk._parking.put == 6
+            stats = pool.statistics()
+            assert (stats.requested, stats.granted) == (6, 6)
+
+    asyncio.run(main())
+
+
+def test_parked_sms_are_free_to_everybody_else() -> None:
+    """Statistics, the whole device, and another size are as if nothing had been parked."""
+
+    async def main() -> None:
+        async with on_h200() as pool:
+            await leased(pool)
+            stats = pool.statistics()
+            assert (stats.sms_free, stats.sms_leased, stats.leases) == (132, 0, 0)
+            await leased(pool)
+            async with pool.partition(ALL) as p:
+                assert p.sm_count == 132
+            await leased(pool)
+            async with pool.partition(120), pool.partition(8):
+                assert pool.statistics().sms_free == 0  # 8 are given the 12 that are left over
+
+    asyncio.run(main())
+
+
+def test_a_block_that_was_left_stays_left() -> None:
+    """Its partition is closed, though another holds the same lane by now."""
+
+    async def main() -> None:
+        async with on_h200() as pool:
+            async with pool.partition(16) as before:
+                with await before.upload(np.zeros(8, np.float32)) as x:
+                    await before.launch(fill, CONFIG, x, 1.0, 8)
+            await leased(pool)
+            async with pool.partition(16) as old:
+                pass
+            async with pool.partition(16):
+                for wrong in (old, before):
+                    with pytest.raises(PartitionClosed):
+                        _ = wrong.sm_count
+                    with pytest.raises(PartitionClosed):
+                        wrong.launch(fill, CONFIG, x, 1.0, 8)
+                    with pytest.raises(PartitionClosed):
+                        async with wrong:
+                            raise AssertionError
+                    assert "closed" in repr(wrong)
+
+    asyncio.run(main())
+
+
+def test_nothing_is_parked_before_who_waits() -> None:
+    """Who waits is granted what the next lease gives back, before its holder has it again."""
+
+    async def main() -> None:
+        async with on_h200() as pool:
+            order: list[str] = []
+
+            async def wait() -> None:
+                async with pool.partition(132):
+                    order.append("all")
+
+            async with pool.partition(16):
+                waiting = asyncio.create_task(wait())
+                await turns()
+            async with pool.partition(16):
+                order.append("again")
+            await waiting
+            assert order == ["all", "again"]
+
+    asyncio.run(main())
+
+
+def test_who_holds_what_was_parked_is_known() -> None:
+    """A task that asks for what can never come while it holds a lease taken again is told so."""
+
+    async def main() -> None:
+        async with on_h200() as pool:
+            await leased(pool)
+            async with pool.partition(16):
+                with pytest.raises(WouldDeadlock):
+                    await pool.partition(ALL).__aenter__()
+            async with pool.partition(ALL):  # nor is it held against who left
+                pass
+
+    asyncio.run(main())
+
+
+def test_no_task_is_kept_by_what_it_left() -> None:
+    """A parked lease keeps no reference to who held it."""
+
+    async def main() -> None:
+        async with on_h200() as pool:
+            tasks = [asyncio.create_task(leased(pool)) for _ in range(3)]
+            known = [weakref.ref(task) for task in tasks]
+            await asyncio.gather(*tasks)
+            tasks.clear()
+            await turns()
+            gc.collect()
+            assert parked(pool)
+            assert all(ref() is None for ref in known)
+
+    asyncio.run(main())
+
+
+def test_another_loop_asks_the_scheduler() -> None:
+    """What one loop has parked is no other's; it is given back when somebody else asks."""
+
+    async def main(pool: Pool) -> None:
+        await leased(pool)
+        other = threading.Thread(target=lambda: asyncio.run(leased(pool, 132)))
+        other.start()
+        await asyncio.to_thread(other.join)
+        assert parked(pool) == 1  # the other's, whose loop is over
+        await leased(pool)
+        await leased(pool)
+        assert pool.statistics().sms_free == 132
+
+    async def all_of_it() -> None:
+        async with on_h200() as pool:
+            await main(pool)
+
+    asyncio.run(all_of_it())
+
+
+def test_one_loop_after_the_other() -> None:
+    """A loop that is over has parked nothing for the next on its thread."""
+    pool = on_h200()
+
+    async def first() -> None:
+        await pool.open()
+        await leased(pool)
+        assert parked(pool) == 1
+
+    async def second() -> None:
+        async with pool.partition(16) as p, pool.partition(8):
+            assert p.sm_count == 16
+        await pool.aclose()
+
+    asyncio.run(first())
+    asyncio.run(second())
+
+
+def test_who_asks_outside_of_any_task_asks_the_scheduler() -> None:
+    """What is parked belongs to the tasks of a loop; a callback of it is granted as anybody."""
+
+    async def main() -> None:
+        async with on_h200() as pool:
+            await leased(pool)
+            granted = asyncio.get_running_loop().create_future()
+
+            def ask() -> None:
+                granted.set_result(pool.partition_nowait(16))
+
+            asyncio.get_running_loop().call_soon(ask)
+            async with await granted as p:
+                assert p.sm_count == 16
+                stats = pool.statistics()
+                assert (stats.leases, stats.requested) == (1, 2)
+
+    asyncio.run(main())
+
+
+def test_a_class_is_charged_for_each_lease() -> None:
+    """Its leases are parked, counted, and take what time they are held; parked they take none."""
+    clock = simulated.VirtualClock(seed=1)
+
+    async def main() -> None:
+        services = [ServiceClass("a", reserve=16), ServiceClass("b")]
+        async with Pool(driver=simulated.open("h200", clock=clock), services=services) as pool:
+            for _ in range(5):
+                for service in ("a", "b"):
+                    async with pool.partition(16, service=service):
+                        await asyncio.sleep(0.010)
+                    assert parked(pool)
+                await asyncio.sleep(1.0)
+            found = pool.statistics().services
+            for service in ("a", "b"):
+                assert found[service].granted == 5
+                assert found[service].sm_seconds == pytest.approx(5 * 16 * 0.010, rel=1e-3)
+                assert not found[service].sms
+
+    clock.run(main)
+
+
+def test_a_floor_is_its_owners_though_leases_are_parked() -> None:
+    """Who asks finds the floors as they are: what is parked is free, and lent to nobody."""
+
+    async def main() -> None:
+        services = [ServiceClass("a", reserve=64), ServiceClass("b")]
+        async with on_h200(services=services) as pool:
+            async with pool.partition(16, service="a"), pool.partition(16, service="b"):
+                pass
+            assert parked(pool) == 2
+            async with pool.partition(56, service="b"):
+                assert parked(pool) == 0
+                with pytest.raises(WouldBlock):
+                    pool.partition_nowait(16, service="b")
+                async with pool.partition(64, service="a") as p:
+                    assert p.sm_count == 64
+
+    asyncio.run(main())
+
+
+def test_a_change_of_classes_ends_what_is_parked() -> None:
+    """What was parked before it is given back, and what is held is parked by the new rules."""
+
+    async def main() -> None:
+        async with on_h200() as pool:
+            await leased(pool)
+            async with pool.partition(24):
+                pool.reconfigure(services=[ServiceClass("a", reserve=16)])
+                assert not parked(pool)
+            await leased(pool)
+            assert parked(pool) == 1
+            pool.reconfigure(services=[])
+            await leased(pool)
+            assert parked(pool) == 1
+            assert pool.statistics().leases == 0
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "service",
+    [
+        ServiceClass("a", quota=1000.0),
+        ServiceClass("a", unsplit=True, latency=1.0),
+    ],
+)
+def test_what_is_looked_at_for_each_lease_is_not_parked(service: ServiceClass) -> None:
+    """A quota, and whether the device is split; an elastic lease is of the size of the moment."""
+
+    async def main() -> None:
+        async with on_h200(services=[service]) as pool:
+            async with pool.partition(16, service="a"):
+                pass
+            assert not parked(pool)
+        async with on_h200(services=[ServiceClass("a")]) as pool:
+            async with pool.partition((8, 64), service="a"):
+                pass
+            assert not parked(pool)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("services", [[], [ServiceClass("a")]])
+def test_a_lease_of_a_known_cost_is_not_parked(services: list[ServiceClass]) -> None:
+    """Its cost was said at a checkpoint; one that says none can be parked."""
+
+    async def main() -> None:
+        async with on_h200(services=services) as pool:
+            async with pool.partition(16) as p:
+                await p.checkpoint(0.005)
+            assert not parked(pool)
+            async with pool.partition(16) as p:
+                await p.checkpoint()
+            assert parked(pool) == 1
+
+    asyncio.run(main())
+
+
+def test_a_fault_ends_what_is_parked() -> None:
+    """After a device fault nobody is given a lease that was parked before it."""
+
+    async def main() -> None:
+        async with on_h200() as pool:
+            await leased(pool)
+            assert pool._desk is not None
+            pool._desk.lost(RuntimeError("the device is gone"))
+            with pytest.raises(Poisoned):
+                await leased(pool)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("use", ["run", "stream", "context", "bind", "feed", "failed"])
+def test_what_has_more_to_see_to_is_ended(use: str) -> None:
+    """A lease whose end has more to do than to look at its launches is no other's before."""
+
+    async def main() -> None:
+        async with on_h200() as pool:
+            async with pool.partition(16) as p:
+                with await p.empty(8) as x:
+                    await p.launch(fill, CONFIG, x, 1.0, 8)
+                    if use == "run":
+                        await p.run(int)
+                    elif use == "stream":
+                        _ = p.stream
+                    elif use == "context":
+                        _ = p.context
+                    elif use == "bind":
+                        p.bind(fill, CONFIG, x, 1.0, 8)()
+                    elif use == "feed":
+                        async for _ in p.feed([np.zeros(4, np.float32)]):
+                            pass
+                    else:
+                        with pytest.raises(ZeroDivisionError):
+                            await p.run(lambda: 1 // 0)
+            assert not parked(pool)
+
+    asyncio.run(main())
+
+
+def test_bound_launches_that_are_done_are_no_reason_to_end_it() -> None:
+    """A lease whose bound launches were awaited is parked; they are over with its block."""
+
+    async def main() -> None:
+        async with on_h200(prepare=[fill]) as pool:
+            with await pool_empty(pool) as x:
+                for _ in range(3):
+                    async with pool.partition(16) as p:
+                        bound = p.bind(fill, CONFIG, x, 1.0, 8)
+                        bound()
+                        await bound.submit()
+                    assert parked(pool) == 1
+                    with pytest.raises(PartitionClosed):
+                        bound()
+                stats = pool.statistics()
+                assert (stats.granted, stats.leases) == (4, 0)
+
+    asyncio.run(main())
+
+
+async def pool_empty(pool: Pool) -> Buffer:
+    async with pool.partition(16) as p:
+        return await p.empty(8)
+
+
+def test_a_class_that_went_is_refused_though_it_was_asked_for_before() -> None:
+    """What is asked for by size and class is read once, and again after a change of classes."""
+
+    async def main() -> None:
+        async with on_h200(services=[ServiceClass("a", reserve=16)]) as pool:
+            for _ in range(2):
+                async with pool.partition(16, service="a") as p:
+                    assert p.sm_count == 16
+            assert pool.statistics().services["a"].granted == 2
+            pool.reconfigure(services=[ServiceClass("b")])
+            with pytest.raises(InvalidRequest, match="no service 'a'"):
+                pool.partition(16, service="a")
+
+    asyncio.run(main())
+
+
+def test_a_lease_leaves_nothing_to_the_collector() -> None:
+    """What a lease was made of is free when it is over: nothing of it is in a circle."""
+
+    async def main() -> None:
+        async with on_h200(services=[ServiceClass("a", reserve=16)]) as pool:
+            async with pool.partition(16, service="a"):
+                pass
+            gc.collect()
+            gc.disable()
+            try:
+                for _ in range(50):
+                    async with pool.partition(16, service="a"):
+                        pass
+                assert gc.collect() < 50
+            finally:
+                gc.enable()
+
+    asyncio.run(main())
+
+
+def test_where_leases_are_parked_does_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more places are kept than are in use, though sizes and classes change without end."""
+    monkeypatch.setattr("greensched.leasing.requests.SHARED", 2)
+
+    async def main() -> None:
+        async with on_h200() as pool:
+            for sms in 8, 16, 24, 32, 8, 24, 32:
+                await leased(pool, sms)
+            for _ in range(5):
+                pool.reconfigure(services=[ServiceClass("a")])
+                async with pool.partition(8, service="a"):
+                    pass
+            assert pool._desk is not None
+            assert len(pool._desk._parking._spots) <= 2
+
+    asyncio.run(main())

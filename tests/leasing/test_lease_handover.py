@@ -1,0 +1,423 @@
+"""Leases that go as they are to who waits for the same: nobody else can tell, and none is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import weakref
+
+import anyio
+import numpy as np
+import pytest
+
+from greensched import ALL, LaunchConfig, Partition, PartitionClosed, Pool, ServiceClass
+from greensched.errors import DeadlineExceeded, Poisoned, PoolClosed, WouldDeadlock
+from greensched.execution.lease import Holding
+from greensched.execution.submission import Channel
+from greensched.kernels import fill, spin
+from greensched.leasing.partition_group import Together
+from helpers.waiting import turns, until
+
+CONFIG = LaunchConfig(grid=1, block=8)
+#: SMs that two have at a time, of 132.
+HALF = 56
+#: One has it at a time.
+MOST = 120
+
+
+def on_h200(**options: object) -> Pool:
+    return Pool(driver="simulated:h200", **options)  # type: ignore[arg-type]
+
+
+def holding(partition: Partition) -> Holding:
+    assert partition._channel is not None
+    return partition._channel.holding
+
+
+class Taker:
+    """A task that waits for its SMs, and keeps them until it is let go."""
+
+    def __init__(self, pool: Pool, sms: int = HALF, deadline: float | None = None) -> None:
+        self.pool = pool
+        self.sms = sms
+        self.deadline = deadline
+        self.may_go = asyncio.Event()
+        self.has: Partition | None = None
+        self.task = asyncio.create_task(self._take())
+
+    async def _take(self) -> None:
+        async with self.pool.partition(self.sms, deadline=self.deadline) as self.has:
+            await self.may_go.wait()
+
+    async def go(self) -> None:
+        self.may_go.set()
+        await self.task
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_who_waits_has_the_lease_of_who_left(backend: str) -> None:
+    """In the order in which they came; who does nothing leaves it to the next, who works there."""
+    order, handed = list[int](), list[bool]()
+
+    async def main() -> None:
+        async with on_h200() as pool:
+            left: Holding | None = None
+
+            async def lease(number: int) -> None:
+                nonlocal left
+                async with pool.partition(MOST) as p:
+                    order.append(number)
+                    handed.append(holding(p) is left)
+                    if number % 2:
+                        with await p.upload(np.zeros(8, np.float32)) as x:
+                            await p.launch(fill, CONFIG, x, number, 8)
+                            assert list(await p.download(x)) == [number] * 8
+                    left = holding(p)
+
+            async with anyio.create_task_group() as group:
+                async with pool.partition(ALL):
+                    for number in range(20):
+                        group.start_soon(lease, number)
+                        await until(lambda n=number: pool.statistics().waiting == n + 1)
+            stats = pool.statistics()
+            assert (stats.sms_free, stats.leases, stats.waiting) == (132, 0, 0)
+            assert (stats.requested, stats.granted, stats.cancelled) == (21, 21, 0)
+
+    anyio.run(main, backend=backend)
+    assert order == list(range(20))
+    assert handed == [False, True] * 10
+
+
+def test_who_left_has_it_no_more() -> None:
+    """His partition is closed, though another has the same lease by now."""
+
+    async def main() -> None:
+        async with on_h200() as pool:
+            first, second, third = Taker(pool), Taker(pool), Taker(pool)
+            await turns()
+            old, lease = first.has, holding(first.has) if first.has else None
+            assert old is not None
+            await first.go()
+            await turns()
+            assert third.has is not None
+            assert holding(third.has) is lease
+            with pytest.raises(PartitionClosed):
+                _ = old.sm_count
+            assert third.has.sm_count == HALF
+            await third.go()
+            await second.go()
+
+    asyncio.run(main())
+
+
+def test_who_is_cancelled_before_he_has_it_leaves_it_to_the_next() -> None:
+    """It was his for less than a turn; nothing of it is lost, and the next one has its SMs."""
+
+    async def main() -> None:
+        async with on_h200() as pool:
+            first, second, third, fourth = (Taker(pool) for _ in range(4))
+            await turns()
+            first.may_go.set()
+            await until(lambda: pool.statistics().waiting == 1)
+            third.task.cancel()
+            await turns()
+            assert third.task.cancelled()
+            assert third.has is None
+            assert fourth.has is not None
+            assert pool.statistics().leases == 2
+            await second.go()
+            await fourth.go()
+            assert pool.statistics().sms_free == 132
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("how", ["cancelled", "too late", "closed"])
+def test_who_waits_no_more_is_not_kept(how: str) -> None:
+    """His task is free at once, without a collection, though others go on waiting."""
+
+    async def wait(pool: Pool) -> None:
+        async with pool.partition(HALF, deadline=0.01 if how == "too late" else None):
+            pass
+
+    async def leave(pool: Pool) -> None:
+        entering = pool.partition(HALF).__aenter__()
+        entering.send(None)
+        entering.close()
+
+    async def ended(pool: Pool) -> weakref.ref[asyncio.Task[None]]:
+        task = asyncio.create_task((leave if how == "closed" else wait)(pool))
+        await turns()
+        if how == "cancelled":
+            task.cancel()
+        await asyncio.wait([task])
+        if not task.cancelled() and how == "too late":
+            assert isinstance(task.exception(), DeadlineExceeded)
+        return weakref.ref(task)
+
+    async def main() -> None:
+        async with on_h200() as pool:
+            keeper = Taker(pool, MOST)
+            await turns()
+            before = Taker(pool)
+            await turns()
+            gc.disable()
+            left = await ended(pool)
+            behind = Taker(pool)  # who asks sees to what was left by the collector
+            await turns()
+            assert left() is None
+            for each in (keeper, before, behind):
+                await each.go()
+
+    try:
+        asyncio.run(main())
+    finally:
+        gc.enable()
+
+
+def test_who_was_served_is_not_kept() -> None:
+    """Though somebody waits still, with a deadline before his, behind which his entry stays."""
+
+    async def main() -> None:
+        async with on_h200() as pool:
+            keeper = Taker(pool, MOST)
+            await turns()
+            served = Taker(pool, MOST, deadline=100)
+            behind = [Taker(pool, MOST, deadline=50) for _ in range(2)]
+            await turns()
+            await keeper.go()
+            gc.disable()
+            await served.go()
+            left = weakref.ref(served.task)
+            del served
+            await turns()
+            assert left() is None
+            for each in behind:
+                await each.go()
+
+    try:
+        asyncio.run(main())
+    finally:
+        gc.enable()
+
+
+def test_what_fails_behind_a_claim_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits no more is tended no more, once: whoever waits next is tended."""
+
+    def fail(_: Together, channels: tuple[Channel, ...]) -> None:
+        for channel in channels:
+            channel.holding.end()
+        raise MemoryError
+
+    async def main() -> None:
+        async with on_h200() as pool:
+
+            async def both() -> None:
+                async with pool.partitions(8, 8):
+                    pass
+
+            async with pool.partition(ALL):
+                task = asyncio.create_task(both())
+                await until(lambda: pool.statistics().waiting == 1)
+                monkeypatch.setattr(Together, "_have", fail)
+            with pytest.raises(MemoryError):
+                await task
+            assert pool.opened().completion().waiting == 0
+
+    asyncio.run(main())
+
+
+def test_a_fault_before_he_has_it_is_his() -> None:
+    """Who was given a lease, and has not had his turn, hears of a fault as any other."""
+
+    async def main() -> None:
+        async with on_h200() as pool:
+            first, second, third = (Taker(pool) for _ in range(3))
+            await turns()
+            first.may_go.set()
+            await until(lambda: pool.statistics().waiting == 0)
+            assert third.has is None
+            assert pool._desk is not None
+            pool._desk.lost(RuntimeError("the device is gone"))
+            for taker in (third, second):
+                taker.may_go.set()
+                with pytest.raises(Poisoned):
+                    await taker.task
+
+    asyncio.run(main())
+
+
+def stop_before_he_has_it(loop: asyncio.AbstractEventLoop, pool: Pool) -> Taker:
+    """A task that was given a lease, and has had no turn yet: its loop stands still."""
+    first = pool.partition(MOST)
+
+    async def begin() -> Taker:
+        await pool.open()
+        await first.__aenter__()
+        taker = Taker(pool, MOST)
+        await until(lambda: pool.statistics().waiting == 1)
+        return taker
+
+    async def leave() -> None:
+        loop.stop()  # after this turn
+        await first.__aexit__(None, None, None)
+
+    taker = loop.run_until_complete(begin())
+    leaving = loop.create_task(leave())
+    loop.run_forever()
+    assert leaving.done()
+    assert pool.statistics().waiting == 0
+    assert taker.has is None
+    return taker
+
+
+def test_a_loop_that_closes_before_he_has_it_gives_it_back() -> None:
+    """Whoever asks next on another loop is granted its SMs."""
+    pool, gone = on_h200(), asyncio.new_event_loop()
+    gone.set_exception_handler(lambda *_: None)
+    taker = stop_before_he_has_it(gone, pool)
+    gone.close()
+
+    async def go_on() -> None:
+        async with pool.partition(ALL) as p:
+            assert p.sm_count == 132
+        assert pool.statistics().leases == 0
+        await pool.aclose()
+
+    asyncio.run(go_on())
+    del taker
+    gc.collect()  # what a closed loop leaves is collected, and says nothing
+
+
+def test_a_loop_that_moved_to_another_thread_works_there() -> None:
+    """Who was given a lease on one thread has it on the one that runs his loop by then."""
+    pool, loop, found = on_h200(), asyncio.new_event_loop(), list[float]()
+    taker = stop_before_he_has_it(loop, pool)
+
+    async def work() -> None:
+        await until(lambda: taker.has is not None)
+        assert taker.has is not None
+        with await taker.has.upload(np.full(8, 3, np.float32)) as x:
+            found.extend(await taker.has.download(x))
+        await taker.go()
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(work()))
+    thread.start()
+    thread.join()
+    assert found == [3.0] * 8
+    loop.run_until_complete(pool.aclose())
+    loop.close()
+
+
+def test_a_pool_that_closes_before_he_has_it_leaves_nothing_behind() -> None:
+    """Nobody uses the lane: it ends with the pool, though his loop stands still; he is told."""
+    pool, loop = on_h200(), asyncio.new_event_loop()
+    taker = stop_before_he_has_it(loop, pool)
+    assert asyncio.run(pool.aclose(grace=0.0)).abandoned == ()
+    with pytest.raises(PoolClosed):
+        loop.run_until_complete(taker.task)
+    loop.close()
+
+
+def test_who_was_given_a_lease_holds_it() -> None:
+    """Asking for what can never come beside it is refused."""
+
+    async def main() -> None:
+        async with on_h200() as pool:
+            first, second = Taker(pool), Taker(pool)
+            await turns()
+
+            async def greedy() -> None:
+                async with pool.partition(HALF):
+                    async with pool.partition(ALL):
+                        raise AssertionError
+
+            task = asyncio.create_task(greedy())
+            await turns()
+            await first.go()
+            with pytest.raises(WouldDeadlock):
+                await task
+            await second.go()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("device", [None, 0])  # one is parked at the end, and one is not
+def test_of_who_left_nothing_is_kept(device: int | None) -> None:
+    """Not until the collector comes by, either: tasks, and what they return, go at once."""
+
+    async def lease(pool: Pool) -> None:
+        async with pool.partition(HALF, device=device):
+            await asyncio.sleep(0)
+
+    async def main() -> None:
+        async with on_h200() as pool:
+            tasks = [asyncio.create_task(lease(pool)) for _ in range(6)]
+            known = [weakref.ref(task) for task in tasks]
+            await asyncio.gather(*tasks)
+            tasks.clear()
+            await turns()
+            assert [ref() for ref in known] == [None] * 6
+
+    gc.collect()
+    gc.disable()
+    try:
+        asyncio.run(main())
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("service", [None, "a"])
+def test_work_and_classes_are_decided_on(service: str | None) -> None:
+    """A lease whose work runs goes to nobody before that is done; classes share by their rules."""
+
+    async def main() -> None:
+        async with on_h200(services=[ServiceClass("a")] if service else []) as pool:
+            holdings = list[Holding]()
+
+            async def lease() -> None:
+                async with pool.partition(MOST, service=service) as p:
+                    holdings.append(holding(p))
+                    await turns(1)  # the others wait meanwhile
+                    if service is None:
+                        p.launch(spin, CONFIG, 100_000)
+
+            await asyncio.gather(*(lease() for _ in range(5)))
+            assert len(set(holdings)) == 5
+            assert pool.statistics().sms_free == 132
+
+    asyncio.run(main())
+
+
+def test_who_waits_on_another_loop_has_a_lease_of_his_own() -> None:
+    """A lease belongs to one loop: what one leaves is decided on where another's task is next."""
+    pool, here, there = on_h200(), asyncio.new_event_loop(), asyncio.new_event_loop()
+    first = pool.partition(HALF)
+
+    async def begin() -> None:
+        await pool.open()
+        await first.__aenter__()
+
+    async def ask() -> list[Taker]:
+        takers = [Taker(pool), Taker(pool)]
+        await until(lambda: pool.statistics().waiting == 1)
+        return takers
+
+    async def finish(takers: list[Taker]) -> None:
+        await until(lambda: takers[1].has is not None)
+        assert takers[1].has is not None
+        assert holding(takers[1].has) is not lease
+        with await takers[1].has.upload(np.zeros(8, np.float32)) as x:
+            assert list(await takers[1].has.download(x)) == [0.0] * 8
+        for taker in takers:
+            await taker.go()
+
+    here.run_until_complete(begin())
+    lease = holding(first)
+    takers = there.run_until_complete(ask())
+    here.run_until_complete(first.__aexit__(None, None, None))
+    there.run_until_complete(finish(takers))
+    here.run_until_complete(pool.aclose())
+    for loop in (here, there):
+        loop.close()

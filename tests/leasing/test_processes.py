@@ -1,0 +1,480 @@
+"""Processes: a forked child is told, and whatever way a process ends, it ends soon and quietly."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+#: How long a process may take from its start to its end, start of the interpreter included.
+SOON_S = 5.0
+
+#: Python 3.12 and newer warn of every fork beside threads; here it is done on purpose.
+FLAGS = ("-W", "ignore:This process:DeprecationWarning")
+
+PRELUDE = """
+import asyncio, contextlib, os, sys, threading
+import numpy as np
+import greensched
+from greensched import ALL, LaunchConfig, Pool
+from greensched.kernels import fill, spin
+
+ONE = LaunchConfig(grid=1, block=1)
+pool = Pool(driver="simulated:h200")
+going = threading.Event()
+"""
+
+
+def run(program: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    """Runs a program in a fresh interpreter; it hangs for no longer than the test allows."""
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, *FLAGS, *flags, "-c", PRELUDE + textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+        env={k: v for k, v in os.environ.items() if k not in ("PYTHONWARNINGS", "PYTHONDEVMODE")},
+    )
+    assert time.monotonic() - began < SOON_S, done.stderr
+    return done
+
+
+def quiet(program: str, *flags: str) -> str:
+    """Runs a program that must end well and say nothing on stderr; returns what it printed."""
+    done = run(program, *flags)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+# -- the end of the interpreter ---------------------------------------------------------------
+
+#: Something is submitted in a block that an error ends: it is still at work when the loop is not.
+AT_WORK = """
+    async def main():
+        await pool.open()
+        async with pool.partition(16) as p:
+            {submit}
+            raise LookupError
+
+    with contextlib.suppress(LookupError):
+        {run}
+"""
+KERNEL = "p.launch(spin, ONE, 10**12)"
+#: It has begun when the block ends.
+CALL = "p.run(lambda: (going.set(), threading.Event().wait())); assert going.wait(10)"
+
+ENDS = {
+    "an open pool": """
+        asyncio.run(pool.open())
+    """,
+    "an open pool and its loop still there": """
+        loop = asyncio.new_event_loop()
+        loop.run_until_complete(pool.open())
+    """,
+    "a lease in hand": """
+        async def main():
+            await pool.open()
+            return await pool.partition(16).__aenter__()
+
+        p = asyncio.run(main())
+    """,
+    "a kernel in flight": AT_WORK.format(submit=KERNEL, run="asyncio.run(main())"),
+    "a callable that does not return": AT_WORK.format(submit=CALL, run="asyncio.run(main())"),
+    "work given up by aclose": """
+        async def main():
+            await pool.open()
+            with contextlib.suppress(LookupError):
+                async with pool.partition(16) as p:
+                    p.launch(spin, ONE, 10**12)
+                    p.run(threading.Event().wait)
+                    raise LookupError
+            assert (await pool.aclose(grace=0.01)).abandoned
+
+        import logging
+        logging.getLogger("greensched").setLevel(logging.CRITICAL)
+        asyncio.run(main())
+    """,
+    "sys.exit in a block": """
+        async def main():
+            async with pool, pool.partition(16) as p:
+                await p.launch(spin, ONE, 1000)
+                sys.exit(0)
+
+        asyncio.run(main())
+    """,
+    "a loop in a daemon thread": """
+        async def main():
+            async with pool:
+                while True:
+                    async with pool.partition(16) as p:
+                        await p.launch(spin, ONE, 100_000)
+                        await p.run(going.set)  # the process ends while this loop goes on
+
+        threading.Thread(target=lambda: asyncio.run(main()), daemon=True).start()
+        assert going.wait(10)
+    """,
+    "a pool whose opening nobody waits for": """
+        async def main():
+            asyncio.ensure_future(pool.open())
+            await asyncio.sleep(0)
+
+        asyncio.run(main())
+    """,
+    "a pool never opened": "",
+    "a closed pool": """
+        async def main():
+            async with pool, pool.partition(16) as p:
+                await p.launch(spin, ONE, 1000)
+
+        asyncio.run(main())
+    """,
+    "a pool and a buffer in a cycle": """
+        async def main():
+            await pool.open()
+            async with pool.partition(16) as p:
+                pool.buffer = await p.upload(np.ones(8))
+            pool.me = pool
+
+        asyncio.run(main())
+        del pool
+    """,
+    "trio": AT_WORK.format(submit=KERNEL, run="import trio; trio.run(main)"),
+}
+
+
+@pytest.mark.parametrize("left", ENDS)
+def test_the_interpreter_ends_soon_and_quietly(left: str) -> None:
+    """With whatever is left open or at work, exit takes little time and says nothing: code 0."""
+    assert quiet(ENDS[left]) == ""
+
+
+@pytest.mark.parametrize("left", ["an open pool", "a lease in hand", "a kernel in flight"])
+def test_what_was_forgotten_is_only_warned_of(left: str) -> None:
+    """Asked for resource warnings, the end of a process gives those and nothing else."""
+    done = run(ENDS[left], "-W", "always::ResourceWarning")
+    assert done.returncode == 0
+    said = [line for line in done.stderr.splitlines() if line and not line.startswith(" ")]
+    assert all("ResourceWarning" in line or "enable tracemalloc" in line for line in said), said
+
+
+def test_a_failure_at_the_end_is_shown() -> None:
+    """What a program itself ends with is shown, and nothing of ours beside it."""
+    done = run(
+        """
+        async def main():
+            async with pool, pool.partition(16) as p:
+                p.launch(spin, ONE, 1000)
+                raise LookupError("its own")
+
+        asyncio.run(main())
+        """
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "LookupError: its own"
+    assert "During handling" not in done.stderr
+
+
+# -- loops ------------------------------------------------------------------------------------
+
+
+def test_a_loop_may_close_with_a_pool_open() -> None:
+    """A loop that closes with the pool open, a lease in hand and work in flight says nothing."""
+    said = quiet(
+        """
+        import logging
+
+        async def main():
+            await pool.open()
+            p = await pool.partition(16).__aenter__()
+            p.launch(spin, ONE, 10**6)
+            return p
+
+        async def again():
+            async with pool.partition(ALL) as p:
+                print(p.sm_count)
+            await pool.aclose()
+
+        logging.getLogger("greensched").setLevel(logging.ERROR)  # it does tell of the lease
+        loop = asyncio.new_event_loop()
+        held = loop.run_until_complete(main())
+        loop.close()
+        asyncio.run(again())
+        """
+    )
+    assert said == "132\n"
+
+
+# -- fork and spawn ---------------------------------------------------------------------------
+
+IN_A_CHILD = """
+def in_a_child(use):
+    # What a use of something raises in a forked child: its name, or what it gave.
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        import faulthandler
+        faulthandler.dump_traceback_later(4, exit=True)
+        try:
+            said = use()
+            if hasattr(said, "__await__"):
+                async def main():
+                    return await said
+                said = asyncio.run(main())
+            said = f"nothing: {said!r}"
+        except BaseException as error:
+            said = f"{type(error).__name__}: {error}"
+        os.write(write, said.encode())
+        os._exit(0)
+    os.close(write)
+    with open(read) as answer:
+        said = answer.read()
+    os.waitpid(child, 0)
+    return said or "it hung"
+"""
+
+#: What a child may try, where it must be told: with `p` a partition and `b` a buffer.
+USES = {
+    "launch": "lambda: p.launch(spin, ONE, 1)",
+    "upload": "lambda: p.upload(np.ones(3))",
+    "upload a lot": "lambda: p.upload(np.ones(10**6))",
+    "download": "lambda: p.download(b)",
+    "copy": "lambda: p.copy(b, np.ones(10))",
+    "empty": "lambda: p.empty(3)",
+    "empty_pinned": "lambda: p.empty_pinned(3)",
+    "run": "lambda: p.run(int)",
+    "prepare": "lambda: p.prepare(spin, ONE)",
+    "bind": "lambda: p.bind(spin, ONE, 1)",
+    "ready": "lambda: p.ready()",
+    "partition": "lambda: pool.partition(16).__aenter__()",
+    "partitions": "lambda: pool.partitions(16, 16).__aenter__()",
+    "pool.launch": "lambda: pool.launch(spin, ONE, 1, sms=8)",
+    "pool.run": "lambda: pool.run(int, sms=8)",
+    "verify": "lambda: pool.verify()",
+}
+
+
+def test_a_forked_child_is_told() -> None:
+    """In a forked child every use of the parent's pool raises ForkedPool; the parent goes on."""
+    uses = ", ".join(f"{name!r}: {use}" for name, use in USES.items())
+    said = quiet(
+        IN_A_CHILD
+        + textwrap.dedent(
+            f"""
+            async def main():
+                async with pool, pool.partition(16) as p:
+                    b = await p.upload(np.ones(10))
+                    await p.prepare(spin, ONE)
+                    for name, use in {{{uses}}}.items():
+                        print(name, "->", in_a_child(use))
+                    print("state", "->", in_a_child(lambda: pool.state))
+                    print("is_ready", "->", in_a_child(lambda: pool.is_ready))
+                    print("aclose", "->", in_a_child(lambda: pool.aclose()))
+                    print(await p.download(b))
+                    with b:
+                        await p.launch(fill, ONE, await p.empty(4), 1.0, 4)
+
+            import warnings
+            warnings.simplefilter("ignore", ResourceWarning)
+            asyncio.run(main())
+            """
+        )
+    )
+    *lines, alive = said.splitlines()
+    told = dict(line.split(" -> ", 1) for line in lines)
+    assert set(told) == {*USES, "state", "is_ready", "aclose"}
+    for name in USES:
+        assert told[name].startswith("ForkedPool: this pool is of the parent process"), told
+    assert "FORKED" in told["state"]
+    assert told["is_ready"] == "nothing: False"
+    assert told["aclose"] == "nothing: CloseReport(abandoned=())"
+    assert alive == "[1. 1. 1. 1. 1. 1. 1. 1. 1. 1.]"
+
+
+def test_a_forked_child_that_leaves_the_block_is_told() -> None:
+    """The end of a block raises ForkedPool in a child, and takes nothing from the parent."""
+    said = quiet(
+        """
+        async def main():
+            async with pool:
+                told = 0
+                try:
+                    async with pool.partition(16) as p:
+                        child = os.fork()
+                        if child:
+                            print("child:", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+                            with await p.upload(np.ones(4)) as b:
+                                print(await p.download(b))
+                except greensched.ForkedPool:
+                    told = 7
+                finally:
+                    if not child:
+                        os._exit(told)
+                print(pool.statistics().granted)
+
+        asyncio.run(main())
+        """
+    )
+    assert said == "child: 7\n[1. 1. 1. 1.]\n1\n"
+
+
+def test_a_forked_child_ends_quietly() -> None:
+    """A child forked with a pool open ends as any program does: soon, quietly, with code 0."""
+    said = quiet(
+        """
+        asyncio.run(pool.open())
+        child = os.fork()
+        if child:
+            print("child:", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+            asyncio.run(pool.aclose())
+            print(pool.state.value)
+        """
+    )
+    assert said == "child: 0\nclosed\n"
+
+
+def test_a_forked_child_may_have_a_pool_of_its_own() -> None:
+    """What is opened in the child itself works there, beside the parent's dead one."""
+    said = quiet(
+        IN_A_CHILD
+        + textwrap.dedent(
+            """
+            async def own():
+                async with Pool(driver="simulated:h200") as mine, mine.partition(16) as p:
+                    with await p.upload(np.arange(4)) as b:
+                        return (await p.download(b)).tolist()
+
+            async def later():
+                async with never_opened as mine, mine.partition(ALL) as p:
+                    return p.sm_count
+
+            never_opened = Pool(driver="simulated:h200")
+
+            async def main():
+                async with pool, pool.partition(16):
+                    print(in_a_child(own))
+                    print(in_a_child(later))
+
+            asyncio.run(main())
+            """
+        )
+    )
+    assert said == "nothing: [0, 1, 2, 3]\nnothing: 132\n"
+
+
+def test_a_spawned_process_opens_its_own(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A process started with 'spawn' while the parent's pool is open has a pool of its own."""
+    program = tmp_path_factory.mktemp("spawn") / "program.py"
+    program.write_text(
+        PRELUDE
+        + textwrap.dedent(
+            """
+            import multiprocessing
+
+            async def work(number):
+                async with Pool(driver="simulated:h200") as mine, mine.partition(16) as p:
+                    with await p.upload(np.full(4, number, np.float32)) as b:
+                        await p.launch(fill, ONE, b, number + 1.0, 4)
+                        return float((await p.download(b)).sum())
+
+            def child(number):
+                return asyncio.run(work(number))
+
+            async def main():
+                async with pool, pool.partition(ALL) as p:
+                    with multiprocessing.get_context("spawn").Pool(2) as processes:
+                        print(*processes.map(child, [1, 2]))
+
+            if __name__ == "__main__":
+                asyncio.run(main())
+            """
+        )
+    )
+    done = subprocess.run(
+        [sys.executable, str(program)], capture_output=True, text=True, timeout=50, check=False
+    )
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", "8.0 12.0\n")
+
+
+MORE_USES = {
+    "buffer": "lambda: b.__cuda_array_interface__",
+    "buffer.check": "lambda: b.check(0)",
+    "pinned.check": "lambda: pinned.check(0)",
+    "open": "lambda: pool.open()",
+    "stream": "lambda: p.stream",
+    "context": "lambda: p.context",
+    "__cuda_stream__": "lambda: p.__cuda_stream__()",
+    "nowait": "lambda: nowait()",
+    "graph": "lambda: graph.launch(p)",
+    "capture": "lambda: p.capture(captured)",
+}
+
+
+@pytest.mark.parametrize("use", MORE_USES)
+def test_a_forked_child_is_told_of_everything(use: str) -> None:
+    """Buffers, streams, contexts and `open` of the parent raise ForkedPool in a child too."""
+    said = quiet(
+        IN_A_CHILD
+        + textwrap.dedent(
+            f"""
+            async def nowait():
+                pool.partition_nowait(8)
+
+            def captured():
+                greensched.launch(greensched.current_call().stream, ONE, spin, 1)
+
+            async def main():
+                async with pool, pool.partition(16) as p:
+                    b, pinned = await p.upload(np.ones(10)), await p.empty_pinned(4)
+                    await p.prepare(spin, ONE)
+                    graph = await p.capture(captured)
+                    print(in_a_child({MORE_USES[use]}))
+                    await graph.launch(p)
+                    graph.close()
+                    b.close()
+                    pinned.close()
+
+            asyncio.run(main())
+            """
+        )
+    )
+    assert said.startswith("ForkedPool:"), said
+
+
+@pytest.mark.parametrize(
+    "use",
+    ["pool.partition(8).__aenter__()", "pool.open()", "pool.statistics()", "repr(pool)",
+     "pool.aclose()", "greensched.Pool(driver='simulated:h200').open()"],
+)  # fmt: skip
+def test_a_lock_held_while_forking_hangs_no_child(use: str) -> None:
+    """Whatever another thread held at the moment of the fork, a child is told and never hangs."""
+    said = quiet(
+        IN_A_CHILD
+        + textwrap.dedent(
+            f"""
+            from greensched.leasing import process
+            held, go = threading.Event(), threading.Event()
+
+            def hold():
+                with pool._lock, pool._desk.lock, process._lock:
+                    held.set()
+                    go.wait(20)
+
+            async def main():
+                async with pool:
+                    thread = threading.Thread(target=hold)
+                    thread.start()
+                    held.wait()
+                    print(in_a_child(lambda: {use}))
+                    go.set()
+                    thread.join()
+
+            asyncio.run(main())
+            """
+        )
+    )
+    assert "hung" not in said, said

@@ -1,0 +1,483 @@
+"""Grants that meet a cancellation, a deadline or the pool's end in one turn of the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from typing import Any
+
+import anyio
+import pytest
+
+import greensched
+from greensched import ALL, REST, CloseReport, LaunchConfig, Partition, Pool, PoolState
+from greensched.driver import simulated
+from greensched.kernels import spin
+from helpers.gate import Gate
+from helpers.small_executors import one_cell_lanes
+from helpers.waiting import turns, until
+
+ONE = LaunchConfig(grid=1, block=1)
+
+
+class Race:
+    """A pool whose every SM is held, so that who asks is queued; and what became of who did."""
+
+    def __init__(self, driver: simulated.SimulatedDriver) -> None:
+        self.driver = driver
+        self.pool = Pool(driver=driver)
+        self.told: list[str] = []
+        self._held = self.pool.partition(ALL)
+
+    async def begin(self) -> None:
+        await self.pool.open()
+        await self._held.__aenter__()
+
+    def grant(self) -> None:
+        """Gives everything back: whoever is first in the queue has it before this returns."""
+        self._held.end()
+
+    async def all_free(self) -> None:
+        """The same, and nobody waits: every SM comes free."""
+        self.grant()
+        await until(lambda: self.free() == (132, 0, 0, 0))
+
+    async def ask(self, name: str, sms: Any = ALL, **options: Any) -> None:
+        """Asks for SMs, and says what came of it."""
+        try:
+            async with self.pool.partition(sms, **options):
+                self.told.append(f"{name} granted")
+        except anyio.get_cancelled_exc_class():
+            self.told.append(f"{name} cancelled")
+            raise
+        except greensched.GreenschedError as error:
+            self.told.append(f"{name} {type(error).__name__}")
+
+    async def queue(
+        self, tasks: anyio.abc.TaskGroup, name: str, sms: Any = ALL
+    ) -> anyio.CancelScope:
+        """Somebody asks, and is in the queue; returns what cancels him."""
+        scope, waiting = anyio.CancelScope(), self.pool.statistics().waiting
+
+        async def asking() -> None:
+            with scope:
+                await self.ask(name, sms)
+
+        tasks.start_soon(asking)
+        await until(lambda: self.pool.statistics().waiting == waiting + 1)
+        return scope
+
+    def free(self) -> tuple[int, int, int, int]:
+        """SMs that are free, leased and draining, and who waits."""
+        s = self.pool.statistics()
+        return s.sms_free, s.sms_leased, s.sms_draining, s.waiting
+
+    def occupy_builder(self) -> None:
+        """The next lane is made a hundredth of a second later."""
+        desk = self.pool._desk
+        assert desk is not None
+        desk.builder.submit(lambda: self.driver.clock.sleep(10**7))
+
+    async def all_is_back(self) -> None:
+        """Nothing is leaked: every SM can be granted once more, and the pool ends quietly."""
+        assert self.free() == (132, 0, 0, 0)
+        async with self.pool.partition(ALL) as p:
+            assert p.sm_count == 132
+        assert not (await self.pool.aclose()).abandoned
+
+
+Script = Callable[[Race], Awaitable[None]]
+
+
+@pytest.fixture(params=[(b, s) for b in ("asyncio", "trio") for s in range(2)], ids=str)
+def race(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs a script on each kind of loop, threads going in several orders.
+
+    A lane of 24 SMs is not made beforehand.
+    """
+    one_cell_lanes(monkeypatch)
+    backend, seed = request.param
+    clock = simulated.VirtualClock(seed=seed)
+    driver = simulated.open("h200", clock=clock)
+
+    def run(script: Script) -> Race:
+        race = Race(driver)
+
+        async def main() -> None:
+            await race.begin()
+            await script(race)
+
+        clock.run(main, backend=backend)
+        assert not driver.live(), driver.live()
+        return race
+
+    return run
+
+
+def test_granted_then_cancelled(race: Any) -> None:
+    """Granted and cancelled before it could go on, a request gives all back, and the next has it.
+
+    On trio what was granted first counts: there a task that is to go on cannot be cancelled
+    before its next wait.
+    """
+
+    async def script(race: Race) -> None:
+        async with anyio.create_task_group() as tasks:
+            scope = await race.queue(tasks, "first")
+            await race.queue(tasks, "second")
+            race.grant()
+            assert race.free() == (0, 132, 0, 1)
+            scope.cancel()
+            await until(lambda: len(race.told) == 2)
+        s = race.pool.statistics()
+        assert (s.requested, s.granted, s.cancelled) == (3, 3, 0)
+        await race.all_is_back()
+
+    told = race(script).told
+    assert told in (["first cancelled", "second granted"], ["first granted", "second granted"])
+
+
+def test_cancelled_then_granted(race: Any) -> None:
+    """Cancelled in the queue and granted before it heard of that, a request gives all back."""
+
+    async def script(race: Race) -> None:
+        async with anyio.create_task_group() as tasks:
+            scope = await race.queue(tasks, "first")
+            await race.queue(tasks, "second")
+            scope.cancel()
+            race.grant()
+            await until(lambda: len(race.told) == 2)
+        await race.all_is_back()
+
+    assert race(script).told == ["first cancelled", "second granted"]
+
+
+@pytest.mark.parametrize("order", ["granted first", "cancelled first"])
+def test_many_cancelled_as_they_are_granted(race: Any, order: str) -> None:
+    """Of many granted at once every other one is cancelled in that turn: the rest are served."""
+
+    async def script(race: Race) -> None:
+        async with anyio.create_task_group() as tasks:
+            scopes = [await race.queue(tasks, str(i), 8) for i in range(24)]
+            if order == "granted first":
+                race.grant()
+            for scope in scopes[::2]:
+                scope.cancel()
+            if order == "cancelled first":
+                race.grant()
+            await until(lambda: len(race.told) == 24)
+        await race.all_is_back()
+
+    told = race(script).told
+    assert {f"{i} granted" for i in range(1, 24, 2)} <= set(told)
+    assert sorted(line.split()[0] for line in told) == sorted(map(str, range(24)))
+
+
+def test_a_joint_grant_is_given_back_whole(race: Any) -> None:
+    """A request for several partitions, cancelled as it is granted, leaves none of them behind."""
+
+    async def script(race: Race) -> None:
+        async def both() -> None:
+            with scope:
+                async with race.pool.partitions(16, REST):
+                    race.told.append("both granted")
+
+        scope = anyio.CancelScope()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(both)
+            await until(lambda: race.pool.statistics().waiting == 1)
+            await race.queue(tasks, "next")
+            race.grant()
+            scope.cancel()
+            await until(lambda: "next granted" in race.told)
+        await race.all_is_back()
+
+    race(script)
+
+
+def test_a_deadline_passes_as_it_is_granted(race: Any) -> None:
+    """Its deadline passes in the turn in which it is granted: one of both happens, never both."""
+
+    async def script(race: Race) -> None:
+        pool, driver = race.pool, race.driver
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(lambda: race.ask("first", deadline=1.0))
+            await until(lambda: pool.statistics().waiting == 1)
+            asked = driver.time()
+            await race.queue(tasks, "second")
+            await anyio.sleep(asked + 1.0 - driver.time())
+            race.grant()
+            await until(lambda: len(race.told) == 2)
+        s = pool.statistics()
+        assert s.requested == s.granted + s.expired + s.cancelled
+        await race.all_is_back()
+
+    assert race(script).told in (
+        ["first granted", "second granted"],
+        ["first DeadlineExceeded", "second granted"],
+    )
+
+
+def test_granted_before_its_deadline_and_heard_after(race: Any) -> None:
+    """A deadline that passes between the grant and the task's next turn means nothing."""
+
+    async def script(race: Race) -> None:
+        pool = race.pool
+        desk = pool._desk
+        assert desk is not None
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(lambda: race.ask("first", deadline=1.0))
+            await until(lambda: pool.statistics().waiting == 1)
+            await race.queue(tasks, "second")
+            race.grant()
+            assert desk.scheduler.tick(race.driver.time() + 2.0) == ([], [])
+        assert pool.statistics().expired == 0
+        await race.all_is_back()
+
+    assert race(script).told == ["first granted", "second granted"]
+
+
+def test_the_deadline_and_a_cancellation_in_one_turn(race: Any) -> None:
+    """A request whose deadline passes as it is cancelled leaves the queue once."""
+
+    async def script(race: Race) -> None:
+        pool, driver = race.pool, race.driver
+        scope = anyio.CancelScope()
+
+        async def asking() -> None:
+            with scope:
+                await race.ask("first", deadline=1.0)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(asking)
+            await until(lambda: pool.statistics().waiting == 1)
+            await anyio.sleep(1.0)
+            pool._desk._tend()  # type: ignore[union-attr]  # the deadline passes here
+            scope.cancel()
+        s = pool.statistics()
+        assert (s.waiting, s.expired + s.cancelled) == (0, 1)
+        assert driver.time() >= 1.0
+        race.grant()
+        await turns()
+        await race.all_is_back()
+
+    assert race(script).told in (["first cancelled"], ["first DeadlineExceeded"])
+
+
+def test_left_while_its_lane_is_made(race: Any) -> None:
+    """Cancelled while its lane is made, a request held nothing; the next one uses the lane."""
+
+    async def script(race: Race) -> None:
+        pool = race.pool
+        await race.all_free()
+        made = pool.statistics().lanes_made
+        race.occupy_builder()
+        scope = anyio.CancelScope()
+
+        async def asking() -> None:
+            with scope:
+                await race.ask("first", 24)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(asking)
+            await until(lambda: race.free() == (132, 0, 0, 1))
+            scope.cancel()
+        assert race.free() == (132, 0, 0, 0)
+        await until(lambda: pool.statistics().lanes_made == made + 1)
+        async with pool.partition_nowait(24) as p:
+            assert p.sm_count == 24
+        await race.all_is_back()
+
+    assert race(script).told == ["first cancelled"]
+
+
+def test_what_does_not_wait_has_nothing_made(race: Any) -> None:
+    """A refusal of `partition_nowait` is no request: no lane is made for it, then or later."""
+
+    async def script(race: Race) -> None:
+        pool = race.pool
+        await race.all_free()
+        made = pool.statistics().lanes_made
+        for _ in range(3):
+            with pytest.raises(greensched.WouldBlock, match="no lane"):
+                pool.partition_nowait(24)
+            await race.ask("one", 8)
+        assert pool.statistics().lanes_made == made
+        await race.all_is_back()
+
+    assert race(script).told == ["one granted"] * 3
+
+
+def test_whatever_keeps_a_lane_from_being_made_is_told(
+    race: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who waits for a lane hears why it cannot be, whatever it is, and the next one may have it."""
+
+    def refuse(*_: object) -> None:
+        raise MemoryError("no room for it")
+
+    async def script(race: Race) -> None:
+        await race.all_free()
+        with monkeypatch.context() as patch:
+            patch.setattr("greensched.leasing.device_pool.Lane", refuse)
+            with pytest.raises(MemoryError, match="no room"):
+                await race.ask("first", 24)
+        await race.ask("second", 24)
+        await race.all_is_back()
+
+    assert race(script).told == ["second granted"]
+
+
+def test_nobody_waits_for_cells_whose_lane_is_made(race: Any) -> None:
+    """While a lane is made its cells are others' to have, and what comes free first is granted."""
+
+    async def script(race: Race) -> None:
+        pool = race.pool
+        await race.all_free()
+        race.occupy_builder()
+        async with anyio.create_task_group() as tasks:
+            await race.queue(tasks, "first", 24)
+            async with AsyncExitStack() as block:
+                for _ in range(12):
+                    await block.enter_async_context(pool.partition_nowait(8))
+                assert race.told == []
+        await race.all_is_back()
+
+    assert race(script).told == ["first granted"]
+
+
+def test_several_leave_while_one_lane_is_made(race: Any) -> None:
+    """Who is granted cells whose lane is being made for one who left uses that one lane."""
+
+    async def script(race: Race) -> None:
+        pool = race.pool
+        await race.all_free()
+        made = pool.statistics().lanes_made
+        race.occupy_builder()
+        for _ in range(3):
+            with anyio.move_on_after(0.001):
+                await race.ask("one", 24)
+        await race.ask("last", 24)
+        assert pool.statistics().lanes_made == made + 1
+        await race.all_is_back()
+
+    assert race(script).told == ["one cancelled"] * 3 + ["last granted"]
+
+
+def test_the_queue_is_closed_as_it_is_cancelled(race: Any) -> None:
+    """Closing tells who is queued; one who is cancelled in that turn leaves nothing either."""
+
+    async def script(race: Race) -> None:
+        pool = race.pool
+        async with anyio.create_task_group() as tasks:
+            scopes = [await race.queue(tasks, str(i)) for i in range(4)]
+            tasks.start_soon(pool.aclose)
+            await until(lambda: pool.state is PoolState.CLOSING)
+            for scope in scopes[::2]:
+                scope.cancel()
+            race.grant()
+            await until(lambda: len(race.told) == 4)
+        assert pool.state is PoolState.CLOSED
+        assert race.free() == (132, 0, 0, 0)
+
+    told = race(script).told
+    assert {"1 PoolClosed", "3 PoolClosed"} <= set(told)
+    assert not [line for line in told if "granted" in line]
+
+
+def test_two_closings_at_once(race: Any) -> None:
+    """Two tasks that close a pool at once wait for one end, and get one report."""
+
+    async def script(race: Race) -> None:
+        reports: list[CloseReport] = []
+
+        async def close() -> None:
+            reports.append(await race.pool.aclose())
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(close)
+            tasks.start_soon(close)
+            await until(lambda: race.pool.state is PoolState.CLOSING)
+            await turns()
+            assert not reports
+            race.grant()
+        assert len(reports) == 2
+        assert reports[0] is reports[1]
+        assert not reports[0].abandoned
+
+    race(script)
+
+
+def test_one_of_two_closings_is_cancelled(race: Any) -> None:
+    """The first closer's cancellation ends the grace, not the closing: the second hears its end."""
+
+    async def script(race: Race) -> None:
+        pool, reports, scope = race.pool, list[CloseReport](), anyio.CancelScope()
+
+        async def close() -> None:
+            with scope:
+                await pool.aclose(grace=1000)
+
+        async def wait() -> None:
+            reports.append(await pool.aclose())
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(close)
+            await until(lambda: pool.state is PoolState.CLOSING)
+            tasks.start_soon(wait)
+            await turns()
+            race.grant()
+            scope.cancel()
+        assert pool.state is PoolState.CLOSED
+        assert len(reports) == 1
+        assert not reports[0].abandoned
+        assert race.driver.time() < 1000
+
+    race(script)
+
+
+def test_the_last_job_is_done_as_its_block_is_cancelled(race: Any) -> None:
+    """A block whose work ends in the turn in which its waiting is cancelled gives its SMs back."""
+
+    async def script(race: Race) -> None:
+        pool = race.pool
+        await race.all_free()
+        scope = anyio.CancelScope()
+        gates: list[Gate] = []
+
+        async def use() -> None:
+            with scope:
+                async with pool.partition(16) as p:
+                    gates.append(await Gate.closed(p))
+                    p.launch(spin, ONE, 1000)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(use)
+            await until(lambda: pool.statistics().sms_draining == 16)
+            gates[0].open()
+            scope.cancel()
+        await until(lambda: race.free() == (132, 0, 0, 0))
+        gates[0]._word.close()
+        await race.all_is_back()
+
+    race(script)
+
+
+def test_nowait_in_the_turn_of_a_grant(race: Any) -> None:
+    """partition_nowait never takes what was granted to one who has yet to hear of it."""
+
+    async def script(race: Race) -> None:
+        pool = race.pool
+        async with anyio.create_task_group() as tasks:
+            await race.queue(tasks, "first")
+            race.grant()
+            with pytest.raises(greensched.WouldBlock):
+                pool.partition_nowait(8)
+            await until(lambda: race.told == ["first granted"])
+        await until(lambda: race.free() == (132, 0, 0, 0))
+        held: Partition = pool.partition_nowait(8)
+        async with held:
+            assert held.sm_count == 8
+        await race.all_is_back()
+
+    race(script)

@@ -1,0 +1,76 @@
+"""What fits on a device, by trying every set of cells: slow, and plain to see that it is right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+from greensched.scheduling.cells import Cells, Demand
+from greensched.typing import ALL, REST
+
+
+def possible(cells: Cells, mask: int) -> bool:
+    """Equal cells alone, the remainder alone, everything; and any mixture where it joins."""
+    leftover = 1 << cells.count if cells.remainder else 0
+    every = (1 << cells.count) - 1 | leftover
+    if mask == 0 or mask & ~every:
+        return False
+    return not mask & leftover or mask in (leftover, every) or cells.joins
+
+
+def sms(cells: Cells, mask: int) -> int:
+    equal = sum(cells.size for i in range(cells.count) if mask >> i & 1)
+    return equal + (cells.remainder if mask >> cells.count & 1 else 0)
+
+
+def subsets(mask: int) -> Iterator[int]:
+    """Every subset, the empty one too."""
+    subset = mask
+    while True:
+        yield subset
+        if subset == 0:
+            return
+        subset = (subset - 1) & mask
+
+
+def is_enough(cells: Cells, mask: int, part: Demand) -> bool:
+    """Whether one partition of these cells is what a part asked for, or more."""
+    if part.named is ALL:
+        return mask == cells.every
+    return possible(cells, mask) and sms(cells, mask) >= part.least
+
+
+def is_no_excess(cells: Cells, mask: int, part: Demand) -> bool:
+    """No more than asked, but for what whole cells make unavoidable."""
+    if sms(cells, mask) <= part.most:
+        return True
+    fewer = [mask & ~(1 << bit) for bit in range(mask.bit_length()) if mask >> bit & 1]
+    return not any(is_enough(cells, smaller, part) for smaller in fewer)
+
+
+def rest_of(cells: Cells, others: int) -> int:
+    """What REST is beside the other parts of its request."""
+    left = cells.every & ~others
+    return left if possible(cells, left) else left & cells.equal
+
+
+@lru_cache(maxsize=200_000)
+def fits(cells: Cells, free: int, parts: tuple[Demand, ...]) -> bool:
+    """Whether disjoint sets of free cells give every part enough."""
+    if any(part.named is REST for part in parts):
+        others = tuple(part for part in parts if part.named is not REST)
+        return free == cells.every and any(
+            rest_of(cells, taken) for taken in _takings(cells, free, others)
+        )
+    return any(True for _ in _takings(cells, free, parts))
+
+
+def _takings(cells: Cells, free: int, parts: tuple[Demand, ...]) -> Iterator[int]:
+    """Every union of disjoint sets that give the parts enough."""
+    if not parts:
+        yield 0
+        return
+    for mask in subsets(free):
+        if is_enough(cells, mask, parts[0]):
+            for others in _takings(cells, free & ~mask, parts[1:]):
+                yield mask | others

@@ -1,0 +1,163 @@
+"""Floors and loans once more, counted from the leases alone."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from greensched.scheduling.cells import Cells, Demand
+from greensched.scheduling.class_state import Flow
+from greensched.scheduling.policies import Sized
+from greensched.scheduling.requests import Lease, Request
+from greensched.scheduling.scheduler import Scheduler
+from greensched.typing import ALL, REST
+
+from .reference_cells import is_enough, sms, subsets
+
+
+@dataclass
+class ReferenceReservations:
+    """Who holds what, and what that leaves for everybody."""
+
+    scheduler: Scheduler
+    devices: list[Cells]
+    leases: list[Lease] = field(default_factory=list)
+    #: When a lease last gave back, or could have given back, what it has on loan.
+    taken_at: dict[Lease, float] = field(default_factory=dict)
+
+    def flows(self) -> list[Flow]:
+        return list(self.scheduler.ground.flows.values())
+
+    def equal(self, device: int, mask: int) -> int:
+        return (mask & self.devices[device].equal).bit_count()
+
+    def free(self, device: int) -> int:
+        taken = 0
+        for lease in self.leases:
+            taken |= lease.mask if lease.device == device else 0
+        return self.devices[device].every & ~taken
+
+    def unmet(self, flow: Flow) -> int:
+        """Cells of its floor it does not have; what it borrowed is not of its floor."""
+        mine = [x for x in self.leases if x.flow is flow and x.device == flow.home]
+        own = sum(self.equal(x.device, x.mask) - sum(x.loans.values()) for x in mine)
+        return max(0, flow.need - own)
+
+    def lent(self, flow: Flow) -> int:
+        return sum(lease.loans.get(flow, 0) for lease in self.leases)
+
+    def kept(self, flow: Flow) -> int:
+        return self.unmet(flow) - self.lent(flow)
+
+    def owners(self, device: int) -> list[Flow]:
+        return [flow for flow in self.flows() if flow.need and flow.home == device]
+
+    # -- what must hold ------------------------------------------------------------------------
+
+    def check_floors(self) -> None:
+        for device in range(len(self.devices)):
+            owners = self.owners(device)
+            assert all(self.kept(flow) >= 0 for flow in owners), "lent more than is idle"
+            kept = sum(self.kept(flow) for flow in owners)
+            assert self.equal(device, self.free(device)) >= kept, "a floor was given away"
+        for flow in self.flows():
+            assert flow.lent == self.lent(flow)
+            assert flow.kept == max(0, self.kept(flow))
+
+    def check_loans(self) -> None:
+        for lease in self.leases:
+            assert sum(lease.loans.values()) <= self.equal(lease.device, lease.mask)
+            for owner, cells in lease.loans.items():
+                assert cells > 0
+                assert owner is not lease.flow
+                assert owner.home == lease.device
+                assert owner.budget > 0, "an owner without a budget lends nothing"
+                assert lease.flow.revocable
+
+    def check_size(self, lease: Lease) -> None:
+        """No less than was asked for, and no more than whole cells make unavoidable."""
+        cells, parts = self.devices[lease.device], lease.request.parts
+        part = parts[lease.request.leases.index(lease)]
+        assert lease.sms == sms(cells, lease.mask)
+        if part.named is not REST:
+            assert is_enough(cells, lease.mask, part)
+        if part.named is None and lease.request.is_elastic and lease.sms > part.most:
+            needed = -(-part.least // cells.size)
+            assert self.equal(lease.device, lease.mask) <= needed
+
+    def kept_to_its_end(self, lease: Lease) -> int:
+        """SMs that a lease does not give back before."""
+        if not lease.request.is_elastic:
+            return lease.sms
+        size = self.devices[lease.device].size
+        return min(lease.sms, size * -(-lease.request.parts[0].least // size))
+
+    def gave_back(self, lease: Lease) -> bool:
+        """Whether an elastic lease has no cell more than its least asks for."""
+        cells = self.devices[lease.device]
+        needed = -(-lease.request.parts[0].least // cells.size)
+        is_least = self.equal(lease.device, lease.mask) <= needed
+        return is_least or not is_enough(cells, lease.mask & cells.equal, lease.request.parts[0])
+
+    def is_due(self, lease: Lease, now: float) -> bool:
+        """Whether a borrower who keeps his word comes to a checkpoint now."""
+        return now - self.taken_at[lease] >= self.segment(lease)
+
+    def segment(self, lease: Lease) -> float:
+        """Seconds in which it gives back, as it said: its declared segment, or its known cost."""
+        declared = lease.flow.rules.segment or math.inf
+        known = lease.request.seconds(lease.sms)
+        if known is None:
+            return declared
+        return min(known, declared) if lease.request.is_elastic else known
+
+    def gives_back_at_its_end(self, lease: Lease) -> bool:
+        """Whether what it still has on loan after a checkpoint is of its least."""
+        waiting = any(owner.waiting for owner in lease.loans)
+        return bool(lease.loans) and (waiting or not lease.request.is_elastic)
+
+    def is_entitled(self, request: Request) -> bool:
+        """Whether a request asks for no more than what its class has not of its floor."""
+        flow = request.flow
+        cells = self.devices[flow.home]
+        part = request.parts[0]
+        if len(request.parts) > 1 or part.named or flow.home not in request.devices:
+            return False
+        needed = -(-part.least // cells.size)
+        is_capped = flow.sms + needed * cells.size > flow.cap
+        return needed <= self.unmet(flow) and not is_capped
+
+    def wanted(self, request: Request, device: int) -> Demand:
+        """What it is to have there: what was asked for, or what the policy says, within bounds."""
+        part, policy = request.parts[0], self.scheduler.policy
+        if not isinstance(policy, Sized) or not request.is_elastic:
+            return part
+        self.scheduler._set_size(request, device)
+        (wants,) = request.wants
+        cells, flow = self.devices[device], request.flow
+        assert part.least <= wants.least <= wants.most
+        kept = [self.kept_to_its_end(x) for x in self.leases if x.device == device]
+        assert wants.least <= max(part.least, cells.total - sum(kept)), "it could wait for ever"
+        if request.allowed is None:
+            assert wants.least <= max(part.least, cells.size * -(-part.least // cells.size))
+        if self.is_entitled(request) and flow.home == device:
+            assert -(-wants.least // cells.size) <= max(
+                -(-part.least // cells.size), self.unmet(flow)
+            ), "more than his floor is kept waiting for"
+        return wants
+
+    def could_be_granted(self, request: Request, device: int) -> bool:
+        """Whether free cells that are kept for nobody are enough: no loan, and within the cap."""
+        cells, flow = self.devices[device], request.flow
+        if len(request.parts) > 1:
+            return False
+        others = sum(self.kept(owner) for owner in self.owners(device) if owner is not flow)
+        count = self.equal(device, self.free(device)) - others
+        part = self.wanted(request, device)
+        for mask in subsets(self.free(device)):
+            fits = self.equal(device, mask) <= count and sms(cells, mask) <= flow.cap - flow.sms
+            named = part.named in (ALL, REST)
+            enough = mask == cells.every if named else is_enough(cells, mask, part)
+            if fits and enough:
+                return True
+        return False

@@ -1,0 +1,292 @@
+"""Arithmetic of SM sets, against every set there is."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from greensched.errors import InvalidRequest, InvalidSize
+from greensched.leasing.device_pool import MENU
+from greensched.scheduling.cells import Cells, Demand, demand, demands
+from greensched.typing import ALL, REST
+
+from .reference_cells import fits, is_enough, is_no_excess, possible, rest_of, sms, subsets
+from .strategies import devices, joint_demands, plain_demands
+
+H100 = Cells(size=8, count=15, remainder=12)
+
+
+@st.composite
+def free_cells(draw: st.DrawFn) -> tuple[Cells, int]:
+    cells = draw(devices())
+    return cells, draw(st.integers(0, cells.every))
+
+
+# -- sizes --------------------------------------------------------------------------------------
+
+
+NO_NUMBERS = [0, -1, True, False, 1.5, float("nan"), 1e9, "16", None, b"8"]
+NO_PAIRS = [(8,), (8, 16, 32), (16, 8), (0, 8), (-1, 8), (8, 16.0), (True, 8), [8, 64], ("8", "9")]
+NO_NAMED = [(ALL, 8), (0, ALL), (8, REST), (ALL, ALL)]
+
+
+@pytest.mark.parametrize("size", [*NO_NUMBERS, *NO_PAIRS, *NO_NAMED], ids=repr)
+def test_what_is_no_size_is_refused(size: object) -> None:
+    """Only a positive int, an ordered pair of them or with ALL, ALL and REST are sizes."""
+    with pytest.raises(InvalidSize, match="is not a size"):
+        demand(size)  # type: ignore[arg-type]
+
+
+def test_sizes_are_read() -> None:
+    """An int is exact, a pair a range, a name depends on the device; a huge int is a size."""
+    assert demand(16) == Demand(16, 16)
+    assert demand((8, 64)) == Demand(8, 64)
+    assert demand(10**9) == Demand(10**9, 10**9)
+    assert demand(ALL) == Demand(0, 0, ALL)
+    assert demand((8, ALL)) == Demand(8, sys.maxsize)
+    assert demands((16, REST)) == (Demand(16, 16), Demand(0, 0, REST))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((), "at least one"),
+        ((ALL, 8), "use REST"),
+        ((8, ALL), "use REST"),
+        ((ALL, ALL), "use REST"),
+        ((REST, REST), "only once"),
+        ((8, REST, REST), "only once"),
+    ],
+)
+def test_sizes_that_cannot_stand_together_are_refused(sizes: tuple[int, ...], message: str) -> None:
+    """An empty joint request, ALL beside anything, and two RESTs can never be right."""
+    with pytest.raises(InvalidRequest, match=message):
+        demands(sizes)
+
+
+# -- sets of cells ------------------------------------------------------------------------------
+
+
+@given(devices())
+def test_sets_add_up(cells: Cells) -> None:
+    """Counting SMs and asking what is possible agree with the naive answers for every set."""
+    assert cells.total == cells.size * cells.count + cells.remainder
+    assert cells.equal & cells.leftover == 0
+    assert cells.equal | cells.leftover == cells.every
+    for mask in subsets(cells.every):
+        assert cells.sms(mask) == sms(cells, mask)
+        assert cells.possible(mask) is possible(cells, mask)
+
+
+@given(devices(), st.data())
+def test_blocks_are_every_contiguous_set(cells: Cells, data: st.DataObject) -> None:
+    """`blocks` has each contiguous set of so many equal cells once, the aligned ones first."""
+    number = data.draw(st.integers(1, cells.count + 1))
+    blocks = cells.blocks(number)
+    contiguous = {((1 << number) - 1) << start for start in range(cells.count - number + 1)}
+    assert len(blocks) == len(set(blocks))
+    assert set(blocks) == contiguous
+    step = 1
+    while step < number:
+        step *= 2
+    starts = [block.bit_length() - number for block in blocks]
+    aligned = [start % step == 0 for start in starts]
+    assert aligned == sorted(aligned, reverse=True)
+    for kind in (True, False):
+        of_kind = [s for s, is_aligned in zip(starts, aligned, strict=True) if is_aligned is kind]
+        assert of_kind == sorted(of_kind)
+
+
+@given(devices(), st.integers(0, 70))
+def test_menu_is_possible_and_unique(cells: Cells, limit: int) -> None:
+    """`menu` names partitions that can exist, each once, everything first, no more than wanted."""
+    menu = cells.menu(limit)
+    assert len(menu) <= limit
+    assert len(menu) == len(set(menu))
+    assert all(possible(cells, mask) for mask in menu)
+    assert menu[:1] == [cells.every][:limit]
+
+
+@given(devices())
+def test_menu_has_what_a_pair_needs(cells: Cells) -> None:
+    """Beside each aligned block in a menu without bounds stands what REST is beside it."""
+    menu = set(cells.menu(1000))
+    for power in range(cells.count.bit_length()):
+        for start in range(0, cells.count - (1 << power) + 1, 1 << power):
+            block = ((1 << (1 << power)) - 1) << start
+            assert block in menu
+            rest = rest_of(cells, block)
+            assert not rest or rest in menu
+
+
+@given(devices(), st.integers(0, 40))
+def test_largest_is_the_largest(cells: Cells, most: int) -> None:
+    """No partition of at most so many SMs is larger, and one is as large."""
+    sizes = [sms(cells, mask) for mask in subsets(cells.every) if possible(cells, mask)]
+    assert cells.largest(most) == max((size for size in sizes if size <= most), default=0)
+
+
+def test_a_short_menu_has_what_moves_a_border() -> None:
+    """Cut by twos, an H100 has the lanes of two that share it, wherever the border is between."""
+    fine = Cells(size=2, count=66)
+    menu = fine.menu(MENU)
+    assert len(menu) == MENU
+    for cells in range(1, 66):
+        assert {(1 << cells) - 1, fine.every & ~((1 << cells) - 1)} <= {*menu}, cells
+
+
+def test_menu_of_an_h100_fits_the_bound() -> None:
+    """The menu of a real device has every number of cells, and needs no more than 96 lanes."""
+    menu = H100.menu(1000)
+    assert len(menu) <= 96
+    assert {mask.bit_count() for mask in menu} >= set(range(1, H100.count + 1))
+
+
+@given(devices(), st.data())
+def test_complement_is_the_rest(cells: Cells, data: st.DataObject) -> None:
+    """A set and its complement are disjoint, and nothing more could join the complement."""
+    mask = data.draw(st.integers(0, cells.every))
+    rest = cells.complement(mask)
+    assert rest == rest_of(cells, mask)
+    assert rest & mask == 0
+
+
+# -- one demand ---------------------------------------------------------------------------------
+
+
+@given(free_cells(), plain_demands())
+def test_fit_finds_cells_exactly_when_there_are_some(
+    device: tuple[Cells, int], wanted: Demand
+) -> None:
+    """`fit` is 0 exactly when no possible set of free cells is enough; else one that is."""
+    cells, free = device
+    mask = cells.fit(free, wanted)
+    if not fits(cells, free, (wanted,)):
+        assert mask == 0
+        return
+    assert mask & ~free == 0
+    assert is_enough(cells, mask, wanted)
+    assert is_no_excess(cells, mask, wanted)
+
+
+@given(free_cells(), plain_demands())
+def test_fit_gives_an_elastic_demand_all_it_can_use(
+    device: tuple[Cells, int], wanted: Demand
+) -> None:
+    """No free cell stays behind that could be added without exceeding `most`."""
+    cells, free = device
+    mask = cells.fit(free, wanted)
+    for bit in range(cells.count + 1):
+        more = mask | (1 << bit)
+        if mask and free >> bit & 1 and more != mask and possible(cells, more):
+            assert sms(cells, more) > wanted.most
+
+
+@given(free_cells(), plain_demands(), st.data())
+def test_warm_partitions_are_preferred_and_change_nothing_else(
+    device: tuple[Cells, int], wanted: Demand, data: st.DataObject
+) -> None:
+    """A warm partition of the right number of free cells is taken; the size granted is the same."""
+    cells, free = device
+    masks = data.draw(st.lists(st.integers(1, cells.every), max_size=6, unique=True))
+    warm: dict[int, list[int]] = {}
+    for mask in filter(cells.possible, masks):
+        warm.setdefault(mask.bit_count(), []).append(mask)
+    cold, chosen = cells.fit(free, wanted), cells.fit(free, wanted, warm)
+    assert cells.sms(chosen) == cells.sms(cold)
+    assert chosen & ~free == 0
+    usable = [m for m in warm.get(cold.bit_count(), ()) if m & ~free == 0 and m <= cells.equal]
+    if usable and not cold & cells.leftover:
+        assert chosen == usable[0]
+
+
+@given(free_cells())
+def test_all_is_the_whole_device(device: tuple[Cells, int]) -> None:
+    """ALL, and REST alone, are every cell, once every cell is free."""
+    cells, free = device
+    whole = cells.every if free == cells.every else 0
+    assert cells.fit(free, Demand(0, 0, ALL)) == whole
+    assert cells.fit_all(free, (Demand(0, 0, REST),)) == ((whole,) if whole else ())
+
+
+def test_an_h100_by_hand() -> None:
+    """The cells of the published split: 15 x 8 and 12 over that join nothing."""
+    every, equal, leftover = H100.every, H100.equal, H100.leftover
+    assert H100.total == 132
+    assert H100.fit(every, demand(16)) == 0b11
+    assert H100.fit(every & ~0b1, demand(16)) == 0b1100, "aligned, so that large blocks stay"
+    assert H100.fit(leftover, demand(8)) == leftover, "12 SMs for 8 where nothing else is free"
+    assert H100.fit(leftover | 1, demand(16)) == 0
+    assert H100.fit(every, demand((8, 64))).bit_count() == 8
+    assert H100.fit(equal, demand((8, 132))) == equal
+    assert H100.fit(every, demand((8, 132))) == every
+    assert H100.fit(every, demand(120)) == equal
+    assert H100.fit(every, demand(121)) == every
+    assert H100.fit(every & ~1, demand(121)) == 0
+    assert H100.fit(every, demand(133)) == 0
+
+
+def test_a_remainder_that_joins_by_hand() -> None:
+    """Where the remainder may join, it makes up for cells that are not free, or adds to them."""
+    cells = Cells(size=8, count=15, remainder=12, joins=True)
+    assert cells.fit(cells.leftover | 0b1, demand(16)) == cells.leftover | 0b1
+    assert cells.fit(cells.leftover | 0b1, demand((8, 20))) == cells.leftover | 0b1
+    assert cells.fit(cells.leftover | 0b1, demand((8, 19))) == 0b1
+    assert cells.fit(cells.leftover | 0b11, demand((12, 64))) == cells.leftover | 0b11
+
+
+# -- several at once ----------------------------------------------------------------------------
+
+
+@settings(max_examples=300)
+@given(free_cells(), joint_demands())
+def test_a_joint_request_fits_exactly_when_disjoint_sets_exist(
+    device: tuple[Cells, int], parts: tuple[Demand, ...]
+) -> None:
+    """`fit_all` is empty exactly when no disjoint sets are enough; else it gives such sets."""
+    cells, free = device
+    masks = cells.fit_all(free, parts)
+    assert bool(masks) is fits(cells, free, parts)
+    if not masks:
+        return
+    assert len(masks) == len(parts)
+    union = 0
+    for mask, part in zip(masks, parts, strict=True):
+        assert mask & union == 0
+        assert mask & ~free == 0
+        union |= mask
+        if part.named is not REST:
+            assert is_enough(cells, mask, part)
+            assert is_no_excess(cells, mask, part)
+    for mask, part in zip(masks, parts, strict=True):
+        if part.named is REST:
+            assert mask == rest_of(cells, union & ~mask)
+
+
+def test_the_remainder_goes_where_it_helps() -> None:
+    """(12, 8, 8) fits on 2 x 8 and 12 over: the remainder is the part that would need two cells."""
+    cells = Cells(size=8, count=2, remainder=12)
+    assert cells.fit_all(cells.every, demands((12, 8, 8))) == (cells.leftover, 0b01, 0b10)
+    assert cells.fit_all(cells.every, demands((8, 12, 8))) == (0b01, cells.leftover, 0b10)
+    assert cells.fit_all(cells.every, demands((8, 8, 8))) != ()
+    assert cells.fit_all(cells.every, demands((12, 12, 8))) == ()
+
+
+def test_elastic_parts_share_what_is_left() -> None:
+    """No elastic part takes what another part needs; then they stretch in their order."""
+    cells = Cells(size=8, count=8)
+    masks = cells.fit_all(cells.every, demands(((8, 64), (16, 32), 16)))
+    assert [mask.bit_count() for mask in masks] == [4, 2, 2]
+
+
+def test_rest_is_every_other_cell() -> None:
+    """`(16, REST)` covers the device, less a remainder that cannot join."""
+    first, rest = H100.fit_all(H100.every, demands((16, REST)))
+    assert (first, rest) == (0b11, H100.equal & ~0b11)
+    rest, first = H100.fit_all(H100.every, demands((REST, 120)))
+    assert (rest, first) == (H100.leftover, H100.equal)
+    assert H100.fit_all(H100.every & ~(1 << 14), demands((16, REST))) == ()
+    assert H100.fit_all(H100.every, demands((121, REST))) == ()

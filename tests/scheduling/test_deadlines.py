@@ -1,0 +1,198 @@
+"""What is due, what can be done in time, quotas, and which device comes first."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from greensched.errors import DeadlineImpossible, QueueFull
+from greensched.scheduling.admission import BUCKET, Agenda
+from greensched.scheduling.cells import Cells, demands
+from greensched.scheduling.policies import Deadline, Fair, Fifo
+from greensched.scheduling.policy import Policy
+from greensched.scheduling.requests import Request, State
+from greensched.scheduling.scheduler import Scheduler
+from greensched.scheduling.services import ServiceClass
+from greensched.typing import ALL, Size
+
+DEVICE = Cells(size=8, count=4)
+SMS = 32
+
+
+def make(*classes: ServiceClass, policy: Policy | None = None, devices: int = 1) -> Scheduler:
+    return Scheduler([DEVICE] * devices, policy or Fifo(), 1000, services=classes)
+
+
+def ask(scheduler: Scheduler, now: float, sms: Size, service: str = "", **more: object) -> Request:
+    return scheduler.request(now, demands((sms,)), service=service, **more)  # type: ignore[arg-type]
+
+
+# -- the agenda against a list --------------------------------------------------------------------
+
+WORK = st.tuples(st.integers(0, 900), st.integers(1, 40))
+
+
+@given(st.lists(WORK, max_size=30), st.lists(WORK, min_size=1, max_size=8), st.data())
+def test_the_agenda_is_a_list_of_what_is_due(
+    items: list[tuple[int, int]], asked: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    """What is due by a time, and whether more fits in, is what adding it all up says."""
+    agenda, listed, now = Agenda(SMS), [], 0.0
+    for bucket, work in items:
+        due = (bucket + 0.5) * BUCKET
+        listed.append((agenda.add(due, float(work) / 50), due, work / 50))
+        if data.draw(st.booleans()) and listed:
+            place, _, gone = listed.pop(data.draw(st.integers(0, len(listed) - 1)))
+            agenda.remove(place, gone)
+        now += data.draw(st.sampled_from([0.0, 0.0, 0.003]))
+        agenda.advance(now)
+    for bucket, work in asked:
+        due = (max(bucket, int(now / BUCKET)) + 0.5) * BUCKET
+        begin = int(due / BUCKET)
+        expected = sum(w for place, _, w in listed if place <= begin)
+        assert agenda.due_by(due) == pytest.approx(expected)
+        late = {place for place, _, _ in listed if place >= begin}
+        slack = [
+            SMS * (place * BUCKET - now) - sum(w for p, _, w in listed if p <= place) - work / 50
+            for place in late
+        ]
+        if all(abs(one) > 1e-9 for one in slack):
+            assert agenda.has_room(now, due, work / 50) is all(one >= 0 for one in slack)
+
+
+def test_a_deadline_beyond_all_time_is_one() -> None:
+    """However far away a request is due, it is taken, and counts with those a second away."""
+    scheduler = make(ServiceClass("a", latency=1e307), policy=Deadline())
+    held = ask(scheduler, 0.0, ALL)
+    waiting = [ask(scheduler, 0.0, 8, "a", cost=0.1, deadline=d) for d in (None, 1.7e308)]
+    assert scheduler.drained(1.0, held.leases[0]) == waiting
+
+
+# -- admission ------------------------------------------------------------------------------------
+
+
+def test_what_takes_longer_than_its_deadline_is_refused() -> None:
+    """Alone on an idle device it would be late: nothing is granted or queued, and it says when."""
+    scheduler = make()
+    with pytest.raises(DeadlineImpossible) as caught:
+        ask(scheduler, 5.0, 8, cost=0.2, deadline=5.1)
+    assert caught.value.predicted == pytest.approx(0.2)
+    assert caught.value.deadline == pytest.approx(0.1)
+    assert scheduler.statistics().sms_free == SMS
+    assert scheduler.statistics().refused == 1
+    assert ask(scheduler, 5.0, 8, cost=0.1, deadline=5.2).state is State.GRANTED
+
+
+def test_who_would_wait_too_long_is_refused() -> None:
+    """What runs and what waits before it is counted."""
+    scheduler = make()
+    ask(scheduler, 0.0, ALL, cost=0.1)
+    ask(scheduler, 0.0, ALL, cost=0.1, deadline=0.25)
+    with pytest.raises(DeadlineImpossible) as caught:
+        ask(scheduler, 0.0, ALL, cost=0.1, deadline=0.25)
+    assert caught.value.predicted == pytest.approx(0.3)
+    assert ask(scheduler, 0.0, ALL, cost=0.1, deadline=0.35).state is State.QUEUED
+
+
+@pytest.mark.parametrize("slack", range(1, 30))
+def test_admission_is_monotone_in_slack(slack: int) -> None:
+    """Who is admitted would be admitted with any later deadline, too."""
+    outcomes = []
+    for deadline in (slack * 0.02, slack * 0.02 + 0.02):
+        scheduler = make(policy=Deadline())
+        ask(scheduler, 0.0, ALL, cost=0.05)
+        for other in (0.1, 0.2, 0.3):
+            ask(scheduler, 0.0, 16, cost=0.05, deadline=other)
+        try:
+            ask(scheduler, 0.0, 24, cost=0.05, deadline=deadline)
+            outcomes.append(True)
+        except DeadlineImpossible:
+            outcomes.append(False)
+    assert outcomes[0] <= outcomes[1]
+
+
+def test_who_was_admitted_is_not_made_late() -> None:
+    """By earliest deadline, somebody more urgent is refused if others would miss theirs."""
+    scheduler = make(policy=Deadline())
+    ask(scheduler, 0.0, ALL, cost=0.1)
+    ask(scheduler, 0.0, ALL, cost=0.1, deadline=0.22)
+    with pytest.raises(DeadlineImpossible):
+        ask(scheduler, 0.0, ALL, cost=0.05, deadline=0.16)
+    scheduler = make(policy=Fifo())
+    ask(scheduler, 0.0, ALL, cost=0.1)
+    assert ask(scheduler, 0.0, ALL, cost=0.05, deadline=0.16).state is State.QUEUED
+
+
+def test_who_is_late_can_be_let_in_behind_others() -> None:
+    """A class that says so has its late requests queued, after those that can be in time."""
+    scheduler = make(ServiceClass("a", latency=0.1, if_late="best_effort"), policy=Deadline())
+    held = ask(scheduler, 0.0, ALL, "a")
+    late = ask(scheduler, 0.0, ALL, "a", cost=0.2)
+    in_time = ask(scheduler, 0.0, ALL, "a", cost=0.05)
+    assert scheduler.tick(0.5) == ([], []), "it is still wanted"
+    assert scheduler.drained(0.5, held.leases[0]) == [in_time]
+    assert scheduler.drained(0.6, in_time.leases[0]) == [late]
+
+
+def test_the_earliest_deadline_goes_first() -> None:
+    """By deadline or latency, whoever is due first; who is not due comes last."""
+    scheduler = make(ServiceClass("a", latency=1.0), policy=Deadline(ageing=10.0))
+    held = ask(scheduler, 0.0, ALL)
+    never, far = ask(scheduler, 0.0, ALL), ask(scheduler, 0.0, ALL, deadline=5.0)
+    near, soon = ask(scheduler, 0.1, ALL, "a"), ask(scheduler, 0.1, ALL, deadline=0.9)
+    order, lease = [], held.leases[0]
+    for step in range(4):
+        (granted,) = scheduler.drained(0.2 + step / 100, lease)
+        order.append(granted)
+        lease = granted.leases[0]
+    assert order == [soon, near, far, never]
+
+
+# -- quotas, bounds, devices ----------------------------------------------------------------------
+
+
+def test_a_quota_is_kept_on_average() -> None:
+    """A class beyond its quota waits though cells are free, and is granted as soon as it may."""
+    scheduler = make(ServiceClass("a", quota=8.0), ServiceClass("b"))
+    (lease,) = ask(scheduler, 0.0, 32, "a").leases
+    scheduler.drained(1.0, lease)  # 32 SM-seconds: 8 were saved up, 8 came meanwhile
+    waiting = ask(scheduler, 1.0, 8, "a")
+    assert waiting.state is State.QUEUED
+    assert ask(scheduler, 1.0, 8, "b").state is State.GRANTED, "others are not held up"
+    at = scheduler.next_deadline()
+    assert at is not None
+    assert at == pytest.approx(1.0 + 16 / 8 + 1, abs=1.001)
+    assert scheduler.tick(at - 0.01) == ([], [])
+    assert scheduler.tick(at + 0.01) == ([waiting], [])
+
+
+def test_a_class_has_a_bound_of_its_own() -> None:
+    """Its `QueueFull` says how many of it wait, and when to come again by its own pace."""
+    scheduler = make(ServiceClass("a", max_waiting=1), ServiceClass("b"))
+    ask(scheduler, 0.0, ALL)
+    ask(scheduler, 0.0, 8, "a")
+    with pytest.raises(QueueFull) as caught:
+        ask(scheduler, 0.0, 8, "a")
+    assert caught.value.waiting == 1
+    assert caught.value.retry_after > 0
+    assert ask(scheduler, 0.0, 8, "b").state is State.QUEUED
+
+
+def test_devices_are_packed_or_spread() -> None:
+    """Packed, small requests fill one device and leave the other whole; data comes first."""
+    packed = Scheduler([DEVICE] * 2, Fifo(), 10, placement="pack")
+    assert [ask(packed, 0.0, 8).leases[0].device for _ in range(5)] == [0, 0, 0, 0, 1]
+    spread = make(devices=2)
+    assert [ask(spread, 0.0, 8).leases[0].device for _ in range(3)] == [0, 1, 0]
+    assert ask(spread, 0.0, 8, near=0).leases[0].device == 0
+    assert ask(spread, 0.0, 16, near=0).leases[0].device == 1, "where it fits comes before all"
+
+
+def test_priorities_and_weights_can_be_any_numbers() -> None:
+    """Fractions and negative priorities order classes as integers do."""
+    scheduler = make(ServiceClass("a", priority=-0.5), ServiceClass("b", weight=0.1), policy=Fair())
+    held = ask(scheduler, 0.0, ALL)
+    a, b = ask(scheduler, 0.0, ALL, "a"), ask(scheduler, 0.0, ALL, "b")
+    assert scheduler.drained(1.0, held.leases[0]) == [b]
+    assert scheduler.drained(2.0, b.leases[0]) == [a]

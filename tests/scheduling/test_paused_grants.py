@@ -1,0 +1,153 @@
+"""Leases that are paused and go on: nobody can tell them from leases that were decided on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from greensched.scheduling.cells import Cells, demands
+from greensched.scheduling.policies import Fair
+from greensched.scheduling.requests import Lease, Request, State
+from greensched.scheduling.scheduler import Scheduler
+from greensched.scheduling.services import ServiceClass
+
+SERVICES = [
+    ServiceClass("owner", reserve=16, priority=2, weight=3, budget=0.010, latency=0.004),
+    ServiceClass("other", weight=2, cap=24),
+    ServiceClass("guest", revocable=True, segment=0.005),
+]
+NAMES = ["", "owner", "other", "guest"]
+
+
+class Decided:
+    """A scheduler that decides on every lease, and what is held of it, by request."""
+
+    def __init__(self) -> None:
+        cells = [Cells(size=8, count=5)]
+        self.scheduler = Scheduler(cells, Fair(), 100, services=SERVICES)
+        self.held: list[Request] = []
+
+    def ask(self, now: float, service: str, sms: int) -> bool:
+        request = self.scheduler.request(now, demands((sms,)), service=service)
+        if request.state is State.GRANTED:
+            self.held.append(request)
+        return request.state is State.GRANTED
+
+    def give_back(self, now: float, index: int) -> list[tuple[str, int]]:
+        """Returns who is granted by that."""
+        (lease,) = self.held.pop(index).leases
+        return self.drain(now, lease)
+
+    def drain(self, now: float, lease: Lease) -> list[tuple[str, int]]:
+        granted = self.scheduler.drained(now, lease)
+        self.held += granted
+        return [(request.flow.name, request.order) for request in granted]
+
+    def has(self) -> list[tuple[str, int]]:
+        return [(request.flow.name, request.leases[0].sms) for request in self.held]
+
+    def accounts(self) -> list[tuple[float, ...]]:
+        names = "sms cells borrowed lent kept granted sm_time finish mean longest segment"
+        flows = (self.scheduler.ground.flows[name] for name in NAMES)
+        return [tuple(getattr(flow, name) for name in names.split()) for flow in flows]
+
+
+class Paused(Decided):
+    """One whose leases are paused where they may be, and gone on with, as a pool's desk does it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.paused: list[tuple[str, int, Request]] = []
+        self.taken = 0
+
+    def ask(self, now: float, service: str, sms: int) -> bool:
+        for i, (name, size, request) in enumerate(self.paused):
+            if (name, size) == (service, sms):
+                del self.paused[i]
+                self.scheduler.resume(now, request.leases[0])
+                self.held.append(request)
+                self.taken += 1
+                return True
+        self.clear(now)
+        return super().ask(now, service, sms)
+
+    def give_back(self, now: float, index: int) -> list[tuple[str, int]]:
+        request = self.held[index]
+        (lease,) = request.leases
+        if self.scheduler.waiting or not self.scheduler.pause(now, lease):
+            return super().give_back(now, index)
+        del self.held[index]
+        self.paused.append((request.flow.name, request.parts[0].least, request))
+        return []
+
+    def clear(self, now: float) -> None:
+        self.scheduler.count_again(self.taken)
+        self.taken = 0
+        paused, self.paused = self.paused, []
+        for _, _, request in paused:
+            assert not self.scheduler.drained(now, request.leases[0])
+
+
+asking = st.tuples(st.sampled_from(NAMES), st.sampled_from([8, 16, 24]))
+steps = st.lists(st.tuples(st.integers(1, 9), asking | st.integers(0, 9)), max_size=60)
+
+
+@given(steps)
+def test_nobody_can_tell(steps: list[tuple[int, tuple[str, int] | int]]) -> None:
+    """Whatever is asked for and given back, the same is granted, held and accounted for."""
+    one, other = Decided(), Paused()
+    now = 0.0
+    for milliseconds, step in steps:
+        now += milliseconds / 1e3
+        if isinstance(step, int):
+            if one.held:
+                index = step % len(one.held)
+                assert one.give_back(now, index) == other.give_back(now, index)
+        else:
+            assert one.ask(now, *step) == other.ask(now, *step)
+        assert one.has() == other.has()
+    other.clear(now)
+    assert one.accounts() == [pytest.approx(account) for account in other.accounts()]
+    assert one.scheduler.statistics() == other.scheduler.statistics()
+
+
+def test_a_latency_is_one_leases_own() -> None:
+    """It counts from when the next asked, not from when the first did: all are in time."""
+    one, other = Decided(), Paused()
+    before = one.scheduler.ground.flows["owner"].pace.part
+    for i in range(3000):
+        for each in (one, other):
+            each.ask(i * 0.002, "owner", 16)
+            each.give_back(i * 0.002 + 0.001, 0)
+    assert other.taken == 2999
+    other.clear(6.0)
+    parts = [each.scheduler.ground.flows["owner"].pace.part for each in (one, other)]
+    assert parts[0] == parts[1] > before
+
+
+def loan(scheduler: Scheduler) -> Request:
+    return scheduler.request(0.0, demands((40,)), service="guest", cost=0.001)
+
+
+def quota(scheduler: Scheduler) -> Request:
+    scheduler.reconfigure(0.0, [*SERVICES, ServiceClass("few", quota=100.0)], None)
+    return scheduler.request(0.0, demands((8,)), service="few")
+
+
+def split(scheduler: Scheduler) -> Request:
+    scheduler.reconfigure(0.0, [*SERVICES, ServiceClass("all", unsplit=True, latency=1.0)], None)
+    return scheduler.request(0.0, demands((8,)), service="other")
+
+
+@pytest.mark.parametrize("case", [loan, quota, split])
+def test_what_a_decision_would_look_at_is_not_paused(
+    case: Callable[[Scheduler], Request],
+) -> None:
+    """Loans, quotas, and devices that may be split or not are looked at for each lease."""
+    scheduler = Decided().scheduler
+    (lease,) = case(scheduler).leases
+    assert not scheduler.pause(0.001, lease)
+    assert scheduler.drained(0.001, lease) == []

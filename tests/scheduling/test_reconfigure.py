@@ -1,0 +1,121 @@
+"""Other classes and policies while requests wait and leases are held."""
+
+from __future__ import annotations
+
+import pytest
+
+from greensched.errors import InvalidRequest
+from greensched.scheduling.cells import Cells, demands
+from greensched.scheduling.policies import Deadline, Fair, Fifo
+from greensched.scheduling.requests import Request, State
+from greensched.scheduling.scheduler import Scheduler
+from greensched.scheduling.services import ServiceClass
+from greensched.typing import ALL, Size
+
+DEVICE = Cells(size=8, count=8)
+OWNER = ServiceClass("owner", reserve=32, budget=0.010)
+BATCH = ServiceClass("batch", revocable=True, segment=0.005)
+
+
+def make(*classes: ServiceClass) -> Scheduler:
+    return Scheduler([DEVICE], Fifo(), 1000, services=classes)
+
+
+def ask(scheduler: Scheduler, sms: Size, service: str = "", **options: object) -> Request:
+    return scheduler.request(0.0, demands((sms,)), service=service, **options)  # type: ignore[arg-type]
+
+
+def test_a_new_floor_fills_as_leases_end() -> None:
+    """Leases from before end in their own time, and what comes free is kept until it suffices."""
+    scheduler = make(BATCH)
+    leases = [ask(scheduler, 16, "batch").leases[0] for _ in range(4)]
+    waiting = ask(scheduler, 16, "batch")
+    owner = ServiceClass("owner", reserve=32)
+    assert scheduler.reconfigure(0.0, [owner, BATCH], None) == []
+    assert scheduler.drained(1.0, leases[0]) == []
+    assert scheduler.drained(1.0, leases[1]) == []
+    assert ask(scheduler, 32, "owner").state is State.GRANTED
+    assert scheduler.drained(2.0, leases[2]) == [waiting]
+
+
+def test_a_floor_that_goes_is_everybodys() -> None:
+    """Without its floor, what was kept for a class goes to who waits, at once."""
+    scheduler = make(OWNER, ServiceClass("plain"))
+    ask(scheduler, 32, "plain")
+    waiting = ask(scheduler, 32, "plain")
+    assert scheduler.reconfigure(0.0, [ServiceClass("owner"), ServiceClass("plain")], None) == [
+        waiting
+    ]
+
+
+def test_nobody_is_dropped_with_his_class() -> None:
+    """Requests and leases of a class that is not there any more go on; new ones are refused."""
+    scheduler = make(OWNER, BATCH)
+    held = ask(scheduler, ALL, "batch", cost=0.001)
+    waiting = ask(scheduler, 16, "owner")
+    scheduler.reconfigure(0.0, [ServiceClass("other")], None)
+    with pytest.raises(InvalidRequest, match="'owner' any more"):
+        ask(scheduler, 8, "owner")
+    assert waiting.state is State.QUEUED
+    assert scheduler.drained(1.0, held.leases[0]) == [waiting]
+    assert scheduler.drained(2.0, waiting.leases[0]) == []
+    scheduler.reconfigure(3.0, [ServiceClass("other")], None)
+    assert set(scheduler.services()) == {"", "other"}
+
+
+def test_loans_are_still_loans() -> None:
+    """What was lent of a floor that stays comes back at the borrower's next checkpoint."""
+    scheduler = make(OWNER, BATCH)
+    (lease,) = ask(scheduler, (8, 64), "batch").leases
+    scheduler.reconfigure(0.0, [OWNER, BATCH, ServiceClass("third")], None)
+    assert scheduler.services()["owner"].sms_lent == 32
+    owner = ask(scheduler, 32, "owner")
+    assert scheduler.checkpoint(1.0, lease) == [owner]
+
+
+def test_a_new_policy_orders_who_waits() -> None:
+    """Who waited already is served by the new policy's rank; what is due counts from then on."""
+    scheduler = make(ServiceClass("a"), ServiceClass("b"))
+    held = ask(scheduler, ALL)
+    late = ask(scheduler, ALL, "a", deadline=9.0)
+    soon = ask(scheduler, ALL, "b", deadline=5.0)
+    scheduler.reconfigure(0.0, None, Deadline())
+    assert scheduler.drained(1.0, held.leases[0]) == [soon]
+    scheduler.reconfigure(1.0, None, Fair())
+    assert scheduler.drained(2.0, soon.leases[0]) == [late]
+
+
+def test_what_is_due_counts_once() -> None:
+    """Work that waits is due once, however often the classes change: who comes then has room."""
+    scheduler = Scheduler([DEVICE], Deadline(), 1000, services=[ServiceClass("a")])
+    held = ask(scheduler, ALL)
+    waiting = ask(scheduler, ALL, "a", deadline=1.0, cost=0.3)
+    for _ in range(9):
+        scheduler.reconfigure(0.0, [ServiceClass("a")], None)
+    assert scheduler.drained(0.1, held.leases[0]) == [waiting]
+    ask(scheduler, 8, "a", deadline=1.0, cost=0.3)
+
+
+@pytest.mark.parametrize("rules", [{"reserve": 8}, {"cap": 16}])
+def test_who_can_never_be_granted_any_more_is_told(rules: dict[str, int]) -> None:
+    """What a request asks for beyond the new floors or its class's new cap, nobody waits for."""
+    scheduler = make(ServiceClass("a"))
+    held = ask(scheduler, 8)
+    waiting = ask(scheduler, ALL, "a" if "cap" in rules else "")
+    assert scheduler.reconfigure(0.0, [ServiceClass("a", **rules)], None) == []
+    assert [request for request, _ in scheduler.hopeless] == [waiting]
+    assert scheduler.drained(9.0, held.leases[0]) == []
+    assert ask(scheduler, 16).state is State.GRANTED
+
+
+def test_what_cannot_be_changes_nothing() -> None:
+    """Floors that do not fit are refused, and everything is as it was."""
+    scheduler = make(OWNER)
+    ask(scheduler, 32)
+    waiting = ask(scheduler, 8)
+    with pytest.raises(InvalidRequest, match="floors"):
+        scheduler.reconfigure(0.0, [OWNER, ServiceClass("b", reserve=40)], Fair())
+    assert isinstance(scheduler.policy, Fifo)
+    assert set(scheduler.services()) == {"", "owner"}
+    assert waiting.state is State.QUEUED
+    assert ask(scheduler, 32, "owner").state is State.GRANTED

@@ -1,0 +1,587 @@
+"""The scheduler's rules, one by one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from greensched.errors import InvalidRequest, QueueFull, TooManySMs, WouldBlock, WouldDeadlock
+from greensched.scheduling.cells import Cells, demands
+from greensched.scheduling.class_state import Flow
+from greensched.scheduling.policies import Fifo, policy_named
+from greensched.scheduling.policy import Policy, Waiting
+from greensched.scheduling.scheduler import (
+    STALE_LEAST,
+    Lease,
+    Request,
+    Scheduler,
+    State,
+    validate_bound,
+)
+from greensched.scheduling.services import ANYBODY
+from greensched.typing import ALL, REST, Size
+
+H100 = Cells(size=8, count=15, remainder=12)
+SMALL = Cells(size=8, count=4)
+
+
+def make(*devices: Cells, policy: Policy | None = None, max_waiting: int = 1000) -> Scheduler:
+    return Scheduler(devices or (SMALL,), policy or Fifo(), max_waiting)
+
+
+def ask(scheduler: Scheduler, now: float, *sizes: Size, **options: object) -> Request:
+    return scheduler.request(now, demands(sizes), **options)  # type: ignore[arg-type]
+
+
+def give_back(scheduler: Scheduler, now: float, request: Request) -> list[Request]:
+    granted = []
+    for lease in request.leases:
+        granted += scheduler.drained(now, lease)
+    return granted
+
+
+# -- granting -----------------------------------------------------------------------------------
+
+
+def test_a_request_that_fits_is_granted_at_once() -> None:
+    """With free cells and nobody waiting, the request comes back granted."""
+    scheduler = make()
+    request = ask(scheduler, 0.0, 16, owner="me", holder="task")
+    assert request.state is State.GRANTED
+    assert [(x.device, x.mask, x.sms, x.holder) for x in request.leases] == [(0, 0b11, 16, "task")]
+    assert request.owner == "me"
+
+
+def test_what_a_request_lacked_once_is_not_lacking_for_ever() -> None:
+    """A partition is asked for while its cells are free: not again when others have them.
+
+    Or it would be made again and again, by whoever makes it and asks at once what else there is.
+    """
+    cells = Cells(size=8, count=2, remainder=12)
+    scheduler = Scheduler((cells,), Fifo(), 1000, lambda _, mask: mask != 0b11)
+    waiting = ask(scheduler, 0.0, 16)
+    assert scheduler.lacking == {(0, 0b11): None}
+    for _ in range(2):
+        assert ask(scheduler, 0.0, 8).state is State.GRANTED
+    assert scheduler.free == [0b100]
+    scheduler.lacking.clear()
+    assert scheduler.made(0.0) == []
+    assert not scheduler.lacking
+    assert waiting.state is State.QUEUED
+
+
+def test_cells_come_free_by_drained_alone() -> None:
+    """A released lease still has its cells: its work may run; only `drained` gives them back."""
+    scheduler = make()
+    first = ask(scheduler, 0.0, ALL)
+    waiting = ask(scheduler, 0.0, 8)
+    scheduler.release(first.leases[0])
+    assert scheduler.free == [0]
+    assert scheduler.statistics().sms_draining == 32
+    assert waiting.state is State.QUEUED
+    assert scheduler.drained(1.0, first.leases[0]) == [waiting]
+
+
+def test_cells_given_back_twice_are_a_bug_of_the_caller() -> None:
+    """The second `drained` of a lease raises and frees nothing, whoever has the cells now."""
+    scheduler = make()
+    lease = ask(scheduler, 0.0, ALL).leases[0]
+    scheduler.drained(0.0, lease)
+    other = ask(scheduler, 0.0, ALL)
+    with pytest.raises(AssertionError, match="given back twice"):
+        scheduler.drained(0.0, lease)
+    assert scheduler.free == [0]
+    assert scheduler.statistics().sms_leased == other.leases[0].sms == 32
+
+
+def test_the_device_with_the_most_free_sms_is_taken() -> None:
+    """Where a request fits on several devices, the emptiest has it; the first of equals."""
+    scheduler = make(SMALL, SMALL)
+    devices = [ask(scheduler, 0.0, size).leases[0].device for size in (8, 8, 16, 8)]
+    assert devices == [0, 1, 0, 1]
+
+
+def test_a_joint_request_is_granted_on_one_device() -> None:
+    """All parts of a joint request come together, from one device, or none does."""
+    scheduler = make(SMALL, SMALL)
+    ask(scheduler, 0.0, 16, devices=(0,))
+    ask(scheduler, 0.0, 16, devices=(1,))
+    request = ask(scheduler, 0.0, 8, 16)
+    assert request.state is State.QUEUED
+    assert scheduler.statistics().sms_free == 32
+
+
+def test_devices_of_a_request_are_kept_to() -> None:
+    """A request for one device waits for it, whatever is free elsewhere."""
+    scheduler = make(SMALL, SMALL)
+    ask(scheduler, 0.0, ALL, devices=(1,))
+    assert ask(scheduler, 0.0, 8, devices=(1,)).state is State.QUEUED
+    assert ask(scheduler, 0.0, 8, devices=(0,)).state is State.GRANTED
+
+
+def test_what_was_asked_is_what_comes() -> None:
+    """9 SMs on cells of 8 are 16, and the lease says so."""
+    scheduler = make()
+    assert ask(scheduler, 0.0, 9).leases[0].sms == 16
+
+
+# -- order --------------------------------------------------------------------------------------
+
+
+def test_larger_priority_goes_first_then_who_came_first() -> None:
+    """What comes free goes by priority, and by arrival among equals."""
+    scheduler = make()
+    holder = ask(scheduler, 0.0, ALL)
+    waiting = {
+        name: ask(scheduler, 0.0, 8, priority=priority)
+        for name, priority in [("a", 0), ("b", 1), ("c", -1), ("d", 1), ("e", 0)]
+    }
+    granted = give_back(scheduler, 0.0, holder)
+    assert granted == [waiting[name] for name in "bdae"]
+    assert waiting["c"].state is State.QUEUED
+
+
+def test_smaller_requests_pass_while_the_first_is_young() -> None:
+    """A request that does not fit lets others pass until it has aged, and not a moment longer."""
+    scheduler = make(policy=Fifo(ageing=0.020))
+    ask(scheduler, 0.0, 8)
+    big = ask(scheduler, 0.0, ALL)
+    assert ask(scheduler, 0.019, 8).state is State.GRANTED
+    assert big.state is State.QUEUED
+    assert ask(scheduler, 0.020, 8).state is State.QUEUED
+
+
+def test_ageing_counts_from_the_request_that_is_first_now() -> None:
+    """Behind another a request ages too: once first, it need not begin anew."""
+    scheduler = make(policy=Fifo(ageing=0.020))
+    one, two = ask(scheduler, 0.0, 16), ask(scheduler, 0.0, 16)
+    first = ask(scheduler, 0.0, 24)
+    second = ask(scheduler, 0.001, ALL)
+    give_back(scheduler, 0.010, two)
+    assert give_back(scheduler, 0.030, one) == [first]
+    assert ask(scheduler, 0.031, 8).state is State.QUEUED, "kept for the second"
+    assert give_back(scheduler, 0.040, first) == [second]
+
+
+def test_a_device_is_kept_until_its_request_is_served() -> None:
+    """Whatever comes free there piles up for it; then those behind get theirs."""
+    scheduler = make(policy=Fifo(ageing=0.0))
+    running = [ask(scheduler, 0.0, 8) for _ in range(4)]
+    big = ask(scheduler, 0.0, ALL)
+    small = [ask(scheduler, 0.0, 8) for _ in range(2)]
+    for request in running[:3]:
+        assert give_back(scheduler, 0.1, request) == []
+    assert give_back(scheduler, 0.1, running[3]) == [big]
+    assert give_back(scheduler, 0.2, big) == small
+
+
+def test_only_one_device_is_kept() -> None:
+    """Other devices go on serving while one is kept for the first request."""
+    scheduler = make(SMALL, SMALL, policy=Fifo(ageing=0.0))
+    ask(scheduler, 0.0, 24, devices=(0,))
+    ask(scheduler, 0.0, 8, devices=(1,))
+    big = ask(scheduler, 0.0, ALL)
+    assert big.state is State.QUEUED
+    assert ask(scheduler, 1.0, 8, devices=(1,)).state is State.QUEUED, "it had the most free SMs"
+    assert ask(scheduler, 1.0, 8).leases[0].device == 0
+
+
+def test_a_kept_device_stays_kept_when_somebody_more_urgent_comes() -> None:
+    """Bounded bypass: nobody overtakes an aged request on its device, and it loses it to nobody."""
+    scheduler = make(policy=Fifo(ageing=0.020))
+    running = [ask(scheduler, 0.0, 8), ask(scheduler, 0.0, 8)]
+    big = ask(scheduler, 0.0, ALL)
+    urgent = ask(scheduler, 0.030, 8, priority=9)
+    assert urgent.state is State.QUEUED, "16 SMs are free, and kept"
+    assert give_back(scheduler, 0.040, running[0]) == []
+    assert give_back(scheduler, 0.050, running[1]) == [big]
+    assert give_back(scheduler, 0.060, big) == [urgent]
+
+
+def test_a_kept_device_is_free_for_all_once_its_request_leaves() -> None:
+    """Cancelling the request that a device is kept for lets those it held back go on at once."""
+    scheduler = make(policy=Fifo(ageing=0.0))
+    ask(scheduler, 0.0, 8)
+    big = ask(scheduler, 0.0, ALL)
+    held_back = [ask(scheduler, 0.0, 8) for _ in range(3)]
+    assert scheduler.cancel(1.0, big) == held_back
+
+
+def test_an_expired_request_frees_its_kept_device() -> None:
+    """As for a cancellation, when its deadline passes."""
+    scheduler = make(policy=Fifo(ageing=0.0))
+    ask(scheduler, 0.0, 8)
+    big = ask(scheduler, 0.0, ALL, deadline=5.0)
+    held_back = ask(scheduler, 0.0, 8)
+    assert scheduler.tick(4.9) == ([], [])
+    assert scheduler.tick(5.0) == ([held_back], [big])
+
+
+def test_no_device_is_kept_where_a_request_waits_for_itself() -> None:
+    """The device kept is one that the request can get while its holder keeps what he has."""
+    scheduler = make(SMALL, SMALL, policy=Fifo(ageing=0.0))
+    ask(scheduler, 0.0, 8, devices=(0,), holder="task")
+    other = ask(scheduler, 0.0, 16, devices=(1,))
+    whole = ask(scheduler, 0.0, ALL, holder="task")
+    assert ask(scheduler, 0.0, 8, devices=(1,)).state is State.QUEUED
+    assert ask(scheduler, 0.0, 24, devices=(0,)).state is State.GRANTED
+    assert give_back(scheduler, 1.0, other) == [whole]
+
+
+def test_who_has_a_device_goes_first_everywhere() -> None:
+    """An aged request is granted before others wherever it fits, not on its kept device alone."""
+    scheduler = make(SMALL, SMALL, policy=Fifo(ageing=0.0))
+    here, there = ask(scheduler, 0.0, ALL, devices=(0,)), ask(scheduler, 0.0, 24, devices=(1,))
+    aged = ask(scheduler, 0.0, 16)
+    urgent = ask(scheduler, 0.0, 16, priority=5)
+    assert give_back(scheduler, 0.0, here) == [aged, urgent]
+    assert {lease.device for request in (aged, urgent) for lease in request.leases} == {0}
+    assert give_back(scheduler, 0.0, there) == []
+
+
+def test_a_request_that_never_waits_is_held_back_too() -> None:
+    """`wait=False` does not overtake an aged request."""
+    scheduler = make(policy=Fifo(ageing=0.0))
+    ask(scheduler, 0.0, 8)
+    ask(scheduler, 0.0, ALL)
+    with pytest.raises(WouldBlock):
+        ask(scheduler, 0.0, 8, wait=False)
+
+
+def test_a_policy_of_ones_own_decides_the_order() -> None:
+    """Any policy's rank is kept to, within one wish and between wishes."""
+
+    @dataclass(frozen=True)
+    class Youngest:
+        def rank(self, request: Waiting) -> tuple[float, ...]:
+            return (-request.order,)
+
+        def may_pass(self, first: Waiting, now: float) -> bool:
+            return True
+
+    scheduler = make(policy=Youngest())
+    holder = ask(scheduler, 0.0, ALL)
+    waiting = [ask(scheduler, 0.0, size) for size in (8, 8, 16, 8)]
+    granted = give_back(scheduler, 0.0, holder)
+    assert granted == [waiting[3], waiting[2], waiting[1]]
+
+
+# -- leaving ------------------------------------------------------------------------------------
+
+
+def test_nobody_is_granted_who_left() -> None:
+    """A cancelled request is never granted, and leaving twice changes nothing."""
+    scheduler = make()
+    holder = ask(scheduler, 0.0, ALL)
+    gone, stays = ask(scheduler, 0.0, 8), ask(scheduler, 0.0, 8)
+    assert scheduler.cancel(0.0, gone) == []
+    assert scheduler.cancel(0.0, gone) == []
+    assert give_back(scheduler, 0.0, holder) == [stays]
+    assert gone.state is State.GONE
+    assert scheduler.statistics().cancelled == 1
+
+
+def test_cancelling_a_granted_request_changes_nothing() -> None:
+    """Whoever was granted has leases to give back; there is nothing to cancel."""
+    scheduler = make()
+    request = ask(scheduler, 0.0, ALL)
+    assert scheduler.cancel(0.0, request) == []
+    assert request.state is State.GRANTED
+    assert scheduler.statistics().cancelled == 0
+
+
+def test_deadlines() -> None:
+    """`tick` tells whose deadline passed while queued, once, and `next_deadline` when to come."""
+    scheduler = make()
+    holder = ask(scheduler, 0.0, ALL, deadline=1.0)
+    late = ask(scheduler, 0.0, 8, deadline=3.0)
+    later = ask(scheduler, 0.0, 8, deadline=5.0)
+    gone = ask(scheduler, 0.0, 8, deadline=2.0)
+    patient = ask(scheduler, 0.0, 8)
+    assert scheduler.next_deadline() == 2.0
+    scheduler.cancel(0.5, gone)
+    assert scheduler.next_deadline() == 3.0
+    assert scheduler.tick(3.0) == ([], [late])
+    assert scheduler.tick(3.0) == ([], [])
+    assert give_back(scheduler, 4.0, holder) == [later, patient]
+    assert scheduler.next_deadline() is None
+    assert scheduler.tick(10.0) == ([], [])
+    assert later.state is State.GRANTED, "once granted, a deadline never cancels"
+
+
+def test_close_empties_the_queue_in_order() -> None:
+    """`close` tells who waited, in the order of service; granted ones are not touched."""
+    scheduler = make()
+    holder = ask(scheduler, 0.0, ALL)
+    low, high = ask(scheduler, 0.0, 8), ask(scheduler, 0.0, 16, priority=1)
+    assert scheduler.close() == [high, low]
+    assert {low.state, high.state} == {State.GONE}
+    assert scheduler.waiting == 0
+    assert scheduler.close() == []
+    assert give_back(scheduler, 0.0, holder) == []
+    statistics = scheduler.statistics()
+    assert statistics.requested == 3 == statistics.granted + statistics.cancelled
+
+
+# -- refusals -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [(133,), (10**9,), (60, 60, 12), (REST, 132), (8,) * 17])
+def test_what_can_never_fit_is_refused_at_once(sizes: tuple[Size, ...]) -> None:
+    """A request beyond every device is refused, also while others wait, and says the most."""
+    scheduler = make(H100)
+    ask(scheduler, 0.0, ALL)
+    ask(scheduler, 0.0, ALL)
+    with pytest.raises(TooManySMs) as caught:
+        ask(scheduler, 0.0, *sizes)
+    assert caught.value.asked > caught.value.most == 132
+    assert scheduler.waiting == 1
+
+
+@pytest.mark.parametrize("sizes", [(132,), (ALL,), (REST,), (8,) * 16, (120, REST), (56, 64, 12)])
+def test_what_can_fit_some_day_is_not_refused(sizes: tuple[Size, ...]) -> None:
+    """Also where the remainder must be just one part of it."""
+    scheduler = make(H100)
+    holder = ask(scheduler, 0.0, ALL)
+    request = ask(scheduler, 0.0, *sizes)
+    assert give_back(scheduler, 0.0, holder) == [request]
+
+
+def test_the_devices_asked_for_say_what_is_too_many() -> None:
+    """A request for a small device is refused although a larger one is there."""
+    scheduler = make(SMALL, H100)
+    with pytest.raises(TooManySMs, match="at most 32"):
+        ask(scheduler, 0.0, 40, devices=(0,))
+    assert ask(scheduler, 0.0, 40).leases[0].device == 1
+
+
+@pytest.mark.parametrize("sizes", [(24,), (ALL,), (REST,), (8, REST), (8, 16)])
+def test_who_waits_for_himself_is_told(sizes: tuple[Size, ...]) -> None:
+    """A request that cannot fit while its holder holds what he has is refused, not queued."""
+    scheduler = make()
+    mine = ask(scheduler, 0.0, 16, holder="task")
+    with pytest.raises(WouldDeadlock) as caught:
+        ask(scheduler, 0.0, *sizes, holder="task")
+    assert (caught.value.holds, caught.value.most) == (16, 16)
+    assert ask(scheduler, 0.0, 24).state is State.QUEUED, "nobody in particular may wait"
+    assert ask(scheduler, 0.0, 24, holder="another").state is State.QUEUED
+    scheduler.release(mine.leases[0])
+    assert ask(scheduler, 0.0, *sizes, holder="task").state is State.QUEUED, "it drains by itself"
+
+
+def test_who_does_not_wait_cannot_wait_for_himself() -> None:
+    """`wait=False` is refused as not possible now, whoever holds the cells."""
+    scheduler = make()
+    ask(scheduler, 0.0, 16, holder="task")
+    with pytest.raises(WouldBlock):
+        ask(scheduler, 0.0, ALL, holder="task", wait=False)
+    with pytest.raises(TooManySMs):
+        ask(scheduler, 0.0, 33, holder="task", wait=False)
+
+
+def test_another_device_is_no_deadlock() -> None:
+    """A holder of one device may wait for another."""
+    scheduler = make(SMALL, SMALL)
+    ask(scheduler, 0.0, 8, devices=(0,), holder="task")
+    ask(scheduler, 0.0, 8, devices=(1,))
+    assert ask(scheduler, 0.0, ALL, holder="task").state is State.QUEUED
+    with pytest.raises(WouldDeadlock):
+        ask(scheduler, 0.0, ALL, holder="task", devices=(0,))
+
+
+def test_the_queue_is_bounded() -> None:
+    """At its bound `QueueFull` comes at once; whoever leaves makes room; 0 is no queue at all."""
+    scheduler = make(max_waiting=2)
+    ask(scheduler, 0.0, ALL)
+    first = ask(scheduler, 0.0, 8)
+    ask(scheduler, 0.0, 8)
+    with pytest.raises(QueueFull) as caught:
+        ask(scheduler, 0.0, 8)
+    assert caught.value.waiting == 2
+    scheduler.cancel(0.0, first)
+    assert ask(scheduler, 0.0, 8).state is State.QUEUED
+    assert scheduler.statistics().refused == 1
+    none = make(max_waiting=0)
+    ask(none, 0.0, ALL)
+    with pytest.raises(QueueFull):
+        ask(none, 0.0, 8)
+
+
+def test_retry_after_follows_how_fast_the_queue_moves() -> None:
+    """It is the time between grants from the queue; hours without a queue say nothing."""
+    scheduler = make(max_waiting=1)
+    now = 0.0
+    for _ in range(100):
+        holder = ask(scheduler, now, ALL)
+        waiting = ask(scheduler, now, ALL)
+        give_back(scheduler, now + 0.25, holder)
+        give_back(scheduler, now + 0.25, waiting)
+        now += 3600.0
+    assert scheduler.retry_after() == pytest.approx(0.25, rel=0.01)
+    ask(scheduler, now, ALL)
+    ask(scheduler, now, ALL)
+    with pytest.raises(QueueFull) as caught:
+        ask(scheduler, now, ALL)
+    assert caught.value.retry_after == scheduler.retry_after()
+
+
+def test_a_refused_request_leaves_no_trace() -> None:
+    """After every kind of refusal the queue, the cells and what holders hold are as before."""
+    scheduler = make(max_waiting=1)
+    ask(scheduler, 0.0, 24, holder="task")
+    waiting = ask(scheduler, 0.0, ALL)
+    before = (list(scheduler.free), scheduler.waiting, footprint(scheduler))
+    for error, sizes, options in [
+        (TooManySMs, (33,), {}),
+        (WouldDeadlock, (16,), {"holder": "task"}),
+        (WouldBlock, (16,), {"wait": False}),
+        (QueueFull, (16,), {}),
+    ]:
+        with pytest.raises(error):
+            ask(scheduler, 0.0, *sizes, **options)
+    assert (scheduler.free, scheduler.waiting, footprint(scheduler)) == before
+    assert waiting.state is State.QUEUED
+
+
+# -- policies and bounds ------------------------------------------------------------------------
+
+
+def test_policies_by_name() -> None:
+    """A policy is named or given; an unknown name says which there are."""
+    assert type(policy_named("fifo")) is Fifo
+    own = Fifo(ageing=1.0)
+    assert policy_named(own) is own
+    with pytest.raises(InvalidRequest, match="no policy 'lifo': there is fifo"):
+        policy_named("lifo")
+
+
+@pytest.mark.parametrize("ageing", [-0.001, float("nan")])
+def test_an_ageing_that_is_no_time_is_refused(ageing: float) -> None:
+    """Ageing is a number of seconds, 0 and infinity included."""
+    with pytest.raises(InvalidRequest, match="ageing"):
+        Fifo(ageing=ageing)
+    assert Fifo(ageing=0.0).ageing == 0.0
+    assert Fifo(ageing=float("inf")).may_pass(Request(Flow(ANYBODY), (), (), 0, 0.0, 0), 1e9)
+
+
+@pytest.mark.parametrize("bound", [-1, 1.5, True, None, "8"])
+def test_a_bound_that_is_no_number_is_refused(bound: object) -> None:
+    """The queue's bound is a whole number, 0 or more."""
+    with pytest.raises(InvalidRequest, match="max_waiting"):
+        validate_bound(bound)
+    assert validate_bound(0) == 0
+
+
+# -- nothing grows, and how much is looked at ---------------------------------------------------
+
+
+def footprint(scheduler: Scheduler) -> int:
+    """Everything the scheduler holds on to."""
+    heaps = sum(len(line) for line in scheduler._lines.values())
+    held = sum(len(leases) for leases in scheduler._held.values())
+    return heaps + held + len(scheduler._lines) + len(scheduler._deadlines) + len(scheduler._held)
+
+
+def test_nothing_grows_with_past_requests() -> None:
+    """10,000 requests of every fate, with always somebody waiting, leave nothing behind."""
+    scheduler = make(policy=Fifo(ageing=0.5))
+    running: list[Lease] = list(ask(scheduler, 0.0, ALL).leases)
+    waiting = [ask(scheduler, 0.0, 8, deadline=1e9)]
+    most = 0
+    for i in range(1, 10_000):
+        now = float(i)
+        deadline = [None, 1e9, now + 2.0][i % 3]
+        waiting.append(ask(scheduler, now, 8 + i % 25, deadline=deadline, holder=i, priority=i % 2))
+        if i % 4 == 1:
+            for request in scheduler.cancel(now, waiting[-2]):
+                running.extend(request.leases)
+        granted, _ = scheduler.tick(now)
+        while scheduler.waiting > 3:
+            granted += scheduler.drained(now, running.pop(0))
+        running.extend(lease for request in granted for lease in request.leases)
+        waiting = [request for request in waiting if request.state is State.QUEUED]
+        assert waiting
+        most = max(most, footprint(scheduler))
+    assert most <= 3 * (2 * 5 + STALE_LEAST) + 3 * 4
+    for request in waiting:
+        scheduler.cancel(1e5, request)
+    for lease in running:
+        if not lease.over:
+            scheduler.drained(1e5, lease)
+    assert footprint(scheduler) == 0
+    assert scheduler.statistics().sms_free == 32
+
+
+@pytest.mark.white_box
+def test_a_mass_cancellation_is_linear_and_leaves_nothing() -> None:
+    """Cancelling 10,000 that wait looks at no cells at all; the one that stays is still served."""
+    counting = CountingCells(size=8, count=4)
+    scheduler = make(counting, policy=Fifo(ageing=0.0), max_waiting=20_000)
+    holder = ask(scheduler, 0.0, ALL)
+    stays = ask(scheduler, 0.0, 16)
+    waiting = [ask(scheduler, 0.0, 8 + i % 20, deadline=1e9) for i in range(10_000)]
+    LOOKS.clear()
+    for request in waiting:
+        assert scheduler.cancel(1.0, request) == []
+    assert LOOKS == []
+    assert footprint(scheduler) <= 3 * (2 + STALE_LEAST)
+    assert give_back(scheduler, 2.0, holder) == [stays]
+    assert footprint(scheduler) == 0
+
+
+@pytest.mark.white_box
+def test_a_decision_costs_as_much_as_there_are_different_wishes() -> None:
+    """10,000 that wait for three different wishes cost three looks at the most, not 10,000.
+
+    And none, where all that is free is less than any of them wants.
+    """
+    counting = CountingCells(size=8, count=4)
+    scheduler = make(counting, max_waiting=20_000)
+    running = [ask(scheduler, 0.0, 8) for _ in range(4)]
+    waiting = [ask(scheduler, 0.0, (24, 16, 32)[i % 3]) for i in range(10_000)]
+    LOOKS.clear()
+    assert give_back(scheduler, 0.001, running[0]) == []
+    assert LOOKS == []
+    assert give_back(scheduler, 0.002, running[1]) == [waiting[1]]
+    assert len(LOOKS) == 1
+
+
+@pytest.mark.white_box
+def test_a_decision_looks_at_none_of_whom_a_device_is_kept_from() -> None:
+    """While a device is kept for who has aged, nobody else's cells are looked for there."""
+    counting = CountingCells(size=8, count=4)
+    scheduler = make(counting, policy=Fifo(ageing=0.0), max_waiting=20_000)
+    running = [ask(scheduler, 0.0, 8) for _ in range(4)]
+    first = ask(scheduler, 0.0, 32)
+    small = [ask(scheduler, 0.0, (8, 16, 24)[i % 3]) for i in range(3_000)]
+    LOOKS.clear()
+    for number, lease in enumerate(running, 1):
+        assert give_back(scheduler, 0.001 * number, lease) == ([first] if number == 4 else [])
+    assert len(LOOKS) == 1
+    assert give_back(scheduler, 0.01, first) == [small[0], small[1]]
+
+
+@pytest.mark.white_box
+def test_an_uncontended_lease_looks_at_one_device_once() -> None:
+    """With nobody waiting a request is one look at one device, and giving back is none."""
+    counting = CountingCells(size=8, count=4)
+    scheduler = make(counting)
+    LOOKS.clear()
+    request = ask(scheduler, 0.0, 16)
+    assert len(LOOKS) == 1
+    give_back(scheduler, 0.0, request)
+    assert len(LOOKS) == 1
+
+
+LOOKS: list[int] = []
+
+
+class CountingCells(Cells):
+    """Cells that say how often somebody looked for a fit."""
+
+    __slots__ = ()
+
+    def fit_all(self, free, parts, warm=()):  # type: ignore[no-untyped-def,override]
+        LOOKS.append(free)
+        return super().fit_all(free, parts, warm or {})

@@ -1,0 +1,54 @@
+"""What a service class can be."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+
+import greensched
+from greensched.errors import InvalidRequest
+from greensched.scheduling.services import ServiceClass, checked
+from greensched.typing import ALL, REST
+
+WRONG: list[tuple[str, Any]] = [
+    ("name", 5), ("name", ""), ("reserve", -1), ("reserve", 8.0), ("reserve", True), ("cap", 0),
+    ("cap", "8"), ("cap", REST), ("priority", "high"), ("priority", math.nan), ("weight", 0),
+    ("weight", -1), ("weight", math.inf), ("latency", 0), ("latency", "1"), ("segment", -1),
+    ("revocable", 1), ("budget", -0.1), ("budget", math.nan), ("max_waiting", -1),
+    ("max_waiting", 1.5), ("quota", 0), ("quota", "8"), ("memory_bytes", -1),
+    ("memory_bytes", 1e9), ("if_late", "drop"), ("if_late", None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("field", "value"), WRONG, ids=repr)
+def test_what_no_class_can_be_is_refused(field: str, value: object) -> None:
+    """Each field is checked, and the message names the class, the field and what it was given."""
+    service = dataclasses.replace(ServiceClass("decode"), **{field: value})
+    with pytest.raises(InvalidRequest, match=rf"{field}="):
+        checked([service])
+
+
+def test_a_cap_below_the_floor_is_refused() -> None:
+    """What is kept for a class is at most what it may have."""
+    with pytest.raises(InvalidRequest, match="as its reserve"):
+        checked([ServiceClass("decode", reserve=32, cap=16)])
+
+
+@pytest.mark.parametrize("services", ["decode", 5, [5], [ServiceClass("a"), ServiceClass("a")]])
+def test_what_are_no_classes_are_refused(services: object) -> None:
+    """Classes come as ServiceClass objects, each name once."""
+    with pytest.raises(InvalidRequest, match="services="):
+        checked(services)
+
+
+def test_a_class_is_what_the_issue_says() -> None:
+    """Name first, everything else by name, frozen, and ALL for no cap; it is a public name."""
+    service = greensched.ServiceClass(
+        "decode", reserve=32, cap=ALL, priority=10, weight=1, latency=0.050, revocable=False
+    )
+    assert checked([service]) == (service,)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        service.reserve = 8  # type: ignore[misc]

@@ -1,0 +1,343 @@
+"""The scheduler with service classes under random histories, beside what a naive model allows."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import assume, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from greensched.errors import DeadlineImpossible, InvalidRequest, QueueFull, TooManySMs, WouldBlock
+from greensched.scheduling.cells import Demand
+from greensched.scheduling.policies import POLICIES
+from greensched.scheduling.policy import Policy
+from greensched.scheduling.requests import Lease, Request, State
+from greensched.scheduling.scheduler import Scheduler
+from greensched.scheduling.services import ServiceClass
+from greensched.typing import ALL
+
+from .reference_reservations import ReferenceReservations
+from .strategies import devices, joint_demands
+
+AGEING = 3
+NAMES = ("owner", "second", "batch", "small")
+
+
+class Work:
+    """SM-seconds that more SMs divide: of the same amount there is one curve."""
+
+    def __init__(self, sm_seconds: int) -> None:
+        self.sm_seconds = sm_seconds
+        self.number = 0
+
+    def at(self, sms: int) -> float:
+        return self.sm_seconds / max(1, sms)
+
+    def observe(self, _sms: int, seconds: float) -> None:
+        assert seconds >= 0
+        self.number += 1
+
+
+CURVES = [Work(4), Work(16), Work(60)]
+COSTS = st.sampled_from([None, None, None, 1, 2, 4, *CURVES])
+
+
+@st.composite
+def classes(draw: st.DrawFn, most: int) -> list[ServiceClass]:
+    """Two owners, a class that borrows, and one that does not."""
+    floor = draw(st.integers(0, most))
+    budgets = st.sampled_from([0, 2, 4, 4])
+    return [
+        ServiceClass("owner", reserve=floor, priority=draw(st.integers(0, 1)),
+                     budget=draw(budgets), latency=draw(st.sampled_from([None, 3, 8])),
+                     if_late="best_effort"),
+        ServiceClass("second", reserve=draw(st.integers(0, most - floor)), budget=draw(budgets),
+                     revocable=draw(st.booleans()), segment=3),
+        ServiceClass("batch", revocable=True, segment=draw(st.sampled_from([1, 2, 3, 5]))),
+        ServiceClass("small", cap=draw(st.integers(1, 12)), max_waiting=2,
+                     if_late=draw(st.sampled_from(["refuse", "best_effort"]))),
+    ]  # fmt: skip
+
+
+class ServiceMachine(RuleBasedStateMachine):
+    """Owners, borrowers who keep their word, and everybody else."""
+
+    @initialize(
+        cells=st.lists(devices(4), min_size=1, max_size=2),
+        policy=st.sampled_from(sorted(POLICIES)),
+        data=st.data(),
+    )
+    def open(self, cells: list, policy: str, data: st.DataObject) -> None:
+        most = max(one.size * one.count for one in cells)
+        self.classes = data.draw(classes(most))
+        self.cells = cells
+        chosen: Policy = POLICIES[policy](ageing=AGEING)  # type: ignore[call-arg]
+        try:
+            self.scheduler = Scheduler(cells, chosen, 8, services=self.classes)
+        except InvalidRequest:  # of several devices none may be large enough
+            assume(False)
+        self.twin = Scheduler(cells, chosen, 8, services=self.classes)
+        self.now = 0
+        self.naive = ReferenceReservations(self.scheduler, cells)
+        self.twins: dict[Request, Request] = {}
+        self.waiting: list[Request] = []
+        #: Since when a waiting owner could have had all he asks for of his floor.
+        self.entitled: dict[Request, int] = {}
+        #: Since when a class waits.
+        self.waits_since: dict[str, int] = {}
+        self.is_settled = True
+
+    # -- rules ---------------------------------------------------------------------------------
+
+    @rule(name=st.sampled_from(NAMES), data=st.data(), cells=st.integers(1, 3))
+    def request_cells(self, name: str, data: st.DataObject, cells: int) -> None:
+        sms = cells * self.cells[0].size
+        more = data.draw(st.sampled_from([0, 0, sms, 100]))
+        self.request(name, (Demand(sms, sms + more),), data)
+
+    @rule(data=st.data(), cells=st.integers(1, 2))
+    def request_elastic(self, data: st.DataObject, cells: int) -> None:
+        sms = cells * self.cells[0].size
+        self.request("batch", (Demand(sms, sms + 100),), data)
+
+    @rule(data=st.data(), cells=st.integers(1, 3))
+    def request_floor(self, data: st.DataObject, cells: int) -> None:
+        sms = cells * self.cells[0].size
+        self.request("owner", (Demand(sms, sms),), data)
+
+    @rule(name=st.sampled_from(NAMES), data=st.data())
+    def request_whole(self, name: str, data: st.DataObject) -> None:
+        self.request(name, (Demand(0, 0, ALL),), data)
+
+    @rule(name=st.sampled_from(NAMES), data=st.data())
+    def request_several(self, name: str, data: st.DataObject) -> None:
+        self.request(name, data.draw(joint_demands()), data)
+
+    def request(self, name: str, parts: tuple[Demand, ...], data: st.DataObject) -> None:
+        options = {
+            "service": name,
+            "cost": data.draw(COSTS),
+            "deadline": data.draw(st.none() | st.none() | st.integers(1, 9).map(self.later)),
+            "wait": data.draw(st.sampled_from([True, True, True, False])),
+        }
+        before = self.facts()
+        refusals = (TooManySMs, WouldBlock, QueueFull, DeadlineImpossible)
+        refused = None
+        try:
+            made = self.scheduler.request(self.now, parts, **options)
+        except refusals as error:
+            refused = error
+        if refused is not None:
+            with pytest.raises(type(refused)) as same:
+                self.twin.request(self.now, parts, **options)
+            assert str(same.value) == str(refused)
+            assert self.facts() == before, "a refusal leaves no trace"
+            assert not isinstance(refused, DeadlineImpossible) or options["cost"] is not None
+            return
+        self.twins[made] = self.twin.request(self.now, parts, **options)
+        if made.state is State.QUEUED:
+            self.waiting.append(made)
+        else:
+            self.take_over(made)
+        self.granted(self.scheduler.resized(made), self.twin.resized(self.twins[made]))
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(self.waiting))
+        self.waiting.remove(request)
+        granted = self.scheduler.cancel(self.now, request)
+        assert request.state is State.GONE
+        self.granted(granted, self.twin.cancel(self.now, self.twins[request]))
+
+    @precondition(lambda self: len(self.naive.leases) > 1)
+    @rule(data=st.data())
+    def drained(self, data: st.DataObject) -> None:
+        self.end(data.draw(st.sampled_from(self.naive.leases)))
+
+    @precondition(lambda self: self.naive.leases)
+    @rule(data=st.data())
+    def checkpoint(self, data: st.DataObject) -> None:
+        """Some say what comes next."""
+        lease = data.draw(st.sampled_from(self.naive.leases))
+        is_told = lease.request.cost is not None and lease.request.is_elastic and not lease.loans
+        self.come_to_checkpoint(lease, data.draw(COSTS) if is_told else None)
+
+    @rule(name=st.sampled_from(NAMES), latency=st.integers(1, 9), number=st.integers(1, 900))
+    def observe(self, name: str, latency: int, number: int) -> None:
+        """Users say what latency they have: a class plans with less of it, or more."""
+        granted = self.scheduler.observe(self.now, name, latency, number)
+        assert granted == self.twin.observe(self.now, name, latency, number) == []
+
+    @rule(later=st.integers(1, 2))
+    def tick(self, later: int) -> None:
+        """Time passes, and who has something on loan comes to his checkpoint in time."""
+        for _ in range(later):
+            self.now += 1
+            for lease in list(self.naive.leases):
+                if lease.loans and not lease.over and self.naive.is_due(lease, self.now):
+                    self.come_to_checkpoint(lease)
+                    if self.naive.gives_back_at_its_end(lease):
+                        self.end(lease)
+            granted, expired = self.scheduler.tick(self.now)
+            twin_granted, twin_expired = self.twin.tick(self.now)
+            assert [self.twins[one] for one in expired] == twin_expired
+            for request in expired:
+                assert request.state is State.GONE
+                self.waiting.remove(request)
+            self.granted(granted, twin_granted)
+            self.look_at_owners()
+
+    def end(self, lease: Lease) -> None:
+        twin = self.twin_of(lease)
+        self.naive.leases.remove(lease)
+        self.naive.taken_at.pop(lease, None)
+        granted = self.scheduler.drained(self.now, lease)
+        self.granted(granted, self.twin.drained(self.now, twin))
+
+    def come_to_checkpoint(self, lease: Lease, cost: object = None) -> None:
+        before = lease.mask, lease.sms
+        loans = dict(lease.loans)
+        aged = self.scheduler._reserved
+        granted = self.scheduler.checkpoint(self.now, lease, cost)
+        self.granted(granted, self.twin.checkpoint(self.now, self.twin_of(lease), cost))
+        if aged is not None and aged[1] == lease.device and lease.request.is_elastic:
+            kept = self.scheduler._reserved
+            assert kept is not aged or self.naive.gave_back(lease), "it keeps out who has aged"
+        if not lease.request.is_elastic:
+            assert (lease.mask, lease.sms) == before
+        else:
+            self.naive.check_size(lease)
+            self.naive.taken_at[lease] = self.now  # who has one size said when he ends
+        for owner, cells in lease.loans.items():
+            if cells > loans.get(owner, 0):
+                assert not owner.waiting, "a loan was renewed while its owner waited"
+
+    # -- what must hold ------------------------------------------------------------------------
+
+    def later(self, seconds: int) -> int:
+        return self.now + seconds
+
+    def facts(self) -> object:
+        flows = self.scheduler.ground.flows.values()
+        counts = [(f.name, f.sms, f.cells, f.lent, f.borrowed, f.waiting, f.finish) for f in flows]
+        return list(self.scheduler.free), self.scheduler.waiting, counts
+
+    def granted(self, here: list[Request], there: list[Request]) -> None:
+        assert [self.twins[request] for request in here] == there, "equal inputs, equal outputs"
+        for request in here:
+            assert request in self.waiting, "granted to somebody who left"
+            self.waiting.remove(request)
+            self.take_over(request)
+        self.hopeless()
+
+    def hopeless(self) -> None:
+        """Who borrows, and can never be lent what he waits for, waits no more."""
+        told = [request for request, _ in self.scheduler.hopeless]
+        assert [self.twins[request] for request in told] == [r for r, _ in self.twin.hopeless]
+        for request in told:
+            assert request.flow.revocable
+            assert request.state is State.GONE
+            self.waiting.remove(request)
+        self.scheduler.hopeless.clear()
+        self.twin.hopeless.clear()
+
+    def take_over(self, request: Request) -> None:
+        assert request.state is State.GRANTED
+        for lease in request.leases:
+            self.naive.leases.append(lease)
+            self.naive.taken_at[lease] = self.now
+            self.naive.check_size(lease)
+
+    def twin_of(self, lease: Lease) -> Lease:
+        return self.twins[lease.request].leases[lease.request.leases.index(lease)]
+
+    def look_at_owners(self) -> None:
+        """An owner whose floor is idle waits for one blocking budget at most."""
+        for request in self.waiting:
+            if self.naive.is_entitled(request):
+                since = self.entitled.setdefault(request, self.now)
+                assert self.now - since <= request.flow.budget
+            else:
+                self.entitled.pop(request, None)
+
+    @invariant()
+    def every_cell_is_in_one_state(self) -> None:
+        if not hasattr(self, "naive"):
+            return
+        for device, cells in enumerate(self.cells):
+            leased = 0
+            for lease in self.naive.leases:
+                if lease.device == device:
+                    assert lease.mask & leased == 0
+                    leased |= lease.mask
+            assert self.scheduler.free[device] == cells.every & ~leased
+
+    @invariant()
+    def floors_are_kept_but_for_loans(self) -> None:
+        if hasattr(self, "naive"):
+            self.naive.check_floors()
+            self.naive.check_loans()
+
+    @invariant()
+    def nobody_exceeds_his_cap(self) -> None:
+        if not hasattr(self, "naive"):
+            return
+        for one in self.classes:
+            held = sum(lease.sms for lease in self.naive.leases if lease.flow.name == one.name)
+            assert self.scheduler.ground.flows[one.name].sms == held
+            assert held <= (math.inf if one.cap is ALL else one.cap)
+            waiting = sum(request.flow.name == one.name for request in self.waiting)
+            assert self.scheduler.services()[one.name].waiting == waiting
+            assert one.max_waiting is None or waiting <= one.max_waiting
+
+    @invariant()
+    def twins_agree(self) -> None:
+        for request, twin in getattr(self, "twins", {}).items():
+            assert request.state is twin.state
+            assert [x.mask for x in request.leases] == [x.mask for x in twin.leases]
+        if hasattr(self, "naive"):
+            assert self.facts() == (
+                list(self.twin.free), self.twin.waiting,
+                [(f.name, f.sms, f.cells, f.lent, f.borrowed, f.waiting, f.finish)
+                 for f in self.twin.ground.flows.values()],
+            )  # fmt: skip
+
+    @invariant()
+    def nobody_waits_who_could_be_granted(self) -> None:
+        if not hasattr(self, "naive"):
+            return
+        assert self.scheduler.waiting == len(self.waiting)
+        kept = self.scheduler._reserved
+        for request in self.waiting:
+            for device in request.devices:
+                if kept is None or kept[0] is request or kept[1] != device:
+                    assert not self.naive.could_be_granted(request, device)
+
+    def teardown(self) -> None:
+        """When everybody has left, nothing is left of them."""
+        if not hasattr(self, "naive"):
+            return
+        while self.waiting:
+            self.cancel_last()
+        while self.naive.leases:
+            self.end(self.naive.leases[0])
+        for flow in self.scheduler.ground.flows.values():
+            assert (flow.sms, flow.cells, flow.lent, flow.borrowed, flow.work) == (0, 0, 0, 0, 0)
+            assert flow.short == 0
+        assert not any(floors.borrowers for floors in self.scheduler.ground.floors)
+        assert not any(self.scheduler.ground.live)
+        assert self.scheduler._lines == {}
+        assert self.scheduler._agreed == {}
+
+    def cancel_last(self) -> None:
+        request = self.waiting.pop()
+        granted = self.scheduler.cancel(self.now, request)
+        self.granted(granted, self.twin.cancel(self.now, self.twins[request]))
+
+
+#: It takes seconds; a failure is shrunk for five minutes at most.
+TestServices = pytest.mark.timeout(360)(ServiceMachine.TestCase)
+TestServices.settings = settings(max_examples=120, stateful_step_count=60)

@@ -1,0 +1,190 @@
+"""When to split at all: seats, who waits for whom, and what makes devices split and whole again."""
+
+from __future__ import annotations
+
+import pytest
+
+from greensched.scheduling.cells import Cells, demands
+from greensched.scheduling.class_state import Flow
+from greensched.scheduling.policies import Fifo
+from greensched.scheduling.requests import Request, State
+from greensched.scheduling.scheduler import Scheduler
+from greensched.scheduling.services import ServiceClass
+from greensched.scheduling.split_controller import HOLD, LONGEST, LOOK, NEAR, ONE_IN, Verdict
+from greensched.typing import ALL, Size
+
+DEVICE = Cells(size=8, count=8)
+QUICK = ServiceClass("quick", unsplit=True, latency=0.010)
+BULK = ServiceClass("bulk", unsplit=True)
+PLAIN = ServiceClass("plain")
+#: So many that are near make devices split.
+ENOUGH = LOOK // ONE_IN
+
+
+def make(*classes: ServiceClass) -> Scheduler:
+    return Scheduler((DEVICE,), Fifo(), 1000, services=classes or (QUICK, BULK, PLAIN))
+
+
+def ask(scheduler: Scheduler, now: float, sms: Size, service: str, **options: object) -> Request:
+    return scheduler.request(now, demands((sms,)), service=service, **options)  # type: ignore[arg-type]
+
+
+def end(scheduler: Scheduler, now: float, request: Request) -> list[Request]:
+    (lease,) = request.leases
+    return scheduler.drained(now, lease)
+
+
+def split(scheduler: Scheduler, now: float) -> list[Request]:
+    return scheduler.observe(now, "quick", 0.011, ENOUGH)
+
+
+def test_classes_that_allow_it_have_all_sms_at_once() -> None:
+    """Whatever size they ask for, and one lane each."""
+    scheduler = make()
+    wanted = (8, "quick"), ((16, 32), "bulk"), (ALL, "bulk")
+    found = [ask(scheduler, 0.0, sms, name) for sms, name in wanted]
+    assert [r.state for r in found] == [State.GRANTED] * 3
+    assert [r.leases[0].sms for r in found] == [64] * 3
+    assert len({r.leases[0].mask for r in found}) == 3
+    assert scheduler.services()["bulk"].is_unsplit
+    assert scheduler.statistics().sms_leased == 64
+    assert scheduler.statistics().sms_free == 0
+
+
+def test_nobody_else_is_on_their_sms() -> None:
+    """Who did not allow it waits for all of them, and nobody joins him."""
+    scheduler = make()
+    one, other = ask(scheduler, 0.0, 8, "quick"), ask(scheduler, 0.0, 8, "bulk")
+    apart = ask(scheduler, 0.0, 8, "plain")
+    assert end(scheduler, 0.001, one) == []
+    assert end(scheduler, 0.002, other) == [apart]
+    beside = ask(scheduler, 0.003, 8, "quick")
+    assert beside.leases[0].sms == 8
+    assert beside.leases[0].mask & apart.leases[0].mask == 0
+
+
+def test_who_waits_for_seats_is_not_passed_for_ever() -> None:
+    """Once he has aged, the device is kept for him."""
+    scheduler = make()
+    seats = [ask(scheduler, 0.0, 8, "bulk")]
+    apart = ask(scheduler, 0.0, 8, "plain")
+    seats.append(ask(scheduler, 0.019, 8, "bulk"))
+    assert ask(scheduler, 0.020, 8, "bulk").state is State.QUEUED
+    assert next(r for seat in seats for r in end(scheduler, 0.021, seat)) is apart
+
+
+def test_near_its_latency_a_class_has_devices_split() -> None:
+    """As soon as one in a hundred is near; the next are granted cells, beside seats that drain."""
+    scheduler = make()
+    old = ask(scheduler, 0.0, 8, "bulk")
+    scheduler.observe(0.0, "quick", 0.010 * NEAR, LOOK - 100)
+    scheduler.observe(0.0, "quick", 0.010, ENOUGH - 1)
+    assert ask(scheduler, 0.0, 8, "bulk").leases[0].is_seat
+    split(scheduler, 0.0)
+    assert not scheduler.services()["quick"].is_unsplit
+    new = ask(scheduler, 0.0, 16, "quick")
+    assert (new.leases[0].sms, new.leases[0].is_seat) == (16, False)
+    assert old.leases[0].is_seat
+    assert ask(scheduler, 0.0, 8, "plain").state is State.QUEUED, "seats drain"
+
+
+def test_of_whom_nobody_says_it_the_leases_count() -> None:
+    """From the request to the end of the lease."""
+    scheduler = make()
+    for _ in range(ENOUGH):
+        assert scheduler.services()["quick"].is_unsplit
+        end(scheduler, 0.009, ask(scheduler, 0.0, 8, "quick"))
+    assert not scheduler.services()["quick"].is_unsplit
+
+
+def test_an_elastic_lease_stands_up_and_sits_down_again() -> None:
+    """At its checkpoints: the least it asked for at first, so that others on seats find room."""
+    scheduler = make()
+    one, other = ask(scheduler, 0.0, (16, 64), "bulk"), ask(scheduler, 0.0, (32, 64), "bulk")
+    (first,), (second,) = one.leases, other.leases
+    split(scheduler, 0.0)
+    scheduler.checkpoint(0.1, first)
+    assert (first.sms, first.is_seat) == (16, False)
+    scheduler.checkpoint(0.1, second)
+    assert (second.sms, second.is_seat) == (48, False)
+    scheduler.observe(HOLD * 3, "quick", 0.001, 1)
+    for lease in (first, second):
+        scheduler.checkpoint(HOLD * 3, lease)
+        assert (lease.sms, lease.is_seat) == (64, True)
+    assert scheduler.free == [DEVICE.every]
+
+
+def test_who_waits_has_an_elastic_lease_leave_its_seat() -> None:
+    """Devices are unsplit, and he who did not allow it can be granted what it leaves."""
+    scheduler = make()
+    (lease,) = ask(scheduler, 0.0, (16, 64), "bulk").leases
+    apart = ask(scheduler, 0.0, 8, "plain")
+    assert scheduler.checkpoint(0.001, lease) == [apart]
+    assert not lease.is_seat
+    assert lease.mask & apart.leases[0].mask == 0
+
+
+@pytest.mark.parametrize(("budget", "is_seat"), [(0.0, False), (0.002, False), (0.004, True)])
+def test_an_owner_waits_for_seats_no_longer_than_for_loans(budget: float, is_seat: bool) -> None:
+    """Whose floor it is and who did not allow sharing has them back within his budget."""
+    owner = ServiceClass("owner", reserve=16, budget=budget)
+    bulk = ServiceClass("bulk", unsplit=True, revocable=True)
+    scheduler = make(owner, bulk)
+    request = ask(scheduler, 0.0, 8, "bulk", cost=0.003)
+    assert request.leases[0].is_seat is is_seat
+    assert (ask(scheduler, 0.001, 16, "owner").state is State.GRANTED) is not is_seat
+
+
+def test_a_cap_is_no_seat() -> None:
+    """All SMs are more than its class may hold."""
+    scheduler = make(ServiceClass("bulk", unsplit=True, cap=32))
+    assert ask(scheduler, 0.0, (8, 64), "bulk").leases[0].sms == 32
+
+
+def test_leases_end_as_they_began() -> None:
+    """A class that allows it no more has its seats to their end, and nobody is granted beside."""
+    scheduler = make()
+    old = ask(scheduler, 0.0, 8, "bulk")
+    scheduler.reconfigure(0.0, (ServiceClass("bulk"),), None)
+    new = ask(scheduler, 0.0, 8, "bulk")
+    assert new.state is State.QUEUED
+    assert end(scheduler, 0.0, old) == [new]
+
+
+# -- the verdict -----------------------------------------------------------------------------------
+
+
+def see(verdict: Verdict, flow: Flow, now: float, near: int, others: int) -> bool:
+    changed = verdict.saw(flow, 0.001, others, now) if others else False
+    return verdict.saw(flow, 0.011, near, now) or changed if near else changed
+
+
+def test_devices_stay_split_for_a_time_that_doubles() -> None:
+    """So that they are not split and whole in turns where that does not do."""
+    verdict, flow, now, held = Verdict(), Flow(QUICK), 0.0, []
+    for _ in range(9):
+        assert see(verdict, flow, now, ENOUGH, 0)
+        began = now
+        while verdict.is_split:
+            now += HOLD / 4
+            see(verdict, flow, now, 0, 1)
+        held.append(now - began)
+    assert held == [min(LONGEST, HOLD * 2**i) for i in (*range(1, 9), 9)]
+    now += 2 * LONGEST
+    assert see(verdict, flow, now, ENOUGH, 0)
+    assert see(verdict, flow, now + HOLD, 0, 1), "after a long time it begins anew"
+
+
+def test_devices_are_not_split_where_that_was_worse() -> None:
+    """More were near when they were split: it is tried again after a long time alone."""
+    verdict, flow = Verdict(), Flow(QUICK)
+    assert see(verdict, flow, 0.0, ENOUGH, LOOK - 100)
+    assert see(verdict, flow, 2 * HOLD, 50, 50), "half of them, and 1 in 80 before"
+    for i in range(4):
+        assert not see(verdict, flow, 2 * HOLD + i, ENOUGH, LOOK - ENOUGH)
+    assert see(verdict, flow, 2 * HOLD + LONGEST + 4, ENOUGH, LOOK - ENOUGH)
+
+
+def test_a_class_without_a_latency_has_nothing_to_say() -> None:
+    """Nothing is ever too late for it."""
+    assert not Verdict().saw(Flow(BULK), 1e9, 1000, 0.0)

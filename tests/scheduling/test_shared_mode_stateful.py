@@ -1,0 +1,243 @@
+"""Devices that are split or not under random histories: who may be on whose SMs, and when."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import assume, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from greensched.errors import DeadlineImpossible, InvalidRequest, QueueFull, TooManySMs
+from greensched.scheduling.cells import Demand
+from greensched.scheduling.policies import POLICIES
+from greensched.scheduling.policy import Policy
+from greensched.scheduling.requests import Lease, Request, State
+from greensched.scheduling.scheduler import Scheduler
+from greensched.scheduling.services import ServiceClass
+from greensched.typing import ALL, REST
+
+from .strategies import devices, joint_demands
+
+AGEING = 3
+LATENCY = 8
+CLASSES = (
+    ServiceClass("quick", unsplit=True, latency=LATENCY, revocable=True, segment=1),
+    ServiceClass("bulk", unsplit=True, revocable=True, segment=2),
+    ServiceClass("plain"),
+)
+NAMES = ("quick", "quick", "bulk", "bulk", "plain", "owner")
+#: What leases take: who has cells or a seat keeps his word.
+COSTS = st.sampled_from([1, 2, 4])
+
+
+class SharingMachine(RuleBasedStateMachine):
+    """Classes that may be on all SMs together, and others that may not."""
+
+    @initialize(
+        cells=st.lists(devices(4), min_size=1, max_size=2),
+        policy=st.sampled_from(sorted(POLICIES)),
+        floor=st.integers(0, 2),
+        budget=st.sampled_from([0, 2, 4]),
+    )
+    def open(self, cells: list, policy: str, floor: int, budget: int) -> None:
+        owner = ServiceClass("owner", reserve=floor * cells[0].size, budget=budget)
+        chosen: Policy = POLICIES[policy](ageing=AGEING)  # type: ignore[call-arg]
+        classes = (*CLASSES, owner)
+        try:
+            self.scheduler = Scheduler(cells, chosen, 8, services=classes)
+        except InvalidRequest:  # there are not so many cells
+            assume(False)
+        self.twin = Scheduler(cells, chosen, 8, services=classes)
+        self.cells, self.now = cells, 0
+        self.waiting: list[Request] = []
+        self.leases: list[Lease] = []
+        self.twins: dict[Request, Request] = {}
+        #: Since when an owner waits who asks for no more than is his.
+        self.entitled: dict[Request, int] = {}
+
+    # -- rules ---------------------------------------------------------------------------------
+
+    @rule(name=st.sampled_from(NAMES), cells=st.integers(1, 3), more=st.sampled_from([0, 0, 100]),
+          cost=COSTS)  # fmt: skip
+    def request_cells(self, name: str, cells: int, more: int, cost: int) -> None:
+        sms = cells * self.cells[0].size
+        self.request(name, (Demand(sms, sms + more),), cost)
+
+    @precondition(lambda self: self.scheduler.ground.flows["owner"].need)
+    @rule(cost=COSTS)
+    def request_floor(self, cost: int) -> None:
+        sms = self.cells[0].size
+        self.request("owner", (Demand(sms, sms),), cost)
+
+    @rule(name=st.sampled_from(NAMES), named=st.sampled_from([ALL, REST]), cost=COSTS)
+    def request_whole(self, name: str, named: object, cost: int) -> None:
+        self.request(name, (Demand(0, 0, named),), cost)  # type: ignore[arg-type]  # one of two
+
+    @rule(name=st.sampled_from(NAMES), data=st.data(), cost=COSTS)
+    def request_several(self, name: str, data: st.DataObject, cost: int) -> None:
+        self.request(name, data.draw(joint_demands()), cost)
+
+    def request(self, name: str, parts: tuple[Demand, ...], cost: int) -> None:
+        options = {"service": name, "cost": None if name == "plain" else cost}
+        try:
+            made = self.scheduler.request(self.now, parts, **options)
+        except (TooManySMs, QueueFull, DeadlineImpossible) as refused:
+            with pytest.raises(type(refused)):
+                self.twin.request(self.now, parts, **options)
+            return
+        self.twins[made] = self.twin.request(self.now, parts, **options)
+        if made.state is State.QUEUED:
+            self.waiting.append(made)
+            if self.is_entitled(made):
+                self.entitled[made] = self.now
+        else:
+            self.take_over(made)
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(self.waiting))
+        self.waiting.remove(request)
+        self.granted(
+            self.scheduler.cancel(self.now, request),
+            self.twin.cancel(self.now, self.twins[request]),
+        )
+
+    @precondition(lambda self: len(self.leases) > 1)
+    @rule(data=st.data())
+    def drained(self, data: st.DataObject) -> None:
+        self.end(data.draw(st.sampled_from(self.leases)))
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def checkpoint(self, data: st.DataObject) -> None:
+        self.come_to_checkpoint(data.draw(st.sampled_from(self.leases)))
+
+    @rule(latency=st.sampled_from([1, LATENCY]), number=st.sampled_from([1, 4, 400]))
+    def observe(self, latency: int, number: int) -> None:
+        args = self.now, "quick", latency, number
+        self.granted(self.scheduler.observe(*args), self.twin.observe(*args))
+
+    @rule()
+    def tick(self) -> None:
+        """Time passes, and everybody comes to a checkpoint, or ends, when he said."""
+        self.now += 1
+        for lease in list(self.leases):
+            if lease.request.cost is not None and not lease.over:
+                self.come_to_checkpoint(lease)
+                if self.now - lease.began >= lease.request.cost:
+                    self.end(lease)
+        granted, _ = self.scheduler.tick(self.now)
+        self.granted(granted, self.twin.tick(self.now)[0])
+        for request in self.waiting:
+            if self.is_entitled(request):
+                since = self.entitled.setdefault(request, self.now)
+                assert self.now - since <= request.flow.budget
+            else:
+                self.entitled.pop(request, None)
+
+    def end(self, lease: Lease) -> None:
+        twin = self.twin_of(lease)
+        self.leases.remove(lease)
+        granted = self.scheduler.drained(self.now, lease)
+        self.granted(granted, self.twin.drained(self.now, twin))
+
+    def come_to_checkpoint(self, lease: Lease) -> None:
+        was_seat = lease.is_seat
+        granted = self.scheduler.checkpoint(self.now, lease)
+        self.granted(granted, self.twin.checkpoint(self.now, self.twin_of(lease)))
+        if lease.is_seat and not was_seat:
+            assert not self.is_split, "a seat on a device that is split"
+
+    # -- what must hold ------------------------------------------------------------------------
+
+    @property
+    def is_split(self) -> bool:
+        return self.scheduler.ground.verdict.is_split
+
+    def twin_of(self, lease: Lease) -> Lease:
+        return self.twins[lease.request].leases[lease.request.leases.index(lease)]
+
+    def granted(self, here: list[Request], there: list[Request]) -> None:
+        assert [self.twins[request] for request in here] == there, "equal inputs, equal outputs"
+        for request in here:
+            self.waiting.remove(request)
+            self.take_over(request)
+
+    def take_over(self, request: Request) -> None:
+        assert request.state is State.GRANTED
+        for lease in request.leases:
+            assert not (lease.is_seat and self.is_split), "a seat on a device that is split"
+            self.leases.append(lease)
+
+    def of(self, device: int) -> list[Lease]:
+        return [lease for lease in self.leases if lease.device == device]
+
+    def is_entitled(self, request: Request) -> bool:
+        """Whether it asks for what is its class's own, and nobody of it has any of that."""
+        flow, part = request.flow, request.parts[0]
+        if flow.name != "owner" or len(request.parts) > 1 or part.named or flow.sms:
+            return False
+        first = min((r for r in self.waiting if r.flow is flow), key=lambda r: (r.rank, r.order))
+        return request is first and -(-part.least // self.cells[flow.home].size) <= flow.need
+
+    @invariant()
+    def only_who_allows_it_shares_sms(self) -> None:
+        for device, cells in enumerate(getattr(self, "cells", ())):
+            leased = 0
+            for lease in self.of(device):
+                if lease.is_seat:
+                    assert lease.flow.rules.unsplit
+                    assert lease.sms == cells.total
+                    assert lease.mask & cells.every == cells.every
+                    others = [other for other in self.of(device) if other is not lease]
+                    assert all(other.flow.rules.unsplit for other in others)
+                    assert lease.mask not in [other.mask for other in others], "one lane for two"
+                else:
+                    assert lease.mask & leased == 0
+                    leased |= lease.mask
+            assert self.scheduler.free[device] == cells.every & ~leased
+
+    @invariant()
+    def counts_are_right(self) -> None:
+        for name, flow in self.scheduler.ground.flows.items() if hasattr(self, "cells") else ():
+            assert flow.sms == sum(lease.sms for lease in self.leases if lease.flow.name == name)
+        if hasattr(self, "cells"):
+            now = self.scheduler.statistics()
+            total = sum(cells.total for cells in self.cells)
+            assert now.sms_free + now.sms_leased + now.sms_draining == total
+            assert self.scheduler.waiting == len(self.waiting)
+
+    @invariant()
+    def nobody_waits_who_could_have_a_seat(self) -> None:
+        for request in getattr(self, "waiting", ()):
+            if not request.flow.unsplit or len(request.parts) > 1 or self.is_split:
+                continue
+            for device in range(len(self.cells)):
+                kept = self.scheduler._reserved
+                own = kept is None or kept[0] is request or kept[1] != device
+                beside = all(lease.flow.unsplit for lease in self.of(device))
+                owners = self.scheduler.ground.floors[device].owners
+                assert not (own and beside and not owners)
+
+    @invariant()
+    def twins_agree(self) -> None:
+        for request, twin in getattr(self, "twins", {}).items():
+            assert request.state is twin.state
+            assert [x.mask for x in request.leases] == [x.mask for x in twin.leases]
+
+    def teardown(self) -> None:
+        """Once those who have something leave, everybody who waits is served, and all is free."""
+        if not hasattr(self, "cells"):
+            return
+        while self.leases:
+            self.end(self.leases[0])
+        assert self.waiting == []
+        assert not any(self.scheduler.ground.seats)
+        assert self.scheduler.ground.apart == [0] * len(self.cells)
+        assert self.scheduler.free == [cells.every for cells in self.cells]
+
+
+#: It takes seconds; a failure is shrunk for five minutes at most.
+TestSharing = pytest.mark.timeout(360)(SharingMachine.TestCase)
+TestSharing.settings = settings(max_examples=120, stateful_step_count=60)

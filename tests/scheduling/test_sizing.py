@@ -1,0 +1,394 @@
+"""Sizes by a policy: the fewest SMs for a latency, and for the others what that leaves."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from greensched.errors import InvalidRequest
+from greensched.leasing.device_pool import MENU
+from greensched.scheduling.cells import Cells, Demand
+from greensched.scheduling.latency_margin import LEAST, MOST, SAFE, Pace
+from greensched.scheduling.policies import Fifo, Sized
+from greensched.scheduling.policy import Room, Service, Waiting
+from greensched.scheduling.requests import Lease, State
+from greensched.scheduling.scheduler import Scheduler
+from greensched.scheduling.services import ServiceClass
+
+CELLS = Cells(size=8, count=15, remainder=12, joins=True)
+EVEN = Cells(size=8, count=16, remainder=0, joins=True)
+FINE = Cells(size=2, count=66)
+DECODE = ServiceClass("decode", priority=1, latency=1.0)
+BULK = ServiceClass("bulk")
+
+
+@dataclass(eq=False)
+class Work:
+    """So many SM-seconds, which more SMs divide; what it took is noted."""
+
+    sm_seconds: float
+    seen: list[tuple[int, float]] = field(default_factory=list)
+
+    def at(self, sms: int) -> float:
+        return self.sm_seconds / sms
+
+    def observe(self, sms: int, seconds: float) -> None:
+        self.seen.append((sms, seconds))
+
+
+def pool(*services: ServiceClass, policy: Fifo | None = None) -> Scheduler:
+    """One in which nobody was late for long, so that plans use all of a latency that they may."""
+    given = services or (DECODE, BULK)
+    scheduler = Scheduler([CELLS], policy or Sized(), 10, services=given)
+    for _ in range(40):
+        scheduler.observe(0.0, "decode", 0.1, 1000)
+    return scheduler
+
+
+def leased(scheduler: Scheduler, service: str, cost: Work | None = None, least: int = 8) -> Lease:
+    """An elastic lease, granted at once."""
+    request = scheduler.request(0.0, (Demand(least, 132),), service=service, cost=cost)
+    (lease,) = request.leases
+    return lease
+
+
+class Own:
+    """A user's policy, with what every policy must have."""
+
+    def rank(self, request: Waiting) -> tuple[float, ...]:
+        return (-request.priority,)
+
+    def may_pass(self, first: Waiting, now: float) -> bool:
+        return now - first.arrived < 0.020
+
+
+class Wrong(Own):
+    """A policy, and a curve, of which one method fails."""
+
+    def __init__(self, method: str, answer: object) -> None:
+        self.__dict__[method] = lambda *_: answer if answer != "raise" else 1 // 0
+
+    def standing(self, service: Service) -> tuple[float, ...]:
+        return (-service.priority, service.tag)
+
+    def size(self, _: object, room: Room) -> tuple[int, int]:
+        return room.sizes[0], room.sizes[-1]
+
+    def at(self, _: int) -> float:
+        return 0.1
+
+    def observe(self, _: int, __: float) -> None:
+        pass
+
+
+@pytest.mark.parametrize("answer", ["raise", None, 0.5, (None, 8), (math.nan, 8.0), math.nan])
+@pytest.mark.parametrize("method", ["may_pass", "standing", "size", "at", "observe"])
+def test_what_a_users_policy_or_curve_gets_wrong_loses_nobody(
+    method: str, answer: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Who waits is granted, cells come back, and it is logged, whatever they raise or say."""
+    wrong = Wrong(method, answer)
+    scheduler = pool(DECODE, BULK, policy=wrong)
+    cost = wrong if method in {"at", "observe"} else None
+    asked = [
+        scheduler.request(0.0, (Demand(8, 132),), service=service, cost=cost)
+        for service in ("decode", "bulk", "decode", "bulk")
+    ]
+    leases = list(asked[0].leases)
+    while leases:
+        lease = leases.pop()
+        granted = scheduler.checkpoint(0.5, lease, cost)
+        granted += scheduler.drained(1.0, lease)
+        leases += [lease for request in granted for lease in request.leases]
+    assert all(request.state is State.GRANTED for request in asked)
+    assert (scheduler.is_idle, scheduler.waiting) == (True, 0)
+    assert [flow.sms for flow in scheduler.ground.flows.values()] == [0, 0, 0]
+    is_answer = method == "may_pass" or method == "observe" or (method, answer) == ("at", 0.5)
+    assert bool(caplog.records) is (answer == "raise" or not is_answer)
+
+
+def test_a_standing_that_is_another_at_each_question_holds_up_nobody() -> None:
+    """A policy that answers by a clock has its classes served, in whatever order."""
+    ticks = itertools.count()
+
+    class Restless(Own):
+        def standing(self, _: Service) -> tuple[float, ...]:
+            return (np.float64(next(ticks)),)
+
+    scheduler = pool(DECODE, BULK, policy=Restless())
+    asked = [
+        scheduler.request(0.0, (Demand(132, 132),), service=service)
+        for service in ("decode", "bulk", "decode", "bulk")
+    ]
+    leases = list(asked[0].leases)
+    while leases:
+        granted = scheduler.drained(1.0, leases.pop())
+        leases += [lease for request in granted for lease in request.leases]
+    assert all(request.state is State.GRANTED for request in asked)
+
+
+def test_a_rank_that_is_none_changes_nothing() -> None:
+    """Who asks under a policy whose ranks are none is told, and no such policy takes over."""
+    scheduler = pool()
+    leased(scheduler, "decode")
+    waiting = scheduler.request(0.0, (Demand(132, 132),), service="bulk")
+    for _ in range(2):
+        with pytest.raises(InvalidRequest, match="return a tuple of numbers"):
+            scheduler.reconfigure(0.0, [BULK], Wrong("rank", (math.nan,)))
+    assert (scheduler.waiting, waiting.state) == (1, State.QUEUED)
+    assert set(scheduler.services()) == {"", "decode", "bulk"}
+    with pytest.raises(InvalidRequest, match="return a tuple of numbers"):
+        wrong = pool(policy=Wrong("rank", None))
+        leased(wrong, "decode")
+        leased(wrong, "bulk")
+    assert wrong.waiting == 0
+
+
+def test_who_is_alone_has_all_and_gives_up_what_is_not_needed() -> None:
+    """Alone it has the device; once another wants some, just what its latency asks for."""
+    scheduler = pool()
+    decode = leased(scheduler, "decode", Work(30.0))
+    assert decode.sms == 132
+    bulk = scheduler.request(0.0, (Demand(8, 132),), service="bulk")
+    assert not bulk.leases
+    assert scheduler.checkpoint(0.1, decode) == [bulk]
+    assert decode.sms == 32  # 30 SM-seconds in 0.95 s
+    assert bulk.leases[0].sms == 100
+
+
+def test_a_lease_is_told_what_comes_next_and_moves_with_it() -> None:
+    """More work has more SMs as soon as the other comes to its checkpoint, less gives some back."""
+    scheduler = pool()
+    first = Work(30.0)
+    decode = leased(scheduler, "decode", first)
+    bulk = scheduler.request(0.0, (Demand(8, 132),), service="bulk")
+    scheduler.checkpoint(0.1, decode)
+    assert first.seen == []
+    second = Work(60.0)
+    scheduler.checkpoint(0.2, decode, second)
+    assert first.seen == [(32, pytest.approx(0.1))]
+    assert decode.sms == 32  # bulk has the rest, until its checkpoint
+    scheduler.checkpoint(0.3, bulk.leases[0])
+    assert bulk.leases[0].sms == 64  # of 68, in whole cells
+    scheduler.checkpoint(0.4, decode, Work(15.0))
+    assert decode.sms == 16
+    scheduler.checkpoint(0.5, bulk.leases[0])
+    assert bulk.leases[0].sms == 132 - 16
+
+
+def test_it_waits_for_what_is_enough() -> None:
+    """A pass is not begun on fewer SMs than its latency needs; what is above it leaves them."""
+    scheduler = pool()
+    bulk = leased(scheduler, "bulk")
+    decode = scheduler.request(0.0, (Demand(8, 132),), service="decode", cost=Work(60.0))
+    assert bulk.sms == 132
+    assert scheduler.checkpoint(0.010, bulk) == [decode]
+    assert (bulk.sms, decode.leases[0].sms) == (132 - 64, 64)
+
+
+def test_a_floor_is_had_without_waiting_for_more() -> None:
+    """Who asks for no more than his floor has it at once, though more would be enough."""
+    scheduler = pool(ServiceClass("decode", priority=1, latency=1.0, reserve=16), BULK)
+    bulk = leased(scheduler, "bulk")
+    assert bulk.sms == 116
+    assert leased(scheduler, "decode", Work(60.0)).sms == 16
+
+
+def test_a_cap_holds_whatever_is_enough() -> None:
+    """No size is above a class's cap, and a request is not kept waiting for one that is."""
+    scheduler = pool(ServiceClass("decode", priority=1, latency=1.0, cap=32), BULK)
+    assert leased(scheduler, "decode", Work(60.0)).sms == 32
+    assert leased(scheduler, "bulk").sms == 100
+
+
+def test_what_is_enough_is_no_more_than_was_asked_for() -> None:
+    """Where no partition has just the most that was asked for, it has the next smaller one."""
+    uneven = Cells(size=8, count=3, remainder=4)
+    scheduler = Scheduler([uneven], Sized(), 10, services=(DECODE, BULK))
+    bulk = scheduler.request(0.0, (Demand(8, 26),), service="bulk")
+    assert bulk.leases[0].sms == 24
+    scheduler.drained(0.0, bulk.leases[0])
+    decode = scheduler.request(0.0, (Demand(8, 26),), service="decode", cost=Work(26.0))
+    assert decode.leases[0].sms == 24
+
+
+def test_nobody_is_kept_out_for_ever() -> None:
+    """Once a waiting request has aged, an elastic lease gives back all above what it asked for."""
+    scheduler = pool()
+    decode = leased(scheduler, "decode", Work(120.0), least=16)
+    late = scheduler.request(0.0, (Demand(112, 112),), service="bulk")
+    assert scheduler.checkpoint(0.010, decode) == []
+    assert decode.sms == 132, "it is nobody's yet"
+    scheduler.request(1.0, (Demand(8, 8),), service="bulk")  # so time is seen to pass
+    assert scheduler.checkpoint(1.0, decode) == [late]
+    assert decode.sms == 16
+
+
+def test_nobody_waits_for_what_is_never_given_back() -> None:
+    """Where not even all SMs are enough, it has what others do not keep to their end."""
+    scheduler = pool()
+    bulk = leased(scheduler, "bulk")
+    decode = scheduler.request(0.0, (Demand(8, 132),), service="decode", cost=Work(130.0))
+    assert scheduler.checkpoint(0.010, bulk) == [decode]
+    assert (bulk.sms, decode.leases[0].sms) == (8, 124)
+
+
+@pytest.mark.parametrize("quiet", [0.0, 0.1])
+@pytest.mark.parametrize("cells", [CELLS, EVEN, FINE])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_need_is_met_with_the_partitions_that_are_made(
+    seed: int, cells: Cells, quiet: float
+) -> None:
+    """Where no more lanes can be made, or some now and then, a need is met after a checkpoint."""
+    made, rng = set(cells.menu(MENU)), random.Random(seed)
+    scheduler = Scheduler([cells], Sized(), 10, lambda _, mask: mask in made,
+                          services=(DECODE, BULK))  # fmt: skip
+    for mask in sorted(made):
+        scheduler.warm[0].setdefault(mask.bit_count(), {})[mask] = None
+    bulk = leased(scheduler, "bulk")
+    most = cells.total
+    request = scheduler.request(0.0, (Demand(8, most),), service="decode", cost=Work(5.0))
+    scheduler.checkpoint(0.001, bulk)
+    (decode,) = request.leases
+    for step in range(1, 200):
+        scheduler.checkpoint(float(step), decode, Work(rng.uniform(2.0, 40.0)))
+        scheduler.checkpoint(step + 0.1, bulk)
+        scheduler.checkpoint(step + 0.2, decode)
+        assert decode.sms >= request.wants[0].least
+        assert bulk.sms >= most - decode.sms - 2 * cells.size, "most of the rest is in use"
+        if rng.random() < quiet:  # the device had nothing to do for a moment
+            for _, mask in scheduler.lacking:
+                made.add(mask)
+                scheduler.warm[0].setdefault(mask.bit_count(), {})[mask] = None
+            scheduler.lacking.clear()
+
+
+def test_who_needs_less_because_another_came_has_it_at_once() -> None:
+    """Where one that goes before him wants SMs he is to have fewer, and those are free."""
+    first = ServiceClass("first", priority=2)
+    scheduler = pool(first, DECODE, BULK)
+    scheduler.request(0.0, (Demand(8, 64),), service="bulk")
+    decode = scheduler.request(0.0, (Demand(8, 132),), service="decode", cost=Work(100.0))
+    assert scheduler.resized(decode) == []
+    assert not decode.leases, "of the 106 that he needs 68 are free"
+    before = scheduler.request(0.0, (Demand(100, 100),), service="first")
+    assert scheduler.resized(before) == [decode]
+    assert decode.leases[0].sms == 32
+
+
+def beside_bulk() -> tuple[Scheduler, Lease, Lease]:
+    """A device of whole cells, all leased: decode has what it needs, bulk the rest."""
+    scheduler = Scheduler([EVEN], Sized(), 10, services=(DECODE, BULK))
+    bulk = leased(scheduler, "bulk")
+    request = scheduler.request(0.0, (Demand(8, 128),), service="decode", cost=Work(30.0))
+    scheduler.checkpoint(0.1, bulk)
+    return scheduler, request.leases[0], bulk
+
+
+def move(
+    scheduler: Scheduler, decode: Lease, bulk: Lease, cost: Work, within: float | None
+) -> None:
+    """Both come to a checkpoint until what decode is to have has come free, and is taken."""
+    scheduler.checkpoint(0.2, decode, cost, within)
+    scheduler.checkpoint(0.2, bulk)
+    scheduler.checkpoint(0.2, decode, cost, within)
+
+
+def test_a_deadline_goes_before_the_latency_of_the_class() -> None:
+    """A piece with less time has more SMs, and one with more fewer; without one its class's."""
+    scheduler, decode, bulk = beside_bulk()
+    assert decode.sms == 64  # 30 SM-seconds in 0.475 s: new ones may wait for two pieces
+    for within, sms in ((1.0, 32), (0.5, 64), (2.0, 16), (None, 64)):
+        move(scheduler, decode, bulk, Work(30.0), within)
+        assert (decode.sms, bulk.sms) == (sms, 128 - sms)
+
+
+@given(
+    pieces=st.lists(st.tuples(st.floats(1.0, 200.0), st.floats(0.1, 5.0)), min_size=1, max_size=20),
+    late=st.integers(0, 20),
+)
+def test_a_piece_has_the_fewest_sms_for_its_deadline(
+    pieces: list[tuple[float, float]], late: int
+) -> None:
+    """Whatever came before: what it has is enough, or all there is, and a cell less is not."""
+    scheduler, decode, bulk = beside_bulk()
+    for _ in range(late):
+        scheduler.observe(0.1, "decode", 9.0, 1000)
+    part = scheduler.ground.flows["decode"].pace.of_deadline
+    for work, within in pieces:
+        cost = Work(work)
+        move(scheduler, decode, bulk, cost, within)
+        assert cost.at(decode.sms) <= part * within or decode.sms == 128 - EVEN.size
+        assert decode.sms == EVEN.size or cost.at(decode.sms - EVEN.size) > part * within
+
+
+def test_who_is_often_late_plans_with_less() -> None:
+    """A class that was late has more SMs for the same work, by what its users say it had."""
+    scheduler = pool()
+    bulk = leased(scheduler, "bulk")
+    for latency in (1.1, 1.2) * 10:
+        scheduler.observe(0.0, "decode", latency, 1000)
+    decode = scheduler.request(0.0, (Demand(8, 132),), service="decode", cost=Work(15.0))
+    scheduler.checkpoint(0.010, bulk)
+    assert decode.leases[0].sms == 80  # 15 SM-seconds in a fifth of a second
+
+
+def test_a_pace_follows_what_was_late() -> None:
+    """It falls where more are late than may be, and rises while hardly any is, at first fast."""
+    pace = Pace()
+    assert pace.part == SAFE
+    for _ in range(4):
+        pace.saw(1000, is_late=False)
+    assert pace.part == MOST
+    for _ in range(40):
+        pace.saw(1000, is_late=True)
+    assert pace.part == LEAST
+    for _ in range(40):
+        pace.saw(1000, is_late=False)
+    assert pace.part == MOST
+
+
+def test_of_a_deadline_twice_as_much_is_used() -> None:
+    """Nobody comes once a piece with a deadline began; but who was late plans with less."""
+    pace = Pace()
+    assert pace.of_deadline == MOST
+    parts = []
+    for _ in range(40):
+        pace.saw(1000, is_late=True)
+        parts.append(pace.of_deadline)
+        assert pace.of_deadline == min(MOST, 2 * pace.part)
+    assert parts == sorted(parts, reverse=True)
+    assert parts[-1] == 2 * LEAST
+
+
+def test_more_than_is_wanted_now_is_given_back() -> None:
+    """Who had more SMs than the policy says has no more than that after a checkpoint."""
+    scheduler = pool()
+    bulk = leased(scheduler, "bulk")
+    decode = scheduler.request(0.0, (Demand(8, 132),), service="decode", cost=Work(15.0))
+    scheduler.checkpoint(0.010, bulk)
+    assert (bulk.sms, decode.leases[0].sms) == (116, 16)
+    scheduler.checkpoint(0.020, decode.leases[0], Work(20.0))
+    for mask in (bulk.mask, bulk.mask & 0xFF00):
+        scheduler.warm[0].setdefault(mask.bit_count(), {})[mask] = None
+    scheduler.checkpoint(0.030, bulk)
+    assert bulk.sms == 104  # of 108, in whole cells
+
+
+def test_a_policy_of_ones_own_sizes() -> None:
+    """One method more, and everybody has half of what classes above him leave, at most."""
+
+    class Halves(Own):
+        def size(self, request: Waiting, room: Room) -> tuple[int, int]:
+            return room.sizes[0], max(room.sizes[0], room.left // 2)
+
+    scheduler = pool(policy=Halves())
+    assert leased(scheduler, "bulk").sms == 64  # of 66, in whole cells
+    assert leased(scheduler, "bulk").sms == 56
