@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from greensched import (
-    Bound,
+    BoundLaunch,
     Buffer,
     ContextOptions,
     Device,
@@ -35,7 +35,7 @@ from greensched import (
     Pool,
     Stream,
 )
-from greensched.device.launch import Arguments, Plan
+from greensched.device.launch import KernelArguments, PreparedLaunch
 
 #: Pieces that who works without pause keeps in flight, so that the GPU never waits for the host.
 DEPTH = 2
@@ -91,11 +91,13 @@ class OnStream:
         # Kept whole: a launch reads its parameters where its plan has them.
         self._plans = []
         for launch in work:
-            arguments = Arguments(launch.kernel, stream.context.device_ordinal)
+            arguments = KernelArguments(launch.kernel, stream.context.device_ordinal)
             arguments.fill(launch.args)
             with stream.context.entered(wait=True):
                 handle = loader.load(launch.kernel)
-            self._plans.append(Plan(stream, launch.config, launch.kernel, handle, arguments))
+            self._plans.append(
+                PreparedLaunch(stream, launch.config, launch.kernel, handle, arguments)
+            )
         self._fires = [plan.fire for plan in self._plans]
         self._mark = driver.bind_mark(stream.handle, word.address)
         self._word = memoryview(word.array)
@@ -170,11 +172,11 @@ class Leased:
         """All of it, each kind packed once; what comes before the last needs no job of its own."""
         *firsts, last = self._work
         if not firsts:
-            return p.launch(last.kernel, last.config, *last.args)
-        bounds: dict[int, Bound] = {}
+            return p.launch(last.config, last.kernel, *last.args)
+        bounds: dict[int, BoundLaunch] = {}
         for each in self._work:
             if id(each) not in bounds:
-                bounds[id(each)] = p.bind(each.kernel, each.config, *each.args)
+                bounds[id(each)] = p.bind(each.config, each.kernel, *each.args)
         for each in firsts:
             bounds[id(each)]()
         return bounds[id(last)].submit()
@@ -203,7 +205,7 @@ class Leased:
         launch, as long as the last ones were, would not fit into it.
         """
         async with self._ask() as p:
-            bounds = [p.bind(each.kernel, each.config, *each.args) for each in self._work]
+            bounds = [p.bind(each.config, each.kernel, *each.args) for each in self._work]
             done.sms.add(p.sm_count)
             in_flight = deque[tuple[int, Job[None]]]()
 
@@ -239,7 +241,7 @@ class Held:
     """
 
     def __init__(self, p: Partition, work: Work, started: PinnedBuffer | None = None) -> None:
-        self._bounds = [p.bind(each.kernel, each.config, *each.args) for each in work]
+        self._bounds = [p.bind(each.config, each.kernel, *each.args) for each in work]
         self._started = started
 
     async def request(self) -> None:

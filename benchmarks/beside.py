@@ -37,7 +37,7 @@ import numpy as np
 from benchmarks.measure import Comparison, Row, Samples, Work, table
 from greensched import Device, LaunchConfig, PinnedBuffer, Pool, Program
 from greensched import driver as drivers
-from greensched.device.launch import Arguments
+from greensched.device.launch import KernelArguments
 from greensched.driver.interface import Driver
 from greensched.kernels import matmul
 from greensched.typing import Cost
@@ -69,8 +69,8 @@ class Marked:
     """A kernel launched on a stream, and a word by which its end is seen."""
 
     def __init__(
-        self, driver: Driver, stream: Any, kernel: Any, config: LaunchConfig, values: Arguments,
-        word: PinnedBuffer, index: int,
+        self, driver: Driver, stream: Any, kernel: Any, config: LaunchConfig, values:
+        KernelArguments, word: PinnedBuffer, index: int,
     ) -> None:  # fmt: skip
         self._launch = driver.bind_launch(
             stream, kernel, config.grid3, config.block3, 0, values.address
@@ -147,8 +147,8 @@ class Bench:
         self.small = await self._matrices(*CRITICAL)
         self.large = await self._matrices(*BATCH)
         for part in (self.p, self.rest):
-            await part.prepare(matmul, LaunchConfig(grid=1, block=256))
-            await part.prepare(nothing, LaunchConfig(grid=1, block=32))
+            await part.prepare(LaunchConfig(grid=1, block=256), matmul)
+            await part.prepare(LaunchConfig(grid=1, block=32), nothing)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -162,7 +162,7 @@ class Bench:
         return (*matrices, rows, rows, rows, passes)
 
     def marked(self, stream: Any, product: tuple[Any, ...]) -> Marked:
-        values = Arguments(matmul, self.device.ordinal)
+        values = KernelArguments(matmul, self.device.ordinal)
         values.fill(product)
         config = LaunchConfig(grid=(product[3] // 32) ** 2, block=256)
         kernel = self.device.loader.loaded(matmul)
@@ -247,7 +247,7 @@ class Bench:
     async def dispatch(self) -> list[Row]:
         """Rows of a kernel that does nothing: in a lease that is held, and with a lease each."""
         config = LaunchConfig(grid=1, block=32)
-        bound = self.p.bind(nothing, config)
+        bound = self.p.bind(config, nothing)
         batch = self.marked(self.rest.stream.handle, self.large)
 
         async def held() -> float:
@@ -260,13 +260,13 @@ class Bench:
         async def leased() -> float:
             start = perf_counter()
             async with self.pool.partition(LEFT) as q:
-                job = q.launch(nothing, config)
+                job = q.launch(config, nothing)
                 while not job.is_done:
                     pass
                 return perf_counter() - start
 
         async with self.pool.partition(LEFT) as q:
-            await q.prepare(nothing, config)
+            await q.prepare(config, nothing)
         what = "a kernel of nothing, submitted and seen"
         return [
             *await _dispatched(what, held, held, batch, 20e-6),

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from greensched import Buffer, LaunchConfig, Pool
-from greensched.device.launch import Arguments
+from greensched.device.launch import KernelArguments
 from greensched.driver.interface import Driver
 from greensched.kernels import saxpy
 
@@ -65,14 +65,14 @@ async def by_hand(driver: Driver, pool: Pool) -> AsyncIterator[ByHand]:
     made = _cuda if driver.name == "cuda" else _on_the_port
     async with pool.partition(SMS) as p:
         with await p.empty(ITEMS) as buffer, await p.empty_pinned(1, np.uint32) as word:
-            await p.launch(saxpy, CONFIG, *arguments(buffer))  # loads it
+            await p.launch(CONFIG, saxpy, *arguments(buffer))  # loads it
             kernel = pool.devices[p.device].loader.loaded(saxpy)
             with closing(await p.run(p.context.create_event)) as event:
                 yield made(driver, p.stream.handle, kernel, event.handle, buffer, word.address)
 
 
-def _packed(buffer: Buffer) -> Arguments:
-    packed = Arguments(saxpy, buffer.device)
+def _packed(buffer: Buffer) -> KernelArguments:
+    packed = KernelArguments(saxpy, buffer.device)
     packed.fill(arguments(buffer))
     return packed
 

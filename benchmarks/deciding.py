@@ -16,14 +16,14 @@ from time import perf_counter, thread_time
 
 from benchmarks.measure import Row, compare, table
 from greensched.leasing.latency import LatencyCurve
-from greensched.scheduling.cells import Cells, Demand
+from greensched.scheduling.cells import DeviceCells, SizeRange
 from greensched.scheduling.policies import policy_named
-from greensched.scheduling.requests import Lease, Request
+from greensched.scheduling.requests import Grant, Request
 from greensched.scheduling.scheduler import Scheduler
 from greensched.scheduling.services import ServiceClass
 
 #: An H200, cut by eights.
-DEVICE = Cells(size=8, count=16, remainder=4)
+DEVICE = DeviceCells(size=8, count=16, remainder=4)
 #: Cycles in a sample: one takes some microseconds, a clock's reading a tenth of one.
 CYCLES = 50
 #: A second of arrivals is 10,000 of these.
@@ -47,7 +47,7 @@ class Queue:
         self.sizes = SIZES if is_classed else SIZES[:1]
         self.scheduler = Scheduler([DEVICE], policy_named(policy), 10**9, services=services)
         self.now = 0.0
-        self.running: deque[Lease] = deque()
+        self.running: deque[Grant] = deque()
         self.asked = 0
         while self.scheduler.waiting < waiting:
             self.ask()
@@ -56,7 +56,7 @@ class Queue:
         self.asked += 1
         sms = self.sizes[self.asked % len(self.sizes)]
         name = self.names[self.asked % len(self.names)]
-        request = self.scheduler.request(self.now, (Demand(sms, sms),), service=name)
+        request = self.scheduler.request(self.now, (SizeRange(sms, sms),), service=name)
         self.running.extend(request.leases)
         return request
 

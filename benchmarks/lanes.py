@@ -122,10 +122,10 @@ async def _wakes(works: Sequence[Work]) -> list[Samples]:
 
 async def _lane(p: Partition, spin: Kernel, seconds: float, until: float) -> Samples:
     ns, found = round(seconds * 1e9), []
-    await p.launch(spin, ONE, ns)  # a lane's first job starts its threads
+    await p.launch(ONE, spin, ns)  # a lane's first job starts its threads
     while True:
         start = perf_counter()
-        await p.launch(spin, ONE, ns)
+        await p.launch(ONE, spin, ns)
         found.append((end := perf_counter()) - start - seconds)
         if end > until:
             return np.array(found)
@@ -146,7 +146,7 @@ async def _one_that_hangs(
         with suppress(_Over):
             async with pool.partitions(*SMS) as others:
                 with await others[-1].empty_pinned(1, np.uint32) as word:
-                    others[-1].launch(latch, ONE, word, 0)
+                    others[-1].launch(ONE, latch, word, 0)
                 yield partial(_wakes, _works(others))
                 raise _Over
     finally:
@@ -162,7 +162,7 @@ async def _held(lanes: Sequence[Partition]) -> list[Samples]:
     """Beside a kernel that ends when the turn is over."""
     with await lanes[-1].empty_pinned(1, np.uint32) as word:
         word.array[0] = 0
-        job = lanes[-1].launch(latch, ONE, word, 0)
+        job = lanes[-1].launch(ONE, latch, word, 0)
         try:
             found = await _wakes(_works(lanes))
             assert not job.is_done, "the ninth lane was to outlast the turn"

@@ -32,7 +32,7 @@ async def measure(driver: Driver) -> list[Row]:
         pool.partition(SMS) as p,
     ):
         with await p.empty(ITEMS) as buffer, await p.empty(ITEMS) as other:
-            await p.prepare(saxpy, CONFIG)
+            await p.prepare(CONFIG, saxpy)
             bench = _Bench(p, buffer, other, hand)
             comparisons = [
                 await bench.bound(),
@@ -56,7 +56,7 @@ class _Bench:
     def __init__(self, p: Partition, buffer: Buffer, other: Buffer, hand: ByHand) -> None:
         self.p = p
         self.bound_values = arguments(buffer)
-        self.bind = p.bind(saxpy, CONFIG, *self.bound_values)
+        self.bind = p.bind(CONFIG, saxpy, *self.bound_values)
         #: Of launches that are not bound: a buffer that no bound launch uses.
         self.values = arguments(other)
         self.hand = hand
@@ -136,7 +136,7 @@ class _Bench:
         """With every check, beside a launch packed once and its mark."""
 
         def launch() -> object:
-            return self.p.launch(saxpy, CONFIG, *self.values)
+            return self.p.launch(CONFIG, saxpy, *self.values)
 
         theirs = self._theirs(self.hand.launch, self.hand.mark)
         return await compare("launch | raw launch + mark", self._ours(launch), theirs)
@@ -223,7 +223,7 @@ class _Bench:
 
         async def ours() -> float:
             start = perf_counter()
-            await self.p.launch(saxpy, CONFIG, *self.values)
+            await self.p.launch(CONFIG, saxpy, *self.values)
             return perf_counter() - start
 
         async def theirs() -> float:

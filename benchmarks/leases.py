@@ -10,7 +10,7 @@ from contextlib import suppress
 import numpy as np
 
 from greensched import ALL, REST, DeadlineExceeded, LaunchConfig, Pool, WouldBlock
-from greensched.driver.simulated import takes
+from greensched.driver.simulated import cost
 from greensched.kernels import saxpy, spin
 from greensched.typing import Size
 
@@ -44,24 +44,24 @@ def duration(rng: random.Random) -> int:
 
 async def launched(pool: Pool, rng: random.Random) -> None:
     async with pool.partition(size(rng)) as p:
-        await p.launch(spin, ONE, duration(rng))
+        await p.launch(ONE, spin, duration(rng))
 
 
 async def launched_and_left(pool: Pool, rng: random.Random) -> None:
     """Several launches, for which the end of the block waits."""
     async with pool.partition(size(rng)) as p:
         for _ in range(rng.randint(1, 8)):
-            p.launch(spin, ONE, duration(rng))
+            p.launch(ONE, spin, duration(rng))
 
 
 async def launched_by_the_pool(pool: Pool, rng: random.Random) -> None:
-    await pool.launch(spin, ONE, duration(rng), sms=size(rng))
+    await pool.launch(ONE, spin, duration(rng), sms=size(rng))
 
 
 async def bound(pool: Pool, rng: random.Random) -> None:
     async with pool.partition(size(rng)) as p:
-        await p.prepare(spin, ONE)
-        launch = p.bind(spin, ONE, duration(rng))
+        await p.prepare(ONE, spin)
+        launch = p.bind(ONE, spin, duration(rng))
         for _ in range(rng.randint(1, 100)):
             launch()
         launch.set(0, duration(rng))
@@ -73,21 +73,21 @@ async def copied(pool: Pool, rng: random.Random) -> None:
     array = np.full(ITEMS, rng.random(), np.float32)
     async with pool.partition(size(rng)) as p:
         with await p.upload(array) as x, await p.upload(array) as y:
-            p.launch(saxpy, ONE, 2.0, x, y, ITEMS)
+            p.launch(ONE, saxpy, 2.0, x, y, ITEMS)
             out = await p.download(y)
     assert np.allclose(out, 3 * array)
 
 
 async def called(pool: Pool, rng: random.Random) -> None:
     async with pool.partition(size(rng)) as p:
-        p.launch(spin, ONE, duration(rng))
-        assert await p.run(takes(duration(rng) / 1e9)(sum), [1, 2, 3]) == 6
+        p.launch(ONE, spin, duration(rng))
+        assert await p.run(cost(duration(rng) / 1e9)(sum), [1, 2, 3]) == 6
 
 
 async def together(pool: Pool, rng: random.Random) -> None:
     async with pool.partitions(rng.choice((8, 16, 32)), REST) as partitions:
         for p in partitions:
-            p.launch(spin, ONE, duration(rng))
+            p.launch(ONE, spin, duration(rng))
 
 
 async def cancelled_at_work(pool: Pool, rng: random.Random) -> None:
@@ -95,26 +95,26 @@ async def cancelled_at_work(pool: Pool, rng: random.Random) -> None:
     with suppress(TimeoutError):
         async with asyncio.timeout(duration(rng) / 1e9):
             async with pool.partition(size(rng)) as p:
-                await p.launch(spin, ONE, 10 * duration(rng))
+                await p.launch(ONE, spin, 10 * duration(rng))
 
 
 async def cancelled_in_a_call(pool: Pool, rng: random.Random) -> None:
     with suppress(TimeoutError):
         async with asyncio.timeout(duration(rng) / 1e9):
-            await pool.run(takes(duration(rng) / 1e9)(len), (), sms=size(rng))
+            await pool.run(cost(duration(rng) / 1e9)(len), (), sms=size(rng))
 
 
 async def too_late(pool: Pool, rng: random.Random) -> None:
     """A request for everything, with a deadline that it seldom meets."""
     with suppress(DeadlineExceeded):
         async with pool.partition(ALL, deadline=(1 + duration(rng)) / 1e9) as p:
-            await p.launch(spin, ONE, duration(rng))
+            await p.launch(ONE, spin, duration(rng))
 
 
 async def at_once_or_not(pool: Pool, rng: random.Random) -> None:
     with suppress(WouldBlock):
         async with pool.partition_nowait(size(rng)) as p:
-            await p.launch(spin, ONE, duration(rng))
+            await p.launch(ONE, spin, duration(rng))
 
 
 async def failed(pool: Pool, rng: random.Random) -> None:
@@ -125,7 +125,7 @@ async def failed(pool: Pool, rng: random.Random) -> None:
 
     with suppress(Meant):
         async with pool.partition(size(rng)) as p:
-            p.launch(spin, ONE, duration(rng))
+            p.launch(ONE, spin, duration(rng))
             if rng.random() < 0.5:
                 raise Meant
             await p.run(fail)

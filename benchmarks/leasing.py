@@ -64,7 +64,7 @@ async def _with_launch(driver: Driver, pool: Pool) -> Comparison:
         async def ours() -> float:
             start = perf_counter()
             async with pool.partition(SMS) as q:
-                await q.launch(saxpy, CONFIG, *arguments(buffer))
+                await q.launch(CONFIG, saxpy, *arguments(buffer))
             return perf_counter() - start
 
         async def theirs() -> float:

@@ -78,7 +78,7 @@ async def _work(request: Request) -> Response:
     config = LaunchConfig(grid=16, block=32)
     async with asgi.while_connected(request), request.state.pool.partition(16) as p:
         for milliseconds in KERNELS_MS:
-            await p.launch(spin, config, milliseconds * 1_000_000)
+            await p.launch(config, spin, milliseconds * 1_000_000)
     return PlainTextResponse("done")
 
 

@@ -33,7 +33,7 @@ from benchmarks.launching import BURST
 from benchmarks.measure import Comparison, Row, Work, compare, table
 from greensched import Buffer, Partition, Pool
 from greensched import driver as drivers
-from greensched.device.launch import Arguments
+from greensched.device.launch import KernelArguments
 from greensched.driver.interface import Driver
 from greensched.kernels import saxpy
 
@@ -107,9 +107,9 @@ async def _beside_cuda_core(
         lambda: core.launch(stream, config, kernel, number, address, address, items), end
     )
     # First what is not bound: a launch on a buffer that a bound one uses must look after its order.
-    launches = burst(lambda: p.launch(saxpy, CONFIG, *values), p.keep)
+    launches = burst(lambda: p.launch(CONFIG, saxpy, *values), p.keep)
     launched = await compare("launch | cuda.core launch", launches, theirs)
-    bound = burst(p.bind(saxpy, CONFIG, *values), p.keep)
+    bound = burst(p.bind(CONFIG, saxpy, *values), p.keep)
     return [launched, await compare("bound launch | cuda.core launch", bound, theirs)]
 
 
@@ -120,7 +120,7 @@ async def _beside_a_callback(p: Partition, buffer: Buffer, hand: ByHand) -> Comp
     loop = asyncio.get_running_loop()
 
     async def ours() -> None:
-        await p.launch(saxpy, CONFIG, *values)
+        await p.launch(CONFIG, saxpy, *values)
 
     waiting: list[asyncio.Future[None]] = []
     wake = _HOST_FUNCTION(
@@ -141,17 +141,17 @@ async def _beside_a_callback(p: Partition, buffer: Buffer, hand: ByHand) -> Comp
 async def _beside_a_split_per_call(driver: Driver, pool: Pool) -> Comparison:
     async with pool.partition(SMS) as p:
         buffer = await p.empty(ITEMS)
-        await p.launch(saxpy, CONFIG, *arguments(buffer))
+        await p.launch(CONFIG, saxpy, *arguments(buffer))
         kernel = pool.devices[p.device].loader.loaded(saxpy)
         assert kernel is not None
-    packed = Arguments(saxpy, buffer.device)
+    packed = KernelArguments(saxpy, buffer.device)
     packed.fill(arguments(buffer))
     geometry = (CONFIG.grid3, CONFIG.block3, 0, packed.address)
     split, whose = _flashinfer()
 
     async def ours() -> None:
         async with pool.partition(SMS) as p:
-            await p.launch(saxpy, CONFIG, *arguments(buffer))
+            await p.launch(CONFIG, saxpy, *arguments(buffer))
 
     async def theirs() -> float:
         start = perf_counter()

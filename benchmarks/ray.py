@@ -262,7 +262,7 @@ async def noted(p: Partition, number: int, folder: str) -> int:
     """The job: notes that it runs, runs a kernel, and says in which process."""
     with Path(folder, str(os.getpid())).open("a") as journal:  # noqa: ASYNC230  some 30 us
         journal.write(f"{number}\n")
-    await p.launch(spin, CONFIG, KERNEL_NS)
+    await p.launch(CONFIG, spin, KERNEL_NS)
     return os.getpid()
 
 

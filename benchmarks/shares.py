@@ -11,14 +11,14 @@ import random
 from collections.abc import Iterator, Mapping
 from itertools import count
 
-from greensched.scheduling.cells import Cells, demands
+from greensched.scheduling.cells import DeviceCells, parse_sizes
 from greensched.scheduling.policies import Fair, Order
-from greensched.scheduling.requests import Request, State
+from greensched.scheduling.requests import GrantState, Request
 from greensched.scheduling.scheduler import Scheduler
 from greensched.scheduling.services import ServiceClass
 from greensched.typing import ALL, Size
 
-DEVICE = Cells(size=8, count=16, remainder=4)
+DEVICE = DeviceCells(size=8, count=16, remainder=4)
 SECONDS = 20.0
 #: A drain of eight exponential leases of 10 ms takes 27 ms on average, and rarely 100.
 DRAIN_S = 0.120
@@ -56,7 +56,7 @@ def serve(jobs: list[Job], policy: Order, *, known: bool = False) -> Waits:
             begun = scheduler.drained(now, event.leases[0])
         else:
             cost = event[2] if known else None
-            request = scheduler.request(now, demands((event[1],)), owner=event, cost=cost)
+            request = scheduler.request(now, parse_sizes((event[1],)), owner=event, duration=cost)
             begun = [request] if request.leases else []
         for request in begun:
             at, size, length = request.owner  # type: ignore[misc]  # a job
@@ -82,11 +82,11 @@ def saturate(
 
     for name in weights:
         for _ in range(40):
-            request = scheduler.request(now, demands((16,)), service=name)
-            begin([request] if request.state is State.GRANTED else [])
+            request = scheduler.request(now, parse_sizes((16,)), service=name)
+            begin([request] if request.state is GrantState.GRANTED else [])
     while now < seconds:
         now, _, done = heapq.heappop(running)
         begin(scheduler.drained(now, done.leases[0]))
-        more = scheduler.request(now, demands((16,)), service=done.flow.name)
-        begin([more] if more.state is State.GRANTED else [])
+        more = scheduler.request(now, parse_sizes((16,)), service=done.flow.name)
+        begin([more] if more.state is GrantState.GRANTED else [])
     return scheduler

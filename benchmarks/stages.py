@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.byhand import CONFIG, ITEMS, SMS, ByHand, arguments, by_hand
 from greensched import Partition, Pool
-from greensched.device.launch import Plan
+from greensched.device.launch import PreparedLaunch
 from greensched.driver.interface import Driver
 from greensched.execution import launches
 from greensched.execution.jobs import Job
@@ -76,7 +76,7 @@ async def operations(driver: Driver) -> AsyncIterator[list[Operation]]:
 
 def _bound(p: Partition, values: tuple[object, ...], hand: ByHand) -> list[Operation]:
     """`bound()` and `bound.submit()`."""
-    bound = p.bind(saxpy, CONFIG, *values)
+    bound = p.bind(CONFIG, saxpy, *values)
 
     async def called() -> None:
         bound()
@@ -113,10 +113,10 @@ def _launch(p: Partition, values: tuple[object, ...], hand: ByHand) -> Operation
         return launches.launch(channel, saxpy, CONFIG, values)
 
     async def launched() -> Any:
-        return p.launch(saxpy, CONFIG, *values)
+        return p.launch(CONFIG, saxpy, *values)
 
     async def settle(_: Any) -> None:
-        await p.launch(saxpy, CONFIG, *values)
+        await p.launch(CONFIG, saxpy, *values)
 
     return Operation(
         "p.launch(...)",
@@ -130,7 +130,7 @@ def _launch(p: Partition, values: tuple[object, ...], hand: ByHand) -> Operation
     )
 
 
-def _submission(channel: Channel, plan: Plan, settle: Finish) -> list[Prefix]:
+def _submission(channel: Channel, plan: PreparedLaunch, settle: Finish) -> list[Prefix]:
     """What every launch that is a job ends in: the two calls of the driver, and the job."""
     fire, track = plan.fire, channel.track
 
@@ -163,17 +163,17 @@ def _lease(pool: Pool, values: tuple[object, ...], hand: ByHand) -> Operation:
 
     async def launched() -> Partition:
         p = await pool.partition(SMS).__aenter__()
-        p.launch(saxpy, CONFIG, *values)
+        p.launch(CONFIG, saxpy, *values)
         return p
 
     async def awaited() -> Partition:
         p = await pool.partition(SMS).__aenter__()
-        await p.launch(saxpy, CONFIG, *values)
+        await p.launch(CONFIG, saxpy, *values)
         return p
 
     async def returned() -> None:
         async with pool.partition(SMS) as p:
-            await p.launch(saxpy, CONFIG, *values)
+            await p.launch(CONFIG, saxpy, *values)
 
     async def give_back(p: Partition) -> None:
         await p.__aexit__(None, None, None)

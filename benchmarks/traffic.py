@@ -24,9 +24,9 @@ from benchmarks.measure import Bystanders, table
 from greensched.capacity import experiment, metrics, results, validation
 from greensched.capacity.machine import Machine
 from greensched.capacity.pool_strategies import Elastic
-from greensched.capacity.results import BEST_SPLIT, Question
-from greensched.capacity.run import Setting, simulate
-from greensched.capacity.strategies import Arm, Seat, Split
+from greensched.capacity.results import BEST_SPLIT, Experiment
+from greensched.capacity.run import Scenario, simulate
+from greensched.capacity.strategies import Client, Split, Strategy
 from greensched.capacity.validation.scenarios import (
     WITHIN,
     beside,
@@ -93,7 +93,7 @@ def known(seeds: Sequence[int]) -> Iterator[Bar]:
 def prefill_and_decode(seeds: Sequence[int], traces: Sequence[Path]) -> Iterator[Bar]:
     """Ours against plain streams, the best fixed split and the bound, on each traffic."""
     for traffic in (*traces, *UNSEEN):
-        asked = Question(
+        asked = Experiment(
             policies=("streams", BEST_SPLIT, OURS),
             granularity=CUT,
             rates=RATES,
@@ -109,7 +109,7 @@ def prefill_and_decode(seeds: Sequence[int], traces: Sequence[Path]) -> Iterator
         yield from _against(named, experiment.ask(asked))
 
 
-def _against(traffic: str, answer: results.Answer) -> Iterator[Bar]:
+def _against(traffic: str, answer: results.Results) -> Iterator[Bar]:
     good, told = results.goodputs(answer, None), results.against(answer)
     for arm, found in good.items():
         yield Bar(f"{traffic}: {arm}, requests/s", metrics.interval(found), "", None)
@@ -131,7 +131,7 @@ def _least(found: Sequence[float]) -> metrics.Interval:
     return (min(found), min(found), max(found)) if found else (math.nan, math.nan, math.nan)
 
 
-def _over_best(answer: results.Answer) -> metrics.Interval:
+def _over_best(answer: results.Results) -> metrics.Interval:
     """The least of the bound over an arm that has its tokens in time, of all runs of a seed."""
     decode = next(n for n, s in answer.setting.services.items() if s.role == "decode")
     latency = results.targets(answer, None)[decode]
@@ -149,7 +149,7 @@ def _over_best(answer: results.Answer) -> metrics.Interval:
 def beside_training(seeds: Sequence[int]) -> Iterator[Bar]:
     """4 ms in small kernels, at a quarter and half of saturation, beside a training loop."""
     for rate in (0.25, 0.5):
-        asked = Question(
+        asked = Experiment(
             services="w2", generator="paced", policies=("elastic",), rates=(rate,), seconds=4.0,
             seed=seeds[0], repeats=len(seeds), check=False,
         )  # fmt: skip
@@ -203,7 +203,7 @@ def lending(seeds: Sequence[int]) -> Iterator[Bar]:
         yield at_most(f"{loan.what}: the lender's longest, of what it may wait", waited, 1.0)
 
 
-def _lent(loan: Loan, arm: Arm, seed: int) -> tuple[float, float, float]:
+def _lent(loan: Loan, arm: Strategy, seed: int) -> tuple[float, float, float]:
     """p99 of the lender and its longest latency in seconds; what the other did in a second."""
     classes = pair(work(108), work(108))
     classes["critical"] = replace(classes["critical"], reserve=52, cap=52, budget=BUDGET_S)
@@ -212,7 +212,7 @@ def _lent(loan: Loan, arm: Arm, seed: int) -> tuple[float, float, float]:
     found: list[float] = []
     done: list[int] = []
 
-    async def critical(seat: Seat) -> None:
+    async def critical(seat: Client) -> None:
         for _ in range(TURNS):
             await asyncio.sleep(loan.pause_s * rng.uniform(0.9, 1.1))
             for _ in range(AT_ONCE):
@@ -220,7 +220,7 @@ def _lent(loan: Loan, arm: Arm, seed: int) -> tuple[float, float, float]:
                 await seat.run((loan.request_ns,))
                 found.append((machine.now() - began) / 1e9)
 
-    async def drive(_: Machine, seat: Callable[[str], Seat]) -> None:
+    async def drive(_: Machine, seat: Callable[[str], Client]) -> None:
         await beside(critical(seat("critical")), forever(seat("other"), same(loan.piece_ns), done))
 
     play(machine, arm, drive)
@@ -259,10 +259,10 @@ def shared(seeds: Sequence[int]) -> Iterator[Bar]:
 def hour(seeds: Sequence[int], traces: Sequence[Path]) -> Iterator[Bar]:
     """An hour of a language model's traffic, as fast as it is, under the arm that decides most."""
     seed, seconds = seeds[0], 3600.0
-    asked = Question(trace=traces[0] if traces else None, seconds=seconds)
+    asked = Experiment(trace=traces[0] if traces else None, seconds=seconds)
     source = experiment._Source(asked, services("llm"))
     classes = {n: replace(s, latency=1.0) for n, s in services("llm").items()}
-    setting = Setting(gpus="h200", services=classes, seconds=seconds)
+    setting = Scenario(gpus="h200", services=classes, seconds=seconds)
     began = process_time()
     simulate(experiment.arms()[OURS], setting, source.traffic(0.0, seed), seed)
     took = process_time() - began

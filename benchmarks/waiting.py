@@ -166,7 +166,7 @@ async def _memory(pool: Pool) -> list[Row]:
             ours, theirs = await taken(lambda: _for_sms(pool)), await taken(lambda: _for(lock))
         async with pool.partition(SMS) as p:
             with await p.empty(ITEMS) as buffer:
-                bound = p.bind(saxpy, CONFIG, *arguments(buffer))
+                bound = p.bind(CONFIG, saxpy, *arguments(buffer))
                 await bound.submit()
                 gc.collect()
                 before = tracemalloc.get_traced_memory()[0]
@@ -221,7 +221,7 @@ async def _heartbeat(pool: Pool) -> Row:
 
 async def _flying(p: Partition, each: int, over: asyncio.Event) -> None:
     """Always has so many jobs in flight, and awaits one after another."""
-    bound = p.bind(JOB, CONFIG, round(JOB_S * 1e9))
+    bound = p.bind(CONFIG, JOB, round(JOB_S * 1e9))
     flight: deque[Job[None]] = deque()
     while not over.is_set():
         while len(flight) < each:
@@ -240,7 +240,7 @@ async def _lanes(pool: Pool) -> Row:
     async def one() -> float:
         start = perf_counter()
         async with pool.partition(8) as p:
-            await p.launch(spin, CONFIG, 0)
+            await p.launch(CONFIG, spin, 0)
         return perf_counter() - start
 
     async def turn() -> float:
@@ -271,7 +271,7 @@ async def _many_jobs(pool: Pool, jobs: int) -> Row:
     semaphore = asyncio.Semaphore(1)
     async with pool.partition(SMS) as p:
         with await p.empty(ITEMS) as buffer:
-            bound = p.bind(saxpy, CONFIG, *arguments(buffer))
+            bound = p.bind(CONFIG, saxpy, *arguments(buffer))
 
             async def thousand() -> Samples:
                 start = perf_counter()

@@ -28,7 +28,7 @@ from benchmarks.byhand import SMS, ByHand, by_hand
 from benchmarks.measure import SCALES, Comparison, Row, Work, compare, table
 from greensched import LaunchConfig, Partition, Pool
 from greensched import driver as drivers
-from greensched.device.launch import Arguments
+from greensched.device.launch import KernelArguments
 from greensched.driver.interface import Driver
 from greensched.kernels import spin
 
@@ -68,7 +68,7 @@ class _Bench:
         self.ns = int(seconds * 1e9)
         self.loader = p.context.loader
         self.driver = p.context.driver
-        self._values = Arguments(spin, p.device)
+        self._values = KernelArguments(spin, p.device)
         self._values.fill((self.ns,))
         kernel = self.loader.loaded(spin)
         self._launch = self.driver.bind_launch(
@@ -77,7 +77,7 @@ class _Bench:
         )  # fmt: skip
 
     async def ours(self) -> None:
-        await self.p.launch(spin, ONE, self.ns)
+        await self.p.launch(ONE, spin, self.ns)
 
     async def theirs(self) -> None:
         self._launch()

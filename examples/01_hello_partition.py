@@ -27,7 +27,7 @@ async def main() -> bool:
         # A buffer is memory of the device, not of the partition: `with` gives it back.
         with await p.upload(x) as x_there, await p.upload(y) as y_there:
             config = LaunchConfig(grid=N // 256, block=256)
-            await p.launch(saxpy, config, 2.0, x_there, y_there, N)  # y = 2 x + y
+            await p.launch(config, saxpy, 2.0, x_there, y_there, N)  # y = 2 x + y
             result = await p.download(y_there)
 
     right = np.allclose(result, 2 * x + y)

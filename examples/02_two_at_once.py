@@ -23,7 +23,7 @@ async def multiply(p: Partition) -> bool:
     config = LaunchConfig(grid=(SIDE // 32) ** 2, block=256)
     with await p.upload(a) as da, await p.upload(b) as db, await p.empty_like(da) as dc:
         for _ in range(ROUNDS):
-            p.launch(matmul, config, da, db, dc, SIDE, SIDE, SIDE, PASSES)
+            p.launch(config, matmul, da, db, dc, SIDE, SIDE, SIDE, PASSES)
         product = await p.download(dc)
     return np.allclose(product, PASSES * (a @ b), rtol=1e-2)
 
@@ -33,7 +33,7 @@ async def blur(p: Partition) -> bool:
     image = np.zeros((64, 64), np.float32)
     image[32, 32] = 1
     with await p.upload(image) as src, await p.empty_like(src) as dst:
-        p.launch(gaussian_blur, LaunchConfig(grid=16, block=256), src, dst, 64, 64, 1, 2.0)
+        p.launch(LaunchConfig(grid=16, block=256), gaussian_blur, src, dst, 64, 64, 1, 2.0)
         result = await p.download(dst)
     profile = np.exp(-0.5 * (np.arange(-6, 7) / 2.0) ** 2)  # sigma is 2
     image[26:39, 26:39] = np.outer(profile, profile) / profile.sum() ** 2

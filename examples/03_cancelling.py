@@ -21,8 +21,8 @@ AT_MOST_NS = 10_000_000_000  # on a GPU the kernel gives up then, should this pr
 async def hold(pool: Pool, word: PinnedBuffer, launched: asyncio.Event) -> None:
     """Runs a kernel that does not end before the word is 1."""
     async with pool.partition(16) as p:
-        await p.prepare(latch, ONE)  # compiled and loaded, so that the launch goes out at once
-        job = p.launch(latch, ONE, word, AT_MOST_NS)
+        await p.prepare(ONE, latch)  # compiled and loaded, so that the launch goes out at once
+        job = p.launch(ONE, latch, word, AT_MOST_NS)
         launched.set()
         await job
 

@@ -54,7 +54,7 @@ async def main() -> bool:
     config = LaunchConfig(grid=-(-N // 256), block=256)
     async with Pool(driver=choose_driver()) as pool, pool.partition(16) as p:
         with await p.empty(N, np.uint32) as buffer:
-            p.launch(collatz, config, buffer, N)  # no await: what follows comes behind it
+            p.launch(config, collatz, buffer, N)  # no await: what follows comes behind it
             steps = await p.download(buffer)
 
     longest = int(steps.argmax()) + 1

@@ -31,7 +31,7 @@ STATUS = {
     greensched.InvalidRequest: 400,
     greensched.QueueFull: 429,
     greensched.PoolClosed: 503,
-    greensched.Poisoned: 503,
+    greensched.DeviceLost: 503,
     greensched.DeadlineExceeded: 504,
     ClientDisconnect: 499,  # for the log: nobody reads it
 }
@@ -75,7 +75,7 @@ async def blurred(pool: Pool, image: np.ndarray, sigma: float, deadline: float) 
     config = LaunchConfig(grid=math.ceil(image.size / 256), block=256)
     async with pool.partition(16, deadline=deadline) as p:
         with await p.upload(image) as src, await p.empty_like(src) as dst:
-            p.launch(gaussian_blur, config, src, dst, height, width, channels, sigma)
+            p.launch(config, gaussian_blur, src, dst, height, width, channels, sigma)
             return await p.download(dst)
 
 

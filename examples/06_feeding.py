@@ -30,8 +30,8 @@ async def main() -> bool:
     async with Pool(driver=choose_driver(), prepare=[saxpy]) as pool, pool.partition(16) as p:
         with await p.upload(np.zeros(SIZE, np.float32)) as total:
             count = 0
-            async for batch in p.feed(batches()):
-                p.launch(saxpy, config, 1.0, batch, total, SIZE)  # total = batch + total
+            async for batch in p.prefetch(batches()):
+                p.launch(config, saxpy, 1.0, batch, total, SIZE)  # total = batch + total
                 count += 1
             result = await p.download(total, progress=tell)
 

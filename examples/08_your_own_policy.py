@@ -10,21 +10,21 @@ import sys
 
 from greensched import ALL, Pool, ServiceClass
 from greensched.cli.demo import choose_driver
-from greensched.scheduling.policy import Service, Waiting
+from greensched.scheduling.policy import ClassView, RequestView
 
 
 class TakingTurns:
     """Whose class was served least often is next. Asked under a lock: it only looks."""
 
-    def standing(self, service: Service) -> tuple[float, ...]:
+    def standing(self, service: ClassView) -> tuple[float, ...]:
         """Whose class stands smaller goes first; asked at every decision."""
         return (-service.priority, service.granted)
 
-    def rank(self, request: Waiting) -> tuple[float, ...]:
+    def rank(self, request: RequestView) -> tuple[float, ...]:
         """The order in a class; asked once for each request."""
         return (-request.priority, request.order)
 
-    def may_pass(self, first: Waiting, now: float) -> bool:
+    def may_pass(self, first: RequestView, now: float) -> bool:
         """Whether others may go before the first of all, for whom there is no room yet."""
         return now - first.arrived < 0.050  # seconds
 

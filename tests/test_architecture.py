@@ -89,7 +89,7 @@ from greensched.kernels import spin
 
 async def main():
     async with greensched.Pool(driver="simulated:h200") as pool, pool.partition(16) as p:
-        await p.launch(spin, greensched.LaunchConfig(grid=1, block=1), 1000)
+        await p.launch(greensched.LaunchConfig(grid=1, block=1), spin, 1000)
 
 asyncio.run(main())
 """

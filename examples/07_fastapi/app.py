@@ -44,7 +44,7 @@ def create_app(pool: Pool) -> FastAPI:
 async def summed(p: Partition, values: np.ndarray) -> float:
     config = LaunchConfig(grid=max(1, values.size // 1024), block=256)
     with await p.upload(values) as x, await p.upload(np.zeros(1, np.float32)) as y:
-        p.launch(reduce_sum, config, x, y, values.size)
+        p.launch(config, reduce_sum, x, y, values.size)
         return float((await p.download(y))[0])
 
 

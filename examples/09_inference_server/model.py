@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from greensched.driver.simulated import takes
+from greensched.driver.simulated import cost
 from greensched.typing import Cost
 
 try:
@@ -128,7 +128,7 @@ class Transformer:
             x = self.layer(layer, x, attend)
         return x
 
-    @takes(layer_cost)
+    @cost(layer_cost)
     def layer(self, layer: int, x: Any, attend: Any) -> Any:
         """One layer: (tokens, width) to the same."""
         mix, out, up, down = self.layers[layer]

@@ -47,7 +47,7 @@ class Sums(PoolReplica):
         config = LaunchConfig(grid=max(1, values.size // 1024), block=256)
         async with asgi.while_connected(request), self.pool.partition(16, deadline=DEADLINE) as p:
             with await p.upload(values) as x, await p.upload(np.zeros(1, np.float32)) as y:
-                p.launch(reduce_sum, config, x, y, values.size)
+                p.launch(config, reduce_sum, x, y, values.size)
                 return {"sum": float((await p.download(y))[0]), "process": os.getpid()}
 
 

@@ -18,7 +18,7 @@ from greensched.kernels import reduce_sum
 STATUS = {
     errors.QueueFull: HTTPStatus.TOO_MANY_REQUESTS,
     errors.PoolClosed: HTTPStatus.SERVICE_UNAVAILABLE,
-    errors.Poisoned: HTTPStatus.SERVICE_UNAVAILABLE,
+    errors.DeviceLost: HTTPStatus.SERVICE_UNAVAILABLE,
     errors.DeadlineExceeded: HTTPStatus.GATEWAY_TIMEOUT,
 }
 
@@ -50,7 +50,7 @@ class Sums:
         try:
             async with self.pool.partition(16, deadline=0.5) as p:
                 with await p.upload(values) as x, await p.upload(np.zeros(1, np.float32)) as y:
-                    p.launch(reduce_sum, LaunchConfig(grid=16, block=256), x, y, values.size)
+                    p.launch(LaunchConfig(grid=16, block=256), reduce_sum, x, y, values.size)
                     return float((await p.download(y))[0])
         except tuple(STATUS) as error:
             code = STATUS[type(error)]

@@ -19,7 +19,7 @@ from greensched.kernels import reduce_sum
 STATUS = {
     errors.QueueFull: 429,
     errors.PoolClosed: 503,
-    errors.Poisoned: 503,
+    errors.DeviceLost: 503,
     errors.DeadlineExceeded: 504,
 }
 
@@ -42,7 +42,7 @@ class Sums(litserve.LitAPI):
         try:
             async with self.pool.partition(16, deadline=0.5) as p:
                 with await p.upload(values) as x, await p.upload(np.zeros(1, np.float32)) as y:
-                    p.launch(reduce_sum, LaunchConfig(grid=16, block=256), x, y, values.size)
+                    p.launch(LaunchConfig(grid=16, block=256), reduce_sum, x, y, values.size)
                     return float((await p.download(y))[0])
         except tuple(STATUS) as error:
             raise HTTPException(STATUS[type(error)], str(error)) from None

@@ -24,19 +24,19 @@ if TYPE_CHECKING:
     from greensched.device.streams import Event as Event
     from greensched.device.streams import Stream as Stream
     from greensched.errors import *  # noqa: F403  every error is public
-    from greensched.execution.bound_launch import Bound as Bound
-    from greensched.execution.call_context import Call as Call
-    from greensched.execution.call_context import around_calls as around_calls
-    from greensched.execution.call_context import call_of as call_of
+    from greensched.execution.bound_launch import BoundLaunch as BoundLaunch
+    from greensched.execution.call_context import CallContext as CallContext
+    from greensched.execution.call_context import call_context as call_context
     from greensched.execution.call_context import current_call as current_call
+    from greensched.execution.call_context import register_call_hook as register_call_hook
     from greensched.execution.graphs import Graph as Graph
     from greensched.execution.jobs import Job as Job
-    from greensched.execution.prefetch import Feed as Feed
+    from greensched.execution.prefetch import Prefetcher as Prefetcher
     from greensched.kernels import Kernel as Kernel
     from greensched.kernels import Program as Program
     from greensched.leasing.latency import LatencyCurve as LatencyCurve
     from greensched.leasing.partition import Partition as Partition
-    from greensched.leasing.preview import Plan as Plan
+    from greensched.leasing.preview import SplitPreview as SplitPreview
     from greensched.leasing.status import CloseReport as CloseReport
     from greensched.leasing.status import PoolState as PoolState
     from greensched.leasing.status import PoolStatistics as PoolStatistics
@@ -53,10 +53,10 @@ if TYPE_CHECKING:
 #: Where each public name lives.
 _EXPORTS = {
     "ALL": "typing",
-    "Bound": "execution.bound_launch",
+    "BoundLaunch": "execution.bound_launch",
     "Buffer": "device.buffers",
     "CacheConfig": "typing",
-    "Call": "execution.call_context",
+    "CallContext": "execution.call_context",
     "CloseReport": "leasing.status",
     "Context": "device.device",  # which `Context.device` needs
     "ContextFlags": "typing",
@@ -64,7 +64,7 @@ _EXPORTS = {
     "Device": "device.device",
     "DeviceResources": "device.resources",
     "Event": "device.streams",
-    "Feed": "execution.prefetch",
+    "Prefetcher": "execution.prefetch",
     "Graph": "execution.graphs",
     "Job": "execution.jobs",
     "Kernel": "kernels",
@@ -72,7 +72,7 @@ _EXPORTS = {
     "LaunchConfig": "device.launch",
     "Partition": "leasing.partition",
     "PinnedBuffer": "device.buffers",
-    "Plan": "leasing.preview",
+    "SplitPreview": "leasing.preview",
     "Pool": "pool",
     "PoolState": "leasing.status",
     "PoolStatistics": "leasing.status",
@@ -87,8 +87,8 @@ _EXPORTS = {
     "SyncPool": "leasing.sync",
     "WorkqueueResource": "device.resources",
     "WorkqueueResourceOptions": "device.resources",
-    "around_calls": "execution.call_context",
-    "call_of": "execution.call_context",
+    "register_call_hook": "execution.call_context",
+    "call_context": "execution.call_context",
     "current_call": "execution.call_context",
     "launch": "device.launch",
 }

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Literal, Self, TypeVar
 from greensched import driver as drivers
 from greensched._asynclib import is_asynchronous
 from greensched.device import current_context
-from greensched.device.current_context import Block, Entered, Turn
-from greensched.device.limits import State
+from greensched.device.current_context import ContextOwnership, ContextScope, UserContextScope
+from greensched.device.limits import ContextLimits
 from greensched.device.resources import DeviceResources
-from greensched.device.streams import Event, Stream, Track
-from greensched.device.thread_state import Me, here
+from greensched.device.streams import Event, Stream, TicketedStream
+from greensched.device.thread_state import _ThreadToken, here
 from greensched.driver.interface import Driver
 from greensched.errors import (
     Closed,
@@ -64,7 +64,7 @@ _contexts: weakref.WeakSet[Context] = weakref.WeakSet()
 _contexts_lock = threading.Lock()
 
 
-class Context(State):
+class Context(ContextLimits):
     """A device's primary context, a green one (some of its SMs), one that owns itself, or adopted.
 
     Made by `Device.primary`, `Device.create_context`, `Context.create` and `Context.current`.
@@ -108,13 +108,13 @@ class Context(State):
         self.primary: Context = self if primary is None else primary
         self.kind: Kind = kind or ("primary" if green is None else "green")
         #: None on a primary, which may be current on any number of threads.
-        self.turn = None if green is None else Turn(driver)
+        self.turn = None if green is None else ContextOwnership(driver)
         self.streams: set[StreamHandle] = set()
         self.events: set[EventHandle] = set()
         #: Of a primary: the tracks of its device, by their streams' addresses.
-        self.tracks: dict[int, Track] = {}
+        self.tracks: dict[int, TicketedStream] = {}
         #: The threads inside a block of it, or standing on it, once for each time.
-        self.inside: list[weakref.ref[Me]] = []
+        self.inside: list[weakref.ref[_ThreadToken]] = []
         #: Its end was given up, because it still works or the device is lost: nobody warns of it.
         self.is_abandoned = False
         self._release = release
@@ -208,14 +208,14 @@ class Context(State):
 
     # -- being current -----------------------------------------------------------------------------
 
-    def entered(self, *, wait: bool = False) -> Entered:
+    def entered(self, *, wait: bool = False) -> ContextScope:
         """A synchronous block in which it is current on this thread; no await inside.
 
         Args:
             wait: block while a green one is current on another thread, instead of raising
                 `CurrentElsewhere`. Not for an event-loop thread.
         """
-        return Entered(self, wait=wait)
+        return ContextScope(self, wait=wait)
 
     @property
     def is_current(self) -> bool:
@@ -260,7 +260,7 @@ class Context(State):
             CurrentElsewhere: it is green, and current on another thread: in a `run`, perhaps.
         """
         self._check()
-        Block(self).__enter__()
+        UserContextScope(self).__enter__()
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -271,7 +271,7 @@ class Context(State):
             CUDAError: what was current before could not be restored. Logged, too.
             WrongThread: it was entered on another thread.
         """
-        block = Block.ending(self)
+        block = UserContextScope.ending(self)
         try:
             if block is None:
                 raise WrongThread(f"a block of {self!r} ended on a thread where it did not begin")

@@ -8,7 +8,7 @@ Every class answers "whose fault, and what now":
   `DeadlineImpossible`;
 * *not here*: `DriverUnavailable`, `NotSupported`;
 * *the driver said no*: `CUDAError`, one job's matter unless it is a `DeviceFault`;
-* *the process is spoilt*: `Poisoned`.
+* *the process is spoilt*: `DeviceLost`.
 
 Nobody needs to search message text: `except` by class, read the attributes.
 """
@@ -59,7 +59,7 @@ class TooManySMs(InvalidRequest):
         self.is_ruled = is_ruled
         other = (
             "on behalf of a class (`service=`) that reserves the rest, has a larger cap, or is "
-            "lent it (revocable, and by `cost` or `segment` done within the owner's budget)"
+            "lent it (revocable, and by `duration` or `segment` done within the owner's budget)"
         )
         super().__init__(
             f"{asked} SMs were asked for, and the most that can ever be granted here is {most}: "
@@ -436,7 +436,7 @@ class DriverMisuse(GreenschedError, RuntimeError):
     """
 
 
-class Poisoned(GreenschedError, RuntimeError):
+class DeviceLost(GreenschedError, RuntimeError):
     """A device fault happened: every partition of the process is spoilt; replace the process.
 
     `__cause__` and `cause` are the fault as it was first met, by whatever call. A simulated one
@@ -455,7 +455,7 @@ def too_late(cause: BaseException) -> GreenschedError:
         return ForkedPool(cause.what)
     if isinstance(cause, PoolClosed):
         return PoolClosed(cause.what, cause.state)
-    return Poisoned(cause)
+    return DeviceLost(cause)
 
 
 def wrong_thread() -> WrongThread:
@@ -485,7 +485,7 @@ class NoPool(GreenschedError, RuntimeError):
     """No pool of the fleet can take this now; the message says why, and what to do."""
 
 
-class NotAnswered(DeadlineExceeded):
+class FleetTimeout(DeadlineExceeded):
     """The deadline of a fleet's job passed before its answer came; it may have run."""
 
     def __init__(self, deadline: float) -> None:

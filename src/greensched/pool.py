@@ -24,24 +24,24 @@ from greensched.device.device import Device
 from greensched.device.launch import LaunchConfig
 from greensched.driver.interface import Driver
 from greensched.errors import GreenschedError, InvalidRequest, PoolClosed
-from greensched.execution.background import Errand
-from greensched.execution.threads import Worker
+from greensched.execution.background import BackgroundTask
+from greensched.execution.threads import WorkerThread
 from greensched.kernels import Kernel
 from greensched.leasing import asking, process, requests
-from greensched.leasing.device_pool import Site
+from greensched.leasing.device_pool import DevicePool
 from greensched.leasing.latency import LatencyCurve
-from greensched.leasing.manager import Desk
+from greensched.leasing.manager import LeaseManager
 from greensched.leasing.measuring import measure, sizes_of
 from greensched.leasing.partition import Partition
-from greensched.leasing.partition_group import Together
-from greensched.leasing.preview import Plan, plan
-from greensched.leasing.requests import Wishes
+from greensched.leasing.partition_group import PartitionGroup
+from greensched.leasing.preview import SplitPreview, plan
+from greensched.leasing.requests import RequestParser
 from greensched.leasing.status import CloseReport, PoolState, PoolStatistics
 from greensched.leasing.verification import Verification, verify
 from greensched.scheduling.placement import Placement
 from greensched.scheduling.policies import policy_named
 from greensched.scheduling.policy import Policy
-from greensched.scheduling.requests import Cost
+from greensched.scheduling.requests import Duration
 from greensched.scheduling.scheduler import validate_bound
 from greensched.scheduling.services import ServiceClass, checked
 from greensched.typing import CaptureMode, Granularity, Size, SupportsDevice
@@ -109,13 +109,13 @@ class Pool:
         prepare: Sequence[Kernel] = (),
         reserve_bytes: int = 0,
     ) -> None:
-        self._desk: Desk | None = None
-        self._opening: Errand[None] | None = None
-        self._closing: Errand[CloseReport] | None = None
+        self._desk: LeaseManager | None = None
+        self._opening: BackgroundTask[None] | None = None
+        self._closing: BackgroundTask[CloseReport] | None = None
         self._is_ending = False
         self._wanted = None if devices is None else requests.ordinals(devices)
         self._driver_spec = driver
-        self._asked = Wishes(checked(services))
+        self._asked = RequestParser(checked(services))
         self._policy = policy_named(policy)
         requests.one_of("placement", placement, get_args(Placement))
         self._placement: Placement = placement
@@ -127,7 +127,7 @@ class Pool:
             raise InvalidRequest(f"reserve_bytes={reserve_bytes!r}: a number of bytes, at least 0")
         self._reserve_bytes = reserve_bytes
         #: Whom partitions ask: the desk, once it is open.
-        self._grantor: Pool | Desk = self
+        self._grantor: Pool | LeaseManager = self
         self._lock = threading.Lock()
         process.on_fork(self)
 
@@ -158,8 +158,10 @@ class Pool:
                 self._desk.check()
             if self._opening is None:
                 driver = drivers.open(self._driver_spec)
-                self._desk = Desk(driver, Worker(driver, "greensched builder", is_relaxed=False))
-                opening = Errand(self._build)
+                self._desk = LeaseManager(
+                    driver, WorkerThread(driver, "greensched builder", is_relaxed=False)
+                )
+                opening = BackgroundTask(self._build)
                 try:
                     self._desk.builder.submit(opening.do)
                 except RuntimeError:  # no thread can be started now; another time, perhaps
@@ -173,7 +175,7 @@ class Pool:
         """On the builder: everything that blocks. A failed opening leaves nothing open."""
         desk = self._desk
         assert desk is not None
-        sites: list[Site] = []
+        sites: list[DevicePool] = []
         taken: list[int] = []
         try:
             desk.driver.initialise()
@@ -183,7 +185,7 @@ class Pool:
                 device = Device(ordinal, driver=desk.driver)
                 process.take_device(desk.driver, ordinal)
                 taken.append(ordinal)
-                site = Site(
+                site = DevicePool(
                     device,
                     desk,
                     self._prepare,
@@ -234,7 +236,7 @@ class Pool:
         with anyio.CancelScope(shield=True):
             await self.aclose()
 
-    def opened(self) -> Desk:
+    def opened(self) -> LeaseManager:
         """Whom partitions ask, while there is one. Raises `PoolClosed`."""
         desk = self._desk
         if desk is None or not desk.sites:  # not open yet, or closed before it was
@@ -254,7 +256,7 @@ class Pool:
         device: int | None = None,
         service: str | None = None,
         deadline: float | None = None,
-        cost: Cost | None = None,
+        duration: Duration | None = None,
         near: Buffer | None = None,
     ) -> Partition:
         """A lease of SMs, to be used with `async with`, which waits for them.
@@ -267,17 +269,18 @@ class Pool:
             device: where; None: anywhere in the pool.
             service: on whose behalf, by the name of a class given to the pool.
             deadline: seconds from the request: not granted by then, `DeadlineExceeded`. Once
-                granted it means nothing. Where `cost` is known: the work should be done by then,
+                granted it means nothing. Where `duration` is known: the work should be done by
+                then,
                 and if it is known that it cannot, `DeadlineImpossible` at once, or what the class
                 says (`if_late`). None: the class's `latency`, for that alone.
-            cost: seconds that the lease is expected to last, or the curve that says it for each
+            duration: seconds that the lease is expected to last, or the curve that says it for each
                 size. Whoever gives it can be let into gaps that are closed to others.
             near: be on this buffer's device where it fits there.
 
         Raises:
             InvalidSize, InvalidRequest: what can never be right.
         """
-        asked = self._asked.one(sms, service, device, deadline, cost, near)
+        asked = self._asked.one(sms, service, device, deadline, duration, near)
         return Partition(self._grantor, asked)
 
     def partitions(
@@ -286,7 +289,7 @@ class Pool:
         device: int | None = None,
         service: str | None = None,
         deadline: float | None = None,
-        cost: float | None = None,
+        duration: float | None = None,
         near: Buffer | None = None,
     ) -> AbstractAsyncContextManager[tuple[Partition, ...]]:
         """Several leases on one device, granted together, in the order of the arguments.
@@ -295,7 +298,9 @@ class Pool:
         end together: `async with` on one of them is refused. `REST` stands for every SM of the
         device that is not in the same request. Arguments and errors as `partition`.
         """
-        return Together(self, self._asked.several(sizes, service, device, deadline, cost, near))
+        return PartitionGroup(
+            self, self._asked.several(sizes, service, device, deadline, duration, near)
+        )
 
     def partition_nowait(
         self,
@@ -303,7 +308,7 @@ class Pool:
         *,
         device: int | None = None,
         service: str | None = None,
-        cost: Cost | None = None,
+        duration: Duration | None = None,
         near: Buffer | None = None,
     ) -> Partition:
         """A lease granted at once, still to be used with `async with`; never waits.
@@ -312,7 +317,7 @@ class Pool:
             WouldBlock: no SMs are free, or no lane over them is made yet.
             Others: as `partition`, and as its `async with`.
         """
-        wanted = self._asked.one(sms, service, device, None, cost, near)
+        wanted = self._asked.one(sms, service, device, None, duration, near)
         channel = self._grantor.take(wanted)
         if channel is None:
             (channel,) = self.opened().acquire_nowait(wanted)
@@ -320,14 +325,14 @@ class Pool:
 
     async def launch(
         self,
-        kernel: Kernel,
         config: LaunchConfig,
+        kernel: Kernel,
         *args: object,
         sms: Size,
         device: int | None = None,
         service: str | None = None,
         deadline: float | None = None,
-        cost: Cost | None = None,
+        duration: Duration | None = None,
         near: Buffer | None = None,
     ) -> None:
         """Leases SMs, launches a kernel there, waits for it, and gives the SMs back.
@@ -335,9 +340,9 @@ class Pool:
         A cancellation leaves the kernel running, and its SMs held until it ends.
         """
         async with self.partition(
-            sms, device=device, service=service, deadline=deadline, cost=cost, near=near
+            sms, device=device, service=service, deadline=deadline, duration=duration, near=near
         ) as p:
-            await p.launch(kernel, config, *args)
+            await p.launch(config, kernel, *args)
 
     async def run(
         self,
@@ -348,7 +353,7 @@ class Pool:
         device: int | None = None,
         service: str | None = None,
         deadline: float | None = None,
-        cost: Cost | None = None,
+        duration: Duration | None = None,
         near: Buffer | None = None,
     ) -> T:
         """Leases SMs, calls a blocking function there, waits for it, and gives the SMs back.
@@ -356,7 +361,7 @@ class Pool:
         A cancellation leaves the call running, and its SMs held until it ends.
         """
         async with self.partition(
-            sms, device=device, service=service, deadline=deadline, cost=cost, near=near
+            sms, device=device, service=service, deadline=deadline, duration=duration, near=near
         ) as p:
             return await p.run(fn, *args)
 
@@ -412,9 +417,9 @@ class Pool:
         classes = None if services is None else checked(services)
         self.opened().reconfigure(classes, None if policy is None else policy_named(policy))
         if classes is not None:
-            self._asked = Wishes(classes)
+            self._asked = RequestParser(classes)
 
-    def observe(self, service: str, latency: float, number: int = 1) -> None:
+    def observe(self, service: str, latency: float, count: int = 1) -> None:
         """Says that so many of a class had this latency, in seconds. Never waits.
 
         By that it is decided whether devices are split for classes that are `unsplit`. Of a class
@@ -424,8 +429,8 @@ class Pool:
             InvalidRequest: no such class, or what is no latency.
             PoolClosed, Poisoned, ForkedPool: it is not open.
         """
-        self._asked.check_observed(service, latency, number)
-        self.opened().observe(service, latency, number)
+        self._asked.check_observed(service, latency, count)
+        self.opened().observe(service, latency, count)
 
     # -- closing ---------------------------------------------------------------------------------
 
@@ -459,13 +464,15 @@ class Pool:
             self._finish_closing(desk, closing)
         return await closing.wait()
 
-    def _begin_closing(self) -> Errand[CloseReport]:
+    def _begin_closing(self) -> BackgroundTask[CloseReport]:
         with self._lock:
             if self._closing is None:
-                self._closing = Errand(self._end)
+                self._closing = BackgroundTask(self._end)
             return self._closing
 
-    def _finish_closing(self, desk: Desk | None, closing: Errand[CloseReport]) -> None:
+    def _finish_closing(
+        self, desk: LeaseManager | None, closing: BackgroundTask[CloseReport]
+    ) -> None:
         """Whoever comes first has the builder end everything; it may be the second caller.
 
         The desk is the caller's: an opening that fails meanwhile takes the pool's away.
@@ -477,7 +484,7 @@ class Pool:
         if desk is None:
             closing.do()
             return
-        closer = Worker(desk.driver, "greensched closer") if desk.is_held_up else desk.builder
+        closer = WorkerThread(desk.driver, "greensched closer") if desk.is_held_up else desk.builder
         closer.submit(closing.do)
         for thread in (closer, desk.builder):
             thread.dismiss()  # when that is done
@@ -553,7 +560,7 @@ class Pool:
         """What it has and did, at one moment."""
         return self.opened().statistics()
 
-    def plan(self, *sizes: Size) -> tuple[Plan, ...]:
+    def plan(self, *sizes: Size) -> tuple[SplitPreview, ...]:
         """What `partitions(*sizes)` would get on each device, were it free. Never waits.
 
         Nothing is leased or queued. What is impossible says why, and what comes nearest.

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from greensched.capacity.interference import PUBLISHED, factor, slowdowns
-from greensched.capacity.latency_tables import CURVES, Curve, load
+from greensched.capacity.latency_tables import CURVES, SpeedupCurve, load
 from greensched.errors import InvalidRequest
 from greensched.leasing.latency import LatencyCurve
 
 
 @pytest.mark.parametrize("curve", CURVES.values(), ids=CURVES)
-def test_a_piece_alone_takes_what_the_table_says(curve: Curve) -> None:
+def test_a_piece_alone_takes_what_the_table_says(curve: SpeedupCurve) -> None:
     """By its cost, on SMs of its own, at each size of the table."""
     for sms, ms in zip(curve.sms, curve.ms, strict=True):
         cost = curve.cost(0.010, sms)
@@ -25,7 +25,7 @@ def test_a_piece_alone_takes_what_the_table_says(curve: Curve) -> None:
 
 def test_between_sizes_time_is_linear_in_one_over_sms() -> None:
     """Work that divides evenly is exact everywhere, also below the smallest size."""
-    curve = Curve("even", (8, 128), (16.0, 1.0))
+    curve = SpeedupCurve("even", (8, 128), (16.0, 1.0))
     assert [curve.at(s) for s in (4, 8, 32, 64, 128, 200)] == pytest.approx([32, 16, 4, 2, 1, 1])
 
 

@@ -9,15 +9,15 @@ import pytest
 
 from greensched.capacity.experiment import arms
 from greensched.capacity.latency_tables import CURVES
-from greensched.capacity.run import Outcome, Setting, simulate
+from greensched.capacity.run import Outcome, Scenario, simulate
 from greensched.capacity.traffic import Arrival, generate
-from greensched.capacity.workload import LLM, W2, Service
+from greensched.capacity.workload import LLM, W2, ServiceProfile
 
 
 def w2(name: str) -> Outcome:
     """Paced requests beside training, at half of the device's time."""
     services = {service.name: replace(service, latency=0.0052) for service in W2}
-    setting = Setting(gpus="h200", services=services, seconds=1.0)
+    setting = Scenario(gpus="h200", services=services, seconds=1.0)
     return simulate(arms()[name], setting, generate("paced", 1.0, 1), 1)
 
 
@@ -33,7 +33,7 @@ def test_a_floor_is_lent_and_comes_back(name: str) -> None:
 def test_who_is_alone_has_everything() -> None:
     """A prompt with nobody beside it takes what it takes on the whole device."""
     services = {service.name: replace(service, latency=1.0) for service in LLM}
-    setting = Setting(gpus="h200", services=services, seconds=2.0)
+    setting = Scenario(gpus="h200", services=services, seconds=2.0)
     for name in ("sized", "elastic", "classes"):
         expected = 0.138 if name == "sized" else 0.137 * 1.7  # the floor is not lent
         outcome = simulate(arms()[name], setting, [Arrival(0.0, 2048, 1)], 1)
@@ -44,10 +44,10 @@ def test_devices_are_split_only_where_that_is_needed() -> None:
     """Small kernels beside a loop: as on plain streams, to the digit; beside large ones, it is."""
     small = {
         "inference": replace(W2[0], latency=0.020, reserve=64),
-        "scan": Service(name="scan", role="loop", curve=CURVES["ssm-b8"], segment=0.002),
+        "scan": ServiceProfile(name="scan", role="loop", curve=CURVES["ssm-b8"], segment=0.002),
     }
     traffic = generate("paced", 1.0, 1)
-    setting = Setting(gpus="a100", services=small, seconds=1.0)
+    setting = Scenario(gpus="a100", services=small, seconds=1.0)
     ours, theirs = (simulate(arms()[name], setting, traffic, 1) for name in ("unsplit", "streams"))
     found, expected = ours.samples["inference"], theirs.samples["inference"]
     assert max(found.latency[1:]) <= 1.01 * max(expected.latency)  # the first has lanes made

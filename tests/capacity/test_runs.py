@@ -9,15 +9,15 @@ import pytest
 from greensched.capacity.baselines import baselines
 from greensched.capacity.experiment import arms
 from greensched.capacity.latency_tables import CURVES
-from greensched.capacity.machine import Ran
-from greensched.capacity.run import Outcome, Setting, alone, occupied, simulate
+from greensched.capacity.machine import DeviceTrace
+from greensched.capacity.run import Outcome, Scenario, alone, occupied, simulate
 from greensched.capacity.servers import Samples, passes
-from greensched.capacity.strategies import Alone, Arm, Split
+from greensched.capacity.strategies import Alone, Split, Strategy
 from greensched.capacity.traffic import Arrival, generate
 from greensched.capacity.workload import (
     LLM,
     W2,
-    Service,
+    ServiceProfile,
     prompt_seconds,
     saturation,
     step_seconds,
@@ -27,9 +27,11 @@ TOKENS = {service.name: replace(service, latency=0.1) for service in LLM}
 REQUESTS = {service.name: replace(service, latency=0.01) for service in W2}
 
 
-def run(arm: Arm, seconds: float = 4.0, services: dict[str, Service] = TOKENS) -> Outcome:
+def run(
+    arm: Strategy, seconds: float = 4.0, services: dict[str, ServiceProfile] = TOKENS
+) -> Outcome:
     name = "azure-conv" if services is TOKENS else "requests"
-    setting = Setting(gpus="h200", services=services, seconds=seconds)
+    setting = Scenario(gpus="h200", services=services, seconds=seconds)
     return simulate(arm, setting, generate(name, seconds, 1), 1)
 
 
@@ -43,7 +45,7 @@ def test_published_times() -> None:
 
 def test_one_request_alone() -> None:
     """Its first token takes its prompt, its other tokens a step each; nothing waits."""
-    setting = Setting(gpus="h200", services=TOKENS, seconds=5.0)
+    setting = Scenario(gpus="h200", services=TOKENS, seconds=5.0)
     outcome = simulate(Split(64), setting, [Arrival(0.0, 512, 11)], 1)
     (first,) = outcome.samples["prefill"].latency
     gaps = outcome.samples["decode"].latency
@@ -85,7 +87,7 @@ def test_a_split_shields_and_streams_do_not() -> None:
 
 def test_best_effort_counts_by_its_work() -> None:
     """Alone a loop uses the device always; behind a gate it keeps about what requests leave."""
-    setting = Setting(gpus="h200", services=REQUESTS, seconds=1.0)
+    setting = Scenario(gpus="h200", services=REQUESTS, seconds=1.0)
     traffic = generate("requests", 1.0, 1)
     by_itself = alone(Alone(), setting, traffic, 1)["training"]
     gated = simulate(baselines()["gate"], setting, traffic, 1)
@@ -96,7 +98,7 @@ def test_best_effort_counts_by_its_work() -> None:
 
 def test_who_is_served_alone_is_waited_for() -> None:
     """Else the longest of those that come last would be missing in what all are held to."""
-    setting = Setting(gpus="h200", services=REQUESTS, seconds=1.0)
+    setting = Scenario(gpus="h200", services=REQUESTS, seconds=1.0)
     traffic = [Arrival(0.9, service="inference", cost=0.5)]
     (latency,) = alone(Alone(), setting, traffic, 1)["inference"].samples["inference"].latency
     assert latency > 0.5
@@ -107,14 +109,14 @@ def test_who_is_late_anyway_goes_last(by_target: bool) -> None:
     """Where the arm says so, a prompt that cannot be in time lets those pass that can."""
     long, short = Arrival(0.0, 8192, 1), Arrival(0.0, 256, 1)
     services = {name: replace(service, latency=0.5) for name, service in TOKENS.items()}
-    setting = Setting(gpus="h200", services=services, seconds=5.0)
+    setting = Scenario(gpus="h200", services=services, seconds=5.0)
     outcome = simulate(Split(64, by_target=by_target), setting, [long, short, short], 1)
     assert sum(latency < 0.5 for latency in outcome.samples["prefill"].latency) == 2 * by_target
 
 
 def test_two_devices_share_the_requests() -> None:
     """Whoever has less to do gets the next request, and both are used."""
-    setting = Setting(gpus="h200x2", services=REQUESTS, seconds=1.0)
+    setting = Scenario(gpus="h200x2", services=REQUESTS, seconds=1.0)
     outcome = simulate(Split(64), setting, generate("requests", 1.0, 1), 1)
     one = run(Split(64), 1.0, REQUESTS)
     assert len(outcome.samples["inference"].latency) >= len(one.samples["inference"].latency)
@@ -125,7 +127,7 @@ def test_two_devices_share_the_requests() -> None:
 
 def test_what_overlaps_counts_once() -> None:
     """Of two kernels on the same SMs at the same time, those SMs are busy once."""
-    a, b = Ran("a", 0, 100, 0b1111), Ran("b", 50, 150, 0b0011)
+    a, b = DeviceTrace("a", 0, 100, 0b1111), DeviceTrace("b", 50, 150, 0b0011)
     assert occupied([a, b]) == pytest.approx((100 * 4 + 50 * 2) / 1e9)
 
 
@@ -156,7 +158,7 @@ def _split(by_target: bool, latency: float, traffic: list[Arrival]) -> dict[str,
         "decode": replace(TOKENS["decode"], latency=0.4),
         "prefill": replace(TOKENS["prefill"], latency=latency),
     }
-    setting = Setting(gpus="h200", services=services, seconds=60.0)
+    setting = Scenario(gpus="h200", services=services, seconds=60.0)
     found = simulate(Split(16, by_target=by_target), setting, traffic, 1).samples
     assert len(found["prefill"].latency) == len(traffic)
     return found

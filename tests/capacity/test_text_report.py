@@ -31,7 +31,7 @@ from greensched.capacity.metrics import (
     ratio,
     recovered,
 )
-from greensched.capacity.results import Question, against, as_dict, attained
+from greensched.capacity.results import Experiment, against, as_dict, attained
 from greensched.capacity.servers import Samples
 from greensched.capacity.strategies import Split, pool_of
 from greensched.capacity.traffic import Arrival
@@ -43,7 +43,7 @@ from greensched.typing import Granularity
 
 PAGE = Path(__file__).parents[2] / "docs/simulation.md"
 GRANULARITIES = get_args(Granularity)
-SMALL = Question(policies=("streams", "sized"), rates=(0.5, 1.0), seconds=2.0, check=False)
+SMALL = Experiment(policies=("streams", "sized"), rates=(0.5, 1.0), seconds=2.0, check=False)
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def test_of_everybody_it_is_known_whether_he_is_late(target: float) -> None:
 
 def test_a_run_in_which_nobody_waits_ends_with_its_traffic() -> None:
     """However long its targets are, and whatever works on beside it."""
-    asked = Question(services="w2", generator="paced", policies=("gate",), rates=(0.25,))
+    asked = Experiment(services="w2", generator="paced", policies=("gate",), rates=(0.25,))
     (cell,) = ask(replace(asked, seconds=0.5, target=1e9, check=False)).cells
     assert cell.outcomes[0].drained < 0.1
 
@@ -106,7 +106,9 @@ def test_who_starves_does_not_hold_a_run_up(tmp_path: Path) -> None:
     path, trace = tmp_path / "classes.json", tmp_path / "trace.csv"
     path.write_text(json.dumps({"classes": {"best": best, "last": last}}))
     trace.write_text("arrival,class,cost\n0,last,0.001\n0.05,last,0.001\n0.1,last,0.001\n")
-    asked = Question(services=str(path), trace=trace, policies=("gate",), seconds=0.1, check=False)
+    asked = Experiment(
+        services=str(path), trace=trace, policies=("gate",), seconds=0.1, check=False
+    )
     (cell,) = ask(asked).cells
     assert cell.outcomes[0].drained == pytest.approx(0.1, abs=0.001)
     assert cell.latencies[0]["last"].left
@@ -120,7 +122,9 @@ def test_traffic_is_what_comes_within_a_runs_seconds(tmp_path: Path) -> None:
     path.write_text(json.dumps({"classes": {"decode": decode, "prefill": prefill}}))
     rows = [f"{second},500,10" for second in range(5)] + ["5,8000,10"]
     trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
-    asked = Question(services=str(path), trace=trace, policies=("streams",), seconds=5, check=False)
+    asked = Experiment(
+        services=str(path), trace=trace, policies=("streams",), seconds=5, check=False
+    )
     answer = ask(asked)
     assert attained(answer, answer.cells[0], None) == [1.0]
     assert answer.bounds[0.0][0][None] == 1.0
@@ -131,7 +135,7 @@ def test_a_run_is_no_longer_than_its_trace(tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
     rows = [f"{second},inference,0.004" for second in (*(i / 10 for i in range(21)), 2.05)]
     trace.write_text("\n".join(["arrival,class,cost", *rows]))
-    asked = Question(services="w2", trace=trace, policies=("gate",), seconds=120.0, check=False)
+    asked = Experiment(services="w2", trace=trace, policies=("gate",), seconds=120.0, check=False)
     answer = ask(asked)
     assert answer.question.seconds == pytest.approx(2.05)
     assert answer.cells[0].latencies[0]["inference"].whole.total == 19, "all but the first tenth"
@@ -152,7 +156,9 @@ def test_a_multiple_of_nothing_is_met_by_nobody_knows_whom(tmp_path: Path) -> No
     request = {"role": "request", "curve": "gemm", "latency": 1.0}
     path.write_text(json.dumps({"classes": {"a": request, "b": request}}))
     trace.write_text("arrival,class,cost\n0.02,a,0.001\n0.03,a,0.001\n")
-    asked = Question(services=str(path), trace=trace, policies=("gate",), seconds=0.1, check=False)
+    asked = Experiment(
+        services=str(path), trace=trace, policies=("gate",), seconds=0.1, check=False
+    )
     answer = ask(asked)
     assert attained(answer, answer.cells[0], None) == [1.0]
     assert math.isnan(attained(answer, answer.cells[0], 2.0)[0])
@@ -276,8 +282,9 @@ def test_a_question_is_answered_the_same_each_time() -> None:
 def test_another_process_gives_the_same_bytes() -> None:
     """Whatever its hashes of strings are: nothing hangs on the order of a set."""
     program = (
-        "from greensched.capacity import answers, compare, show; print(show.table(compare.ask("
-        "answers.Question(policies=('streams', 'elastic'), seconds=1.0, check=False))))"
+        "from greensched.capacity import experiment, results, text_report\n"
+        "asked = results.Experiment(policies=('streams', 'elastic'), seconds=1.0, check=False)\n"
+        "print(text_report.table(experiment.ask(asked)))"
     )
     printed = {
         subprocess.run(
@@ -313,7 +320,7 @@ def test_another_process_gives_the_same_bytes() -> None:
 def test_a_question_without_sense_is_refused(wrong: dict[str, Any]) -> None:
     """Before anything is simulated, by an error of ours."""
     with pytest.raises(InvalidRequest):
-        ask(Question(**({"policies": ("streams",), "check": False} | wrong)))
+        ask(Experiment(**({"policies": ("streams",), "check": False} | wrong)))
 
 
 @pytest.mark.parametrize(
@@ -345,7 +352,7 @@ def test_a_floor_that_no_device_has_is_refused(tmp_path: Path) -> None:
     request = {"role": "request", "curve": "gemm", "reserve": 133}
     path.write_text(json.dumps({"classes": {"a": request}}))
     with pytest.raises(InvalidRequest, match="class 'a': reserve=133: a device has 132 SMs"):
-        ask(Question(services=str(path), generator="paced", check=False))
+        ask(Experiment(services=str(path), generator="paced", check=False))
 
 
 def test_traffic_without_end_is_refused(tmp_path: Path) -> None:
@@ -353,7 +360,7 @@ def test_traffic_without_end_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     path.write_text("arrival,class,cost\n0,inference,5e-324\n1e9,inference,5e-324\n")
     with pytest.raises(InvalidRequest, match="no load"):
-        ask(Question(policies=("streams",), check=False, trace=path, services="w2"))
+        ask(Experiment(policies=("streams",), check=False, trace=path, services="w2"))
 
 
 def test_a_plot_says_what_to_install(

@@ -9,7 +9,7 @@ import pytest
 from greensched.capacity.validation.colocation import (
     PUBLISHED_SPLITS,
     STEPS,
-    colocation,
+    check_colocation,
     nothing_saturates,
 )
 from greensched.capacity.validation.isolation import inversion, start_latency

@@ -81,8 +81,8 @@ def test_a_driver_that_can_have_no_pool_says_so(capsys: pytest.CaptureFixture[st
 def test_a_survey_leaves_nothing_open() -> None:
     """It opens and closes each device, also where the sizes can never be right."""
     driver = simulated.open("h200x2@13.1")
-    assert [plan.granted for plan in preview.survey(driver, (16, REST))] == [(16, 104)] * 2
+    assert [plan.granted for plan in preview.preview_devices(driver, (16, REST))] == [(16, 104)] * 2
     with pytest.raises(InvalidSize):
-        preview.survey(driver, (0,))
+        preview.preview_devices(driver, (0,))
     assert not driver.live()
     driver.close()

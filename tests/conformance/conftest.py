@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from helpers.backend import CUDA, OLDER, OLDEST, SIMULATED, World, standin_library
+from helpers.backend import CUDA, OLDER, OLDEST, SIMULATED, Backend, standin_library
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -32,11 +32,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture
-def world(request: pytest.FixtureRequest) -> Iterator[World]:
+def world(request: pytest.FixtureRequest) -> Iterator[Backend]:
     kind, backend, *version = request.param
     device_code = request.node.get_closest_marker("runs_device_code") is not None
     if device_code and kind == "cuda" and standin_library() is not None:
         pytest.skip("the stand-in runs no device code")
-    world = World(kind, backend, *version)
+    world = Backend(kind, backend, *version)
     yield world
     world.check_nothing_left()

@@ -20,7 +20,7 @@ import greensched
 from greensched import Buffer, Device, InvalidArray, LaunchConfig, Partition, Pool, Stream
 from greensched.device import dlpack
 from greensched.kernels import fill, saxpy
-from helpers.backend import World
+from helpers.backend import Backend
 from helpers.gate import Gate
 from helpers.waiting import until
 
@@ -111,16 +111,16 @@ async def foreign_stream(p: Partition) -> AsyncIterator[Stream]:
 
 @pytest.mark.runs_device_code
 @pytest.mark.parametrize("way", WAYS)
-def test_a_kernel_works_on_it_where_it_lies(world: World, way: Callable[[Buffer], Any]) -> None:
+def test_a_kernel_works_on_it_where_it_lies(world: Backend, way: Callable[[Buffer], Any]) -> None:
     """What the kernel wrote is in the other library's own memory, also by a bound launch."""
 
     async def main() -> None:
         async with world.pool() as pool, pool.partition(8) as p:
             with await p.upload(ONES) as b:
                 for _ in range(2):  # a first use goes another way
-                    await p.launch(saxpy, CONFIG, 2.0, way(b), way(b), b.size)
+                    await p.launch(CONFIG, saxpy, 2.0, way(b), way(b), b.size)
                 np.testing.assert_array_equal(await p.download(b), 9 * ONES)
-                bound = p.bind(saxpy, CONFIG, 1.0, way(b), way(b), b.size)
+                bound = p.bind(CONFIG, saxpy, 1.0, way(b), way(b), b.size)
                 bound()
                 await bound.submit()
                 np.testing.assert_array_equal(await p.download(b), 36 * ONES)
@@ -128,7 +128,7 @@ def test_a_kernel_works_on_it_where_it_lies(world: World, way: Callable[[Buffer]
                 bound.set(2, way(b))
                 await bound.submit()
                 np.testing.assert_array_equal(await p.download(b), 72 * ONES)
-            await pool.launch(fill, CONFIG, *(way(b2 := await p.empty(8)), 3.0, 8), sms=8)
+            await pool.launch(CONFIG, fill, *(way(b2 := await p.empty(8)), 3.0, 8), sms=8)
             np.testing.assert_array_equal(await p.download(b2), 3 * ONES)
             b2.close()
 
@@ -137,19 +137,19 @@ def test_a_kernel_works_on_it_where_it_lies(world: World, way: Callable[[Buffer]
 
 @pytest.mark.parametrize("way", WAYS)
 def test_its_producer_is_waited_for_on_the_device(
-    world: World, way: Callable[[Buffer], Any]
+    world: Backend, way: Callable[[Buffer], Any]
 ) -> None:
     """Work on an array begins behind what its producer's stream has, and no thread waits."""
 
     async def main() -> None:
         async with world.pool() as pool, pool.partitions(8, 8) as (p, q):
-            await p.prepare(fill, CONFIG)
+            await p.prepare(CONFIG, fill)
             with await q.empty(8) as x, await p.empty(8) as y:
                 with await Gate.closed(q) as gate:
                     written = q.copy(x, ONES)
                     array = way(x)
-                    jobs = [p.copy(y, array), p.launch(fill, CONFIG, array, 2.0, 8)]
-                    bound = p.bind(fill, CONFIG, array, 2.0, 8)
+                    jobs = [p.copy(y, array), p.launch(CONFIG, fill, array, 2.0, 8)]
+                    bound = p.bind(CONFIG, fill, array, 2.0, 8)
                     jobs.append(bound.submit())
                     assert not any(job.is_done for job in jobs)
                     gate.open()
@@ -160,7 +160,7 @@ def test_its_producer_is_waited_for_on_the_device(
     world.run(main)
 
 
-def test_a_stream_of_nobody_we_know_is_waited_for(world: World) -> None:
+def test_a_stream_of_nobody_we_know_is_waited_for(world: Backend) -> None:
     """The stream that an array names, of another context, holds up what comes behind it."""
 
     async def main() -> None:
@@ -181,7 +181,7 @@ def test_a_stream_of_nobody_we_know_is_waited_for(world: World) -> None:
     world.run(main)
 
 
-def test_the_default_streams_have_numbers(world: World) -> None:
+def test_the_default_streams_have_numbers(world: Backend) -> None:
     """Streams 1 and 2 of an array are the driver's default ones, and None is no stream at all."""
 
     async def main() -> None:
@@ -194,7 +194,7 @@ def test_the_default_streams_have_numbers(world: World) -> None:
     world.run(main)
 
 
-def test_our_stream_is_what_a_producer_is_told(world: World) -> None:
+def test_our_stream_is_what_a_producer_is_told(world: Backend) -> None:
     """DLPack's producer is asked for an order behind the stream that the work goes to."""
 
     async def main() -> None:
@@ -207,17 +207,17 @@ def test_our_stream_is_what_a_producer_is_told(world: World) -> None:
     world.run(main)
 
 
-def test_it_lives_until_the_job_is_done(world: World) -> None:
+def test_it_lives_until_the_job_is_done(world: Backend) -> None:
     """The array is kept while work on it is queued or runs, whoever else lets go, and no longer."""
 
     async def main() -> None:
         async with world.pool() as pool, pool.partition(8) as p:
-            await p.prepare(fill, CONFIG)
+            await p.prepare(CONFIG, fill)
             for way in WAYS:
                 with await p.empty(8) as x:
                     with await Gate.closed(p) as gate:
                         gone = weakref.ref(array := way(x))
-                        job = p.launch(fill, CONFIG, array, 1.0, 8)
+                        job = p.launch(CONFIG, fill, array, 1.0, 8)
                         del array
                         gc.collect()
                         assert gone() is not None
@@ -228,7 +228,7 @@ def test_it_lives_until_the_job_is_done(world: World) -> None:
     world.run(main)
 
 
-def test_a_bound_launch_keeps_it_until_its_end(world: World) -> None:
+def test_a_bound_launch_keeps_it_until_its_end(world: Backend) -> None:
     """Whoever leaves over a bound launch in flight keeps its arrays until the device is done."""
 
     async def main() -> None:
@@ -237,10 +237,10 @@ def test_a_bound_launch_keeps_it_until_its_end(world: World) -> None:
             gates = []
             with pytest.raises(ZeroDivisionError):
                 async with pool.partition(8) as p:
-                    await p.prepare(fill, CONFIG)
+                    await p.prepare(CONFIG, fill)
                     gates.append(await Gate.closed(p))
                     gone = weakref.ref(array := Lent(x))
-                    bound = p.bind(fill, CONFIG, array, 1.0, 8)
+                    bound = p.bind(CONFIG, fill, array, 1.0, 8)
                     bound()
                     del array, bound, p
                     raise ZeroDivisionError
@@ -254,7 +254,7 @@ def test_a_bound_launch_keeps_it_until_its_end(world: World) -> None:
     world.run(main)
 
 
-def test_a_block_that_is_left_lets_go_of_what_was_bound(world: World) -> None:
+def test_a_block_that_is_left_lets_go_of_what_was_bound(world: Backend) -> None:
     """A block whose bound launches are done keeps no array, whoever has its SMs next."""
 
     async def main() -> None:
@@ -264,7 +264,7 @@ def test_a_block_that_is_left_lets_go_of_what_was_bound(world: World) -> None:
             for _ in range(2):
                 async with pool.partition(8) as p:
                     gone = weakref.ref(array := Lent(x))
-                    await p.bind(fill, CONFIG, array, 1.0, 8).submit()
+                    await p.bind(CONFIG, fill, array, 1.0, 8).submit()
                     del array
                 gc.collect()
                 await until(lambda gone=gone: gone() is None)  # type: ignore[misc]
@@ -273,17 +273,17 @@ def test_a_block_that_is_left_lets_go_of_what_was_bound(world: World) -> None:
     world.run(main)
 
 
-def test_a_bound_launch_refuses_what_it_cannot_take(world: World) -> None:
+def test_a_bound_launch_refuses_what_it_cannot_take(world: Backend) -> None:
     """A refused array leaves a bound launch as it was, or unmade, and its other arguments free."""
 
     async def main() -> None:
         async with world.pool() as pool, pool.partition(8) as p:
-            await p.prepare(fill, CONFIG)
+            await p.prepare(CONFIG, fill)
             with await p.upload(ONES) as x:
                 bad = Shown(x, data=(ONES.ctypes.data, False))
                 with pytest.raises(InvalidArray, match="no memory of a device"):
-                    p.bind(fill, CONFIG, bad, 1.0, 8)
-                bound = p.bind(fill, CONFIG, x, 1.0, 8)
+                    p.bind(CONFIG, fill, bad, 1.0, 8)
+                bound = p.bind(CONFIG, fill, x, 1.0, 8)
                 with pytest.raises(InvalidArray, match="no memory of a device"):
                     bound.set(0, bad)
                 await bound.submit()
@@ -352,7 +352,7 @@ REFUSED: list[tuple[str, Callable[[Buffer], Any]]] = [
 
 @pytest.mark.parametrize(("said", "made"), REFUSED, ids=[said for said, _ in REFUSED])
 def test_an_array_that_cannot_be_used_is_refused(
-    world: World, said: str, made: Callable[[Buffer], Any]
+    world: Backend, said: str, made: Callable[[Buffer], Any]
 ) -> None:
     """Each says what is wrong with it, as an argument and in a copy, before anything is queued."""
 
@@ -364,18 +364,18 @@ def test_an_array_that_cannot_be_used_is_refused(
                         with pytest.raises(
                             greensched.ArgumentMismatch, match=f"argument 0.*{said}"
                         ):
-                            p.launch(fill, CONFIG, made(b), 1.0, 8)
+                            p.launch(CONFIG, fill, made(b), 1.0, 8)
                         with pytest.raises(InvalidArray, match=said):
                             p.download(made(b))
                         with pytest.raises(InvalidArray, match=said):
                             p.copy(made(b), b)
                     give_back_taken()
-                await p.prepare(fill, CONFIG)
+                await p.prepare(CONFIG, fill)
 
     world.run(main)
 
 
-def test_what_is_only_to_be_read_is_not_written(world: World) -> None:
+def test_what_is_only_to_be_read_is_not_written(world: Backend) -> None:
     """Where an array says so, it is refused where a kernel or a copy may write, and read freely."""
 
     async def main() -> None:
@@ -385,16 +385,16 @@ def test_what_is_only_to_be_read_is_not_written(world: World) -> None:
                 for array in (shown, Lent(b, capsule=flagged(b))):
                     async with untouched(pool, p):
                         with pytest.raises(greensched.ArgumentMismatch, match="read-only"):
-                            p.launch(fill, CONFIG, array, 1.0, 8)
+                            p.launch(CONFIG, fill, array, 1.0, 8)
                         with pytest.raises(InvalidArray, match="read-only"):
                             p.copy(array, ONES)
-                    await p.launch(saxpy, CONFIG, 1.0, array, c, 8)
+                    await p.launch(CONFIG, saxpy, 1.0, array, c, 8)
                     np.testing.assert_array_equal(await p.download(array), ONES)
 
     world.run(main)
 
 
-def test_elements_are_those_of_the_parameter(world: World) -> None:
+def test_elements_are_those_of_the_parameter(world: Backend) -> None:
     """An array of other elements is refused; bytes without a dtype are any kernel's."""
 
     async def main() -> None:
@@ -402,15 +402,15 @@ def test_elements_are_those_of_the_parameter(world: World) -> None:
             with await p.upload(np.ones(8)) as b, await p.upload(np.zeros(3, np.int8)) as three:
                 for way in WAYS:
                     with pytest.raises(greensched.ArgumentMismatch, match="holds float64"):
-                        p.launch(fill, CONFIG, way(b), 1.0, 8)
-                await p.launch(fill, CONFIG, Untyped(b), 1.0, 16)
+                        p.launch(CONFIG, fill, way(b), 1.0, 8)
+                await p.launch(CONFIG, fill, Untyped(b), 1.0, 16)
                 with pytest.raises(greensched.ArgumentMismatch, match="holds int8"):
-                    p.launch(fill, CONFIG, Untyped(three), 1.0, 1)
+                    p.launch(CONFIG, fill, Untyped(three), 1.0, 1)
 
     world.run(main)
 
 
-def test_memory_that_is_no_devices_is_refused(world: World) -> None:
+def test_memory_that_is_no_devices_is_refused(world: Backend) -> None:
     """Where an array does not say whose memory it is in, the driver is asked."""
 
     async def main() -> None:
@@ -419,7 +419,7 @@ def test_memory_that_is_no_devices_is_refused(world: World) -> None:
                 array = Shown(b, data=(ONES.ctypes.data, False), stream=None)
                 async with untouched(pool, p):
                     for submit in (
-                        lambda: p.launch(fill, CONFIG, array, 1.0, 8),
+                        lambda: p.launch(CONFIG, fill, array, 1.0, 8),
                         lambda: p.download(array),
                     ):
                         with pytest.raises(InvalidArray, match="no memory of a device"):
@@ -428,7 +428,7 @@ def test_memory_that_is_no_devices_is_refused(world: World) -> None:
     world.run(main)
 
 
-def test_an_array_of_another_device_is_refused(world: World) -> None:
+def test_an_array_of_another_device_is_refused(world: Backend) -> None:
     """By what it says, and where it says nothing by where its memory lies."""
 
     async def main() -> None:
@@ -436,7 +436,7 @@ def test_an_array_of_another_device_is_refused(world: World) -> None:
             with await p.upload(ONES) as b:
                 async with untouched(pool, p):
                     with pytest.raises(greensched.WrongDevice) as refused:
-                        p.launch(fill, CONFIG, Lent(b, device=(2, 7)), 1.0, 8)
+                        p.launch(CONFIG, fill, Lent(b, device=(2, 7)), 1.0, 8)
                     assert (refused.value.has, refused.value.wants) == (7, 0)
         if not world.is_simulated:
             return
@@ -456,7 +456,7 @@ def test_an_array_of_another_device_is_refused(world: World) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_copies_go_to_it_and_from_it(world: World, way: Callable[[Buffer], Any]) -> None:
+def test_copies_go_to_it_and_from_it(world: Backend, way: Callable[[Buffer], Any]) -> None:
     """Each end of a copy may be an array of another library, and each tells how far it is."""
 
     async def main() -> None:
@@ -484,7 +484,7 @@ def test_copies_go_to_it_and_from_it(world: World, way: Callable[[Buffer], Any])
 # -- out --------------------------------------------------------------------------------------
 
 
-def test_a_takers_stream_waits_for_the_writer(world: World) -> None:
+def test_a_takers_stream_waits_for_the_writer(world: Backend) -> None:
     """Whoever takes a buffer by DLPack works behind what writes it, unless he wants no order."""
 
     async def main() -> None:
@@ -510,7 +510,7 @@ def test_a_takers_stream_waits_for_the_writer(world: World) -> None:
     world.run(main)
 
 
-def test_memory_in_other_hands_is_not_given_back(world: World) -> None:
+def test_memory_in_other_hands_is_not_given_back(world: Backend) -> None:
     """A closed buffer's memory is free once who took it by DLPack has let go, and not before."""
 
     async def main() -> None:
@@ -532,7 +532,7 @@ def test_memory_in_other_hands_is_not_given_back(world: World) -> None:
     world.run(main)
 
 
-def test_a_capsule_may_end_while_an_exception_is_on_its_way(world: World) -> None:
+def test_a_capsule_may_end_while_an_exception_is_on_its_way(world: Backend) -> None:
     """The end of a capsule takes no exception for its own."""
 
     async def main() -> None:
@@ -545,7 +545,7 @@ def test_a_capsule_may_end_while_an_exception_is_on_its_way(world: World) -> Non
     world.run(main)
 
 
-def test_what_cannot_be_handed_out_says_so(world: World) -> None:
+def test_what_cannot_be_handed_out_says_so(world: Backend) -> None:
     """A copy, another device, or elements that DLPack has not."""
 
     async def main() -> None:
@@ -559,7 +559,7 @@ def test_what_cannot_be_handed_out_says_so(world: World) -> None:
                     pairs.__dlpack__(stream=-1)
                 with await Gate.closed(p):
                     large = p.upload(np.zeros(1 << 20, np.float32))
-                    p.launch(fill, CONFIG, x, 1.0, 8)
+                    p.launch(CONFIG, fill, x, 1.0, 8)
                     with pytest.raises(greensched.WouldBlock):
                         x.__dlpack__(stream=-1)
                 (await large).close()
@@ -567,12 +567,12 @@ def test_what_cannot_be_handed_out_says_so(world: World) -> None:
     world.run(main)
 
 
-def test_a_stream_follows_anybodys(world: World) -> None:
+def test_a_stream_follows_anybodys(world: Backend) -> None:
     """`Stream.follow` takes what speaks `__cuda_stream__`, and refuses what is none."""
 
     async def main() -> None:
         async with world.pool() as pool, pool.partition(8) as p, foreign_stream(p) as theirs:
-            await p.launch(fill, CONFIG, x := await p.empty(8), 1.0, 8)
+            await p.launch(CONFIG, fill, x := await p.empty(8), 1.0, 8)
             with await Gate.closed(p) as gate:
                 theirs.follow(p)
                 assert not theirs.is_done
@@ -591,7 +591,7 @@ def test_a_stream_follows_anybodys(world: World) -> None:
     world.run(main)
 
 
-def test_a_device_that_says_which_it_is_is_one_of_ours(world: World) -> None:
+def test_a_device_that_says_which_it_is_is_one_of_ours(world: Backend) -> None:
     """`Device` and `Pool(devices=...)` take another library's device by its `device_id`."""
 
     class Theirs:

@@ -17,7 +17,7 @@ import pytest
 import greensched
 from greensched import ALL, REST, Buffer, Job, LaunchConfig, Partition, Pool, Program, ServiceClass
 from greensched.kernels import Cost, Parameter, fill, saxpy
-from helpers.backend import World
+from helpers.backend import Backend
 
 CONFIG = LaunchConfig(grid=4, block=128)
 
@@ -32,7 +32,7 @@ async def untouched(pool: Pool, p: Partition | None = None) -> AsyncIterator[Non
     if p is not None:
         assert _tickets(p) == tickets
         with await p.empty(8) as b:
-            await p.launch(fill, CONFIG, b, 1.0, b.size)
+            await p.launch(CONFIG, fill, b, 1.0, b.size)
 
 
 def _tickets(p: Partition) -> tuple[int, ...]:
@@ -45,7 +45,7 @@ def _tickets(p: Partition) -> tuple[int, ...]:
 NO_SIZES = [0, -1, True, 1.5, "16", float("nan"), [8], (8, 8.0), (8, 16, 32), {8}, b"8"]
 
 
-def test_what_is_no_size_is_refused_wherever_it_is_said(world: World) -> None:
+def test_what_is_no_size_is_refused_wherever_it_is_said(world: Backend) -> None:
     """Each way to ask for SMs refuses what is no size at once, and nothing is asked for."""
 
     async def main() -> None:
@@ -62,7 +62,7 @@ def test_what_is_no_size_is_refused_wherever_it_is_said(world: World) -> None:
                 with pytest.raises(greensched.InvalidSize):
                     await pool.run(int, sms=sms)
                 with pytest.raises(greensched.InvalidSize):
-                    await pool.launch(fill, CONFIG, sms=sms)
+                    await pool.launch(CONFIG, fill, sms=sms)
 
     world.run(main)
 
@@ -71,7 +71,7 @@ def test_what_is_no_size_is_refused_wherever_it_is_said(world: World) -> None:
 TOO_MANY = [(133,), (10**9,), ((133, 200),), (100, 100), (64, 64, 64), (132, REST)]
 
 
-def test_more_than_there_ever_is_says_how_many_there_are(world: World) -> None:
+def test_more_than_there_ever_is_says_how_many_there_are(world: Backend) -> None:
     """More than a device has, alone or together, is refused at once and says the most it can."""
 
     async def main() -> None:
@@ -86,7 +86,7 @@ def test_more_than_there_ever_is_says_how_many_there_are(world: World) -> None:
     world.run(main)
 
 
-def test_what_can_never_be_granted_together_is_refused(world: World) -> None:
+def test_what_can_never_be_granted_together_is_refused(world: Backend) -> None:
     """A joint request that makes no sense is refused where it is made, with what would."""
     pool = world.pool()
     for sizes, said in (
@@ -102,7 +102,7 @@ def test_what_can_never_be_granted_together_is_refused(world: World) -> None:
 # -- the rest of a request --------------------------------------------------------------------
 
 
-def test_a_deadline_that_is_none_is_refused(world: World) -> None:
+def test_a_deadline_that_is_none_is_refused(world: Backend) -> None:
     """A deadline is a number of seconds from now, above 0; else nothing is asked for."""
 
     async def main() -> None:
@@ -118,7 +118,7 @@ def test_a_deadline_that_is_none_is_refused(world: World) -> None:
     world.run(main)
 
 
-def test_an_unknown_service_is_refused(world: World) -> None:
+def test_an_unknown_service_is_refused(world: Backend) -> None:
     """A service class that the pool was not given is refused, with the names of those it has."""
 
     async def main() -> None:
@@ -135,7 +135,7 @@ def test_an_unknown_service_is_refused(world: World) -> None:
     world.run(main)
 
 
-def test_a_device_that_is_none_of_the_pools_is_refused(world: World) -> None:
+def test_a_device_that_is_none_of_the_pools_is_refused(world: Backend) -> None:
     """Narrowing a request to what is no device of the pool is refused, and nothing is queued."""
     no_devices: list[Any] = [-1, 7, True, 0.0, "0", (0,)]
 
@@ -154,7 +154,7 @@ def test_a_device_that_is_none_of_the_pools_is_refused(world: World) -> None:
 # -- pools ------------------------------------------------------------------------------------
 
 
-def test_devices_that_are_none_are_refused(world: World) -> None:
+def test_devices_that_are_none_are_refused(world: Backend) -> None:
     """A pool is given ordinals, each once and at least one, or refuses to be made."""
     no_devices: list[Any] = [0, [], [0, 0], ["a"], [-1], [True], [0.0], "0", [None], [[0]], {}]
     for devices in no_devices:
@@ -162,7 +162,7 @@ def test_devices_that_are_none_are_refused(world: World) -> None:
             world.pool(devices=devices)
 
 
-def test_an_option_of_a_pool_that_is_none_is_refused(world: World) -> None:
+def test_an_option_of_a_pool_that_is_none_is_refused(world: Backend) -> None:
     """A policy or bound that is none is refused where the pool is made, and says what would be."""
     for policy in ("lifo", ""):
         with pytest.raises(greensched.InvalidRequest, match="there is fifo"):
@@ -172,7 +172,7 @@ def test_an_option_of_a_pool_that_is_none_is_refused(world: World) -> None:
             world.pool(max_waiting=bound)
 
 
-def test_a_device_beyond_the_last_is_refused_and_leaves_the_rest(world: World) -> None:
+def test_a_device_beyond_the_last_is_refused_and_leaves_the_rest(world: Backend) -> None:
     """A pool of one device that is there and one that is not opens neither."""
 
     async def main() -> None:
@@ -193,23 +193,23 @@ SOURCE = 'extern "C" __global__ void f(float *x, int n) { }\n'
 
 #: What cannot be launched, with p a partition.
 NO_LAUNCHES: list[tuple[str, Callable[[Any], Any]]] = [
-    ("a Kernel is launched, and LaunchConfig is none", lambda p: p.launch(CONFIG, fill)),
-    ("a LaunchConfig.* is needed, and tuple is none", lambda p: p.launch(fill, (4, 128), 1.0)),
-    ("a LaunchConfig.* is needed, and list is none", lambda p: p.launch(fill, [4, 128], 1.0)),
-    ("a LaunchConfig.* is needed, and 4 is none", lambda p: p.launch(fill, 4, 1.0)),
-    ("a Kernel is launched, and 'fill' is none", lambda p: p.launch("fill", CONFIG)),
-    ("a Kernel is launched, and Program is none", lambda p: p.launch(Program(SOURCE), CONFIG)),
-    ("a Kernel is launched, and NoneType is none", lambda p: p.launch(None, CONFIG)),
-    ("a Kernel is launched, and list is none", lambda p: p.launch([], CONFIG)),
-    ("a Kernel is launched", lambda p: p.launch(len, CONFIG)),
-    ("a Kernel is launched", lambda p: p.prepare(CONFIG, fill)),
-    ("a Kernel is launched", lambda p: p.bind(CONFIG, fill)),
-    ("a LaunchConfig.* is needed", lambda p: p.prepare(fill, None)),
-    ("a LaunchConfig.* is needed", lambda p: p.bind(fill, {"grid": 1, "block": 1})),
+    ("a Kernel is launched, and LaunchConfig is none", lambda p: p.launch(fill, CONFIG)),
+    ("a LaunchConfig.* is needed, and tuple is none", lambda p: p.launch((4, 128), fill, 1.0)),
+    ("a LaunchConfig.* is needed, and list is none", lambda p: p.launch([4, 128], fill, 1.0)),
+    ("a LaunchConfig.* is needed, and 4 is none", lambda p: p.launch(4, fill, 1.0)),
+    ("a Kernel is launched, and 'fill' is none", lambda p: p.launch(CONFIG, "fill")),
+    ("a Kernel is launched, and Program is none", lambda p: p.launch(CONFIG, Program(SOURCE))),
+    ("a Kernel is launched, and NoneType is none", lambda p: p.launch(CONFIG, None)),
+    ("a Kernel is launched, and list is none", lambda p: p.launch(CONFIG, [])),
+    ("a Kernel is launched", lambda p: p.launch(CONFIG, len)),
+    ("a Kernel is launched", lambda p: p.prepare(fill, CONFIG)),
+    ("a Kernel is launched", lambda p: p.bind(fill, CONFIG)),
+    ("a LaunchConfig.* is needed", lambda p: p.prepare(None, fill)),
+    ("a LaunchConfig.* is needed", lambda p: p.bind({"grid": 1, "block": 1}, fill)),
 ]
 
 
-def test_what_cannot_be_launched_is_refused(world: World) -> None:
+def test_what_cannot_be_launched_is_refused(world: Backend) -> None:
     """No kernel, or no geometry, is refused by name, before anything is submitted."""
 
     async def main() -> None:
@@ -239,7 +239,7 @@ NO_ARGUMENTS: list[tuple[str, Callable[[Any, Any], tuple[Any, ...]]]] = [
 ]
 
 
-def test_an_argument_of_the_wrong_kind_is_refused(world: World) -> None:
+def test_an_argument_of_the_wrong_kind_is_refused(world: Backend) -> None:
     """An argument of the wrong kind, a job nobody awaited say, is named with what it should be."""
 
     async def main() -> None:
@@ -250,23 +250,23 @@ def test_an_argument_of_the_wrong_kind_is_refused(world: World) -> None:
                         given = made(p, b)
                         async with untouched(pool, p):
                             with pytest.raises(greensched.ArgumentMismatch, match=said) as refused:
-                                p.launch(saxpy, CONFIG, *given)
+                                p.launch(CONFIG, saxpy, *given)
                             assert refused.value.kernel == "saxpy"
                         for job in (value for value in given if isinstance(value, Job)):
                             (await job).close()
-                    await p.prepare(saxpy, CONFIG)
+                    await p.prepare(CONFIG, saxpy)
 
     world.run(main)
 
 
-def test_a_block_beyond_the_kernel_says_so(world: World) -> None:
+def test_a_block_beyond_the_kernel_says_so(world: Backend) -> None:
     """Threads of a block beyond what the device can have are named with the limit."""
 
     async def main() -> None:
         async with world.pool() as pool, pool.partition(8) as p, untouched(pool, p):
             for _ in range(2):
                 with pytest.raises(greensched.InvalidLaunch) as refused:
-                    p.launch(fill, LaunchConfig(grid=1, block=(64, 4, 8)), None, 1.0, 8)
+                    p.launch(LaunchConfig(grid=1, block=(64, 4, 8)), fill, None, 1.0, 8)
                 assert "64 x 4 x 8" in str(refused.value)
                 assert (refused.value.value, refused.value.limit) == (2048, 1024)
 
@@ -280,7 +280,7 @@ extern "C" __global__ void broken(float *x, int n) {
 """
 
 
-def test_source_that_does_not_compile_is_told_with_its_line(world: World) -> None:
+def test_source_that_does_not_compile_is_told_with_its_line(world: Backend) -> None:
     """Source that does not compile fails that job with log and line; where none is compiled, not.
 
     A simulation compiles nothing: there the reference is what runs.
@@ -300,22 +300,22 @@ def test_source_that_does_not_compile_is_told_with_its_line(world: World) -> Non
         async with world.pool() as pool, pool.partition(8) as p:
             with await p.empty(8) as b:
                 if world.is_simulated:
-                    await p.launch(kernel, CONFIG, b, 3)
+                    await p.launch(CONFIG, kernel, b, 3)
                     assert (await p.download(b))[0] == 3
                 else:
                     for _ in range(2):
                         with pytest.raises(greensched.CompileFailed) as failed:
-                            await p.launch(kernel, CONFIG, b, 3)
+                            await p.launch(CONFIG, kernel, b, 3)
                         assert "mine.cu(3): error" in failed.value.log
                         assert "undefined_here" in str(failed.value)
                     with pytest.raises(greensched.CompileFailed):
-                        await p.prepare(kernel, CONFIG)
-                await p.launch(fill, CONFIG, b, 1.0, b.size)
+                        await p.prepare(CONFIG, kernel)
+                await p.launch(CONFIG, fill, b, 1.0, b.size)
 
     world.run(main)
 
 
-def test_a_kernel_without_a_meaning_cannot_be_simulated(world: World) -> None:
+def test_a_kernel_without_a_meaning_cannot_be_simulated(world: Backend) -> None:
     """Simulated, a kernel without reference or cost is refused, and told how to get one.
 
     On CUDA it needs neither.
@@ -326,23 +326,23 @@ def test_a_kernel_without_a_meaning_cannot_be_simulated(world: World) -> None:
         async with world.pool() as pool, pool.partition(8) as p:
             with await p.empty(8) as b:
                 if not world.is_simulated:
-                    await p.launch(kernel, CONFIG, b, 8)
+                    await p.launch(CONFIG, kernel, b, 8)
                     return
                 async with untouched(pool, p):
                     for use in (p.launch, p.bind):
                         with pytest.raises(greensched.NotSimulable, match=r"@kernel\.reference"):
                             use(kernel, CONFIG, b, 8)
                     with pytest.raises(greensched.NotSimulable, match=r"@kernel\.reference"):
-                        p.prepare(kernel, CONFIG)
+                        p.prepare(CONFIG, kernel)
                 kernel.reference(lambda launch, x, n: None)
                 async with untouched(pool, p):
                     with pytest.raises(greensched.NotSimulable, match=r"@kernel\.cost"):
-                        p.launch(kernel, CONFIG, b, 8)
+                        p.launch(CONFIG, kernel, b, 8)
 
     world.run(main)
 
 
-def test_a_cubin_for_another_gpu_fails_its_job(world: World) -> None:
+def test_a_cubin_for_another_gpu_fails_its_job(world: Backend) -> None:
     """Code for another architecture fails the job that needs it, and says which it is for.
 
     A simulation runs no code, and needs none.
@@ -356,11 +356,11 @@ def test_a_cubin_for_another_gpu_fails_its_job(world: World) -> None:
         async with world.pool() as pool, pool.partition(8) as p:
             with await p.empty(8) as b:
                 if world.is_simulated:
-                    await p.launch(kernel, CONFIG, b)
+                    await p.launch(CONFIG, kernel, b)
                     return
                 with pytest.raises(greensched.NotSupported, match="sm_75"):
-                    await p.launch(kernel, CONFIG, b)
-                await p.launch(fill, CONFIG, b, 1.0, b.size)
+                    await p.launch(CONFIG, kernel, b)
+                await p.launch(CONFIG, fill, b, 1.0, b.size)
 
     world.run(main)
 
@@ -375,7 +375,7 @@ NO_DTYPES = {
 }
 
 
-def test_a_dtype_that_cannot_be_is_refused_everywhere(world: World) -> None:
+def test_a_dtype_that_cannot_be_is_refused_everywhere(world: Backend) -> None:
     """What device memory cannot hold is refused by each way into it, and says why."""
 
     async def main() -> None:
@@ -397,7 +397,7 @@ def test_a_dtype_that_cannot_be_is_refused_everywhere(world: World) -> None:
     world.run(main)
 
 
-def test_what_is_no_buffer_is_refused(world: World) -> None:
+def test_what_is_no_buffer_is_refused(world: Backend) -> None:
     """A buffer is needed where one is read or written: what else is given is named."""
 
     async def main() -> None:
@@ -424,7 +424,7 @@ def test_what_is_no_buffer_is_refused(world: World) -> None:
     world.run(main)
 
 
-def test_a_buffer_of_another_device_is_refused(world: World) -> None:
+def test_a_buffer_of_another_device_is_refused(world: Backend) -> None:
     """Memory of one device is refused on another, by each use, and says whose it is."""
 
     async def main() -> None:
@@ -440,7 +440,7 @@ def test_a_buffer_of_another_device_is_refused(world: World) -> None:
             with await q.empty(8) as b:
                 async with untouched(pool, p):
                     for use in (
-                        lambda: p.launch(fill, CONFIG, b, 1.0, 8),
+                        lambda: p.launch(CONFIG, fill, b, 1.0, 8),
                         lambda: p.download(b),
                         lambda: p.copy(b, b),
                         lambda: p.copy(b, np.ones(8, np.float32)),
@@ -460,7 +460,7 @@ async def _coroutine() -> None:
     raise AssertionError("it was called")
 
 
-def test_a_coroutine_function_is_refused(world: World) -> None:
+def test_a_coroutine_function_is_refused(world: Backend) -> None:
     """Run calls blocking functions: one that is to be awaited is refused, and never called."""
 
     async def main() -> None:
@@ -481,9 +481,9 @@ def test_a_coroutine_function_is_refused(world: World) -> None:
 def uses_of(p: Partition, b: Any) -> dict[str, Callable[[], Any]]:
     """Every way to use a partition."""
     return {
-        "launch": lambda: p.launch(fill, CONFIG, b, 1.0, 8),
-        "prepare": lambda: p.prepare(fill, CONFIG),
-        "bind": lambda: p.bind(fill, CONFIG, b, 1.0, 8),
+        "launch": lambda: p.launch(CONFIG, fill, b, 1.0, 8),
+        "prepare": lambda: p.prepare(CONFIG, fill),
+        "bind": lambda: p.bind(CONFIG, fill, b, 1.0, 8),
         "empty": lambda: p.empty(8),
         "empty_like": lambda: p.empty_like(np.zeros(8)),
         "empty_pinned": lambda: p.empty_pinned(8),
@@ -499,7 +499,7 @@ def uses_of(p: Partition, b: Any) -> dict[str, Callable[[], Any]]:
     }
 
 
-def test_every_use_after_the_block_is_refused(world: World) -> None:
+def test_every_use_after_the_block_is_refused(world: Backend) -> None:
     """After its block whatever is asked of a partition raises PartitionClosed, `ready` too."""
 
     async def main() -> None:
@@ -512,13 +512,13 @@ def test_every_use_after_the_block_is_refused(world: World) -> None:
                         with pytest.raises(greensched.PartitionClosed):
                             use()
                     with pytest.raises(greensched.PartitionClosed):
-                        await p.ready()
+                        await p.drain()
                 assert "closed" in repr(p)
 
     world.run(main)
 
 
-def test_every_use_before_the_block_is_refused(world: World) -> None:
+def test_every_use_before_the_block_is_refused(world: Backend) -> None:
     """Before its block a partition says that it is to be used with `async with`."""
 
     async def main() -> None:
@@ -529,13 +529,13 @@ def test_every_use_before_the_block_is_refused(world: World) -> None:
                     with pytest.raises(greensched.PartitionClosed, match="async with"):
                         use()
                 with pytest.raises(greensched.PartitionClosed, match="async with"):
-                    await p.ready()
+                    await p.drain()
             assert "not granted" in repr(p)
 
     world.run(main)
 
 
-def test_every_use_after_the_pools_end_is_refused(world: World) -> None:
+def test_every_use_after_the_pools_end_is_refused(world: Backend) -> None:
     """After its end a pool, its partitions and its buffers raise what says so, and never hang."""
 
     async def main() -> None:
@@ -547,7 +547,7 @@ def test_every_use_after_the_pools_end_is_refused(world: World) -> None:
             lambda: pool.partition(8).__aenter__(),
             lambda: pool.partitions(8, 8).__aenter__(),
             lambda: pool.run(int, sms=8),
-            lambda: pool.launch(fill, CONFIG, b, 1.0, 8, sms=8),
+            lambda: pool.launch(CONFIG, fill, b, 1.0, 8, sms=8),
             pool.verify,
             pool.open,
         ):
@@ -567,20 +567,20 @@ def test_every_use_after_the_pools_end_is_refused(world: World) -> None:
     world.run(main)
 
 
-def test_every_use_of_a_closed_buffer_is_refused(world: World) -> None:
+def test_every_use_of_a_closed_buffer_is_refused(world: Backend) -> None:
     """After its end a buffer is refused by each use, pinned or on the device."""
 
     async def main() -> None:
         async with world.pool() as pool, pool.partition(8) as p:
             b, pinned, kept = await p.empty(8), await p.empty_pinned(8), await p.empty(8)
-            await p.prepare(fill, CONFIG)
+            await p.prepare(CONFIG, fill)
             b.close()
             pinned.close()
             async with untouched(pool, p):
                 for closed in (b, pinned):
                     for use in (
-                        lambda closed=closed: p.launch(fill, CONFIG, closed, 1.0, 8),
-                        lambda closed=closed: p.bind(fill, CONFIG, closed, 1.0, 8),
+                        lambda closed=closed: p.launch(CONFIG, fill, closed, 1.0, 8),
+                        lambda closed=closed: p.bind(CONFIG, fill, closed, 1.0, 8),
                         lambda closed=closed: p.run(id, closed),
                         lambda closed=closed: p.run(dict, key=closed),
                     ):
@@ -599,18 +599,18 @@ def test_every_use_of_a_closed_buffer_is_refused(world: World) -> None:
     world.run(main)
 
 
-def test_a_refused_launch_has_not_used_its_buffers(world: World) -> None:
+def test_a_refused_launch_has_not_used_its_buffers(world: Backend) -> None:
     """A buffer beside a wrong argument is free again as if nothing had been asked."""
 
     async def main() -> None:
         async with world.pool() as pool, pool.partition(8) as p:
             config = LaunchConfig(grid=1, block=8)
             with await p.empty(8) as x, await p.empty(8) as y:
-                await p.launch(saxpy, config, 1.0, x, y, 8)
-                await p.launch(saxpy, config, 1.0, x, y, 8)
+                await p.launch(config, saxpy, 1.0, x, y, 8)
+                await p.launch(config, saxpy, 1.0, x, y, 8)
                 for wrong in ((1.0, x, y, "8"), (1.0, x, None, 8), ("1", x, y, 8)):
                     with pytest.raises(greensched.ArgumentMismatch):
-                        p.launch(saxpy, config, *wrong)
+                        p.launch(config, saxpy, *wrong)
                     uses = (*x.uses(), *y.uses())
                     assert uses
                     assert all(track.reached(ticket) for track, ticket in uses)

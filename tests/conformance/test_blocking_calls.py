@@ -12,14 +12,14 @@ import pytest
 import greensched
 from greensched import ALL, Partition
 from greensched.execution.completion import WAITERS
-from helpers.backend import World
+from helpers.backend import Backend
 from helpers.gate import Gate
 from helpers.waiting import turns, until
 
 IS_VERSIONED = False
 
 
-def test_a_callable_runs_on_the_partitions_own_thread(world: World) -> None:
+def test_a_callable_runs_on_the_partitions_own_thread(world: Backend) -> None:
     """Every call of a partition runs on one thread of its own, never the loop's."""
 
     async def main() -> None:
@@ -32,7 +32,7 @@ def test_a_callable_runs_on_the_partitions_own_thread(world: World) -> None:
     world.run(main)
 
 
-def test_arguments_and_results_pass_through(world: World) -> None:
+def test_arguments_and_results_pass_through(world: Backend) -> None:
     """Arguments of both kinds arrive, results come back, exceptions are raised where awaited."""
 
     def call(*args: object, **kwargs: object) -> tuple[object, ...]:
@@ -50,7 +50,7 @@ def test_arguments_and_results_pass_through(world: World) -> None:
     world.run(main)
 
 
-def test_a_call_sees_the_context_variables_of_its_caller(world: World) -> None:
+def test_a_call_sees_the_context_variables_of_its_caller(world: Backend) -> None:
     """As they are when it is asked for; what it sets there is its own, and gone with it."""
     request = ContextVar("request", default="none")
     served = dict[str, tuple[list[str], str]]()
@@ -78,7 +78,7 @@ def test_a_call_sees_the_context_variables_of_its_caller(world: World) -> None:
     world.run(main)
 
 
-def test_the_green_context_is_current_inside_and_restored_after(world: World) -> None:
+def test_the_green_context_is_current_inside_and_restored_after(world: Backend) -> None:
     """Inside a call the partition's context is current; afterwards what was before, always."""
 
     async def main() -> None:
@@ -102,7 +102,7 @@ def test_the_green_context_is_current_inside_and_restored_after(world: World) ->
     world.run(main)
 
 
-def test_calls_of_a_partition_run_one_after_another(world: World) -> None:
+def test_calls_of_a_partition_run_one_after_another(world: Backend) -> None:
     """Calls run in the order in which they were submitted, never two at once."""
     order: list[int] = []
 
@@ -116,7 +116,7 @@ def test_calls_of_a_partition_run_one_after_another(world: World) -> None:
     world.run(main)
 
 
-def test_a_call_begins_behind_what_was_submitted(world: World) -> None:
+def test_a_call_begins_behind_what_was_submitted(world: Backend) -> None:
     """A call's stream waits for earlier copies; the call itself may begin before."""
 
     async def main() -> None:
@@ -137,7 +137,7 @@ def test_a_call_begins_behind_what_was_submitted(world: World) -> None:
     world.run(main)
 
 
-def test_a_call_is_done_behind_what_was_submitted(world: World) -> None:
+def test_a_call_is_done_behind_what_was_submitted(world: Backend) -> None:
     """Calls that put nothing on their stream return at once, and are done behind earlier copies."""
 
     async def main() -> None:
@@ -157,7 +157,7 @@ def test_a_call_is_done_behind_what_was_submitted(world: World) -> None:
     world.run(main)
 
 
-def test_who_no_longer_waits_is_forgotten(world: World) -> None:
+def test_who_no_longer_waits_is_forgotten(world: Backend) -> None:
     """Cancelled awaits of one job do not add up; who waits all the while gets its value."""
     values: list[int] = []
 
@@ -188,7 +188,7 @@ def test_who_no_longer_waits_is_forgotten(world: World) -> None:
 
 
 @pytest.mark.real_time(why="a running call waits for the loop")
-def test_a_cancelled_call_runs_to_its_end_and_holds_its_sms(world: World) -> None:
+def test_a_cancelled_call_runs_to_its_end_and_holds_its_sms(world: Backend) -> None:
     """Whoever waits for a call is freed at once; the SMs come back when the call has returned."""
     may_return = threading.Event()
     began = threading.Event()
@@ -218,7 +218,7 @@ def test_a_cancelled_call_runs_to_its_end_and_holds_its_sms(world: World) -> Non
     world.run(main)
 
 
-def test_buffers_in_a_call_are_kept_in_order(world: World) -> None:
+def test_buffers_in_a_call_are_kept_in_order(world: Backend) -> None:
     """A buffer given to a call is waited for, and freed only after the call has returned."""
 
     async def main() -> None:
@@ -241,7 +241,7 @@ def test_buffers_in_a_call_are_kept_in_order(world: World) -> None:
 
 
 @pytest.mark.real_time(why="two running calls wait for each other")
-def test_two_partitions_call_at_the_same_time(world: World) -> None:
+def test_two_partitions_call_at_the_same_time(world: Backend) -> None:
     """Calls of different partitions do not wait for each other."""
     meet = threading.Barrier(2, timeout=10)
 
@@ -258,7 +258,7 @@ def test_two_partitions_call_at_the_same_time(world: World) -> None:
 
 
 @pytest.mark.real_time(why="a running call waits for the loop")
-def test_an_upload_does_not_wait_for_a_call(world: World) -> None:
+def test_an_upload_does_not_wait_for_a_call(world: Backend) -> None:
     """Copies and launches of a partition go on while a call of it runs."""
     uploaded = threading.Event()
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 import greensched
-from greensched import Bound, Buffer, LaunchConfig, Partition, PinnedBuffer
+from greensched import BoundLaunch, Buffer, LaunchConfig, Partition, PinnedBuffer
 from greensched.device.launch import UNASKED_SHARED
 from greensched.execution.lease import BATCH, MOST
 from greensched.kernels import fill, saxpy, spin
 from greensched.typing import CaptureMode
-from helpers.backend import World
+from helpers.backend import Backend
 from helpers.gate import Gate
 from helpers.waiting import still_waits, until
 
@@ -23,22 +23,22 @@ IS_VERSIONED = False
 CONFIG = LaunchConfig(grid=4, block=128)
 
 
-async def bound_fill(p: Partition, buffer: Buffer | PinnedBuffer) -> Bound:
+async def bound_fill(p: Partition, buffer: Buffer | PinnedBuffer) -> BoundLaunch:
     """A launch bound to a buffer of 8, which it fills."""
-    await p.prepare(fill, CONFIG)
-    return p.bind(fill, CONFIG, buffer, 1.0, 8)
+    await p.prepare(CONFIG, fill)
+    return p.bind(CONFIG, fill, buffer, 1.0, 8)
 
 
 @pytest.mark.runs_device_code
-def test_bound_launches_count(world: World) -> None:
+def test_bound_launches_count(world: Backend) -> None:
     """Each call of a bound launch runs the kernel once more, patched arguments included."""
 
     async def main() -> None:
         async with world.pool() as pool, pool.partition(8) as p:
             with await p.upload(np.ones(64, np.float32)) as x:
                 with await p.upload(np.zeros(64, np.float32)) as y:
-                    await p.prepare(saxpy, CONFIG)
-                    bound = p.bind(saxpy, CONFIG, 1.0, x, y, x.size)
+                    await p.prepare(CONFIG, saxpy)
+                    bound = p.bind(CONFIG, saxpy, 1.0, x, y, x.size)
                     for _ in range(200):
                         bound()
                     assert (await p.download(y))[0] == 200
@@ -51,14 +51,14 @@ def test_bound_launches_count(world: World) -> None:
 
 
 @pytest.mark.runs_device_code
-def test_what_was_bound_before_is_bound_anew(world: World) -> None:
+def test_what_was_bound_before_is_bound_anew(world: Backend) -> None:
     """What a lease leaves of its bound launches is bound again, with the new values alone."""
 
     async def main() -> None:
         async with world.pool(prepare=[fill]) as pool:
             async with pool.partition(8) as p:
                 first = await p.upload(np.zeros(8, np.float32))
-                old = p.bind(fill, CONFIG, first, 1.0, 8)
+                old = p.bind(CONFIG, fill, first, 1.0, 8)
                 await old.submit()
             gone = weakref.ref(first)
             with first:
@@ -67,10 +67,10 @@ def test_what_was_bound_before_is_bound_anew(world: World) -> None:
             async with pool.partition(8) as p:
                 with await p.upload(np.zeros(8, np.float32)) as x, await p.empty_like(x) as y:
                     with pytest.raises(greensched.ArgumentMismatch):
-                        p.bind(fill, CONFIG, x, "one", 8)
+                        p.bind(CONFIG, fill, x, "one", 8)
                     with pytest.raises(greensched.ArgumentMismatch):
-                        p.bind(fill, CONFIG, x, 1.0)
-                    bounds = [p.bind(fill, CONFIG, x, 2.0, 8), p.bind(fill, CONFIG, y, 3.0, 8)]
+                        p.bind(CONFIG, fill, x, 1.0)
+                    bounds = [p.bind(CONFIG, fill, x, 2.0, 8), p.bind(CONFIG, fill, y, 3.0, 8)]
                     for bound in bounds:
                         bound()
                     with pytest.raises(greensched.PartitionClosed):
@@ -87,16 +87,16 @@ def test_what_was_bound_before_is_bound_anew(world: World) -> None:
 
 
 @pytest.mark.runs_device_code
-def test_what_is_closed_twice_is_bound_anew_once(world: World) -> None:
+def test_what_is_closed_twice_is_bound_anew_once(world: Backend) -> None:
     """A bound launch that was closed before its block's end leaves what it packed to one other."""
 
     async def main() -> None:
         async with world.pool(prepare=[fill]) as pool:
             async with pool.partition(8) as p:
                 x, y = await p.upload(np.zeros(8, np.float32)), await p.empty(8)
-                p.bind(fill, CONFIG, x, 1.0, 8).close()
+                p.bind(CONFIG, fill, x, 1.0, 8).close()
             async with pool.partition(8) as p:
-                first, second = p.bind(fill, CONFIG, x, 2.0, 8), p.bind(fill, CONFIG, y, 3.0, 8)
+                first, second = p.bind(CONFIG, fill, x, 2.0, 8), p.bind(CONFIG, fill, y, 3.0, 8)
                 first()
                 second()
                 assert ((await p.download(x) == 2) & (await p.download(y) == 3)).all()
@@ -111,7 +111,7 @@ async def pool_download(pool: greensched.Pool, buffer: Buffer) -> np.ndarray:
         return await p.download(buffer)
 
 
-def test_a_bound_launch_keeps_the_shared_memory_it_was_allowed(world: World) -> None:
+def test_a_bound_launch_keeps_the_shared_memory_it_was_allowed(world: Backend) -> None:
     """A launch of the same kernel with less of it does not make an earlier bound one fail."""
 
     async def main() -> None:
@@ -119,23 +119,23 @@ def test_a_bound_launch_keeps_the_shared_memory_it_was_allowed(world: World) -> 
             most = pool.devices[0].facts.max_shared_bytes
             much = LaunchConfig(grid=1, block=32, shmem_size=most)
             less = LaunchConfig(grid=1, block=32, shmem_size=UNASKED_SHARED + 1)
-            await p.prepare(spin, much)
-            bound = p.bind(spin, much, 1000)
-            await p.launch(spin, less, 1000)
+            await p.prepare(much, spin)
+            bound = p.bind(much, spin, 1000)
+            await p.launch(less, spin, 1000)
             bound()
             await bound.submit()
 
     world.run(main)
 
 
-def test_bound_needs_its_kernel_loaded(world: World) -> None:
+def test_bound_needs_its_kernel_loaded(world: Backend) -> None:
     """Binding a kernel that was never loaded for these SMs says how to load it."""
 
     async def bind() -> None:
         async with world.pool() as pool, pool.partition(8) as p:
             with await p.empty(8) as b:
                 with pytest.raises(greensched.WouldBlock, match="prepare"):
-                    p.bind(fill, CONFIG, b, 1.0, 8)
+                    p.bind(CONFIG, fill, b, 1.0, 8)
                 bound = await bound_fill(p, b)
                 with pytest.raises(greensched.ArgumentMismatch):
                     bound.set(1, "x")
@@ -145,7 +145,7 @@ def test_bound_needs_its_kernel_loaded(world: World) -> None:
     world.run(bind)
 
 
-def test_bound_ends_with_its_block(world: World) -> None:
+def test_bound_ends_with_its_block(world: Backend) -> None:
     """After its partition's block a bound launch raises PartitionClosed."""
 
     async def main() -> None:
@@ -162,7 +162,7 @@ def test_bound_ends_with_its_block(world: World) -> None:
     world.run(main)
 
 
-def test_bound_ends_with_a_lost_lease(world: World) -> None:
+def test_bound_ends_with_a_lost_lease(world: Backend) -> None:
     """A bound launch that outlives its forgotten partition raises PartitionClosed."""
 
     async def main() -> None:
@@ -184,7 +184,7 @@ def test_bound_ends_with_a_lost_lease(world: World) -> None:
 
 
 @pytest.mark.parametrize("kind", ["empty", "empty_pinned"])
-def test_bound_refuses_a_closed_buffer(world: World, kind: str) -> None:
+def test_bound_refuses_a_closed_buffer(world: Backend, kind: str) -> None:
     """A bound launch whose buffer was closed raises BufferClosed instead of using it."""
 
     async def main() -> None:
@@ -200,14 +200,14 @@ def test_bound_refuses_a_closed_buffer(world: World, kind: str) -> None:
     world.run(main)
 
 
-def test_a_buffer_in_two_arguments_stays_in_use(world: World) -> None:
+def test_a_buffer_in_two_arguments_stays_in_use(world: Backend) -> None:
     """Patching one of two arguments that are the same buffer leaves the other one in use."""
 
     async def main() -> None:
         async with world.pool() as pool, pool.partition(8) as p, pool.partition(8) as q:
-            await p.prepare(saxpy, CONFIG)
+            await p.prepare(CONFIG, saxpy)
             x, z = await p.empty(8), await p.empty(8)
-            bound = p.bind(saxpy, CONFIG, 1.0, x, x, 8)  # read as one, written as the other
+            bound = p.bind(CONFIG, saxpy, 1.0, x, x, 8)  # read as one, written as the other
             bound.set(1, z)
             with await Gate.closed(p) as gate:
                 bound()
@@ -222,7 +222,7 @@ def test_a_buffer_in_two_arguments_stays_in_use(world: World) -> None:
     world.run(main)
 
 
-def test_the_end_of_a_bound_launch_forgets_no_other_user(world: World) -> None:
+def test_the_end_of_a_bound_launch_forgets_no_other_user(world: Backend) -> None:
     """Who used a buffer after a bound launch, elsewhere, is still waited for when that ends."""
 
     async def main() -> None:
@@ -243,14 +243,14 @@ def test_the_end_of_a_bound_launch_forgets_no_other_user(world: World) -> None:
     world.run(main)
 
 
-def test_pinned_memory_outlives_its_bound_launches(world: World) -> None:
+def test_pinned_memory_outlives_its_bound_launches(world: Backend) -> None:
     """Pinned memory closed under a bound launch in flight goes to nobody before that is done."""
 
     async def main() -> None:
         async with world.pool() as pool, pool.partition(8) as p, pool.partition(8) as q:
-            await p.prepare(fill, CONFIG)
+            await p.prepare(CONFIG, fill)
             first = await p.empty_pinned(2000)
-            bound = p.bind(fill, CONFIG, first, 1.0, 2000)
+            bound = p.bind(CONFIG, fill, first, 1.0, 2000)
             with await Gate.closed(p) as gate:
                 bound()
                 first.close()
@@ -264,7 +264,7 @@ def test_pinned_memory_outlives_its_bound_launches(world: World) -> None:
     world.run(main)
 
 
-def test_the_end_of_the_block_waits_for_bound_launches(world: World) -> None:
+def test_the_end_of_the_block_waits_for_bound_launches(world: Backend) -> None:
     """Launches without a ticket of their own are waited for all the same."""
 
     async def main() -> None:
@@ -286,7 +286,7 @@ def test_the_end_of_the_block_waits_for_bound_launches(world: World) -> None:
 
 
 @pytest.mark.parametrize("jobs_between", [False, True])
-def test_bound_launches_in_flight_are_bounded(world: World, jobs_between: bool) -> None:
+def test_bound_launches_in_flight_are_bounded(world: Backend, jobs_between: bool) -> None:
     """Beyond the bound each launch is refused until there is room, which `ready` waits for."""
 
     async def main() -> None:
@@ -294,7 +294,7 @@ def test_bound_launches_in_flight_are_bounded(world: World, jobs_between: bool) 
             with await p.empty(8) as b:
                 bound = await bound_fill(p, b)
                 for _ in range(3 * MOST):  # what is done counts no more
-                    await p.ready()
+                    await p.drain()
                     bound()
                 await bound.submit()
                 with await Gate.closed(p) as gate:
@@ -308,16 +308,16 @@ def test_bound_launches_in_flight_are_bounded(world: World, jobs_between: bool) 
                     for _ in range(2 * BATCH):
                         with pytest.raises(greensched.WouldBlock):
                             bound()
-                    await still_waits(p.ready())
+                    await still_waits(p.drain())
                     gate.open()
-                await p.ready()
+                await p.drain()
                 bound()
                 await bound.submit()
 
     world.run(main)
 
 
-def test_other_partitions_are_ordered_with_bound_launches(world: World) -> None:
+def test_other_partitions_are_ordered_with_bound_launches(world: Backend) -> None:
     """Work elsewhere on a bound buffer waits for the launches, and the next launch for it."""
 
     async def main() -> None:
@@ -341,7 +341,7 @@ def test_other_partitions_are_ordered_with_bound_launches(world: World) -> None:
 
 
 @pytest.mark.parametrize("submit", [False, True])
-def test_bound_launches_of_two_partitions_are_ordered(world: World, submit: bool) -> None:
+def test_bound_launches_of_two_partitions_are_ordered(world: Backend, submit: bool) -> None:
     """Of two launches bound to one buffer elsewhere, each waits for what was launched before."""
 
     async def main() -> None:
@@ -366,16 +366,16 @@ def test_bound_launches_of_two_partitions_are_ordered(world: World, submit: bool
     world.run(main)
 
 
-def test_bound_launches_that_only_read_are_not_ordered(world: World) -> None:
+def test_bound_launches_that_only_read_are_not_ordered(world: Backend) -> None:
     """Launches bound to one buffer in two partitions that both only read it run side by side."""
 
     async def main() -> None:
         async with world.pool() as pool, pool.partition(8) as p, pool.partition(8) as q:
             with await p.empty(8) as x, await p.empty(8) as y, await q.empty(8) as z:
-                await p.prepare(saxpy, CONFIG)
-                await q.prepare(saxpy, CONFIG)
-                first = p.bind(saxpy, CONFIG, 1.0, x, y, 8)
-                second = q.bind(saxpy, CONFIG, 1.0, x, z, 8)
+                await p.prepare(CONFIG, saxpy)
+                await q.prepare(CONFIG, saxpy)
+                first = p.bind(CONFIG, saxpy, 1.0, x, y, 8)
+                second = q.bind(CONFIG, saxpy, 1.0, x, z, 8)
                 with await Gate.closed(p) as gate:
                     first()
                     await second.submit()
@@ -385,7 +385,7 @@ def test_bound_launches_that_only_read_are_not_ordered(world: World) -> None:
 
 
 @pytest.mark.parametrize("lent", ["before it is bound", "afterwards"])
-def test_a_capture_takes_in_no_bound_launch(world: World, lent: str) -> None:
+def test_a_capture_takes_in_no_bound_launch(world: Backend, lent: str) -> None:
     """While the partition's stream, once handed out, is capturing, a bound launch is refused."""
 
     async def main() -> None:
@@ -406,7 +406,7 @@ def test_a_capture_takes_in_no_bound_launch(world: World, lent: str) -> None:
     world.run(main)
 
 
-def test_a_bound_launch_has_no_other_arguments(world: World) -> None:
+def test_a_bound_launch_has_no_other_arguments(world: Backend) -> None:
     """An argument is counted from 0 on; another one is refused by the kernel's name."""
 
     async def main() -> None:

@@ -13,7 +13,7 @@ import pytest
 import greensched
 from greensched import Buffer, LaunchConfig, Partition, Pool, ServiceClass
 from greensched.kernels import fill, saxpy
-from helpers.backend import World
+from helpers.backend import Backend
 from helpers.gate import Gate
 from helpers.waiting import still_waits, until
 
@@ -27,7 +27,7 @@ async def hold(pool: Pool, sms: int, release: anyio.Event, **options: object) ->
         await release.wait()
 
 
-def test_a_checkpoint_gives_back_and_takes_up(world: World) -> None:
+def test_a_checkpoint_gives_back_and_takes_up(world: Backend) -> None:
     """An elastic lease goes down to its least for who waits, and takes up what is idle again."""
 
     async def main() -> None:
@@ -49,7 +49,7 @@ def test_a_checkpoint_gives_back_and_takes_up(world: World) -> None:
     world.run(main)
 
 
-def test_a_lease_of_one_size_keeps_it(world: World) -> None:
+def test_a_lease_of_one_size_keeps_it(world: Backend) -> None:
     """A checkpoint of a lease that is not elastic waits for its work, and changes nothing."""
 
     async def main() -> None:
@@ -61,7 +61,7 @@ def test_a_lease_of_one_size_keeps_it(world: World) -> None:
     world.run(main)
 
 
-def test_a_checkpoint_awaits_the_work_first(world: World) -> None:
+def test_a_checkpoint_awaits_the_work_first(world: Backend) -> None:
     """While a job runs nothing moves, whoever waits; a cancellation meanwhile changes nothing."""
 
     async def main() -> None:
@@ -87,7 +87,7 @@ def test_a_checkpoint_awaits_the_work_first(world: World) -> None:
 
 
 @pytest.mark.runs_device_code
-def test_bound_launches_and_buffers_follow(world: World) -> None:
+def test_bound_launches_and_buffers_follow(world: Backend) -> None:
     """After a checkpoint on other SMs bound launches go there, and buffers are as they were."""
 
     async def main() -> None:
@@ -96,8 +96,8 @@ def test_bound_launches_and_buffers_follow(world: World) -> None:
             async with pool.partition((8, 1024)) as p:
                 with await p.upload(np.ones(64, np.float32)) as x:
                     with await p.upload(np.zeros(64, np.float32)) as y:
-                        await p.prepare(saxpy, CONFIG)
-                        bound = p.bind(saxpy, CONFIG, 1.0, x, y, x.size)
+                        await p.prepare(CONFIG, saxpy)
+                        bound = p.bind(CONFIG, saxpy, 1.0, x, y, x.size)
                         bound()
                         before = p._open()
                         tasks.start_soon(hold, pool, 8, release)
@@ -107,7 +107,7 @@ def test_bound_launches_and_buffers_follow(world: World) -> None:
                         bound()
                         bound.set(0, 10.0)
                         await bound.submit()
-                        await p.launch(saxpy, CONFIG, 100.0, x, y, x.size)
+                        await p.launch(CONFIG, saxpy, 100.0, x, y, x.size)
                         bound()
                         assert (await p.download(y))[63] == 1 + 1 + 10 + 100 + 10
                         release.set()
@@ -148,7 +148,7 @@ async def moved(pool: Pool, tasks: anyio.abc.TaskGroup, p: Partition) -> anyio.E
     return release
 
 
-def test_an_array_that_is_refused_on_other_sms_is_the_next_launchs_failure(world: World) -> None:
+def test_an_array_that_is_refused_on_other_sms_is_the_next_launchs_failure(world: Backend) -> None:
     """A checkpoint moves nevertheless, and loses nobody; the array is let go with the block."""
 
     async def main() -> None:
@@ -156,7 +156,7 @@ def test_an_array_that_is_refused_on_other_sms_is_the_next_launchs_failure(world
             async with pool.partition((8, 1024)) as p:
                 x = await p.empty(8)
                 gone = weakref.ref(array := Refusing(x))
-                bound = p.bind(fill, CONFIG, array, 1.0, 8)
+                bound = p.bind(CONFIG, fill, array, 1.0, 8)
                 await bound.submit()
                 array.refuses = True
                 release = await moved(pool, tasks, p)
@@ -175,28 +175,28 @@ def test_an_array_that_is_refused_on_other_sms_is_the_next_launchs_failure(world
     world.run(main)
 
 
-def test_what_never_was_launched_on_other_sms_is_not_ready_there(world: World) -> None:
+def test_what_never_was_launched_on_other_sms_is_not_ready_there(world: Backend) -> None:
     """A bound launch that moved where its kernel is not loaded leaves nothing to be bound there."""
 
     async def main() -> None:
         async with world.pool() as pool, anyio.create_task_group() as tasks:
             async with pool.partition((8, 1024)) as p:
                 x = await p.empty(8)
-                await p.prepare(fill, CONFIG)
-                p.bind(fill, CONFIG, x, 1.0, 8)
+                await p.prepare(CONFIG, fill)
+                p.bind(CONFIG, fill, x, 1.0, 8)
                 release = await moved(pool, tasks, p)
                 lane = p._open().lane
             async with pool.partition(lane.sm_count) as p:
                 assert p._open().lane is lane
                 with pytest.raises(greensched.WouldBlock, match="prepare"):
-                    p.bind(fill, CONFIG, x, 1.0, 8)
+                    p.bind(CONFIG, fill, x, 1.0, 8)
             release.set()
             x.close()
 
     world.run(main)
 
 
-def test_what_libraries_were_given_is_waited_for(world: World) -> None:
+def test_what_libraries_were_given_is_waited_for(world: Backend) -> None:
     """What is on the lease's own stream without a ticket is done before its SMs move."""
 
     async def main() -> None:
@@ -213,7 +213,7 @@ def test_what_libraries_were_given_is_waited_for(world: World) -> None:
     world.run(main)
 
 
-def test_a_failed_job_shows_at_the_end(world: World) -> None:
+def test_a_failed_job_shows_at_the_end(world: Backend) -> None:
     """A failure before a checkpoint is raised at the end of the block, as without one."""
 
     async def main() -> None:
@@ -230,7 +230,7 @@ def test_a_failed_job_shows_at_the_end(world: World) -> None:
     world.run(main)
 
 
-def test_feeding_goes_on_over_a_checkpoint(world: World) -> None:
+def test_feeding_goes_on_over_a_checkpoint(world: Backend) -> None:
     """Arrays that are fed come one after another, whatever SMs the partition has by then."""
 
     async def main() -> None:
@@ -240,7 +240,7 @@ def test_feeding_goes_on_over_a_checkpoint(world: World) -> None:
             await until(lambda: pool.statistics().leases == 1)
             async with pool.partition((8, 1024)) as p:
                 seen = 0
-                async for buffer in p.feed(np.full(8, i, np.float32) for i in range(6)):
+                async for buffer in p.prefetch(np.full(8, i, np.float32) for i in range(6)):
                     assert buffer.size == 8
                     seen += 1
                     release.set()
@@ -250,7 +250,7 @@ def test_feeding_goes_on_over_a_checkpoint(world: World) -> None:
     world.run(main)
 
 
-def test_an_owner_waits_for_a_checkpoint_alone(world: World) -> None:
+def test_an_owner_waits_for_a_checkpoint_alone(world: Backend) -> None:
     """What was lent of a floor is its owner's at the borrower's next checkpoint, all of it."""
     services = [
         ServiceClass("decode", reserve=16, priority=10, budget=0.020),
@@ -277,7 +277,7 @@ def test_an_owner_waits_for_a_checkpoint_alone(world: World) -> None:
     world.run(main)
 
 
-def test_a_checkpoint_outside_the_block_is_refused(world: World) -> None:
+def test_a_checkpoint_outside_the_block_is_refused(world: Backend) -> None:
     """Before and after its block a partition has no checkpoint."""
 
     async def main() -> None:
@@ -287,7 +287,7 @@ def test_a_checkpoint_outside_the_block_is_refused(world: World) -> None:
                 await p.checkpoint()
             async with p:
                 buffer = await p.empty(8)
-                await p.launch(fill, CONFIG, buffer, 1.0, 8)
+                await p.launch(CONFIG, fill, buffer, 1.0, 8)
             buffer.close()
             with pytest.raises(greensched.PartitionClosed):
                 await p.checkpoint()

@@ -23,7 +23,7 @@ from greensched import (
 from greensched.device.thread_state import here
 from greensched.driver.interface import Driver
 from greensched.typing import Feature
-from helpers.backend import World, needs, opened
+from helpers.backend import Backend, needs, opened
 
 BELOW_POOLS = True
 
@@ -61,7 +61,7 @@ def on_thread(function: Callable[[], Any], name: str | None = None) -> Any:
 # -- a device as a block ----------------------------------------------------------------------
 
 
-def test_a_device_is_current_inside_its_block(world: World) -> None:
+def test_a_device_is_current_inside_its_block(world: Backend) -> None:
     """`with Device(0) as d` gives the device, current inside, and nothing is current after."""
     with opened(world) as (device,):
         with device as d:
@@ -71,7 +71,7 @@ def test_a_device_is_current_inside_its_block(world: World) -> None:
         assert device.driver.current() is None
 
 
-def test_a_device_never_used_is_initialised_by_its_block(world: World) -> None:
+def test_a_device_never_used_is_initialised_by_its_block(world: Backend) -> None:
     """Its primary context is made where the block begins, and released by `close`."""
     with opened(world) as (device,):
         driver = device.driver
@@ -84,7 +84,7 @@ def test_a_device_never_used_is_initialised_by_its_block(world: World) -> None:
         assert not driver.primary_state(0)[1]
 
 
-def test_a_block_of_a_device_swallows_nothing(world: World) -> None:
+def test_a_block_of_a_device_swallows_nothing(world: Backend) -> None:
     """An exception passes through as it is, and what was current is restored."""
     with opened(world) as (device,):
         with pytest.raises(ZeroDivisionError) as caught, device:
@@ -93,7 +93,7 @@ def test_a_block_of_a_device_swallows_nothing(world: World) -> None:
         assert device.driver.current() is None
 
 
-def test_a_block_of_a_device_nests_in_itself_and_is_used_again(world: World) -> None:
+def test_a_block_of_a_device_nests_in_itself_and_is_used_again(world: Backend) -> None:
     """The same device nested stays current until its outermost block ends; then it begins anew."""
     with opened(world) as (device,):
         for _ in range(3):
@@ -106,7 +106,7 @@ def test_a_block_of_a_device_nests_in_itself_and_is_used_again(world: World) -> 
             on_thread(stream.sync)
 
 
-def test_a_block_always_sets(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_always_sets(world: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     """Entering and leaving tell the driver, also where it is current already."""
     with opened(world) as (device,):
         driver, told = device.driver, []
@@ -124,7 +124,7 @@ def test_a_block_always_sets(world: World, monkeypatch: pytest.MonkeyPatch) -> N
         assert told == [primary, primary, primary, None]
 
 
-def test_set_current_stays(world: World) -> None:
+def test_set_current_stays(world: Backend) -> None:
     """`Device.set_current` holds until something else is current, and blocks restore it."""
     with opened(world) as (device,):
         own = Context.create(device)
@@ -140,7 +140,7 @@ def test_set_current_stays(world: World) -> None:
         own.close()
 
 
-def test_two_devices_nest_four_deep(world: World) -> None:
+def test_two_devices_nest_four_deep(world: Backend) -> None:
     """Alternating between two devices, each level restores the one around it."""
     with opened(world, "h200x2", devices=2) as (one, two):
         driver = one.driver
@@ -160,7 +160,7 @@ def test_two_devices_nest_four_deep(world: World) -> None:
         assert now() is None
 
 
-def test_what_somebody_else_makes_current_inside_a_block_is_undone(world: World) -> None:
+def test_what_somebody_else_makes_current_inside_a_block_is_undone(world: Backend) -> None:
     """The driver's own calls in a block, of whatever library, change nothing of what is after."""
     with opened(world) as (device,):
         driver, own = device.driver, Context.create(device)
@@ -185,7 +185,7 @@ def test_what_somebody_else_makes_current_inside_a_block_is_undone(world: World)
         own.close()
 
 
-def test_threads_side_by_side(world: World) -> None:
+def test_threads_side_by_side(world: Backend) -> None:
     """What each thread has current is its own matter, however they take turns."""
     with opened(world) as (device,):
         own = Context.create(device)
@@ -220,7 +220,7 @@ def test_threads_side_by_side(world: World) -> None:
 # -- contexts ---------------------------------------------------------------------------------
 
 
-def test_current_finds_each_context_as_the_object_it_is(world: World) -> None:
+def test_current_finds_each_context_as_the_object_it_is(world: Backend) -> None:
     """The primary, a green one and one of its own are found; somebody else's is adopted."""
     with opened(world) as (device,):
         driver = device.driver
@@ -248,7 +248,7 @@ def test_current_finds_each_context_as_the_object_it_is(world: World) -> None:
             context.close()
 
 
-def test_flags_of_a_context_of_its_own(world: World) -> None:
+def test_flags_of_a_context_of_its_own(world: Backend) -> None:
     """A context of its own waits as it was asked to; no flags and two ways to wait are refused."""
     with opened(world) as (device,):
         for flags in (
@@ -267,7 +267,7 @@ def test_flags_of_a_context_of_its_own(world: World) -> None:
                 Context.create(device, wrong)  # type: ignore[arg-type]
 
 
-def test_flags_of_the_primary_are_for_whoever_makes_it(world: World) -> None:
+def test_flags_of_the_primary_are_for_whoever_makes_it(world: Backend) -> None:
     """Asked for before its first use they hold; an active one is left as it is, and refused."""
     with opened(world) as (device,):
         device.set_flags(ContextFlags.SCHED_BLOCKING_SYNC)
@@ -284,7 +284,7 @@ def test_flags_of_the_primary_are_for_whoever_makes_it(world: World) -> None:
         again.close()
 
 
-def test_scoped_gives_what_the_function_gives(world: World) -> None:
+def test_scoped_gives_what_the_function_gives(world: Backend) -> None:
     """The context is current in the call, and not after it, also when it raises."""
     with opened(world) as (device,), closing(Context.create(device)) as own:
         assert own.scoped(lambda: own.is_current)
@@ -299,7 +299,7 @@ def test_scoped_gives_what_the_function_gives(world: World) -> None:
             own.scoped(later)
 
 
-def test_synchronize_is_of_this_context(world: World) -> None:
+def test_synchronize_is_of_this_context(world: Backend) -> None:
     """It waits whatever is current, and leaves that current."""
     with opened(world) as (device,), closing(Context.create(device)) as own:
         own.synchronize()
@@ -317,7 +317,7 @@ def test_synchronize_is_of_this_context(world: World) -> None:
             own.synchronize()
 
 
-def test_closing_a_context_that_is_in_use_is_refused(world: World) -> None:
+def test_closing_a_context_that_is_in_use_is_refused(world: Backend) -> None:
     """Current here, in a block around another, or on another thread: it stays, and says where."""
     with opened(world) as (device,):
         own, green = Context.create(device), green_of(device)
@@ -344,7 +344,7 @@ def test_closing_a_context_that_is_in_use_is_refused(world: World) -> None:
             assert "closed" in repr(context)
 
 
-def test_closing_a_device_that_is_in_use_is_refused(world: World) -> None:
+def test_closing_a_device_that_is_in_use_is_refused(world: Backend) -> None:
     """Nothing has ended then: it works on, and closes when its block is left."""
     with opened(world) as (device,):
         with device, pytest.raises(greensched.InvalidRequest, match="current"):
@@ -358,7 +358,7 @@ def test_closing_a_device_that_is_in_use_is_refused(world: World) -> None:
         device.close()
 
 
-def test_what_others_replaced_is_not_in_use(world: World) -> None:
+def test_what_others_replaced_is_not_in_use(world: Backend) -> None:
     """What was set and is current no more is free: to be closed, and for another thread."""
     with opened(world) as (device,):
         driver, green = device.driver, green_of(device)
@@ -375,7 +375,7 @@ def test_what_others_replaced_is_not_in_use(world: World) -> None:
         assert here.standing == []
 
 
-def test_a_repr_tells(world: World) -> None:
+def test_a_repr_tells(world: Backend) -> None:
     """It has the kind, the device, and the handle; streams and events have their context in it."""
     with opened(world) as (device,), closing(Context.create(device)) as own:
         assert repr(own).startswith("<Context: own, device 0, ")
@@ -385,7 +385,7 @@ def test_a_repr_tells(world: World) -> None:
             assert repr(own) in repr(event)
 
 
-def test_a_forgotten_context_warns(world: World) -> None:
+def test_a_forgotten_context_warns(world: Backend) -> None:
     """Its finaliser warns, calls no driver and raises nothing; the primary is its device's."""
     with opened(world) as (device,):
         own, green = Context.create(device), green_of(device)
@@ -404,7 +404,7 @@ def test_a_forgotten_context_warns(world: World) -> None:
 
 
 def test_a_failed_restore_never_hides_the_bodys_error(
-    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    world: Backend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is logged and noted on that, or raised where there is none; ours is not left current."""
     with opened(world) as (device,):
@@ -436,7 +436,7 @@ def test_a_failed_restore_never_hides_the_bodys_error(
 # -- the stack, and moving between threads ------------------------------------------------------
 
 
-def test_a_context_floats_between_threads(world: World) -> None:
+def test_a_context_floats_between_threads(world: Backend) -> None:
     """Pushed, popped and pushed elsewhere, by whichever thread, green or its own."""
     with opened(world) as (device,):
         for context in (Context.create(device), green_of(device)):
@@ -458,7 +458,7 @@ def test_a_context_floats_between_threads(world: World) -> None:
             context.close()
 
 
-def test_popping_what_is_not_on_top_is_refused(world: World) -> None:
+def test_popping_what_is_not_on_top_is_refused(world: Backend) -> None:
     """Not current, under another, or there by a block: the stack stays as it is."""
     with opened(world) as (device,), closing(Context.create(device)) as own:
         with pytest.raises(greensched.InvalidRequest, match="not what is current"):
@@ -476,7 +476,7 @@ def test_popping_what_is_not_on_top_is_refused(world: World) -> None:
         assert device.driver.current() is None
 
 
-def test_what_is_pushed_in_a_block_ends_with_it(world: World) -> None:
+def test_what_is_pushed_in_a_block_ends_with_it(world: Backend) -> None:
     """A library that forgets to pop disturbs nobody: the block restores, the context is free."""
     with opened(world) as (device,):
         green = green_of(device)
@@ -498,7 +498,7 @@ def test_what_is_pushed_in_a_block_ends_with_it(world: World) -> None:
         green.close()
 
 
-def test_a_green_context_on_a_second_thread_is_refused_with_both_named(world: World) -> None:
+def test_a_green_context_on_a_second_thread_is_refused_with_both_named(world: Backend) -> None:
     """However it became current; launching on its stream from there is fine."""
     with opened(world) as (device,):
         needs(device.driver, Feature.GREEN_STREAMS)
@@ -531,7 +531,7 @@ def test_a_green_context_on_a_second_thread_is_refused_with_both_named(world: Wo
         green.close()
 
 
-def test_a_thread_that_ends_gives_its_green_context_up(world: World) -> None:
+def test_a_thread_that_ends_gives_its_green_context_up(world: Backend) -> None:
     """What a thread left current when it ended is nobody's: others may enter it, or close it."""
     with opened(world) as (device,):
         green = green_of(device)
@@ -546,7 +546,7 @@ def test_a_thread_that_ends_gives_its_green_context_up(world: World) -> None:
 # -- what belongs to a context ------------------------------------------------------------------
 
 
-def test_streams_and_events_of_a_context_of_its_own_do_not_mix(world: World) -> None:
+def test_streams_and_events_of_a_context_of_its_own_do_not_mix(world: Backend) -> None:
     """With green ones they are refused, both named, before the driver hears of it."""
     with opened(world) as (device,), ExitStack() as stack:
         needs(device.driver, Feature.GREEN_STREAMS)
@@ -572,7 +572,7 @@ def test_streams_and_events_of_a_context_of_its_own_do_not_mix(world: World) -> 
         stack.callback(gc.collect)
 
 
-def test_what_outlives_its_context_says_so_and_names_both(world: World) -> None:
+def test_what_outlives_its_context_says_so_and_names_both(world: Backend) -> None:
     """A stream or event used after its context's end is our error, with the context in it."""
     with opened(world) as (device,):
         needs(device.driver, Feature.GREEN_STREAMS)
@@ -592,7 +592,7 @@ def test_what_outlives_its_context_says_so_and_names_both(world: World) -> None:
                 assert repr(what) in str(caught.value)
 
 
-def test_what_a_context_is_set_to(world: World) -> None:
+def test_what_a_context_is_set_to(world: Backend) -> None:
     """Limits and cache configuration are a context's, read back, shared with its green ones."""
     with opened(world) as (device,), ExitStack() as stack:
         own = stack.enter_context(closing(Context.create(device)))
@@ -623,7 +623,7 @@ def test_what_a_context_is_set_to(world: World) -> None:
             own.stack_bytes  # noqa: B018
 
 
-def test_a_kernel_runs_in_a_context_of_its_own(world: World) -> None:
+def test_a_kernel_runs_in_a_context_of_its_own(world: Backend) -> None:
     """`launch` on its stream works without the primary, which is never made for it."""
     with opened(world) as (device,):
         driver: Driver = device.driver
@@ -634,7 +634,7 @@ def test_a_kernel_runs_in_a_context_of_its_own(world: World) -> None:
             assert not driver.primary_state(0)[1]
 
 
-def test_pools_use_no_context_of_its_own(world: World) -> None:
+def test_pools_use_no_context_of_its_own(world: Backend) -> None:
     """A pool opened and used inside a block of one has green contexts of the primary."""
     with opened(world) as (device,), closing(Context.create(device)) as own:
         needs(device.driver, Feature.COMBINED_RESOURCES)
@@ -657,7 +657,7 @@ def test_pools_use_no_context_of_its_own(world: World) -> None:
         assert not own.events
 
 
-def test_what_is_current_can_be_asked_on_a_loop(world: World) -> None:
+def test_what_is_current_can_be_asked_on_a_loop(world: Backend) -> None:
     """Asking, entering and leaving never block, also for what somebody else made current."""
     with opened(world) as (device,):
         driver, primary = device.driver, device.primary
@@ -679,7 +679,7 @@ def test_what_is_current_can_be_asked_on_a_loop(world: World) -> None:
 
 
 def test_nothing_is_logged_where_nothing_is_wrong(
-    world: World, caplog: pytest.LogCaptureFixture
+    world: Backend, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A body's own error is its own: our log says nothing of it."""
     with opened(world) as (device,), caplog.at_level(logging.DEBUG, "greensched"):

@@ -15,7 +15,7 @@ from greensched.device.staging_ring import SLOT
 from greensched.execution.lease import BATCH
 from greensched.kernels import fill
 from greensched.typing import CaptureMode
-from helpers.backend import World
+from helpers.backend import Backend
 from helpers.gate import Gate
 from helpers.waiting import until
 
@@ -42,7 +42,7 @@ def end(stream: Stream) -> None:
 
 
 @pytest.mark.parametrize("leaves", [True, False])
-def test_a_capture_left_open_is_dropped(world: World, leaves: bool) -> None:
+def test_a_capture_left_open_is_dropped(world: Backend, leaves: bool) -> None:
     """Whoever leaves in the middle of a capture gives the SMs back all the same."""
 
     async def main() -> None:
@@ -58,7 +58,7 @@ def test_a_capture_left_open_is_dropped(world: World, leaves: bool) -> None:
     world.run(main)
 
 
-def test_a_stream_is_lent_when_everything_is_on_it(world: World) -> None:
+def test_a_stream_is_lent_when_everything_is_on_it(world: Backend) -> None:
     """While something is still to be submitted the stream is not handed out: it would go first."""
 
     async def main() -> None:
@@ -76,7 +76,7 @@ def test_a_stream_is_lent_when_everything_is_on_it(world: World) -> None:
 
 
 @pytest.mark.parametrize("stays", [True, False], ids=["in the lease", "after the lease"])
-def test_what_is_kept_lives_until_the_work_is_done(world: World, stays: bool) -> None:
+def test_what_is_kept_lives_until_the_work_is_done(world: Backend, stays: bool) -> None:
     """`keep` holds what nobody else does while the device has work of before, and no longer."""
 
     async def main() -> None:
@@ -85,7 +85,7 @@ def test_what_is_kept_lives_until_the_work_is_done(world: World, stays: bool) ->
                 with await Gate.closed(p) as gate:
                     kept = Thing()
                     alive = weakref.ref(kept)
-                    job = p.keep(kept)
+                    job = p.keep_alive(kept)
                     del kept
                     gc.collect()
                     assert alive() is not None
@@ -99,7 +99,7 @@ def test_what_is_kept_lives_until_the_work_is_done(world: World, stays: bool) ->
     world.run(main)
 
 
-def test_nothing_is_kept_where_nothing_can_be_submitted(world: World) -> None:
+def test_nothing_is_kept_where_nothing_can_be_submitted(world: Backend) -> None:
     """`keep` is refused while the stream is capturing, and after the lease."""
 
     async def main() -> None:
@@ -107,68 +107,68 @@ def test_nothing_is_kept_where_nothing_can_be_submitted(world: World) -> None:
             async with pool.partition(8) as p:
                 begin(p.stream)
                 with pytest.raises(greensched.InvalidRequest, match="capturing"):
-                    p.keep(Thing())
+                    p.keep_alive(Thing())
                 end(p.stream)
             with pytest.raises(greensched.PartitionClosed):
-                p.keep(Thing())
+                p.keep_alive(Thing())
 
     world.run(main)
 
 
-def test_waiting_for_room_leaves_a_capture_alone(world: World) -> None:
+def test_waiting_for_room_leaves_a_capture_alone(world: Backend) -> None:
     """`ready` needs a ticket behind bound launches, and puts none into a capture."""
 
     async def main() -> None:
         async with world.pool() as pool, pool.partition(8) as p:
             with await p.empty(8) as b:
-                await p.prepare(fill, CONFIG)
-                bound = p.bind(fill, CONFIG, b, 1.0, 8)
+                await p.prepare(CONFIG, fill)
+                bound = p.bind(CONFIG, fill, b, 1.0, 8)
                 for _ in range(BATCH):
                     bound()
                 begin(p.stream)
                 with pytest.raises(greensched.InvalidRequest, match="capturing"):
-                    await p.ready()
+                    await p.drain()
                 end(p.stream)
-                await p.ready()
+                await p.drain()
 
     world.run(main)
 
 
-def test_nothing_is_ordered_behind_a_capture(world: World) -> None:
+def test_nothing_is_ordered_behind_a_capture(world: Backend) -> None:
     """Work on a buffer in use by a partition that is capturing is refused, and spoils nothing."""
 
     async def main() -> None:
         async with world.pool() as pool, pool.partition(8) as p, pool.partition(8) as q:
             with await p.empty(8) as b:
-                await p.prepare(fill, CONFIG)
-                await q.prepare(fill, CONFIG)
-                bound = q.bind(fill, CONFIG, b, 2.0, 8)
+                await p.prepare(CONFIG, fill)
+                await q.prepare(CONFIG, fill)
+                bound = q.bind(CONFIG, fill, b, 2.0, 8)
                 stream = p.stream
                 with await Gate.closed(p):
-                    p.launch(fill, CONFIG, b, 1.0, 8)
+                    p.launch(CONFIG, fill, b, 1.0, 8)
                     begin(stream)
                     for use in (
-                        lambda: q.launch(fill, CONFIG, b, 2.0, 8),
+                        lambda: q.launch(CONFIG, fill, b, 2.0, 8),
                         lambda: q.copy(b, np.ones(8, np.float32)),
                         bound,
                     ):
                         with pytest.raises(greensched.InvalidRequest, match="capturing"):
                             use()
                     end(stream)
-                    job = q.launch(fill, CONFIG, b, 2.0, 8)
+                    job = q.launch(CONFIG, fill, b, 2.0, 8)
                 await job
 
     world.run(main)
 
 
-def test_a_call_may_capture_while_others_go_on(world: World) -> None:
+def test_a_call_may_capture_while_others_go_on(world: Backend) -> None:
     """Work on a buffer that a call has is not refused because that call is capturing."""
 
     async def main() -> None:
         async with world.pool() as pool, pool.partition(8) as p, pool.partition(8) as q:
             with await p.empty(8) as b:
-                await p.prepare(fill, CONFIG)
-                await q.prepare(fill, CONFIG)
+                await p.prepare(CONFIG, fill)
+                await q.prepare(CONFIG, fill)
                 stream = p._open().lane.runs.stream
                 began: list[bool] = []
 
@@ -179,7 +179,7 @@ def test_a_call_may_capture_while_others_go_on(world: World) -> None:
                     begin(stream)  # left open: it is dropped
 
                 call = p.run(capture, b)
-                jobs = [p.launch(fill, CONFIG, b, 1.0, 8), q.launch(fill, CONFIG, b, 2.0, 8)]
+                jobs = [p.launch(CONFIG, fill, b, 1.0, 8), q.launch(CONFIG, fill, b, 2.0, 8)]
                 await call
                 assert began
                 for job in jobs:

@@ -11,14 +11,14 @@ import greensched
 from greensched import ALL, REST, LaunchConfig, Pool, ServiceClass
 from greensched.kernels import spin
 from greensched.typing import Feature
-from helpers.backend import World
+from helpers.backend import Backend
 from helpers.waiting import until
 
 CONFIG = LaunchConfig(grid=4, block=64)
 
 
 @pytest.mark.parametrize("granularity", ["fine", "coscheduled"])
-def test_a_pool_cuts_as_finely_as_it_was_told(world: World, granularity: Any) -> None:
+def test_a_pool_cuts_as_finely_as_it_was_told(world: Backend, granularity: Any) -> None:
     """A fine pool grants pairs of SMs, the other whole co-scheduled sets; both run kernels."""
 
     async def main() -> None:
@@ -29,7 +29,7 @@ def test_a_pool_cuts_as_finely_as_it_was_told(world: World, granularity: Any) ->
                 assert a.sm_count == b.sm_count == least
                 assert rest.sm_count <= sm.sm_count - 2 * least
                 for p in (a, b, rest):
-                    await p.launch(spin, CONFIG, 1000)
+                    await p.launch(CONFIG, spin, 1000)
             async with pool.partition(ALL) as p:
                 assert p.sm_count == sm.sm_count
 
@@ -49,7 +49,7 @@ class Work:
         pass
 
 
-def test_two_who_share_a_device_move_the_border_by_pairs(world: World) -> None:
+def test_two_who_share_a_device_move_the_border_by_pairs(world: Backend) -> None:
     """Each step has the SMs it needs, the other the rest, and no lane is made for it meanwhile."""
     services = [ServiceClass("steps", priority=1, latency=10.0), ServiceClass("bulk")]
 
@@ -58,7 +58,7 @@ def test_two_who_share_a_device_move_the_border_by_pairs(world: World) -> None:
             world.pool("h200", services=services, policy="sized", granularity="fine") as pool,
             anyio.create_task_group() as tasks,
         ):
-            total, made = pool.statistics().sms_total, pool.statistics().lanes_made
+            total, made = pool.statistics().sms_total, pool.statistics().executors_made
             release, others = anyio.Event(), []
 
             async def hold() -> None:
@@ -66,7 +66,7 @@ def test_two_who_share_a_device_move_the_border_by_pairs(world: World) -> None:
                     others.append(p)
                     await release.wait()
 
-            async with pool.partition((2, ALL), service="steps", cost=Work(1.0)) as steps:
+            async with pool.partition((2, ALL), service="steps", duration=Work(1.0)) as steps:
                 tasks.start_soon(hold)
                 await until(lambda: pool.statistics().waiting == 1)
                 await steps.checkpoint(Work(4.0), deadline=1.0)
@@ -76,17 +76,17 @@ def test_two_who_share_a_device_move_the_border_by_pairs(world: World) -> None:
                     for _ in range(2):
                         await steps.checkpoint(work, deadline=1.0)
                         for p in (steps, *others):
-                            p.launch(spin, CONFIG, 1000)
+                            p.launch(CONFIG, spin, 1000)
                         await others[0].checkpoint()
                     assert (steps.sm_count, others[0].sm_count) == (sms, total - sms)
-            assert pool.statistics().lanes_made == made
+            assert pool.statistics().executors_made == made
             release.set()
 
     world.run(main)
 
 
 @pytest.mark.parametrize("spec", ["h200", "a100"])
-def test_what_clusters_a_partition_has(world: World, spec: str) -> None:
+def test_what_clusters_a_partition_has(world: Backend, spec: str) -> None:
     """Co-scheduled partitions have clusters of 8 from 9.0 on; fine ones have none that large.
 
     A driver below 13.0 does not say how the SMs of a context are aligned: nothing is sure there.
@@ -109,7 +109,7 @@ def test_what_clusters_a_partition_has(world: World, spec: str) -> None:
     world.run(main)
 
 
-def test_balanced_work_queues(world: World) -> None:
+def test_balanced_work_queues(world: Backend) -> None:
     """Every partition has a configuration of its own, where there is one; else NotSupported."""
 
     async def main() -> None:
@@ -124,7 +124,7 @@ def test_balanced_work_queues(world: World) -> None:
             for p in both:
                 queue = p.context.resources.workqueue
                 assert (queue.sharing_scope, queue.concurrency_limit) == ("green_ctx_balanced", 2)
-                await p.launch(spin, CONFIG, 1000)
+                await p.launch(CONFIG, spin, 1000)
         async with world.pool() as pool, pool.partition(8) as p:
             assert p.context.resources.workqueue.sharing_scope == "device_ctx"
 

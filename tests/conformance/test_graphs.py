@@ -17,7 +17,7 @@ from greensched import ALL, Buffer, LaunchConfig, Partition, Pool, current_call,
 from greensched.device.streams import Stream
 from greensched.driver.simulated import SimulatedDriver, Span
 from greensched.kernels import fill, saxpy, smids
-from helpers.backend import World
+from helpers.backend import Backend
 from helpers.gate import Gate
 from helpers.waiting import still_waits, until
 
@@ -73,7 +73,7 @@ def executables(pool: Pool) -> int:
 # -- capturing and launching ----------------------------------------------------------------------
 
 
-def test_a_graph_does_its_work_at_each_launch(world: World) -> None:
+def test_a_graph_does_its_work_at_each_launch(world: Backend) -> None:
     """Capturing does nothing; each launch works on the values of then, in order with the rest."""
 
     async def main() -> None:
@@ -89,19 +89,19 @@ def test_a_graph_does_its_work_at_each_launch(world: World) -> None:
     world.run(main)
 
 
-def test_a_thousand_launches_between_jobs(world: World) -> None:
+def test_a_thousand_launches_between_jobs(world: Backend) -> None:
     """Between and behind other jobs the word of the tickets only ever grows."""
 
     async def main() -> None:
         async with world.pool() as pool, pool.partition(16) as p:
             target, source = await pair(p)
             with target, source, await p.capture(copied, target, source) as graph:
-                await p.prepare(fill, CONFIG)
+                await p.prepare(CONFIG, fill)
                 track, seen = p._open().track, 0
                 for number in range(1000):
                     job = graph.launch(p)
                     if number % 20 == 0:
-                        other = p.launch(fill, CONFIG, source, 2.0, SIZE)
+                        other = p.launch(CONFIG, fill, source, 2.0, SIZE)
                         await job
                         assert job.ticket <= track.word[0]
                         await other
@@ -115,7 +115,7 @@ def test_a_thousand_launches_between_jobs(world: World) -> None:
 
 
 @pytest.mark.runs_device_code
-def test_it_runs_on_the_sms_of_the_lease(world: World) -> None:
+def test_it_runs_on_the_sms_of_the_lease(world: Backend) -> None:
     """On those and no others, wherever it was captured before."""
     none = np.zeros(64, np.uint32)
 
@@ -134,7 +134,7 @@ def test_it_runs_on_the_sms_of_the_lease(world: World) -> None:
                             p.copy(buffer, none)
                         graph.launch(p)
                         config = LaunchConfig(grid=2 * p.sm_count, block=1024)
-                        p.launch(smids, config, again, 100_000)
+                        p.launch(config, smids, again, 100_000)
                         mine, expected = await p.download(seen), await p.download(again)
                         assert np.unpackbits(mine.view(np.uint8)).sum() == p.sm_count
                         np.testing.assert_array_equal(mine, expected)
@@ -142,7 +142,7 @@ def test_it_runs_on_the_sms_of_the_lease(world: World) -> None:
     world.run(main)
 
 
-def test_it_is_captured_once_for_each_set_of_sms(world: World) -> None:
+def test_it_is_captured_once_for_each_set_of_sms(world: Backend) -> None:
     """On the lane's own thread, by itself, and kept: the next lease of the same SMs has it."""
 
     async def main() -> None:
@@ -174,7 +174,7 @@ def test_it_is_captured_once_for_each_set_of_sms(world: World) -> None:
     world.run(main)
 
 
-def test_it_follows_a_checkpoint(world: World) -> None:
+def test_it_follows_a_checkpoint(world: Backend) -> None:
     """Where a checkpoint gave the lease other SMs, it is captured for those."""
 
     async def main() -> None:
@@ -200,7 +200,7 @@ def test_it_follows_a_checkpoint(world: World) -> None:
     world.run(main)
 
 
-def test_what_it_returns_lives_as_long(world: World) -> None:
+def test_what_it_returns_lives_as_long(world: Backend) -> None:
     """Memory that the function made for itself is not another's while the graph may use it."""
 
     class Scratch: ...
@@ -233,7 +233,7 @@ def test_what_it_returns_lives_as_long(world: World) -> None:
 # -- the buffers ----------------------------------------------------------------------------------
 
 
-def test_its_arguments_are_kept_in_order(world: World) -> None:
+def test_its_arguments_are_kept_in_order(world: Backend) -> None:
     """Work of other partitions on them comes behind a launch, and a launch behind theirs."""
 
     async def main() -> None:
@@ -260,7 +260,7 @@ def test_its_arguments_are_kept_in_order(world: World) -> None:
     world.run(main)
 
 
-def test_what_kernels_only_read_is_shared(world: World) -> None:
+def test_what_kernels_only_read_is_shared(world: Backend) -> None:
     """What the function launches kernels with counts as their parameters say."""
 
     async def main() -> None:
@@ -271,8 +271,8 @@ def test_what_kernels_only_read_is_shared(world: World) -> None:
                 await graph.launch(p)
                 with await Gate.closed(p) as gate:
                     job = graph.launch(p)
-                    await q.launch(saxpy, CONFIG, 1.0, x, other, SIZE)  # beside it
-                    writes = q.launch(saxpy, CONFIG, 1.0, other, x, SIZE)
+                    await q.launch(CONFIG, saxpy, 1.0, x, other, SIZE)  # beside it
+                    writes = q.launch(CONFIG, saxpy, 1.0, other, x, SIZE)
                     await still_waits(writes)
                     gate.open()
                     await job
@@ -281,7 +281,7 @@ def test_what_kernels_only_read_is_shared(world: World) -> None:
     world.run(main)
 
 
-def test_memory_is_not_given_back_under_a_launch(world: World) -> None:
+def test_memory_is_not_given_back_under_a_launch(world: Backend) -> None:
     """A buffer that is closed behind a launch outlives that; then nothing is launched any more."""
 
     async def main() -> None:
@@ -308,7 +308,7 @@ class Shown:
         self.__cuda_array_interface__ = buffer.__cuda_array_interface__ | {"stream": stream.address}
 
 
-def test_an_array_of_another_library_is_waited_for_at_each_launch(world: World) -> None:
+def test_an_array_of_another_library_is_waited_for_at_each_launch(world: Backend) -> None:
     """Its producer has no part in the capture; each launch comes behind it."""
 
     async def main() -> None:
@@ -378,7 +378,7 @@ def spoil_and_fail(target: Buffer, source: Buffer) -> None:
     ],
 )
 def test_what_cannot_be_captured_leaves_nothing(
-    world: World, function: Callable[..., None], kind: type[Exception], said: str
+    world: Backend, function: Callable[..., None], kind: type[Exception], said: str
 ) -> None:
     """The job fails with what is wrong; the capture is over, and the next one is a graph."""
 
@@ -396,7 +396,7 @@ def test_what_cannot_be_captured_leaves_nothing(
     world.run(main)
 
 
-def test_it_may_fail_on_other_sms(world: World) -> None:
+def test_it_may_fail_on_other_sms(world: Backend) -> None:
     """That is the launch's failure, told once; the next launch tries again."""
 
     async def main() -> None:
@@ -425,7 +425,7 @@ def test_it_may_fail_on_other_sms(world: World) -> None:
 
 
 @pytest.mark.parametrize("is_busy", [False, True], ids=["idle", "busy"])
-def test_it_uses_the_same_buffers_everywhere(world: World, *, is_busy: bool) -> None:
+def test_it_uses_the_same_buffers_everywhere(world: Backend, *, is_busy: bool) -> None:
     """Others than the first time would be kept by nobody: such a capture is refused.
 
     Whoever knows of that launches again, and succeeds: also while its thread's stream is busy.
@@ -473,7 +473,7 @@ def tell_of_looks(driver: Any, monkeypatch: pytest.MonkeyPatch, tell: Callable[[
 
 @pytest.mark.real_time("a thread waits for the loop")
 def test_a_loop_that_sleeps_meanwhile_leaves_a_capture_alone(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its event would go into the capture, spoil it, and be taken for a fault of the device."""
     driver, looked = world.driver(), threading.Event()
@@ -507,7 +507,7 @@ def test_a_loop_that_sleeps_meanwhile_leaves_a_capture_alone(
 
 @pytest.mark.real_time("work waits for the loop")
 def test_an_event_that_went_into_a_capture_is_not_asked_about(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where a capture began while the event was being recorded: it would spoil the capture."""
     driver, looks = world.driver(), list[None]()
@@ -532,7 +532,7 @@ def test_an_event_that_went_into_a_capture_is_not_asked_about(
     world.run(main)
 
 
-def test_nonsense_is_refused(world: World) -> None:
+def test_nonsense_is_refused(world: Backend) -> None:
     """What is no blocking function is not captured, and a graph is launched on partitions only."""
 
     async def coroutine() -> None: ...
@@ -554,7 +554,7 @@ def test_nonsense_is_refused(world: World) -> None:
 # -- its end --------------------------------------------------------------------------------------
 
 
-def test_nothing_is_launched_too_late(world: World) -> None:
+def test_nothing_is_launched_too_late(world: Backend) -> None:
     """Not after the lease, after `close` or after the pool; what was launched is done."""
 
     async def main() -> None:
@@ -583,7 +583,7 @@ def test_nothing_is_launched_too_late(world: World) -> None:
     world.run(main)
 
 
-def test_a_closed_graph_gives_its_memory_back(world: World) -> None:
+def test_a_closed_graph_gives_its_memory_back(world: Backend) -> None:
     """At once where nothing of it runs; else when the lane's thread next has something to do."""
 
     async def main() -> None:
@@ -607,7 +607,7 @@ def test_a_closed_graph_gives_its_memory_back(world: World) -> None:
     world.run(main)
 
 
-def test_a_forgotten_graph_is_told(world: World) -> None:
+def test_a_forgotten_graph_is_told(world: Backend) -> None:
     """It warns, and is closed; one that a cancelled task was to have is closed in silence."""
 
     async def main() -> None:
@@ -630,7 +630,7 @@ def test_a_forgotten_graph_is_told(world: World) -> None:
     world.run(main)
 
 
-def test_a_graph_is_of_one_device(world: World) -> None:
+def test_a_graph_is_of_one_device(world: Backend) -> None:
     """On a partition of another it is refused, before anything is captured there."""
 
     async def main() -> None:
@@ -646,7 +646,7 @@ def test_a_graph_is_of_one_device(world: World) -> None:
     world.run(main)
 
 
-def test_a_capture_of_the_users_own_keeps_graphs_out(world: World) -> None:
+def test_a_capture_of_the_users_own_keeps_graphs_out(world: Backend) -> None:
     """While the partition's stream is capturing no graph is launched on it."""
 
     async def main() -> None:
@@ -664,7 +664,7 @@ def test_a_capture_of_the_users_own_keeps_graphs_out(world: World) -> None:
     world.run(main)
 
 
-def test_it_takes_the_time_of_its_work(world: World) -> None:
+def test_it_takes_the_time_of_its_work(world: Backend) -> None:
     """Simulated, a launch takes one launch's latency, and then as long as its kernels do."""
     if not world.is_simulated:
         pytest.skip("how long kernels take is exact on simulated devices alone")

@@ -28,7 +28,7 @@ from greensched import (
 )
 from greensched.kernels import fill
 from greensched.typing import ContextHandle, Feature, GreenHandle, HostMemory, StreamHandle
-from helpers.backend import World, needs, opened
+from helpers.backend import Backend, needs, opened
 
 BELOW_POOLS = True
 
@@ -78,7 +78,7 @@ class Mapped:
 
 
 @pytest.mark.runs_device_code
-def test_a_kernel_of_a_green_context_does_its_work(world: World) -> None:
+def test_a_kernel_of_a_green_context_does_its_work(world: Backend) -> None:
     """A kernel on its stream writes what it should, and nothing is made current for it."""
     with opened(world) as (device,):
         needs(device.driver, Feature.GREEN_STREAMS)
@@ -94,7 +94,7 @@ def test_a_kernel_of_a_green_context_does_its_work(world: World) -> None:
 
 
 @pytest.mark.runs_device_code
-def test_two_contexts_run_kernels_of_their_own(world: World) -> None:
+def test_two_contexts_run_kernels_of_their_own(world: Backend) -> None:
     """Two green contexts fill two buffers at once, each with its own value."""
     with opened(world) as (device,), ExitStack() as stack:
         needs(device.driver, Feature.GREEN_STREAMS)
@@ -109,7 +109,7 @@ def test_two_contexts_run_kernels_of_their_own(world: World) -> None:
 
 
 @pytest.mark.runs_device_code
-def test_a_context_with_work_queues_of_its_own_runs_kernels(world: World) -> None:
+def test_a_context_with_work_queues_of_its_own_runs_kernels(world: Backend) -> None:
     """SMs and a configuration for balanced work queues make a context whose kernels work."""
     with opened(world) as (device,):
         needs(device.driver, Feature.WORKQUEUES)
@@ -133,7 +133,7 @@ def test_a_context_with_work_queues_of_its_own_runs_kernels(world: World) -> Non
 # -- whose is what ----------------------------------------------------------------------------
 
 
-def test_two_contexts_have_no_more_than_the_device(world: World) -> None:
+def test_two_contexts_have_no_more_than_the_device(world: Backend) -> None:
     """What two contexts over one split say they have is some of the device's SMs, and not all."""
     with opened(world) as (device,), greens(device, 2) as contexts:
         counts = [context.resources.sm.sm_count for context in contexts]
@@ -141,7 +141,7 @@ def test_two_contexts_have_no_more_than_the_device(world: World) -> None:
         assert sum(counts) <= device.resources.sm.sm_count
 
 
-def test_an_event_recorded_on_a_green_stream_is_of_its_context(world: World) -> None:
+def test_an_event_recorded_on_a_green_stream_is_of_its_context(world: Backend) -> None:
     """It says so, mixes with no context of its own, and ends with the green one."""
     with opened(world) as (device,), closing(Context.create(device)) as own:
         needs(device.driver, Feature.GREEN_STREAMS)
@@ -162,7 +162,7 @@ def test_an_event_recorded_on_a_green_stream_is_of_its_context(world: World) -> 
             stream.close()
 
 
-def test_a_context_set_current_and_replaced_is_found_again(world: World) -> None:
+def test_a_context_set_current_and_replaced_is_found_again(world: Backend) -> None:
     """What is current is asked of the driver and comes back as the same object, both ways."""
     with opened(world) as (device,), greens(device, 1) as (green,):
         driver = device.driver
@@ -181,7 +181,7 @@ def test_a_context_set_current_and_replaced_is_found_again(world: World) -> None
 
 
 def test_what_is_made_on_a_device_is_made_there(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Streams, events and work queues are of the device asked, whatever else is current."""
     with opened(world, "h200x2", devices=2) as (here, there):
@@ -214,7 +214,7 @@ def test_what_is_made_on_a_device_is_made_there(
 
 
 @pytest.mark.parametrize("spec", ["t4", "a100", "l40s", "h200", "rtx5090"])
-def test_every_kind_of_device_says_how_it_is_cut(world: World, spec: str) -> None:
+def test_every_kind_of_device_says_how_it_is_cut(world: Backend, spec: str) -> None:
     """The least group and the alignment are even, above 0, and what a split then gives."""
     with opened(world, spec) as (device,):
         sm = device.resources.sm
@@ -228,7 +228,7 @@ def test_every_kind_of_device_says_how_it_is_cut(world: World, spec: str) -> Non
             assert sm.coscheduled_alignment == 2
 
 
-def test_backfill_allows_what_is_refused_without(world: World) -> None:
+def test_backfill_allows_what_is_refused_without(world: Backend) -> None:
     """Two groups that whole co-scheduled sets do not give come with backfill, from 13.1 on."""
     with opened(world) as (device,):
         sm = device.resources.sm
@@ -246,7 +246,7 @@ def test_backfill_allows_what_is_refused_without(world: World) -> None:
             assert (rest.sm_count if rest is not None else 0) == sm.sm_count - 2 * half
 
 
-def test_a_dry_run_with_counts_is_answered(world: World) -> None:
+def test_a_dry_run_with_counts_is_answered(world: Backend) -> None:
     """What cuda.core's dry run fails on, explicit counts, is answered; a refusal says why."""
     with opened(world) as (device,):
         sm, least = device.resources.sm, step(device)

@@ -12,7 +12,7 @@ import pytest
 import greensched
 from greensched import ALL, Job, LaunchConfig
 from greensched.kernels import fill, saxpy
-from helpers.backend import World
+from helpers.backend import Backend
 from helpers.gate import Gate
 from helpers.waiting import still_waits, turns, until
 
@@ -22,14 +22,14 @@ CONFIG = LaunchConfig(grid=4, block=128)
 
 
 @pytest.mark.runs_device_code
-def test_a_launch_gives_the_right_answer(world: World) -> None:
+def test_a_launch_gives_the_right_answer(world: Backend) -> None:
     """The main job: upload, launch, download, and the numbers are right."""
 
     async def main() -> None:
         async with world.pool() as pool, pool.partition(16) as p:
             a = np.arange(1000, dtype=np.float32)
             with await p.upload(a) as x, await p.upload(np.ones_like(a)) as y:
-                p.launch(saxpy, CONFIG, 2.0, x, y, x.size)
+                p.launch(CONFIG, saxpy, 2.0, x, y, x.size)
                 out = await p.download(y)
             np.testing.assert_array_equal(out, 2 * a + 1)
 
@@ -37,20 +37,20 @@ def test_a_launch_gives_the_right_answer(world: World) -> None:
 
 
 @pytest.mark.runs_device_code
-def test_work_happens_in_the_order_of_submission(world: World) -> None:
+def test_work_happens_in_the_order_of_submission(world: Backend) -> None:
     """Launches and copies run in the order in which they were submitted, first use or not."""
 
     async def main() -> None:
         async with world.pool() as pool, pool.partition(8) as p, pool.partition(8) as other:
             for lane in (p, other):  # the kernels are loaded for p by its first use, in between
                 with await lane.empty(64) as b:
-                    lane.launch(fill, CONFIG, b, 1.0, b.size)
+                    lane.launch(CONFIG, fill, b, 1.0, b.size)
                     first = lane.download(b)
                     lane.copy(b, np.full(64, 5, np.float32))
                     second = lane.download(b)
-                    lane.launch(saxpy, CONFIG, 2.0, b, b, b.size)
+                    lane.launch(CONFIG, saxpy, 2.0, b, b, b.size)
                     third = lane.download(b)
-                    lane.launch(fill, CONFIG, b, 7.0, b.size)
+                    lane.launch(CONFIG, fill, b, 7.0, b.size)
                     values = [(await job)[0] for job in (first, second, third)]
                     assert values == [1.0, 5.0, 15.0]
                     assert (await lane.download(b))[63] == 7.0
@@ -58,7 +58,7 @@ def test_work_happens_in_the_order_of_submission(world: World) -> None:
     world.run(main)
 
 
-def test_a_job_can_be_awaited_by_many_and_often(world: World) -> None:
+def test_a_job_can_be_awaited_by_many_and_often(world: Backend) -> None:
     """Any number of tasks may await a job, any number of times, and all get its result."""
 
     async def main() -> None:
@@ -85,7 +85,7 @@ def test_a_job_can_be_awaited_by_many_and_often(world: World) -> None:
     world.run(main)
 
 
-def test_cancelling_an_awaiter_never_cancels_the_job(world: World) -> None:
+def test_cancelling_an_awaiter_never_cancels_the_job(world: Backend) -> None:
     """Whoever stops waiting for a job leaves it as it is: others still get its result."""
 
     async def main() -> None:
@@ -102,7 +102,7 @@ def test_cancelling_an_awaiter_never_cancels_the_job(world: World) -> None:
     world.run(main)
 
 
-def test_asking_a_job_too_early_is_told(world: World) -> None:
+def test_asking_a_job_too_early_is_told(world: Backend) -> None:
     """result() and exception() never wait: before the end they raise WouldBlock."""
 
     async def main() -> None:
@@ -120,7 +120,7 @@ def test_asking_a_job_too_early_is_told(world: World) -> None:
     world.run(main)
 
 
-def test_leaving_the_block_waits_for_jobs_left_behind(world: World) -> None:
+def test_leaving_the_block_waits_for_jobs_left_behind(world: Backend) -> None:
     """Leaving normally waits for everything that was submitted and not awaited."""
 
     async def main() -> None:
@@ -147,7 +147,7 @@ def test_leaving_the_block_waits_for_jobs_left_behind(world: World) -> None:
     world.run(main)
 
 
-def test_unseen_failure_is_raised_at_the_end(world: World) -> None:
+def test_unseen_failure_is_raised_at_the_end(world: Backend) -> None:
     """The first failure of a job nobody awaited is raised where the block ends normally."""
 
     def fail(why: str) -> None:
@@ -172,7 +172,7 @@ def test_unseen_failure_is_raised_at_the_end(world: World) -> None:
     world.run(main)
 
 
-def test_a_failure_that_was_seen_is_not_kept(world: World) -> None:
+def test_a_failure_that_was_seen_is_not_kept(world: Backend) -> None:
     """Once its failure was seen, what a failed job was given is let go of before the lease ends."""
 
     class Request:
@@ -194,7 +194,7 @@ def test_a_failure_that_was_seen_is_not_kept(world: World) -> None:
     world.run(main)
 
 
-def test_leaving_by_an_exception_does_not_wait(world: World) -> None:
+def test_leaving_by_an_exception_does_not_wait(world: Backend) -> None:
     """An exception leaves at once; the SMs stay held until the device is done with them."""
 
     async def main() -> None:
@@ -214,7 +214,7 @@ def test_leaving_by_an_exception_does_not_wait(world: World) -> None:
     world.run(main)
 
 
-def test_jobs_in_flight_are_bounded(world: World) -> None:
+def test_jobs_in_flight_are_bounded(world: Backend) -> None:
     """At the bound of jobs in flight submitting raises WouldBlock, and ready() waits for room."""
 
     async def main() -> None:
@@ -227,9 +227,9 @@ def test_jobs_in_flight_are_bounded(world: World) -> None:
                             p.copy(b, b)
                             number += 1
                     assert 32 <= number <= 1000
-                    await still_waits(p.ready())
+                    await still_waits(p.drain())
                     gate.open()
-                await p.ready()
+                await p.drain()
                 await p.copy(b, b)
 
     world.run(main)
@@ -249,7 +249,7 @@ BAD_ARGUMENTS = [
 
 @pytest.mark.parametrize(("said", "args"), BAD_ARGUMENTS)
 def test_wrong_arguments_are_refused_before_anything_is_submitted(
-    world: World, said: str, args: tuple[object, ...]
+    world: Backend, said: str, args: tuple[object, ...]
 ) -> None:
     """Arguments of the wrong number or kind raise, and say which and what it should be."""
 
@@ -258,15 +258,15 @@ def test_wrong_arguments_are_refused_before_anything_is_submitted(
             with await p.empty(8) as b:
                 given = (b, *args[1:]) if args and args[0] is None else args
                 with pytest.raises(greensched.ArgumentMismatch, match=said):
-                    p.launch(fill, CONFIG, *given)
-                await p.launch(fill, CONFIG, b, 1.0, b.size)
+                    p.launch(CONFIG, fill, *given)
+                await p.launch(CONFIG, fill, b, 1.0, b.size)
                 with pytest.raises(greensched.ArgumentMismatch, match=said):
-                    p.launch(fill, CONFIG, *given)
+                    p.launch(CONFIG, fill, *given)
 
     world.run(main)
 
 
-def test_a_buffer_of_another_dtype_is_refused(world: World) -> None:
+def test_a_buffer_of_another_dtype_is_refused(world: Backend) -> None:
     """A pointer parameter takes a buffer of its own dtype only."""
 
     async def main() -> None:
@@ -275,7 +275,7 @@ def test_a_buffer_of_another_dtype_is_refused(world: World) -> None:
                 await p.empty(8, np.float64) as b,
                 pytest.raises(greensched.ArgumentMismatch, match="float64"),
             ):
-                p.launch(fill, CONFIG, b, 1.0, b.size)
+                p.launch(CONFIG, fill, b, 1.0, b.size)
 
     world.run(main)
 
@@ -293,14 +293,14 @@ def test_a_buffer_of_another_dtype_is_refused(world: World) -> None:
     ],
 )
 def test_geometry_beyond_the_device_is_refused(
-    world: World, said: str, options: dict[str, object]
+    world: Backend, said: str, options: dict[str, object]
 ) -> None:
     """A grid, block or shared memory beyond the device raises, and says which and the limit."""
 
     async def main() -> None:
         async with world.pool() as pool, pool.partition(8) as p:
             with await p.empty(8) as b, pytest.raises(greensched.InvalidLaunch, match=said):
-                p.launch(fill, LaunchConfig(**options), b, 1.0, b.size)  # type: ignore[arg-type]
+                p.launch(LaunchConfig(**options), fill, b, 1.0, b.size)  # type: ignore[arg-type]
 
     world.run(main)
 
@@ -314,7 +314,7 @@ def test_what_is_no_geometry_is_refused(bad: object) -> None:
         LaunchConfig(grid=1, block=bad)  # type: ignore[arg-type]
 
 
-def test_pool_launch_and_run_lease_do_and_return(world: World) -> None:
+def test_pool_launch_and_run_lease_do_and_return(world: Backend) -> None:
     """pool.launch and pool.run take their SMs, do the work, wait, and give the SMs back."""
 
     async def main() -> None:
@@ -322,7 +322,7 @@ def test_pool_launch_and_run_lease_do_and_return(world: World) -> None:
             async with pool.partition(8) as p:
                 b = await p.empty(8)
             with b:
-                await pool.launch(fill, CONFIG, b, 1.0, b.size, sms=16)
+                await pool.launch(CONFIG, fill, b, 1.0, b.size, sms=16)
                 assert await pool.run(divmod, 7, 2, sms=8) == (3, 1)
             s = pool.statistics()
             assert (s.granted, s.sms_free) == (3, s.sms_total)
@@ -330,7 +330,7 @@ def test_pool_launch_and_run_lease_do_and_return(world: World) -> None:
     world.run(main)
 
 
-def test_what_a_cancelled_job_gives_is_nobodys(world: World) -> None:
+def test_what_a_cancelled_job_gives_is_nobodys(world: Backend) -> None:
     """A buffer whose upload was cancelled is given back, without a word: nobody could close it."""
 
     async def main() -> None:
@@ -341,7 +341,7 @@ def test_what_a_cancelled_job_gives_is_nobodys(world: World) -> None:
                 with anyio.CancelScope() as scope:
                     scope.cancel()
                     await p.upload(np.ones(1000))
-            await p.ready()
+            await p.drain()
             gc.collect()
             with await p.upload(np.ones(10)):  # which finds what was given back
                 await until(lambda: memory.would_grow(0) or memory.used_bytes <= before + 512)
@@ -349,7 +349,7 @@ def test_what_a_cancelled_job_gives_is_nobodys(world: World) -> None:
     world.run(main)
 
 
-def test_a_call_may_hand_its_buffers_to_a_library(world: World) -> None:
+def test_a_call_may_hand_its_buffers_to_a_library(world: Backend) -> None:
     """In a call the array interface of its arguments names the call's own stream."""
 
     async def main() -> None:

@@ -13,11 +13,11 @@ import anyio
 import numpy as np
 import pytest
 
-from greensched import Bound, Buffer, LaunchConfig, Partition, Pool
+from greensched import BoundLaunch, Buffer, LaunchConfig, Partition, Pool
 from greensched.integrations.health import fault_of
 from greensched.kernels import fill, spin
 from greensched.typing import Feature
-from helpers.backend import World, standin_library
+from helpers.backend import Backend, standin_library
 from helpers.gate import Gate
 from helpers.waiting import still_waits, until
 
@@ -28,15 +28,15 @@ ONE = LaunchConfig(grid=1, block=1)
 
 
 @pytest.fixture(autouse=True)
-def waits(world: World) -> None:
+def waits(world: Backend) -> None:
     """A driver that loads code beside whatever runs has nothing to be held up by."""
     if not world.is_simulated and standin_library() is not None:
         pytest.skip("the stand-in loads code at once, whatever runs: nothing waits for it")
 
 
-async def begin_first_use(world: World, pool: Pool, p: Partition) -> None:
+async def begin_first_use(world: Backend, pool: Pool, p: Partition) -> None:
     """A kernel nobody used yet is launched behind a gate, and is waited for by a thread."""
-    p.launch(spin, ONE, 1)
+    p.launch(ONE, spin, 1)
     loader = pool.devices[0].loader
     while world.kind != "virtual" and not loader.first_uses:
         pass  # not a turn of the loop, in which an event would be recorded
@@ -45,9 +45,9 @@ async def begin_first_use(world: World, pool: Pool, p: Partition) -> None:
 
 
 #: Ways to submit something, of which a driver makes calls that wait.
-WAYS: dict[str, Callable[[Partition, Bound, Buffer], Any]] = {
-    "launch": lambda p, _, x: p.launch(fill, CONFIG, x, 1.0, 64),
-    "bound launch": lambda p, bound, x: (bound(), p.ready())[1],
+WAYS: dict[str, Callable[[Partition, BoundLaunch, Buffer], Any]] = {
+    "launch": lambda p, _, x: p.launch(CONFIG, fill, x, 1.0, 64),
+    "bound launch": lambda p, bound, x: (bound(), p.drain())[1],
     "bound launch with a job": lambda p, bound, x: bound.submit(),
     "upload": lambda p, _, x: p.upload(np.ones(8)),
     "download": lambda p, _, x: p.download(x),
@@ -66,7 +66,7 @@ BEHIND = [(way, "another", marks) for way in WAYS if "launch" in way for marks i
     [*((way, "nobody", marks) for way in WAYS for marks in MARKS), *BEHIND],
 )
 def test_nothing_is_submitted_by_the_loop_meanwhile(
-    world: World, way: str, beside: str, marks: str
+    world: Backend, way: str, beside: str, marks: str
 ) -> None:
     """Whatever it is, behind whomever: a thread makes the calls, and it gets done."""
     if marks == "events" and not world.is_simulated:
@@ -81,11 +81,11 @@ def test_nothing_is_submitted_by_the_loop_meanwhile(
             pool.partition(8) as r,
         ):
             with await q.empty(64) as x:
-                here = q.bind(fill, CONFIG, x, 1.0, 64)
+                here = q.bind(CONFIG, fill, x, 1.0, 64)
                 await here.submit()
                 with await Gate.closed(p) as gate:
                     if beside == "another":
-                        r.bind(fill, CONFIG, x, 1.0, 64)()
+                        r.bind(CONFIG, fill, x, 1.0, 64)()
                     await begin_first_use(world, pool, p)
                     done = WAYS[way](q, here, x)
                     assert not q._open().is_prompt()
@@ -98,7 +98,7 @@ def test_nothing_is_submitted_by_the_loop_meanwhile(
 
 
 @pytest.mark.runs_device_code
-def test_everything_can_be_submitted_meanwhile(world: World) -> None:
+def test_everything_can_be_submitted_meanwhile(world: Backend) -> None:
     """To another lease, by the same loop, which goes on: it is done once the first use is."""
 
     async def main() -> None:
@@ -108,14 +108,14 @@ def test_everything_can_be_submitted_meanwhile(world: World) -> None:
             pool.partition(8) as q,
         ):
             with await q.empty(64) as x, await q.empty(64) as y:
-                bound = q.bind(fill, CONFIG, x, 1.0, 64)
+                bound = q.bind(CONFIG, fill, x, 1.0, 64)
                 await bound.submit()
                 with await Gate.closed(p) as gate:
                     await begin_first_use(world, pool, p)
                     bound.set(1, 2.0)
                     bound()
                     jobs: list[Any] = [
-                        q.launch(fill, CONFIG, y, 3.0, 64),
+                        q.launch(CONFIG, fill, y, 3.0, 64),
                         q.copy(x, y),
                         q.download(x),
                         bound.submit(),
@@ -133,13 +133,13 @@ def test_everything_can_be_submitted_meanwhile(world: World) -> None:
                 with got[5] as uploaded:
                     np.testing.assert_array_equal(await q.download(uploaded), np.arange(8.0))
                 await until(q._open().is_prompt)
-                q.launch(fill, CONFIG, y, 5.0, 64)
+                q.launch(CONFIG, fill, y, 5.0, 64)
                 assert q._open().is_prompt(), "at once again"
 
     world.run(main)
 
 
-def test_what_is_in_flight_is_awaited_meanwhile(world: World) -> None:
+def test_what_is_in_flight_is_awaited_meanwhile(world: Backend) -> None:
     """Whoever sleeps until a job is done, no event being recorded, is woken all the same."""
 
     async def main() -> None:
@@ -149,7 +149,7 @@ def test_what_is_in_flight_is_awaited_meanwhile(world: World) -> None:
             pool.partition(8) as q,
         ):
             with await q.empty(64) as x, await Gate.closed(q) as mine, await Gate.closed(p) as gate:
-                job = q.launch(fill, CONFIG, x, 1.0, 64)
+                job = q.launch(CONFIG, fill, x, 1.0, 64)
                 await begin_first_use(world, pool, p)
                 mine.open()
                 await job
@@ -159,7 +159,7 @@ def test_what_is_in_flight_is_awaited_meanwhile(world: World) -> None:
     world.run(main)
 
 
-def test_a_lease_ends_meanwhile(world: World) -> None:
+def test_a_lease_ends_meanwhile(world: Backend) -> None:
     """One whose calls may have left work on other streams is over once the first use is.
 
     One that has done nothing goes back at once.
@@ -190,7 +190,7 @@ def test_a_lease_ends_meanwhile(world: World) -> None:
     world.run(main)
 
 
-def test_a_pool_is_well_meanwhile(world: World) -> None:
+def test_a_pool_is_well_meanwhile(world: Backend) -> None:
     """Its health is told without asking the driver what would wait."""
 
     async def main() -> None:

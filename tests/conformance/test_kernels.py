@@ -10,7 +10,7 @@ import pytest
 
 from greensched import LaunchConfig, Partition, Pool, kernels
 from greensched.kernels import Kernel
-from helpers.backend import World
+from helpers.backend import Backend
 
 IS_VERSIONED = False
 
@@ -27,7 +27,7 @@ async def through(
     """What a kernel leaves in its one output, marked by None among its arguments."""
     buffers = [await p.upload(i) if isinstance(i, np.ndarray) else i for i in inputs]
     with await p.upload(out) as result:
-        p.launch(kernel, config, *(result if b is None else b for b in buffers))
+        p.launch(config, kernel, *(result if b is None else b for b in buffers))
         found = await p.download(result)
     for buffer in buffers:
         if hasattr(buffer, "close"):
@@ -36,7 +36,7 @@ async def through(
 
 
 @pytest.mark.parametrize("config", SHAPES, ids=str)
-def test_flat_kernels(world: World, config: LaunchConfig) -> None:
+def test_flat_kernels(world: Backend, config: LaunchConfig) -> None:
     """fill, saxpy and reduce_sum are right for any grid and block, and touch nothing beyond n."""
 
     async def main() -> None:
@@ -58,7 +58,7 @@ def test_flat_kernels(world: World, config: LaunchConfig) -> None:
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (37, 53, 3), (64, 64, 1)], ids=str)
 @pytest.mark.parametrize("sigma", [0.0, 0.7, 3.0])
-def test_gaussian_blur(world: World, shape: tuple[int, int, int], sigma: float) -> None:
+def test_gaussian_blur(world: Backend, shape: tuple[int, int, int], sigma: float) -> None:
     """A blur is the weighted mean of the neighbourhood, with edges clamped."""
 
     async def main() -> None:
@@ -92,7 +92,7 @@ def _blurred(image: Floats, sigma: float) -> npt.NDArray[np.float64]:
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (33, 65, 17), (128, 96, 64)], ids=str)
-def test_matmul(world: World, sizes: tuple[int, int, int]) -> None:
+def test_matmul(world: Backend, sizes: tuple[int, int, int]) -> None:
     """A product is numpy's, times the number of passes."""
     m, n, k = sizes
 
@@ -109,29 +109,29 @@ def test_matmul(world: World, sizes: tuple[int, int, int]) -> None:
     world.run(main)
 
 
-def test_spin_takes_its_time(world: World) -> None:
+def test_spin_takes_its_time(world: Backend) -> None:
     """A spin of two milliseconds is not over before them, by the device's own clock or ours."""
 
     async def main() -> None:
         driver = world.driver()
         async with Pool(driver=driver) as pool, pool.partition(8) as p:
-            await p.launch(kernels.spin, LaunchConfig(grid=1, block=1), 0)  # loaded
+            await p.launch(LaunchConfig(grid=1, block=1), kernels.spin, 0)  # loaded
             began = driver.time()
-            await p.launch(kernels.spin, LaunchConfig(grid=8, block=32), 2_000_000)
+            await p.launch(LaunchConfig(grid=8, block=32), kernels.spin, 2_000_000)
             assert driver.time() - began > 0.0019  # the device's clock ticks in microseconds
 
     world.run(main)
 
 
-def test_latch_waits_for_the_host_or_its_limit(world: World) -> None:
+def test_latch_waits_for_the_host_or_its_limit(world: Backend) -> None:
     """A latch runs until the host sets its word, and no longer than its limit."""
 
     async def main() -> None:
         async with world.pool() as pool, pool.partition(8) as p:
             with await p.empty_pinned(1, np.uint32) as word:
                 config = LaunchConfig(grid=2, block=32)
-                await p.launch(kernels.latch, config, word, 1_000_000)
-                held = p.launch(kernels.latch, config, word, 10_000_000_000)
+                await p.launch(config, kernels.latch, word, 1_000_000)
+                held = p.launch(config, kernels.latch, word, 10_000_000_000)
                 assert not held.is_done
                 word.array[0] = 1
                 await held
@@ -139,7 +139,7 @@ def test_latch_waits_for_the_host_or_its_limit(world: World) -> None:
     world.run(main)
 
 
-def test_smids_names_the_partitions_sms(world: World) -> None:
+def test_smids_names_the_partitions_sms(world: Backend) -> None:
     """As many SMs are seen as the partition has, with blocks that fill them."""
 
     async def main() -> None:

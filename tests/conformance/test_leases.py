@@ -10,13 +10,13 @@ import pytest
 
 import greensched
 from greensched import ALL, REST, Pool, ServiceClass
-from helpers.backend import World
+from helpers.backend import Backend
 from helpers.gate import Gate
 from helpers.waiting import until
 
 
 @pytest.mark.parametrize("sms", [1, 8, 9, 16, 24, 64, 100, 120])
-def test_granted_is_at_least_what_was_asked_and_visible(world: World, sms: int) -> None:
+def test_granted_is_at_least_what_was_asked_and_visible(world: Backend, sms: int) -> None:
     """A partition has at least the SMs asked for, in whole cells, and says how many."""
 
     async def main() -> None:
@@ -28,7 +28,7 @@ def test_granted_is_at_least_what_was_asked_and_visible(world: World, sms: int) 
     world.run(main)
 
 
-def test_all_is_every_sm(world: World) -> None:
+def test_all_is_every_sm(world: Backend) -> None:
     """ALL is every SM of the device, remainder included, and nothing is free beside it."""
 
     async def main() -> None:
@@ -41,7 +41,7 @@ def test_all_is_every_sm(world: World) -> None:
     world.run(main)
 
 
-def test_joint_request_is_granted_as_one(world: World) -> None:
+def test_joint_request_is_granted_as_one(world: Backend) -> None:
     """partitions(16, REST) yields both in the order of its arguments, on one device."""
 
     async def main() -> None:
@@ -54,7 +54,7 @@ def test_joint_request_is_granted_as_one(world: World) -> None:
     world.run(main)
 
 
-def test_rest_comes_first_when_written_first(world: World) -> None:
+def test_rest_comes_first_when_written_first(world: Backend) -> None:
     """The order of the tuple is the order of the arguments, wherever REST stands."""
 
     async def main() -> None:
@@ -68,7 +68,7 @@ def test_rest_comes_first_when_written_first(world: World) -> None:
     world.run(main)
 
 
-def test_elastic_size_takes_what_is_free(world: World) -> None:
+def test_elastic_size_takes_what_is_free(world: Backend) -> None:
     """(8, 64) is granted as soon as 8 are free, with as many up to 64 as are free then."""
 
     async def main() -> None:
@@ -86,7 +86,7 @@ NO_SIZES = [0, -1, True, 1.5, "16", None, (8,), (64, 8), (0, 8), (8, "x"), float
 
 
 @pytest.mark.parametrize("sms", NO_SIZES)
-def test_what_is_no_size_is_refused(world: World, sms: object) -> None:
+def test_what_is_no_size_is_refused(world: Backend, sms: object) -> None:
     """A size that can never be is refused when the partition is asked for, with what would be."""
     pool = world.pool()
     with pytest.raises(greensched.InvalidSize, match="positive int"):
@@ -94,7 +94,7 @@ def test_what_is_no_size_is_refused(world: World, sms: object) -> None:
 
 
 @pytest.mark.parametrize("sms", [133, 10**9])
-def test_more_than_can_ever_be_is_refused_at_once(world: World, sms: int) -> None:
+def test_more_than_can_ever_be_is_refused_at_once(world: Backend, sms: int) -> None:
     """A request beyond every device says the most there can be, and never waits."""
 
     async def main() -> None:
@@ -113,7 +113,7 @@ async def follow(pool: Pool, sms: object, name: object, order: list[object]) -> 
         order.append(name)
 
 
-def test_who_waits_is_granted_in_order(world: World) -> None:
+def test_who_waits_is_granted_in_order(world: Backend) -> None:
     """Requests of one size are granted in the order in which they came."""
     order: list[object] = []
 
@@ -128,7 +128,7 @@ def test_who_waits_is_granted_in_order(world: World) -> None:
     world.run(main)
 
 
-def test_larger_priority_goes_first(world: World) -> None:
+def test_larger_priority_goes_first(world: Backend) -> None:
     """A request of a service class with a larger priority is granted before earlier ones."""
     order: list[object] = []
     services = [ServiceClass(name="batch"), ServiceClass(name="decode", priority=10)]
@@ -149,7 +149,7 @@ def test_larger_priority_goes_first(world: World) -> None:
     world.run(main)
 
 
-def test_queue_is_bounded(world: World) -> None:
+def test_queue_is_bounded(world: Backend) -> None:
     """At the bound of the queue a request is refused at once, with a hint when to come again."""
 
     async def main() -> None:
@@ -173,7 +173,7 @@ async def _refused_full(pool: Pool) -> None:
     assert refused.value.retry_after > 0
 
 
-def test_deadline_passes_while_queued(world: World) -> None:
+def test_deadline_passes_while_queued(world: Backend) -> None:
     """Not granted by its deadline, a request raises DeadlineExceeded and leaves the queue."""
 
     async def late(pool: Pool) -> None:
@@ -191,7 +191,7 @@ def test_deadline_passes_while_queued(world: World) -> None:
     world.run(main)
 
 
-def test_deadline_means_nothing_once_granted(world: World) -> None:
+def test_deadline_means_nothing_once_granted(world: Backend) -> None:
     """A deadline is for the queue: a granted lease outlives it."""
 
     async def main() -> None:
@@ -204,7 +204,7 @@ def test_deadline_means_nothing_once_granted(world: World) -> None:
     world.run(main)
 
 
-def test_asking_for_what_one_holds_is_told(world: World) -> None:
+def test_asking_for_what_one_holds_is_told(world: Backend) -> None:
     """A task that holds and asks for what can never come meanwhile gets WouldDeadlock."""
 
     async def main() -> None:
@@ -219,7 +219,7 @@ def test_asking_for_what_one_holds_is_told(world: World) -> None:
     world.run(main)
 
 
-def test_nowait_is_granted_or_refused(world: World) -> None:
+def test_nowait_is_granted_or_refused(world: Backend) -> None:
     """partition_nowait is granted when it returns, or raises WouldBlock and takes nothing."""
 
     async def main() -> None:
@@ -237,25 +237,25 @@ def test_nowait_is_granted_or_refused(world: World) -> None:
     world.run(main)
 
 
-def test_other_shapes_are_made_when_asked_for(world: World) -> None:
+def test_other_shapes_are_made_when_asked_for(world: Backend) -> None:
     """Cells that are not in the menu together get a lane, made once and warm from then on."""
 
     async def main() -> None:
         async with world.pool("h200") as pool, pool.partitions(24, 24, 24, 24):
             with pytest.raises(greensched.WouldBlock, match="no lane"):
                 pool.partition_nowait(24)
-            made = pool.statistics().lanes_made
+            made = pool.statistics().executors_made
             for _ in range(3):
                 async with pool.partition(24) as p:
                     assert p.sm_count == 24
-            assert pool.statistics().lanes_made == made + 1
+            assert pool.statistics().executors_made == made + 1
             async with pool.partition_nowait(24) as p:
                 assert p.sm_count == 24
 
     world.run(main)
 
 
-def test_partition_outside_its_block_is_refused(world: World) -> None:
+def test_partition_outside_its_block_is_refused(world: Backend) -> None:
     """Before and after its block a partition raises PartitionClosed, and touches nothing."""
 
     async def main() -> None:
@@ -272,7 +272,7 @@ def test_partition_outside_its_block_is_refused(world: World) -> None:
     world.run(main)
 
 
-def test_a_partition_is_entered_once(world: World) -> None:
+def test_a_partition_is_entered_once(world: Backend) -> None:
     """A second task that enters a partition, queued or granted, is refused, and no SM is lost."""
 
     async def main() -> None:
@@ -303,7 +303,7 @@ def test_a_partition_is_entered_once(world: World) -> None:
     world.run(main)
 
 
-def test_a_refused_partition_may_be_entered_again(world: World) -> None:
+def test_a_refused_partition_may_be_entered_again(world: Backend) -> None:
     """A partition whose entering failed is as it was before."""
 
     async def main() -> None:
@@ -322,7 +322,7 @@ def test_a_refused_partition_may_be_entered_again(world: World) -> None:
     world.run(main)
 
 
-def test_a_member_of_a_joint_grant_is_not_entered_by_itself(world: World) -> None:
+def test_a_member_of_a_joint_grant_is_not_entered_by_itself(world: Backend) -> None:
     """Entering one is refused; one that ended early hides no error, and the others end too."""
 
     async def main() -> None:
@@ -338,7 +338,7 @@ def test_a_member_of_a_joint_grant_is_not_entered_by_itself(world: World) -> Non
     world.run(main)
 
 
-def test_pool_outside_its_life_is_refused(world: World) -> None:
+def test_pool_outside_its_life_is_refused(world: Backend) -> None:
     """A pool that is not open, or not any more, says so, and how to open it."""
 
     async def main() -> None:
@@ -358,7 +358,7 @@ def test_pool_outside_its_life_is_refused(world: World) -> None:
     world.run(main)
 
 
-def test_second_pool_on_a_device_is_refused(world: World) -> None:
+def test_second_pool_on_a_device_is_refused(world: Backend) -> None:
     """Two pools would cut a device into overlapping partitions: the second is refused."""
 
     async def main() -> None:
@@ -372,7 +372,7 @@ def test_second_pool_on_a_device_is_refused(world: World) -> None:
     world.run(main)
 
 
-def test_big_request_is_not_starved_by_small_ones(world: World) -> None:
+def test_big_request_is_not_starved_by_small_ones(world: Backend) -> None:
     """While small requests keep coming, a request for ALL is granted within the ageing bound."""
 
     async def main() -> None:
@@ -396,7 +396,7 @@ def test_big_request_is_not_starved_by_small_ones(world: World) -> None:
     world.run(main)
 
 
-def test_statistics_and_repr_tell_the_truth(world: World) -> None:
+def test_statistics_and_repr_tell_the_truth(world: Backend) -> None:
     """What is leased, draining and free adds up at every step, and repr says the same."""
 
     async def main() -> None:
@@ -420,23 +420,23 @@ def test_statistics_and_repr_tell_the_truth(world: World) -> None:
     world.run(main)
 
 
-def test_the_first_lease_of_any_size_makes_no_lane(world: World) -> None:
+def test_the_first_lease_of_any_size_makes_no_lane(world: Backend) -> None:
     """Whatever size is asked for first, alone or beside the rest, its lane is there already."""
 
     async def main() -> None:
         async with world.pool() as pool:
-            made = pool.statistics().lanes_made
+            made = pool.statistics().executors_made
             for sms in range(8, pool.devices[0].sm_count - 16, 8):
                 async with pool.partition_nowait(sms):
                     pass
                 async with pool.partitions(sms, greensched.REST):
                     pass
-            assert pool.statistics().lanes_made == made
+            assert pool.statistics().executors_made == made
 
     world.run(main)
 
 
-def test_a_generator_that_is_closed_has_left_its_block(world: World) -> None:
+def test_a_generator_that_is_closed_has_left_its_block(world: Backend) -> None:
     """Where an async generator is closed in a block, that block was left, and nobody is warned."""
 
     async def numbers(pool: Pool) -> AsyncIterator[int]:

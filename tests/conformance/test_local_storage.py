@@ -12,7 +12,7 @@ import pytest
 import greensched
 from greensched import ALL, Pool
 from greensched.execution import local_storage
-from helpers.backend import World
+from helpers.backend import Backend
 from helpers.waiting import until
 
 IS_VERSIONED = False
@@ -47,7 +47,7 @@ class Thing:
         self.things.where_closed.add(self.things.here())
 
 
-def test_it_is_made_once_for_the_same_sms(world: World) -> None:
+def test_it_is_made_once_for_the_same_sms(world: Backend) -> None:
     """Every lease of the same SMs has the same thing, however often it asks; it is made once."""
 
     async def main() -> None:
@@ -61,7 +61,7 @@ def test_it_is_made_once_for_the_same_sms(world: World) -> None:
     world.run(main)
 
 
-def test_other_sms_and_other_functions_have_their_own(world: World) -> None:
+def test_other_sms_and_other_functions_have_their_own(world: Backend) -> None:
     """Two partitions share nothing, nor do two functions given to one."""
 
     async def main() -> None:
@@ -73,7 +73,7 @@ def test_other_sms_and_other_functions_have_their_own(world: World) -> None:
     world.run(main)
 
 
-def test_it_is_made_and_closed_on_the_lanes_thread(world: World) -> None:
+def test_it_is_made_and_closed_on_the_lanes_thread(world: Backend) -> None:
     """Where calls of the partition run, with its SMs current; closed with the pool, newest first.
 
     While the lane lives nothing is closed.
@@ -94,7 +94,7 @@ def test_it_is_made_and_closed_on_the_lanes_thread(world: World) -> None:
     world.run(main)
 
 
-def test_two_tasks_ask_at_once(world: World) -> None:
+def test_two_tasks_ask_at_once(world: Backend) -> None:
     """Whoever asks while it is being made gets the same one."""
     seen = set()
 
@@ -113,7 +113,7 @@ def test_two_tasks_ask_at_once(world: World) -> None:
     world.run(main)
 
 
-def test_it_is_given_at_once_the_second_time(world: World) -> None:
+def test_it_is_given_at_once_the_second_time(world: Backend) -> None:
     """What is made needs no thread and no wait: the job is done when it is returned."""
 
     async def main() -> None:
@@ -128,7 +128,7 @@ def test_it_is_given_at_once_the_second_time(world: World) -> None:
     world.run(main)
 
 
-def test_a_factory_that_fails_keeps_nothing(world: World) -> None:
+def test_a_factory_that_fails_keeps_nothing(world: Backend) -> None:
     """Its error is raised where it is awaited; what was made before stays; the next call tries."""
     tries: list[int] = []
 
@@ -155,7 +155,7 @@ def test_a_factory_that_fails_keeps_nothing(world: World) -> None:
     world.run(main)
 
 
-def test_a_failure_nobody_saw_is_raised_at_the_end(world: World) -> None:
+def test_a_failure_nobody_saw_is_raised_at_the_end(world: Backend) -> None:
     """Of a factory as of any job."""
 
     async def main() -> None:
@@ -168,7 +168,7 @@ def test_a_failure_nobody_saw_is_raised_at_the_end(world: World) -> None:
 
 
 @pytest.mark.real_time(why="a running call waits for the loop")
-def test_a_cancellation_leaves_it_made(world: World) -> None:
+def test_a_cancellation_leaves_it_made(world: Backend) -> None:
     """Who waits is free at once; the factory runs to its end, and the next one has its value."""
     began, may_return = threading.Event(), threading.Event()
     made: list[object] = []
@@ -199,7 +199,7 @@ def test_a_cancellation_leaves_it_made(world: World) -> None:
     world.run(main)
 
 
-def test_nonsense_is_refused(world: World) -> None:
+def test_nonsense_is_refused(world: Backend) -> None:
     """What is no function, is to be awaited, or cannot be told apart, is refused at the call."""
 
     class Unhashable:
@@ -220,7 +220,7 @@ def test_nonsense_is_refused(world: World) -> None:
     world.run(main)
 
 
-def test_a_new_function_each_time_is_told(world: World) -> None:
+def test_a_new_function_each_time_is_told(world: Backend) -> None:
     """Beyond 64 things nothing more is made: somebody gives a new function each time."""
 
     async def main() -> None:
@@ -233,7 +233,7 @@ def test_a_new_function_each_time_is_told(world: World) -> None:
     world.run(main)
 
 
-def test_a_close_that_fails_is_logged(world: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_close_that_fails_is_logged(world: Backend, caplog: pytest.LogCaptureFixture) -> None:
     """The others are closed all the same, and so is the pool."""
 
     class Stubborn:

@@ -13,7 +13,7 @@ import greensched
 from greensched import Partition, Pool, WouldBlock, WrongDevice
 from greensched.device.staging import CHUNK
 from greensched.device.staging_ring import SLOT
-from helpers.backend import World
+from helpers.backend import Backend
 from helpers.gate import Gate
 from helpers.waiting import still_waits
 
@@ -27,7 +27,7 @@ ONES = np.ones(CHUNK // 4 + 100, np.float32)
 pytestmark = pytest.mark.parametrize("pair", PAIRS)
 
 
-def two(world: World, pair: str) -> Pool:
+def two(world: Backend, pair: str) -> Pool:
     """A pool over two devices; skipped where another test says the same."""
     if "@" in pair and (world.kind, world.backend) != ("real", "asyncio"):
         pytest.skip("older drivers copy alike on every loop: they are tried on asyncio's")
@@ -37,7 +37,7 @@ def two(world: World, pair: str) -> Pool:
 
 
 @asynccontextmanager
-async def both(world: World, pair: str) -> AsyncIterator[tuple[Partition, Partition]]:
+async def both(world: Backend, pair: str) -> AsyncIterator[tuple[Partition, Partition]]:
     """A partition of each of the two devices."""
     async with two(world, pair) as pool:
         async with pool.partition(8, device=0) as p, pool.partition(8, device=1) as q:
@@ -46,7 +46,7 @@ async def both(world: World, pair: str) -> AsyncIterator[tuple[Partition, Partit
 
 @pytest.mark.parametrize("size", [0, 3, SLOT, SLOT + 1, CHUNK, 2 * CHUNK + SLOT + 1])
 def test_what_is_copied_to_another_device_and_back_arrives(
-    world: World, pair: str, size: int
+    world: Backend, pair: str, size: int
 ) -> None:
     """Whatever its size, an array goes to the other device and comes back by either's partition."""
     array = RNG.integers(0, 256, size, np.uint8)
@@ -71,7 +71,7 @@ def test_what_is_copied_to_another_device_and_back_arrives(
 
 @pytest.mark.parametrize("value", [np.ones(8, np.float32), ONES], ids=["small", "large"])
 def test_a_copy_waits_for_the_writer_on_the_other_device(
-    world: World, pair: str, value: np.ndarray
+    world: Backend, pair: str, value: np.ndarray
 ) -> None:
     """It takes what was written before it was submitted, however late, and not what comes later."""
 
@@ -91,7 +91,7 @@ def test_a_copy_waits_for_the_writer_on_the_other_device(
     world.run(main)
 
 
-def test_the_other_device_waits_for_a_copy(world: World, pair: str) -> None:
+def test_the_other_device_waits_for_a_copy(world: Backend, pair: str) -> None:
     """Who reads or writes the buffer on its own device comes behind what was copied into it."""
 
     async def main() -> None:
@@ -110,7 +110,7 @@ def test_the_other_device_waits_for_a_copy(world: World, pair: str) -> None:
     world.run(main)
 
 
-def test_devices_copy_in_both_directions_at_once(world: World, pair: str) -> None:
+def test_devices_copy_in_both_directions_at_once(world: Backend, pair: str) -> None:
     """Several lanes of two devices upload, copy across and download at the same time."""
 
     async def there_and_back(pool: Pool, number: int) -> None:
@@ -132,7 +132,7 @@ def test_devices_copy_in_both_directions_at_once(world: World, pair: str) -> Non
     world.run(main)
 
 
-def test_neither_of_this_device_is_refused(world: World, pair: str) -> None:
+def test_neither_of_this_device_is_refused(world: Backend, pair: str) -> None:
     """A partition copies nothing for two buffers elsewhere, and nothing of another shape."""
 
     async def main() -> None:

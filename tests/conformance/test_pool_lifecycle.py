@@ -19,12 +19,12 @@ from greensched import (
 )
 from greensched.kernels import smids, spin
 from greensched.leasing import process
-from helpers.backend import World
+from helpers.backend import Backend
 from helpers.gate import Gate
 from helpers.waiting import until
 
 
-def test_a_pool_can_be_made_anywhere_and_opened_often(world: World) -> None:
+def test_a_pool_can_be_made_anywhere_and_opened_often(world: Backend) -> None:
     """Making a pool touches no loop; opening it twice, or at once from two tasks, opens it once."""
     pool = world.pool()
     assert pool.state is PoolState.NEW
@@ -36,9 +36,9 @@ def test_a_pool_can_be_made_anywhere_and_opened_often(world: World) -> None:
             tasks.start_soon(pool.open)
         await pool.open()
         assert pool.is_ready
-        lanes = pool.statistics().lanes_made
+        lanes = pool.statistics().executors_made
         await pool.open()
-        assert pool.statistics().lanes_made == lanes
+        assert pool.statistics().executors_made == lanes
         report = await pool.aclose()
         assert not report.abandoned
         assert await pool.aclose() == report
@@ -47,7 +47,7 @@ def test_a_pool_can_be_made_anywhere_and_opened_often(world: World) -> None:
     world.run(main)
 
 
-def test_a_pool_never_opened_can_be_closed(world: World) -> None:
+def test_a_pool_never_opened_can_be_closed(world: Backend) -> None:
     """Closing a pool that was never opened does nothing, and nothing opens it afterwards."""
 
     async def main() -> None:
@@ -59,7 +59,7 @@ def test_a_pool_never_opened_can_be_closed(world: World) -> None:
     world.run(main)
 
 
-def test_closing_tells_who_waits_and_lets_holders_finish(world: World) -> None:
+def test_closing_tells_who_waits_and_lets_holders_finish(world: Backend) -> None:
     """Aclose refuses who is queued, and waits for who holds a lease, within its grace."""
 
     async def main() -> None:
@@ -92,7 +92,7 @@ def test_closing_tells_who_waits_and_lets_holders_finish(world: World) -> None:
     world.run(main)
 
 
-def test_what_still_works_after_the_grace_is_abandoned_and_reported(world: World) -> None:
+def test_what_still_works_after_the_grace_is_abandoned_and_reported(world: Backend) -> None:
     """A lane with work that does not end is left as it is, and aclose says which."""
 
     async def main() -> None:
@@ -122,7 +122,7 @@ def test_what_still_works_after_the_grace_is_abandoned_and_reported(world: World
         site.close()
 
 
-def test_a_cancelled_block_still_closes_the_pool(world: World) -> None:
+def test_a_cancelled_block_still_closes_the_pool(world: Backend) -> None:
     """Leaving `async with pool` by a cancellation closes it all the same."""
 
     async def main() -> None:
@@ -135,7 +135,7 @@ def test_a_cancelled_block_still_closes_the_pool(world: World) -> None:
     world.run(main)
 
 
-def test_a_cancelled_opening_closes_the_pool(world: World) -> None:
+def test_a_cancelled_opening_closes_the_pool(world: Backend) -> None:
     """Who is cancelled on the way into `async with pool` leaves the devices to others."""
     driver = world.driver()
 
@@ -152,7 +152,7 @@ def test_a_cancelled_opening_closes_the_pool(world: World) -> None:
     world.run(main)
 
 
-def test_a_forgotten_partition_warns_and_comes_back(world: World) -> None:
+def test_a_forgotten_partition_warns_and_comes_back(world: Backend) -> None:
     """A granted partition that is dropped warns, and its SMs are granted to others."""
 
     async def main() -> None:
@@ -168,7 +168,7 @@ def test_a_forgotten_partition_warns_and_comes_back(world: World) -> None:
 
 
 def test_what_is_forgotten_comes_back_where_warnings_are_errors(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A forgotten lease or buffer is given back whatever becomes of its warning."""
     refused: list[BaseException | None] = []
@@ -190,7 +190,7 @@ def test_what_is_forgotten_comes_back_where_warnings_are_errors(
     world.run(main)
 
 
-def test_a_forgotten_pool_warns(world: World) -> None:
+def test_a_forgotten_pool_warns(world: Backend) -> None:
     """A pool that is dropped open warns."""
     driver = world.driver()
 
@@ -211,7 +211,7 @@ def test_a_forgotten_pool_warns(world: World) -> None:
     process.release_devices(driver, [site.device.ordinal for site in desk.sites])
 
 
-def test_objects_below_the_pool_work_by_themselves(world: World) -> None:
+def test_objects_below_the_pool_work_by_themselves(world: Backend) -> None:
     """Device, context, stream, event and launch do their work without a pool, on any thread."""
 
     def use() -> None:
@@ -250,7 +250,7 @@ def test_objects_below_the_pool_work_by_themselves(world: World) -> None:
         threads.submit(use).result()
 
 
-def test_children_end_with_their_context(world: World) -> None:
+def test_children_end_with_their_context(world: Backend) -> None:
     """What is left of a context's streams and events when it closes is ended with it, and dead."""
     device = Device(0, driver=world.driver())
     groups, _ = device.resources.sm.split(SMResourceOptions(count=8))
@@ -266,7 +266,7 @@ def test_children_end_with_their_context(world: World) -> None:
     device.close()
 
 
-def test_nothing_is_launched_on_a_dead_stream(world: World) -> None:
+def test_nothing_is_launched_on_a_dead_stream(world: Backend) -> None:
     """A closed stream, one whose context is gone, and what is none are refused by `launch`."""
     device = Device(0, driver=world.driver())
     groups, _ = device.resources.sm.split(SMResourceOptions(count=8))
@@ -284,7 +284,7 @@ def test_nothing_is_launched_on_a_dead_stream(world: World) -> None:
     device.close()
 
 
-def test_a_device_ends_its_green_contexts_before_its_primary(world: World) -> None:
+def test_a_device_ends_its_green_contexts_before_its_primary(world: Backend) -> None:
     """What is left open when it closes is ended in order; nothing while one is current."""
     device = Device(0, driver=world.driver())
     groups, _ = device.resources.sm.split(SMResourceOptions(count=(8, 8)))
@@ -303,7 +303,7 @@ def test_a_device_ends_its_green_contexts_before_its_primary(world: World) -> No
         child.close()
 
 
-def test_a_device_closes_while_others_have_its_primary_current(world: World) -> None:
+def test_a_device_closes_while_others_have_its_primary_current(world: Backend) -> None:
     """Who else holds the primary and made it current, as torch does, keeps it; none is refused."""
     driver = world.driver()
     device = Device(0, driver=driver)
@@ -316,7 +316,7 @@ def test_a_device_closes_while_others_have_its_primary_current(world: World) -> 
     driver.release_primary(0)
 
 
-def test_a_forgotten_stream_warns(world: World) -> None:
+def test_a_forgotten_stream_warns(world: Backend) -> None:
     """A stream nobody closed warns, and ends with its context."""
     device = Device(0, driver=world.driver())
     stream = device.create_stream()
@@ -326,7 +326,7 @@ def test_a_forgotten_stream_warns(world: World) -> None:
 
 
 @pytest.mark.runs_device_code
-def test_a_kernel_runs_on_its_partitions_sms_only(world: World) -> None:
+def test_a_kernel_runs_on_its_partitions_sms_only(world: Backend) -> None:
     """pool.verify() sees every partition on as many SMs as it has, and none on another's."""
 
     async def main() -> None:
@@ -340,7 +340,7 @@ def test_a_kernel_runs_on_its_partitions_sms_only(world: World) -> None:
     world.run(main)
 
 
-def test_device_that_is_not_there_is_told(world: World) -> None:
+def test_device_that_is_not_there_is_told(world: Backend) -> None:
     """An ordinal beyond the last device raises, and says how many there are."""
     with pytest.raises(greensched.InvalidRequest, match="no device 99"):
         Device(99, driver=world.driver())

@@ -20,7 +20,7 @@ from greensched import (
 )
 from greensched.device.staging import CHUNK
 from greensched.kernels import saxpy, spin
-from helpers.backend import World
+from helpers.backend import Backend
 from helpers.gate import Gate
 from helpers.waiting import still_waits, until
 
@@ -39,18 +39,18 @@ def batches(number: int = BATCHES, size: int = SIZE) -> Iterator[np.ndarray]:
 
 @pytest.mark.runs_device_code
 @pytest.mark.parametrize("way", ["awaited", "left", "bound"])
-def test_every_batch_is_worked_on_once(world: World, way: str) -> None:
+def test_every_batch_is_worked_on_once(world: Backend, way: str) -> None:
     """The sum over all batches is right, whether the launches are awaited, left, or bound."""
 
     async def main() -> None:
         async with world.pool() as pool, pool.partition(16) as p:
             with await p.upload(np.zeros(SIZE, np.float32)) as total:
-                await p.prepare(saxpy, CONFIG)
-                async for x in p.feed(batches()):
+                await p.prepare(CONFIG, saxpy)
+                async for x in p.prefetch(batches()):
                     if way == "bound":
-                        p.bind(saxpy, CONFIG, 1.0, x, total, x.size)()
+                        p.bind(CONFIG, saxpy, 1.0, x, total, x.size)()
                     else:
-                        job = p.launch(saxpy, CONFIG, 1.0, x, total, x.size)
+                        job = p.launch(CONFIG, saxpy, 1.0, x, total, x.size)
                         if way == "awaited":
                             await job
                 result = await p.download(total)
@@ -59,7 +59,7 @@ def test_every_batch_is_worked_on_once(world: World, way: str) -> None:
     world.run(main)
 
 
-def test_arrays_arrive_in_order_whatever_they_are(world: World) -> None:
+def test_arrays_arrive_in_order_whatever_they_are(world: Backend) -> None:
     """Any layout, dtype and size, none and empty ones among them, whole when it is given."""
     given = [
         np.arange(10.0),
@@ -71,9 +71,9 @@ def test_arrays_arrive_in_order_whatever_they_are(world: World) -> None:
 
     async def main() -> None:
         async with world.pool() as pool, pool.partition(8) as p:
-            async for nothing in p.feed([]):
+            async for nothing in p.prefetch([]):
                 raise AssertionError(nothing)
-            got = [await p.download(buffer) async for buffer in p.feed(given)]
+            got = [await p.download(buffer) async for buffer in p.prefetch(given)]
         for one, other in zip(given, got, strict=True):
             np.testing.assert_array_equal(one, other)
             assert one.dtype == other.dtype
@@ -81,7 +81,7 @@ def test_arrays_arrive_in_order_whatever_they_are(world: World) -> None:
     world.run(main)
 
 
-def test_no_more_than_three_buffers_exist(world: World) -> None:
+def test_no_more_than_three_buffers_exist(world: Backend) -> None:
     """While the work on the first is not done, the fourth array is not even asked for."""
     asked: list[int] = []
 
@@ -92,12 +92,12 @@ def test_no_more_than_three_buffers_exist(world: World) -> None:
 
     async def main() -> None:
         async with world.pool() as pool, pool.partition(8) as p:
-            feed = p.feed(arrays())
+            feed = p.prefetch(arrays())
             with await Gate.closed(p) as gate:
                 given = []
                 for _ in range(2):
                     given.append(await feed.__anext__())
-                    p.launch(spin, ONE, 1)
+                    p.launch(ONE, spin, 1)
                     p.copy(given[-1], given[-1])
                 await still_waits(feed.__anext__())
                 assert asked == [0, 1, 2]
@@ -115,11 +115,11 @@ def test_no_more_than_three_buffers_exist(world: World) -> None:
 
 
 @pytest.mark.parametrize("end", ["break", "raise", "cancel"])
-def test_a_feed_given_up_leaves_nothing(world: World, end: str) -> None:
+def test_a_feed_given_up_leaves_nothing(world: Backend, end: str) -> None:
     """Its buffers are closed without a warning, and their memory comes back."""
 
     async def feed(p: Any) -> None:
-        async for x in p.feed(batches()):
+        async for x in p.prefetch(batches()):
             assert isinstance(x, Buffer)
             if end == "break":
                 break
@@ -145,13 +145,13 @@ def test_a_feed_given_up_leaves_nothing(world: World, end: str) -> None:
     world.run(main)
 
 
-def test_a_lease_drains_until_its_copies_are_done(world: World) -> None:
+def test_a_lease_drains_until_its_copies_are_done(world: Backend) -> None:
     """SMs come back behind the copy that is under way beside the launches, and not before."""
 
     async def main() -> None:
         async with world.pool() as pool:
             p = await pool.partition(8).__aenter__()
-            feed = p.feed(batches())
+            feed = p.prefetch(batches())
             await feed.__anext__()
             copies = p._open().lane.copies
             assert copies is not None
@@ -174,7 +174,7 @@ def test_a_lease_drains_until_its_copies_are_done(world: World) -> None:
     world.run(main)
 
 
-def test_what_goes_wrong_with_a_feed_is_told_where_it_is_iterated(world: World) -> None:
+def test_what_goes_wrong_with_a_feed_is_told_where_it_is_iterated(world: Backend) -> None:
     """What is no array, no room, or an iterator's own failure; the partition goes on."""
 
     def broken() -> Iterator[np.ndarray]:
@@ -184,19 +184,19 @@ def test_what_goes_wrong_with_a_feed_is_told_where_it_is_iterated(world: World) 
     async def main() -> None:
         async with world.pool() as pool, pool.partition(8) as p:
             with pytest.raises(InvalidRequest, match="one after another"):
-                p.feed(7)  # type: ignore[arg-type]
+                p.prefetch(7)  # type: ignore[arg-type]
             with pytest.raises(InvalidArray, match="Python objects"):
-                async for _ in p.feed([np.ones(3), np.array([object()])]):
+                async for _ in p.prefetch([np.ones(3), np.array([object()])]):
                     pass
             with pytest.raises(KeyError, match="the file ended"):
-                async for _ in p.feed(broken()):
+                async for _ in p.prefetch(broken()):
                     pass
             huge = np.broadcast_to(np.zeros(1, np.uint8), (1 << 46,))
             with pytest.raises(OutOfMemory) as refused:
-                async for _ in p.feed([huge]):
+                async for _ in p.prefetch([huge]):
                     pass
             assert refused.value.asked == 1 << 46
             assert refused.value.free is not None
-            assert [b.size async for b in p.feed(batches(2))] == [SIZE, SIZE]
+            assert [b.size async for b in p.prefetch(batches(2))] == [SIZE, SIZE]
 
     world.run(main)

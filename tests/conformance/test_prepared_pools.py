@@ -12,13 +12,13 @@ import greensched
 from greensched import REST, InvalidLaunch, InvalidRequest, LaunchConfig, Pool, Program
 from greensched.kernels import fill, saxpy
 from greensched.typing import Limit
-from helpers.backend import World
+from helpers.backend import Backend
 from helpers.waiting import until
 
 LARGE = np.ones(3_000_000, np.float32)
 
 
-def test_every_lane_binds_and_launches_at_once(world: World) -> None:
+def test_every_lane_binds_and_launches_at_once(world: Backend) -> None:
     """On lanes nobody used yet, of the menu and made later, with any geometry, by no thread."""
 
     async def main() -> None:
@@ -28,41 +28,41 @@ def test_every_lane_binds_and_launches_at_once(world: World) -> None:
                 async with pool.partitions(size) as (p,):
                     with await p.empty(64) as buffer:
                         await until(p._open().is_prompt)  # the mover made the pool grow
-                        p.bind(fill, LaunchConfig(grid=blocks, block=64), buffer, 1.0, 64)()
+                        p.bind(LaunchConfig(grid=blocks, block=64), fill, buffer, 1.0, 64)()
                         assert p._open().is_prompt()
                         job = p.launch(
-                            saxpy, LaunchConfig(grid=blocks, block=32), 1.0, *2 * (buffer,), 64
+                            LaunchConfig(grid=blocks, block=32), saxpy, 1.0, *2 * (buffer,), 64
                         )
                         assert p._open().is_prompt()
                         await job
             async with pool.partitions(8, 24, 40, 16) as parts:  # of whatever cells
                 for p in parts:
                     with await p.empty(64) as buffer:
-                        p.bind(fill, LaunchConfig(grid=3, block=64), buffer, 1.0, 64)()
+                        p.bind(LaunchConfig(grid=3, block=64), fill, buffer, 1.0, 64)()
 
     world.run(main)
 
 
-def test_a_kernel_used_once_takes_any_geometry_at_once(world: World) -> None:
+def test_a_kernel_used_once_takes_any_geometry_at_once(world: Backend) -> None:
     """Without `prepare` a first use goes through a thread, and later ones do not."""
 
     async def main() -> None:
         async with world.pool() as pool, pool.partition(8) as p:
             with await p.empty(64) as buffer:
                 with pytest.raises(greensched.WouldBlock, match="not used on these SMs"):
-                    p.bind(fill, LaunchConfig(grid=1, block=64), buffer, 1.0, 64)
-                job = p.launch(fill, LaunchConfig(grid=1, block=64), buffer, 1.0, 64)
+                    p.bind(LaunchConfig(grid=1, block=64), fill, buffer, 1.0, 64)
+                job = p.launch(LaunchConfig(grid=1, block=64), fill, buffer, 1.0, 64)
                 await job
                 await until(p._open().is_prompt)
                 for block in (32, 64, 96):
-                    p.launch(fill, LaunchConfig(grid=1, block=block), buffer, 1.0, 64)
+                    p.launch(LaunchConfig(grid=1, block=block), fill, buffer, 1.0, 64)
                     assert p._open().is_prompt()
-                p.bind(fill, LaunchConfig(grid=2, block=64), buffer, 2.0, 64)()
+                p.bind(LaunchConfig(grid=2, block=64), fill, buffer, 2.0, 64)()
 
     world.run(main)
 
 
-def test_a_geometry_beyond_the_device_is_refused_on_a_prepared_lane(world: World) -> None:
+def test_a_geometry_beyond_the_device_is_refused_on_a_prepared_lane(world: Backend) -> None:
     """What can be seen to be too much raises, prepared or not, and nothing is submitted."""
 
     async def main() -> None:
@@ -70,13 +70,13 @@ def test_a_geometry_beyond_the_device_is_refused_on_a_prepared_lane(world: World
             with await p.empty(64) as buffer:
                 issued = p._open().track.issued
                 with pytest.raises(InvalidLaunch, match="block"):
-                    p.launch(fill, LaunchConfig(grid=1, block=4096), buffer, 1.0, 64)
+                    p.launch(LaunchConfig(grid=1, block=4096), fill, buffer, 1.0, 64)
                 assert p._open().track.issued == issued
 
     world.run(main)
 
 
-def test_reserved_memory_is_there(world: World) -> None:
+def test_reserved_memory_is_there(world: Backend) -> None:
     """Within `reserve_bytes` no buffer makes the pool grow; beyond the device it cannot open."""
 
     async def main() -> None:
@@ -117,7 +117,7 @@ def test_what_cannot_be_prepared_is_refused(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("needed", [0, 1 << 14])
 def test_local_memory_is_as_large_as_kernels_need(
-    world: World, monkeypatch: pytest.MonkeyPatch, needed: int
+    world: Backend, monkeypatch: pytest.MonkeyPatch, needed: int
 ) -> None:
     """Threads have what the neediest prepared kernel takes, before any launch, and never less."""
     driver = world.driver()
@@ -134,7 +134,7 @@ def test_local_memory_is_as_large_as_kernels_need(
             with p.context:  # a driver may keep it for each context, or for the primary's all
                 assert driver.limit(Limit.STACK) == max(default, needed)
             with await p.empty(64) as buffer:
-                await p.launch(fill, LaunchConfig(grid=1, block=64), buffer, 1.0, 64)
+                await p.launch(LaunchConfig(grid=1, block=64), fill, buffer, 1.0, 64)
             # What another library keeps open, later tests have, too.
             await p.run(lambda: driver.set_limit(Limit.STACK, default))
         if world.is_simulated:  # else another library may keep the primary context
@@ -144,7 +144,7 @@ def test_local_memory_is_as_large_as_kernels_need(
     world.run(main)
 
 
-def test_a_kernel_that_cannot_be_loaded_keeps_the_pool_closed(world: World) -> None:
+def test_a_kernel_that_cannot_be_loaded_keeps_the_pool_closed(world: Backend) -> None:
     """Opening fails with what is wrong with the kernel, and leaves nothing."""
 
     async def main() -> None:

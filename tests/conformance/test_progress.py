@@ -13,7 +13,7 @@ import pytest
 import greensched
 from greensched import Buffer, Job, Partition
 from greensched.device.staging import CHUNK, PART
-from helpers.backend import World
+from helpers.backend import Backend
 from helpers.gate import Gate
 from helpers.waiting import until
 
@@ -39,7 +39,9 @@ def close(result: object) -> None:
 
 @pytest.mark.parametrize("array", [LARGE, SMALL, EMPTY], ids=["large", "small", "empty"])
 @pytest.mark.parametrize("copy", COPIES.values(), ids=COPIES)
-def test_progress_is_told_on_the_loops_thread(world: World, copy: Copy, array: np.ndarray) -> None:
+def test_progress_is_told_on_the_loops_thread(
+    world: Backend, copy: Copy, array: np.ndarray
+) -> None:
     """Never backwards, of one whole, and all of it before the job gives its value."""
 
     async def main() -> None:
@@ -62,7 +64,7 @@ def test_progress_is_told_on_the_loops_thread(world: World, copy: Copy, array: n
 
 
 @pytest.mark.parametrize("copy", COPIES.values(), ids=COPIES)
-def test_progress_comes_while_the_copy_runs(world: World, copy: Copy) -> None:
+def test_progress_comes_while_the_copy_runs(world: Backend, copy: Copy) -> None:
     """A large copy from or to an array is told of before it is whole."""
 
     async def main() -> None:
@@ -87,7 +89,7 @@ def test_progress_comes_while_the_copy_runs(world: World, copy: Copy) -> None:
 
 
 def test_a_long_copy_on_the_device_is_told_of_in_parts(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A copy inside a device that is listened to goes in parts, and arrives whole."""
 
@@ -110,7 +112,7 @@ def test_a_long_copy_on_the_device_is_told_of_in_parts(
 
 @pytest.mark.parametrize("array", [LARGE, SMALL], ids=["large", "small"])
 @pytest.mark.parametrize("copy", COPIES.values(), ids=COPIES)
-def test_what_progress_raises_fails_the_job(world: World, copy: Copy, array: np.ndarray) -> None:
+def test_what_progress_raises_fails_the_job(world: Backend, copy: Copy, array: np.ndarray) -> None:
     """That job fails with it, nothing is lost, and the partition goes on."""
 
     async def main() -> None:
@@ -137,7 +139,7 @@ def test_what_progress_raises_fails_the_job(world: World, copy: Copy, array: np.
     world.run(main)
 
 
-def test_a_stopped_download_leaves_the_rest_of_its_array_alone(world: World) -> None:
+def test_a_stopped_download_leaves_the_rest_of_its_array_alone(world: Backend) -> None:
     """Nothing is written behind the place where it was stopped, then or later."""
 
     async def main() -> None:
@@ -162,7 +164,7 @@ def test_a_stopped_download_leaves_the_rest_of_its_array_alone(world: World) -> 
     world.run(main)
 
 
-def test_what_is_no_callback_is_refused(world: World) -> None:
+def test_what_is_no_callback_is_refused(world: Backend) -> None:
     """`progress` must be callable, and no coroutine function: nobody would await it."""
 
     async def later(done: int, total: int) -> None: ...
@@ -177,7 +179,7 @@ def test_what_is_no_callback_is_refused(world: World) -> None:
     world.run(main)
 
 
-def test_a_cancelled_await_leaves_the_copy_going(world: World) -> None:
+def test_a_cancelled_await_leaves_the_copy_going(world: Backend) -> None:
     """The array is in use until the job is done, which anybody may await again."""
 
     async def main() -> None:
@@ -199,7 +201,7 @@ def test_a_cancelled_await_leaves_the_copy_going(world: World) -> None:
 
 
 def test_a_block_left_by_a_cancellation_keeps_the_array_until_the_job_is_done(
-    world: World,
+    world: Backend,
 ) -> None:
     """Who was cancelled is free at once; when the job says it is done, nobody touches the array."""
 

@@ -23,13 +23,13 @@ from greensched import (
 )
 from greensched.kernels import spin
 from greensched.typing import Feature
-from helpers.backend import World, needs
+from helpers.backend import Backend, needs
 
 BELOW_POOLS = True
 
 
 @pytest.fixture
-def device(world: World) -> Iterator[Device]:
+def device(world: Backend) -> Iterator[Device]:
     device = Device(0, driver=world.driver())
     yield device
     device.close()

@@ -10,7 +10,7 @@ import pytest
 
 import greensched
 from greensched import ALL, LatencyCurve, Pool, ServiceClass
-from helpers.backend import World
+from helpers.backend import Backend
 from helpers.waiting import until
 
 IS_VERSIONED = False
@@ -21,7 +21,7 @@ async def hold(pool: Pool, sms: object, release: anyio.Event, **options: object)
         await release.wait()
 
 
-def test_a_floor_is_free_for_its_owner(world: World) -> None:
+def test_a_floor_is_free_for_its_owner(world: Backend) -> None:
     """However many others wait, an owner enters his floor at once."""
     services = [ServiceClass("decode", reserve=16), ServiceClass("batch")]
 
@@ -41,7 +41,7 @@ def test_a_floor_is_free_for_its_owner(world: World) -> None:
 
 
 @pytest.mark.parametrize(("floor", "sms"), [(16, 8), (32, 16), (32, 8), (64, 32), (64, 16)])
-def test_a_floor_has_lanes_made_beforehand(world: World, floor: int, sms: int) -> None:
+def test_a_floor_has_lanes_made_beforehand(world: Backend, floor: int, sms: int) -> None:
     """An owner has all of it in leases of one size at once: no lane is made while others work."""
     services = [ServiceClass("decode", reserve=floor), ServiceClass("batch")]
 
@@ -55,7 +55,7 @@ def test_a_floor_has_lanes_made_beforehand(world: World, floor: int, sms: int) -
     world.run(main)
 
 
-def test_each_class_has_its_own_bound(world: World) -> None:
+def test_each_class_has_its_own_bound(world: Backend) -> None:
     """At its class's bound a request is refused, with a hint; others of the pool may queue."""
     services = [ServiceClass("a", max_waiting=1), ServiceClass("b")]
 
@@ -81,8 +81,8 @@ async def refused_full(pool: Pool) -> None:
     assert refused.value.retry_after > 0
 
 
-def test_what_cannot_be_in_time_is_refused_at_once(world: World) -> None:
-    """A known cost beyond the deadline, or the latency of the class, raises the prediction."""
+def test_what_cannot_be_in_time_is_refused_at_once(world: Backend) -> None:
+    """A known duration beyond the deadline, or the latency of the class, raises the prediction."""
     services = [
         ServiceClass("decode", latency=0.010),
         ServiceClass("batch", latency=0.010, if_late="best_effort"),
@@ -91,22 +91,22 @@ def test_what_cannot_be_in_time_is_refused_at_once(world: World) -> None:
     async def main() -> None:
         async with world.pool(services=services) as pool:
             with pytest.raises(greensched.DeadlineImpossible) as refused:
-                async with pool.partition(8, service="decode", cost=0.020):
+                async with pool.partition(8, service="decode", duration=0.020):
                     raise AssertionError("granted")
             assert refused.value.predicted == pytest.approx(0.020)
             assert refused.value.deadline == pytest.approx(0.010)
             with pytest.raises(greensched.DeadlineImpossible):
-                await pool.run(int, sms=8, cost=2.0, deadline=1.0)
-            async with pool.partition(8, service="batch", cost=0.020):
+                await pool.run(int, sms=8, duration=2.0, deadline=1.0)
+            async with pool.partition(8, service="batch", duration=0.020):
                 pass
-            async with pool.partition(8, service="decode", cost=0.005):
+            async with pool.partition(8, service="decode", duration=0.005):
                 pass
             assert pool.statistics().waiting == 0
 
     world.run(main)
 
 
-def test_who_needs_less_because_another_came_is_granted_it(world: World) -> None:
+def test_who_needs_less_because_another_came_is_granted_it(world: Backend) -> None:
     """Under "sized", a request that goes first may leave others so little that it is free."""
     services = [
         ServiceClass("first", priority=2),
@@ -122,7 +122,9 @@ def test_who_needs_less_because_another_came_is_granted_it(world: World) -> None
         ):
             release = anyio.Event()
             async with pool.partition((8, 64), service="bulk"):
-                tasks.start_soon(lambda: hold(pool, (8, ALL), release, service="decode", cost=work))
+                tasks.start_soon(
+                    lambda: hold(pool, (8, ALL), release, service="decode", duration=work)
+                )
                 await until(lambda: pool.statistics().waiting == 1)
                 tasks.start_soon(lambda: hold(pool, 100, release, service="first"))
                 await until(lambda: pool.statistics().services["decode"].sms > 0)
@@ -132,7 +134,7 @@ def test_who_needs_less_because_another_came_is_granted_it(world: World) -> None
     world.run(main)
 
 
-def test_classes_change_while_it_runs(world: World) -> None:
+def test_classes_change_while_it_runs(world: Backend) -> None:
     """Who waits and who holds SMs goes on, new requests go by the new classes."""
 
     async def main() -> None:
@@ -160,7 +162,7 @@ def test_classes_change_while_it_runs(world: World) -> None:
     world.run(main)
 
 
-def test_who_waits_for_what_is_reserved_now_is_told(world: World) -> None:
+def test_who_waits_for_what_is_reserved_now_is_told(world: Backend) -> None:
     """New floors that leave less than a request asks for end its waiting, by a typed error."""
 
     async def refused(pool: Pool) -> None:
@@ -179,7 +181,7 @@ def test_who_waits_for_what_is_reserved_now_is_told(world: World) -> None:
     world.run(main)
 
 
-def test_floors_that_do_not_fit_are_refused_at_opening(world: World) -> None:
+def test_floors_that_do_not_fit_are_refused_at_opening(world: Backend) -> None:
     """A pool whose floors are more than its devices have opens nothing, and says so."""
 
     async def main() -> None:
@@ -192,10 +194,12 @@ def test_floors_that_do_not_fit_are_refused_at_opening(world: World) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"cost": 0}, {"cost": "1"}, {"cost": float("inf")}, {"near": 0}], ids=repr
+    "options",
+    [{"duration": 0}, {"duration": "1"}, {"duration": float("inf")}, {"near": 0}],
+    ids=repr,
 )
-def test_what_is_no_cost_and_no_buffer_is_refused(world: World, options: dict) -> None:
-    """A cost is seconds above 0 or a curve, and `near` a buffer; nothing is queued."""
+def test_what_is_no_cost_and_no_buffer_is_refused(world: Backend, options: dict) -> None:
+    """A duration is seconds above 0 or a curve, and `near` a buffer; nothing is queued."""
 
     async def main() -> None:
         async with world.pool() as pool:
@@ -205,7 +209,7 @@ def test_what_is_no_cost_and_no_buffer_is_refused(world: World, options: dict) -
     world.run(main)
 
 
-def test_what_a_class_allocates_is_bounded(world: World) -> None:
+def test_what_a_class_allocates_is_bounded(world: Backend) -> None:
     """Beyond `memory_bytes` a job fails with OutOfMemory; closed buffers, and others, are free."""
     services = [ServiceClass("a", memory_bytes=1 << 20), ServiceClass("b")]
 
@@ -228,7 +232,7 @@ def test_what_a_class_allocates_is_bounded(world: World) -> None:
     world.run(main)
 
 
-def test_classes_that_allow_it_are_on_all_sms_together(world: World) -> None:
+def test_classes_that_allow_it_are_on_all_sms_together(world: Backend) -> None:
     """On streams of their own, until one of them is late; then on SMs of their own."""
     services = [
         ServiceClass("quick", unsplit=True, latency=10.0),
@@ -269,7 +273,7 @@ def test_classes_that_allow_it_are_on_all_sms_together(world: World) -> None:
         (("quick", 1.0, 10**400), "at most"),
     ],
 )
-def test_what_is_no_latency_is_refused(world: World, args: tuple, said: str) -> None:
+def test_what_is_no_latency_is_refused(world: Backend, args: tuple, said: str) -> None:
     """The message says what would be one."""
 
     async def main() -> None:

@@ -8,14 +8,16 @@ import pytest
 
 import greensched
 from greensched import ALL, REST
-from helpers.backend import World
+from helpers.backend import Backend
 
 REQUESTS: list[tuple[Any, ...]] = [(1,), (16, 16, REST), (16, 16), ((8, 64), 8), (ALL,), (REST,)]
 
 
 @pytest.mark.parametrize("sizes", REQUESTS)
 @pytest.mark.parametrize("granularity", ["coscheduled", "fine"])
-def test_a_plan_is_what_is_granted(world: World, sizes: tuple[Any, ...], granularity: Any) -> None:
+def test_a_plan_is_what_is_granted(
+    world: Backend, sizes: tuple[Any, ...], granularity: Any
+) -> None:
     """On a free device a joint request gets just what the plan said, and the plan took nothing."""
 
     async def main() -> None:
@@ -31,7 +33,7 @@ def test_a_plan_is_what_is_granted(world: World, sizes: tuple[Any, ...], granula
     world.run(main)
 
 
-def test_what_is_impossible_says_why(world: World) -> None:
+def test_what_is_impossible_says_why(world: Backend) -> None:
     """Nothing is granted, the reason is a sentence, and what is nearest is possible."""
 
     async def main() -> None:
@@ -52,7 +54,7 @@ def test_what_is_impossible_says_why(world: World) -> None:
     world.run(main)
 
 
-def test_a_plan_refuses_what_is_no_size(world: World) -> None:
+def test_a_plan_refuses_what_is_no_size(world: Backend) -> None:
     """Sizes are checked as those of a request are, and a pool that is not open has no plan."""
     pool = world.pool()
     with pytest.raises(greensched.PoolClosed, match="not open"):

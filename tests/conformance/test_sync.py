@@ -19,7 +19,7 @@ import greensched
 from greensched import ALL, LaunchConfig, Partition, Pool, PoolState
 from greensched.kernels import fill
 from greensched.leasing.sync import SyncPartition
-from helpers.backend import World
+from helpers.backend import Backend
 from helpers.gate import Gate
 from helpers.waiting import until
 
@@ -29,7 +29,7 @@ CONFIG = LaunchConfig(grid=16, block=32)
 
 
 @contextmanager
-def opened(world: World, **options: object) -> Iterator[Pool]:
+def opened(world: Backend, **options: object) -> Iterator[Pool]:
     """A pool that is opened and closed without a loop, and leaves no thread behind."""
     before = set(threading.enumerate())
     pool = world.pool(**options)  # type: ignore[arg-type]  # a pool's
@@ -48,7 +48,7 @@ def in_threads(*functions: Callable[[], object]) -> list[object]:
         return [future.result(20) for future in [threads.submit(f) for f in functions]]
 
 
-def test_a_call_sees_the_context_variables_of_its_thread(world: World) -> None:
+def test_a_call_sees_the_context_variables_of_its_thread(world: Backend) -> None:
     """A `run` sees what the thread that calls it has set, not what the loop's thread has."""
     request = ContextVar("request", default="none")
 
@@ -62,15 +62,15 @@ def test_a_call_sees_the_context_variables_of_its_thread(world: World) -> None:
 
 
 @pytest.mark.runs_device_code
-def test_a_program_without_a_loop(world: World) -> None:
+def test_a_program_without_a_loop(world: Backend) -> None:
     """What a partition does is waited for where it is called, and gives its value."""
     with opened(world) as pool, pool.sync.partition(16) as p:
         assert p.sm_count == 16
         assert p.device == 0
         assert p.run(divmod, 17, 5) == (3, 2)
-        p.prepare(fill, CONFIG)
+        p.prepare(CONFIG, fill)
         with p.empty(100) as x, p.empty_like(x) as y, p.empty_pinned(4) as pinned:
-            p.launch(fill, CONFIG, x, 3.0, 100)
+            p.launch(CONFIG, fill, x, 3.0, 100)
             p.copy(y, x)
             out = np.zeros(100, np.float32)
             assert p.download(y, out) is out
@@ -80,7 +80,7 @@ def test_a_program_without_a_loop(world: World) -> None:
             assert (p.download(z) == np.arange(5)).all()
 
 
-def test_local_is_the_lanes(world: World) -> None:
+def test_local_is_the_lanes(world: Backend) -> None:
     """What is kept with a lane is the same to tasks and to threads."""
     with opened(world) as pool:
         with pool.sync.partition(ALL) as p:
@@ -89,14 +89,14 @@ def test_local_is_the_lanes(world: World) -> None:
             assert p.local(object) is first
 
 
-def test_joint_leases(world: World) -> None:
+def test_joint_leases(world: Backend) -> None:
     """Several leases of one request are entered and left together."""
     with opened(world) as pool, pool.sync.partitions(8, 16) as (a, b):
         assert (a.sm_count, b.sm_count) == (8, 16)
         assert pool.statistics().sms_leased == 24
 
 
-def test_work_that_overlaps_is_a_coroutine(world: World) -> None:
+def test_work_that_overlaps_is_a_coroutine(world: Backend) -> None:
     """`call` runs an async function on the pool's loop, in whose hands the lease is."""
 
     async def pipeline(p: Partition, n: int) -> float:
@@ -110,7 +110,7 @@ def test_work_that_overlaps_is_a_coroutine(world: World) -> None:
 # -- what goes wrong --------------------------------------------------------------------------
 
 
-def test_errors_are_those_of_an_await(world: World) -> None:
+def test_errors_are_those_of_an_await(world: Backend) -> None:
     """What can never be, what cannot be now and what failed are raised where they are asked."""
 
     def fail() -> None:
@@ -134,7 +134,7 @@ def test_errors_are_those_of_an_await(world: World) -> None:
             pass
 
 
-def test_a_deadline_passes(world: World) -> None:
+def test_a_deadline_passes(world: Backend) -> None:
     """A thread that waits for SMs longer than it may is told."""
     with opened(world) as pool, pool.sync.partition(ALL):
 
@@ -146,7 +146,7 @@ def test_a_deadline_passes(world: World) -> None:
             in_threads(ask)
 
 
-def test_a_thread_that_holds_what_it_waits_for(world: World) -> None:
+def test_a_thread_that_holds_what_it_waits_for(world: Backend) -> None:
     """One that asks for more than there is beside what it holds is refused; another one waits."""
     with opened(world) as pool:
         asked = threading.Event()
@@ -165,9 +165,9 @@ def test_a_thread_that_holds_what_it_waits_for(world: World) -> None:
             assert waits.result(10) > 8
 
 
-def test_a_checkpoint_gives_back_and_takes_up(world: World) -> None:
+def test_a_checkpoint_gives_back_and_takes_up(world: Backend) -> None:
     """A thread's elastic lease gives SMs to one that waits, and has them again behind it."""
-    with opened(world) as pool, pool.sync.partition((8, ALL), cost=10.0) as p:
+    with opened(world) as pool, pool.sync.partition((8, ALL), duration=10.0) as p:
         whole, may_end = p.sm_count, threading.Event()
 
         def other() -> None:
@@ -194,7 +194,7 @@ def test_arguments() -> None:
             assert [*signature(mine).parameters] == [*signature(theirs).parameters], name
 
 
-def test_tasks_of_one_call(world: World) -> None:
+def test_tasks_of_one_call(world: Backend) -> None:
     """Tasks that a call starts hold SMs each for itself, and wait for each other."""
 
     async def lease(pool: Pool) -> int:
@@ -211,7 +211,7 @@ def test_tasks_of_one_call(world: World) -> None:
             pool.sync.call(lease, pool)  # itself it is the thread's
 
 
-def test_before_and_after(world: World) -> None:
+def test_before_and_after(world: Backend) -> None:
     """A pool that is not open is refused; opening and closing twice is nothing."""
     pool = world.pool()
     with pytest.raises(greensched.PoolClosed), pool.sync.partition(8):
@@ -230,7 +230,7 @@ def test_before_and_after(world: World) -> None:
         pass
 
 
-def test_not_on_a_loops_thread(world: World) -> None:
+def test_not_on_a_loops_thread(world: Backend) -> None:
     """Where a loop runs nothing may block: it is refused, and says what to do."""
 
     async def main() -> None:
@@ -243,7 +243,7 @@ def test_not_on_a_loops_thread(world: World) -> None:
 
 
 @pytest.mark.real_time(why="a thread the clock does not know waits for the loop")
-def test_beside_a_loop(world: World) -> None:
+def test_beside_a_loop(world: Backend) -> None:
     """Threads may use a pool that a loop has opened; theirs comes and goes with their blocks."""
     done = []
 
@@ -265,7 +265,7 @@ def test_beside_a_loop(world: World) -> None:
 # -- threads ----------------------------------------------------------------------------------
 
 
-def test_many_threads(world: World) -> None:
+def test_many_threads(world: Backend) -> None:
     """Each gets its lease in its turn, and what it asked for; nothing is leased behind them."""
     with opened(world) as pool:
 
@@ -320,7 +320,7 @@ def interrupted_when(condition: Callable[[], bool]) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def test_an_interrupt_leaves_the_queue(world: World) -> None:
+def test_an_interrupt_leaves_the_queue(world: Backend) -> None:
     """Who is interrupted while he waits for SMs has no place in the queue any more."""
     with opened(world) as pool, ThreadPoolExecutor(1) as thread:
         held, may_end = threading.Event(), threading.Event()
@@ -342,7 +342,7 @@ def test_an_interrupt_leaves_the_queue(world: World) -> None:
 
 
 @pytest.mark.real_time(why="work that is held up waits for a thread the clock does not know")
-def test_an_interrupt_ends_the_lease(world: World) -> None:
+def test_an_interrupt_ends_the_lease(world: Backend) -> None:
     """Who is interrupted while he waits for work is free; the SMs come back with the work."""
     with opened(world) as pool:
         gates: list[Gate] = []

@@ -10,11 +10,11 @@ import pytest
 
 import greensched
 from greensched import BufferClosed, InvalidArray, LaunchConfig
-from greensched.device.allocators import PinnedMemory
+from greensched.device.allocators import PinnedAllocator
 from greensched.device.staging import CHUNK
-from greensched.device.staging_ring import SLOT, SLOTS, Slot, stage_out
+from greensched.device.staging_ring import SLOT, SLOTS, StagingSlot, stage_out
 from greensched.kernels import fill
-from helpers.backend import World
+from helpers.backend import Backend
 from helpers.gate import Gate
 from helpers.waiting import still_waits, turns, until
 
@@ -60,7 +60,7 @@ def _read_only(array: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 
 @pytest.mark.parametrize("layout", layouts())
-def test_every_layout_arrives(world: World, layout: str) -> None:
+def test_every_layout_arrives(world: Backend, layout: str) -> None:
     """Whatever its order, strides and size, an array comes back from the device as it went."""
     array = layouts()[layout]
 
@@ -84,7 +84,7 @@ def test_every_layout_arrives(world: World, layout: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:the matrix subclass:PendingDeprecationWarning")
-def test_a_matrix_is_filled(world: World) -> None:
+def test_a_matrix_is_filled(world: Backend) -> None:
     """A matrix, whose rows have two dimensions again, takes a download as any other array."""
 
     async def main() -> None:
@@ -116,7 +116,7 @@ def test_a_matrix_is_filled(world: World) -> None:
         [("a", "f4"), ("b", "i2", (3,))],
     ],
 )
-def test_every_dtype_arrives(world: World, dtype: npt.DTypeLike) -> None:
+def test_every_dtype_arrives(world: Backend, dtype: npt.DTypeLike) -> None:
     """Any dtype of plain bytes goes and comes, structured ones included."""
     array = np.frombuffer(RNG.bytes(np.dtype(dtype).itemsize * 50), np.dtype(dtype))
 
@@ -130,7 +130,7 @@ def test_every_dtype_arrives(world: World, dtype: npt.DTypeLike) -> None:
     world.run(main)
 
 
-def test_what_is_no_array_is_refused(world: World) -> None:
+def test_what_is_no_array_is_refused(world: Backend) -> None:
     """Objects, foreign byte order and bad shapes raise InvalidArray, and say why."""
 
     async def main() -> None:
@@ -148,7 +148,7 @@ def test_what_is_no_array_is_refused(world: World) -> None:
     world.run(main)
 
 
-def test_where_a_download_cannot_go_is_refused(world: World) -> None:
+def test_where_a_download_cannot_go_is_refused(world: Backend) -> None:
     """`out` must be a writable array of the same shape and dtype; else nothing is submitted."""
 
     async def main() -> None:
@@ -166,7 +166,7 @@ def test_where_a_download_cannot_go_is_refused(world: World) -> None:
     world.run(main)
 
 
-def test_closed_buffer_is_refused(world: World) -> None:
+def test_closed_buffer_is_refused(world: Backend) -> None:
     """A buffer used after its close() or its pool's raises BufferClosed; closing is idempotent."""
 
     async def main() -> None:
@@ -184,7 +184,7 @@ def test_closed_buffer_is_refused(world: World) -> None:
     world.run(main)
 
 
-def test_copy_fills_an_existing_buffer(world: World) -> None:
+def test_copy_fills_an_existing_buffer(world: Backend) -> None:
     """A copy takes a buffer or an array of the same shape and dtype, and nothing else."""
 
     async def main() -> None:
@@ -202,7 +202,7 @@ def test_copy_fills_an_existing_buffer(world: World) -> None:
     world.run(main)
 
 
-def test_small_upload_reads_its_array_at_once(world: World) -> None:
+def test_small_upload_reads_its_array_at_once(world: Backend) -> None:
     """An array of a slot or less may change as soon as upload has returned."""
 
     async def main() -> None:
@@ -219,7 +219,7 @@ def test_small_upload_reads_its_array_at_once(world: World) -> None:
 
 
 @pytest.mark.parametrize("size", [100, BIG])
-def test_another_partition_waits_for_the_writer(world: World, size: int) -> None:
+def test_another_partition_waits_for_the_writer(world: Backend, size: int) -> None:
     """A reader on another partition sees what was written before it was submitted, however late."""
 
     async def main() -> None:
@@ -235,7 +235,7 @@ def test_another_partition_waits_for_the_writer(world: World, size: int) -> None
     world.run(main)
 
 
-def test_another_partition_waits_for_the_readers(world: World) -> None:
+def test_another_partition_waits_for_the_readers(world: Backend) -> None:
     """A writer on another partition does not overwrite what is still being read."""
 
     async def main() -> None:
@@ -252,7 +252,7 @@ def test_another_partition_waits_for_the_readers(world: World) -> None:
     world.run(main)
 
 
-def test_memory_is_given_back_behind_its_last_user(world: World) -> None:
+def test_memory_is_given_back_behind_its_last_user(world: Backend) -> None:
     """A buffer closed while work uses it is freed when that work is done, and not before."""
 
     async def main() -> None:
@@ -273,7 +273,7 @@ def test_memory_is_given_back_behind_its_last_user(world: World) -> None:
     world.run(main)
 
 
-def test_running_out_of_memory_fails_one_job(world: World) -> None:
+def test_running_out_of_memory_fails_one_job(world: Backend) -> None:
     """OutOfMemory says what was asked, free and there in all; the pool stays usable."""
 
     async def main() -> None:
@@ -290,7 +290,7 @@ def test_running_out_of_memory_fails_one_job(world: World) -> None:
     world.run(main)
 
 
-def test_forgotten_buffer_warns_and_is_given_back(world: World) -> None:
+def test_forgotten_buffer_warns_and_is_given_back(world: Backend) -> None:
     """A buffer nobody closed warns with ResourceWarning, and its memory comes back."""
 
     async def main() -> None:
@@ -303,7 +303,7 @@ def test_forgotten_buffer_warns_and_is_given_back(world: World) -> None:
     world.run(main)
 
 
-def test_pinned_memory_is_shared_with_the_device(world: World) -> None:
+def test_pinned_memory_is_shared_with_the_device(world: Backend) -> None:
     """empty_pinned gives zeroed host memory as a numpy array with a device address."""
 
     async def main() -> None:
@@ -318,18 +318,18 @@ def test_pinned_memory_is_shared_with_the_device(world: World) -> None:
     world.run(main)
 
 
-def test_pinned_memory_is_used_again_once_its_work_is_done(world: World) -> None:
+def test_pinned_memory_is_used_again_once_its_work_is_done(world: Backend) -> None:
     """What was closed at work goes to nobody before that is done; then it comes again, zeroed."""
 
     async def main() -> None:
         async with world.pool() as pool, pool.partition(8) as p:
-            await p.prepare(fill, LaunchConfig(grid=1, block=32))
+            await p.prepare(LaunchConfig(grid=1, block=32), fill)
             first = await p.empty_pinned(2000, np.float32)
             address = first.address
             first.array[:] = 7.0
             async with pool.partition(8) as held:
                 with await Gate.closed(held) as gate:
-                    job = held.launch(fill, LaunchConfig(grid=1, block=32), first, 1.0, 2000)
+                    job = held.launch(LaunchConfig(grid=1, block=32), fill, first, 1.0, 2000)
                     await turns()
                     first.close()
                     other = await p.empty_pinned(2000, np.float32)
@@ -344,18 +344,18 @@ def test_pinned_memory_is_used_again_once_its_work_is_done(world: World) -> None
 
 
 def test_pinned_memory_may_be_asked_for_by_many_at_once(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One thread at a time sorts out which pinned memory is free again."""
-    reap = PinnedMemory._reap
+    reap = PinnedAllocator._reap
     unlocked = []
 
-    def watched(memory: PinnedMemory) -> None:
+    def watched(memory: PinnedAllocator) -> None:
         if not memory._lock.locked():
             unlocked.append(memory)
         reap(memory)
 
-    monkeypatch.setattr(PinnedMemory, "_reap", watched)
+    monkeypatch.setattr(PinnedAllocator, "_reap", watched)
 
     async def main() -> None:
         async with world.pool() as pool, pool.partition(8) as p, pool.partition(8) as q:
@@ -366,7 +366,7 @@ def test_pinned_memory_may_be_asked_for_by_many_at_once(
     assert not unlocked
 
 
-def test_a_download_that_cannot_be_delivered_fails(world: World) -> None:
+def test_a_download_that_cannot_be_delivered_fails(world: Backend) -> None:
     """If the host cannot fill `out`, that job fails, unseen ones too, and nothing else is hurt."""
 
     async def main() -> None:
@@ -391,7 +391,7 @@ def test_a_download_that_cannot_be_delivered_fails(world: World) -> None:
 
 
 def test_a_download_is_whole_for_every_thread(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A thread that asks for a download while the loop's delivers it waits for all of it."""
     asked = threading.Event()
@@ -418,7 +418,9 @@ def test_a_download_is_whole_for_every_thread(
                 job._finishing = Announcing()  # type: ignore[assignment]
                 thread = threading.Thread(target=lambda: found.append(job.result().copy()))
 
-                def slowly(slot: Slot, out: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
+                def slowly(
+                    slot: StagingSlot, out: npt.NDArray[np.generic]
+                ) -> npt.NDArray[np.generic]:
                     thread.start()
                     assert asked.wait(10)
                     return stage_out(slot, out)
@@ -433,7 +435,7 @@ def test_a_download_is_whole_for_every_thread(
 
 
 @pytest.mark.real_time(why="the loop spins until the device is done")
-def test_leaving_a_block_delivers_its_downloads(world: World) -> None:
+def test_leaving_a_block_delivers_its_downloads(world: Backend) -> None:
     """After a block `out` is filled, also where the loop had no turn since the device was done."""
 
     async def main() -> None:
@@ -450,7 +452,7 @@ def test_leaving_a_block_delivers_its_downloads(world: World) -> None:
     world.run(main)
 
 
-def test_a_library_is_told_of_the_writer(world: World) -> None:
+def test_a_library_is_told_of_the_writer(world: Backend) -> None:
     """The array interface names the writer's stream until it is done, and refuses too early."""
 
     async def main() -> None:
@@ -475,21 +477,21 @@ def test_a_library_is_told_of_the_writer(world: World) -> None:
     world.run(main)
 
 
-def test_a_library_is_ordered_behind_every_writer(world: World) -> None:
+def test_a_library_is_ordered_behind_every_writer(world: Backend) -> None:
     """Where a bound launch ended beside another writer, the stream that is named waits for both."""
 
     async def main() -> None:
         async with world.pool() as pool, pool.partition(8) as q, pool.partition(8) as keeper:
             buffer = await keeper.empty(8)
             p = await pool.partition(8).__aenter__()
-            await p.prepare(fill, CONFIG)
-            await q.prepare(fill, CONFIG)
+            await p.prepare(CONFIG, fill)
+            await q.prepare(CONFIG, fill)
             stream = p.stream
             with await Gate.closed(q) as behind, await Gate.closed(p) as before:
                 # The movers may yet have to note what they did, though the device is past it.
                 await until(lambda: p._open().is_prompt() and q._open().is_prompt())
-                p.bind(fill, CONFIG, buffer, 1.0, 8)()
-                job = q.launch(fill, CONFIG, buffer, 2.0, 8)
+                p.bind(CONFIG, fill, buffer, 1.0, 8)()
+                job = q.launch(CONFIG, fill, buffer, 2.0, 8)
                 p.end()
                 assert buffer.__cuda_array_interface__["stream"] == stream.__cuda_stream__()[1]
                 before.open()

@@ -101,13 +101,13 @@ Work = Callable[[Pool, Partition, Buffer], Callable[[], Awaitable[object]]]
 
 def launched(_: Pool, p: Partition, x: Buffer) -> Callable[[], Awaitable[object]]:
     async def work() -> None:
-        await p.launch(fill, CONFIG, x, 1.0, ITEMS)
+        await p.launch(CONFIG, fill, x, 1.0, ITEMS)
 
     return work
 
 
 def bound(_: Pool, p: Partition, x: Buffer) -> Callable[[], Awaitable[object]]:
-    bound = p.bind(fill, CONFIG, x, 1.0, ITEMS)
+    bound = p.bind(CONFIG, fill, x, 1.0, ITEMS)
 
     async def work() -> None:
         await bound.submit()
@@ -117,7 +117,7 @@ def bound(_: Pool, p: Partition, x: Buffer) -> Callable[[], Awaitable[object]]:
 
 def packed(_: Pool, p: Partition, x: Buffer) -> Callable[[], Awaitable[object]]:
     async def work() -> None:
-        p.bind(fill, CONFIG, x, 1.0, ITEMS)
+        p.bind(CONFIG, fill, x, 1.0, ITEMS)
 
     return work
 
@@ -133,13 +133,13 @@ def leased(pool: Pool, _: Partition, __: Buffer) -> Callable[[], Awaitable[objec
 def leased_and_launched(pool: Pool, _: Partition, x: Buffer) -> Callable[[], Awaitable[object]]:
     async def work() -> None:
         async with pool.partition(16) as q:
-            await q.launch(fill, CONFIG, x, 1.0, ITEMS)
+            await q.launch(CONFIG, fill, x, 1.0, ITEMS)
 
     return work
 
 
 def asked(_: Pool, p: Partition, x: Buffer) -> Callable[[], Awaitable[object]]:
-    job = p.launch(fill, CONFIG, x, 1.0, ITEMS)
+    job = p.launch(CONFIG, fill, x, 1.0, ITEMS)
 
     async def work() -> None:
         assert job.is_done

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from greensched.driver.blocking import VERBS
+from greensched.driver.blocking import DRIVER_CALLS
 from greensched.driver.cuda import errors as cuda_errors
 from greensched.driver.cuda.bindings import cuda
 from greensched.driver.cuda.driver import CudaDriver
@@ -28,7 +28,7 @@ def test_every_verb_is_there() -> None:
     """The driver implements every verb of the port itself, and nothing of it stays abstract."""
     own = {name for base in CudaDriver.__mro__ if base is not Driver for name in vars(base)}
     assert not CudaDriver.__abstractmethods__
-    assert own >= set(VERBS)
+    assert own >= set(DRIVER_CALLS)
 
 
 def test_importing_loads_no_wheel(python: Callable[..., str]) -> None:

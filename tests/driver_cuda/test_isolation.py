@@ -70,7 +70,7 @@ def test_ten_thousand_random_leases_never_share_an_sm(
     async def lease(pool: Pool) -> None:
         """One lease, and what happens to it; a third is cancelled with a kernel running."""
         async with pool.partition(rng.choice(SIZES)) as p:
-            jobs = [p.launch(spin, ONE, 1) for _ in range(rng.choice((1, 1, 2)))]
+            jobs = [p.launch(ONE, spin, 1) for _ in range(rng.choice((1, 1, 2)))]
             counts["leases"] += 1
             if rng.random() < 0.4:
                 if not jobs[-1].is_done:

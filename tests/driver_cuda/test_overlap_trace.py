@@ -33,8 +33,8 @@ def test_the_next_copy_runs_beside_the_kernel(standin: Standin, tmp_path: Path) 
             standin.set("kernel_us", KERNEL_US)
             standin.set("copy_gbps", COPY_GBPS)
             standin.trace(trace)
-            async for x in p.feed(np.zeros(SIZE, np.uint32) for _ in range(BATCHES)):
-                await p.launch(smids, ONE, x, 1)
+            async for x in p.prefetch(np.zeros(SIZE, np.uint32) for _ in range(BATCHES)):
+                await p.launch(ONE, smids, x, 1)
             standin.trace(None)
             standin.set("copy_gbps", 0)
 

@@ -52,13 +52,13 @@ async def everything(p: Partition, blocks: int) -> None:
         with await p.upload(array) as x, await p.empty_like(x) as y:
             await p.copy(y, array)
             await p.copy(y, x)
-            bound = p.bind(saxpy, config, 2.0, x, y, x.size)
+            bound = p.bind(config, saxpy, 2.0, x, y, x.size)
             bound()
-            p.launch(fill, config, y, 1.0, x.size)
+            p.launch(config, fill, y, 1.0, x.size)
             await bound.submit()
             await p.download(y)
-    async for x in p.feed([SMALL, LARGE, SMALL, LARGE]):
-        p.launch(fill, config, x, 1.0, x.size)
+    async for x in p.prefetch([SMALL, LARGE, SMALL, LARGE]):
+        p.launch(config, fill, x, 1.0, x.size)
     assert await p.run(lambda: 7) == 7
 
 
@@ -99,8 +99,8 @@ def test_what_is_not_prepared_is_asked_for_in_a_lease(standin: Standin, tmp_path
 
     async def main() -> None:
         async with Pool(driver="cuda") as pool, pool.partition(8) as p:
-            await p.prepare(saxpy, LaunchConfig(grid=1, block=1))
-            await p.prepare(fill, LaunchConfig(grid=1, block=1))
+            await p.prepare(LaunchConfig(grid=1, block=1), saxpy)
+            await p.prepare(LaunchConfig(grid=1, block=1), fill)
             before = standin.calls("cuFuncLoad"), standin.calls("cuMemHostRegister")
             await everything(p, 1)
             assert standin.calls("cuFuncLoad") == before[0]

@@ -9,7 +9,7 @@ import pytest
 
 from greensched import Context
 from greensched.driver import simulated
-from greensched.driver.blocking import VERBS
+from greensched.driver.blocking import DRIVER_CALLS
 from greensched.driver.simulated.context_stack import LIMITS
 from greensched.errors import CUDAError, DriverMisuse, NotSupported
 from greensched.typing import CacheConfig, CaptureMode, ContextFlags, Limit
@@ -136,14 +136,16 @@ def test_a_thread_that_ends_takes_its_current_context_with_it(machine: Machine) 
     driver.destroy_green(green)
 
 
-@pytest.mark.parametrize("name", [name for name, mark in VERBS.items() if mark.needs_context])
+@pytest.mark.parametrize(
+    "name", [name for name, mark in DRIVER_CALLS.items() if mark.needs_context]
+)
 def test_a_verb_that_needs_a_current_context_says_so(machine: Machine, name: str) -> None:
     """Without one it answers INVALID_CONTEXT, whatever it was given."""
     with pytest.raises(CUDAError, match="INVALID_CONTEXT"):
         on_thread(getattr(machine.driver, name))
 
 
-@pytest.mark.parametrize("name", sorted(set(VERBS) - {"initialise"}))
+@pytest.mark.parametrize("name", sorted(set(DRIVER_CALLS) - {"initialise"}))
 def test_no_verb_works_before_initialise_or_after_close(make: Make, name: str) -> None:
     """Before it is initialised a driver answers NOT_INITIALIZED, and DEINITIALIZED in the end."""
     machine = make()

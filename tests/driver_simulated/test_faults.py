@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from greensched.driver.blocking import VERBS, Blocks
+from greensched.driver.blocking import DRIVER_CALLS, Blocking
 from greensched.driver.simulated import Crash, Fail, Hang, Slow
 from greensched.driver.simulated.faults import BOUND, Script
 from greensched.errors import CUDAError, DeviceFault, InvalidRequest, OutOfMemory
@@ -25,7 +25,7 @@ Make = Callable[..., Machine]
 
 
 @pytest.mark.parametrize(
-    "name", sorted(set(VERBS) - {"initialise", "retain_primary", "set_current"})
+    "name", sorted(set(DRIVER_CALLS) - {"initialise", "retain_primary", "set_current"})
 )
 def test_every_verb_can_fail(machine: Machine, name: str) -> None:
     """The call that shall fail answers its status, does nothing, and the next one is itself."""
@@ -99,8 +99,8 @@ def test_a_slow_verb_takes_longer(make: Make) -> None:
         lambda: Crash("k", status="OUT_OF_MEMORY"),
         *(
             lambda name=name: Slow(name, 1.0)  # type: ignore[misc]
-            for name, mark in VERBS.items()
-            if mark.blocks is Blocks.NEVER
+            for name, mark in DRIVER_CALLS.items()
+            if mark.blocks is Blocking.NEVER
         ),
     ],
 )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import trio
 
-from greensched.driver.blocking import VERBS, Blocks
+from greensched.driver.blocking import DRIVER_CALLS, Blocking
 from greensched.driver.simulated import SimulatedDriver
 from greensched.driver.simulated.address_space import POOL_STEP
 from greensched.driver.simulated.base import Core, checked
@@ -18,13 +18,13 @@ from greensched.errors import GreenschedError, LoopWouldBlock
 
 from .machine import Machine
 
-MAY = [name for name, mark in VERBS.items() if mark.blocks is Blocks.MAY]
+MAY = [name for name, mark in DRIVER_CALLS.items() if mark.blocks is Blocking.MAY]
 #: Those of them that take no arguments.
 ALONE = {
     *("device_count", "current", "pop_current", "priority_range", "memory_info", "create_event"),
     *("context_flags", "cache_config"),
 }
-OTHERS = [name for name, mark in VERBS.items() if mark.blocks is not Blocks.MAY]
+OTHERS = [name for name, mark in DRIVER_CALLS.items() if mark.blocks is not Blocking.MAY]
 
 
 def on_asyncio(function: Callable[[], Any]) -> Any:

@@ -15,11 +15,11 @@ from greensched import LaunchConfig, Pool, Program
 from greensched.driver.simulated import Crash, VirtualClock
 from greensched.errors import (
     CUDAError,
+    DeviceLost,
     DriverMisuse,
     InvalidRequest,
     LoopWouldBlock,
     NotSimulable,
-    Poisoned,
 )
 from greensched.typing import CodeImage, Cost, KernelSpec, LaunchFacts, Parameter
 
@@ -430,8 +430,8 @@ def test_a_reference_that_fails_is_told_in_the_fault() -> None:
     async def main() -> None:
         async with Pool(driver="simulated:h200") as pool, pool.partition(8) as p:
             job = p.launch(kernel, LaunchConfig(grid=1, block=1), 3)
-            with pytest.raises(Poisoned, match=r"kernel 'k'.*beyond the end"):
+            with pytest.raises(DeviceLost, match=r"kernel 'k'.*beyond the end"):
                 await job
 
-    with pytest.raises(Poisoned):
+    with pytest.raises(DeviceLost):
         asyncio.run(main())

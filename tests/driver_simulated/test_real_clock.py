@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from greensched.driver import simulated
-from greensched.driver.simulated import Crash, real_clock, takes
+from greensched.driver.simulated import Crash, cost, real_clock
 from greensched.driver.simulated.base import current_driver
 from greensched.errors import CUDAError, DeviceFault
 from greensched.typing import Cost, LaunchFacts, Parameter
@@ -246,7 +246,7 @@ def test_the_hosts_side(machine: Machine) -> None:
 def test_takes_takes_its_time_on_a_workers_thread(machine: Machine) -> None:
     """A decorated callable lasts longer on the driver's own threads, and nowhere else."""
 
-    @takes(0.005)
+    @cost(0.005)
     def work(x: int) -> int:
         return x + 1
 
@@ -304,10 +304,10 @@ def test_a_limit_is_kept_to_the_nanosecond(machine: Machine) -> None:
     """A kernel whose word never comes ends at its limit, and who waits for its SMs goes on then."""
     driver, gate, green = machine.driver, machine.word(), machine.green(16)
     costs = {"latch": {"until": lambda: False, "limit_ns": 1_000_000}, "after": {"fixed_ns": 10}}
-    for name, cost in costs.items():
+    for name, kernel_cost in costs.items():
         stream = machine.stream(green)
         driver.wait_value(stream, gate.address, 1)
-        machine.run(stream, name, **cost)
+        machine.run(stream, name, **kernel_cost)
     spin(lambda: len(driver.timeline.held) == 2)
     gate.value = 1
     machine.finish()

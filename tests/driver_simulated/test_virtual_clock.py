@@ -14,7 +14,7 @@ import pytest
 import trio
 
 from greensched.driver import simulated
-from greensched.driver.simulated import Slow, Span, VirtualClock, takes
+from greensched.driver.simulated import Slow, Span, VirtualClock, cost
 from greensched.errors import DriverMisuse
 
 from .machine import LAUNCH_NS, Machine, on_thread, spin
@@ -464,7 +464,7 @@ def test_a_loop_cannot_run_inside_a_worker(machine: Machine) -> None:
 def test_takes_takes_virtual_time(machine: Machine) -> None:
     """A decorated callable lasts so long on a worker, and takes no time anywhere else."""
 
-    @takes(2.0)
+    @cost(2.0)
     def work(x: int) -> int:
         """Adds."""
         return x + 1
@@ -475,7 +475,7 @@ def test_takes_takes_virtual_time(machine: Machine) -> None:
     assert driver.time() == 2.0
     assert work.__doc__ == "Adds."
 
-    @takes(2.0)
+    @cost(2.0)
     def fails() -> None:
         raise KeyError
 

@@ -14,9 +14,9 @@ import pytest
 import sniffio
 
 import greensched
-from greensched import Call, LaunchConfig, Pool, around_calls, current_call
+from greensched import CallContext, LaunchConfig, Pool, current_call, register_call_hook
 from greensched.driver import simulated
-from greensched.driver.simulated import Crash, Span, takes
+from greensched.driver.simulated import Crash, Span, cost
 from greensched.execution import call_context
 from greensched.kernels import spin
 from greensched.typing import Cost
@@ -46,7 +46,7 @@ def run(main: Callable[..., Any], spec: str = "h200@13.0") -> list[Span]:
 
 def test_a_call_knows_the_sms_it_has(hooks: list[Any]) -> None:
     """In a call, and only there, the code is told where it runs; two calls are told apart."""
-    seen: dict[str, Call | None] = {}
+    seen: dict[str, CallContext | None] = {}
 
     def look(name: str) -> None:
         seen[name] = current_call()
@@ -78,7 +78,7 @@ def test_a_library_stands_around_every_call(hooks: list[Any]) -> None:
     """A hook is asked on the caller's thread, and what it returns calls the function."""
     steps: list[tuple[str, int]] = []
 
-    def hook(call: Call, given: Sequence[object]) -> Any:
+    def hook(call: CallContext, given: Sequence[object]) -> Any:
         steps.append((f"asked {given}", threading.get_ident()))
 
         def around(function: Callable[[], Any]) -> Any:
@@ -89,12 +89,12 @@ def test_a_library_stands_around_every_call(hooks: list[Any]) -> None:
 
     async def main(driver: Any) -> None:
         async with Pool(driver=driver) as pool, pool.partition(16) as p:
-            around_calls(hook)
-            around_calls(hook)
+            register_call_hook(hook)
+            register_call_hook(hook)
             assert await p.run(max, 3, 4) == 5
             assert await p.run(dict) == {}
             with pytest.raises(greensched.InvalidRequest):
-                around_calls(None)  # type: ignore[arg-type]
+                register_call_hook(None)  # type: ignore[arg-type]
 
     run(main)
     assert [what for what, _ in steps] == ["asked (3, 4)", "around 16", "asked ()"]
@@ -145,9 +145,9 @@ def test_a_fault_that_a_call_meets_poisons_it() -> None:
 
     async def main() -> None:
         async with Pool(driver=driver) as pool:
-            with pytest.raises(greensched.Poisoned):
+            with pytest.raises(greensched.DeviceLost):
                 async with pool.partition(16) as p:
-                    await p.prepare(spin, CONFIG)
+                    await p.prepare(CONFIG, spin)
                     context = p.context
 
                     def call() -> None:
@@ -173,7 +173,7 @@ def test_what_a_hook_is_concerned_with_lives_until_the_stream_is_done(hooks: lis
 
     async def main(driver: Any) -> None:
         async with Pool(driver=driver) as pool, pool.partition(16) as p:
-            around_calls(lambda call, given: lambda function: function())
+            register_call_hook(lambda call, given: lambda function: function())
             stream = p._open().lane.runs.stream
             word = await p.empty_pinned(1, "u4")
             gone = weakref.ref(thing := Thing())
@@ -199,12 +199,12 @@ def test_what_a_hook_is_concerned_with_lives_until_the_stream_is_done(hooks: lis
 def test_a_hook_that_fails_refuses_the_call(hooks: list[Any]) -> None:
     """What a hook raises is raised by `p.run`; nothing was submitted, and nothing waits for it."""
 
-    def hook(call: Call, given: Sequence[object]) -> Any:
+    def hook(call: CallContext, given: Sequence[object]) -> Any:
         raise KeyError(given)
 
     async def main(driver: Any) -> None:
         async with Pool(driver=driver) as pool, pool.partition(16) as p:
-            around_calls(hook)
+            register_call_hook(hook)
             before = p._open().lane.runs.issued
             with pytest.raises(KeyError):
                 p.run(len, "abc")
@@ -225,7 +225,7 @@ def test_a_calls_cost_takes_its_sms() -> None:
             for sms in (8, 16):
                 async with pool.partition(sms) as p:
                     began = driver.time()
-                    assert await p.run(takes(work)(abs), -1) == 1
+                    assert await p.run(cost(work)(abs), -1) == 1
                     took[sms] = driver.time() - began
 
     spans = run(main)
@@ -237,21 +237,21 @@ def test_a_calls_cost_takes_its_sms() -> None:
 def test_a_calls_cost_comes_behind_what_was_submitted() -> None:
     """It begins when the kernels before it are done, and is counted by the call's own arguments."""
 
-    @takes(lambda tokens: Cost(sm_ns=8e6 * tokens))
+    @cost(lambda tokens: Cost(sm_ns=8e6 * tokens))
     def model(tokens: int) -> int:
         return tokens
 
     async def main(driver: Any) -> None:
         async with Pool(driver=driver) as pool, pool.partitions(8, 8) as (p, q):
-            await p.prepare(spin, CONFIG)
+            await p.prepare(CONFIG, spin)
             began = driver.time()
-            p.launch(spin, CONFIG, 1_000_000)
+            p.launch(CONFIG, spin, 1_000_000)
             beside = q.run(model, 1)
             assert await p.run(model, 3) == 3
             assert driver.time() - began == pytest.approx(4e-3, rel=0.01)
             await beside
             with pytest.raises(greensched.InvalidRequest, match="no Cost"):
-                await p.run(takes(lambda: 3)(dict))  # type: ignore[arg-type,return-value]
+                await p.run(cost(lambda: 3)(dict))  # type: ignore[arg-type,return-value]
 
     spans = run(main)
     ends = {(s.name, s.green): s.end for s in spans}
@@ -260,4 +260,4 @@ def test_a_calls_cost_comes_behind_what_was_submitted() -> None:
 
 def test_a_cost_is_nothing_elsewhere() -> None:
     """Off a simulated driver's threads a callable with a cost is called as it is."""
-    assert takes(Cost(sm_ns=1e18))(abs)(-2) == 2
+    assert cost(Cost(sm_ns=1e18))(abs)(-2) == 2

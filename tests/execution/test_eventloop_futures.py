@@ -16,7 +16,7 @@ import anyio
 import pytest
 
 from greensched.driver import simulated
-from greensched.execution.completion import Completion
+from greensched.execution.completion import CompletionPoller
 from greensched.execution.eventloop.adapters import current_door
 from helpers.backend import DEVICE
 
@@ -46,9 +46,9 @@ def run(request: pytest.FixtureRequest) -> Callable[..., Any]:
     return run
 
 
-def looking() -> Completion:
+def looking() -> CompletionPoller:
     """The running loop's, of no pool."""
-    return Completion(current_door(), simulated.open(DEVICE), print, lambda: 0.0)
+    return CompletionPoller(current_door(), simulated.open(DEVICE), print, lambda: 0.0)
 
 
 async def waiting(waiter: Awaitable[None], log: list[str], name: str = "it") -> None:

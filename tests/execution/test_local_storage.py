@@ -62,10 +62,10 @@ async def test_what_may_not_be_touched_is_not_closed(
     pool = sim_pool(faults=[fault])
     await pool.open()
     with anyio.move_on_after(1):
-        with pytest.raises(greensched.Poisoned):
+        with pytest.raises(greensched.DeviceLost):
             async with pool.partition(8) as p:
                 await p.local(lambda: thing)
-                await p.launch(spin, CONFIG, 1000)
+                await p.launch(CONFIG, spin, 1000)
     assert (await pool.aclose(grace=1)).abandoned
     assert thing.closed == 0
 

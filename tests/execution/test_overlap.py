@@ -30,8 +30,8 @@ def test_the_next_copy_runs_beside_the_kernel(backend: str, awaited: bool) -> No
     async def main() -> None:
         async with Pool(driver=driver, prepare=[smids]) as pool, pool.partition(8) as p:
             driver.on_span(spans.append)
-            async for x in p.feed(np.zeros(SIZE, np.uint32) for _ in range(BATCHES)):
-                job = p.launch(smids, ONE, x, KERNEL_NS)
+            async for x in p.prefetch(np.zeros(SIZE, np.uint32) for _ in range(BATCHES)):
+                job = p.launch(ONE, smids, x, KERNEL_NS)
                 if awaited:
                     await job
 

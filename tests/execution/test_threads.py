@@ -89,7 +89,7 @@ async def lease(pool: Pool, account: Account, loop: str, rng: random.Random) -> 
         account.take(loop, p)
         what = rng.random()
         if what < 0.8:
-            job = p.launch(spin, ONE, KERNEL_NS)
+            job = p.launch(ONE, spin, KERNEL_NS)
             if what < 0.3:
                 await job
         account.give(p)
@@ -144,7 +144,7 @@ class Doomed:
         completion = pool._desk.completion()  # type: ignore[union-attr]
         await until(lambda: completion.waiting == self.HELD)
         self.queued = completion.waiting
-        jobs = [p.launch(spin, ONE, LONG_NS) for p in self._held]
+        jobs = [p.launch(ONE, spin, LONG_NS) for p in self._held]
         self.in_flight = sum(not job.is_done for job in jobs)
 
     def collect(self) -> None:
@@ -161,7 +161,7 @@ class Doomed:
         async with self._pool.partitions(*[16] * self.HELD) as held:
             for p in held:
                 self._account.take("doomed", p)
-                await p.prepare(spin, ONE)
+                await p.prepare(ONE, spin)
             self._held += held
             await asyncio.get_running_loop().create_future()
 
@@ -240,13 +240,13 @@ def test_one_loop_after_another(backend: str) -> None:
         with pytest.raises(Left):
             async with pool.partition(16) as p:
                 p_ended.append(p.run(int))
-                p_ended.append(p.launch(spin, ONE, KERNEL_NS))
+                p_ended.append(p.launch(ONE, spin, KERNEL_NS))
                 raise Left
 
     async def go_on() -> None:
         async with pool.partition(ALL) as p:
             assert p.sm_count == EVERY_SM
-            await p.launch(spin, ONE, KERNEL_NS)
+            await p.launch(ONE, spin, KERNEL_NS)
 
     for _ in range(3):
         jobs: list[Job[Any]] = []
@@ -274,7 +274,7 @@ def test_each_loop_hears_on_its_own_thread() -> None:
         me = threading.get_ident()
         while True:
             async with pool.partition(ALL) as p:
-                await p.launch(spin, ONE, KERNEL_NS)
+                await p.launch(ONE, spin, KERNEL_NS)
                 assert await p.run(threading.get_ident) != me
                 served[me] += 1
 
@@ -472,10 +472,10 @@ def test_a_partition_is_for_its_own_thread(use: str) -> None:
     async def main() -> None:
         async with Pool(driver="simulated:h200") as pool, pool.partition(16) as p:
             calls: dict[str, Callable[[], Any]] = {
-                "launch": lambda: p.launch(spin, ONE, 1),
+                "launch": lambda: p.launch(ONE, spin, 1),
                 "upload": lambda: p.upload(np.ones(3)),
                 "run": lambda: p.run(int),
-                "ready": lambda: asyncio.run(p.ready()),  # type: ignore[arg-type]
+                "ready": lambda: asyncio.run(p.drain()),  # type: ignore[arg-type]
                 "end": p.end,
             }
 

@@ -97,7 +97,7 @@ def test_a_kernel_of_theirs_runs_on_a_partitions_sms(
             await p.upload(np.ones(SIZE, np.float32)) as y,
             await p.upload(np.zeros(SIZE, np.uint32)) as where,
         ):
-            filled = p.launch(fill, LaunchConfig(grid=64, block=256), y, 2.0, SIZE)
+            filled = p.launch(LaunchConfig(grid=64, block=256), fill, y, 2.0, SIZE)
             for _ in range(3):
                 launch(p, y, where)
             np.testing.assert_array_equal(await p.download(y), np.full(SIZE, 5, np.float32))

@@ -41,7 +41,7 @@ def test_leases_of_several_devices() -> None:
                     assert device in (None, p.device)
                     x, y = np.arange(N, dtype=np.float32), np.ones(N, np.float32)
                     with await p.upload(x) as bx, await p.upload(y) as by:
-                        await p.launch(saxpy, CONFIG, 2.0, bx, by, N)
+                        await p.launch(CONFIG, saxpy, 2.0, bx, by, N)
                         assert np.array_equal(await p.download(by), 2 * x + y)
                     served[p.device] = served.get(p.device, 0) + 1
 

@@ -38,7 +38,7 @@ def test_tensors_are_arguments_in_order(torch: Any) -> None:
             for _ in range(50):
                 x = x * 1.0 + 0.0
             y = torch.zeros(SIZE, device="cuda")
-            job = p.launch(saxpy, CONFIG, 2.0, x, y, SIZE)
+            job = p.launch(CONFIG, saxpy, 2.0, x, y, SIZE)
             del x
             gs_torch.take(p)
             z = y + 1
@@ -126,7 +126,7 @@ def test_torch_takes_a_buffer(torch: Any) -> None:
     async def main() -> None:
         async with Pool(prepare=[saxpy]) as pool, pool.partition(16) as p:
             x = await p.upload(np.ones(SIZE, np.float32))
-            p.launch(saxpy, CONFIG, 1.0, x, x, SIZE)
+            p.launch(CONFIG, saxpy, 1.0, x, x, SIZE)
             tensor = torch.from_dlpack(x)
             x.close()
             assert float(tensor.sum()) == 2 * SIZE
@@ -148,7 +148,7 @@ def test_cupy_works_on_a_partitions_stream() -> None:
             with gs_cupy.current(p) as stream:
                 assert stream.ptr == p.stream.address
                 z = x * 3
-            await p.launch(saxpy, CONFIG, 1.0, y[1], z, SIZE)
+            await p.launch(CONFIG, saxpy, 1.0, y[1], z, SIZE)
             np.testing.assert_array_equal(await p.download(z), np.full(SIZE, 5, np.float32))
 
     anyio.run(main)

@@ -52,7 +52,7 @@ def test_a_graph_between_jobs_on_two_partitions() -> None:
                 for number in range(LAUNCHES):
                     job = graph.launch(p)
                     if number % 10 == 0:
-                        await p.launch(saxpy, CONFIG, 1.0, x, y, SIZE)
+                        await p.launch(CONFIG, saxpy, 1.0, x, y, SIZE)
                         assert job.is_done
                         added += 1
                     word = track.word[0]

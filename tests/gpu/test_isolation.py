@@ -35,7 +35,7 @@ def test_random_leases_share_no_sm() -> None:
             async with pool.partition(size) as p:
                 with await p.upload(np.zeros(WORDS, np.uint32)) as seen:
                     config = LaunchConfig(grid=2 * p.sm_count, block=1024)
-                    await p.launch(smids, config, seen, 100_000)
+                    await p.launch(config, smids, seen, 100_000)
                     mine = ids(await p.download(seen))
                     assert len(mine) == p.sm_count
                     for other in held.values():
@@ -43,7 +43,7 @@ def test_random_leases_share_no_sm() -> None:
                     held[number] = mine
                     counts["at once"] = max(counts["at once"], len(held))
                     try:
-                        job = p.launch(smids, config, seen, 1_000_000)  # longer than a loop's turn
+                        job = p.launch(config, smids, seen, 1_000_000)  # longer than a loop's turn
                         if cancelled:
                             scope.cancel()
                         await job
@@ -78,7 +78,7 @@ def test_a_cancelled_kernel_keeps_its_sms() -> None:
                 with anyio.move_on_after(0.05):
                     async with pool.partition(16) as p:
                         config = LaunchConfig(grid=p.sm_count, block=32)
-                        await p.launch(latch, config, word, 10_000_000_000)
+                        await p.launch(config, latch, word, 10_000_000_000)
                 assert pool.statistics().sms_draining == 16
                 with pytest.raises(greensched.WouldBlock):
                     pool.partition_nowait(greensched.REST)
@@ -98,11 +98,11 @@ def test_work_in_one_partition_does_not_wait_for_another() -> None:
             word = await rest.empty_pinned(1, np.uint32)
             config = LaunchConfig(grid=rest.sm_count * 2, block=1024)
             grid = LaunchConfig(grid=64, block=(16, 16))
-            await p.prepare(matmul, grid)  # a first use would wait for whatever runs on the device
-            held = rest.launch(latch, config, word, 20_000_000_000)
+            await p.prepare(grid, matmul)  # a first use would wait for whatever runs on the device
+            held = rest.launch(config, latch, word, 20_000_000_000)
             a = np.random.default_rng(1).standard_normal((256, 256), dtype=np.float32)
             with await p.upload(a) as x, await p.empty(a.shape) as y:
-                await p.launch(matmul, grid, x, x, y, 256, 256, 256, 1)
+                await p.launch(grid, matmul, x, x, y, 256, 256, 256, 1)
                 product = await p.download(y)
             assert not held.is_done
             word.array[0] = 1

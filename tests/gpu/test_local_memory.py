@@ -32,10 +32,10 @@ async def launch_beside_a_busy_partition(pool: Pool, kernel: Kernel) -> np.ndarr
     async with pool.partitions(16, REST) as (p, rest):
         word = await rest.empty_pinned(1, np.uint32)
         busy = LaunchConfig(grid=rest.sm_count, block=1024)
-        held = rest.launch(latch, busy, word, 20_000_000_000)
+        held = rest.launch(busy, latch, word, 20_000_000_000)
         try:
             with await p.empty(64 * 64, np.uint32) as out, anyio.fail_after(10):
-                await p.launch(kernel, CONFIG, out, STEPS)
+                await p.launch(CONFIG, kernel, out, STEPS)
                 result = await p.download(out)
                 assert not held.is_done
         finally:

@@ -44,8 +44,8 @@ def lose() -> None:
         nonlocal lanes
         async with Pool() as pool, pool.partition(16) as p:
             with await p.upload(np.ones(2**24, np.float32)) as x:
-                await p.launch(saxpy, LaunchConfig(grid=64, block=256), 1.0, x, x, x.size)
-            lanes = pool.statistics().lanes
+                await p.launch(LaunchConfig(grid=64, block=256), saxpy, 1.0, x, x, x.size)
+            lanes = pool.statistics().executors
 
     anyio.run(main)
     first = free_bytes()
@@ -69,7 +69,7 @@ def test_a_gigabyte_goes_there_and_back() -> None:
             group.start_soon(beat)
             async with pool.partition(32) as p:
                 with await p.upload(a) as x:
-                    p.launch(saxpy, LaunchConfig(grid=1024, block=256), 1.0, x, x, x.size)
+                    p.launch(LaunchConfig(grid=1024, block=256), saxpy, 1.0, x, x, x.size)
                     found = await p.download(x)
             group.cancel_scope.cancel()
         np.testing.assert_array_equal(found, 2 * a)

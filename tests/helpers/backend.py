@@ -41,7 +41,7 @@ OLDEST = (("real", "asyncio", "12.4"),)
 CUDA = (("cuda", "asyncio"), ("cuda", "uvloop"), ("cuda", "trio"))
 
 
-class World:
+class Backend:
     """One of them. Every driver it made is checked for leaks when the test is over."""
 
     def __init__(self, kind: str, backend: str, version: str | None = None) -> None:
@@ -120,7 +120,7 @@ def _with(devices: int, driver: Driver) -> Driver:
 
 
 @contextmanager
-def opened(world: World, spec: str = DEVICE, devices: int = 1) -> Iterator[tuple[Device, ...]]:
+def opened(world: Backend, spec: str = DEVICE, devices: int = 1) -> Iterator[tuple[Device, ...]]:
     """Devices on one driver, closed at the end; skipped where there are not so many."""
     driver = _with(devices, world.driver(spec))
     with ExitStack() as stack:

@@ -22,7 +22,7 @@ import anyio
 import pytest
 import greensched
 from greensched import REST, LaunchConfig, Partition, Pool
-from greensched.driver.simulated import Crash, Fail, Hang, takes
+from greensched.driver.simulated import Crash, Fail, Hang, cost
 from greensched.kernels import fill, spin
 
 CONFIG = LaunchConfig(grid=16, block=32)
@@ -68,7 +68,7 @@ async def test_an_hour(sim_gpu, sim_pool):
     async with sim_pool() as pool:
         await {sleep}(3600)
         async with pool.partition(16) as p:
-            await p.launch(spin, CONFIG, 5 * MS)
+            await p.launch(CONFIG, spin, 5 * MS)
     assert 3600.005 < sim_gpu.time < 3600.006
 """
 
@@ -125,7 +125,7 @@ async def pool(sim_pool):
 @pytest.mark.anyio
 async def test_it(sim_gpu, pool):
     await asyncio.sleep(100)
-    await pool.launch(spin, CONFIG, MS, sms=8)
+    await pool.launch(CONFIG, spin, MS, sms=8)
     assert 100 < sim_gpu.time < 101
 """,
         passed=1,
@@ -194,7 +194,7 @@ async def test_a_full_queue(sim_pool):
 
 async def test_a_service_with_a_driver(sim_gpu):
     async with Pool(driver=sim_gpu.driver) as pool:
-        await pool.launch(spin, CONFIG, MS, sms=8)
+        await pool.launch(CONFIG, spin, MS, sms=8)
     sim_gpu.assert_ran(spin, times=1)
 """,
         passed=3,
@@ -206,9 +206,9 @@ async def test_a_service_with_a_driver(sim_gpu):
 TWO = """
 async def two(pool, gpu):
     async with pool, pool.partitions(16, REST) as (few, rest):
-        rest.launch(spin, CONFIG, 10 * MS)
+        rest.launch(CONFIG, spin, 10 * MS)
         with await few.empty(1000) as x:
-            await few.launch(fill, CONFIG, x, 1.0, 1000)
+            await few.launch(CONFIG, fill, x, 1.0, 1000)
         return gpu.sms_of(few), gpu.sms_of(rest)
 """
 
@@ -317,14 +317,14 @@ def test_what_must_be_left_is_no_leak(suite: pytest.Pytester) -> None:
         """
 async def test_a_crash(sim_pool):
     async with sim_pool(faults=[Crash("spin")]) as pool:
-        with pytest.raises(greensched.Poisoned):
-            await pool.launch(spin, CONFIG, MS, sms=8)
+        with pytest.raises(greensched.DeviceLost):
+            await pool.launch(CONFIG, spin, MS, sms=8)
 
 async def test_a_hang(sim_pool):
     pool = sim_pool(faults=[Hang("spin")])
     await pool.open()
     with anyio.move_on_after(1):
-        await pool.launch(spin, CONFIG, MS, sms=8)
+        await pool.launch(CONFIG, spin, MS, sms=8)
     assert (await pool.aclose(grace=1)).abandoned
 """,
         passed=2,
@@ -341,7 +341,7 @@ async def test_leaves(sim_pool):
 
 async def test_next(sim_pool):
     async with sim_pool() as pool:
-        await pool.launch(spin, CONFIG, MS, sms=8)
+        await pool.launch(CONFIG, spin, MS, sms=8)
 """,
         apart=True,
         passed=2,

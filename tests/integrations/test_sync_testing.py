@@ -7,7 +7,7 @@ import time
 import pytest
 
 from greensched import ForkedPool
-from greensched.driver.simulated import takes
+from greensched.driver.simulated import cost
 from greensched.integrations.testing import SimGPU, SimPool
 
 
@@ -15,7 +15,7 @@ def test_a_plain_test_is_on_virtual_time(sim_gpu: SimGPU, sim_pool: SimPool) -> 
     """The loop behind `pool.sync` runs on the simulated driver's clock: an hour takes no time."""
     pool, began = sim_pool(), time.monotonic()
     with pool.sync, pool.sync.partition(16) as p:
-        assert p.run(takes(3600)(abs), -1) == 1
+        assert p.run(cost(3600)(abs), -1) == 1
     assert 3600 <= sim_gpu.time < 3601
     assert time.monotonic() - began < 60
 

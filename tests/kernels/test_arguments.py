@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from greensched import ArgumentMismatch, Pool, Program
-from greensched.device.launch import Arguments
+from greensched.device.launch import KernelArguments
 from greensched.kernels import Parameter, fill
 
 PAIR = np.array([(1, 2.5)], [("n", "i4"), ("x", "f4")])
@@ -19,7 +19,7 @@ PAIR = np.array([(1, 2.5)], [("n", "i4"), ("x", "f4")])
 def packed(dtype: str, value: Any) -> bytes:
     """What the code would read of one argument."""
     parameter = Parameter("x", dtype)
-    arguments = Arguments(Program("").kernel("f", parameters=(parameter,)), 0)
+    arguments = KernelArguments(Program("").kernel("f", parameters=(parameter,)), 0)
     arguments.fill([value])
     return ctypes.string_at(ctypes.c_uint64.from_address(arguments.address).value, parameter.size)
 
@@ -72,7 +72,7 @@ def test_a_copy_keeps_its_own_account_of_buffers() -> None:
     async def main() -> None:
         async with Pool(driver="simulated:h200") as pool, pool.partition(8) as p:
             with await p.empty(8) as one, await p.empty(8) as other:
-                first = Arguments(fill, 0)
+                first = KernelArguments(fill, 0)
                 first.fill([one, 1.0, 8])
                 copy = first.copy()
                 copy.set(0, other)

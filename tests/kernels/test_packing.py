@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from greensched import ArgumentMismatch, Program
-from greensched.device.launch import Arguments
+from greensched.device.launch import KernelArguments
 from greensched.device.packing import FORMATS, packer
 from greensched.kernels import Parameter
 
@@ -114,7 +114,7 @@ def test_what_is_stored_is_what_fill_stores(pairs: list[tuple[str, Any]]) -> Non
     """Whatever the numbers are: both store the same, or `fill` has the word."""
     parameters = tuple(Parameter(f"p{i}", dtype) for i, (dtype, _) in enumerate(pairs))
     values = [value for _, value in pairs]
-    arguments = Arguments(Program("").kernel("f", parameters=parameters), 0)
+    arguments = KernelArguments(Program("").kernel("f", parameters=parameters), 0)
     memory = slots(len(pairs) + 1)
     with np.errstate(all="ignore"):
         is_stored = packer(parameters, memory)(values, TRACK, TICKET)

@@ -119,15 +119,15 @@ async def _queued(stage: Stage) -> None:
 @scenario("wait for several at once", opened_and_held)
 async def _several(stage: Stage) -> None:
     async with stage.pool.partitions(16, greensched.REST) as (a, b):
-        a.launch(spin, LaunchConfig(grid=1, block=1), 1000)
-        b.launch(spin, LaunchConfig(grid=1, block=1), 1000)
+        a.launch(LaunchConfig(grid=1, block=1), spin, 1000)
+        b.launch(LaunchConfig(grid=1, block=1), spin, 1000)
 
 
 @scenario("leave with work in flight", opened)
 async def _leaving(stage: Stage) -> None:
     async with stage.pool.partition(16) as p:
         stage.gates.append(await Gate.closed(p))
-        p.launch(spin, LaunchConfig(grid=1, block=1), 1000)
+        p.launch(LaunchConfig(grid=1, block=1), spin, 1000)
         p.run(lambda: None)
 
 
@@ -135,7 +135,7 @@ async def _leaving(stage: Stage) -> None:
 async def _jobs(stage: Stage) -> None:
     async with stage.pool.partition(16) as p:
         with await p.upload(np.ones(10)) as small, await p.upload(np.ones(100_000)) as large:
-            await p.launch(spin, LaunchConfig(grid=1, block=1), 1000)
+            await p.launch(LaunchConfig(grid=1, block=1), spin, 1000)
             await p.copy(large, np.zeros(100_000))
             await p.download(small)
             await p.download(large)
@@ -174,7 +174,7 @@ async def _graph(stage: Stage) -> None:
 async def _feed(stage: Stage) -> None:
     async with stage.pool.partition(16) as p:
         stage.gates.append(await Gate.closed(p))  # so that it waits for the work on the first
-        async for x in p.feed(np.ones(10) for _ in range(5)):
+        async for x in p.prefetch(np.ones(10) for _ in range(5)):
             p.copy(x, x)
 
 
@@ -186,20 +186,20 @@ async def _ready(stage: Stage) -> None:
             with pytest.raises(greensched.WouldBlock):
                 while True:
                     p.copy(b, b)
-            await p.ready()
+            await p.drain()
 
 
 @scenario("wait for room for a bound launch", opened)
 async def _ready_for_bound(stage: Stage) -> None:
     async with stage.pool.partition(16) as p:
         config = LaunchConfig(grid=1, block=1)
-        await p.prepare(spin, config)
-        bound = p.bind(spin, config, 1000)
+        await p.prepare(config, spin)
+        bound = p.bind(config, spin, 1000)
         stage.gates.append(await Gate.closed(p))
         with pytest.raises(greensched.WouldBlock):
             while True:
                 bound()
-        await p.ready()
+        await p.drain()
 
 
 @scenario("a checkpoint", opened)
@@ -225,14 +225,16 @@ async def _feed_over_checkpoint(stage: Stage) -> None:
     async with anyio.create_task_group() as tasks:
         async with stage.pool.partition((16, 1024)) as p:
             tasks.start_soon(_queued, stage)
-            async for x in p.feed(np.ones(10) for _ in range(5)):  # it moves once a lane is made
+            async for x in p.prefetch(
+                np.ones(10) for _ in range(5)
+            ):  # it moves once a lane is made
                 p.copy(x, x)
                 await p.checkpoint()
 
 
 @scenario("pool.launch", opened_and_held)
 async def _pool_launch(stage: Stage) -> None:
-    await stage.pool.launch(spin, LaunchConfig(grid=1, block=1), 1000, sms=16)
+    await stage.pool.launch(LaunchConfig(grid=1, block=1), spin, 1000, sms=16)
 
 
 @scenario("pool.run", opened_and_held)

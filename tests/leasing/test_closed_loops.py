@@ -14,7 +14,7 @@ import greensched
 from greensched import ALL, Buffer, LaunchConfig, Partition, Pool
 from greensched.driver import simulated
 from greensched.kernels import spin
-from greensched.leasing.manager import TEND_S, Desk
+from greensched.leasing.manager import TEND_S, LeaseManager
 from greensched.scheduling.policies import Fifo
 from helpers.gate import Gate
 from helpers.waiting import until
@@ -91,9 +91,13 @@ def test_what_is_granted_to_a_closed_loop_goes_to_the_next(loops: Loops) -> None
 def test_those_who_wait_are_looked_after_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who asks while others wait has nobody look at them all; his deadline is kept all the same."""
     clock = simulated.VirtualClock(seed=1)
-    driver, tend, tended = simulated.open("h200", clock=clock), Desk._tend, list[Desk]()
+    driver, tend, tended = (
+        simulated.open("h200", clock=clock),
+        LeaseManager._tend,
+        list[LeaseManager](),
+    )
 
-    def counted(desk: Desk) -> float:
+    def counted(desk: LeaseManager) -> float:
         tended.append(desk)
         return tend(desk)
 
@@ -113,7 +117,7 @@ def test_those_who_wait_are_looked_after_together(monkeypatch: pytest.MonkeyPatc
                 assert driver.time() - began < TEND_S / 2
             await asyncio.gather(*waiting)
 
-    monkeypatch.setattr(Desk, "_tend", counted)
+    monkeypatch.setattr(LeaseManager, "_tend", counted)
     clock.run(main)
 
 
@@ -124,7 +128,7 @@ def test_a_closed_loops_lease_ends_when_its_work_is_done(loops: Loops) -> None:
     async def take() -> Partition:
         p = await pool.partition(16).__aenter__()
         gates.append(await Gate.closed(p))
-        p.launch(spin, ONE, KERNEL_NS)
+        p.launch(ONE, spin, KERNEL_NS)
         return p
 
     async def follow() -> None:
@@ -143,7 +147,7 @@ def test_a_closed_loops_lease_ends_when_its_work_is_done(loops: Loops) -> None:
     loops.there.close()
     loops.on_here(follow())
     with pytest.raises(greensched.PartitionClosed):
-        p.launch(spin, ONE, 1)
+        p.launch(ONE, spin, 1)
 
 
 def test_who_waited_on_a_closed_loop_for_a_lease_to_end_stops_nobody(loops: Loops) -> None:
@@ -204,7 +208,7 @@ def test_requests_of_a_closed_loop_hold_nobody_up(loops: Loops, sms: Any) -> Non
     async def take_and_ask() -> asyncio.Task[None]:
         await p.__aenter__()
         gates.append(await Gate.closed(p))
-        p.launch(spin, ONE, KERNEL_NS)
+        p.launch(ONE, spin, KERNEL_NS)
         return await ask(pool, ALL, served)
 
     async def go_on() -> None:

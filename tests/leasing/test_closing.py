@@ -133,7 +133,7 @@ def test_closed_while_a_lane_waits_for_a_kernel(backend: Any, seed: int, faults:
         async def hang() -> None:
             with suppress(greensched.PoolClosed):
                 async with pool.partition(8, device=0) as p:
-                    await p.launch(spin, ONE, 5_000_000_000)
+                    await p.launch(ONE, spin, 5_000_000_000)
 
         async def ask() -> None:  # for a set of cells that no lane was made for
             with suppress(greensched.PoolClosed):
@@ -150,7 +150,7 @@ def test_closed_while_a_lane_waits_for_a_kernel(backend: Any, seed: int, faults:
             assert anyio.current_time() - began == pytest.approx(0.5, abs=0.01)
             await anyio.sleep(10)  # the builder makes it yet, if it can
             at_end = pool.statistics()
-            assert at_end.lanes_made - at_end.lanes == (not faults)
+            assert at_end.executors_made - at_end.executors == (not faults)
             tasks.cancel_scope.cancel()
         assert report.abandoned
         assert not any("device 1" in left.lower() for left in report.abandoned)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from greensched import CUDAError, Device, LaunchConfig, Pool
-from greensched.device.tickets import LINE, PAGE, Words
+from greensched.device.tickets import LINE, PAGE, TicketMemory
 from greensched.driver import simulated
 from greensched.driver.simulated import Fail
 from greensched.execution.call_context import current_call
@@ -97,11 +97,11 @@ def test_a_call_in_flight_is_not_forgotten_by_a_later_launch() -> None:
             pool.partition(8) as p,
             pool.partition(8) as q,
         ):
-            await p.prepare(fill, ONE)
+            await p.prepare(ONE, fill)
             go = threading.Event()
             with await p.upload(np.ones(64, np.float32)) as x:
                 call = p.run(lambda _: go.wait(), x)
-                await p.launch(fill, ONE, x, 2.0, 64)
+                await p.launch(ONE, fill, x, 2.0, 64)
                 copy = q.copy(x, np.zeros(64, np.float32))
                 await turns()
                 assert not copy.is_done
@@ -118,9 +118,9 @@ def test_a_loop_that_only_awaited_leaves_nothing_behind() -> None:
     async def main() -> None:
         async with Pool(driver="simulated:h200") as pool:
             async with pool.partition(8) as p:
-                await p.prepare(spin, ONE)
+                await p.prepare(ONE, spin)
                 with await Gate.closed(p) as gate:
-                    job = p.launch(spin, ONE, 1000)
+                    job = p.launch(ONE, spin, 1000)
 
                     async def give_up() -> None:
                         with anyio.move_on_after(0.02):
@@ -168,18 +168,18 @@ def test_a_refused_order_fails_one_job() -> None:
     async def main() -> None:
         async with Pool(driver=driver) as pool, pool.partitions(8, 8) as (p, q):
             for lane in (p, q):
-                await lane.prepare(fill, ONE)
+                await lane.prepare(ONE, fill)
             with await p.upload(np.zeros(8, np.float32)) as x:
                 with await Gate.closed(q) as gate:
-                    behind = q.launch(fill, ONE, x, 1.0, 8)
+                    behind = q.launch(ONE, fill, x, 1.0, 8)
                     next_one = driver.script.calls["record_event"] + 1
                     driver.script.add(Fail("record_event", nth=next_one, status="INVALID_VALUE"))
-                    refused = p.launch(fill, ONE, x, 2.0, 8)
+                    refused = p.launch(ONE, fill, x, 2.0, 8)
                     gate.open()
                 await behind
                 with pytest.raises(Exception, match="INVALID_VALUE"):
                     await refused
-                await p.launch(fill, ONE, x, 3.0, 8)
+                await p.launch(ONE, fill, x, 3.0, 8)
                 assert (await p.download(x))[0] == 3
 
     anyio.run(main)
@@ -223,7 +223,7 @@ def test_who_awaits_hears_though_no_thread_can_sleep(monkeypatch: pytest.MonkeyP
         async with Pool(driver=driver, prepare=[spin]) as pool, pool.partition(8) as p:
             monkeypatch.setattr(driver, "start_thread", refuse)
             with anyio.fail_after(20):
-                await p.launch(spin, ONE, 30_000_000)
+                await p.launch(ONE, spin, 30_000_000)
         assert asked
 
     anyio.run(main)
@@ -315,7 +315,7 @@ def test_lanes_beside_the_menu_are_bounded(monkeypatch: pytest.MonkeyPatch) -> N
 
     async def main() -> None:
         async with Pool(driver=driver) as pool:
-            made = pool.statistics().lanes
+            made = pool.statistics().executors
 
             async def ask(size: int) -> None:
                 async with pool.partition(size):
@@ -325,8 +325,8 @@ def test_lanes_beside_the_menu_are_bounded(monkeypatch: pytest.MonkeyPatch) -> N
                 async with anyio.create_task_group() as tasks:
                     for size in (16, 24, 40, 56, 72, 88, 104):
                         tasks.start_soon(ask, size)
-            assert pool.statistics().lanes_made > made + 3
-            assert pool.statistics().lanes == made + 3
+            assert pool.statistics().executors_made > made + 3
+            assert pool.statistics().executors == made + 3
             site = pool._desk.sites[0]  # type: ignore[union-attr]
             monkeypatch.setattr("greensched.leasing.device_pool.EXTRA", 2)
             wanted = [mask for mask in site.crews if mask not in site.menu][:2]
@@ -377,7 +377,7 @@ def test_one_page_of_words_that_cannot_be_ended_keeps_no_other() -> None:
     """Every page of words is given back, though the driver refuses the first."""
     driver = simulated.open("h200")
     device = Device(0, driver=driver)
-    words = Words(device.primary)
+    words = TicketMemory(device.primary)
     tracks = [words.create_track(device.primary) for _ in range(PAGE // LINE + 1)]
     for track in tracks:
         track.close()
@@ -394,7 +394,7 @@ def test_words_given_back_are_used_again() -> None:
     """Tracks that come and go, over several pages of words, take no page that is not needed."""
     driver = simulated.open("h200")
     device = Device(0, driver=driver)
-    words = Words(device.primary)
+    words = TicketMemory(device.primary)
     for _ in range(3):
         tracks = [words.create_track(device.primary) for _ in range(3 * PAGE // LINE)]
         for track in tracks:
@@ -409,7 +409,7 @@ def test_a_track_that_cannot_be_made_keeps_no_word() -> None:
     """However often the driver refuses a track, its words are given back and no page is added."""
     driver = simulated.open("h200")
     device = Device(0, driver=driver)
-    words = Words(device.primary)
+    words = TicketMemory(device.primary)
     driver.script.add(Fail("bind_mark", last=PAGE // LINE + 1))
     for _ in range(PAGE // LINE + 1):
         with pytest.raises(CUDAError, match="bind_mark"):

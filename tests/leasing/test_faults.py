@@ -22,12 +22,12 @@ import greensched
 from greensched import ALL, LaunchConfig, Pool, PoolState
 from greensched.device.staging_ring import SLOTS
 from greensched.driver import simulated
-from greensched.driver.blocking import VERBS
+from greensched.driver.blocking import DRIVER_CALLS
 from greensched.driver.simulated import Crash, Fail, Hang
 from greensched.driver.simulated.device_models import PRESETS, DeviceModel
 from greensched.errors import from_status
 from greensched.kernels import fill, saxpy, spin
-from greensched.leasing.device_pool import Site
+from greensched.leasing.device_pool import DevicePool
 from greensched.typing import CaptureMode, Feature
 from helpers.waiting import turns, until
 
@@ -89,38 +89,38 @@ def test_a_device_fault_ends_everything_within_a_second(clock: Any) -> None:
         pool = await opened(driver)
 
         async def queued() -> None:
-            with pytest.raises(greensched.Poisoned) as refused:
+            with pytest.raises(greensched.DeviceLost) as refused:
                 async with pool.partition(ALL):
                     pass
             seen.append(refused.value)
 
         async def beside() -> None:
-            with pytest.raises(greensched.Poisoned) as refused:
+            with pytest.raises(greensched.DeviceLost) as refused:
                 async with pool.partition(8) as p:
-                    await p.launch(spin, ONE, 10**12)
+                    await p.launch(ONE, spin, 10**12)
             seen.append(refused.value)
 
         async with anyio.create_task_group() as tasks:
-            with pytest.raises(greensched.Poisoned) as met:
+            with pytest.raises(greensched.DeviceLost) as met:
                 async with pool.partition(8) as p:
-                    await p.prepare(saxpy, ONE)  # beside a running kernel it would wait for that
+                    await p.prepare(ONE, saxpy)  # beside a running kernel it would wait for that
                     tasks.start_soon(beside)
                     tasks.start_soon(queued)
                     await turns()
                     x = await p.empty(8)
                     began = driver.time()
-                    await p.launch(saxpy, ONE, 1.0, x, x, 8)
+                    await p.launch(ONE, saxpy, 1.0, x, x, 8)
             seen.append(met.value)
         assert driver.time() - began < 1.0
         assert not pool.is_ready
         assert pool.state is PoolState.POISONED
         assert len(seen) == 3
         for error in seen:
-            assert isinstance(error, greensched.Poisoned)
+            assert isinstance(error, greensched.DeviceLost)
             assert error.cause is pool.fault
             assert "ILLEGAL_ADDRESS" in str(error)
         calls = sum(driver.script.calls.values())
-        with pytest.raises(greensched.Poisoned):
+        with pytest.raises(greensched.DeviceLost):
             async with pool.partition(8):
                 pass
         x.close()
@@ -133,9 +133,9 @@ def test_a_device_fault_ends_everything_within_a_second(clock: Any) -> None:
 async def noticed(driver: simulated.SimulatedDriver) -> float:
     """Leaves work to its fault; after how many seconds the pool knew."""
     pool = await opened(driver)
-    with pytest.raises(greensched.Poisoned):
+    with pytest.raises(greensched.DeviceLost):
         async with pool.partition(8) as p:
-            p.launch(spin, ONE, 1000)
+            p.launch(ONE, spin, 1000)
             began = driver.time()
             await until(lambda: not pool.is_ready)
             took = driver.time() - began
@@ -164,7 +164,7 @@ def test_who_sleeps_often_asks_no_oftener(monkeypatch: pytest.MonkeyPatch) -> No
         async with Pool(driver=driver, prepare=[spin]) as pool, pool.partition(8) as p:
             asked, slept = (driver.script.calls[f"{it}_event"] for it in ("query", "synchronize"))
             for _ in range(20):
-                await p.launch(spin, ONE, 3_000_000)
+                await p.launch(ONE, spin, 3_000_000)
             assert driver.script.calls["synchronize_event"] >= slept + 10  # or this shows nothing
             assert driver.script.calls["query_event"] <= asked + 1
 
@@ -210,11 +210,11 @@ def test_a_failed_download_leaves_its_array_alone(clock: Any, fault: Fail | Cras
     async def main() -> None:
         pool = await opened(driver)
         out = np.full(8, 3, np.float32)
-        with suppress(greensched.Poisoned):
+        with suppress(greensched.DeviceLost):
             async with pool.partition(8) as p:
-                await p.prepare(saxpy, ONE)
+                await p.prepare(ONE, saxpy)
                 x = await p.upload(np.ones(8, np.float32))
-                p.launch(saxpy, ONE, 1.0, x, x, 8)
+                p.launch(ONE, saxpy, 1.0, x, x, 8)
                 job = p.download(x, out)
                 with pytest.raises(greensched.GreenschedError):
                     await job
@@ -233,11 +233,11 @@ def test_a_hung_kernel_holds_its_own_sms_only(clock: Any) -> None:
         pool = await opened(driver)
         with anyio.move_on_after(0.1):
             async with pool.partition(16) as p:
-                await p.launch(spin, ONE, 1000)
+                await p.launch(ONE, spin, 1000)
         assert pool.statistics().sms_draining == 16
         for _ in range(20):
             async with pool.partition(100) as p:
-                await p.launch(spin, ONE, 1000)
+                await p.launch(ONE, spin, 1000)
         with pytest.raises(greensched.DeadlineExceeded):
             async with pool.partition(ALL, deadline=1.0):
                 pass
@@ -262,7 +262,7 @@ def test_a_pool_closed_over_an_idle_lease_leaves_its_lane(clock: Any, exposed: b
         assert "16 SMs" in report.abandoned[0]
         calls = sum(driver.script.calls.values())
         with pytest.raises(greensched.PoolClosed):
-            p.launch(spin, ONE, 1000)
+            p.launch(ONE, spin, 1000)
         with anyio.fail_after(10), pytest.raises(greensched.PoolClosed):
             await p.__aexit__(None, None, None)
         assert sum(driver.script.calls.values()) == calls
@@ -278,8 +278,8 @@ def test_a_hung_bound_launch_does_not_hold_up_the_closing(clock: Any, leaves: bo
     async def main() -> None:
         pool = await opened(driver)
         p = await pool.partition(8).__aenter__()
-        await p.prepare(spin, ONE)
-        p.bind(spin, ONE, 1000)()
+        await p.prepare(ONE, spin)
+        p.bind(ONE, spin, 1000)()
         if leaves:
             p.end()
         with anyio.fail_after(10):
@@ -298,7 +298,7 @@ def test_who_waits_for_abandoned_work_is_told(clock: Any) -> None:
     async def main() -> None:
         pool = await opened(driver)
         p = await pool.partition(8).__aenter__()
-        job = p.launch(spin, ONE, 1000)
+        job = p.launch(ONE, spin, 1000)
 
         async def wait() -> None:
             with pytest.raises(greensched.PoolClosed):
@@ -353,7 +353,7 @@ def test_an_ordinary_failure_fails_one_job(clock: Any, verb: str) -> None:
             for _ in range(4):
                 try:
                     with await p.upload(np.ones(8, np.float32)) as b:
-                        await p.launch(fill, ONE, b, 2.0, 8)
+                        await p.launch(ONE, fill, b, 2.0, 8)
                         assert (await p.download(b))[0] == 2.0
                 except greensched.CUDAError as error:
                     failures.append(error.name)
@@ -375,7 +375,7 @@ def test_without_write_value_events_stand_for_tickets(clock: Any) -> None:
                     array = np.arange(size, dtype=np.float32)
                     with await p.upload(array) as b:
                         for _ in range(200):
-                            await p.launch(spin, ONE, 1000)
+                            await p.launch(ONE, spin, 1000)
                         assert await p.run(lambda: 7) == 7
                         np.testing.assert_array_equal(await p.download(b), array)
             async with pool.partition(ALL):
@@ -392,7 +392,7 @@ def test_without_write_value_on_the_real_clock() -> None:
     async def main() -> None:
         async with Pool(driver=driver) as pool, pool.partition(8) as p:
             for duration in (1000, 3_000_000):
-                await p.launch(spin, ONE, duration)
+                await p.launch(ONE, spin, duration)
             assert await p.run(lambda: 7) == 7
 
     anyio.run(main)
@@ -411,11 +411,11 @@ async def whole_road(driver: simulated.SimulatedDriver) -> None:
     async with Pool(driver=driver) as pool:
         async with pool.partition(8) as p:
             with await p.upload(np.ones(8, np.float32)) as b:
-                await p.prepare(fill, ONE)
-                bound = p.bind(fill, ONE, b, 3.0, 8)
+                await p.prepare(ONE, fill)
+                bound = p.bind(ONE, fill, b, 3.0, 8)
                 bound()
                 await bound.submit()
-                await p.launch(fill, ONE, b, 2.0, 8)
+                await p.launch(ONE, fill, b, 2.0, 8)
                 await p.run(lambda: None)
                 await p.run(leave_a_capture)
                 await p.download(b)
@@ -497,7 +497,7 @@ def test_every_driver_call_fails_in_turn(
         try:
             clock.run(main)
         except greensched.GreenschedError as error:
-            poisoned = isinstance(error, (greensched.Poisoned, greensched.DeviceFault))
+            poisoned = isinstance(error, (greensched.DeviceLost, greensched.DeviceFault))
         where = (verb, nth, status)
         if verb not in ENDING and not poisoned:
             assert not driver.live(), (where, driver.live())
@@ -515,7 +515,7 @@ def test_the_verbs_are_covered() -> None:
                  "set_primary_flags", "can_access_peer", "share_memory_pool", "copy_peer",
                  "foreign_stream", "memory_device"}  # fmt: skip
     called = {*CALLS, *GRAPH_CALLS}
-    assert set(VERBS) - called <= elsewhere, set(VERBS) - called - elsewhere
+    assert set(DRIVER_CALLS) - called <= elsewhere, set(DRIVER_CALLS) - called - elsewhere
 
 
 def test_a_fault_inside_a_graph_ends_everything(clock: Any) -> None:
@@ -524,15 +524,15 @@ def test_a_fault_inside_a_graph_ends_everything(clock: Any) -> None:
 
     async def main() -> None:
         pool = await opened(driver)
-        with pytest.raises(greensched.Poisoned):
+        with pytest.raises(greensched.DeviceLost):
             async with pool.partition(8) as p:
-                await p.prepare(fill, ONE)
+                await p.prepare(ONE, fill)
                 b = await p.empty(8)
                 graph = await p.capture(fill_captured, b)
                 await graph.launch(p)
-                with pytest.raises(greensched.Poisoned):
+                with pytest.raises(greensched.DeviceLost):
                     await graph.launch(p)
-                with pytest.raises(greensched.Poisoned):
+                with pytest.raises(greensched.DeviceLost):
                     graph.launch(p)
         graph.close()
         b.close()
@@ -550,7 +550,7 @@ def test_a_hung_graph_holds_its_own_sms_only(clock: Any) -> None:
         with anyio.move_on_after(0.1):
             async with pool.partition(16) as p:
                 for kernel in (fill, spin):  # beside a running kernel it would wait for that
-                    await p.prepare(kernel, ONE)
+                    await p.prepare(ONE, kernel)
                 b = await p.empty(8)
                 graph = await p.capture(fill_captured, b)
                 await graph.launch(p)
@@ -558,7 +558,7 @@ def test_a_hung_graph_holds_its_own_sms_only(clock: Any) -> None:
         graph.close()
         b.close()
         async with pool.partition(100) as p:
-            await p.launch(spin, ONE, 1000)
+            await p.launch(ONE, spin, 1000)
         assert len((await pool.aclose(grace=1.0)).abandoned) == 1
 
     clock.run(main)
@@ -623,10 +623,10 @@ def test_a_busy_loop_hears_of_a_fault(without: list[Feature], busy: bool) -> Non
         async with anyio.create_task_group() as group:
             if busy:
                 group.start_soon(_busy)
-            with anyio.fail_after(5), pytest.raises(greensched.Poisoned):
+            with anyio.fail_after(5), pytest.raises(greensched.DeviceLost):
                 async with pool.partition(8) as p:
                     with await p.empty(8) as buffer:
-                        await p.launch(fill, ONE, buffer, 1.0, 8)
+                        await p.launch(ONE, fill, buffer, 1.0, 8)
             group.cancel_scope.cancel()
         assert pool.state is greensched.PoolState.POISONED
         await pool.aclose()
@@ -771,15 +771,15 @@ def test_what_a_closed_loop_leased_can_be_had_without_waiting() -> None:
 def test_statistics_are_told_while_lanes_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lane joins the others under the lock under which they are counted."""
     pool = Pool(driver="simulated:h200")
-    add, held = Site.add, list[bool]()
+    add, held = DevicePool.add, list[bool]()
 
-    def watched(site: Site, crew: Any) -> None:
+    def watched(site: DevicePool, crew: Any) -> None:
         held.append(pool._desk.lock.locked())  # type: ignore[union-attr]
         add(site, crew)
 
     async def main() -> None:
         async with pool:
-            monkeypatch.setattr(Site, "add", watched)
+            monkeypatch.setattr(DevicePool, "add", watched)
             async with pool.partitions(24, 24, 24, 24), pool.partition(24):  # cells off the menu
                 pass
 

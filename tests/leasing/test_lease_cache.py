@@ -21,7 +21,7 @@ from greensched import (
     WouldDeadlock,
 )
 from greensched.driver import simulated
-from greensched.errors import InvalidRequest, Poisoned
+from greensched.errors import DeviceLost, InvalidRequest
 from greensched.kernels import fill
 from helpers.waiting import turns
 
@@ -88,7 +88,7 @@ def test_a_block_that_was_left_stays_left() -> None:
         async with on_h200() as pool:
             async with pool.partition(16) as before:
                 with await before.upload(np.zeros(8, np.float32)) as x:
-                    await before.launch(fill, CONFIG, x, 1.0, 8)
+                    await before.launch(CONFIG, fill, x, 1.0, 8)
             await leased(pool)
             async with pool.partition(16) as old:
                 pass
@@ -97,7 +97,7 @@ def test_a_block_that_was_left_stays_left() -> None:
                     with pytest.raises(PartitionClosed):
                         _ = wrong.sm_count
                     with pytest.raises(PartitionClosed):
-                        wrong.launch(fill, CONFIG, x, 1.0, 8)
+                        wrong.launch(CONFIG, fill, x, 1.0, 8)
                     with pytest.raises(PartitionClosed):
                         async with wrong:
                             raise AssertionError
@@ -325,7 +325,7 @@ def test_a_fault_ends_what_is_parked() -> None:
             await leased(pool)
             assert pool._desk is not None
             pool._desk.lost(RuntimeError("the device is gone"))
-            with pytest.raises(Poisoned):
+            with pytest.raises(DeviceLost):
                 await leased(pool)
 
     asyncio.run(main())
@@ -339,7 +339,7 @@ def test_what_has_more_to_see_to_is_ended(use: str) -> None:
         async with on_h200() as pool:
             async with pool.partition(16) as p:
                 with await p.empty(8) as x:
-                    await p.launch(fill, CONFIG, x, 1.0, 8)
+                    await p.launch(CONFIG, fill, x, 1.0, 8)
                     if use == "run":
                         await p.run(int)
                     elif use == "stream":
@@ -347,9 +347,9 @@ def test_what_has_more_to_see_to_is_ended(use: str) -> None:
                     elif use == "context":
                         _ = p.context
                     elif use == "bind":
-                        p.bind(fill, CONFIG, x, 1.0, 8)()
+                        p.bind(CONFIG, fill, x, 1.0, 8)()
                     elif use == "feed":
-                        async for _ in p.feed([np.zeros(4, np.float32)]):
+                        async for _ in p.prefetch([np.zeros(4, np.float32)]):
                             pass
                     else:
                         with pytest.raises(ZeroDivisionError):
@@ -367,7 +367,7 @@ def test_bound_launches_that_are_done_are_no_reason_to_end_it() -> None:
             with await pool_empty(pool) as x:
                 for _ in range(3):
                     async with pool.partition(16) as p:
-                        bound = p.bind(fill, CONFIG, x, 1.0, 8)
+                        bound = p.bind(CONFIG, fill, x, 1.0, 8)
                         bound()
                         await bound.submit()
                     assert parked(pool) == 1

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from greensched import ALL, LaunchConfig, Partition, PartitionClosed, Pool, ServiceClass
-from greensched.errors import DeadlineExceeded, Poisoned, PoolClosed, WouldDeadlock
-from greensched.execution.lease import Holding
+from greensched.errors import DeadlineExceeded, DeviceLost, PoolClosed, WouldDeadlock
+from greensched.execution.lease import Lease
 from greensched.execution.submission import Channel
 from greensched.kernels import fill, spin
-from greensched.leasing.partition_group import Together
+from greensched.leasing.partition_group import PartitionGroup
 from helpers.waiting import turns, until
 
 CONFIG = LaunchConfig(grid=1, block=8)
@@ -30,7 +30,7 @@ def on_h200(**options: object) -> Pool:
     return Pool(driver="simulated:h200", **options)  # type: ignore[arg-type]
 
 
-def holding(partition: Partition) -> Holding:
+def holding(partition: Partition) -> Lease:
     assert partition._channel is not None
     return partition._channel.holding
 
@@ -62,7 +62,7 @@ def test_who_waits_has_the_lease_of_who_left(backend: str) -> None:
 
     async def main() -> None:
         async with on_h200() as pool:
-            left: Holding | None = None
+            left: Lease | None = None
 
             async def lease(number: int) -> None:
                 nonlocal left
@@ -71,7 +71,7 @@ def test_who_waits_has_the_lease_of_who_left(backend: str) -> None:
                     handed.append(holding(p) is left)
                     if number % 2:
                         with await p.upload(np.zeros(8, np.float32)) as x:
-                            await p.launch(fill, CONFIG, x, number, 8)
+                            await p.launch(CONFIG, fill, x, number, 8)
                             assert list(await p.download(x)) == [number] * 8
                     left = holding(p)
 
@@ -205,7 +205,7 @@ def test_who_was_served_is_not_kept() -> None:
 def test_what_fails_behind_a_claim_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who waits no more is tended no more, once: whoever waits next is tended."""
 
-    def fail(_: Together, channels: tuple[Channel, ...]) -> None:
+    def fail(_: PartitionGroup, channels: tuple[Channel, ...]) -> None:
         for channel in channels:
             channel.holding.end()
         raise MemoryError
@@ -220,7 +220,7 @@ def test_what_fails_behind_a_claim_is_counted_once(monkeypatch: pytest.MonkeyPat
             async with pool.partition(ALL):
                 task = asyncio.create_task(both())
                 await until(lambda: pool.statistics().waiting == 1)
-                monkeypatch.setattr(Together, "_have", fail)
+                monkeypatch.setattr(PartitionGroup, "_have", fail)
             with pytest.raises(MemoryError):
                 await task
             assert pool.opened().completion().waiting == 0
@@ -242,7 +242,7 @@ def test_a_fault_before_he_has_it_is_his() -> None:
             pool._desk.lost(RuntimeError("the device is gone"))
             for taker in (third, second):
                 taker.may_go.set()
-                with pytest.raises(Poisoned):
+                with pytest.raises(DeviceLost):
                     await taker.task
 
     asyncio.run(main())
@@ -374,14 +374,14 @@ def test_work_and_classes_are_decided_on(service: str | None) -> None:
 
     async def main() -> None:
         async with on_h200(services=[ServiceClass("a")] if service else []) as pool:
-            holdings = list[Holding]()
+            holdings = list[Lease]()
 
             async def lease() -> None:
                 async with pool.partition(MOST, service=service) as p:
                     holdings.append(holding(p))
                     await turns(1)  # the others wait meanwhile
                     if service is None:
-                        p.launch(spin, CONFIG, 100_000)
+                        p.launch(CONFIG, spin, 100_000)
 
             await asyncio.gather(*(lease() for _ in range(5)))
             assert len(set(holdings)) == 5

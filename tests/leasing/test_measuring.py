@@ -116,7 +116,7 @@ def test_it_follows_what_it_sees() -> None:
 async def multiply(p: Partition, n: int) -> None:
     config = LaunchConfig(grid=(n // 16, n // 16), block=(16, 16))
     with await p.empty((n, n)) as a, await p.empty((n, n)) as b, await p.empty((n, n)) as c:
-        await p.launch(matmul, config, a, b, c, n, n, n, 1)
+        await p.launch(config, matmul, a, b, c, n, n, n, 1)
 
 
 def test_what_it_learns_is_smooth_at_once() -> None:
@@ -158,10 +158,10 @@ def test_a_pool_measures_a_piece_of_work(backend: str) -> None:
             assert found.at(8) > 4 * found.at(64)
             sms = found.within(slowdown=1.5)
             assert 8 < sms < 132
-            async with pool.partition(sms=sms, cost=found, deadline=1.0) as p:
+            async with pool.partition(sms=sms, duration=found, deadline=1.0) as p:
                 await multiply(p, 256)
             with pytest.raises(greensched.DeadlineImpossible):
-                async with pool.partition(8, cost=found, deadline=found.at(8) / 2):
+                async with pool.partition(8, duration=found, deadline=found.at(8) / 2):
                     raise AssertionError("granted")
             few = await pool.measure(len, "a blocking function", sms=[16])
             assert few.sizes == (16,)
@@ -183,7 +183,7 @@ def test_a_pool_keeps_its_curves_true() -> None:
         async with Pool(driver=driver, prepare=[matmul]) as pool:
             wrong = LatencyCurve({16: [10.0]})
             for _ in range(200):
-                async with pool.partition(16, cost=wrong) as p:
+                async with pool.partition(16, duration=wrong) as p:
                     await multiply(p, 64)
             assert wrong.at(16) < 0.1
 

@@ -64,7 +64,7 @@ AT_WORK = """
     with contextlib.suppress(LookupError):
         {run}
 """
-KERNEL = "p.launch(spin, ONE, 10**12)"
+KERNEL = "p.launch(ONE, spin, 10**12)"
 #: It has begun when the block ends.
 CALL = "p.run(lambda: (going.set(), threading.Event().wait())); assert going.wait(10)"
 
@@ -90,7 +90,7 @@ ENDS = {
             await pool.open()
             with contextlib.suppress(LookupError):
                 async with pool.partition(16) as p:
-                    p.launch(spin, ONE, 10**12)
+                    p.launch(ONE, spin, 10**12)
                     p.run(threading.Event().wait)
                     raise LookupError
             assert (await pool.aclose(grace=0.01)).abandoned
@@ -102,7 +102,7 @@ ENDS = {
     "sys.exit in a block": """
         async def main():
             async with pool, pool.partition(16) as p:
-                await p.launch(spin, ONE, 1000)
+                await p.launch(ONE, spin, 1000)
                 sys.exit(0)
 
         asyncio.run(main())
@@ -112,7 +112,7 @@ ENDS = {
             async with pool:
                 while True:
                     async with pool.partition(16) as p:
-                        await p.launch(spin, ONE, 100_000)
+                        await p.launch(ONE, spin, 100_000)
                         await p.run(going.set)  # the process ends while this loop goes on
 
         threading.Thread(target=lambda: asyncio.run(main()), daemon=True).start()
@@ -129,7 +129,7 @@ ENDS = {
     "a closed pool": """
         async def main():
             async with pool, pool.partition(16) as p:
-                await p.launch(spin, ONE, 1000)
+                await p.launch(ONE, spin, 1000)
 
         asyncio.run(main())
     """,
@@ -168,7 +168,7 @@ def test_a_failure_at_the_end_is_shown() -> None:
         """
         async def main():
             async with pool, pool.partition(16) as p:
-                p.launch(spin, ONE, 1000)
+                p.launch(ONE, spin, 1000)
                 raise LookupError("its own")
 
         asyncio.run(main())
@@ -191,7 +191,7 @@ def test_a_loop_may_close_with_a_pool_open() -> None:
         async def main():
             await pool.open()
             p = await pool.partition(16).__aenter__()
-            p.launch(spin, ONE, 10**6)
+            p.launch(ONE, spin, 10**6)
             return p
 
         async def again():
@@ -239,7 +239,7 @@ def in_a_child(use):
 
 #: What a child may try, where it must be told: with `p` a partition and `b` a buffer.
 USES = {
-    "launch": "lambda: p.launch(spin, ONE, 1)",
+    "launch": "lambda: p.launch(ONE, spin, 1)",
     "upload": "lambda: p.upload(np.ones(3))",
     "upload a lot": "lambda: p.upload(np.ones(10**6))",
     "download": "lambda: p.download(b)",
@@ -247,12 +247,12 @@ USES = {
     "empty": "lambda: p.empty(3)",
     "empty_pinned": "lambda: p.empty_pinned(3)",
     "run": "lambda: p.run(int)",
-    "prepare": "lambda: p.prepare(spin, ONE)",
-    "bind": "lambda: p.bind(spin, ONE, 1)",
-    "ready": "lambda: p.ready()",
+    "prepare": "lambda: p.prepare(ONE, spin)",
+    "bind": "lambda: p.bind(ONE, spin, 1)",
+    "ready": "lambda: p.drain()",
     "partition": "lambda: pool.partition(16).__aenter__()",
     "partitions": "lambda: pool.partitions(16, 16).__aenter__()",
-    "pool.launch": "lambda: pool.launch(spin, ONE, 1, sms=8)",
+    "pool.launch": "lambda: pool.launch(ONE, spin, 1, sms=8)",
     "pool.run": "lambda: pool.run(int, sms=8)",
     "verify": "lambda: pool.verify()",
 }
@@ -268,7 +268,7 @@ def test_a_forked_child_is_told() -> None:
             async def main():
                 async with pool, pool.partition(16) as p:
                     b = await p.upload(np.ones(10))
-                    await p.prepare(spin, ONE)
+                    await p.prepare(ONE, spin)
                     for name, use in {{{uses}}}.items():
                         print(name, "->", in_a_child(use))
                     print("state", "->", in_a_child(lambda: pool.state))
@@ -276,7 +276,7 @@ def test_a_forked_child_is_told() -> None:
                     print("aclose", "->", in_a_child(lambda: pool.aclose()))
                     print(await p.download(b))
                     with b:
-                        await p.launch(fill, ONE, await p.empty(4), 1.0, 4)
+                        await p.launch(ONE, fill, await p.empty(4), 1.0, 4)
 
             import warnings
             warnings.simplefilter("ignore", ResourceWarning)
@@ -378,7 +378,7 @@ def test_a_spawned_process_opens_its_own(tmp_path_factory: pytest.TempPathFactor
             async def work(number):
                 async with Pool(driver="simulated:h200") as mine, mine.partition(16) as p:
                     with await p.upload(np.full(4, number, np.float32)) as b:
-                        await p.launch(fill, ONE, b, number + 1.0, 4)
+                        await p.launch(ONE, fill, b, number + 1.0, 4)
                         return float((await p.download(b)).sum())
 
             def child(number):
@@ -430,7 +430,7 @@ def test_a_forked_child_is_told_of_everything(use: str) -> None:
             async def main():
                 async with pool, pool.partition(16) as p:
                     b, pinned = await p.upload(np.ones(10)), await p.empty_pinned(4)
-                    await p.prepare(spin, ONE)
+                    await p.prepare(ONE, spin)
                     graph = await p.capture(captured)
                     print(in_a_child({MORE_USES[use]}))
                     await graph.launch(p)

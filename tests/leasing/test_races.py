@@ -270,7 +270,7 @@ def test_left_while_its_lane_is_made(race: Any) -> None:
     async def script(race: Race) -> None:
         pool = race.pool
         await race.all_free()
-        made = pool.statistics().lanes_made
+        made = pool.statistics().executors_made
         race.occupy_builder()
         scope = anyio.CancelScope()
 
@@ -283,7 +283,7 @@ def test_left_while_its_lane_is_made(race: Any) -> None:
             await until(lambda: race.free() == (132, 0, 0, 1))
             scope.cancel()
         assert race.free() == (132, 0, 0, 0)
-        await until(lambda: pool.statistics().lanes_made == made + 1)
+        await until(lambda: pool.statistics().executors_made == made + 1)
         async with pool.partition_nowait(24) as p:
             assert p.sm_count == 24
         await race.all_is_back()
@@ -297,12 +297,12 @@ def test_what_does_not_wait_has_nothing_made(race: Any) -> None:
     async def script(race: Race) -> None:
         pool = race.pool
         await race.all_free()
-        made = pool.statistics().lanes_made
+        made = pool.statistics().executors_made
         for _ in range(3):
             with pytest.raises(greensched.WouldBlock, match="no lane"):
                 pool.partition_nowait(24)
             await race.ask("one", 8)
-        assert pool.statistics().lanes_made == made
+        assert pool.statistics().executors_made == made
         await race.all_is_back()
 
     assert race(script).told == ["one granted"] * 3
@@ -352,13 +352,13 @@ def test_several_leave_while_one_lane_is_made(race: Any) -> None:
     async def script(race: Race) -> None:
         pool = race.pool
         await race.all_free()
-        made = pool.statistics().lanes_made
+        made = pool.statistics().executors_made
         race.occupy_builder()
         for _ in range(3):
             with anyio.move_on_after(0.001):
                 await race.ask("one", 24)
         await race.ask("last", 24)
-        assert pool.statistics().lanes_made == made + 1
+        assert pool.statistics().executors_made == made + 1
         await race.all_is_back()
 
     assert race(script).told == ["one cancelled"] * 3 + ["last granted"]
@@ -449,7 +449,7 @@ def test_the_last_job_is_done_as_its_block_is_cancelled(race: Any) -> None:
             with scope:
                 async with pool.partition(16) as p:
                     gates.append(await Gate.closed(p))
-                    p.launch(spin, ONE, 1000)
+                    p.launch(ONE, spin, 1000)
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(use)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 
-from greensched.scheduling.cells import Cells, Demand
+from greensched.scheduling.cells import DeviceCells, SizeRange
 from greensched.typing import ALL, REST
 
 
-def possible(cells: Cells, mask: int) -> bool:
+def possible(cells: DeviceCells, mask: int) -> bool:
     """Equal cells alone, the remainder alone, everything; and any mixture where it joins."""
     leftover = 1 << cells.count if cells.remainder else 0
     every = (1 << cells.count) - 1 | leftover
@@ -18,7 +18,7 @@ def possible(cells: Cells, mask: int) -> bool:
     return not mask & leftover or mask in (leftover, every) or cells.joins
 
 
-def sms(cells: Cells, mask: int) -> int:
+def sms(cells: DeviceCells, mask: int) -> int:
     equal = sum(cells.size for i in range(cells.count) if mask >> i & 1)
     return equal + (cells.remainder if mask >> cells.count & 1 else 0)
 
@@ -33,14 +33,14 @@ def subsets(mask: int) -> Iterator[int]:
         subset = (subset - 1) & mask
 
 
-def is_enough(cells: Cells, mask: int, part: Demand) -> bool:
+def is_enough(cells: DeviceCells, mask: int, part: SizeRange) -> bool:
     """Whether one partition of these cells is what a part asked for, or more."""
     if part.named is ALL:
         return mask == cells.every
     return possible(cells, mask) and sms(cells, mask) >= part.least
 
 
-def is_no_excess(cells: Cells, mask: int, part: Demand) -> bool:
+def is_no_excess(cells: DeviceCells, mask: int, part: SizeRange) -> bool:
     """No more than asked, but for what whole cells make unavoidable."""
     if sms(cells, mask) <= part.most:
         return True
@@ -48,14 +48,14 @@ def is_no_excess(cells: Cells, mask: int, part: Demand) -> bool:
     return not any(is_enough(cells, smaller, part) for smaller in fewer)
 
 
-def rest_of(cells: Cells, others: int) -> int:
+def rest_of(cells: DeviceCells, others: int) -> int:
     """What REST is beside the other parts of its request."""
     left = cells.every & ~others
     return left if possible(cells, left) else left & cells.equal
 
 
 @lru_cache(maxsize=200_000)
-def fits(cells: Cells, free: int, parts: tuple[Demand, ...]) -> bool:
+def fits(cells: DeviceCells, free: int, parts: tuple[SizeRange, ...]) -> bool:
     """Whether disjoint sets of free cells give every part enough."""
     if any(part.named is REST for part in parts):
         others = tuple(part for part in parts if part.named is not REST)
@@ -65,7 +65,7 @@ def fits(cells: Cells, free: int, parts: tuple[Demand, ...]) -> bool:
     return any(True for _ in _takings(cells, free, parts))
 
 
-def _takings(cells: Cells, free: int, parts: tuple[Demand, ...]) -> Iterator[int]:
+def _takings(cells: DeviceCells, free: int, parts: tuple[SizeRange, ...]) -> Iterator[int]:
     """Every union of disjoint sets that give the parts enough."""
     if not parts:
         yield 0

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from greensched.scheduling.cells import Cells, Demand
-from greensched.scheduling.class_state import Flow
+from greensched.scheduling.cells import DeviceCells, SizeRange
+from greensched.scheduling.class_state import ClassState
 from greensched.scheduling.policies import Sized
-from greensched.scheduling.requests import Lease, Request
+from greensched.scheduling.requests import Grant, Request
 from greensched.scheduling.scheduler import Scheduler
 from greensched.typing import ALL, REST
 
@@ -20,12 +20,12 @@ class ReferenceReservations:
     """Who holds what, and what that leaves for everybody."""
 
     scheduler: Scheduler
-    devices: list[Cells]
-    leases: list[Lease] = field(default_factory=list)
+    devices: list[DeviceCells]
+    leases: list[Grant] = field(default_factory=list)
     #: When a lease last gave back, or could have given back, what it has on loan.
-    taken_at: dict[Lease, float] = field(default_factory=dict)
+    taken_at: dict[Grant, float] = field(default_factory=dict)
 
-    def flows(self) -> list[Flow]:
+    def flows(self) -> list[ClassState]:
         return list(self.scheduler.ground.flows.values())
 
     def equal(self, device: int, mask: int) -> int:
@@ -37,19 +37,19 @@ class ReferenceReservations:
             taken |= lease.mask if lease.device == device else 0
         return self.devices[device].every & ~taken
 
-    def unmet(self, flow: Flow) -> int:
+    def unmet(self, flow: ClassState) -> int:
         """Cells of its floor it does not have; what it borrowed is not of its floor."""
         mine = [x for x in self.leases if x.flow is flow and x.device == flow.home]
         own = sum(self.equal(x.device, x.mask) - sum(x.loans.values()) for x in mine)
         return max(0, flow.need - own)
 
-    def lent(self, flow: Flow) -> int:
+    def lent(self, flow: ClassState) -> int:
         return sum(lease.loans.get(flow, 0) for lease in self.leases)
 
-    def kept(self, flow: Flow) -> int:
+    def kept(self, flow: ClassState) -> int:
         return self.unmet(flow) - self.lent(flow)
 
-    def owners(self, device: int) -> list[Flow]:
+    def owners(self, device: int) -> list[ClassState]:
         return [flow for flow in self.flows() if flow.need and flow.home == device]
 
     # -- what must hold ------------------------------------------------------------------------
@@ -74,7 +74,7 @@ class ReferenceReservations:
                 assert owner.budget > 0, "an owner without a budget lends nothing"
                 assert lease.flow.revocable
 
-    def check_size(self, lease: Lease) -> None:
+    def check_size(self, lease: Grant) -> None:
         """No less than was asked for, and no more than whole cells make unavoidable."""
         cells, parts = self.devices[lease.device], lease.request.parts
         part = parts[lease.request.leases.index(lease)]
@@ -85,33 +85,33 @@ class ReferenceReservations:
             needed = -(-part.least // cells.size)
             assert self.equal(lease.device, lease.mask) <= needed
 
-    def kept_to_its_end(self, lease: Lease) -> int:
+    def kept_to_its_end(self, lease: Grant) -> int:
         """SMs that a lease does not give back before."""
         if not lease.request.is_elastic:
             return lease.sms
         size = self.devices[lease.device].size
         return min(lease.sms, size * -(-lease.request.parts[0].least // size))
 
-    def gave_back(self, lease: Lease) -> bool:
+    def gave_back(self, lease: Grant) -> bool:
         """Whether an elastic lease has no cell more than its least asks for."""
         cells = self.devices[lease.device]
         needed = -(-lease.request.parts[0].least // cells.size)
         is_least = self.equal(lease.device, lease.mask) <= needed
         return is_least or not is_enough(cells, lease.mask & cells.equal, lease.request.parts[0])
 
-    def is_due(self, lease: Lease, now: float) -> bool:
+    def is_due(self, lease: Grant, now: float) -> bool:
         """Whether a borrower who keeps his word comes to a checkpoint now."""
         return now - self.taken_at[lease] >= self.segment(lease)
 
-    def segment(self, lease: Lease) -> float:
-        """Seconds in which it gives back, as it said: its declared segment, or its known cost."""
+    def segment(self, lease: Grant) -> float:
+        """Seconds in which it gives back, as it said: its segment, or its duration."""
         declared = lease.flow.rules.segment or math.inf
         known = lease.request.seconds(lease.sms)
         if known is None:
             return declared
         return min(known, declared) if lease.request.is_elastic else known
 
-    def gives_back_at_its_end(self, lease: Lease) -> bool:
+    def gives_back_at_its_end(self, lease: Grant) -> bool:
         """Whether what it still has on loan after a checkpoint is of its least."""
         waiting = any(owner.waiting for owner in lease.loans)
         return bool(lease.loans) and (waiting or not lease.request.is_elastic)
@@ -127,7 +127,7 @@ class ReferenceReservations:
         is_capped = flow.sms + needed * cells.size > flow.cap
         return needed <= self.unmet(flow) and not is_capped
 
-    def wanted(self, request: Request, device: int) -> Demand:
+    def wanted(self, request: Request, device: int) -> SizeRange:
         """What it is to have there: what was asked for, or what the policy says, within bounds."""
         part, policy = request.parts[0], self.scheduler.policy
         if not isinstance(policy, Sized) or not request.is_elastic:

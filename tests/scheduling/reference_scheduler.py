@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from greensched.scheduling.cells import Cells
+from greensched.scheduling.cells import DeviceCells
 from greensched.scheduling.scheduler import Lease, Request, State
 from greensched.typing import REST
 
@@ -19,7 +19,7 @@ from .reference_cells import fits, is_enough, is_no_excess, possible, rest_of, s
 class ReferenceScheduler:
     """Who waits, who holds what, and for whom a device is kept."""
 
-    devices: list[Cells]
+    devices: list[DeviceCells]
     ageing: float
     waiting: list[Request] = field(default_factory=list)
     leases: list[Lease] = field(default_factory=list)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from greensched.scheduling.cells import Cells, Demand
+from greensched.scheduling.cells import DeviceCells, SizeRange
 from greensched.typing import REST
 
 
 @st.composite
-def devices(draw: st.DrawFn, most_cells: int = 5) -> Cells:
+def devices(draw: st.DrawFn, most_cells: int = 5) -> DeviceCells:
     """With or without a remainder, smaller or larger than a cell, joining or not."""
     remainder = draw(st.integers(0, 6))
-    return Cells(
+    return DeviceCells(
         size=draw(st.integers(1, 4)),
         count=draw(st.integers(1, most_cells)),
         remainder=remainder,
@@ -20,18 +20,18 @@ def devices(draw: st.DrawFn, most_cells: int = 5) -> Cells:
     )
 
 
-def plain_demands(most: int = 24) -> st.SearchStrategy[Demand]:
+def plain_demands(most: int = 24) -> st.SearchStrategy[SizeRange]:
     """A number of SMs, or a pair of them."""
     pairs = st.tuples(st.integers(1, most), st.integers(0, most))
-    return pairs.map(lambda pair: Demand(pair[0], pair[0] + pair[1])) | st.integers(1, most).map(
-        lambda sms: Demand(sms, sms)
+    return pairs.map(lambda pair: SizeRange(pair[0], pair[0] + pair[1])) | st.integers(1, most).map(
+        lambda sms: SizeRange(sms, sms)
     )
 
 
 @st.composite
-def joint_demands(draw: st.DrawFn) -> tuple[Demand, ...]:
+def joint_demands(draw: st.DrawFn) -> tuple[SizeRange, ...]:
     """Two or three parts; one of them may be REST."""
     parts = draw(st.lists(plain_demands(12), min_size=1, max_size=3))
     if len(parts) == 1 or draw(st.booleans()):
-        parts.insert(draw(st.integers(0, len(parts))), Demand(0, 0, REST))
+        parts.insert(draw(st.integers(0, len(parts))), SizeRange(0, 0, REST))
     return tuple(parts[:3])

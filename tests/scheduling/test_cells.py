@@ -10,17 +10,17 @@ from hypothesis import strategies as st
 
 from greensched.errors import InvalidRequest, InvalidSize
 from greensched.leasing.device_pool import MENU
-from greensched.scheduling.cells import Cells, Demand, demand, demands
+from greensched.scheduling.cells import DeviceCells, SizeRange, demand, parse_sizes
 from greensched.typing import ALL, REST
 
 from .reference_cells import fits, is_enough, is_no_excess, possible, rest_of, sms, subsets
 from .strategies import devices, joint_demands, plain_demands
 
-H100 = Cells(size=8, count=15, remainder=12)
+H100 = DeviceCells(size=8, count=15, remainder=12)
 
 
 @st.composite
-def free_cells(draw: st.DrawFn) -> tuple[Cells, int]:
+def free_cells(draw: st.DrawFn) -> tuple[DeviceCells, int]:
     cells = draw(devices())
     return cells, draw(st.integers(0, cells.every))
 
@@ -42,12 +42,12 @@ def test_what_is_no_size_is_refused(size: object) -> None:
 
 def test_sizes_are_read() -> None:
     """An int is exact, a pair a range, a name depends on the device; a huge int is a size."""
-    assert demand(16) == Demand(16, 16)
-    assert demand((8, 64)) == Demand(8, 64)
-    assert demand(10**9) == Demand(10**9, 10**9)
-    assert demand(ALL) == Demand(0, 0, ALL)
-    assert demand((8, ALL)) == Demand(8, sys.maxsize)
-    assert demands((16, REST)) == (Demand(16, 16), Demand(0, 0, REST))
+    assert demand(16) == SizeRange(16, 16)
+    assert demand((8, 64)) == SizeRange(8, 64)
+    assert demand(10**9) == SizeRange(10**9, 10**9)
+    assert demand(ALL) == SizeRange(0, 0, ALL)
+    assert demand((8, ALL)) == SizeRange(8, sys.maxsize)
+    assert parse_sizes((16, REST)) == (SizeRange(16, 16), SizeRange(0, 0, REST))
 
 
 @pytest.mark.parametrize(
@@ -64,14 +64,14 @@ def test_sizes_are_read() -> None:
 def test_sizes_that_cannot_stand_together_are_refused(sizes: tuple[int, ...], message: str) -> None:
     """An empty joint request, ALL beside anything, and two RESTs can never be right."""
     with pytest.raises(InvalidRequest, match=message):
-        demands(sizes)
+        parse_sizes(sizes)
 
 
 # -- sets of cells ------------------------------------------------------------------------------
 
 
 @given(devices())
-def test_sets_add_up(cells: Cells) -> None:
+def test_sets_add_up(cells: DeviceCells) -> None:
     """Counting SMs and asking what is possible agree with the naive answers for every set."""
     assert cells.total == cells.size * cells.count + cells.remainder
     assert cells.equal & cells.leftover == 0
@@ -82,7 +82,7 @@ def test_sets_add_up(cells: Cells) -> None:
 
 
 @given(devices(), st.data())
-def test_blocks_are_every_contiguous_set(cells: Cells, data: st.DataObject) -> None:
+def test_blocks_are_every_contiguous_set(cells: DeviceCells, data: st.DataObject) -> None:
     """`blocks` has each contiguous set of so many equal cells once, the aligned ones first."""
     number = data.draw(st.integers(1, cells.count + 1))
     blocks = cells.blocks(number)
@@ -101,7 +101,7 @@ def test_blocks_are_every_contiguous_set(cells: Cells, data: st.DataObject) -> N
 
 
 @given(devices(), st.integers(0, 70))
-def test_menu_is_possible_and_unique(cells: Cells, limit: int) -> None:
+def test_menu_is_possible_and_unique(cells: DeviceCells, limit: int) -> None:
     """`menu` names partitions that can exist, each once, everything first, no more than wanted."""
     menu = cells.menu(limit)
     assert len(menu) <= limit
@@ -111,7 +111,7 @@ def test_menu_is_possible_and_unique(cells: Cells, limit: int) -> None:
 
 
 @given(devices())
-def test_menu_has_what_a_pair_needs(cells: Cells) -> None:
+def test_menu_has_what_a_pair_needs(cells: DeviceCells) -> None:
     """Beside each aligned block in a menu without bounds stands what REST is beside it."""
     menu = set(cells.menu(1000))
     for power in range(cells.count.bit_length()):
@@ -123,7 +123,7 @@ def test_menu_has_what_a_pair_needs(cells: Cells) -> None:
 
 
 @given(devices(), st.integers(0, 40))
-def test_largest_is_the_largest(cells: Cells, most: int) -> None:
+def test_largest_is_the_largest(cells: DeviceCells, most: int) -> None:
     """No partition of at most so many SMs is larger, and one is as large."""
     sizes = [sms(cells, mask) for mask in subsets(cells.every) if possible(cells, mask)]
     assert cells.largest(most) == max((size for size in sizes if size <= most), default=0)
@@ -131,7 +131,7 @@ def test_largest_is_the_largest(cells: Cells, most: int) -> None:
 
 def test_a_short_menu_has_what_moves_a_border() -> None:
     """Cut by twos, an H100 has the lanes of two that share it, wherever the border is between."""
-    fine = Cells(size=2, count=66)
+    fine = DeviceCells(size=2, count=66)
     menu = fine.menu(MENU)
     assert len(menu) == MENU
     for cells in range(1, 66):
@@ -146,7 +146,7 @@ def test_menu_of_an_h100_fits_the_bound() -> None:
 
 
 @given(devices(), st.data())
-def test_complement_is_the_rest(cells: Cells, data: st.DataObject) -> None:
+def test_complement_is_the_rest(cells: DeviceCells, data: st.DataObject) -> None:
     """A set and its complement are disjoint, and nothing more could join the complement."""
     mask = data.draw(st.integers(0, cells.every))
     rest = cells.complement(mask)
@@ -159,7 +159,7 @@ def test_complement_is_the_rest(cells: Cells, data: st.DataObject) -> None:
 
 @given(free_cells(), plain_demands())
 def test_fit_finds_cells_exactly_when_there_are_some(
-    device: tuple[Cells, int], wanted: Demand
+    device: tuple[DeviceCells, int], wanted: SizeRange
 ) -> None:
     """`fit` is 0 exactly when no possible set of free cells is enough; else one that is."""
     cells, free = device
@@ -174,7 +174,7 @@ def test_fit_finds_cells_exactly_when_there_are_some(
 
 @given(free_cells(), plain_demands())
 def test_fit_gives_an_elastic_demand_all_it_can_use(
-    device: tuple[Cells, int], wanted: Demand
+    device: tuple[DeviceCells, int], wanted: SizeRange
 ) -> None:
     """No free cell stays behind that could be added without exceeding `most`."""
     cells, free = device
@@ -187,7 +187,7 @@ def test_fit_gives_an_elastic_demand_all_it_can_use(
 
 @given(free_cells(), plain_demands(), st.data())
 def test_warm_partitions_are_preferred_and_change_nothing_else(
-    device: tuple[Cells, int], wanted: Demand, data: st.DataObject
+    device: tuple[DeviceCells, int], wanted: SizeRange, data: st.DataObject
 ) -> None:
     """A warm partition of the right number of free cells is taken; the size granted is the same."""
     cells, free = device
@@ -204,12 +204,12 @@ def test_warm_partitions_are_preferred_and_change_nothing_else(
 
 
 @given(free_cells())
-def test_all_is_the_whole_device(device: tuple[Cells, int]) -> None:
+def test_all_is_the_whole_device(device: tuple[DeviceCells, int]) -> None:
     """ALL, and REST alone, are every cell, once every cell is free."""
     cells, free = device
     whole = cells.every if free == cells.every else 0
-    assert cells.fit(free, Demand(0, 0, ALL)) == whole
-    assert cells.fit_all(free, (Demand(0, 0, REST),)) == ((whole,) if whole else ())
+    assert cells.fit(free, SizeRange(0, 0, ALL)) == whole
+    assert cells.fit_all(free, (SizeRange(0, 0, REST),)) == ((whole,) if whole else ())
 
 
 def test_an_h100_by_hand() -> None:
@@ -231,7 +231,7 @@ def test_an_h100_by_hand() -> None:
 
 def test_a_remainder_that_joins_by_hand() -> None:
     """Where the remainder may join, it makes up for cells that are not free, or adds to them."""
-    cells = Cells(size=8, count=15, remainder=12, joins=True)
+    cells = DeviceCells(size=8, count=15, remainder=12, joins=True)
     assert cells.fit(cells.leftover | 0b1, demand(16)) == cells.leftover | 0b1
     assert cells.fit(cells.leftover | 0b1, demand((8, 20))) == cells.leftover | 0b1
     assert cells.fit(cells.leftover | 0b1, demand((8, 19))) == 0b1
@@ -244,7 +244,7 @@ def test_a_remainder_that_joins_by_hand() -> None:
 @settings(max_examples=300)
 @given(free_cells(), joint_demands())
 def test_a_joint_request_fits_exactly_when_disjoint_sets_exist(
-    device: tuple[Cells, int], parts: tuple[Demand, ...]
+    device: tuple[DeviceCells, int], parts: tuple[SizeRange, ...]
 ) -> None:
     """`fit_all` is empty exactly when no disjoint sets are enough; else it gives such sets."""
     cells, free = device
@@ -268,25 +268,25 @@ def test_a_joint_request_fits_exactly_when_disjoint_sets_exist(
 
 def test_the_remainder_goes_where_it_helps() -> None:
     """(12, 8, 8) fits on 2 x 8 and 12 over: the remainder is the part that would need two cells."""
-    cells = Cells(size=8, count=2, remainder=12)
-    assert cells.fit_all(cells.every, demands((12, 8, 8))) == (cells.leftover, 0b01, 0b10)
-    assert cells.fit_all(cells.every, demands((8, 12, 8))) == (0b01, cells.leftover, 0b10)
-    assert cells.fit_all(cells.every, demands((8, 8, 8))) != ()
-    assert cells.fit_all(cells.every, demands((12, 12, 8))) == ()
+    cells = DeviceCells(size=8, count=2, remainder=12)
+    assert cells.fit_all(cells.every, parse_sizes((12, 8, 8))) == (cells.leftover, 0b01, 0b10)
+    assert cells.fit_all(cells.every, parse_sizes((8, 12, 8))) == (0b01, cells.leftover, 0b10)
+    assert cells.fit_all(cells.every, parse_sizes((8, 8, 8))) != ()
+    assert cells.fit_all(cells.every, parse_sizes((12, 12, 8))) == ()
 
 
 def test_elastic_parts_share_what_is_left() -> None:
     """No elastic part takes what another part needs; then they stretch in their order."""
-    cells = Cells(size=8, count=8)
-    masks = cells.fit_all(cells.every, demands(((8, 64), (16, 32), 16)))
+    cells = DeviceCells(size=8, count=8)
+    masks = cells.fit_all(cells.every, parse_sizes(((8, 64), (16, 32), 16)))
     assert [mask.bit_count() for mask in masks] == [4, 2, 2]
 
 
 def test_rest_is_every_other_cell() -> None:
     """`(16, REST)` covers the device, less a remainder that cannot join."""
-    first, rest = H100.fit_all(H100.every, demands((16, REST)))
+    first, rest = H100.fit_all(H100.every, parse_sizes((16, REST)))
     assert (first, rest) == (0b11, H100.equal & ~0b11)
-    rest, first = H100.fit_all(H100.every, demands((REST, 120)))
+    rest, first = H100.fit_all(H100.every, parse_sizes((REST, 120)))
     assert (rest, first) == (H100.leftover, H100.equal)
-    assert H100.fit_all(H100.every & ~(1 << 14), demands((16, REST))) == ()
-    assert H100.fit_all(H100.every, demands((121, REST))) == ()
+    assert H100.fit_all(H100.every & ~(1 << 14), parse_sizes((16, REST))) == ()
+    assert H100.fit_all(H100.every, parse_sizes((121, REST))) == ()

@@ -7,16 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from greensched.errors import DeadlineImpossible, QueueFull
-from greensched.scheduling.admission import BUCKET, Agenda
-from greensched.scheduling.cells import Cells, demands
+from greensched.scheduling.admission import BUCKET, DeadlineLedger
+from greensched.scheduling.cells import DeviceCells, parse_sizes
 from greensched.scheduling.policies import Deadline, Fair, Fifo
 from greensched.scheduling.policy import Policy
-from greensched.scheduling.requests import Request, State
+from greensched.scheduling.requests import GrantState, Request
 from greensched.scheduling.scheduler import Scheduler
 from greensched.scheduling.services import ServiceClass
 from greensched.typing import ALL, Size
 
-DEVICE = Cells(size=8, count=4)
+DEVICE = DeviceCells(size=8, count=4)
 SMS = 32
 
 
@@ -25,7 +25,7 @@ def make(*classes: ServiceClass, policy: Policy | None = None, devices: int = 1)
 
 
 def ask(scheduler: Scheduler, now: float, sms: Size, service: str = "", **more: object) -> Request:
-    return scheduler.request(now, demands((sms,)), service=service, **more)  # type: ignore[arg-type]
+    return scheduler.request(now, parse_sizes((sms,)), service=service, **more)  # type: ignore[arg-type]
 
 
 # -- the agenda against a list --------------------------------------------------------------------
@@ -38,7 +38,7 @@ def test_the_agenda_is_a_list_of_what_is_due(
     items: list[tuple[int, int]], asked: list[tuple[int, int]], data: st.DataObject
 ) -> None:
     """What is due by a time, and whether more fits in, is what adding it all up says."""
-    agenda, listed, now = Agenda(SMS), [], 0.0
+    agenda, listed, now = DeadlineLedger(SMS), [], 0.0
     for bucket, work in items:
         due = (bucket + 0.5) * BUCKET
         listed.append((agenda.add(due, float(work) / 50), due, work / 50))
@@ -65,7 +65,7 @@ def test_a_deadline_beyond_all_time_is_one() -> None:
     """However far away a request is due, it is taken, and counts with those a second away."""
     scheduler = make(ServiceClass("a", latency=1e307), policy=Deadline())
     held = ask(scheduler, 0.0, ALL)
-    waiting = [ask(scheduler, 0.0, 8, "a", cost=0.1, deadline=d) for d in (None, 1.7e308)]
+    waiting = [ask(scheduler, 0.0, 8, "a", duration=0.1, deadline=d) for d in (None, 1.7e308)]
     assert scheduler.drained(1.0, held.leases[0]) == waiting
 
 
@@ -76,23 +76,23 @@ def test_what_takes_longer_than_its_deadline_is_refused() -> None:
     """Alone on an idle device it would be late: nothing is granted or queued, and it says when."""
     scheduler = make()
     with pytest.raises(DeadlineImpossible) as caught:
-        ask(scheduler, 5.0, 8, cost=0.2, deadline=5.1)
+        ask(scheduler, 5.0, 8, duration=0.2, deadline=5.1)
     assert caught.value.predicted == pytest.approx(0.2)
     assert caught.value.deadline == pytest.approx(0.1)
     assert scheduler.statistics().sms_free == SMS
     assert scheduler.statistics().refused == 1
-    assert ask(scheduler, 5.0, 8, cost=0.1, deadline=5.2).state is State.GRANTED
+    assert ask(scheduler, 5.0, 8, duration=0.1, deadline=5.2).state is GrantState.GRANTED
 
 
 def test_who_would_wait_too_long_is_refused() -> None:
     """What runs and what waits before it is counted."""
     scheduler = make()
-    ask(scheduler, 0.0, ALL, cost=0.1)
-    ask(scheduler, 0.0, ALL, cost=0.1, deadline=0.25)
+    ask(scheduler, 0.0, ALL, duration=0.1)
+    ask(scheduler, 0.0, ALL, duration=0.1, deadline=0.25)
     with pytest.raises(DeadlineImpossible) as caught:
-        ask(scheduler, 0.0, ALL, cost=0.1, deadline=0.25)
+        ask(scheduler, 0.0, ALL, duration=0.1, deadline=0.25)
     assert caught.value.predicted == pytest.approx(0.3)
-    assert ask(scheduler, 0.0, ALL, cost=0.1, deadline=0.35).state is State.QUEUED
+    assert ask(scheduler, 0.0, ALL, duration=0.1, deadline=0.35).state is GrantState.QUEUED
 
 
 @pytest.mark.parametrize("slack", range(1, 30))
@@ -101,11 +101,11 @@ def test_admission_is_monotone_in_slack(slack: int) -> None:
     outcomes = []
     for deadline in (slack * 0.02, slack * 0.02 + 0.02):
         scheduler = make(policy=Deadline())
-        ask(scheduler, 0.0, ALL, cost=0.05)
+        ask(scheduler, 0.0, ALL, duration=0.05)
         for other in (0.1, 0.2, 0.3):
-            ask(scheduler, 0.0, 16, cost=0.05, deadline=other)
+            ask(scheduler, 0.0, 16, duration=0.05, deadline=other)
         try:
-            ask(scheduler, 0.0, 24, cost=0.05, deadline=deadline)
+            ask(scheduler, 0.0, 24, duration=0.05, deadline=deadline)
             outcomes.append(True)
         except DeadlineImpossible:
             outcomes.append(False)
@@ -115,21 +115,21 @@ def test_admission_is_monotone_in_slack(slack: int) -> None:
 def test_who_was_admitted_is_not_made_late() -> None:
     """By earliest deadline, somebody more urgent is refused if others would miss theirs."""
     scheduler = make(policy=Deadline())
-    ask(scheduler, 0.0, ALL, cost=0.1)
-    ask(scheduler, 0.0, ALL, cost=0.1, deadline=0.22)
+    ask(scheduler, 0.0, ALL, duration=0.1)
+    ask(scheduler, 0.0, ALL, duration=0.1, deadline=0.22)
     with pytest.raises(DeadlineImpossible):
-        ask(scheduler, 0.0, ALL, cost=0.05, deadline=0.16)
+        ask(scheduler, 0.0, ALL, duration=0.05, deadline=0.16)
     scheduler = make(policy=Fifo())
-    ask(scheduler, 0.0, ALL, cost=0.1)
-    assert ask(scheduler, 0.0, ALL, cost=0.05, deadline=0.16).state is State.QUEUED
+    ask(scheduler, 0.0, ALL, duration=0.1)
+    assert ask(scheduler, 0.0, ALL, duration=0.05, deadline=0.16).state is GrantState.QUEUED
 
 
 def test_who_is_late_can_be_let_in_behind_others() -> None:
     """A class that says so has its late requests queued, after those that can be in time."""
     scheduler = make(ServiceClass("a", latency=0.1, if_late="best_effort"), policy=Deadline())
     held = ask(scheduler, 0.0, ALL, "a")
-    late = ask(scheduler, 0.0, ALL, "a", cost=0.2)
-    in_time = ask(scheduler, 0.0, ALL, "a", cost=0.05)
+    late = ask(scheduler, 0.0, ALL, "a", duration=0.2)
+    in_time = ask(scheduler, 0.0, ALL, "a", duration=0.05)
     assert scheduler.tick(0.5) == ([], []), "it is still wanted"
     assert scheduler.drained(0.5, held.leases[0]) == [in_time]
     assert scheduler.drained(0.6, in_time.leases[0]) == [late]
@@ -158,8 +158,8 @@ def test_a_quota_is_kept_on_average() -> None:
     (lease,) = ask(scheduler, 0.0, 32, "a").leases
     scheduler.drained(1.0, lease)  # 32 SM-seconds: 8 were saved up, 8 came meanwhile
     waiting = ask(scheduler, 1.0, 8, "a")
-    assert waiting.state is State.QUEUED
-    assert ask(scheduler, 1.0, 8, "b").state is State.GRANTED, "others are not held up"
+    assert waiting.state is GrantState.QUEUED
+    assert ask(scheduler, 1.0, 8, "b").state is GrantState.GRANTED, "others are not held up"
     at = scheduler.next_deadline()
     assert at is not None
     assert at == pytest.approx(1.0 + 16 / 8 + 1, abs=1.001)
@@ -176,7 +176,7 @@ def test_a_class_has_a_bound_of_its_own() -> None:
         ask(scheduler, 0.0, 8, "a")
     assert caught.value.waiting == 1
     assert caught.value.retry_after > 0
-    assert ask(scheduler, 0.0, 8, "b").state is State.QUEUED
+    assert ask(scheduler, 0.0, 8, "b").state is GrantState.QUEUED
 
 
 def test_devices_are_packed_or_spread() -> None:

@@ -8,16 +8,16 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from greensched.scheduling.cells import Cells, demands
+from greensched.scheduling.cells import DeviceCells, parse_sizes
 from greensched.scheduling.policies import Fifo
-from greensched.scheduling.requests import Request, State
+from greensched.scheduling.requests import GrantState, Request
 from greensched.scheduling.scheduler import Scheduler
 from greensched.scheduling.services import ServiceClass
 from greensched.typing import ALL, Size
 
 AGEING = 0.020
 #: Of two devices: in one world two leases of two cells fill each, in the other one cell is left.
-ODD, EVEN = ([Cells(size=8, count=count)] * 2 for count in (3, 4))
+ODD, EVEN = ([DeviceCells(size=8, count=count)] * 2 for count in (3, 4))
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Ask:
     devices: tuple[int, ...] | None = None
     priority: int = 0
     deadline: float | None = None
-    cost: float | None = None
+    duration: float | None = None
 
 
 #: Most ask for the same: else nobody who waits does.
@@ -38,7 +38,7 @@ others = st.builds(
     sms=st.sampled_from([8, 16, (8, 16), ALL, 24]),
     devices=st.sampled_from([None, (0,), (1,), (1, 0)]),
     priority=st.integers(-1, 1),
-    cost=st.sampled_from([None, None, 0.001]),
+    duration=st.sampled_from([None, None, 0.001]),
 )
 giving_back = st.integers(0, 9)
 step = st.one_of(*[usual] * 6, others, *[giving_back] * 4)
@@ -49,7 +49,7 @@ steps = st.lists(st.tuples(st.integers(0, 9), step), min_size=20, max_size=60)
 class Decided:
     """A scheduler that decides on every lease, and what is held of it."""
 
-    cells: list[Cells] = field(default_factory=lambda: ODD)
+    cells: list[DeviceCells] = field(default_factory=lambda: ODD)
     held: list[Request] = field(default_factory=list)
     #: Who was granted, in that order.
     granted: list[int] = field(default_factory=list)
@@ -60,10 +60,10 @@ class Decided:
     def ask(self, now: float, ask: Ask) -> Request:
         until = None if ask.deadline is None else now + ask.deadline
         request = self.scheduler.request(
-            now, demands((ask.sms,)), devices=ask.devices, priority=ask.priority,
-            deadline=until, cost=ask.cost, holder=object(),
+            now, parse_sizes((ask.sms,)), devices=ask.devices, priority=ask.priority,
+            deadline=until, duration=ask.duration, holder=object(),
         )  # fmt: skip
-        if request.state is State.GRANTED:
+        if request.state is GrantState.GRANTED:
             self.have([request])
         return request
 
@@ -113,7 +113,7 @@ class Handed(Decided):
 
 @settings(max_examples=300)
 @given(steps, st.sampled_from([ODD, EVEN]))
-def test_nobody_can_tell(steps: list[tuple[int, Ask | int]], cells: list[Cells]) -> None:
+def test_nobody_can_tell(steps: list[tuple[int, Ask | int]], cells: list[DeviceCells]) -> None:
     """Whatever is asked for, given back and expires, the same are granted the same, in order."""
     one, other = Decided(cells), Handed(cells)
     now = 0.0
@@ -141,16 +141,16 @@ def test_nobody_can_tell(steps: list[tuple[int, Ask | int]], cells: list[Cells])
         (Ask(16), Ask(8)),
         (Ask((8, 24)), Ask((8, 24))),
         (Ask(ALL), Ask(ALL)),
-        (Ask(16, cost=0.001), Ask(16)),
-        (Ask(16), Ask(16, cost=0.001)),
+        (Ask(16, duration=0.001), Ask(16)),
+        (Ask(16), Ask(16, duration=0.001)),
         (Ask(16, devices=(0,)), Ask(16, devices=(1,))),
     ],
 )
 def test_what_is_not_just_that_is_decided(last: Ask, first: Ask) -> None:
-    """Another size, a range, a name, a known cost, another device: somebody has to look."""
+    """Another size, a range, a name, a known duration, another device: somebody has to look."""
     each = Decided()
     lease = each.ask(0.0, last).leases[0]
-    while each.ask(0.0, first).state is State.GRANTED:
+    while each.ask(0.0, first).state is GrantState.GRANTED:
         pass
     assert each.scheduler.next_for(lease) is None
 
@@ -159,13 +159,13 @@ def test_two_sorts_that_wait_are_decided_on() -> None:
     """So is whoever has a class, which has floors, caps and shares."""
     each = Decided()
     lease = each.ask(0.0, Ask()).leases[0]
-    while (waiting := each.ask(0.0, Ask())).state is State.GRANTED:
+    while (waiting := each.ask(0.0, Ask())).state is GrantState.GRANTED:
         pass
     assert each.scheduler.next_for(lease) is waiting
     each.ask(0.0, Ask(24))
     assert each.scheduler.next_for(lease) is None
     classed = Scheduler(ODD, Fifo(), 9, services=[ServiceClass("a")])
-    requests = [classed.request(0.0, demands((16,)), service="a") for _ in range(3)]
+    requests = [classed.request(0.0, parse_sizes((16,)), service="a") for _ in range(3)]
     assert classed.waiting == 1
     assert classed.next_for(requests[0].leases[0]) is None
 
@@ -174,7 +174,7 @@ def test_what_one_had_is_not_the_nexts() -> None:
     """What a lease was charged for until its checkpoint is its holder's, and stays behind."""
     each = Decided()
     lease = each.ask(0.0, Ask()).leases[0]
-    while (waiting := each.ask(0.0, Ask())).state is State.GRANTED:
+    while (waiting := each.ask(0.0, Ask())).state is GrantState.GRANTED:
         pass
     each.scheduler.checkpoint(0.5, lease)
     assert lease.had
@@ -186,18 +186,18 @@ def test_what_one_had_is_not_the_nexts() -> None:
 def test_who_lacks_a_lane_is_decided_on() -> None:
     """There is room for him elsewhere: he waits for that to be made, or for whatever comes free."""
     made = [0b11]
-    scheduler = Scheduler([Cells(size=8, count=4)], Fifo(), 9, lambda _, mask: mask in made)
-    first, second = (scheduler.request(0.0, demands((16,))) for _ in range(2))
-    assert (first.state, second.lacks) == (State.GRANTED, ((0, 0b1100),))
+    scheduler = Scheduler([DeviceCells(size=8, count=4)], Fifo(), 9, lambda _, mask: mask in made)
+    first, second = (scheduler.request(0.0, parse_sizes((16,))) for _ in range(2))
+    assert (first.state, second.lacks) == (GrantState.GRANTED, ((0, 0b1100),))
     assert scheduler.next_for(first.leases[0]) is None
 
 
 def test_who_has_a_device_kept_goes_first() -> None:
     """Also before one of a higher priority that came later."""
-    scheduler = Scheduler([Cells(size=8, count=2)], Fifo(ageing=AGEING), 9)
-    held = scheduler.request(0.0, demands((16,)))
-    aged = scheduler.request(0.0, demands((16,)))
-    urgent = scheduler.request(1.0, demands((16,)), priority=1)
+    scheduler = Scheduler([DeviceCells(size=8, count=2)], Fifo(ageing=AGEING), 9)
+    held = scheduler.request(0.0, parse_sizes((16,)))
+    aged = scheduler.request(0.0, parse_sizes((16,)))
+    urgent = scheduler.request(1.0, parse_sizes((16,)), priority=1)
     assert scheduler.next_for(held.leases[0]) is None
     assert scheduler.drained(1.0, held.leases[0]) == [aged]
     assert scheduler.next_for(aged.leases[0]) is urgent

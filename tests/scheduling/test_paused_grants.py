@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from greensched.scheduling.cells import Cells, demands
+from greensched.scheduling.cells import DeviceCells, parse_sizes
 from greensched.scheduling.policies import Fair
-from greensched.scheduling.requests import Lease, Request, State
+from greensched.scheduling.requests import Grant, GrantState, Request
 from greensched.scheduling.scheduler import Scheduler
 from greensched.scheduling.services import ServiceClass
 
@@ -26,22 +26,22 @@ class Decided:
     """A scheduler that decides on every lease, and what is held of it, by request."""
 
     def __init__(self) -> None:
-        cells = [Cells(size=8, count=5)]
+        cells = [DeviceCells(size=8, count=5)]
         self.scheduler = Scheduler(cells, Fair(), 100, services=SERVICES)
         self.held: list[Request] = []
 
     def ask(self, now: float, service: str, sms: int) -> bool:
-        request = self.scheduler.request(now, demands((sms,)), service=service)
-        if request.state is State.GRANTED:
+        request = self.scheduler.request(now, parse_sizes((sms,)), service=service)
+        if request.state is GrantState.GRANTED:
             self.held.append(request)
-        return request.state is State.GRANTED
+        return request.state is GrantState.GRANTED
 
     def give_back(self, now: float, index: int) -> list[tuple[str, int]]:
         """Returns who is granted by that."""
         (lease,) = self.held.pop(index).leases
         return self.drain(now, lease)
 
-    def drain(self, now: float, lease: Lease) -> list[tuple[str, int]]:
+    def drain(self, now: float, lease: Grant) -> list[tuple[str, int]]:
         granted = self.scheduler.drained(now, lease)
         self.held += granted
         return [(request.flow.name, request.order) for request in granted]
@@ -129,17 +129,17 @@ def test_a_latency_is_one_leases_own() -> None:
 
 
 def loan(scheduler: Scheduler) -> Request:
-    return scheduler.request(0.0, demands((40,)), service="guest", cost=0.001)
+    return scheduler.request(0.0, parse_sizes((40,)), service="guest", duration=0.001)
 
 
 def quota(scheduler: Scheduler) -> Request:
     scheduler.reconfigure(0.0, [*SERVICES, ServiceClass("few", quota=100.0)], None)
-    return scheduler.request(0.0, demands((8,)), service="few")
+    return scheduler.request(0.0, parse_sizes((8,)), service="few")
 
 
 def split(scheduler: Scheduler) -> Request:
     scheduler.reconfigure(0.0, [*SERVICES, ServiceClass("all", unsplit=True, latency=1.0)], None)
-    return scheduler.request(0.0, demands((8,)), service="other")
+    return scheduler.request(0.0, parse_sizes((8,)), service="other")
 
 
 @pytest.mark.parametrize("case", [loan, quota, split])

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from greensched.errors import InvalidRequest
-from greensched.scheduling.cells import Cells, demands
+from greensched.scheduling.cells import DeviceCells, parse_sizes
 from greensched.scheduling.policies import Deadline, Fair, Fifo
-from greensched.scheduling.requests import Request, State
+from greensched.scheduling.requests import GrantState, Request
 from greensched.scheduling.scheduler import Scheduler
 from greensched.scheduling.services import ServiceClass
 from greensched.typing import ALL, Size
 
-DEVICE = Cells(size=8, count=8)
+DEVICE = DeviceCells(size=8, count=8)
 OWNER = ServiceClass("owner", reserve=32, budget=0.010)
 BATCH = ServiceClass("batch", revocable=True, segment=0.005)
 
@@ -22,7 +22,7 @@ def make(*classes: ServiceClass) -> Scheduler:
 
 
 def ask(scheduler: Scheduler, sms: Size, service: str = "", **options: object) -> Request:
-    return scheduler.request(0.0, demands((sms,)), service=service, **options)  # type: ignore[arg-type]
+    return scheduler.request(0.0, parse_sizes((sms,)), service=service, **options)  # type: ignore[arg-type]
 
 
 def test_a_new_floor_fills_as_leases_end() -> None:
@@ -34,7 +34,7 @@ def test_a_new_floor_fills_as_leases_end() -> None:
     assert scheduler.reconfigure(0.0, [owner, BATCH], None) == []
     assert scheduler.drained(1.0, leases[0]) == []
     assert scheduler.drained(1.0, leases[1]) == []
-    assert ask(scheduler, 32, "owner").state is State.GRANTED
+    assert ask(scheduler, 32, "owner").state is GrantState.GRANTED
     assert scheduler.drained(2.0, leases[2]) == [waiting]
 
 
@@ -51,12 +51,12 @@ def test_a_floor_that_goes_is_everybodys() -> None:
 def test_nobody_is_dropped_with_his_class() -> None:
     """Requests and leases of a class that is not there any more go on; new ones are refused."""
     scheduler = make(OWNER, BATCH)
-    held = ask(scheduler, ALL, "batch", cost=0.001)
+    held = ask(scheduler, ALL, "batch", duration=0.001)
     waiting = ask(scheduler, 16, "owner")
     scheduler.reconfigure(0.0, [ServiceClass("other")], None)
     with pytest.raises(InvalidRequest, match="'owner' any more"):
         ask(scheduler, 8, "owner")
-    assert waiting.state is State.QUEUED
+    assert waiting.state is GrantState.QUEUED
     assert scheduler.drained(1.0, held.leases[0]) == [waiting]
     assert scheduler.drained(2.0, waiting.leases[0]) == []
     scheduler.reconfigure(3.0, [ServiceClass("other")], None)
@@ -89,11 +89,11 @@ def test_what_is_due_counts_once() -> None:
     """Work that waits is due once, however often the classes change: who comes then has room."""
     scheduler = Scheduler([DEVICE], Deadline(), 1000, services=[ServiceClass("a")])
     held = ask(scheduler, ALL)
-    waiting = ask(scheduler, ALL, "a", deadline=1.0, cost=0.3)
+    waiting = ask(scheduler, ALL, "a", deadline=1.0, duration=0.3)
     for _ in range(9):
         scheduler.reconfigure(0.0, [ServiceClass("a")], None)
     assert scheduler.drained(0.1, held.leases[0]) == [waiting]
-    ask(scheduler, 8, "a", deadline=1.0, cost=0.3)
+    ask(scheduler, 8, "a", deadline=1.0, duration=0.3)
 
 
 @pytest.mark.parametrize("rules", [{"reserve": 8}, {"cap": 16}])
@@ -105,7 +105,7 @@ def test_who_can_never_be_granted_any_more_is_told(rules: dict[str, int]) -> Non
     assert scheduler.reconfigure(0.0, [ServiceClass("a", **rules)], None) == []
     assert [request for request, _ in scheduler.hopeless] == [waiting]
     assert scheduler.drained(9.0, held.leases[0]) == []
-    assert ask(scheduler, 16).state is State.GRANTED
+    assert ask(scheduler, 16).state is GrantState.GRANTED
 
 
 def test_what_cannot_be_changes_nothing() -> None:
@@ -117,5 +117,5 @@ def test_what_cannot_be_changes_nothing() -> None:
         scheduler.reconfigure(0.0, [OWNER, ServiceClass("b", reserve=40)], Fair())
     assert isinstance(scheduler.policy, Fifo)
     assert set(scheduler.services()) == {"", "owner"}
-    assert waiting.state is State.QUEUED
-    assert ask(scheduler, 32, "owner").state is State.GRANTED
+    assert waiting.state is GrantState.QUEUED
+    assert ask(scheduler, 32, "owner").state is GrantState.GRANTED

@@ -8,42 +8,44 @@ import pytest
 
 from greensched.errors import InvalidRequest, TooManySMs
 from greensched.leasing.latency import LatencyCurve
-from greensched.scheduling.cells import Cells, demands
+from greensched.scheduling.cells import DeviceCells, parse_sizes
 from greensched.scheduling.policies import Fifo
-from greensched.scheduling.requests import Request, State
+from greensched.scheduling.requests import GrantState, Request
 from greensched.scheduling.scheduler import Scheduler
 from greensched.scheduling.services import ServiceClass
 from greensched.typing import ALL, Size
 
-DEVICE = Cells(size=8, count=8)
+DEVICE = DeviceCells(size=8, count=8)
 OWNER = ServiceClass("owner", reserve=32, budget=0.010)
 BATCH = ServiceClass("batch", revocable=True, segment=0.005)
 PLAIN = ServiceClass("plain")
 
 
-def make(*classes: ServiceClass, devices: tuple[Cells, ...] = (DEVICE,)) -> Scheduler:
+def make(*classes: ServiceClass, devices: tuple[DeviceCells, ...] = (DEVICE,)) -> Scheduler:
     return Scheduler(devices, Fifo(), 1000, services=classes)
 
 
 def ask(scheduler: Scheduler, now: float, sms: Size, service: str, **options: object) -> Request:
-    return scheduler.request(now, demands((sms,)), service=service, **options)  # type: ignore[arg-type]
+    return scheduler.request(now, parse_sizes((sms,)), service=service, **options)  # type: ignore[arg-type]
 
 
 def test_a_floor_is_kept_for_its_owner() -> None:
     """Others get what is not reserved, and the owner finds his floor free whoever waits."""
     scheduler = make(OWNER, PLAIN)
-    assert ask(scheduler, 0.0, 32, "plain").state is State.GRANTED
+    assert ask(scheduler, 0.0, 32, "plain").state is GrantState.GRANTED
     waiting = ask(scheduler, 0.0, 8, "plain")
-    assert waiting.state is State.QUEUED
-    assert ask(scheduler, 1.0, 32, "owner").state is State.GRANTED
-    assert ask(scheduler, 1.0, 8, "owner").state is State.QUEUED, "beyond his floor he waits too"
+    assert waiting.state is GrantState.QUEUED
+    assert ask(scheduler, 1.0, 32, "owner").state is GrantState.GRANTED
+    assert ask(scheduler, 1.0, 8, "owner").state is GrantState.QUEUED, (
+        "beyond his floor he waits too"
+    )
 
 
 def test_who_names_no_class_is_kept_out_of_floors() -> None:
     """A request without a class is one of a class with no floor and no right to borrow."""
     scheduler = make(OWNER)
     ask(scheduler, 0.0, 32, "")
-    assert ask(scheduler, 0.0, 8, "").state is State.QUEUED
+    assert ask(scheduler, 0.0, 8, "").state is GrantState.QUEUED
     with pytest.raises(TooManySMs, match="at most 32, or on behalf of a class") as caught:
         ask(scheduler, 0.0, ALL, "")
     assert (caught.value.asked, caught.value.most) == (64, 32)
@@ -65,8 +67,8 @@ def test_a_cap_bounds_what_a_class_holds() -> None:
     first = ask(scheduler, 0.0, (8, 64), "small")
     assert first.leases[0].sms == 16
     waiting = ask(scheduler, 0.0, 8, "small")
-    assert waiting.state is State.QUEUED
-    assert ask(scheduler, 5.0, 48, "plain").state is State.GRANTED, "no device is kept for it"
+    assert waiting.state is GrantState.QUEUED
+    assert ask(scheduler, 5.0, 48, "plain").state is GrantState.GRANTED, "no device is kept for it"
     assert scheduler.drained(6.0, first.leases[0]) == [waiting]
     with pytest.raises(TooManySMs, match="most that can ever be granted here is 16"):
         ask(scheduler, 0.0, 17, "small")
@@ -76,14 +78,16 @@ def test_only_who_can_be_back_in_time_borrows() -> None:
     """A loan takes a revocable class, a known end, and an owner with a budget as long as that."""
     scheduler = make(OWNER, BATCH, PLAIN)
     ask(scheduler, 0.0, 32, "plain")
-    assert ask(scheduler, 0.0, 8, "plain", cost=0.001).state is State.QUEUED, "not revocable"
-    assert ask(scheduler, 0.0, 8, "batch", cost=0.020).state is State.QUEUED, "too long"
-    assert ask(scheduler, 0.0, 8, "batch", cost=0.010).state is State.GRANTED
-    assert ask(scheduler, 0.0, 8, "batch").state is State.GRANTED, "5 ms, as it declared"
+    assert ask(scheduler, 0.0, 8, "plain", duration=0.001).state is GrantState.QUEUED, (
+        "not revocable"
+    )
+    assert ask(scheduler, 0.0, 8, "batch", duration=0.020).state is GrantState.QUEUED, "too long"
+    assert ask(scheduler, 0.0, 8, "batch", duration=0.010).state is GrantState.GRANTED
+    assert ask(scheduler, 0.0, 8, "batch").state is GrantState.GRANTED, "5 ms, as it declared"
     assert scheduler.services()["owner"].sms_lent == 16
     unknown = make(OWNER, ServiceClass("batch", revocable=True), PLAIN)
     ask(unknown, 0.0, 32, "plain")
-    assert ask(unknown, 0.0, 8, "batch").state is State.QUEUED, "nothing is known of it"
+    assert ask(unknown, 0.0, 8, "batch").state is GrantState.QUEUED, "nothing is known of it"
 
 
 def test_several_parts_borrow_for_as_long_as_the_smallest_takes() -> None:
@@ -91,22 +95,22 @@ def test_several_parts_borrow_for_as_long_as_the_smallest_takes() -> None:
     scheduler = make(OWNER, BATCH, PLAIN)
     ask(scheduler, 0.0, 32, "plain")
     curve = LatencyCurve({8: [0.024], 24: [0.008]})
-    parts = demands((24, 8))
-    together = scheduler.request(0.0, parts, service="batch", cost=curve)
-    assert together.state is State.QUEUED
-    assert ask(scheduler, 0.0, 32, "owner").state is State.GRANTED
+    parts = parse_sizes((24, 8))
+    together = scheduler.request(0.0, parts, service="batch", duration=curve)
+    assert together.state is GrantState.QUEUED
+    assert ask(scheduler, 0.0, 32, "owner").state is GrantState.GRANTED
 
 
 @pytest.mark.parametrize("ageing", [0.020, math.inf])
 def test_no_device_is_kept_for_who_is_lent_nothing(ageing: float) -> None:
     """Who could have it on loan alone, and took too long, is told so, and holds up nobody."""
     scheduler = Scheduler([DEVICE], Fifo(ageing=ageing), 9, services=[OWNER, BATCH, PLAIN])
-    held = ask(scheduler, 0.0, ALL, "batch", cost=0.001)
-    waiting = ask(scheduler, 0.0, ALL, "batch", cost=0.001)
+    held = ask(scheduler, 0.0, ALL, "batch", duration=0.001)
+    waiting = ask(scheduler, 0.0, ALL, "batch", duration=0.001)
     assert scheduler.drained(1.0, held.leases[0]) == [], "a thousand times what it said"
     scheduler.tick(2.0)
     assert [request for request, _ in scheduler.hopeless] == [waiting]
-    assert ask(scheduler, 2.0, 8, "plain").state is State.GRANTED
+    assert ask(scheduler, 2.0, 8, "plain").state is GrantState.GRANTED
     with pytest.raises(TooManySMs, match="is lent it"):
         ask(scheduler, 2.0, ALL, "batch")
 
@@ -130,9 +134,9 @@ def test_who_came_to_his_quota_holds_up_nobody() -> None:
     held = [ask(scheduler, 0.0, 8, "a"), ask(scheduler, 0.0, 32, "plain")]
     ask(scheduler, 0.0, 48, "a")
     first = ask(scheduler, 1.0, 8, "plain")
-    assert first.state is State.QUEUED, "the device is kept"
+    assert first.state is GrantState.QUEUED, "the device is kept"
     assert scheduler.drained(9.0, held[0].leases[0]) == [first]
-    assert ask(scheduler, 9.0, 8, "plain").state is State.GRANTED
+    assert ask(scheduler, 9.0, 8, "plain").state is GrantState.GRANTED
 
 
 @pytest.mark.parametrize("owner", [ServiceClass("owner", reserve=32), ServiceClass("owner", 64)])
@@ -140,7 +144,7 @@ def test_who_has_no_budget_lends_nothing(owner: ServiceClass) -> None:
     """A floor whose owner may not be made to wait stays idle, also for those who end soon."""
     scheduler = make(owner, BATCH)
     with pytest.raises(TooManySMs):
-        ask(scheduler, 0.0, ALL, "batch", cost=1e-6)
+        ask(scheduler, 0.0, ALL, "batch", duration=1e-6)
 
 
 def test_the_budget_is_half_of_the_latency() -> None:
@@ -157,7 +161,7 @@ def test_an_elastic_lease_borrows_above_its_least() -> None:
     (lease,) = ask(scheduler, 0.0, (8, 64), "batch").leases
     assert lease.sms == 40
     assert dict(lease.loans) == {scheduler.ground.flows["owner"]: 4}
-    assert ask(scheduler, 0.0, (8, 64), "batch").state is State.QUEUED, "its least is not lent"
+    assert ask(scheduler, 0.0, (8, 64), "batch").state is GrantState.QUEUED, "its least is not lent"
 
 
 def test_a_loan_comes_back_at_the_checkpoint() -> None:
@@ -165,7 +169,7 @@ def test_a_loan_comes_back_at_the_checkpoint() -> None:
     scheduler = make(OWNER, BATCH)
     (lease,) = ask(scheduler, 0.0, (8, 64), "batch").leases
     owner = ask(scheduler, 1.0, 32, "owner")
-    assert owner.state is State.QUEUED
+    assert owner.state is GrantState.QUEUED
     assert scheduler.checkpoint(1.004, lease) == [owner]
     assert lease.sms == 32, "of what is idle it takes what is not lent"
     assert owner.leases[0].mask & lease.mask == 0
@@ -179,10 +183,10 @@ def test_a_loan_is_not_renewed_while_its_owner_waits() -> None:
     first, second = (ask(scheduler, 0.0, 16, "batch").leases[0] for _ in range(2))
     (third,) = ask(scheduler, 0.0, 24, "batch").leases
     owner = ask(scheduler, 0.0, 32, "owner")
-    assert owner.state is State.QUEUED
+    assert owner.state is GrantState.QUEUED
     new = ask(scheduler, 0.0, 8, "batch")
     assert scheduler.drained(0.001, third) == []
-    assert new.state is State.QUEUED, "24 SMs are free, and the owner's"
+    assert new.state is GrantState.QUEUED, "24 SMs are free, and the owner's"
     assert scheduler.drained(0.002, second) == [owner, new]
     assert not first.over
 
@@ -193,7 +197,7 @@ def test_an_owner_who_leaves_lends_again() -> None:
     (lease,) = ask(scheduler, 0.0, (8, 40), "batch").leases
     owner = ask(scheduler, 0.0, 32, "owner")
     other = ask(scheduler, 0.0, 8, "batch")
-    assert (owner.state, other.state) == (State.QUEUED, State.QUEUED)
+    assert (owner.state, other.state) == (GrantState.QUEUED, GrantState.QUEUED)
     assert scheduler.cancel(0.0, owner) == [other]
     assert lease.sms == 40
 
@@ -209,7 +213,7 @@ def test_an_owner_who_finds_his_floor_elsewhere_wants_no_loan_back() -> None:
     assert scheduler.services()["owner"].sms_lent == 0
     assert dict(borrowed.loans) == {}
     scheduler.drained(0.0, own)
-    assert ask(scheduler, 0.0, 32, "plain").state is State.QUEUED, "it is his floor again"
+    assert ask(scheduler, 0.0, 32, "plain").state is GrantState.QUEUED, "it is his floor again"
 
 
 def test_who_takes_longer_than_he_said_borrows_no_more() -> None:
@@ -218,7 +222,7 @@ def test_who_takes_longer_than_he_said_borrows_no_more() -> None:
     ask(scheduler, 0.0, 32, "plain")
     (late,) = ask(scheduler, 0.0, 8, "batch").leases
     scheduler.drained(0.5, late)
-    assert ask(scheduler, 0.5, 8, "batch").state is State.QUEUED
+    assert ask(scheduler, 0.5, 8, "batch").state is GrantState.QUEUED
 
 
 def test_an_owner_has_his_floor_on_a_device_that_is_kept() -> None:
@@ -226,9 +230,9 @@ def test_an_owner_has_his_floor_on_a_device_that_is_kept() -> None:
     scheduler = make(ServiceClass("owner", reserve=16, budget=0.010), BATCH, PLAIN)
     ask(scheduler, 0.0, 40, "plain")
     large = ask(scheduler, 0.0, 48, "plain")
-    assert scheduler.request(1.0, demands((8,)), service="plain").state is State.QUEUED
-    assert ask(scheduler, 1.0, 16, "owner").state is State.GRANTED
-    assert large.state is State.QUEUED
+    assert scheduler.request(1.0, parse_sizes((8,)), service="plain").state is GrantState.QUEUED
+    assert ask(scheduler, 1.0, 16, "owner").state is GrantState.GRANTED
+    assert large.state is GrantState.QUEUED
 
 
 def test_floors_lie_on_the_devices_with_room() -> None:
@@ -252,7 +256,7 @@ def test_what_an_elastic_lease_gives_back_is_made() -> None:
         lambda _, mask: mask in made or mask.bit_count() == 6,
         services=(OWNER, BATCH),
     )
-    (lease,) = ask(scheduler, 0.0, (8, 64), "batch", cost=0.001).leases
+    (lease,) = ask(scheduler, 0.0, (8, 64), "batch", duration=0.001).leases
     assert lease.mask == DEVICE.every
     floor = (0, 0b11110000), (0, 0b00001111)
     assert tuple(scheduler.lacking) == floor, "and it is before anybody asks"

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import pytest
 
 from greensched.errors import InvalidRequest, QueueFull, TooManySMs, WouldBlock, WouldDeadlock
-from greensched.scheduling.cells import Cells, demands
-from greensched.scheduling.class_state import Flow
+from greensched.scheduling.cells import DeviceCells, parse_sizes
+from greensched.scheduling.class_state import ClassState
 from greensched.scheduling.policies import Fifo, policy_named
-from greensched.scheduling.policy import Policy, Waiting
+from greensched.scheduling.policy import Policy, RequestView
 from greensched.scheduling.scheduler import (
     STALE_LEAST,
     Lease,
@@ -22,16 +22,16 @@ from greensched.scheduling.scheduler import (
 from greensched.scheduling.services import ANYBODY
 from greensched.typing import ALL, REST, Size
 
-H100 = Cells(size=8, count=15, remainder=12)
-SMALL = Cells(size=8, count=4)
+H100 = DeviceCells(size=8, count=15, remainder=12)
+SMALL = DeviceCells(size=8, count=4)
 
 
-def make(*devices: Cells, policy: Policy | None = None, max_waiting: int = 1000) -> Scheduler:
+def make(*devices: DeviceCells, policy: Policy | None = None, max_waiting: int = 1000) -> Scheduler:
     return Scheduler(devices or (SMALL,), policy or Fifo(), max_waiting)
 
 
 def ask(scheduler: Scheduler, now: float, *sizes: Size, **options: object) -> Request:
-    return scheduler.request(now, demands(sizes), **options)  # type: ignore[arg-type]
+    return scheduler.request(now, parse_sizes(sizes), **options)  # type: ignore[arg-type]
 
 
 def give_back(scheduler: Scheduler, now: float, request: Request) -> list[Request]:
@@ -58,7 +58,7 @@ def test_what_a_request_lacked_once_is_not_lacking_for_ever() -> None:
 
     Or it would be made again and again, by whoever makes it and asks at once what else there is.
     """
-    cells = Cells(size=8, count=2, remainder=12)
+    cells = DeviceCells(size=8, count=2, remainder=12)
     scheduler = Scheduler((cells,), Fifo(), 1000, lambda _, mask: mask != 0b11)
     waiting = ask(scheduler, 0.0, 16)
     assert scheduler.lacking == {(0, 0b11): None}
@@ -254,10 +254,10 @@ def test_a_policy_of_ones_own_decides_the_order() -> None:
 
     @dataclass(frozen=True)
     class Youngest:
-        def rank(self, request: Waiting) -> tuple[float, ...]:
+        def rank(self, request: RequestView) -> tuple[float, ...]:
             return (-request.order,)
 
-        def may_pass(self, first: Waiting, now: float) -> bool:
+        def may_pass(self, first: RequestView, now: float) -> bool:
             return True
 
     scheduler = make(policy=Youngest())
@@ -462,7 +462,7 @@ def test_an_ageing_that_is_no_time_is_refused(ageing: float) -> None:
     with pytest.raises(InvalidRequest, match="ageing"):
         Fifo(ageing=ageing)
     assert Fifo(ageing=0.0).ageing == 0.0
-    assert Fifo(ageing=float("inf")).may_pass(Request(Flow(ANYBODY), (), (), 0, 0.0, 0), 1e9)
+    assert Fifo(ageing=float("inf")).may_pass(Request(ClassState(ANYBODY), (), (), 0, 0.0, 0), 1e9)
 
 
 @pytest.mark.parametrize("bound", [-1, 1.5, True, None, "8"])
@@ -577,7 +577,7 @@ def test_an_uncontended_lease_looks_at_one_device_once() -> None:
 LOOKS: list[int] = []
 
 
-class CountingCells(Cells):
+class CountingCells(DeviceCells):
     """Cells that say how often somebody looked for a fit."""
 
     __slots__ = ()

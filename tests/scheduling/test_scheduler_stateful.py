@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from greensched.errors import QueueFull, TooManySMs, WouldBlock, WouldDeadlock
-from greensched.scheduling.cells import Demand
-from greensched.scheduling.class_state import Flow
+from greensched.scheduling.cells import SizeRange
+from greensched.scheduling.class_state import ClassState
 from greensched.scheduling.policies import Fifo
 from greensched.scheduling.scheduler import Lease, Request, Scheduler, State
 from greensched.scheduling.services import ANYBODY
@@ -21,7 +21,7 @@ from .strategies import devices, joint_demands, plain_demands
 
 HOLDERS = st.sampled_from([None, None, "a", "b"])
 PRIORITIES = st.sampled_from([0, 0, -1, 1])
-NAMED = st.sampled_from([(Demand(0, 0, ALL),), (Demand(0, 0, REST),)])
+NAMED = st.sampled_from([(SizeRange(0, 0, ALL),), (SizeRange(0, 0, REST),)])
 AGEING = 3
 
 
@@ -74,7 +74,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         deadline = data.draw(st.none() | st.none() | soon)
         wait = data.draw(st.sampled_from([True, True, True, False]))
         wish = Request(
-            Flow(ANYBODY), parts, where or self.everywhere, priority, self.now, -1, holder=holder
+            ClassState(ANYBODY),
+            parts,
+            where or self.everywhere,
+            priority,
+            self.now,
+            -1,
+            holder=holder,
         )
         if self.naive.waiting:
             self.naive.keep_a_device(self.now)

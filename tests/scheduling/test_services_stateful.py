@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from greensched.errors import DeadlineImpossible, InvalidRequest, QueueFull, TooManySMs, WouldBlock
-from greensched.scheduling.cells import Demand
+from greensched.scheduling.cells import SizeRange
 from greensched.scheduling.policies import POLICIES
 from greensched.scheduling.policy import Policy
-from greensched.scheduling.requests import Lease, Request, State
+from greensched.scheduling.requests import Grant, GrantState, Request
 from greensched.scheduling.scheduler import Scheduler
 from greensched.scheduling.services import ServiceClass
 from greensched.typing import ALL
@@ -95,30 +95,30 @@ class ServiceMachine(RuleBasedStateMachine):
     def request_cells(self, name: str, data: st.DataObject, cells: int) -> None:
         sms = cells * self.cells[0].size
         more = data.draw(st.sampled_from([0, 0, sms, 100]))
-        self.request(name, (Demand(sms, sms + more),), data)
+        self.request(name, (SizeRange(sms, sms + more),), data)
 
     @rule(data=st.data(), cells=st.integers(1, 2))
     def request_elastic(self, data: st.DataObject, cells: int) -> None:
         sms = cells * self.cells[0].size
-        self.request("batch", (Demand(sms, sms + 100),), data)
+        self.request("batch", (SizeRange(sms, sms + 100),), data)
 
     @rule(data=st.data(), cells=st.integers(1, 3))
     def request_floor(self, data: st.DataObject, cells: int) -> None:
         sms = cells * self.cells[0].size
-        self.request("owner", (Demand(sms, sms),), data)
+        self.request("owner", (SizeRange(sms, sms),), data)
 
     @rule(name=st.sampled_from(NAMES), data=st.data())
     def request_whole(self, name: str, data: st.DataObject) -> None:
-        self.request(name, (Demand(0, 0, ALL),), data)
+        self.request(name, (SizeRange(0, 0, ALL),), data)
 
     @rule(name=st.sampled_from(NAMES), data=st.data())
     def request_several(self, name: str, data: st.DataObject) -> None:
         self.request(name, data.draw(joint_demands()), data)
 
-    def request(self, name: str, parts: tuple[Demand, ...], data: st.DataObject) -> None:
+    def request(self, name: str, parts: tuple[SizeRange, ...], data: st.DataObject) -> None:
         options = {
             "service": name,
-            "cost": data.draw(COSTS),
+            "duration": data.draw(COSTS),
             "deadline": data.draw(st.none() | st.none() | st.integers(1, 9).map(self.later)),
             "wait": data.draw(st.sampled_from([True, True, True, False])),
         }
@@ -134,10 +134,10 @@ class ServiceMachine(RuleBasedStateMachine):
                 self.twin.request(self.now, parts, **options)
             assert str(same.value) == str(refused)
             assert self.facts() == before, "a refusal leaves no trace"
-            assert not isinstance(refused, DeadlineImpossible) or options["cost"] is not None
+            assert not isinstance(refused, DeadlineImpossible) or options["duration"] is not None
             return
         self.twins[made] = self.twin.request(self.now, parts, **options)
-        if made.state is State.QUEUED:
+        if made.state is GrantState.QUEUED:
             self.waiting.append(made)
         else:
             self.take_over(made)
@@ -149,7 +149,7 @@ class ServiceMachine(RuleBasedStateMachine):
         request = data.draw(st.sampled_from(self.waiting))
         self.waiting.remove(request)
         granted = self.scheduler.cancel(self.now, request)
-        assert request.state is State.GONE
+        assert request.state is GrantState.GONE
         self.granted(granted, self.twin.cancel(self.now, self.twins[request]))
 
     @precondition(lambda self: len(self.naive.leases) > 1)
@@ -162,7 +162,9 @@ class ServiceMachine(RuleBasedStateMachine):
     def checkpoint(self, data: st.DataObject) -> None:
         """Some say what comes next."""
         lease = data.draw(st.sampled_from(self.naive.leases))
-        is_told = lease.request.cost is not None and lease.request.is_elastic and not lease.loans
+        is_told = (
+            lease.request.duration is not None and lease.request.is_elastic and not lease.loans
+        )
         self.come_to_checkpoint(lease, data.draw(COSTS) if is_told else None)
 
     @rule(name=st.sampled_from(NAMES), latency=st.integers(1, 9), number=st.integers(1, 900))
@@ -185,24 +187,24 @@ class ServiceMachine(RuleBasedStateMachine):
             twin_granted, twin_expired = self.twin.tick(self.now)
             assert [self.twins[one] for one in expired] == twin_expired
             for request in expired:
-                assert request.state is State.GONE
+                assert request.state is GrantState.GONE
                 self.waiting.remove(request)
             self.granted(granted, twin_granted)
             self.look_at_owners()
 
-    def end(self, lease: Lease) -> None:
+    def end(self, lease: Grant) -> None:
         twin = self.twin_of(lease)
         self.naive.leases.remove(lease)
         self.naive.taken_at.pop(lease, None)
         granted = self.scheduler.drained(self.now, lease)
         self.granted(granted, self.twin.drained(self.now, twin))
 
-    def come_to_checkpoint(self, lease: Lease, cost: object = None) -> None:
+    def come_to_checkpoint(self, lease: Grant, duration: object = None) -> None:
         before = lease.mask, lease.sms
         loans = dict(lease.loans)
         aged = self.scheduler._reserved
-        granted = self.scheduler.checkpoint(self.now, lease, cost)
-        self.granted(granted, self.twin.checkpoint(self.now, self.twin_of(lease), cost))
+        granted = self.scheduler.checkpoint(self.now, lease, duration)
+        self.granted(granted, self.twin.checkpoint(self.now, self.twin_of(lease), duration))
         if aged is not None and aged[1] == lease.device and lease.request.is_elastic:
             kept = self.scheduler._reserved
             assert kept is not aged or self.naive.gave_back(lease), "it keeps out who has aged"
@@ -239,19 +241,19 @@ class ServiceMachine(RuleBasedStateMachine):
         assert [self.twins[request] for request in told] == [r for r, _ in self.twin.hopeless]
         for request in told:
             assert request.flow.revocable
-            assert request.state is State.GONE
+            assert request.state is GrantState.GONE
             self.waiting.remove(request)
         self.scheduler.hopeless.clear()
         self.twin.hopeless.clear()
 
     def take_over(self, request: Request) -> None:
-        assert request.state is State.GRANTED
+        assert request.state is GrantState.GRANTED
         for lease in request.leases:
             self.naive.leases.append(lease)
             self.naive.taken_at[lease] = self.now
             self.naive.check_size(lease)
 
-    def twin_of(self, lease: Lease) -> Lease:
+    def twin_of(self, lease: Grant) -> Grant:
         return self.twins[lease.request].leases[lease.request.leases.index(lease)]
 
     def look_at_owners(self) -> None:

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import pytest
 
-from greensched.scheduling.cells import Cells, demands
-from greensched.scheduling.class_state import Flow
+from greensched.scheduling.cells import DeviceCells, parse_sizes
+from greensched.scheduling.class_state import ClassState
 from greensched.scheduling.policies import Fifo
-from greensched.scheduling.requests import Request, State
+from greensched.scheduling.requests import GrantState, Request
 from greensched.scheduling.scheduler import Scheduler
 from greensched.scheduling.services import ServiceClass
-from greensched.scheduling.split_controller import HOLD, LONGEST, LOOK, NEAR, ONE_IN, Verdict
+from greensched.scheduling.split_controller import (
+    HOLD,
+    LONGEST,
+    LOOK,
+    NEAR,
+    ONE_IN,
+    SplitController,
+)
 from greensched.typing import ALL, Size
 
-DEVICE = Cells(size=8, count=8)
+DEVICE = DeviceCells(size=8, count=8)
 QUICK = ServiceClass("quick", unsplit=True, latency=0.010)
 BULK = ServiceClass("bulk", unsplit=True)
 PLAIN = ServiceClass("plain")
@@ -26,7 +33,7 @@ def make(*classes: ServiceClass) -> Scheduler:
 
 
 def ask(scheduler: Scheduler, now: float, sms: Size, service: str, **options: object) -> Request:
-    return scheduler.request(now, demands((sms,)), service=service, **options)  # type: ignore[arg-type]
+    return scheduler.request(now, parse_sizes((sms,)), service=service, **options)  # type: ignore[arg-type]
 
 
 def end(scheduler: Scheduler, now: float, request: Request) -> list[Request]:
@@ -43,7 +50,7 @@ def test_classes_that_allow_it_have_all_sms_at_once() -> None:
     scheduler = make()
     wanted = (8, "quick"), ((16, 32), "bulk"), (ALL, "bulk")
     found = [ask(scheduler, 0.0, sms, name) for sms, name in wanted]
-    assert [r.state for r in found] == [State.GRANTED] * 3
+    assert [r.state for r in found] == [GrantState.GRANTED] * 3
     assert [r.leases[0].sms for r in found] == [64] * 3
     assert len({r.leases[0].mask for r in found}) == 3
     assert scheduler.services()["bulk"].is_unsplit
@@ -69,7 +76,7 @@ def test_who_waits_for_seats_is_not_passed_for_ever() -> None:
     seats = [ask(scheduler, 0.0, 8, "bulk")]
     apart = ask(scheduler, 0.0, 8, "plain")
     seats.append(ask(scheduler, 0.019, 8, "bulk"))
-    assert ask(scheduler, 0.020, 8, "bulk").state is State.QUEUED
+    assert ask(scheduler, 0.020, 8, "bulk").state is GrantState.QUEUED
     assert next(r for seat in seats for r in end(scheduler, 0.021, seat)) is apart
 
 
@@ -85,7 +92,7 @@ def test_near_its_latency_a_class_has_devices_split() -> None:
     new = ask(scheduler, 0.0, 16, "quick")
     assert (new.leases[0].sms, new.leases[0].is_seat) == (16, False)
     assert old.leases[0].is_seat
-    assert ask(scheduler, 0.0, 8, "plain").state is State.QUEUED, "seats drain"
+    assert ask(scheduler, 0.0, 8, "plain").state is GrantState.QUEUED, "seats drain"
 
 
 def test_of_whom_nobody_says_it_the_leases_count() -> None:
@@ -130,9 +137,9 @@ def test_an_owner_waits_for_seats_no_longer_than_for_loans(budget: float, is_sea
     owner = ServiceClass("owner", reserve=16, budget=budget)
     bulk = ServiceClass("bulk", unsplit=True, revocable=True)
     scheduler = make(owner, bulk)
-    request = ask(scheduler, 0.0, 8, "bulk", cost=0.003)
+    request = ask(scheduler, 0.0, 8, "bulk", duration=0.003)
     assert request.leases[0].is_seat is is_seat
-    assert (ask(scheduler, 0.001, 16, "owner").state is State.GRANTED) is not is_seat
+    assert (ask(scheduler, 0.001, 16, "owner").state is GrantState.GRANTED) is not is_seat
 
 
 def test_a_cap_is_no_seat() -> None:
@@ -147,21 +154,21 @@ def test_leases_end_as_they_began() -> None:
     old = ask(scheduler, 0.0, 8, "bulk")
     scheduler.reconfigure(0.0, (ServiceClass("bulk"),), None)
     new = ask(scheduler, 0.0, 8, "bulk")
-    assert new.state is State.QUEUED
+    assert new.state is GrantState.QUEUED
     assert end(scheduler, 0.0, old) == [new]
 
 
 # -- the verdict -----------------------------------------------------------------------------------
 
 
-def see(verdict: Verdict, flow: Flow, now: float, near: int, others: int) -> bool:
+def see(verdict: SplitController, flow: ClassState, now: float, near: int, others: int) -> bool:
     changed = verdict.saw(flow, 0.001, others, now) if others else False
     return verdict.saw(flow, 0.011, near, now) or changed if near else changed
 
 
 def test_devices_stay_split_for_a_time_that_doubles() -> None:
     """So that they are not split and whole in turns where that does not do."""
-    verdict, flow, now, held = Verdict(), Flow(QUICK), 0.0, []
+    verdict, flow, now, held = SplitController(), ClassState(QUICK), 0.0, []
     for _ in range(9):
         assert see(verdict, flow, now, ENOUGH, 0)
         began = now
@@ -177,7 +184,7 @@ def test_devices_stay_split_for_a_time_that_doubles() -> None:
 
 def test_devices_are_not_split_where_that_was_worse() -> None:
     """More were near when they were split: it is tried again after a long time alone."""
-    verdict, flow = Verdict(), Flow(QUICK)
+    verdict, flow = SplitController(), ClassState(QUICK)
     assert see(verdict, flow, 0.0, ENOUGH, LOOK - 100)
     assert see(verdict, flow, 2 * HOLD, 50, 50), "half of them, and 1 in 80 before"
     for i in range(4):
@@ -187,4 +194,4 @@ def test_devices_are_not_split_where_that_was_worse() -> None:
 
 def test_a_class_without_a_latency_has_nothing_to_say() -> None:
     """Nothing is ever too late for it."""
-    assert not Verdict().saw(Flow(BULK), 1e9, 1000, 0.0)
+    assert not SplitController().saw(ClassState(BULK), 1e9, 1000, 0.0)

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from greensched.errors import DeadlineImpossible, InvalidRequest, QueueFull, TooManySMs
-from greensched.scheduling.cells import Demand
+from greensched.scheduling.cells import SizeRange
 from greensched.scheduling.policies import POLICIES
 from greensched.scheduling.policy import Policy
-from greensched.scheduling.requests import Lease, Request, State
+from greensched.scheduling.requests import Grant, GrantState, Request
 from greensched.scheduling.scheduler import Scheduler
 from greensched.scheduling.services import ServiceClass
 from greensched.typing import ALL, REST
@@ -50,7 +50,7 @@ class SharingMachine(RuleBasedStateMachine):
         self.twin = Scheduler(cells, chosen, 8, services=classes)
         self.cells, self.now = cells, 0
         self.waiting: list[Request] = []
-        self.leases: list[Lease] = []
+        self.leases: list[Grant] = []
         self.twins: dict[Request, Request] = {}
         #: Since when an owner waits who asks for no more than is his.
         self.entitled: dict[Request, int] = {}
@@ -58,27 +58,27 @@ class SharingMachine(RuleBasedStateMachine):
     # -- rules ---------------------------------------------------------------------------------
 
     @rule(name=st.sampled_from(NAMES), cells=st.integers(1, 3), more=st.sampled_from([0, 0, 100]),
-          cost=COSTS)  # fmt: skip
-    def request_cells(self, name: str, cells: int, more: int, cost: int) -> None:
+          duration=COSTS)  # fmt: skip
+    def request_cells(self, name: str, cells: int, more: int, duration: int) -> None:
         sms = cells * self.cells[0].size
-        self.request(name, (Demand(sms, sms + more),), cost)
+        self.request(name, (SizeRange(sms, sms + more),), duration)
 
     @precondition(lambda self: self.scheduler.ground.flows["owner"].need)
-    @rule(cost=COSTS)
-    def request_floor(self, cost: int) -> None:
+    @rule(duration=COSTS)
+    def request_floor(self, duration: int) -> None:
         sms = self.cells[0].size
-        self.request("owner", (Demand(sms, sms),), cost)
+        self.request("owner", (SizeRange(sms, sms),), duration)
 
-    @rule(name=st.sampled_from(NAMES), named=st.sampled_from([ALL, REST]), cost=COSTS)
-    def request_whole(self, name: str, named: object, cost: int) -> None:
-        self.request(name, (Demand(0, 0, named),), cost)  # type: ignore[arg-type]  # one of two
+    @rule(name=st.sampled_from(NAMES), named=st.sampled_from([ALL, REST]), duration=COSTS)
+    def request_whole(self, name: str, named: object, duration: int) -> None:
+        self.request(name, (SizeRange(0, 0, named),), duration)  # type: ignore[arg-type]  # one of two
 
-    @rule(name=st.sampled_from(NAMES), data=st.data(), cost=COSTS)
-    def request_several(self, name: str, data: st.DataObject, cost: int) -> None:
-        self.request(name, data.draw(joint_demands()), cost)
+    @rule(name=st.sampled_from(NAMES), data=st.data(), duration=COSTS)
+    def request_several(self, name: str, data: st.DataObject, duration: int) -> None:
+        self.request(name, data.draw(joint_demands()), duration)
 
-    def request(self, name: str, parts: tuple[Demand, ...], cost: int) -> None:
-        options = {"service": name, "cost": None if name == "plain" else cost}
+    def request(self, name: str, parts: tuple[SizeRange, ...], duration: int) -> None:
+        options = {"service": name, "duration": None if name == "plain" else duration}
         try:
             made = self.scheduler.request(self.now, parts, **options)
         except (TooManySMs, QueueFull, DeadlineImpossible) as refused:
@@ -86,7 +86,7 @@ class SharingMachine(RuleBasedStateMachine):
                 self.twin.request(self.now, parts, **options)
             return
         self.twins[made] = self.twin.request(self.now, parts, **options)
-        if made.state is State.QUEUED:
+        if made.state is GrantState.QUEUED:
             self.waiting.append(made)
             if self.is_entitled(made):
                 self.entitled[made] = self.now
@@ -123,9 +123,9 @@ class SharingMachine(RuleBasedStateMachine):
         """Time passes, and everybody comes to a checkpoint, or ends, when he said."""
         self.now += 1
         for lease in list(self.leases):
-            if lease.request.cost is not None and not lease.over:
+            if lease.request.duration is not None and not lease.over:
                 self.come_to_checkpoint(lease)
-                if self.now - lease.began >= lease.request.cost:
+                if self.now - lease.began >= lease.request.duration:
                     self.end(lease)
         granted, _ = self.scheduler.tick(self.now)
         self.granted(granted, self.twin.tick(self.now)[0])
@@ -136,13 +136,13 @@ class SharingMachine(RuleBasedStateMachine):
             else:
                 self.entitled.pop(request, None)
 
-    def end(self, lease: Lease) -> None:
+    def end(self, lease: Grant) -> None:
         twin = self.twin_of(lease)
         self.leases.remove(lease)
         granted = self.scheduler.drained(self.now, lease)
         self.granted(granted, self.twin.drained(self.now, twin))
 
-    def come_to_checkpoint(self, lease: Lease) -> None:
+    def come_to_checkpoint(self, lease: Grant) -> None:
         was_seat = lease.is_seat
         granted = self.scheduler.checkpoint(self.now, lease)
         self.granted(granted, self.twin.checkpoint(self.now, self.twin_of(lease)))
@@ -155,7 +155,7 @@ class SharingMachine(RuleBasedStateMachine):
     def is_split(self) -> bool:
         return self.scheduler.ground.verdict.is_split
 
-    def twin_of(self, lease: Lease) -> Lease:
+    def twin_of(self, lease: Grant) -> Grant:
         return self.twins[lease.request].leases[lease.request.leases.index(lease)]
 
     def granted(self, here: list[Request], there: list[Request]) -> None:
@@ -165,12 +165,12 @@ class SharingMachine(RuleBasedStateMachine):
             self.take_over(request)
 
     def take_over(self, request: Request) -> None:
-        assert request.state is State.GRANTED
+        assert request.state is GrantState.GRANTED
         for lease in request.leases:
             assert not (lease.is_seat and self.is_split), "a seat on a device that is split"
             self.leases.append(lease)
 
-    def of(self, device: int) -> list[Lease]:
+    def of(self, device: int) -> list[Grant]:
         return [lease for lease in self.leases if lease.device == device]
 
     def is_entitled(self, request: Request) -> bool:

@@ -7,9 +7,9 @@ from statistics import mean, median
 import pytest
 from benchmarks.shares import DRAIN_S, published, saturate, serve
 
-from greensched.scheduling.cells import Cells, demands
+from greensched.scheduling.cells import DeviceCells, parse_sizes
 from greensched.scheduling.policies import Fair, Fifo
-from greensched.scheduling.requests import State
+from greensched.scheduling.requests import GrantState
 from greensched.scheduling.scheduler import Scheduler
 from greensched.scheduling.services import ServiceClass
 from greensched.typing import ALL
@@ -35,14 +35,14 @@ def test_shares_are_three_to_one(seed: int, lengths: tuple[float, float]) -> Non
 def test_who_asked_for_nothing_saved_nothing_up() -> None:
     """A class that was idle gets its share from then on, and not what it did not ask for."""
     services = [ServiceClass("a"), ServiceClass("b")]
-    scheduler = Scheduler([Cells(size=8, count=1)], Fair(), 100, services=services)
-    (lease,) = scheduler.request(0.0, demands((8,)), service="a").leases
+    scheduler = Scheduler([DeviceCells(size=8, count=1)], Fair(), 100, services=services)
+    (lease,) = scheduler.request(0.0, parse_sizes((8,)), service="a").leases
     for _ in range(20):
-        scheduler.request(0.0, demands((8,)), service="a")
+        scheduler.request(0.0, parse_sizes((8,)), service="a")
     for step in range(1, 11):
         (lease,) = (r.leases[0] for r in scheduler.drained(float(step), lease))
     for _ in range(10):
-        scheduler.request(10.0, demands((8,)), service="b")
+        scheduler.request(10.0, parse_sizes((8,)), service="b")
     order = []
     for step in range(11, 19):
         (granted,) = scheduler.drained(float(step), lease)
@@ -54,12 +54,12 @@ def test_who_asked_for_nothing_saved_nothing_up() -> None:
 def test_priority_comes_before_shares() -> None:
     """A class of larger priority goes first, however much it had."""
     services = [ServiceClass("high", priority=1), ServiceClass("low", weight=100)]
-    scheduler = Scheduler([Cells(size=8, count=1)], Fair(), 100, services=services)
-    (lease,) = scheduler.request(0.0, demands((8,)), service="high").leases
-    low = scheduler.request(0.0, demands((8,)), service="low")
-    high = scheduler.request(0.0, demands((8,)), service="high")
+    scheduler = Scheduler([DeviceCells(size=8, count=1)], Fair(), 100, services=services)
+    (lease,) = scheduler.request(0.0, parse_sizes((8,)), service="high").leases
+    low = scheduler.request(0.0, parse_sizes((8,)), service="low")
+    high = scheduler.request(0.0, parse_sizes((8,)), service="high")
     assert scheduler.drained(5.0, lease) == [high]
-    assert low.state is State.QUEUED
+    assert low.state is GrantState.QUEUED
 
 
 # -- 40 of 40 -----------------------------------------------------------------------------------

@@ -14,17 +14,17 @@ from hypothesis import strategies as st
 
 from greensched.errors import InvalidRequest
 from greensched.leasing.device_pool import MENU
-from greensched.scheduling.cells import Cells, Demand
-from greensched.scheduling.latency_margin import LEAST, MOST, SAFE, Pace
+from greensched.scheduling.cells import DeviceCells, SizeRange
+from greensched.scheduling.latency_margin import LEAST, MOST, SAFE, LatencyMargin
 from greensched.scheduling.policies import Fifo, Sized
-from greensched.scheduling.policy import Room, Service, Waiting
-from greensched.scheduling.requests import Lease, State
+from greensched.scheduling.policy import ClassView, RequestView, SizingView
+from greensched.scheduling.requests import Grant, GrantState
 from greensched.scheduling.scheduler import Scheduler
 from greensched.scheduling.services import ServiceClass
 
-CELLS = Cells(size=8, count=15, remainder=12, joins=True)
-EVEN = Cells(size=8, count=16, remainder=0, joins=True)
-FINE = Cells(size=2, count=66)
+CELLS = DeviceCells(size=8, count=15, remainder=12, joins=True)
+EVEN = DeviceCells(size=8, count=16, remainder=0, joins=True)
+FINE = DeviceCells(size=2, count=66)
 DECODE = ServiceClass("decode", priority=1, latency=1.0)
 BULK = ServiceClass("bulk")
 
@@ -52,9 +52,11 @@ def pool(*services: ServiceClass, policy: Fifo | None = None) -> Scheduler:
     return scheduler
 
 
-def leased(scheduler: Scheduler, service: str, cost: Work | None = None, least: int = 8) -> Lease:
+def leased(
+    scheduler: Scheduler, service: str, duration: Work | None = None, least: int = 8
+) -> Grant:
     """An elastic lease, granted at once."""
-    request = scheduler.request(0.0, (Demand(least, 132),), service=service, cost=cost)
+    request = scheduler.request(0.0, (SizeRange(least, 132),), service=service, duration=duration)
     (lease,) = request.leases
     return lease
 
@@ -62,10 +64,10 @@ def leased(scheduler: Scheduler, service: str, cost: Work | None = None, least: 
 class Own:
     """A user's policy, with what every policy must have."""
 
-    def rank(self, request: Waiting) -> tuple[float, ...]:
+    def rank(self, request: RequestView) -> tuple[float, ...]:
         return (-request.priority,)
 
-    def may_pass(self, first: Waiting, now: float) -> bool:
+    def may_pass(self, first: RequestView, now: float) -> bool:
         return now - first.arrived < 0.020
 
 
@@ -75,10 +77,10 @@ class Wrong(Own):
     def __init__(self, method: str, answer: object) -> None:
         self.__dict__[method] = lambda *_: answer if answer != "raise" else 1 // 0
 
-    def standing(self, service: Service) -> tuple[float, ...]:
+    def standing(self, service: ClassView) -> tuple[float, ...]:
         return (-service.priority, service.tag)
 
-    def size(self, _: object, room: Room) -> tuple[int, int]:
+    def size(self, _: object, room: SizingView) -> tuple[int, int]:
         return room.sizes[0], room.sizes[-1]
 
     def at(self, _: int) -> float:
@@ -96,18 +98,18 @@ def test_what_a_users_policy_or_curve_gets_wrong_loses_nobody(
     """Who waits is granted, cells come back, and it is logged, whatever they raise or say."""
     wrong = Wrong(method, answer)
     scheduler = pool(DECODE, BULK, policy=wrong)
-    cost = wrong if method in {"at", "observe"} else None
+    duration = wrong if method in {"at", "observe"} else None
     asked = [
-        scheduler.request(0.0, (Demand(8, 132),), service=service, cost=cost)
+        scheduler.request(0.0, (SizeRange(8, 132),), service=service, duration=duration)
         for service in ("decode", "bulk", "decode", "bulk")
     ]
     leases = list(asked[0].leases)
     while leases:
         lease = leases.pop()
-        granted = scheduler.checkpoint(0.5, lease, cost)
+        granted = scheduler.checkpoint(0.5, lease, duration)
         granted += scheduler.drained(1.0, lease)
         leases += [lease for request in granted for lease in request.leases]
-    assert all(request.state is State.GRANTED for request in asked)
+    assert all(request.state is GrantState.GRANTED for request in asked)
     assert (scheduler.is_idle, scheduler.waiting) == (True, 0)
     assert [flow.sms for flow in scheduler.ground.flows.values()] == [0, 0, 0]
     is_answer = method == "may_pass" or method == "observe" or (method, answer) == ("at", 0.5)
@@ -119,30 +121,30 @@ def test_a_standing_that_is_another_at_each_question_holds_up_nobody() -> None:
     ticks = itertools.count()
 
     class Restless(Own):
-        def standing(self, _: Service) -> tuple[float, ...]:
+        def standing(self, _: ClassView) -> tuple[float, ...]:
             return (np.float64(next(ticks)),)
 
     scheduler = pool(DECODE, BULK, policy=Restless())
     asked = [
-        scheduler.request(0.0, (Demand(132, 132),), service=service)
+        scheduler.request(0.0, (SizeRange(132, 132),), service=service)
         for service in ("decode", "bulk", "decode", "bulk")
     ]
     leases = list(asked[0].leases)
     while leases:
         granted = scheduler.drained(1.0, leases.pop())
         leases += [lease for request in granted for lease in request.leases]
-    assert all(request.state is State.GRANTED for request in asked)
+    assert all(request.state is GrantState.GRANTED for request in asked)
 
 
 def test_a_rank_that_is_none_changes_nothing() -> None:
     """Who asks under a policy whose ranks are none is told, and no such policy takes over."""
     scheduler = pool()
     leased(scheduler, "decode")
-    waiting = scheduler.request(0.0, (Demand(132, 132),), service="bulk")
+    waiting = scheduler.request(0.0, (SizeRange(132, 132),), service="bulk")
     for _ in range(2):
         with pytest.raises(InvalidRequest, match="return a tuple of numbers"):
             scheduler.reconfigure(0.0, [BULK], Wrong("rank", (math.nan,)))
-    assert (scheduler.waiting, waiting.state) == (1, State.QUEUED)
+    assert (scheduler.waiting, waiting.state) == (1, GrantState.QUEUED)
     assert set(scheduler.services()) == {"", "decode", "bulk"}
     with pytest.raises(InvalidRequest, match="return a tuple of numbers"):
         wrong = pool(policy=Wrong("rank", None))
@@ -156,7 +158,7 @@ def test_who_is_alone_has_all_and_gives_up_what_is_not_needed() -> None:
     scheduler = pool()
     decode = leased(scheduler, "decode", Work(30.0))
     assert decode.sms == 132
-    bulk = scheduler.request(0.0, (Demand(8, 132),), service="bulk")
+    bulk = scheduler.request(0.0, (SizeRange(8, 132),), service="bulk")
     assert not bulk.leases
     assert scheduler.checkpoint(0.1, decode) == [bulk]
     assert decode.sms == 32  # 30 SM-seconds in 0.95 s
@@ -168,7 +170,7 @@ def test_a_lease_is_told_what_comes_next_and_moves_with_it() -> None:
     scheduler = pool()
     first = Work(30.0)
     decode = leased(scheduler, "decode", first)
-    bulk = scheduler.request(0.0, (Demand(8, 132),), service="bulk")
+    bulk = scheduler.request(0.0, (SizeRange(8, 132),), service="bulk")
     scheduler.checkpoint(0.1, decode)
     assert first.seen == []
     second = Work(60.0)
@@ -187,7 +189,7 @@ def test_it_waits_for_what_is_enough() -> None:
     """A pass is not begun on fewer SMs than its latency needs; what is above it leaves them."""
     scheduler = pool()
     bulk = leased(scheduler, "bulk")
-    decode = scheduler.request(0.0, (Demand(8, 132),), service="decode", cost=Work(60.0))
+    decode = scheduler.request(0.0, (SizeRange(8, 132),), service="decode", duration=Work(60.0))
     assert bulk.sms == 132
     assert scheduler.checkpoint(0.010, bulk) == [decode]
     assert (bulk.sms, decode.leases[0].sms) == (132 - 64, 64)
@@ -210,12 +212,12 @@ def test_a_cap_holds_whatever_is_enough() -> None:
 
 def test_what_is_enough_is_no_more_than_was_asked_for() -> None:
     """Where no partition has just the most that was asked for, it has the next smaller one."""
-    uneven = Cells(size=8, count=3, remainder=4)
+    uneven = DeviceCells(size=8, count=3, remainder=4)
     scheduler = Scheduler([uneven], Sized(), 10, services=(DECODE, BULK))
-    bulk = scheduler.request(0.0, (Demand(8, 26),), service="bulk")
+    bulk = scheduler.request(0.0, (SizeRange(8, 26),), service="bulk")
     assert bulk.leases[0].sms == 24
     scheduler.drained(0.0, bulk.leases[0])
-    decode = scheduler.request(0.0, (Demand(8, 26),), service="decode", cost=Work(26.0))
+    decode = scheduler.request(0.0, (SizeRange(8, 26),), service="decode", duration=Work(26.0))
     assert decode.leases[0].sms == 24
 
 
@@ -223,10 +225,10 @@ def test_nobody_is_kept_out_for_ever() -> None:
     """Once a waiting request has aged, an elastic lease gives back all above what it asked for."""
     scheduler = pool()
     decode = leased(scheduler, "decode", Work(120.0), least=16)
-    late = scheduler.request(0.0, (Demand(112, 112),), service="bulk")
+    late = scheduler.request(0.0, (SizeRange(112, 112),), service="bulk")
     assert scheduler.checkpoint(0.010, decode) == []
     assert decode.sms == 132, "it is nobody's yet"
-    scheduler.request(1.0, (Demand(8, 8),), service="bulk")  # so time is seen to pass
+    scheduler.request(1.0, (SizeRange(8, 8),), service="bulk")  # so time is seen to pass
     assert scheduler.checkpoint(1.0, decode) == [late]
     assert decode.sms == 16
 
@@ -235,7 +237,7 @@ def test_nobody_waits_for_what_is_never_given_back() -> None:
     """Where not even all SMs are enough, it has what others do not keep to their end."""
     scheduler = pool()
     bulk = leased(scheduler, "bulk")
-    decode = scheduler.request(0.0, (Demand(8, 132),), service="decode", cost=Work(130.0))
+    decode = scheduler.request(0.0, (SizeRange(8, 132),), service="decode", duration=Work(130.0))
     assert scheduler.checkpoint(0.010, bulk) == [decode]
     assert (bulk.sms, decode.leases[0].sms) == (8, 124)
 
@@ -244,7 +246,7 @@ def test_nobody_waits_for_what_is_never_given_back() -> None:
 @pytest.mark.parametrize("cells", [CELLS, EVEN, FINE])
 @pytest.mark.parametrize("seed", range(5))
 def test_a_need_is_met_with_the_partitions_that_are_made(
-    seed: int, cells: Cells, quiet: float
+    seed: int, cells: DeviceCells, quiet: float
 ) -> None:
     """Where no more lanes can be made, or some now and then, a need is met after a checkpoint."""
     made, rng = set(cells.menu(MENU)), random.Random(seed)
@@ -254,7 +256,7 @@ def test_a_need_is_met_with_the_partitions_that_are_made(
         scheduler.warm[0].setdefault(mask.bit_count(), {})[mask] = None
     bulk = leased(scheduler, "bulk")
     most = cells.total
-    request = scheduler.request(0.0, (Demand(8, most),), service="decode", cost=Work(5.0))
+    request = scheduler.request(0.0, (SizeRange(8, most),), service="decode", duration=Work(5.0))
     scheduler.checkpoint(0.001, bulk)
     (decode,) = request.leases
     for step in range(1, 200):
@@ -274,31 +276,31 @@ def test_who_needs_less_because_another_came_has_it_at_once() -> None:
     """Where one that goes before him wants SMs he is to have fewer, and those are free."""
     first = ServiceClass("first", priority=2)
     scheduler = pool(first, DECODE, BULK)
-    scheduler.request(0.0, (Demand(8, 64),), service="bulk")
-    decode = scheduler.request(0.0, (Demand(8, 132),), service="decode", cost=Work(100.0))
+    scheduler.request(0.0, (SizeRange(8, 64),), service="bulk")
+    decode = scheduler.request(0.0, (SizeRange(8, 132),), service="decode", duration=Work(100.0))
     assert scheduler.resized(decode) == []
     assert not decode.leases, "of the 106 that he needs 68 are free"
-    before = scheduler.request(0.0, (Demand(100, 100),), service="first")
+    before = scheduler.request(0.0, (SizeRange(100, 100),), service="first")
     assert scheduler.resized(before) == [decode]
     assert decode.leases[0].sms == 32
 
 
-def beside_bulk() -> tuple[Scheduler, Lease, Lease]:
+def beside_bulk() -> tuple[Scheduler, Grant, Grant]:
     """A device of whole cells, all leased: decode has what it needs, bulk the rest."""
     scheduler = Scheduler([EVEN], Sized(), 10, services=(DECODE, BULK))
     bulk = leased(scheduler, "bulk")
-    request = scheduler.request(0.0, (Demand(8, 128),), service="decode", cost=Work(30.0))
+    request = scheduler.request(0.0, (SizeRange(8, 128),), service="decode", duration=Work(30.0))
     scheduler.checkpoint(0.1, bulk)
     return scheduler, request.leases[0], bulk
 
 
 def move(
-    scheduler: Scheduler, decode: Lease, bulk: Lease, cost: Work, within: float | None
+    scheduler: Scheduler, decode: Grant, bulk: Grant, duration: Work, within: float | None
 ) -> None:
     """Both come to a checkpoint until what decode is to have has come free, and is taken."""
-    scheduler.checkpoint(0.2, decode, cost, within)
+    scheduler.checkpoint(0.2, decode, duration, within)
     scheduler.checkpoint(0.2, bulk)
-    scheduler.checkpoint(0.2, decode, cost, within)
+    scheduler.checkpoint(0.2, decode, duration, within)
 
 
 def test_a_deadline_goes_before_the_latency_of_the_class() -> None:
@@ -323,10 +325,10 @@ def test_a_piece_has_the_fewest_sms_for_its_deadline(
         scheduler.observe(0.1, "decode", 9.0, 1000)
     part = scheduler.ground.flows["decode"].pace.of_deadline
     for work, within in pieces:
-        cost = Work(work)
-        move(scheduler, decode, bulk, cost, within)
-        assert cost.at(decode.sms) <= part * within or decode.sms == 128 - EVEN.size
-        assert decode.sms == EVEN.size or cost.at(decode.sms - EVEN.size) > part * within
+        duration = Work(work)
+        move(scheduler, decode, bulk, duration, within)
+        assert duration.at(decode.sms) <= part * within or decode.sms == 128 - EVEN.size
+        assert decode.sms == EVEN.size or duration.at(decode.sms - EVEN.size) > part * within
 
 
 def test_who_is_often_late_plans_with_less() -> None:
@@ -335,14 +337,14 @@ def test_who_is_often_late_plans_with_less() -> None:
     bulk = leased(scheduler, "bulk")
     for latency in (1.1, 1.2) * 10:
         scheduler.observe(0.0, "decode", latency, 1000)
-    decode = scheduler.request(0.0, (Demand(8, 132),), service="decode", cost=Work(15.0))
+    decode = scheduler.request(0.0, (SizeRange(8, 132),), service="decode", duration=Work(15.0))
     scheduler.checkpoint(0.010, bulk)
     assert decode.leases[0].sms == 80  # 15 SM-seconds in a fifth of a second
 
 
 def test_a_pace_follows_what_was_late() -> None:
     """It falls where more are late than may be, and rises while hardly any is, at first fast."""
-    pace = Pace()
+    pace = LatencyMargin()
     assert pace.part == SAFE
     for _ in range(4):
         pace.saw(1000, is_late=False)
@@ -357,7 +359,7 @@ def test_a_pace_follows_what_was_late() -> None:
 
 def test_of_a_deadline_twice_as_much_is_used() -> None:
     """Nobody comes once a piece with a deadline began; but who was late plans with less."""
-    pace = Pace()
+    pace = LatencyMargin()
     assert pace.of_deadline == MOST
     parts = []
     for _ in range(40):
@@ -372,7 +374,7 @@ def test_more_than_is_wanted_now_is_given_back() -> None:
     """Who had more SMs than the policy says has no more than that after a checkpoint."""
     scheduler = pool()
     bulk = leased(scheduler, "bulk")
-    decode = scheduler.request(0.0, (Demand(8, 132),), service="decode", cost=Work(15.0))
+    decode = scheduler.request(0.0, (SizeRange(8, 132),), service="decode", duration=Work(15.0))
     scheduler.checkpoint(0.010, bulk)
     assert (bulk.sms, decode.leases[0].sms) == (116, 16)
     scheduler.checkpoint(0.020, decode.leases[0], Work(20.0))
@@ -386,7 +388,7 @@ def test_a_policy_of_ones_own_sizes() -> None:
     """One method more, and everybody has half of what classes above him leave, at most."""
 
     class Halves(Own):
-        def size(self, request: Waiting, room: Room) -> tuple[int, int]:
+        def size(self, request: RequestView, room: SizingView) -> tuple[int, int]:
             return room.sizes[0], max(room.sizes[0], room.left // 2)
 
     scheduler = pool(policy=Halves())

@@ -47,10 +47,10 @@ async def jobs(p: Partition, host: npt.NDArray[np.float32]) -> None:
     assert_type(p.upload(host), Job[Buffer])
     buffer = await p.upload(host)
     assert_type(buffer, Buffer)
-    assert_type(p.launch(fill, LaunchConfig(grid=1, block=32), buffer, 1.0, 8), Job[None])
+    assert_type(p.launch(LaunchConfig(grid=1, block=32), fill, buffer, 1.0, 8), Job[None])
     assert_type(p.run(model, 3, scale=0.5), Job[str])
     assert_type(await p.run(model, 3, scale=0.5), str)
-    bound = p.bind(fill, LaunchConfig(grid=1, block=32), buffer, 1.0, 8)
+    bound = p.bind(LaunchConfig(grid=1, block=32), fill, buffer, 1.0, 8)
     bound()
     assert_type(bound.submit(), Job[None])
     assert_type(p.capture(model, 3, scale=0.5), Job[Graph])
@@ -70,7 +70,7 @@ async def mistakes(p: Partition, pool: Pool) -> None:
 async def pools(pool: Pool) -> None:
     """The pool's own one-shot forms give what the function gives."""
     assert_type(await pool.run(model, 3, sms=8), str)
-    assert_type(pool.plan(16, REST), tuple[greensched.Plan, ...])
+    assert_type(pool.plan(16, REST), tuple[greensched.SplitPreview, ...])
     assert_type(await pool.aclose(), greensched.CloseReport)
 
 

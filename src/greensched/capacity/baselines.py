@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from greensched.capacity.machine import Launch, Machine
-from greensched.capacity.strategies import Arm, Fifo, Pieces, Seat, Seats
+from greensched.capacity.strategies import Client, Fifo, Pieces, Seats, Strategy
 from greensched.device.device import Device
 from greensched.device.resources import ContextOptions
 from greensched.device.splitting import SMResourceOptions
@@ -88,7 +88,7 @@ class Streams:
 class Semaphored:
     """Whoever has a permit runs; the others stand in line, first in, first out."""
 
-    def __init__(self, inner: Seat, permits: asyncio.Semaphore) -> None:
+    def __init__(self, inner: Client, permits: asyncio.Semaphore) -> None:
         self._inner = inner
         self._permits = permits
 
@@ -147,7 +147,7 @@ class Gate:
 class Gated:
     """Begins no piece while a higher class is at work."""
 
-    def __init__(self, inner: Seat, gate: Gate, priority: int) -> None:
+    def __init__(self, inner: Client, gate: Gate, priority: int) -> None:
         self._inner = inner
         self._gate = gate
         self._priority = priority
@@ -184,7 +184,7 @@ class PriorityGate(Streams):
             )
 
 
-def baselines() -> dict[str, Arm]:
+def baselines() -> dict[str, Strategy]:
     """The arms that are one object each; splits are found by a sweep."""
     return {
         arm.name: arm

@@ -14,16 +14,16 @@ from greensched.capacity.pool_strategies import CELL, FINEST, Classes, Elastic, 
 from greensched.capacity.results import (
     BEST_LATE,
     BEST_SPLIT,
-    Answer,
-    Cell,
-    Question,
+    Experiment,
+    Results,
+    RunGroup,
     targets,
     worst_attained,
 )
-from greensched.capacity.run import Outcome, Setting, alone, simulate
-from greensched.capacity.strategies import Alone, Arm, Split
+from greensched.capacity.run import Outcome, Scenario, alone, simulate
+from greensched.capacity.strategies import Alone, Split, Strategy
 from greensched.capacity.traffic import Arrival, faster, generate, read, window
-from greensched.capacity.workload import Service, saturation, services
+from greensched.capacity.workload import ServiceProfile, saturation, services
 from greensched.errors import InvalidRequest
 
 #: Fixed splits that are tried: the SMs of the highest class, in parts of the device, by eights; and
@@ -40,13 +40,13 @@ QUIET = 0.5
 Progress = Callable[[float, str], None]
 
 
-def arms() -> dict[str, Arm]:
+def arms() -> dict[str, Strategy]:
     """Every arm by name, but the best split."""
-    ours: tuple[Arm, ...] = (Classes(), Elastic(), Unsplit(), Sized())
+    ours: tuple[Strategy, ...] = (Classes(), Elastic(), Unsplit(), Sized())
     return baselines() | {arm.name: arm for arm in ours}
 
 
-def ask(question: Question, progress: Progress = lambda _done, _what: None) -> Answer:
+def ask(question: Experiment, progress: Progress = lambda _done, _what: None) -> Results:
     """Runs everything. Equal questions get equal answers."""
     curves = latency_tables.CURVES | (
         latency_tables.load(question.tables) if question.tables else {}
@@ -58,7 +58,7 @@ def ask(question: Question, progress: Progress = lambda _done, _what: None) -> A
     source = _Source(question, classes)
     question, rates = source.question, sorted(question.rates) or [0.0]
     seeds = range(question.seed, question.seed + question.repeats)
-    setting = Setting(
+    setting = Scenario(
         gpus=question.gpus,
         services=classes,
         seconds=question.seconds,
@@ -82,7 +82,7 @@ def ask(question: Question, progress: Progress = lambda _done, _what: None) -> A
     setting = replace(setting, services=classes, late_after=late_after)
     quiet_runs = [outcome for each in by_seed for outcome in each.values()]
     simulated = sum(outcome.seconds + outcome.drained for outcome in quiet_runs)
-    answer = Answer(
+    answer = Results(
         question, setting, source.saturation, {}, p99, alone_rate, [], {}, (), simulated
     )
     for rate in rates:
@@ -106,7 +106,7 @@ class _Steps:
 class _Source:
     """Traffic at any rate, for any seed."""
 
-    def __init__(self, question: Question, classes: Mapping[str, Service]) -> None:
+    def __init__(self, question: Experiment, classes: Mapping[str, ServiceProfile]) -> None:
         self._whole = read(question.trace) if question.trace else None
         self._devices = len(models(question.gpus)[0])
         long = self._whole or generate(question.generator, LONG_S, question.seed)
@@ -140,7 +140,7 @@ class _Source:
         return rate * self.saturation if rate else 1.0
 
     @staticmethod
-    def _check(traffic: Sequence[Arrival], classes: Mapping[str, Service]) -> None:
+    def _check(traffic: Sequence[Arrival], classes: Mapping[str, ServiceProfile]) -> None:
         plain = {arrival.service for arrival in traffic if arrival.service}
         unknown = sorted(plain - classes.keys())
         if unknown:
@@ -150,12 +150,12 @@ class _Source:
             raise InvalidRequest("the traffic is of tokens: a class must prefill, one decode")
 
 
-def _smallest(question: Question) -> int:
+def _smallest(question: Experiment) -> int:
     """SMs of the smallest device."""
     return min(model.sm_count for model in models(question.gpus)[0])
 
 
-def _check(question: Question, classes: Mapping[str, Service], sms: int) -> None:
+def _check(question: Experiment, classes: Mapping[str, ServiceProfile], sms: int) -> None:
     """Refuses numbers that make no sense, before anything is simulated."""
     above = question.seconds, *question.rates
     if question.repeats < 1 or not all(0 < number < math.inf for number in above):
@@ -183,8 +183,8 @@ def _named(policies: Sequence[str], sms: int) -> list[str]:
 
 
 def _targeted(
-    classes: Mapping[str, Service], p99: Mapping[str, float], target: float
-) -> dict[str, Service]:
+    classes: Mapping[str, ServiceProfile], p99: Mapping[str, float], target: float
+) -> dict[str, ServiceProfile]:
     """What the pool's users would have said: latencies in seconds.
 
     Raises:
@@ -203,7 +203,9 @@ def _targeted(
     }
 
 
-def _late_after(classes: Mapping[str, Service], p99: Mapping[str, float]) -> dict[str, float]:
+def _late_after(
+    classes: Mapping[str, ServiceProfile], p99: Mapping[str, float]
+) -> dict[str, float]:
     """Seconds after which one of a class has missed every target that attainments are told of."""
     times = max(metrics.MULTIPLES)
     return {
@@ -213,7 +215,7 @@ def _late_after(classes: Mapping[str, Service], p99: Mapping[str, float]) -> dic
 
 
 def _at_rate(
-    answer: Answer, rate: float, source: _Source, asked: Sequence[str], seeds: range, steps: _Steps
+    answer: Results, rate: float, source: _Source, asked: Sequence[str], seeds: range, steps: _Steps
 ) -> None:
     classes = answer.setting.services
     traffic = {seed: source.traffic(rate, seed) for seed in seeds}
@@ -221,7 +223,7 @@ def _at_rate(
         sms = [model.sm_count for model in models(answer.setting.gpus)[0]]
         answer.bounds[rate] = [_bounds(each, answer, sms) for each in traffic.values()]
     for name in asked:
-        cell = Cell(name, rate)
+        cell = RunGroup(name, rate)
         answer.cells.append(cell)
         for seed in seeds:
             steps.next(f"{name} at {rate:g}, seed {seed}")
@@ -235,7 +237,7 @@ def _at_rate(
 
 
 def _bounds(
-    traffic: Sequence[Arrival], answer: Answer, sms: list[int]
+    traffic: Sequence[Arrival], answer: Results, sms: list[int]
 ) -> dict[float | None, float]:
     found: dict[float | None, float] = {}
     for k in (*metrics.MULTIPLES, None):
@@ -249,7 +251,7 @@ def _bounds(
     return found
 
 
-def _arms(name: str, answer: Answer) -> list[Arm]:
+def _arms(name: str, answer: Results) -> list[Strategy]:
     if name in (BEST_SPLIT, BEST_LATE):
         least = _smallest(answer.question)
         firsts = [least * part // SIXTEENTHS // CELL * CELL or CELL for part in PARTS]
@@ -262,7 +264,7 @@ def _arms(name: str, answer: Answer) -> list[Arm]:
     return [arms()[name]]
 
 
-def _worst(found: Mapping[str, Latencies], answer: Answer) -> float:
+def _worst(found: Mapping[str, Latencies], answer: Results) -> float:
     """The attainment of the class that does worst at its own target; best effort breaks ties."""
     classes = answer.setting.services
     worst = worst_attained(found, targets(answer, None))

@@ -27,7 +27,7 @@ SLIM_BLOCK = 256
 
 
 @dataclass(frozen=True)
-class Curve:
+class SpeedupCurve:
     """Milliseconds of one kind of work by SMs; only ratios of them are used.
 
     Attributes:
@@ -115,7 +115,7 @@ class Curve:
         return next((size for size in sizes if self.slowdown(size) <= slowdown), sizes[-1])
 
 
-def load(path: Path) -> dict[str, Curve]:
+def load(path: Path) -> dict[str, SpeedupCurve]:
     """Reads measured curves.
 
     A JSON object of `{name: {"sms": [...], "ms": [...], "fills": true}}`; or one curve as
@@ -130,7 +130,7 @@ def load(path: Path) -> dict[str, Curve]:
             rows = sorted((int(row["sms"]), 1e3 * float(row["median"])) for row in said["latency"])
             said = {path.stem: {"sms": [r[0] for r in rows], "ms": [r[1] for r in rows]}}
         return {
-            name: Curve(
+            name: SpeedupCurve(
                 name,
                 tuple(int(s) for s in curve["sms"]),
                 tuple(float(ms) for ms in curve["ms"]),
@@ -153,12 +153,12 @@ _A = (14, 28, 40, 54, 68, 82, 94, 108)
 _AMPERE = "A100, 108 SMs, green contexts, solo (asuan99/prefill-layer-alloc)"
 
 
-def _hopper(name: str, *ms: float) -> Curve:
-    return Curve(name, _H, ms, True, _HOPPER)
+def _hopper(name: str, *ms: float) -> SpeedupCurve:
+    return SpeedupCurve(name, _H, ms, True, _HOPPER)
 
 
-def _ampere(name: str, *ms: float) -> Curve:
-    return Curve(name, _A, ms, False, _AMPERE)
+def _ampere(name: str, *ms: float) -> SpeedupCurve:
+    return SpeedupCurve(name, _A, ms, False, _AMPERE)
 
 
 #: Read off labelled bars: the kernel on S SMs, another on the other 128 - S (132: alone). The
@@ -182,7 +182,7 @@ GEMM = _hopper(
 
 #: Small batches: the second half of each curve is nearly flat, so its grids leave room (and two
 #: streams ran side by side at no cost on such a model). 27 and 81 SMs asked for, 28 and 82 granted.
-CURVES: dict[str, Curve] = {
+CURVES: dict[str, SpeedupCurve] = {
     curve.name: curve
     for curve in (
         MLA,

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from greensched.capacity.interference import Guard, slowdowns
-from greensched.capacity.latency_tables import Curve
-from greensched.capacity.workload import Service
+from greensched.capacity.latency_tables import SpeedupCurve
+from greensched.capacity.workload import ServiceProfile
 from greensched.device.device import Device
-from greensched.device.launch import Arguments, LaunchConfig, Plan
+from greensched.device.launch import KernelArguments, LaunchConfig, PreparedLaunch
 from greensched.device.streams import Stream
 from greensched.driver.simulated import (
     DeviceModel,
@@ -44,7 +44,7 @@ class Closable(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
+class DeviceTrace:
     """One kernel as it ran, in nanoseconds."""
 
     service: str
@@ -67,7 +67,7 @@ class Machine:
     def __init__(
         self,
         spec: str,
-        services: Mapping[str, Service],
+        services: Mapping[str, ServiceProfile],
         guard: Guard,
         seed: int = 0,
         *,
@@ -94,7 +94,7 @@ class Machine:
             for name, service in services.items()
         }
         #: What ran on each device, in the order of its end.
-        self.ran: list[list[Ran]] = [[] for _ in found]
+        self.ran: list[list[DeviceTrace]] = [[] for _ in found]
         #: How many leases the arm's pool has granted.
         self.granted: Callable[[], int] = lambda: 0
         self._listeners: dict[tuple[int, str], Callable[[Span], None]] = {}
@@ -141,13 +141,13 @@ class Machine:
 
     def _hear(self, span: Span) -> None:
         if span.kind == "kernel" and span.name in self.services:
-            self.ran[span.device].append(Ran(span.name, span.start, span.end, span.sms))
+            self.ran[span.device].append(DeviceTrace(span.name, span.start, span.end, span.sms))
             listener = self._listeners.get((span.device, span.name))
             if listener is not None:
                 listener(span)
 
 
-def kernels(services: Iterable[Service]) -> dict[str, Kernel]:
+def kernels(services: Iterable[ServiceProfile]) -> dict[str, Kernel]:
     """A kernel for each class: it does nothing, and takes what its curve says."""
     named = list(services)
     source = "".join(
@@ -166,7 +166,7 @@ def _nothing(_launch: LaunchFacts, _ns: Any) -> None:
     """All that is to be seen of it is its time."""
 
 
-def _cost(curve: Curve, launch: LaunchFacts, ns: Any) -> Cost:
+def _cost(curve: SpeedupCurve, launch: LaunchFacts, ns: Any) -> Cost:
     return curve.cost(float(ns) * 1e-9, len(launch.sms))
 
 
@@ -179,12 +179,12 @@ class Launch:
     def __init__(
         self, device: Device, stream: Stream, kernel: Kernel, config: LaunchConfig
     ) -> None:
-        arguments = Arguments(kernel, device.ordinal)
+        arguments = KernelArguments(kernel, device.ordinal)
         arguments.fill((0,))
         with device.primary.entered():
             handle = device.loader.load(kernel)
         self._arguments = arguments
-        self._plan = Plan(stream, config, kernel, handle, arguments)
+        self._plan = PreparedLaunch(stream, config, kernel, handle, arguments)
         self._plan.fire()  # the first launch on a context may block
         stream.sync()
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from greensched.capacity.run import Outcome
 from greensched.capacity.servers import Samples
-from greensched.capacity.workload import Service
+from greensched.capacity.workload import ServiceProfile
 
 #: Targets as multiples of the alone-p99; 1 / part of all that must meet them for goodput.
 MULTIPLES = (1.2, 1.5, 2.0, 5.0)
@@ -178,7 +178,7 @@ def jain(shares: Sequence[float]) -> float:
     return sum(shares) ** 2 / (len(shares) * squares) if squares else 1.0
 
 
-def shares(outcome: Outcome, services: Mapping[str, Service]) -> list[float]:
+def shares(outcome: Outcome, services: Mapping[str, ServiceProfile]) -> list[float]:
     """SM-seconds of each class for a unit of its weight."""
     return [outcome.sm_seconds[name] / service.weight for name, service in services.items()]
 

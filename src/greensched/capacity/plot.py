@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from greensched.capacity import metrics
-from greensched.capacity.results import Answer, attained
+from greensched.capacity.results import Results, attained
 from greensched.errors import InvalidRequest, MissingPackage
 
 
-def save(answer: Answer, path: Path) -> None:
+def save(answer: Results, path: Path) -> None:
     """Draws, for each multiple of the alone-p99, each arm's attainment over the offered rate.
 
     Raises:

@@ -13,8 +13,8 @@ from typing import Any
 
 from greensched.capacity.machine import Machine
 from greensched.capacity.strategies import Fifo, GrantSeat, Pieces
-from greensched.capacity.workload import Service
-from greensched.leasing.latency import LatencyCurve, Scaled
+from greensched.capacity.workload import ServiceProfile
+from greensched.leasing.latency import LatencyCurve, ScaledCurve
 from greensched.leasing.partition import Partition
 from greensched.pool import Pool
 from greensched.scheduling.services import ServiceClass
@@ -24,7 +24,7 @@ from greensched.typing import ALL
 CELL, FINEST = 8, 2
 
 
-def size_of(machine: Machine, device: int, service: Service) -> tuple[int, int]:
+def size_of(machine: Machine, device: int, service: ServiceProfile) -> tuple[int, int]:
     """Its floor, up to its cap. Who has none asks for what the floors of others leave, at least.
 
     A smaller least would be granted, too, and nobody has to give it any more after that.
@@ -42,7 +42,7 @@ class ClassSeat(GrantSeat):
     Who is next, what is kept for whom and who may borrow it is the pool's.
     """
 
-    def __init__(self, machine: Machine, pool: Pool, device: int, service: Service) -> None:
+    def __init__(self, machine: Machine, pool: Pool, device: int, service: ServiceProfile) -> None:
         self._least, most = size_of(machine, device, service)
         super().__init__(machine, pool, device, service, (self._least, most))
         # Whoever has a floor keeps a lease for the pass; others give theirs back at each piece.
@@ -66,11 +66,11 @@ class Classes(Fifo):
         """The classes."""
         return {"services": [self.written(service) for service in machine.services.values()]}
 
-    def seat(self, machine: Machine, pool: Pool, device: int, service: Service) -> GrantSeat:
+    def seat(self, machine: Machine, pool: Pool, device: int, service: ServiceProfile) -> GrantSeat:
         """On a lease for each pass or piece."""
         return ClassSeat(machine, pool, device, service)
 
-    def written(self, service: Service) -> ServiceClass:
+    def written(self, service: ServiceProfile) -> ServiceClass:
         """What the operator says. Who has no floor gives back at each piece, and may borrow."""
         return ServiceClass(
             service.name,
@@ -87,7 +87,7 @@ class Classes(Fifo):
 class ElasticSeat(ClassSeat):
     """An elastic lease for as long as there is work; a checkpoint before each pass or piece."""
 
-    def __init__(self, machine: Machine, pool: Pool, device: int, service: Service) -> None:
+    def __init__(self, machine: Machine, pool: Pool, device: int, service: ServiceProfile) -> None:
         super().__init__(machine, pool, device, service)
         self._lease: Partition | None = None
         self._runs = 0
@@ -102,7 +102,7 @@ class ElasticSeat(ClassSeat):
     async def _some(self, lease: Partition, pieces: Pieces) -> Pieces:
         """Does what is done between two checkpoints; returns what is left."""
         some = len(pieces) if self.whole else 1
-        await lease.launch(self._kernel, self._config, sum(pieces[:some]))
+        await lease.launch(self._config, self._kernel, sum(pieces[:some]))
         return pieces[some:]
 
     async def _leased(self) -> Partition:
@@ -137,7 +137,7 @@ class Elastic(Classes):
     name: str = "elastic"
     about: str = "the pool with service classes and elastic leases: a checkpoint between pieces"
 
-    def seat(self, machine: Machine, pool: Pool, device: int, service: Service) -> GrantSeat:
+    def seat(self, machine: Machine, pool: Pool, device: int, service: ServiceProfile) -> GrantSeat:
         """On a lease that lasts."""
         return ElasticSeat(machine, pool, device, service)
 
@@ -149,7 +149,7 @@ class UnsplitSeat(ElasticSeat):
         """On all SMs it is a stream beside others, and there is nothing to give back meanwhile."""
         if not lease.is_unsplit:
             return await super()._some(lease, pieces)
-        jobs = [lease.launch(self._kernel, self._config, ns) for ns in pieces]
+        jobs = [lease.launch(self._config, self._kernel, ns) for ns in pieces]
         await jobs[-1]
         return ()
 
@@ -165,11 +165,11 @@ class Unsplit(Elastic):
     name: str = "unsplit"
     about: str = "as elastic, and all SMs for all as long as every class has its target so"
 
-    def seat(self, machine: Machine, pool: Pool, device: int, service: Service) -> GrantSeat:
+    def seat(self, machine: Machine, pool: Pool, device: int, service: ServiceProfile) -> GrantSeat:
         """On a lease that lasts."""
         return UnsplitSeat(machine, pool, device, service)
 
-    def written(self, service: Service) -> ServiceClass:
+    def written(self, service: ServiceProfile) -> ServiceClass:
         """Nobody minds neighbours on his SMs while he has his target."""
         said = super().written(service)
         return replace(said, unsplit=True, cap=ALL, latency=service.latency or None)
@@ -185,13 +185,13 @@ class SizedSeat(ElasticSeat):
     #: Its server minds targets: see `serving.Prefill`.
     by_target = True
 
-    def __init__(self, machine: Machine, pool: Pool, device: int, service: Service) -> None:
+    def __init__(self, machine: Machine, pool: Pool, device: int, service: ServiceProfile) -> None:
         super().__init__(machine, pool, device, service)
         self._size = (CELL, machine.sms[device])
         sizes = range(FINEST, machine.sms[device] + 1, FINEST)
         #: Of a second of work on the whole device.
         self._curve = LatencyCurve({sms: [service.curve.slowdown(sms)] for sms in sizes})
-        self._cost: Scaled | None = None
+        self._cost: ScaledCurve | None = None
         #: Of a step all tokens are due together: whoever is new begins with it.
         self._deadline = service.latency or None if service.role == "decode" else None
 
@@ -205,7 +205,9 @@ class SizedSeat(ElasticSeat):
             await self._lease.checkpoint(self._cost, deadline=self._deadline)
             return self._lease
         name = self._service.name
-        lease = self._pool.partition(self._size, device=self._device, service=name, cost=self._cost)
+        lease = self._pool.partition(
+            self._size, device=self._device, service=name, duration=self._cost
+        )
         await lease.__aenter__()
         self._lease = lease
         return lease
@@ -227,11 +229,11 @@ class Sized(Elastic):
         """The classes, and the policy."""
         return super().options(machine) | {"policy": "sized"}
 
-    def seat(self, machine: Machine, pool: Pool, device: int, service: Service) -> GrantSeat:
+    def seat(self, machine: Machine, pool: Pool, device: int, service: ServiceProfile) -> GrantSeat:
         """On a lease that lasts."""
         return SizedSeat(machine, pool, device, service)
 
-    def written(self, service: Service) -> ServiceClass:
+    def written(self, service: ServiceProfile) -> ServiceClass:
         """No floors: who has a target has SMs for it."""
         said = super().written(service)
         latency = service.latency if service.reserve else None

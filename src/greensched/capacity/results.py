@@ -10,7 +10,7 @@ from typing import Any
 
 from greensched.capacity import metrics
 from greensched.capacity.metrics import Latencies
-from greensched.capacity.run import Outcome, Setting
+from greensched.capacity.run import Outcome, Scenario
 from greensched.capacity.validation.scenarios import Check
 from greensched.typing import Granularity
 
@@ -21,7 +21,7 @@ BEST_LATE = "best-split-late"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class Experiment:
     """What an operator asks.
 
     Attributes:
@@ -56,7 +56,7 @@ class Question:
 
 
 @dataclass
-class Cell:
+class RunGroup:
     """One arm at one rate: an outcome for each seed, and each class's latencies."""
 
     arm: str
@@ -66,23 +66,23 @@ class Cell:
 
 
 @dataclass
-class Answer:
+class Results:
     """What came out: cells by arm and rate, and what they are measured against."""
 
-    question: Question
-    setting: Setting
+    question: Experiment
+    setting: Scenario
     saturation: float
     offered: dict[float, float]
     alone_p99: dict[str, float]
     alone_rate: dict[str, float]
-    cells: list[Cell]
+    cells: list[RunGroup]
     bounds: dict[float, list[dict[float | None, float]]]
     checks: tuple[Check, ...]
     #: Seconds of virtual time that were played, all in all.
     simulated: float
 
 
-def targets(answer: Answer, multiple: float | None) -> dict[str, float]:
+def targets(answer: Results, multiple: float | None) -> dict[str, float]:
     """Seconds, of each class but best effort: a multiple of its alone-p99; None: its own target."""
     return {
         name: service.latency if multiple is None else multiple * answer.alone_p99[name]
@@ -91,7 +91,7 @@ def targets(answer: Answer, multiple: float | None) -> dict[str, float]:
     }
 
 
-def attained(answer: Answer, cell: Cell, multiple: float | None) -> list[float]:
+def attained(answer: Results, cell: RunGroup, multiple: float | None) -> list[float]:
     """For each seed, the attainment of the class that does worst; nan: one has no such target."""
     wanted = targets(answer, multiple)
     return [worst_attained(found, wanted) for found in cell.latencies]
@@ -105,7 +105,7 @@ def worst_attained(found: Mapping[str, Latencies], wanted: Mapping[str, float]) 
     return min((each for each in told if not math.isnan(each)), default=1.0)
 
 
-def goodputs(answer: Answer, multiple: float | None) -> dict[str, list[float]]:
+def goodputs(answer: Results, multiple: float | None) -> dict[str, list[float]]:
     """Of each arm and of the bound, for each seed: requests a second."""
     found: dict[str, list[float]] = {}
     seeds = range(answer.question.repeats)
@@ -123,7 +123,7 @@ def goodputs(answer: Answer, multiple: float | None) -> dict[str, list[float]]:
     return found
 
 
-def against(answer: Answer) -> dict[str, dict[str, metrics.Interval]]:
+def against(answer: Results) -> dict[str, dict[str, metrics.Interval]]:
     """Each arm's goodput at its targets over what stands for doing without: [value, low, high].
 
     `streams` and `best-split`: over theirs. `recovered`: of the gap between the best split and the
@@ -144,7 +144,7 @@ def against(answer: Answer) -> dict[str, dict[str, metrics.Interval]]:
     return told
 
 
-def beside_streams(answer: Answer, arm: str) -> list[float]:
+def beside_streams(answer: Results, arm: str) -> list[float]:
     """For each seed the least of its attainment over that of plain streams, where those do."""
     by = {(cell.arm, cell.rate): attained(answer, cell, None) for cell in answer.cells}
     found = []
@@ -155,7 +155,7 @@ def beside_streams(answer: Answer, arm: str) -> list[float]:
     return found
 
 
-def as_dict(answer: Answer) -> dict[str, Any]:
+def as_dict(answer: Results) -> dict[str, Any]:
     """For JSON. Times in seconds; intervals are [mean, low, high]."""
     question = answer.question
     told: dict[str, Any] = {
@@ -180,7 +180,7 @@ def as_dict(answer: Answer) -> dict[str, Any]:
     return {key: metrics.rounded(value) for key, value in told.items()}
 
 
-def _cell(answer: Answer, cell: Cell) -> dict[str, Any]:
+def _cell(answer: Results, cell: RunGroup) -> dict[str, Any]:
     classes = answer.setting.services
     shares = [metrics.shares(outcome, classes) for outcome in cell.outcomes]
     seconds = answer.question.seconds
@@ -196,7 +196,7 @@ def _cell(answer: Answer, cell: Cell) -> dict[str, Any]:
     }
 
 
-def _class(answer: Answer, cell: Cell, name: str) -> dict[str, Any]:
+def _class(answer: Results, cell: RunGroup, name: str) -> dict[str, Any]:
     found = [latencies[name] for latencies in cell.latencies]
     done = metrics.interval([each.rate for each in found])
     told: dict[str, Any] = {"work_per_s": done}

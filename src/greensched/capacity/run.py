@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from greensched.capacity.interference import PUBLISHED, Guard
-from greensched.capacity.machine import Machine, Ran
+from greensched.capacity.machine import DeviceTrace, Machine
 from greensched.capacity.servers import Decode, Loop, Prefill, Requests, Samples, Server
-from greensched.capacity.strategies import Arm, Seats
+from greensched.capacity.strategies import Seats, Strategy
 from greensched.capacity.traffic import Arrival, Traffic
-from greensched.capacity.workload import Service
+from greensched.capacity.workload import ServiceProfile
 from greensched.typing import Granularity
 
 #: Seconds of virtual time between two looks at whether anybody waits, once traffic has ended.
@@ -20,7 +20,7 @@ LOOK_S = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class Scenario:
     """What stays the same while arms are compared.
 
     Attributes:
@@ -34,7 +34,7 @@ class Setting:
     """
 
     gpus: str
-    services: Mapping[str, Service]
+    services: Mapping[str, ServiceProfile]
     seconds: float
     guard: Guard = field(default_factory=lambda: PUBLISHED)
     granularity: Granularity = "coscheduled"
@@ -64,7 +64,7 @@ class Outcome:
     decisions: int = 0
 
 
-def simulate(arm: Arm, setting: Setting, traffic: Traffic, seed: int) -> Outcome:
+def simulate(arm: Strategy, setting: Scenario, traffic: Traffic, seed: int) -> Outcome:
     """Runs an arm. The same arguments give the same outcome, to the last digit.
 
     All of the traffic comes within the setting's seconds.
@@ -79,7 +79,7 @@ def simulate(arm: Arm, setting: Setting, traffic: Traffic, seed: int) -> Outcome
         machine.close()
 
 
-def alone(arm: Arm, setting: Setting, traffic: Traffic, seed: int) -> dict[str, Outcome]:
+def alone(arm: Strategy, setting: Scenario, traffic: Traffic, seed: int) -> dict[str, Outcome]:
     """Each class by itself: as if the others took no time.
 
     Nobody is late there: a run goes on until all are served, at most as long again.
@@ -93,11 +93,11 @@ def alone(arm: Arm, setting: Setting, traffic: Traffic, seed: int) -> dict[str, 
 
 
 async def _run(
-    machine: Machine, arm: Arm, setting: Setting, traffic: Traffic, seed: int
+    machine: Machine, arm: Strategy, setting: Scenario, traffic: Traffic, seed: int
 ) -> Outcome:
     async with arm.open(machine) as seats:
         end = machine.begin()
-        house = House(machine, seats)
+        house = _Recorder(machine, seats)
         servers = [asyncio.ensure_future(server.serve()) for server in house.servers]
         played = asyncio.ensure_future(_play(machine, house, arm, setting, traffic, seed))
         # A server ends only by failing.
@@ -113,7 +113,12 @@ async def _run(
 
 
 async def _play(
-    machine: Machine, house: House, arm: Arm, setting: Setting, traffic: Traffic, seed: int
+    machine: Machine,
+    house: _Recorder,
+    arm: Strategy,
+    setting: Scenario,
+    traffic: Traffic,
+    seed: int,
 ) -> Outcome:
     """Sends the traffic, and waits until everybody is served or late.
 
@@ -141,7 +146,7 @@ async def _play(
     )
 
 
-class House:
+class _Recorder:
     """Every class's servers, and who sends requests to which of them."""
 
     def __init__(self, machine: Machine, seats: Seats) -> None:
@@ -158,7 +163,7 @@ class House:
         """All of them."""
         return [server for each in self._by.values() for server in each]
 
-    def _server(self, device: int, service: Service, seats: Seats) -> Server:
+    def _server(self, device: int, service: ServiceProfile, seats: Seats) -> Server:
         machine, seat = self._machine, seats(device, service)
         if service.role == "prefill":
             return Prefill(machine, device, service, seat, self._decoders.get(device))
@@ -228,7 +233,7 @@ class House:
 
 
 def _sm_seconds(
-    spans: Sequence[Sequence[Ran]], services: Mapping[str, Service]
+    spans: Sequence[Sequence[DeviceTrace]], services: Mapping[str, ServiceProfile]
 ) -> dict[str, float]:
     found = dict.fromkeys(services, 0.0)
     for ran in spans:
@@ -237,7 +242,7 @@ def _sm_seconds(
     return found
 
 
-def occupied(ran: Sequence[Ran]) -> float:
+def occupied(ran: Sequence[DeviceTrace]) -> float:
     """SM-seconds of one device in which some kernel was there: what overlaps counts once."""
     turns = sorted(
         [(each.start, 1, each.sms) for each in ran] + [(each.end, -1, each.sms) for each in ran]

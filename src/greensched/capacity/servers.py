@@ -14,9 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from greensched.capacity.machine import Machine
-from greensched.capacity.strategies import Seat
+from greensched.capacity.strategies import Client
 from greensched.capacity.traffic import Arrival
-from greensched.capacity.workload import Service, prompt_seconds, step_seconds
+from greensched.capacity.workload import ServiceProfile, prompt_seconds, step_seconds
 
 #: Tokens of a prompt that are read in one pass at most: what engines call chunked prefill.
 CHUNK = 2_048
@@ -59,7 +59,9 @@ def _nobody(_latency: float, _weight: int) -> None:
 class Server(abc.ABC):
     """Takes work, and runs it on a seat until it is cancelled."""
 
-    def __init__(self, machine: Machine, device: int, service: Service, seat: Seat) -> None:
+    def __init__(
+        self, machine: Machine, device: int, service: ServiceProfile, seat: Client
+    ) -> None:
         self.service = service
         self.samples = Samples()
         #: Requests taken and not done.
@@ -157,8 +159,8 @@ class Prefill(Server):
         self,
         machine: Machine,
         device: int,
-        service: Service,
-        seat: Seat,
+        service: ServiceProfile,
+        seat: Client,
         decode: Decode | None,
     ) -> None:
         super().__init__(machine, device, service, seat)

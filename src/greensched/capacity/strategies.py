@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from greensched.capacity.machine import Machine
-from greensched.capacity.workload import Service
-from greensched.execution.bound_launch import Bound
+from greensched.capacity.workload import ServiceProfile
+from greensched.execution.bound_launch import BoundLaunch
 from greensched.leasing.partition import Partition
 from greensched.pool import Pool
 from greensched.typing import ALL, Size
@@ -27,7 +27,7 @@ from greensched.typing import ALL, Size
 Pieces = Sequence[int]
 
 
-class Seat(Protocol):
+class Client(Protocol):
     """A class's place on one device."""
 
     async def run(self, pieces: Pieces) -> None:
@@ -35,10 +35,10 @@ class Seat(Protocol):
 
 
 #: The seat of a class on a device.
-Seats = Callable[[int, Service], Seat]
+Seats = Callable[[int, ServiceProfile], Client]
 
 
-class Arm(Protocol):
+class Strategy(Protocol):
     """A way to share devices."""
 
     @property
@@ -76,7 +76,9 @@ class LeaseSeat:
     ) -> None:
         #: Its server minds targets: see `serving.Prefill`.
         self.by_target = by_target
-        self._bound: Bound = p.bind(machine.kernels[service], machine.configs[service][device], 0)
+        self._bound: BoundLaunch = p.bind(
+            machine.configs[service][device], machine.kernels[service], 0
+        )
 
     async def run(self, pieces: Pieces) -> None:
         """All of it at once: on SMs of its own a pass takes as long in one piece."""
@@ -115,7 +117,7 @@ class Split:
     @asynccontextmanager
     async def open(self, machine: Machine) -> AsyncIterator[Seats]:
         """Seats on leases that are granted together."""
-        seats: dict[tuple[int, str], Seat] = {}
+        seats: dict[tuple[int, str], Client] = {}
         async with AsyncExitStack() as stack:
             pool = await stack.enter_async_context(pool_of(machine))
             for device in machine.devices:
@@ -141,7 +143,7 @@ class Alone(Split):
     @asynccontextmanager
     async def open(self, machine: Machine) -> AsyncIterator[Seats]:
         """Its seats on everything."""
-        seats: dict[tuple[int, str], Seat] = {}
+        seats: dict[tuple[int, str], Client] = {}
         (service,) = machine.services
         async with AsyncExitStack() as stack:
             pool = await stack.enter_async_context(pool_of(machine))
@@ -158,7 +160,7 @@ class GrantSeat:
     whole = False
 
     def __init__(
-        self, machine: Machine, pool: Pool, device: int, service: Service, size: Size = ALL
+        self, machine: Machine, pool: Pool, device: int, service: ServiceProfile, size: Size = ALL
     ) -> None:
         self._pool = pool
         self._kernel = machine.kernels[service.name]
@@ -176,7 +178,7 @@ class GrantSeat:
         for some in (pieces,) if self.whole else ((ns,) for ns in pieces):
             asked = self.asked(sum(some))
             async with self._pool.partition(device=self._device, **asked) as p:
-                await p.launch(self._kernel, self._config, sum(some))
+                await p.launch(self._config, self._kernel, sum(some))
 
     async def close(self) -> None:
         """Nothing is left."""
@@ -209,7 +211,7 @@ class Fifo:
             for seat in seats.values():
                 await seat.close()
 
-    def seat(self, machine: Machine, pool: Pool, device: int, service: Service) -> GrantSeat:
+    def seat(self, machine: Machine, pool: Pool, device: int, service: ServiceProfile) -> GrantSeat:
         """It asks for its floor, and takes what is free up to all."""
         total = machine.sms[device]
         size = (service.reserve or 8, min(total, service.cap or total))

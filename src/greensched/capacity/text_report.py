@@ -7,7 +7,7 @@ from typing import Any
 
 from greensched.capacity import metrics, validation
 from greensched.capacity.experiment import arms
-from greensched.capacity.results import Answer, as_dict
+from greensched.capacity.results import Results, as_dict
 
 #: What a column shows of a class.
 _HEADS = (
@@ -16,7 +16,7 @@ _HEADS = (
 )  # fmt: skip
 
 
-def table(answer: Answer) -> str:
+def table(answer: Results) -> str:
     """All of it as text.
 
     Latencies in milliseconds, of requests (prefill: to the first token) or of gaps between tokens
@@ -138,7 +138,7 @@ def aligned(rows: list[list[str]]) -> list[str]:
     ]
 
 
-def _caveats(answer: Answer) -> list[str]:
+def _caveats(answer: Results) -> list[str]:
     failed = [check.what for check in answer.checks if not check.is_reproduced]
     kinds = sorted({service.curve.name for service in answer.setting.services.values()})
     known = answer.setting.guard

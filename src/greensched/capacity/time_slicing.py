@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 from greensched.capacity.baselines import Streams
 from greensched.capacity.machine import Machine
-from greensched.capacity.strategies import Pieces, Seat, Seats
+from greensched.capacity.strategies import Client, Pieces, Seats
 
 #: Time slices of two processes: 2 ms. An assumption: the driver's default, as commonly measured.
 SLICE_NS = 2_000_000
@@ -58,7 +58,7 @@ class Turns:
 class SlicedSeat:
     """Runs in its slices only; a slice takes a kernel off the device, so long ones are cut."""
 
-    def __init__(self, inner: Seat, turns: Turns, name: str) -> None:
+    def __init__(self, inner: Client, turns: Turns, name: str) -> None:
         self._inner = inner
         self._turns = turns
         self._name = name

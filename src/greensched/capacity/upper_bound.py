@@ -40,10 +40,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from greensched.capacity.interference import Guard, factor
-from greensched.capacity.latency_tables import Curve
+from greensched.capacity.latency_tables import SpeedupCurve
 from greensched.capacity.metrics import MUST_MEET, WARM_UP
 from greensched.capacity.traffic import Arrival, Traffic
-from greensched.capacity.workload import Service, prompt_seconds, step_seconds
+from greensched.capacity.workload import ServiceProfile, prompt_seconds, step_seconds
 
 #: Seconds of fluid that are worked out at once.
 STEP = 0.010
@@ -61,7 +61,9 @@ class Frontier:
         guard: what they do to each other.
     """
 
-    def __init__(self, first: Curve, second: Curve, sms: Sequence[int], guard: Guard) -> None:
+    def __init__(
+        self, first: SpeedupCurve, second: SpeedupCurve, sms: Sequence[int], guard: Guard
+    ) -> None:
         hulls = [_hull(first, second, each, guard) for each in sms]
         # The sum of hulls is made of all their edges, the flattest first.
         edges = sorted(
@@ -91,7 +93,9 @@ class Frontier:
         return self._x[-1]
 
 
-def _hull(first: Curve, second: Curve, sms: int, guard: Guard) -> list[tuple[float, float]]:
+def _hull(
+    first: SpeedupCurve, second: SpeedupCurve, sms: int, guard: Guard
+) -> list[tuple[float, float]]:
     splits = (
         (_speed(first, cut, second, guard), _speed(second, sms - cut, first, guard))
         for cut in range(GRAIN, sms, GRAIN)
@@ -113,14 +117,14 @@ def _is_below(
     return (middle[1] - left[1]) * (right[0] - left[0]) <= over
 
 
-def _speed(curve: Curve, sms: int, beside: Curve, guard: Guard) -> float:
+def _speed(curve: SpeedupCurve, sms: int, beside: SpeedupCurve, guard: Guard) -> float:
     factors = guard.get((curve.name, beside.name))
     return 1 / curve.slowdown(sms) / (factor(factors, sms) if factors else 1.0)
 
 
 def attainment(
     traffic: Traffic,
-    services: Mapping[str, Service],
+    services: Mapping[str, ServiceProfile],
     sms: Sequence[int],
     latency: Mapping[str, float],
     guard: Guard,

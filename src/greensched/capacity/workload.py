@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from greensched.capacity.latency_tables import CURVES, Curve
+from greensched.capacity.latency_tables import CURVES, SpeedupCurve
 from greensched.capacity.traffic import Traffic
 from greensched.errors import InvalidRequest
 
@@ -25,7 +25,7 @@ Role = Literal["prefill", "decode", "request", "loop"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Service:
+class ServiceProfile:
     """A class of work, as the operator would tell the pool, and how it behaves.
 
     Attributes:
@@ -47,7 +47,7 @@ class Service:
 
     name: str
     role: Role
-    curve: Curve
+    curve: SpeedupCurve
     reserve: int = 0
     cap: int = 0
     priority: int = 0
@@ -91,7 +91,7 @@ def step_seconds(batch: float) -> float:
     return _through(STEP, batch)
 
 
-def saturation(traffic: Traffic, services: Mapping[str, Service], devices: int) -> float:
+def saturation(traffic: Traffic, services: Mapping[str, ServiceProfile], devices: int) -> float:
     """How many times faster the traffic may come before the devices cannot keep up. Arithmetic.
 
     All of a device's time is used, by one class at a time, and decoding is at its largest batch:
@@ -118,7 +118,7 @@ def saturation(traffic: Traffic, services: Mapping[str, Service], devices: int) 
 
 #: A language model on each device: tokens first, prompts with what they leave.
 LLM = (
-    Service(
+    ServiceProfile(
         name="decode",
         role="decode",
         curve=CURVES["moe"],
@@ -127,12 +127,12 @@ LLM = (
         target=5.0,
         budget=0.0,  # it hardly ever pauses: nothing of its floor is worth lending between steps
     ),
-    Service(name="prefill", role="prefill", curve=CURVES["gemm"], target=5.0),
+    ServiceProfile(name="prefill", role="prefill", curve=CURVES["gemm"], target=5.0),
 )
 #: Requests of about 4 ms in many small kernels, beside a training loop. The small kernels are those
 #: of attention at batch 8; training goes on in pieces of 0.25 ms, seven of its kernels of 34 us.
 W2 = (
-    Service(
+    ServiceProfile(
         name="inference",
         role="request",
         curve=CURVES["attention-b8"],
@@ -142,11 +142,11 @@ W2 = (
         target=1.3,
         segment=0.0002,
     ),
-    Service(name="training", role="loop", curve=CURVES["gemm"], segment=0.00025),
+    ServiceProfile(name="training", role="loop", curve=CURVES["gemm"], segment=0.00025),
 )
 #: The control: kernels that leave room beside others that do, on a device that neither fills.
 W8 = (
-    Service(
+    ServiceProfile(
         name="inference",
         role="request",
         curve=CURVES["attention-b8"],
@@ -155,15 +155,16 @@ W8 = (
         target=1.3,
         segment=0.0002,
     ),
-    Service(name="scan", role="loop", curve=CURVES["ssm-b8"], segment=0.002),
+    ServiceProfile(name="scan", role="loop", curve=CURVES["ssm-b8"], segment=0.002),
 )
-SERVICES: dict[str, tuple[Service, ...]] = {"llm": LLM, "w2": W2, "w8": W8}
+SERVICES: dict[str, tuple[ServiceProfile, ...]] = {"llm": LLM, "w2": W2, "w8": W8}
 
 
-def services(said: str, tables: Mapping[str, Curve] = CURVES) -> dict[str, Service]:
+def services(said: str, tables: Mapping[str, SpeedupCurve] = CURVES) -> dict[str, ServiceProfile]:
     """Classes by the name of a built-in set, or from a JSON file.
 
-    The file: `{"classes": {name: {"role": ..., "curve": ..., ...}}}`, with `Service`'s attributes.
+    The file: `{"classes": {name: {"role": ..., "curve": ..., ...}}}`, with `ServiceProfile`'s
+    attributes.
 
     Raises:
         InvalidRequest: it cannot be read, or says what makes no sense.
@@ -182,8 +183,8 @@ def services(said: str, tables: Mapping[str, Curve] = CURVES) -> dict[str, Servi
     return _sensible(found)
 
 
-def _service(name: str, said: dict[str, Any], tables: Mapping[str, Curve]) -> Service:
-    known = {f.name for f in fields(Service)} - {"name"}
+def _service(name: str, said: dict[str, Any], tables: Mapping[str, SpeedupCurve]) -> ServiceProfile:
+    known = {f.name for f in fields(ServiceProfile)} - {"name"}
     unknown = sorted(said.keys() - known)
     if unknown:
         raise InvalidRequest(f"class {name!r} has no {', '.join(unknown)}: it has {sorted(known)}")
@@ -192,7 +193,7 @@ def _service(name: str, said: dict[str, Any], tables: Mapping[str, Curve]) -> Se
         raise InvalidRequest(f"class {name!r}: no curve {said.get('curve')!r}: {', '.join(tables)}")
     if said.get("role") not in get_args(Role):
         raise InvalidRequest(f"class {name!r}: its role is one of {', '.join(get_args(Role))}")
-    return Service(**(said | {"name": name, "curve": curve}))
+    return ServiceProfile(**(said | {"name": name, "curve": curve}))
 
 
 #: What a class is told, by what it is.
@@ -202,7 +203,7 @@ REAL = ("weight", "target", "latency", "budget", "segment")
 LEAST_SEGMENT = 1e-6
 
 
-def _sensible(found: dict[str, Service]) -> dict[str, Service]:
+def _sensible(found: dict[str, ServiceProfile]) -> dict[str, ServiceProfile]:
     roles = [service.role for service in found.values()]
     if roles.count("prefill") != roles.count("decode") or roles.count("prefill") > 1:
         raise InvalidRequest("a language model is one class that prefills and one that decodes")

@@ -167,7 +167,7 @@ class Service:
                 for p in partitions:
                     await self._request(p, self._images[0])
                     async with self._matrices(p) as (a, b, c):
-                        await p.launch(matmul, MATMUL, a, b, c, M, M, K, 1)
+                        await p.launch(MATMUL, matmul, a, b, c, M, M, K, 1)
 
     # -- the four arrangements -------------------------------------------------------------------
 
@@ -241,7 +241,7 @@ class Service:
         height, width, channels = image.shape
         config = LaunchConfig(grid=math.ceil(height * width / 256), block=256)
         with await p.upload(image) as src, await p.empty_like(src) as dst:
-            p.launch(gaussian_blur, config, src, dst, height, width, channels, SIGMA)
+            p.launch(config, gaussian_blur, src, dst, height, width, channels, SIGMA)
             return await p.download(dst)
 
     # -- the batch job ---------------------------------------------------------------------------
@@ -259,7 +259,7 @@ class Service:
         """Multiplies without pause: the next job is in flight before the last is awaited."""
         in_flight = deque[Any]()
         while not stop.is_set():
-            in_flight.append(p.launch(matmul, MATMUL, *buffers, M, M, K, PASSES))
+            in_flight.append(p.launch(MATMUL, matmul, *buffers, M, M, K, PASSES))
             if len(in_flight) >= DEPTH:
                 await in_flight.popleft()
                 row.batch_jobs += 1

@@ -106,7 +106,7 @@ def _plan(options: argparse.Namespace) -> int:
     from greensched.leasing import preview
 
     fine = options.granularity == "fine"
-    found = preview.survey(options.driver, tuple(options.sizes), fine=fine)
+    found = preview.preview_devices(options.driver, tuple(options.sizes), fine=fine)
     if options.json:
         print(json.dumps([asdict(each) for each in found], indent=1))
     else:
@@ -121,7 +121,7 @@ def _simulate(options: argparse.Namespace) -> int:
     """How long it took goes to standard error: the answer is the same each time."""
     from greensched.capacity import experiment, plot, results, text_report
 
-    question = results.Question(
+    question = results.Experiment(
         gpus=options.gpus,
         granularity=options.granularity,
         services=options.services,

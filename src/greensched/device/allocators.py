@@ -25,9 +25,9 @@ from typing import Any
 
 import numpy as np
 
-from greensched.device.buffers import Allowance, Buffer, PinnedBuffer, Use
-from greensched.device.streams import Owner, Stream, Track
-from greensched.device.tickets import PAGE, Words
+from greensched.device.buffers import Buffer, MemoryQuota, PinnedBuffer, Use
+from greensched.device.streams import Stream, StreamOwner, TicketedStream
+from greensched.device.tickets import PAGE, TicketMemory
 from greensched.driver.interface import Driver
 from greensched.errors import BufferClosed, CUDAError, OutOfMemory, run_all, too_late
 from greensched.typing import HostMemory
@@ -43,7 +43,7 @@ _HOST_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 class _Memory:
     """What both kinds are: a device's, until it is closed, or a fault ends its use."""
 
-    def __init__(self, primary: Owner) -> None:
+    def __init__(self, primary: StreamOwner) -> None:
         self.device = primary.device_ordinal
         self.is_closed = False
         self.fault: BaseException | None = None
@@ -58,10 +58,10 @@ class _Memory:
             raise too_late(self.fault)
 
 
-class DeviceMemory(_Memory):
+class DeviceAllocator(_Memory):
     """One device's memory: a pool of ours, and what waits to be given back to it. May block."""
 
-    def __init__(self, primary: Owner, words: Words) -> None:
+    def __init__(self, primary: StreamOwner, words: TicketMemory) -> None:
         super().__init__(primary)
         with ExitStack() as undo:
             self._pool = self._driver.create_memory_pool(self.device)
@@ -76,7 +76,7 @@ class DeviceMemory(_Memory):
         #: Whether each other device that asked can reach this memory.
         self._guests: dict[int, bool] = {}
         #: Up to which ticket tracks of other devices use this memory.
-        self._visits: dict[Track, int] = {}
+        self._visits: dict[TicketedStream, int] = {}
 
     # -- taking ----------------------------------------------------------------------------------
 
@@ -89,9 +89,9 @@ class DeviceMemory(_Memory):
         self,
         shape: tuple[int, ...],
         dtype: np.dtype[Any],
-        track: Track,
+        track: TicketedStream,
         ticket: int,
-        allowance: Allowance | None = None,
+        allowance: MemoryQuota | None = None,
     ) -> Buffer:
         """A buffer usable by work on `track` from now on, and by others behind `ticket`.
 
@@ -171,7 +171,7 @@ class DeviceMemory(_Memory):
             self._guests[device] = found
         return found
 
-    def visit(self, track: Track, ticket: int) -> None:
+    def visit(self, track: TicketedStream, ticket: int) -> None:
         """Work of another device uses this memory up to a ticket."""
         with self._lock:  # loops of several threads come here
             pending = self._visits.items()
@@ -252,10 +252,10 @@ class DeviceMemory(_Memory):
         return self._used
 
 
-class PinnedMemory(_Memory):
+class PinnedAllocator(_Memory):
     """Pinned host memory of one device, registered once and used again and again."""
 
-    def __init__(self, primary: Owner) -> None:
+    def __init__(self, primary: StreamOwner) -> None:
         super().__init__(primary)
         self._live: list[HostMemory] = []
         #: What is ready for the next, by its size: a power of two.

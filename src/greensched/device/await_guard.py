@@ -56,14 +56,14 @@ class _Here(threading.local):
     """What the calling thread has open, and who was asked to look at that."""
 
     def __init__(self) -> None:
-        self.open: list[Watch] = []
+        self.open: list[OpenScope] = []
         self.asked: object = None
 
 
 _here = _Here()
 
 
-class Watch:
+class OpenScope:
     """One open block on a loop's thread."""
 
     __slots__ = (
@@ -95,12 +95,12 @@ class Watch:
         self.problem: HeldAcrossAwait | None = None
 
 
-def begin(context: object) -> Watch | None:
+def begin(context: object) -> OpenScope | None:
     """A block begins on this thread; None where no loop runs, and nobody else could be hurt."""
     loop = running_asyncio()
     if loop is not None:
         task = sys.modules["asyncio"].current_task(loop)
-        watch = Watch(context, loop, task, loop.get_debug())
+        watch = OpenScope(context, loop, task, loop.get_debug())
         if _here.asked is not loop:
             _here.asked = loop
             loop.call_soon(_look, loop)
@@ -110,7 +110,7 @@ def begin(context: object) -> Watch | None:
             return None
         runner = trio.lowlevel.current_root_task()
         task = trio.lowlevel.current_task() if trio.lowlevel.in_trio_task() else None
-        watch = Watch(context, runner, task, sys.flags.dev_mode)
+        watch = OpenScope(context, runner, task, sys.flags.dev_mode)
         if _here.asked is not runner:
             _here.asked = runner
             trio.lowlevel.add_instrument(_Instrument(trio, runner))
@@ -120,7 +120,7 @@ def begin(context: object) -> Watch | None:
     return watch
 
 
-def end(watch: Watch) -> HeldAcrossAwait | None:
+def end(watch: OpenScope) -> HeldAcrossAwait | None:
     """A block ends on the thread where it began: what it shall raise, if it was held."""
     _here.open.remove(watch)
     if watch.debug and watch.frame is not None and _monitoring is not None:
@@ -142,7 +142,7 @@ def _look(runner: object) -> None:
         _here.asked = None
     for watch in tuple(_here.open):
         if watch.runner is runner and watch.problem is None:
-            _tell(watch)
+            _report(watch)
 
 
 class _Instrument:
@@ -157,7 +157,7 @@ class _Instrument:
         _look(self._runner)
 
 
-def _tell(watch: Watch) -> None:
+def _report(watch: OpenScope) -> None:
     """Warns where the block is written; what must be an error waits for the block's end."""
     problem = _problem(watch)
     if watch.debug:
@@ -177,7 +177,7 @@ def _tell(watch: Watch) -> None:
         watch.runner = None  # once told is enough
 
 
-def _problem(watch: Watch) -> HeldAcrossAwait:
+def _problem(watch: OpenScope) -> HeldAcrossAwait:
     task = None if watch.task is None else watch.task()
     frame = watch.frame
     while frame is not None and _has_returned(frame):
@@ -226,7 +226,7 @@ def _awaiters(frame: FrameType | None) -> list[FrameType]:
 # -- at the await itself ---------------------------------------------------------------------------
 
 
-class _Guard:
+class _YieldMonitor:
     """Has coroutines that are inside a block call us as they are suspended (PEP 669, PY_YIELD).
 
     Only their own code is instrumented, and only while such a block is open.
@@ -268,7 +268,7 @@ class _Guard:
         return False
 
 
-_guard = _Guard()
+_guard = _YieldMonitor()
 
 
 def _suspending(code: CodeType, offset: int, value: object) -> None:  # noqa: ARG001  PEP 669's

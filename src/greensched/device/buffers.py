@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 import numpy as np
 
 from greensched.device import dlpack
-from greensched.device.streams import Track
+from greensched.device.streams import TicketedStream
 from greensched.errors import (
     BufferClosed,
     InvalidArray,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 #: (who, the ticket up to which).
-Use = tuple[Track, int]
+Use = tuple[TicketedStream, int]
 
 
 class Giver(Protocol):
@@ -46,7 +46,7 @@ class Giver(Protocol):
     fault: BaseException | None
 
 
-class Allowance:
+class MemoryQuota:
     """Bytes of device memory that a service class may have at once.
 
     Attributes:
@@ -95,18 +95,18 @@ class PinnedGiver(Giver, Protocol):
 class BoundUser(Protocol):
     """What a buffer needs to know of a bound launch, which uses it without a ticket each time."""
 
-    track: Track
+    track: TicketedStream
 
     def last_use(self) -> Use: ...
 
-    def use_elsewhere(self, track: Track, ticket: int) -> None: ...
+    def use_elsewhere(self, track: TicketedStream, ticket: int) -> None: ...
 
     def look_again(self) -> None: ...
 
     def share(self) -> None: ...
 
 
-class Owned(abc.ABC):
+class Closable(abc.ABC):
     """What is somebody's until `close()`; a forgotten one warns, and is closed all the same."""
 
     __slots__ = ("__weakref__", "is_closed", "is_known")
@@ -146,7 +146,7 @@ class Owned(abc.ABC):
                 warnings.warn(said, ResourceWarning, stacklevel=2, source=self)
 
 
-class Given(Owned):
+class BaseBuffer(Closable):
     """What every buffer is: memory that is somebody's until `close()`."""
 
     __slots__ = ("memory",)
@@ -189,7 +189,7 @@ class Given(Owned):
         return self.memory.is_closed or self.memory.fault is not None
 
 
-class Buffer(Given):
+class Buffer(BaseBuffer):
     """An array in device memory, in C order.
 
     Made by `Partition.upload`, `empty` and `empty_like`. Usable by any partition of its device,
@@ -226,15 +226,15 @@ class Buffer(Given):
         self.dtype = dtype
         self.nbytes = math.prod(shape) * dtype.itemsize
         #: What it counts against until it is given back.
-        self.allowance: Allowance | None = None
+        self.allowance: MemoryQuota | None = None
         #: Who writes it, up to which ticket. Several only where bound launches ended that others
         #: were not ordered behind yet. Whoever is `sole` may note itself here without asking.
-        self.writers: dict[Track, int] = {}
-        self.readers: dict[Track, int] = {}
+        self.writers: dict[TicketedStream, int] = {}
+        self.readers: dict[TicketedStream, int] = {}
         #: Bound launches that use it, and whether they write it.
         self._bound: dict[BoundUser, bool] = {}
         #: The one track that has ever used it, where there is no other, nor a bound launch.
-        self.sole: Track | None = None
+        self.sole: TicketedStream | None = None
         #: One for each who took it by DLPack and has it still.
         self._takers: list[None] = []
 
@@ -250,7 +250,7 @@ class Buffer(Given):
 
     # -- who uses it -----------------------------------------------------------------------------
 
-    def before(self, track: Track, *, write: bool) -> Sequence[Use]:
+    def before(self, track: TicketedStream, *, write: bool) -> Sequence[Use]:
         """Work elsewhere that work on `track` must be ordered behind."""
         mine = not self._bound and _only(self.writers, track)
         if mine and (not write or _only(self.readers, track)):
@@ -260,7 +260,7 @@ class Buffer(Given):
             (who, ticket) for who, ticket in uses if who is not track and not who.reached(ticket)
         ]
 
-    def note(self, track: Track, ticket: int, *, write: bool) -> None:
+    def note(self, track: TicketedStream, ticket: int, *, write: bool) -> None:
         """Work on `track` up to `ticket` uses it, ordered behind what `before` said."""
         if write and not (_only(self.writers, track) and not self.readers):
             for uses in (self.writers, self.readers):
@@ -287,7 +287,7 @@ class Buffer(Given):
         if write is not None:
             self._add(bound.track, ticket, write=write)
 
-    def _add(self, track: Track, ticket: int, *, write: bool) -> None:
+    def _add(self, track: TicketedStream, ticket: int, *, write: bool) -> None:
         (self.writers if write else self.readers)[track] = ticket
         alone = not self._bound and _only(self.writers, track) and _only(self.readers, track)
         self.sole = track if alone else None
@@ -410,12 +410,12 @@ class Buffer(Given):
         return f"<Buffer {self.shape} {self.dtype} ({state})>"
 
 
-def _only(uses: dict[Track, int], track: Track) -> bool:
+def _only(uses: dict[TicketedStream, int], track: TicketedStream) -> bool:
     """Whether nobody but the track is among them."""
     return not uses or (len(uses) == 1 and track in uses)
 
 
-def _goes_on_beside(use: Use, track: Track) -> bool:
+def _goes_on_beside(use: Use, track: TicketedStream) -> bool:
     """Whether work on a track was not ordered behind this use; see `Channel.others`.
 
     So it is with a call of the same partition that has not returned.
@@ -424,7 +424,7 @@ def _goes_on_beside(use: Use, track: Track) -> bool:
     return who is not track and who.crew is track.crew and not who.has_submitted(ticket)
 
 
-class PinnedBuffer(Given):
+class PinnedBuffer(BaseBuffer):
     """Host memory that the device reads and writes directly, as a numpy array.
 
     Made by `Partition.empty_pinned`. Its bytes are shared with the device: nothing orders the
@@ -445,7 +445,7 @@ class PinnedBuffer(Given):
     ) -> None:
         super().__init__(memory)
         self._host = host
-        self._uses: dict[Track, int] = {}
+        self._uses: dict[TicketedStream, int] = {}
         self._bound: dict[BoundUser, None] = {}
         self.address = host.device_address
         self.array: npt.NDArray[Any] = np.frombuffer(
@@ -457,11 +457,11 @@ class PinnedBuffer(Given):
         """As of its array."""
         return self.array.dtype
 
-    def before(self, track: Track, *, write: bool) -> list[Use]:  # noqa: ARG002  as Buffer's
+    def before(self, track: TicketedStream, *, write: bool) -> list[Use]:  # noqa: ARG002  as Buffer's
         """Nothing: the host shares it, so no order of work on the device would be the whole one."""
         return []
 
-    def note(self, track: Track, ticket: int, *, write: bool) -> None:  # noqa: ARG002  as Buffer's
+    def note(self, track: TicketedStream, ticket: int, *, write: bool) -> None:  # noqa: ARG002  as Buffer's
         """Work on `track` up to `ticket` uses it."""
         self._uses[track] = ticket
 

@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import ClassVar, Protocol
 
 from greensched.device import await_guard
-from greensched.device.thread_state import Me, here
+from greensched.device.thread_state import _ThreadToken, here
 from greensched.driver.interface import Driver
 from greensched.errors import CurrentElsewhere, GreenschedError, InvalidRequest
 from greensched.typing import ContextHandle, Mailbox
@@ -27,17 +27,17 @@ class Enterable(Protocol):
 
     driver: Driver
     handle: ContextHandle
-    turn: Turn | None
-    inside: list[weakref.ref[Me]]
+    turn: ContextOwnership | None
+    inside: list[weakref.ref[_ThreadToken]]
 
 
-class Turn:
+class ContextOwnership:
     """Whose turn it is with a green context: one thread's, which may take it several times."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._lock = threading.Lock()
-        self._holder: weakref.ref[Me] | None = None
+        self._holder: weakref.ref[_ThreadToken] | None = None
         self._depth = 0
         self._waiting: deque[Mailbox[None]] = deque()
 
@@ -81,7 +81,7 @@ class Turn:
             mailbox.put(None)
 
 
-class Entered:
+class ContextScope:
     """Makes a context current for a synchronous block, and restores what was current before."""
 
     __slots__ = ("_before", "_driver", "_wait", "context")
@@ -142,7 +142,7 @@ class Entered:
             self._driver.set_current(context)
 
 
-class Block(Entered):
+class UserContextScope(ContextScope):
     """A user's `with context:`, on one thread: no `await` inside, which is looked after.
 
     It sets, as the runtime API does, and does not push: so it nests with torch and CuPy. What is
@@ -193,12 +193,12 @@ class Block(Entered):
                     context.driver.pop_current()
 
     @staticmethod
-    def innermost(context: Enterable) -> Block | None:
+    def innermost(context: Enterable) -> UserContextScope | None:
         """The innermost block of a context that this thread is inside."""
         return next((block for block in reversed(here.blocks) if block.context is context), None)
 
     @staticmethod
-    def ending(context: Enterable) -> Block | None:
+    def ending(context: Enterable) -> UserContextScope | None:
         """The block that a `with` of a context ends now.
 
         Blocks of one context that tasks hold across awaits end in any order. Whoever ends first
@@ -206,7 +206,11 @@ class Block(Entered):
         what is told, is told of the task that held it.
         """
         blocks = here.blocks
-        last = blocks[-1] if blocks and blocks[-1].context is context else Block.innermost(context)
+        last = (
+            blocks[-1]
+            if blocks and blocks[-1].context is context
+            else UserContextScope.innermost(context)
+        )
         if last is not None and last._watch is not None and len(blocks) > 1:
             frame = await_guard.awaiting()
             for block in reversed(blocks):
@@ -249,7 +253,7 @@ def pop(context: Enterable) -> None:
     if found:
         is_blocks = bool(here.blocks) and not here.standing[found[-1]][1]
     else:
-        is_blocks = Block.innermost(context) is not None
+        is_blocks = UserContextScope.innermost(context) is not None
     if is_blocks:
         raise InvalidRequest(f"{context!r} is current by a `with` block: leave that instead")
     driver.pop_current()

@@ -21,12 +21,12 @@ import numpy as np
 
 from greensched.device import dlpack
 from greensched.device.buffers import BoundUser, Buffer, Use, dtype_of
-from greensched.device.streams import Stream, Track
+from greensched.device.streams import Stream, TicketedStream
 from greensched.errors import GreenschedError, InvalidArray, WrongDevice
 
 
-class Borrowed:
-    """Somebody's device array, as a `Buffer` is used here. Made by `borrow`.
+class ForeignArray:
+    """Somebody's device array, as a `Buffer` is used here. Made by `as_foreign_array`.
 
     Attributes:
         source: the array. A capsule of it, where there is one, is kept with it.
@@ -86,7 +86,7 @@ class Borrowed:
         """Whether it is of such elements, or bytes that can be."""
         return self.dtype == dtype or (not self.is_typed and self.nbytes % dtype.itemsize == 0)
 
-    def before(self, track: Track, *, write: bool) -> Sequence[Use]:  # noqa: ARG002  as Buffer's
+    def before(self, track: TicketedStream, *, write: bool) -> Sequence[Use]:  # noqa: ARG002  as Buffer's
         """Orders the track behind its producer. Nobody else of ours is known to use it.
 
         Raises:
@@ -113,7 +113,7 @@ class Borrowed:
         if producer is not None:
             stream.follow(producer)
 
-    def note(self, track: Track, ticket: int, *, write: bool) -> None:  # noqa: ARG002  as Buffer's
+    def note(self, track: TicketedStream, ticket: int, *, write: bool) -> None:  # noqa: ARG002  as Buffer's
         """Work on `track` up to `ticket` uses it: it lives until then. On the holder's loop."""
         track.keep(ticket, self)
         track.crew.home.completion().when_reached(track, ticket, track.let_go)
@@ -130,7 +130,7 @@ class Borrowed:
 
 
 #: What lies in device memory, and can be used there.
-OnDevice = Buffer | Borrowed
+DeviceOperand = Buffer | ForeignArray
 
 
 def is_on_device(value: object) -> bool:
@@ -143,21 +143,21 @@ def is_on_device(value: object) -> bool:
     return hasattr(value, "__cuda_array_interface__")
 
 
-def borrow(value: Any) -> Borrowed | None:
+def as_foreign_array(value: Any) -> ForeignArray | None:
     """An array of another library, looked at; None: it is no array at all.
 
     Raises:
         InvalidArray: it is in host memory, not contiguous, of foreign byte order, masked, or its
             producer refuses to hand it out; says why.
     """
-    if isinstance(value, Borrowed):
+    if isinstance(value, ForeignArray):
         return value
     device_of = getattr(value, "__dlpack_device__", None)
     if device_of is not None:
         kind, device = (int(number) for number in device_of())
         if kind == dlpack.CUDA or kind == dlpack.CUDA_MANAGED:
             capsule = _capsule_of(value, -1)
-            return Borrowed(
+            return ForeignArray(
                 value,
                 dlpack.read(capsule),
                 device=device if kind == dlpack.CUDA else None,
@@ -168,7 +168,7 @@ def borrow(value: Any) -> Borrowed | None:
     if interface is None:
         return None
     _producer(interface)
-    return Borrowed(value, _view(interface), device=None)
+    return ForeignArray(value, _view(interface), device=None)
 
 
 def _capsule_of(source: Any, stream: int) -> object:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from greensched.device.buffers import Buffer, PinnedBuffer
-from greensched.device.foreign_arrays import Borrowed, borrow
+from greensched.device.foreign_arrays import ForeignArray, as_foreign_array
 from greensched.device.packing import FORMATS, packer
 from greensched.device.streams import Stream
 from greensched.driver.interface import Driver
@@ -103,7 +103,7 @@ class LaunchConfig:
             )
 
 
-class Arguments:
+class KernelArguments:
     """The parameters of one kernel, packed for the driver.
 
     Args:
@@ -136,7 +136,7 @@ class Arguments:
         #: Host address of the array of pointers to the values.
         self.address = base + end
         #: What stands for each pointer parameter: (buffer, does the kernel write it).
-        self.buffers: dict[int, tuple[Buffer | PinnedBuffer | Borrowed, bool]] = {}
+        self.buffers: dict[int, tuple[Buffer | PinnedBuffer | ForeignArray, bool]] = {}
         memory = memoryview(self._slots).cast("B")
         self._setters = tuple(
             self._setter(i, parameter, memory, offset)
@@ -167,9 +167,9 @@ class Arguments:
             self.buffers.clear()  # a plan kept for the next launch keeps nobody's memory
             raise self._refused(index, values[index], error) from None
 
-    def copy(self) -> Arguments:
+    def copy(self) -> KernelArguments:
         """The same values, at another address."""
-        twin = Arguments(self._kernel, self._device)
+        twin = KernelArguments(self._kernel, self._device)
         values = ctypes.sizeof(self._slots) - 8 * (len(self._setters) + 1)
         ctypes.memmove(twin._slots, self._slots, values)
         twin.buffers.update(self.buffers)  # its own setters know this one
@@ -234,7 +234,7 @@ class Arguments:
             if not isinstance(value, (Buffer, PinnedBuffer)):
                 value = _borrowed(value, dtype, write=write)
             value.check(device)
-            if dtype is not None and value.dtype != dtype and not isinstance(value, Borrowed):
+            if dtype is not None and value.dtype != dtype and not isinstance(value, ForeignArray):
                 raise TypeError(f"holds {value.dtype}, and must hold {dtype}")
             slot[0] = value.address
             buffers[index] = (value, write)
@@ -242,10 +242,10 @@ class Arguments:
         return pointer
 
 
-def _borrowed(value: Any, dtype: np.dtype[Any] | None, *, write: bool) -> Borrowed:
+def _borrowed(value: Any, dtype: np.dtype[Any] | None, *, write: bool) -> ForeignArray:
     """An array of another library, for a pointer. Raises TypeError where it cannot be one."""
     try:
-        array = borrow(value)
+        array = as_foreign_array(value)
     except InvalidArray as error:
         raise TypeError(str(error)) from None
     if array is None:
@@ -286,7 +286,7 @@ def _number_setter(parameter: Parameter, place: memoryview[int]) -> Callable[[An
     return number
 
 
-class Plan:
+class PreparedLaunch:
     """A launch made ready: `fire()` launches with what the arguments then hold; never blocks.
 
     Args:
@@ -303,7 +303,7 @@ class Plan:
         config: LaunchConfig,
         kernel: Kernel,
         handle: KernelHandle,
-        arguments: Arguments,
+        arguments: KernelArguments,
     ) -> None:
         self._how = (stream, config, kernel, handle)
         self.arguments = arguments
@@ -321,17 +321,17 @@ class Plan:
         """What it has in common with others that can take its place."""
         return self._how[2], self._how[1]
 
-    def on(self, stream: Stream) -> Plan:
+    def on(self, stream: Stream) -> PreparedLaunch:
         """The same launch, with the same arguments, on another stream of the device."""
-        return Plan(stream, *self._how[1:], self.arguments)
+        return PreparedLaunch(stream, *self._how[1:], self.arguments)
 
-    def copy(self) -> Plan:
+    def copy(self) -> PreparedLaunch:
         """The same launch with the values of now, whatever is set here later."""
         return self.having(self.arguments.copy())
 
-    def having(self, arguments: Arguments) -> Plan:
+    def having(self, arguments: KernelArguments) -> PreparedLaunch:
         """The same launch with other arguments."""
-        return Plan(*self._how, arguments)
+        return PreparedLaunch(*self._how, arguments)
 
 
 def check_limits(
@@ -352,7 +352,7 @@ def check_limits(
         driver.allow_shared(handle, facts.ordinal, most)
 
 
-def check_launch(kernel: Kernel, config: LaunchConfig, facts: DeviceFacts, driver: Driver) -> None:
+def check_launch(config: object, kernel: object, facts: DeviceFacts, driver: Driver) -> None:
     """Refuses what can be seen to be wrong before anything is loaded or queued.
 
     Raises:
@@ -360,14 +360,10 @@ def check_launch(kernel: Kernel, config: LaunchConfig, facts: DeviceFacts, drive
         InvalidLaunch: a geometry beyond the device.
         NotSimulable: the driver runs references, and the kernel lacks one, or its cost.
     """
-    if not isinstance(kernel, Kernel):
+    if not isinstance(config, LaunchConfig) or not isinstance(kernel, Kernel):
         raise InvalidRequest(
-            f"a Kernel is launched, and {_shown(kernel)} is none: p.launch(kernel, config, *args), "
-            "or launch(stream, config, kernel, *args)"
-        )
-    if not isinstance(config, LaunchConfig):
-        raise InvalidRequest(
-            f"a LaunchConfig(grid=..., block=...) is needed, and {_shown(config)} is none"
+            "launch() takes a LaunchConfig first and a Kernel second; "
+            f"got {type(config).__name__}, {type(kernel).__name__}"
         )
     config.check(facts)
     check_runnable(kernel, driver)
@@ -412,19 +408,19 @@ def launch(stream: Stream, config: LaunchConfig, kernel: Kernel, *args: object) 
         )
     stream.check()
     owner = stream.context
-    check_launch(kernel, config, owner.facts, owner.driver)
-    arguments = Arguments(kernel, owner.device_ordinal)
+    check_launch(config, kernel, owner.facts, owner.driver)
+    arguments = KernelArguments(kernel, owner.device_ordinal)
     arguments.fill(args)
     handle = owner.loader.loaded(kernel)
     if handle is None:
         with owner.primary.entered():  # a green context may be current on another thread
             handle = owner.loader.load(kernel)
     check_limits(kernel, handle, config, owner.facts, owner.driver)
-    plan = Plan(stream, config, kernel, handle, arguments)
+    plan = PreparedLaunch(stream, config, kernel, handle, arguments)
     for used in arguments.buffers.values():
         if stream.recorded is not None:  # ordered when what is captured is launched
             stream.recorded.append(used)
-        elif isinstance(used[0], Borrowed):
+        elif isinstance(used[0], ForeignArray):
             used[0].order(stream)
     plan.fire()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import abc
 
-from greensched.device.current_context import Enterable, Entered
+from greensched.device.current_context import ContextScope, Enterable
 from greensched.driver.interface import Driver
 from greensched.errors import InvalidRequest
 from greensched.typing import CacheConfig, ContextFlags, Limit
@@ -18,7 +18,7 @@ from greensched.typing import CacheConfig, ContextFlags, Limit
 MOST_BYTES = 2**64 - 1
 
 
-class State(abc.ABC):
+class ContextLimits(abc.ABC):
     """Typed properties for everything that a context can be set to.
 
     Reading never waits; assigning may, until the device is idle (a stack that grows): not for an
@@ -113,6 +113,6 @@ class State(abc.ABC):
         with self._inside():
             self.driver.set_limit(limit, nbytes)
 
-    def _inside(self) -> Entered:
+    def _inside(self) -> ContextScope:
         self._check()
-        return Entered(self._base)
+        return ContextScope(self._base)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from greensched.device.streams import Track
+    from greensched.device.streams import TicketedStream
     from greensched.typing import Parameter
 
 #: memoryview formats of numpy's scalar codes. Half floats and structures have none.
@@ -24,7 +24,7 @@ FORMATS = {
 }  # fmt: skip
 
 #: Packs values for a launch on a track with a ticket; see `packer`.
-Pack = Callable[[Sequence[Any], "Track", int], bool]
+Pack = Callable[[Sequence[Any], "TicketedStream", int], bool]
 
 #: Of what is no buffer, or no number, or too large for its slot: `Arguments.fill` says which.
 _UNUSUAL = AttributeError, TypeError, ValueError, OverflowError, struct.error
@@ -86,6 +86,6 @@ def _bind(parameters: tuple[Parameter, ...]) -> Callable[[object], Pack]:
     return bind
 
 
-def _never(_: Sequence[Any], __: Track, ___: int) -> bool:
+def _never(_: Sequence[Any], __: TicketedStream, ___: int) -> bool:
     """Of a signature with a value that `struct` does not know."""
     return False

@@ -1,7 +1,8 @@
 """Large copies: in chunks of pinned memory, two of them, by a thread of ours.
 
 While the device moves one chunk the host fills or empties the other. What a copy needs is lent to
-it by its device's `Staging` and comes back with its end, so there is never more of it than copies
+it by its device's `StagingPool` and comes back with its end, so there is never more of it than
+copies
 were under way at once: two chunks; and of the other device, for a copy that goes there through
 host memory, a stream.
 """
@@ -20,7 +21,7 @@ import numpy.typing as npt
 
 from greensched.device.allocators import allocate_pinned
 from greensched.device.staging_ring import Bytes, pieces
-from greensched.device.streams import Event, Owner, Stream, Track
+from greensched.device.streams import Event, Stream, StreamOwner, TicketedStream
 from greensched.errors import run_all
 from greensched.typing import HostMemory, StreamHandle
 
@@ -38,10 +39,10 @@ Part = tuple[int, int]
 T = TypeVar("T")
 
 
-class Pair:
+class DoubleBuffer:
     """Two chunks of pinned memory, for one copy at a time."""
 
-    def __init__(self, primary: Owner) -> None:
+    def __init__(self, primary: StreamOwner) -> None:
         self._driver = primary.driver
         self.memory: list[HostMemory] = []
         try:
@@ -61,10 +62,10 @@ class Pair:
         run_all(partial(self._driver.free_host, memory) for memory in self.memory)
 
 
-class FarEnd:
+class PeerStream:
     """A stream of a device's primary context for what others copy there, an event a chunk."""
 
-    def __init__(self, primary: Owner) -> None:
+    def __init__(self, primary: StreamOwner) -> None:
         self.primary = primary
         with ExitStack() as undo:
             self.stream = Stream(primary)
@@ -79,14 +80,14 @@ class FarEnd:
         run_all((*(event.close for event in self.events), self.stream.close))
 
 
-class Staging:
+class StagingPool:
     """What large copies of one device are lent. Thread-safe. Making some blocks."""
 
-    def __init__(self, primary: Owner) -> None:
+    def __init__(self, primary: StreamOwner) -> None:
         self._primary = primary
-        self._pairs: list[Pair] = []
-        self._ends: list[FarEnd] = []
-        self._made: list[Pair | FarEnd] = []
+        self._pairs: list[DoubleBuffer] = []
+        self._ends: list[PeerStream] = []
+        self._made: list[DoubleBuffer | PeerStream] = []
         self._lock = threading.Lock()
 
     def prepare(self, copies: int) -> None:
@@ -94,28 +95,28 @@ class Staging:
         pairs = [self.take() for _ in range(copies)]
         self._pairs += pairs
 
-    def take(self) -> Pair:
+    def take(self) -> DoubleBuffer:
         """Two chunks nobody uses."""
-        return self._one(self._pairs, Pair)
+        return self._one(self._pairs, DoubleBuffer)
 
-    def put(self, pair: Pair) -> None:
+    def put(self, pair: DoubleBuffer) -> None:
         """The device has let go of them."""
         self._pairs.append(pair)
 
     @contextmanager
-    def far_end(self) -> Iterator[FarEnd]:
+    def far_end(self) -> Iterator[PeerStream]:
         """A stream of this device, for a copy that a stream of another one makes.
 
         It comes back when its work is done; where that cannot be said it does not.
         """
-        end = self._one(self._ends, FarEnd)
+        end = self._one(self._ends, PeerStream)
         try:
             yield end
         finally:
             end.stream.sync()
             self._ends.append(end)
 
-    def _one(self, free: list[Any], make: Callable[[Owner], T]) -> T:
+    def _one(self, free: list[Any], make: Callable[[StreamOwner], T]) -> T:
         with self._lock:
             if free:
                 found: T = free.pop()
@@ -133,7 +134,7 @@ class Staging:
             run_all(one.close for one in made)
 
 
-class Chunks:
+class ChunkedCopier:
     """Large copies of one track, one at a time, on one thread at a time.
 
     Every method blocks, needs the primary context current, and returns when all is moved. What
@@ -145,7 +146,9 @@ class Chunks:
         staging: lends the chunks.
     """
 
-    def __init__(self, track: Track, events: tuple[Event, Event], staging: Staging) -> None:
+    def __init__(
+        self, track: TicketedStream, events: tuple[Event, Event], staging: StagingPool
+    ) -> None:
         self._track = track
         self._driver = track.stream.context.driver
         self._events = events
@@ -189,7 +192,7 @@ class Chunks:
 
         _by_twos(_parts(nbytes, PART), begin, lambda _, part: moved(part[1]))
 
-    def fetch(self, far: Staging, source: int, target: int, nbytes: int, moved: Moved) -> None:
+    def fetch(self, far: StagingPool, source: int, target: int, nbytes: int, moved: Moved) -> None:
         """Copies memory of another device to this one's, through the chunks."""
         driver, track = self._driver, self._track
 
@@ -206,7 +209,7 @@ class Chunks:
             end.stream.wait(track.stream.record(track.event))
             _by_twos(_parts(nbytes, CHUNK), begin, lambda _, part: moved(part[1]))
 
-    def send(self, far: Staging, source: int, target: int, nbytes: int, moved: Moved) -> None:
+    def send(self, far: StagingPool, source: int, target: int, nbytes: int, moved: Moved) -> None:
         """Copies this device's memory to another one's, through the chunks."""
         driver = self._driver
 
@@ -234,7 +237,7 @@ class Chunks:
         return self._track.stream.record(self._events[which])
 
     @contextmanager
-    def _lent(self) -> Iterator[Pair]:
+    def _lent(self) -> Iterator[DoubleBuffer]:
         """Given back when the device has let go of them; where that cannot be said they are not."""
         pair = self._staging.take()
         try:

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from greensched.device.buffers import dtype_of
-from greensched.device.foreign_arrays import OnDevice, is_on_device
-from greensched.device.streams import Owner, Track
+from greensched.device.foreign_arrays import DeviceOperand, is_on_device
+from greensched.device.streams import StreamOwner, TicketedStream
 from greensched.errors import InvalidArray
 from greensched.typing import HostMemory
 
@@ -31,7 +31,7 @@ Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
 
 
-class Slot:
+class StagingSlot:
     """A piece of pinned memory for one small copy."""
 
     __slots__ = ("address", "bytes")
@@ -42,29 +42,29 @@ class Slot:
         self.bytes: Bytes = np.frombuffer(memory.view, np.uint8)[start : start + SLOT]
 
 
-class Slots:
+class StagingRing:
     """The ring of slots of one device. Thread-safe."""
 
-    def __init__(self, primary: Owner) -> None:
+    def __init__(self, primary: StreamOwner) -> None:
         self._primary = primary
         with primary.entered():
             self._memory = primary.driver.allocate_host(SLOT * SLOTS)
-        self._free = [Slot(self._memory, i) for i in range(SLOTS)]
-        self._used: deque[tuple[Track, int, Slot]] = deque()
+        self._free = [StagingSlot(self._memory, i) for i in range(SLOTS)]
+        self._used: deque[tuple[TicketedStream, int, StagingSlot]] = deque()
         self._lock = threading.Lock()
 
-    def take(self) -> Slot | None:
+    def take(self) -> StagingSlot | None:
         """A slot nobody uses; None: all are under way."""
         with self._lock:
             while self._used and self._used[0][0].reached(self._used[0][1]):
                 self._free.append(self._used.popleft()[2])
             return self._free.pop() if self._free else None
 
-    def put(self, slot: Slot, track: Track, ticket: int) -> None:
+    def put(self, slot: StagingSlot, track: TicketedStream, ticket: int) -> None:
         """The slot is free again once a ticket is reached."""
         self._used.append((track, ticket, slot))
 
-    def put_now(self, slot: Slot) -> None:
+    def put_now(self, slot: StagingSlot) -> None:
         """The slot is free again."""
         self._free.append(slot)
 
@@ -76,13 +76,13 @@ class Slots:
             self._primary.driver.free_host(self._memory)
 
 
-def stage_in(slot: Slot, array: Array) -> None:
+def stage_in(slot: StagingSlot, array: Array) -> None:
     """Copies a small array into a slot, in C order."""
     place = slot.bytes[: array.nbytes].view(array.dtype).reshape(array.shape)
     np.copyto(place, array, casting="no")
 
 
-def stage_out(slot: Slot, out: Array) -> Array:
+def stage_out(slot: StagingSlot, out: Array) -> Array:
     """Copies a small array out of its slot."""
     place = slot.bytes[: out.nbytes].view(out.dtype).reshape(out.shape)
     np.copyto(out, place, casting="no")
@@ -124,7 +124,7 @@ def source_array(array: object) -> Array:
     return found
 
 
-def target_array(buffer: OnDevice, out: object) -> Array:
+def target_array(buffer: DeviceOperand, out: object) -> Array:
     """Where a download goes: `out`, or a new array.
 
     Raises:
@@ -140,7 +140,7 @@ def target_array(buffer: OnDevice, out: object) -> Array:
     return out
 
 
-def check_alike(array: Array, buffer: OnDevice, what: str) -> None:
+def check_alike(array: Array, buffer: DeviceOperand, what: str) -> None:
     """Refuses an array that is not as its buffer."""
     if array.shape != buffer.shape or array.dtype != buffer.dtype:
         raise InvalidArray(

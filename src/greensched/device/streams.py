@@ -43,7 +43,7 @@ INVALID_HANDLE = 400
 C = TypeVar("C", "Event", "Stream")
 
 
-class Owner(Protocol):
+class StreamOwner(Protocol):
     """What a stream or event needs of the context that made it: all of it is `Context`'s."""
 
     driver: Driver
@@ -53,7 +53,7 @@ class Owner(Protocol):
     loader: Any
     streams: set[StreamHandle]
     events: set[EventHandle]
-    tracks: dict[int, Track]
+    tracks: dict[int, TicketedStream]
     is_closed: bool
     is_abandoned: bool
 
@@ -64,7 +64,7 @@ class Owner(Protocol):
     def device_ordinal(self) -> int: ...
 
     @property
-    def primary(self) -> Owner: ...
+    def primary(self) -> StreamOwner: ...
 
     @property
     def resources(self) -> DeviceResources: ...
@@ -79,11 +79,11 @@ class Event:
 
     def __init__(
         self,
-        owner: Owner,
+        owner: StreamOwner,
         *,
         timing: bool = False,
         blocking: bool = True,
-        made_in: Owner | None = None,
+        made_in: StreamOwner | None = None,
     ) -> None:
         self.is_closed = True  # until there is a handle: __del__ runs after a failed create too
         #: The context it belongs to, which it keeps alive, and with which it ends.
@@ -136,7 +136,7 @@ class Stream:
 
     __slots__ = ("context", "handle", "is_closed", "recorded")
 
-    def __init__(self, context: Owner, *, priority: object = 0) -> None:
+    def __init__(self, context: StreamOwner, *, priority: object = 0) -> None:
         self.is_closed = True
         #: While we capture on it: what kernels are launched with, and whether they write it.
         self.recorded: list[tuple[Any, bool]] | None = None
@@ -283,7 +283,7 @@ class Stream:
         return f"<Stream {state}>"
 
 
-class Track:
+class TicketedStream:
     """A stream and the word its tickets are written to.
 
     Each piece of work is followed by a *ticket*, a growing number whose lowest 32 bits the stream
@@ -428,7 +428,7 @@ class Track:
                 "a buffer is in use by a partition whose stream is capturing: end the capture first"
             )
 
-    def order_behind(self, other: Track) -> None:
+    def order_behind(self, other: TicketedStream) -> None:
         """Later work here waits for everything submitted to the other track so far."""
         driver = self.stream.context.driver
         driver.record_event(other.event.handle, other.stream.handle)
@@ -471,7 +471,7 @@ class Track:
         run_all((self.event.close, self.stream.close, self._release))
 
 
-class EventTrack(Track):
+class EventTicketedStream(TicketedStream):
     """A track on a driver whose streams cannot write words: events stand for the tickets.
 
     Looking costs an event query, and a query can spoil somebody's capture: so the thread's
@@ -557,7 +557,7 @@ def address_of(stream: object) -> int:
     return address
 
 
-def _somewhere(primary: Owner) -> AbstractContextManager[object]:
+def _somewhere(primary: StreamOwner) -> AbstractContextManager[object]:
     """A block in which some context is current: a default stream is that of the current one."""
     return nullcontext() if primary.driver.current() is not None else primary.entered()
 

@@ -11,17 +11,17 @@ import weakref
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from greensched.device.current_context import Block, Enterable
+    from greensched.device.current_context import Enterable, UserContextScope
 
 
-class Me:
+class _ThreadToken:
     """Stands for a thread, as long as it lives."""
 
     def __init__(self) -> None:
         self.name = threading.current_thread().name
 
 
-class Here(threading.local):
+class _ThreadState(threading.local):
     """What is known of the calling thread.
 
     Attributes:
@@ -32,10 +32,10 @@ class Here(threading.local):
     """
 
     def __init__(self) -> None:
-        self.me = Me()
+        self.me = _ThreadToken()
         self.ref = weakref.ref(self.me)
-        self.blocks: list[Block] = []
+        self.blocks: list[UserContextScope] = []
         self.standing: list[tuple[Enterable, bool]] = []
 
 
-here = Here()
+here = _ThreadState()

@@ -8,7 +8,13 @@ from __future__ import annotations
 from contextlib import ExitStack
 from functools import partial
 
-from greensched.device.streams import Event, EventTrack, Owner, Stream, Track
+from greensched.device.streams import (
+    Event,
+    EventTicketedStream,
+    Stream,
+    StreamOwner,
+    TicketedStream,
+)
 from greensched.errors import CUDAError, DeviceFault, run_all
 from greensched.typing import Feature, HostMemory
 
@@ -17,10 +23,10 @@ LINE = 64
 PAGE = 4096
 
 
-class Words:
+class TicketMemory:
     """Pinned words for tickets, each on a cache line of its own. For one thread at a time."""
 
-    def __init__(self, primary: Owner) -> None:
+    def __init__(self, primary: StreamOwner) -> None:
         self._primary = primary
         #: Whether streams write them; `try_writing` finds out.
         self.are_written = True
@@ -40,7 +46,7 @@ class Words:
             ]
         return self._free.pop()
 
-    def create_track(self, context: Owner) -> Track:
+    def create_track(self, context: StreamOwner) -> TicketedStream:
         """A new stream of a context, and the tickets of its work. May block."""
         with ExitStack() as undo:
             stream = Stream(context)
@@ -51,18 +57,18 @@ class Words:
             undo.pop_all()
         return track
 
-    def _track(self, stream: Stream, event: Event) -> Track:
+    def _track(self, stream: Stream, event: Event) -> TicketedStream:
         if not self.are_written:
-            return EventTrack(stream, event)
+            return EventTicketedStream(stream, event)
         word, address = taken = self._take()
         give_back = partial(self._free.append, taken)
         try:
-            return Track(stream, event, word, address, give_back)
+            return TicketedStream(stream, event, word, address, give_back)
         except CUDAError:
             give_back()
             raise
 
-    def try_writing(self, context: Owner) -> None:
+    def try_writing(self, context: StreamOwner) -> None:
         """Finds out, once, whether streams of a context write words; else events stand for them.
 
         A driver may have the call and refuse it (virtual GPUs), or not do it. Blocks.

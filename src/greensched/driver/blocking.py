@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class Blocks(enum.Enum):
+class Blocking(enum.Enum):
     """What a verb may do to the thread that calls it."""
 
     NEVER = "returns at once"
@@ -22,22 +22,22 @@ class Blocks(enum.Enum):
 class Mark:
     """A verb's mark: may it block, and does it need a current context on its thread?"""
 
-    blocks: Blocks
+    blocks: Blocking
     needs_context: bool
 
 
 #: Every verb of the port by name, for the simulated driver's checks and for the tests.
-VERBS: dict[str, Mark] = {}
+DRIVER_CALLS: dict[str, Mark] = {}
 
 
-def verb(blocks: Blocks, *, needs_context: bool = False) -> Callable[[F], F]:
+def driver_call(blocks: Blocking, *, needs_context: bool = False) -> Callable[[F], F]:
     """Marks an abstract method of `Driver` as a verb."""
 
     def register(function: F) -> F:
-        VERBS[function.__name__] = Mark(blocks, needs_context)
+        DRIVER_CALLS[function.__name__] = Mark(blocks, needs_context)
         return function
 
     return register
 
 
-NEVER, FIRST_USE, MAY = Blocks.NEVER, Blocks.FIRST_USE, Blocks.MAY
+NEVER, FIRST_USE, MAY = Blocking.NEVER, Blocking.FIRST_USE, Blocking.MAY

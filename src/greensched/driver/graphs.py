@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 
-from greensched.driver.blocking import MAY, NEVER, verb
+from greensched.driver.blocking import MAY, NEVER, driver_call
 from greensched.typing import CaptureMode, ExecutableHandle, GraphHandle, StreamHandle
 
 
@@ -16,30 +16,30 @@ class Graphs(abc.ABC):
     """
 
     @abc.abstractmethod
-    @verb(NEVER)
+    @driver_call(NEVER)
     def begin_capture(self, stream: StreamHandle, mode: CaptureMode) -> None: ...
 
     @abc.abstractmethod
-    @verb(NEVER)
+    @driver_call(NEVER)
     def end_capture(self, stream: StreamHandle) -> GraphHandle:
         """Ends a capture. Raises if the capture was spoilt; it is over all the same."""
 
     @abc.abstractmethod
-    @verb(NEVER)
+    @driver_call(NEVER)
     def is_capturing(self, stream: StreamHandle) -> bool: ...
 
     @abc.abstractmethod
-    @verb(NEVER)
+    @driver_call(NEVER)
     def exchange_capture_mode(self, mode: CaptureMode) -> CaptureMode:
         """Sets the calling thread's capture mode and returns the one it had."""
 
     @abc.abstractmethod
-    @verb(NEVER)
+    @driver_call(NEVER)
     def node_count(self, graph: GraphHandle) -> int:
         """How many pieces of work were recorded."""
 
     @abc.abstractmethod
-    @verb(MAY)
+    @driver_call(MAY)
     def instantiate_graph(self, graph: GraphHandle, stream: StreamHandle) -> ExecutableHandle:
         """Makes what was recorded executable; the graph itself may go.
 
@@ -47,7 +47,7 @@ class Graphs(abc.ABC):
         """
 
     @abc.abstractmethod
-    @verb(NEVER)
+    @driver_call(NEVER)
     def launch_graph(self, executable: ExecutableHandle, stream: StreamHandle) -> None:
         """Launches it behind the stream's work, and behind its own launch before.
 
@@ -55,10 +55,10 @@ class Graphs(abc.ABC):
         """
 
     @abc.abstractmethod
-    @verb(MAY)
+    @driver_call(MAY)
     def destroy_executable(self, executable: ExecutableHandle) -> None:
         """Ends it; what was launched of it is done."""
 
     @abc.abstractmethod
-    @verb(NEVER)
+    @driver_call(NEVER)
     def destroy_graph(self, graph: GraphHandle) -> None: ...

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import asyncio
 
 
-class Host:
+class HostServices:
     """Time and threads as the process has them."""
 
     #: What makes a loop of asyncio on this driver's time, where it has a time of its own.

@@ -23,9 +23,9 @@ import abc
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
-from greensched.driver.blocking import FIRST_USE, MAY, NEVER, verb
+from greensched.driver.blocking import FIRST_USE, MAY, NEVER, driver_call
 from greensched.driver.graphs import Graphs
-from greensched.driver.host import Host
+from greensched.driver.host import HostServices
 from greensched.typing import (
     CacheConfig,
     CodeImage,
@@ -52,7 +52,7 @@ from greensched.typing import (
 )
 
 
-class Driver(Host, Graphs):
+class Driver(HostServices, Graphs):
     """What CUDA is to the rest of greensched."""
 
     #: `"cuda"` or `"simulated"`: for people, never for decisions.
@@ -67,7 +67,7 @@ class Driver(Host, Graphs):
     # -- process and devices ------------------------------------------------------------------
 
     @abc.abstractmethod
-    @verb(MAY)
+    @driver_call(MAY)
     def initialise(self) -> None:
         """Makes the driver usable, once; later calls do nothing.
 
@@ -85,37 +85,37 @@ class Driver(Host, Graphs):
         """Whether the driver has a feature: asked of its symbols, not guessed from a version."""
 
     @abc.abstractmethod
-    @verb(NEVER)
+    @driver_call(NEVER)
     def device_count(self) -> int: ...
 
     @abc.abstractmethod
-    @verb(NEVER)
+    @driver_call(NEVER)
     def device_facts(self, device: int) -> DeviceFacts: ...
 
     # -- contexts -----------------------------------------------------------------------------
 
     @abc.abstractmethod
-    @verb(MAY)
+    @driver_call(MAY)
     def retain_primary(self, device: int) -> ContextHandle:
         """Makes the device's primary context, or counts one more user of it."""
 
     @abc.abstractmethod
-    @verb(MAY)
+    @driver_call(MAY)
     def release_primary(self, device: int) -> None:
         """Counts one user less; the last one ends it and all that belongs to it."""
 
     @abc.abstractmethod
-    @verb(NEVER)
+    @driver_call(NEVER)
     def primary_state(self, device: int) -> tuple[int, bool]:
         """(flags, whether it is active) of the primary context, without making it."""
 
     @abc.abstractmethod
-    @verb(MAY)
+    @driver_call(MAY)
     def set_primary_flags(self, device: int, flags: ContextFlags) -> None:
         """How the primary context is made, or is from here on where it is active."""
 
     @abc.abstractmethod
-    @verb(MAY)
+    @driver_call(MAY)
     def create_context(self, device: int, flags: ContextFlags) -> ContextHandle:
         """A context of its own beside the primary one. It does not become current.
 
@@ -124,32 +124,32 @@ class Driver(Host, Graphs):
         """
 
     @abc.abstractmethod
-    @verb(MAY)
+    @driver_call(MAY)
     def destroy_context(self, context: ContextHandle) -> None:
         """Ends a context that `create_context` made, whose children are gone."""
 
     @abc.abstractmethod
-    @verb(NEVER)
+    @driver_call(NEVER)
     def context_device(self, context: ContextHandle) -> int:
         """The device of any context, whoever made it."""
 
     @abc.abstractmethod
-    @verb(NEVER)
+    @driver_call(NEVER)
     def current(self) -> ContextHandle | None:
         """The calling thread's current context."""
 
     @abc.abstractmethod
-    @verb(NEVER)
+    @driver_call(NEVER)
     def set_current(self, context: ContextHandle | None) -> None:
         """Replaces the top of the calling thread's context stack; None pops it."""
 
     @abc.abstractmethod
-    @verb(NEVER)
+    @driver_call(NEVER)
     def push_current(self, context: ContextHandle) -> None:
         """Puts a context on the calling thread's stack: it is current until it is popped."""
 
     @abc.abstractmethod
-    @verb(NEVER)
+    @driver_call(NEVER)
     def pop_current(self) -> ContextHandle:
         """Takes the top off the calling thread's stack, and returns it.
 
@@ -158,12 +158,12 @@ class Driver(Host, Graphs):
         """
 
     @abc.abstractmethod
-    @verb(NEVER, needs_context=True)
+    @driver_call(NEVER, needs_context=True)
     def context_flags(self) -> ContextFlags:
         """The flags of the current context."""
 
     @abc.abstractmethod
-    @verb(NEVER, needs_context=True)
+    @driver_call(NEVER, needs_context=True)
     def limit(self, limit: Limit) -> int:
         """A limit of the current context, in bytes.
 
@@ -172,7 +172,7 @@ class Driver(Host, Graphs):
         """
 
     @abc.abstractmethod
-    @verb(MAY, needs_context=True)
+    @driver_call(MAY, needs_context=True)
     def set_limit(self, limit: Limit, nbytes: int) -> None:
         """Asks for a limit of the current context; the driver may round and clamp it.
 
@@ -181,46 +181,46 @@ class Driver(Host, Graphs):
         """
 
     @abc.abstractmethod
-    @verb(NEVER, needs_context=True)
+    @driver_call(NEVER, needs_context=True)
     def cache_config(self) -> CacheConfig: ...
 
     @abc.abstractmethod
-    @verb(NEVER, needs_context=True)
+    @driver_call(NEVER, needs_context=True)
     def set_cache_config(self, config: CacheConfig) -> None: ...
 
     @abc.abstractmethod
-    @verb(MAY)
+    @driver_call(MAY)
     def synchronize_context(self, context: ContextHandle) -> None:
         """Waits for all work of a context; of a primary, for its green contexts' too."""
 
     @abc.abstractmethod
-    @verb(NEVER, needs_context=True)
+    @driver_call(NEVER, needs_context=True)
     def priority_range(self) -> tuple[int, int]:
         """(least, greatest) stream priority; the greater urgency is the smaller number."""
 
     # -- SM resources and green contexts --------------------------------------------------------
 
     @abc.abstractmethod
-    @verb(NEVER)
+    @driver_call(NEVER)
     def device_resource(self, device: int) -> ResourceHandle:
         """Every SM of a device."""
 
     @abc.abstractmethod
-    @verb(NEVER)
+    @driver_call(NEVER)
     def context_resource(self, context: ContextHandle) -> ResourceHandle:
         """The SMs a context was given. Of a green one, it can be split again."""
 
     @abc.abstractmethod
-    @verb(NEVER)
+    @driver_call(NEVER)
     def stream_resource(self, stream: StreamHandle) -> ResourceHandle:
         """The SMs a stream's context was given. Needs `Feature.STREAM_RESOURCES`."""
 
     @abc.abstractmethod
-    @verb(NEVER)
+    @driver_call(NEVER)
     def resource_facts(self, resource: ResourceHandle) -> ResourceFacts: ...
 
     @abc.abstractmethod
-    @verb(NEVER)
+    @driver_call(NEVER)
     def split_by_count(
         self,
         resource: ResourceHandle,
@@ -243,7 +243,7 @@ class Driver(Host, Graphs):
         """
 
     @abc.abstractmethod
-    @verb(NEVER)
+    @driver_call(NEVER)
     def split(
         self, resource: ResourceHandle, groups: Sequence[SMGroup]
     ) -> tuple[list[ResourceHandle], ResourceHandle | None]:
@@ -259,28 +259,28 @@ class Driver(Host, Graphs):
         """
 
     @abc.abstractmethod
-    @verb(NEVER)
+    @driver_call(NEVER)
     def device_workqueue(self, device: int) -> ResourceHandle:
         """The device's work-queue configuration. Needs `Feature.WORKQUEUES`."""
 
     @abc.abstractmethod
-    @verb(NEVER)
+    @driver_call(NEVER)
     def context_workqueue(self, context: ContextHandle) -> ResourceHandle:
         """The work-queue configuration a context was given. Needs `Feature.WORKQUEUES`."""
 
     @abc.abstractmethod
-    @verb(NEVER)
+    @driver_call(NEVER)
     def workqueue_facts(self, workqueue: ResourceHandle) -> WorkqueueFacts: ...
 
     @abc.abstractmethod
-    @verb(NEVER)
+    @driver_call(NEVER)
     def configure_workqueue(
         self, workqueue: ResourceHandle, sharing_scope: SharingScope, concurrency_limit: int
     ) -> ResourceHandle:
         """A copy of a work-queue configuration, with other values; the given one stays."""
 
     @abc.abstractmethod
-    @verb(NEVER)
+    @driver_call(NEVER)
     def describe(self, resources: Sequence[ResourceHandle]) -> DescriptorHandle:
         """One descriptor of several outputs of the same split. Lives as long as the process.
 
@@ -289,22 +289,22 @@ class Driver(Host, Graphs):
         """
 
     @abc.abstractmethod
-    @verb(MAY)
+    @driver_call(MAY)
     def create_green(self, descriptor: DescriptorHandle, device: int) -> GreenHandle:
         """A green context: retains the primary, does not become current."""
 
     @abc.abstractmethod
-    @verb(MAY)
+    @driver_call(MAY)
     def destroy_green(self, green: GreenHandle) -> None:
         """Ends a green context whose streams are gone and whose work is done."""
 
     @abc.abstractmethod
-    @verb(NEVER)
+    @driver_call(NEVER)
     def green_context(self, green: GreenHandle) -> ContextHandle:
         """The green context as something that can be made current. A view, not an object."""
 
     @abc.abstractmethod
-    @verb(NEVER)
+    @driver_call(NEVER)
     def record_green(self, green: GreenHandle, event: EventHandle) -> None:
         """The event captures all work of the green context so far.
 
@@ -314,21 +314,21 @@ class Driver(Host, Graphs):
     # -- streams --------------------------------------------------------------------------------
 
     @abc.abstractmethod
-    @verb(MAY, needs_context=True)
+    @driver_call(MAY, needs_context=True)
     def create_stream(self, green: GreenHandle | None, priority: int = 0) -> StreamHandle:
         """A non-blocking stream of a green context, or (None) of the current context."""
 
     @abc.abstractmethod
-    @verb(MAY)
+    @driver_call(MAY)
     def destroy_stream(self, stream: StreamHandle) -> None: ...
 
     @abc.abstractmethod
-    @verb(NEVER)
+    @driver_call(NEVER)
     def stream_address(self, stream: StreamHandle) -> int:
         """The raw `CUstream`, for `__cuda_stream__`."""
 
     @abc.abstractmethod
-    @verb(NEVER)
+    @driver_call(NEVER)
     def foreign_stream(self, address: int) -> StreamHandle:
         """A raw `CUstream` of anybody's, to order work behind it, or it behind ours.
 
@@ -337,22 +337,22 @@ class Driver(Host, Graphs):
         """
 
     @abc.abstractmethod
-    @verb(NEVER)
+    @driver_call(NEVER)
     def query_stream(self, stream: StreamHandle) -> bool:
         """Whether all work of the stream is done. Raises what its context suffered."""
 
     @abc.abstractmethod
-    @verb(MAY)
+    @driver_call(MAY)
     def synchronize_stream(self, stream: StreamHandle) -> None:
         """Waits for all work of the stream."""
 
     @abc.abstractmethod
-    @verb(NEVER)
+    @driver_call(NEVER)
     def wait_event(self, stream: StreamHandle, event: EventHandle) -> None:
         """Later work of the stream waits for what the event captured; the host does not."""
 
     @abc.abstractmethod
-    @verb(NEVER)
+    @driver_call(NEVER)
     def bind_mark(self, stream: StreamHandle, address: int) -> Callable[[int], None]:
         """A function that writes a 32-bit number to a device address behind the stream's work.
 
@@ -361,7 +361,7 @@ class Driver(Host, Graphs):
         """
 
     @abc.abstractmethod
-    @verb(NEVER)
+    @driver_call(NEVER)
     def wait_value(self, stream: StreamHandle, address: int, value: int) -> None:
         """Later work of the stream waits until the 32-bit word at `address` is >= `value`.
 
@@ -369,7 +369,7 @@ class Driver(Host, Graphs):
         """
 
     @abc.abstractmethod
-    @verb(NEVER)
+    @driver_call(NEVER)
     def host_function(self, stream: StreamHandle, function: int, data: int) -> None:
         """Calls the native function at address `function` with `data`, on a driver thread.
 
@@ -379,7 +379,7 @@ class Driver(Host, Graphs):
     # -- events ---------------------------------------------------------------------------------
 
     @abc.abstractmethod
-    @verb(NEVER, needs_context=True)
+    @driver_call(NEVER, needs_context=True)
     def create_event(self, *, timing: bool = False, blocking: bool = False) -> EventHandle:
         """An event of the current context.
 
@@ -389,45 +389,45 @@ class Driver(Host, Graphs):
         """
 
     @abc.abstractmethod
-    @verb(NEVER)
+    @driver_call(NEVER)
     def destroy_event(self, event: EventHandle) -> None: ...
 
     @abc.abstractmethod
-    @verb(NEVER)
+    @driver_call(NEVER)
     def record_event(self, event: EventHandle, stream: StreamHandle) -> None: ...
 
     @abc.abstractmethod
-    @verb(NEVER)
+    @driver_call(NEVER)
     def query_event(self, event: EventHandle) -> bool:
         """Whether what the event captured is done (true before it was ever recorded)."""
 
     @abc.abstractmethod
-    @verb(MAY)
+    @driver_call(MAY)
     def synchronize_event(self, event: EventHandle) -> None: ...
 
     @abc.abstractmethod
-    @verb(NEVER)
+    @driver_call(NEVER)
     def elapsed(self, start: EventHandle, end: EventHandle) -> float:
         """Seconds of device time between two timing events; about 0.5 us fine."""
 
     # -- memory ---------------------------------------------------------------------------------
 
     @abc.abstractmethod
-    @verb(MAY)
+    @driver_call(MAY)
     def create_memory_pool(self, device: int) -> MemoryPoolHandle:
         """A stream-ordered pool of our own that keeps what it has."""
 
     @abc.abstractmethod
-    @verb(MAY)
+    @driver_call(MAY)
     def destroy_memory_pool(self, pool: MemoryPoolHandle) -> None: ...
 
     @abc.abstractmethod
-    @verb(NEVER)
+    @driver_call(NEVER)
     def can_access_peer(self, device: int, peer: int) -> bool:
         """Whether a device can read and write the memory of another one itself."""
 
     @abc.abstractmethod
-    @verb(MAY)
+    @driver_call(MAY)
     def share_memory_pool(self, pool: MemoryPoolHandle, device: int) -> None:
         """Lets another device read and write what the pool has and will have.
 
@@ -439,12 +439,12 @@ class Driver(Host, Graphs):
         """
 
     @abc.abstractmethod
-    @verb(NEVER)
+    @driver_call(NEVER)
     def reserved_bytes(self, pool: MemoryPoolHandle) -> int:
         """Bytes the pool holds of the device, in use or not."""
 
     @abc.abstractmethod
-    @verb(FIRST_USE, needs_context=True)
+    @driver_call(FIRST_USE, needs_context=True)
     def allocate(self, pool: MemoryPoolHandle, nbytes: int, stream: StreamHandle) -> int:
         """A device address usable behind the stream's work so far; blocks if the pool grows.
 
@@ -453,12 +453,12 @@ class Driver(Host, Graphs):
         """
 
     @abc.abstractmethod
-    @verb(NEVER, needs_context=True)
+    @driver_call(NEVER, needs_context=True)
     def free(self, address: int, stream: StreamHandle) -> None:
         """Gives memory back to its pool behind the stream's work so far."""
 
     @abc.abstractmethod
-    @verb(MAY, needs_context=True)
+    @driver_call(MAY, needs_context=True)
     def allocate_host(self, nbytes: int) -> HostMemory:
         """Pinned, portable memory the device can address. Zeroed.
 
@@ -467,34 +467,34 @@ class Driver(Host, Graphs):
         """
 
     @abc.abstractmethod
-    @verb(MAY, needs_context=True)
+    @driver_call(MAY, needs_context=True)
     def free_host(self, memory: HostMemory) -> None: ...
 
     @abc.abstractmethod
-    @verb(NEVER, needs_context=True)
+    @driver_call(NEVER, needs_context=True)
     def memory_info(self) -> tuple[int, int]:
         """(free, total) bytes of the current context's device."""
 
     @abc.abstractmethod
-    @verb(NEVER)
+    @driver_call(NEVER)
     def memory_device(self, address: int) -> int | None:
         """The device whose memory an address lies in, whoever allocated it; None: no device's."""
 
     @abc.abstractmethod
-    @verb(NEVER, needs_context=True)
+    @driver_call(NEVER, needs_context=True)
     def copy_to_device(self, address: int, host: int, nbytes: int, stream: StreamHandle) -> None:
         """From pinned host memory; from pageable memory a real driver blocks."""
 
     @abc.abstractmethod
-    @verb(NEVER, needs_context=True)
+    @driver_call(NEVER, needs_context=True)
     def copy_to_host(self, host: int, address: int, nbytes: int, stream: StreamHandle) -> None: ...
 
     @abc.abstractmethod
-    @verb(NEVER, needs_context=True)
+    @driver_call(NEVER, needs_context=True)
     def copy(self, target: int, source: int, nbytes: int, stream: StreamHandle) -> None: ...
 
     @abc.abstractmethod
-    @verb(NEVER, needs_context=True)
+    @driver_call(NEVER, needs_context=True)
     def copy_peer(
         self,
         target: int,
@@ -510,45 +510,45 @@ class Driver(Host, Graphs):
         """
 
     @abc.abstractmethod
-    @verb(NEVER, needs_context=True)
+    @driver_call(NEVER, needs_context=True)
     def set_bytes(self, address: int, value: int, nbytes: int, stream: StreamHandle) -> None:
         """Fills with one byte value."""
 
     # -- code -----------------------------------------------------------------------------------
 
     @abc.abstractmethod
-    @verb(MAY)
+    @driver_call(MAY)
     def load_code(self, image: CodeImage) -> LibraryHandle: ...
 
     @abc.abstractmethod
-    @verb(MAY)
+    @driver_call(MAY)
     def unload_code(self, library: LibraryHandle) -> None: ...
 
     @abc.abstractmethod
-    @verb(NEVER)
+    @driver_call(NEVER)
     def get_kernel(self, library: LibraryHandle, name: str) -> KernelHandle: ...
 
     @abc.abstractmethod
-    @verb(MAY, needs_context=True)
+    @driver_call(MAY, needs_context=True)
     def load_kernel(self, kernel: KernelHandle) -> None:
         """Loads a kernel for the current context's device now, not at its first launch."""
 
     @abc.abstractmethod
-    @verb(FIRST_USE)
+    @driver_call(FIRST_USE)
     def kernel_layout(self, kernel: KernelHandle) -> tuple[tuple[int, int], ...] | None:
         """(offset, size) of each parameter as the code has it; None where it cannot be asked."""
 
     @abc.abstractmethod
-    @verb(NEVER)
+    @driver_call(NEVER)
     def kernel_limits(self, kernel: KernelHandle, device: int) -> KernelLimits: ...
 
     @abc.abstractmethod
-    @verb(NEVER)
+    @driver_call(NEVER)
     def allow_shared(self, kernel: KernelHandle, device: int, nbytes: int) -> None:
         """Lets a kernel use so much dynamic shared memory (beyond 48 KiB it must be asked)."""
 
     @abc.abstractmethod
-    @verb(NEVER)
+    @driver_call(NEVER)
     def bind_launch(
         self,
         stream: StreamHandle,

@@ -6,11 +6,11 @@ import threading
 from collections.abc import Callable
 from typing import Any, Generic
 
-from greensched.execution.eventloop.adapters import Door, Waiter, current_door
+from greensched.execution.eventloop.adapters import LoopAdapter, Waiter, current_door
 from greensched.typing import T
 
 
-class Errand(Generic[T]):
+class BackgroundTask(Generic[T]):
     """Something done once by a thread, awaited by any number of tasks of any loop.
 
     A cancelled awaiter leaves it as it is: it is done all the same.
@@ -19,7 +19,7 @@ class Errand(Generic[T]):
     def __init__(self, function: Callable[[], T]) -> None:
         self._function: Callable[[], T] | None = function
         self._lock = threading.Lock()
-        self._waiting: list[tuple[Door, Waiter]] = []
+        self._waiting: list[tuple[LoopAdapter, Waiter]] = []
         self._is_done = False
         self._value: Any = None
         self._error: BaseException | None = None

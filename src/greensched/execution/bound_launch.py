@@ -6,14 +6,14 @@ from typing import NoReturn
 
 from greensched._asynclib import get_ident
 from greensched.device.buffers import Buffer, PinnedBuffer, Use
-from greensched.device.foreign_arrays import Borrowed
-from greensched.device.launch import Plan
-from greensched.device.streams import MASK, Track
+from greensched.device.foreign_arrays import ForeignArray
+from greensched.device.launch import PreparedLaunch
+from greensched.device.streams import MASK, TicketedStream
 from greensched.errors import (
     CUDAError,
     DeviceFault,
+    DeviceLost,
     PartitionClosed,
-    Poisoned,
     WouldBlock,
     too_late,
     wrong_thread,
@@ -22,7 +22,7 @@ from greensched.execution.jobs import Job
 from greensched.execution.submission import Channel, order_behind
 
 
-class Bound:
+class BoundLaunch:
     """A launch made ready by `Partition.bind`. Lives as long as its partition's block.
 
     `bound()` launches, at once and without a ticket: nothing tells when that one is done, but
@@ -54,7 +54,7 @@ class Bound:
         "track",
     )
 
-    def __init__(self, channel: Channel, plan: Plan, name: str) -> None:
+    def __init__(self, channel: Channel, plan: PreparedLaunch, name: str) -> None:
         self._channel = channel
         self._plan = plan
         self._arguments = plan.arguments
@@ -71,7 +71,7 @@ class Bound:
         #: each launch.
         self._is_wary = True
         #: Uses of its buffers by others, since its last launch.
-        self._elsewhere: dict[Track, int] = {}
+        self._elsewhere: dict[TicketedStream, int] = {}
         uses = tuple(plan.arguments.buffers.values())
         for buffer, write in uses:  # all of them before any: an array of others may be refused
             self._elsewhere.update(buffer.before(self.track, write=write))
@@ -82,7 +82,7 @@ class Bound:
         """Launches. Never waits.
 
         Raises:
-            WouldBlock: too many launches are in flight; `await p.ready()` first.
+            WouldBlock: too many launches are in flight; `await p.drain()` first.
             PartitionClosed: its partition's block has ended.
             InvalidRequest: the partition's stream is capturing.
             WrongThread: this is not the thread whose loop entered the partition.
@@ -157,7 +157,7 @@ class Bound:
         """Its buffers are in use up to this ticket, issued already or the next to be."""
         return self.track, self._next_ticket()
 
-    def use_elsewhere(self, track: Track, ticket: int) -> None:
+    def use_elsewhere(self, track: TicketedStream, ticket: int) -> None:
         """Others use a buffer: the next launch comes behind that."""
         if track is not self.track:
             self._elsewhere[track] = ticket
@@ -201,7 +201,7 @@ class Bound:
             buffer.unbind(self, self._next_ticket())
         self._channel.lane.keep(self._plan)
 
-    def _use(self, buffer: Buffer | PinnedBuffer | Borrowed, *, write: bool) -> None:
+    def _use(self, buffer: Buffer | PinnedBuffer | ForeignArray, *, write: bool) -> None:
         self._elsewhere.update(buffer.before(self.track, write=write))
         if self._elsewhere:
             self._is_wary = True
@@ -251,8 +251,8 @@ class Bound:
     def _check_room(self) -> None:
         if not self._channel.holding.make_room():
             if self.track.fault is not None:
-                raise Poisoned(self.track.fault)
-            raise WouldBlock("too many launches are in flight: `await p.ready()` first")
+                raise DeviceLost(self.track.fault)
+            raise WouldBlock("too many launches are in flight: `await p.drain()` first")
 
     def _launch_later(self) -> Job[None]:
         """By the mover, with the values of now."""
@@ -271,7 +271,7 @@ class Bound:
     def _failed(self, error: CUDAError) -> NoReturn:
         if isinstance(error, DeviceFault):
             self._channel.holding.crew.home.lost(error)
-            raise Poisoned(error) from None
+            raise DeviceLost(error) from None
         raise error
 
     def __repr__(self) -> str:

@@ -21,7 +21,7 @@ Around = Callable[[Callable[[], Any]], Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class CallContext:
     """Where a call of `p.run`, or a block of an integration, works.
 
     Attributes:
@@ -37,7 +37,7 @@ class Call:
     is_simulated: bool
 
     @contextmanager
-    def entered(self) -> Iterator[Call]:
+    def entered(self) -> Iterator[CallContext]:
         """A block in which `current_call()` is this. Of the calling task and thread alone."""
         token = running_call.set(self)
         try:
@@ -47,15 +47,15 @@ class Call:
 
 
 #: Of the calling task and thread.
-running_call: Final[ContextVar[Call | None]] = ContextVar("greensched_call", default=None)
+running_call: Final[ContextVar[CallContext | None]] = ContextVar("greensched_call", default=None)
 
 #: Asked at each submission: told the call and its arguments, it says what to do around it.
-Hook = Callable[[Call, Sequence[object]], Around | None]
+Hook = Callable[[CallContext, Sequence[object]], Around | None]
 #: Asked at each submission.
 hooks: Final[list[Hook]] = []
 
 
-def current_call() -> Call | None:
+def current_call() -> CallContext | None:
     """The call of `p.run`, or the block of an integration, that this code runs in; None: neither.
 
     For code that sizes its grids by the SMs there are. It is the task's and the thread's own.
@@ -63,11 +63,11 @@ def current_call() -> Call | None:
     return running_call.get()
 
 
-def call_of(where: object = None) -> Call:
+def call_context(where: object = None) -> CallContext:
     """The call that a library is to be given the stream of.
 
     Args:
-        where: a `Partition`, for its launches and copies; a `Call`; None: the current one.
+        where: a `Partition`, for its launches and copies; a `CallContext`; None: the current one.
 
     Raises:
         InvalidRequest: none of these, no call, or a simulated one: a library would crash with its
@@ -75,7 +75,7 @@ def call_of(where: object = None) -> Call:
         WouldBlock: as `Partition.stream`.
     """
     call = running_call.get() if where is None else getattr(where, "call", where)
-    if not isinstance(call, Call):
+    if not isinstance(call, CallContext):
         raise InvalidRequest(
             "no call runs here: give the partition, or ask inside p.run"
             if where is None
@@ -89,7 +89,7 @@ def call_of(where: object = None) -> Call:
     return call
 
 
-def around_calls(hook: Hook) -> None:
+def register_call_hook(hook: Hook) -> None:
     """Has a library's own state set around every call of `p.run` from now on, in every pool.
 
     Args:

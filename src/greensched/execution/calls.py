@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 from greensched._asynclib import is_asynchronous
 from greensched.device.buffers import Buffer, PinnedBuffer
-from greensched.device.streams import Stream, Track
+from greensched.device.streams import Stream, TicketedStream
 from greensched.errors import InvalidRequest, WouldBlock
-from greensched.execution.call_context import Around, Call, hooks
+from greensched.execution.call_context import Around, CallContext, hooks
 from greensched.execution.jobs import Job
 from greensched.execution.submission import Channel, Lagging, order_behind
 
@@ -24,7 +24,7 @@ def run(
     check_blocking(fn)
     runs, holding = channel.lane.runs, channel.holding
     if not channel.has_room(runs):
-        raise WouldBlock("too many calls are in flight: `await p.ready()` first")
+        raise WouldBlock("too many calls are in flight: `await p.drain()` first")
     given = (*args, *kwargs.values()) if kwargs else args
     uses = [(a, True) for a in given if isinstance(a, (Buffer, PinnedBuffer))] if given else ()
     for buffer, _ in uses:
@@ -52,12 +52,14 @@ def run(
     return job
 
 
-def _surroundings(call: Call, given: Sequence[object]) -> list[Around]:
+def _surroundings(call: CallContext, given: Sequence[object]) -> list[Around]:
     """What the hooks want to do around a call, asked where it is submitted."""
     return [around for hook in hooks if (around := hook(call, given)) is not None]
 
 
-def _behind(runs: Track, lagging: Lagging, behind: list[Track], call: Callable[[], T]) -> T:
+def _behind(
+    runs: TicketedStream, lagging: Lagging, behind: list[TicketedStream], call: Callable[[], T]
+) -> T:
     """Makes a call behind others who use its buffers."""
     order_behind(runs, lagging, behind)
     return call()
@@ -87,17 +89,17 @@ def keep(channel: Channel, things: tuple[object, ...]) -> Job[None]:
     return job
 
 
-def _in_calls(channel: Channel) -> Call:
+def _in_calls(channel: Channel) -> CallContext:
     """What is current in every call of the lease, made for the first."""
     channel.in_calls = call_on(channel, channel.lane.runs.stream)
     return channel.in_calls
 
 
-def call_on(channel: Channel, stream: Stream) -> Call:
+def call_on(channel: Channel, stream: Stream) -> CallContext:
     """What integrations are told of a lease, and of the stream they work on."""
     lane = channel.lane
     is_simulated = not lane.device.driver.needs_binary
-    return Call(stream, channel.ordinal, lane.sm_count, is_simulated)
+    return CallContext(stream, channel.ordinal, lane.sm_count, is_simulated)
 
 
 def check_blocking(fn: object) -> None:

@@ -1,4 +1,4 @@
-"""Turns tickets into awaitables. One `Completion` for each pool and loop.
+"""Turns tickets into awaitables. One `CompletionPoller` for each pool and loop.
 
 How a loop learns that the device is done (figures and reasons in docs/completion.md):
 
@@ -30,10 +30,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from greensched.device.streams import Track
+from greensched.device.streams import TicketedStream
 from greensched.driver.interface import Driver
 from greensched.errors import CUDAError, DeviceFault
-from greensched.execution.eventloop.adapters import Door, Waiter
+from greensched.execution.eventloop.adapters import LoopAdapter, Waiter
 from greensched.typing import CaptureMode
 
 #: A turn of the loop shorter than this had nothing else to do, and counts against the budget.
@@ -67,7 +67,7 @@ _Entry = tuple[int, Wake | None, Waiter | None]
 logger = logging.getLogger("greensched")
 
 
-class Watch:
+class PendingStream:
     """What is known of a track that has work outstanding."""
 
     __slots__ = ("armed", "entries", "most", "recorded")
@@ -90,7 +90,7 @@ class Watch:
             at -= 1
         entries.insert(at, entry)
 
-    def forget(self, door: Door) -> None:
+    def forget(self, door: LoopAdapter) -> None:
         """Who was cancelled is forgotten, each time that twice as many are here as were left."""
         left = [e for e in self.entries if e[2] is None or door.is_waiting(e[2])]
         self.entries.clear()
@@ -98,7 +98,7 @@ class Watch:
         self.most = max(WAITERS, 2 * len(left))
 
 
-class Completion:
+class CompletionPoller:
     """What one loop knows of one pool's outstanding work.
 
     Args:
@@ -111,13 +111,13 @@ class Completion:
 
     def __init__(
         self,
-        door: Door,
+        door: LoopAdapter,
         driver: Driver,
         lost: Callable[[BaseException], None],
         tend: Callable[[], float],
     ) -> None:
         self.door = door
-        self.tracks: dict[Track, Watch] = {}
+        self.tracks: dict[TicketedStream, PendingStream] = {}
         #: Requests of this loop in the queue.
         self.waiting = 0
         self._driver = driver
@@ -145,17 +145,17 @@ class Completion:
 
     # -- asking ----------------------------------------------------------------------------------
 
-    def wait(self, track: Track, ticket: int) -> Waiter:
+    def wait(self, track: TicketedStream, ticket: int) -> Waiter:
         """Something to await until a ticket is reached or its track is lost; look again then."""
         waiter = self.door.create_resumable()
         self._add(track, (ticket, None, waiter))
         return waiter
 
-    def when_reached(self, track: Track, ticket: int, wake: Wake) -> None:
+    def when_reached(self, track: TicketedStream, ticket: int, wake: Wake) -> None:
         """Calls `wake` on the loop's thread once a ticket is reached or its track is lost."""
         self._add(track, (ticket, wake, None))
 
-    def _add(self, track: Track, entry: _Entry) -> None:
+    def _add(self, track: TicketedStream, entry: _Entry) -> None:
         watch = self.tracks.get(track) or self._watched(track)
         if len(watch.entries) >= watch.most:
             watch.forget(self.door)
@@ -165,7 +165,7 @@ class Completion:
         else:
             self._leave_to_threads()
 
-    def watch(self, track: Track) -> None:
+    def watch(self, track: TicketedStream) -> None:
         """Work is outstanding on a track: sweeps it until there is none, awaited or not."""
         if track not in self.tracks:
             self._watched(track)
@@ -251,8 +251,8 @@ class Completion:
         while self._reached:
             self.door.wake(self._reached.popleft())
 
-    def _watched(self, track: Track) -> Watch:
-        watch = self.tracks[track] = Watch()
+    def _watched(self, track: TicketedStream) -> PendingStream:
+        watch = self.tracks[track] = PendingStream()
         self._progress = self._driver.time()
         return watch
 
@@ -352,7 +352,7 @@ class Completion:
         for track in tuple(self.tracks):
             self._ask(track)
 
-    def _record(self, track: Track, watch: Watch) -> None:
+    def _record(self, track: TicketedStream, watch: PendingStream) -> None:
         """Has the track's event capture its work, unless what it captured is still running."""
         ticket = track.submitted
         if track.stream.is_closed:  # done, and its lane was ended since we looked
@@ -378,7 +378,7 @@ class Completion:
         else:
             watch.recorded = ticket
 
-    def _ask(self, track: Track) -> None:
+    def _ask(self, track: TicketedStream) -> None:
         """Asks the driver: the one thing that sees a device fault."""
         if track.stream.is_closed:
             return
@@ -394,7 +394,7 @@ class Completion:
         finally:
             self._driver.exchange_capture_mode(before)
 
-    def _arm(self, track: Track, watch: Watch) -> None:
+    def _arm(self, track: TicketedStream, watch: PendingStream) -> None:
         watch.armed = watch.recorded
 
         def woken(is_done: bool) -> None:

@@ -16,11 +16,16 @@ import numpy.typing as npt
 
 from greensched.device import staging_ring
 from greensched.device.buffers import Buffer, PinnedBuffer, dtype_of
-from greensched.device.foreign_arrays import Borrowed, OnDevice, borrow, is_on_device
+from greensched.device.foreign_arrays import (
+    DeviceOperand,
+    ForeignArray,
+    as_foreign_array,
+    is_on_device,
+)
 from greensched.device.staging import Moved
-from greensched.device.staging_ring import Slot
+from greensched.device.staging_ring import StagingSlot
 from greensched.errors import InvalidArray
-from greensched.execution.jobs import Job, Progress, Tell
+from greensched.execution.jobs import Job, ProgressCallback, ProgressReporter
 from greensched.execution.submission import Channel, Site
 from greensched.typing import DeviceArray, T
 
@@ -50,7 +55,7 @@ def empty_pinned(channel: Channel, shape: object, dtype: npt.DTypeLike) -> Job[P
     return channel.submit("empty_pinned", lambda _: pinned.allocate(wanted, found), may_block=True)
 
 
-def upload(channel: Channel, array: npt.ArrayLike, tell: Tell | None) -> Job[Buffer]:
+def upload(channel: Channel, array: npt.ArrayLike, tell: ProgressCallback | None) -> Job[Buffer]:
     """See `Partition.upload`."""
     if is_on_device(array):
         return _duplicate(channel, _on_device(array, channel), tell)
@@ -81,7 +86,9 @@ def upload(channel: Channel, array: npt.ArrayLike, tell: Tell | None) -> Job[Buf
     return job
 
 
-def _duplicate(channel: Channel, source: OnDevice, tell: Tell | None) -> Job[Buffer]:
+def _duplicate(
+    channel: Channel, source: DeviceOperand, tell: ProgressCallback | None
+) -> Job[Buffer]:
     """A copy of a device array, made by the device."""
     memory, track, allowance = channel.site.memory, channel.track, channel.allowance
     progress = _progress(channel, tell, source.nbytes)
@@ -108,7 +115,7 @@ def _duplicate(channel: Channel, source: OnDevice, tell: Tell | None) -> Job[Buf
 
 
 def download(
-    channel: Channel, given: Buffer | DeviceArray, out: Array | None, tell: Tell | None
+    channel: Channel, given: Buffer | DeviceArray, out: Array | None, tell: ProgressCallback | None
 ) -> Job[Array]:
     """See `Partition.download`."""
     buffer = _on_device(given, channel)
@@ -150,11 +157,11 @@ def copy(
     channel: Channel,
     into: Buffer | DeviceArray,
     src: Buffer | DeviceArray | Array,
-    tell: Tell | None,
+    tell: ProgressCallback | None,
 ) -> Job[None]:
     """See `Partition.copy`."""
     dst = _known(into)
-    if isinstance(dst, Borrowed) and dst.is_read_only:
+    if isinstance(dst, ForeignArray) and dst.is_read_only:
         raise InvalidArray(f"{dst!r} is read-only")
     if is_on_device(src):
         progress = _progress(channel, tell, (near := _known(src)).nbytes)
@@ -198,12 +205,12 @@ def _nbytes(shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
-def _known(array: object) -> OnDevice:
+def _known(array: object) -> DeviceOperand:
     """A buffer, or what of another library is used like one."""
     if isinstance(array, Buffer):
         return array
     try:
-        found = borrow(array)
+        found = as_foreign_array(array)
     except InvalidArray as error:
         raise InvalidArray(f"a Buffer is needed, and this {type(array).__name__} {error}") from None
     if found is None:
@@ -215,14 +222,14 @@ def _known(array: object) -> OnDevice:
     return found
 
 
-def _on_device(array: object, channel: Channel) -> OnDevice:
+def _on_device(array: object, channel: Channel) -> DeviceOperand:
     """One that can be used here."""
     found = _known(array)
     found.check(channel.ordinal)
     return found
 
 
-def _staged(channel: Channel, source: Array) -> tuple[Slot | None, Array]:
+def _staged(channel: Channel, source: Array) -> tuple[StagingSlot | None, Array]:
     """A small array in a slot, read here and now; where every slot is under way, a copy of it.
 
     A large one as it is: that is read while the job is done.
@@ -237,7 +244,12 @@ def _staged(channel: Channel, source: Array) -> tuple[Slot | None, Array]:
 
 
 def _fill(
-    channel: Channel, buffer: OnDevice, source: Array, slot: Slot | None, ticket: int, moved: Moved
+    channel: Channel,
+    buffer: DeviceOperand,
+    source: Array,
+    slot: StagingSlot | None,
+    ticket: int,
+    moved: Moved,
 ) -> None:
     if slot is None:
         if source.nbytes:
@@ -254,7 +266,7 @@ def _fill(
 
 
 def _copy_buffer(
-    channel: Channel, dst: OnDevice, src: OnDevice, progress: Progress | None
+    channel: Channel, dst: DeviceOperand, src: DeviceOperand, progress: ProgressReporter | None
 ) -> Job[None]:
     far = _neighbour(channel, dst, src)
     if dst.shape != src.shape or dst.dtype != src.dtype:
@@ -281,7 +293,7 @@ def _copy_buffer(
     return channel.submit("copy", step, uses, may_block=may_block)
 
 
-def _neighbour(channel: Channel, *buffers: OnDevice) -> Site | None:
+def _neighbour(channel: Channel, *buffers: DeviceOperand) -> Site | None:
     """The other device of the pool that one of two buffers belongs to; None: both are of this one.
 
     Raises:
@@ -289,7 +301,7 @@ def _neighbour(channel: Channel, *buffers: OnDevice) -> Site | None:
     """
     elsewhere: list[Buffer] = []
     for buffer in buffers:
-        if isinstance(buffer, Borrowed) or buffer.device == channel.ordinal:
+        if isinstance(buffer, ForeignArray) or buffer.device == channel.ordinal:
             buffer.check(channel.ordinal)
         else:
             buffer.check(buffer.device)
@@ -303,7 +315,7 @@ def _neighbour(channel: Channel, *buffers: OnDevice) -> Site | None:
 
 
 def _copier(
-    channel: Channel, dst: OnDevice, src: OnDevice, far: Site | None
+    channel: Channel, dst: DeviceOperand, src: DeviceOperand, far: Site | None
 ) -> Callable[[int, int], None]:
     """What submits a part of a copy that the device makes itself."""
     driver, stream = channel.lane.device.driver, channel.track.stream.handle
@@ -319,7 +331,9 @@ def _copier(
     )
 
 
-def _copy_by_host(channel: Channel, far: Site, dst: OnDevice, src: OnDevice, moved: Moved) -> None:
+def _copy_by_host(
+    channel: Channel, far: Site, dst: DeviceOperand, src: DeviceOperand, moved: Moved
+) -> None:
     """Where the hardware has no way between the two."""
     chunks = channel.lane.chunks
     go = chunks.fetch if dst.device == channel.ordinal else chunks.send
@@ -329,15 +343,17 @@ def _copy_by_host(channel: Channel, far: Site, dst: OnDevice, src: OnDevice, mov
 # -- telling how far it is ----------------------------------------------------------------------
 
 
-def _progress(channel: Channel, tell: Tell | None, nbytes: int) -> Progress | None:
-    return None if tell is None else Progress(tell, nbytes, channel.holding.completion.door)
+def _progress(
+    channel: Channel, tell: ProgressCallback | None, nbytes: int
+) -> ProgressReporter | None:
+    return None if tell is None else ProgressReporter(tell, nbytes, channel.holding.completion.door)
 
 
-def _moved(progress: Progress | None) -> Moved:
+def _moved(progress: ProgressReporter | None) -> Moved:
     return (lambda _: None) if progress is None else progress.moved
 
 
-def _told(progress: Progress, buffer: Buffer) -> None:
+def _told(progress: ProgressReporter, buffer: Buffer) -> None:
     try:
         progress.finish()
     except BaseException:

@@ -13,8 +13,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from greensched.device.buffers import Buffer, Owned, PinnedBuffer
-from greensched.device.foreign_arrays import Borrowed
+from greensched.device.buffers import Buffer, Closable, PinnedBuffer
+from greensched.device.foreign_arrays import ForeignArray
 from greensched.errors import (
     Closed,
     CUDAError,
@@ -31,10 +31,10 @@ from greensched.execution.threads import Crew
 from greensched.typing import CaptureMode, ExecutableHandle, GraphHandle
 
 #: What a graph uses, and whether it writes it.
-Used = tuple[Buffer | PinnedBuffer | Borrowed, bool]
+Used = tuple[Buffer | PinnedBuffer | ForeignArray, bool]
 
 
-class Graph(Owned):
+class Graph(Closable):
     """Work that was captured, to be launched again and again, on whatever SMs.
 
     Made by `Partition.capture`. It outlives leases. `close()` it, or use it in a `with` block; a
@@ -57,7 +57,7 @@ class Graph(Owned):
         self.device = device
         self._function, self._args, self._kwargs = function, args, kwargs
         #: Where it was captured so far.
-        self._captured: dict[Crew, _Captured] = {}
+        self._captured: dict[Crew, _CapturedGraph] = {}
         given = (*args, *kwargs.values())
         #: Known once it was captured; the same wherever it is.
         self._uses: tuple[Used, ...] = tuple(
@@ -123,37 +123,37 @@ class Graph(Owned):
         """The first time: what it uses is known afterwards."""
 
         def capture(*args: Any, **kwargs: Any) -> Graph:
-            captured.make(partial(self._function, *args, **kwargs), self._learn)
+            captured.make(partial(self._function, *args, **kwargs), self._record_uses)
             self._captured[captured.crew] = captured
             return self
 
-        captured = _Captured(channel)
+        captured = _CapturedGraph(channel)
         return calls.run(channel, capture, self._args, dict(self._kwargs))
 
-    def _capture_again(self, channel: Channel) -> _Captured:
+    def _capture_again(self, channel: Channel) -> _CapturedGraph:
         """For SMs it was not captured on yet."""
 
         def capture(*args: Any, **kwargs: Any) -> None:
-            captured.make(partial(function, *args, **kwargs), self._compare)
+            captured.make(partial(function, *args, **kwargs), self._check_uses)
 
-        function, captured = self._function, _Captured(channel)
+        function, captured = self._function, _CapturedGraph(channel)
         captured.again = calls.run(channel, capture, self._args, dict(self._kwargs))
         others = {crew: one for crew, one in self._captured.items() if not one.is_closed}
         self._captured = {**others, captured.crew: captured}
         return captured
 
-    def _learn(self, recorded: Sequence[Used]) -> None:
+    def _record_uses(self, recorded: Sequence[Used]) -> None:
         """What it uses: what the function was given, and what kernels were launched with."""
         uses = {id(used): (used, write) for used, write in self._uses}
         for used, write in recorded:
             uses[id(used)] = (used, write or uses.get(id(used), (used, False))[1])
         self._uses = tuple(uses.values())
 
-    def _compare(self, recorded: Sequence[Used]) -> None:
+    def _check_uses(self, recorded: Sequence[Used]) -> None:
         """Other buffers than the first time would be ordered behind nobody, and kept by nobody."""
         known = {id(used): write for used, write in self._uses}
         for used, write in recorded:
-            if not isinstance(used, Borrowed) and known.get(id(used), not write) < write:
+            if not isinstance(used, ForeignArray) and known.get(id(used), not write) < write:
                 raise InvalidCapture(
                     f"on these SMs it uses {used!r} as it did not the first time; it must use the "
                     "same buffers wherever it is captured"
@@ -165,7 +165,7 @@ class Graph(Owned):
         return f"<Graph of {name}: {state}>"
 
 
-class _Captured:
+class _CapturedGraph:
     """A graph on one lane. Made and closed by the lane's worker, kept with what users keep there.
 
     It does not know its `Graph`: a forgotten one is closed though the lane still has this.

@@ -9,10 +9,10 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Generic
 
 from greensched._asynclib import is_asynchronous, running_asyncio, running_trio
-from greensched.device.buffers import Owned
-from greensched.device.streams import Track
+from greensched.device.buffers import Closable
+from greensched.device.streams import TicketedStream
 from greensched.errors import InvalidRequest, WouldBlock, WrongThread, too_late
-from greensched.execution.eventloop.adapters import Door, Waiter
+from greensched.execution.eventloop.adapters import LoopAdapter, Waiter
 from greensched.execution.eventloop.trio import until_done
 from greensched.typing import T
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:  # what stands above: a track only knows that it has somebody'
     from greensched.execution.threads import Crew
 
 #: Told how far a copy is: bytes done, and bytes in all.
-Tell = Callable[[int, int], object]
+ProgressCallback = Callable[[int, int], object]
 
 
-class Progress:
+class ProgressReporter:
     """Tells a caller how far his copy is, on the thread of his loop.
 
     Reports that the loop had no turn for are one, the newest; so they never pile up.
@@ -36,7 +36,7 @@ class Progress:
 
     __slots__ = ("_done", "_door", "_error", "_is_posted", "_nbytes", "_owner", "_tell", "_told")
 
-    def __init__(self, tell: object, nbytes: int, door: Door) -> None:
+    def __init__(self, tell: object, nbytes: int, door: LoopAdapter) -> None:
         if not callable(tell) or is_asynchronous(tell):
             raise InvalidRequest(
                 f"progress={tell!r}: give a plain function of bytes done and in all"
@@ -108,7 +108,9 @@ class Job(Generic[T]):
     _drop: Callable[[], object]
     _is_seen = False
 
-    def __init__(self, track: Track, ticket: int, what: str, failures: list[Job[Any]]) -> None:
+    def __init__(
+        self, track: TicketedStream, ticket: int, what: str, failures: list[Job[Any]]
+    ) -> None:
         self._failures = failures
         #: Where its ticket is written.
         self.track = track
@@ -185,7 +187,7 @@ class Job(Generic[T]):
             self._was_seen()
             raise self._error
         value = self._value
-        if value is not None and isinstance(value, Owned):
+        if value is not None and isinstance(value, Closable):
             value.is_known = True
         return value  # type: ignore[no-any-return]  # T, or None where T is None
 

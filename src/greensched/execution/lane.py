@@ -14,16 +14,16 @@ from contextlib import ExitStack
 
 from greensched.context import Context
 from greensched.device.device import Device
-from greensched.device.launch import Arguments, LaunchConfig, Plan, check_limits
+from greensched.device.launch import KernelArguments, LaunchConfig, PreparedLaunch, check_limits
 from greensched.device.resources import (
     ContextOptions,
     SMResource,
     WorkqueueResource,
     max_cluster_size,
 )
-from greensched.device.staging import Chunks, Staging
-from greensched.device.streams import EventTrack, Track
-from greensched.device.tickets import Words
+from greensched.device.staging import ChunkedCopier, StagingPool
+from greensched.device.streams import EventTicketedStream, TicketedStream
+from greensched.device.tickets import TicketMemory
 from greensched.errors import run_all
 from greensched.kernels import Kernel
 
@@ -54,8 +54,8 @@ class Lane:
         device: Device,
         resources: Sequence[SMResource | WorkqueueResource],
         mask: int,
-        words: Words,
-        staging: Staging,
+        words: TicketMemory,
+        staging: StagingPool,
     ) -> None:
         self.device = device
         self.mask = mask
@@ -76,29 +76,29 @@ class Lane:
             #: Of the chunks; kept here, so that they outlive their context where it ends at once.
             self._first = self.context.create_event()
             self._second = self.context.create_event()
-            self.chunks = Chunks(self.launches, (self._first, self._second), staging)
+            self.chunks = ChunkedCopier(self.launches, (self._first, self._second), staging)
             #: Copies beside the launches, and their chunks; made when first needed.
-            self.copies: Track | None = None
-            self.beside: Chunks | None = None
+            self.copies: TicketedStream | None = None
+            self.beside: ChunkedCopier | None = None
         except BaseException:
             self.context.close()  # and with it whatever was made
             raise
         #: Launches made ready, by kernel and geometry; their values are set at each launch.
-        self.plans: dict[tuple[Kernel, LaunchConfig], Plan] = {}
+        self.plans: dict[tuple[Kernel, LaunchConfig], PreparedLaunch] = {}
         #: Those of bound launches that are over, for the next that binds the same.
-        self.spare: dict[tuple[Kernel, LaunchConfig], list[Plan]] = {}
+        self.spare: dict[tuple[Kernel, LaunchConfig], list[PreparedLaunch]] = {}
         #: Kernels that were loaded for these SMs, or launched on them: no launch blocks any more.
         self.loaded: set[Kernel] = set()
         #: Jobs in flight on a track at most.
-        self.depth = min(DEPTH, EventTrack.DEPTH - 1) if self.uses_events else DEPTH
+        self.depth = min(DEPTH, EventTicketedStream.DEPTH - 1) if self.uses_events else DEPTH
 
     @property
     def uses_events(self) -> bool:
         """Whether its tickets are events, because its driver's streams cannot write words."""
-        return isinstance(self.launches, EventTrack)
+        return isinstance(self.launches, EventTicketedStream)
 
     @property
-    def tracks(self) -> tuple[Track, ...]:
+    def tracks(self) -> tuple[TicketedStream, ...]:
         """All of them."""
         both = self.launches, self.runs
         return both if self.copies is None else (*both, self.copies)
@@ -108,7 +108,7 @@ class Lane:
         """Whether every ticket issued is reached."""
         return all(track.is_idle for track in self.tracks)
 
-    def new_copies(self) -> Track:
+    def new_copies(self) -> TicketedStream:
         """A track for copies beside the launches; whoever asked publishes it. Blocks.
 
         Its stream is the primary's: a copy engine moves the bytes, and no SM.
@@ -121,7 +121,7 @@ class Lane:
             undo.callback(first.close)
             second = primary.create_event()
             undo.pop_all()
-        self.beside = Chunks(track, (first, second), self._staging)
+        self.beside = ChunkedCopier(track, (first, second), self._staging)
         return track
 
     def load(self, kernel: Kernel) -> None:
@@ -129,7 +129,7 @@ class Lane:
         self.device.loader.load(kernel)
         self.loaded.add(kernel)
 
-    def plan(self, kernel: Kernel, config: LaunchConfig) -> Plan | None:
+    def plan(self, kernel: Kernel, config: LaunchConfig) -> PreparedLaunch | None:
         """A launch made ready, and kept; None: the kernel was never loaded here. Never blocks.
 
         Raises:
@@ -137,13 +137,13 @@ class Lane:
         """
         plan = self.plans.get((kernel, config))
         if plan is None and kernel in self.loaded:
-            plan = self.new_plan(kernel, config, Arguments(kernel, self.device.ordinal))
+            plan = self.new_plan(kernel, config, KernelArguments(kernel, self.device.ordinal))
             if len(self.plans) >= PLANS:
                 self.plans.clear()
             self.plans[kernel, config] = plan
         return plan
 
-    def keep(self, plan: Plan) -> None:
+    def keep(self, plan: PreparedLaunch) -> None:
         """A bound launch is over: its plan is for the next; of each kind a few are kept."""
         left = self.spare.get(plan.kind)
         if left is None:
@@ -154,12 +154,14 @@ class Lane:
             plan.arguments.buffers.clear()  # it keeps nobody's memory
             left.append(plan)
 
-    def new_plan(self, kernel: Kernel, config: LaunchConfig, arguments: Arguments) -> Plan:
+    def new_plan(
+        self, kernel: Kernel, config: LaunchConfig, arguments: KernelArguments
+    ) -> PreparedLaunch:
         """A launch of a kernel that has its handle, with arguments of its own. Never blocks."""
         handle = self.device.loader.loaded(kernel)
         assert handle is not None
         check_limits(kernel, handle, config, self.device.facts, self.device.driver)
-        return Plan(self.launches.stream, config, kernel, handle, arguments)
+        return PreparedLaunch(self.launches.stream, config, kernel, handle, arguments)
 
     def fail(self, fault: BaseException) -> None:
         """After a device fault, or the end of the pool over it, no ticket is waited for."""

@@ -6,7 +6,7 @@ and submits whatever comes behind it until then.
 
 from __future__ import annotations
 
-from greensched.device.launch import Arguments, LaunchConfig, Plan, check_launch
+from greensched.device.launch import KernelArguments, LaunchConfig, PreparedLaunch, check_launch
 from greensched.errors import GreenschedError, WouldBlock
 from greensched.execution.jobs import Job
 from greensched.execution.submission import Channel, order_behind
@@ -14,7 +14,7 @@ from greensched.kernels import Kernel
 
 
 def launch(
-    channel: Channel, kernel: Kernel, config: LaunchConfig, args: tuple[object, ...]
+    channel: Channel, config: LaunchConfig, kernel: Kernel, args: tuple[object, ...]
 ) -> Job[None]:
     """See `Partition.launch`."""
     try:
@@ -22,11 +22,11 @@ def launch(
     except TypeError:  # of a kind that cannot even be looked up; refused below, by name
         plan = None
     if plan is None:
-        plan = _first_plan(channel, kernel, config)
+        plan = _first_plan(channel, config, kernel)
     track = channel.track
     issued = track.issued
     if plan is None or track.submitted != issued or track.first_uses:
-        return _launch_later(channel, kernel, config, args)
+        return _launch_later(channel, config, kernel, args)
     arguments, ticket = plan.arguments, issued + 1
     if arguments.pack(args, track, ticket):
         return channel.submit_now(plan.fire, kernel.name, ticket)
@@ -35,7 +35,7 @@ def launch(
     arguments.buffers.clear()
     lagging, behind = channel.others(track, uses)
     if lagging:
-        return _launch_later(channel, kernel, config, args)
+        return _launch_later(channel, config, kernel, args)
     for buffer, write in uses:
         buffer.note(track, ticket, write=write)
 
@@ -46,10 +46,10 @@ def launch(
     return channel.submit_now(fire if behind else plan.fire, kernel.name, ticket)
 
 
-def prepare(channel: Channel, kernel: Kernel, config: LaunchConfig) -> Job[None]:
+def prepare(channel: Channel, config: LaunchConfig, kernel: Kernel) -> Job[None]:
     """See `Partition.prepare`."""
     device = channel.lane.device
-    check_launch(kernel, config, device.facts, device.driver)
+    check_launch(config, kernel, device.facts, device.driver)
     runs, holding = channel.lane.runs, channel.holding
     job: Job[None] = Job(runs, runs.issue(), f"prepare {kernel.name}", holding.failed)
 
@@ -64,8 +64,8 @@ def prepare(channel: Channel, kernel: Kernel, config: LaunchConfig) -> Job[None]
 
 
 def packed(
-    channel: Channel, kernel: Kernel, config: LaunchConfig, args: tuple[object, ...]
-) -> Plan:
+    channel: Channel, config: LaunchConfig, kernel: Kernel, args: tuple[object, ...]
+) -> PreparedLaunch:
     """A launch of one's own with these values, for `Partition.bind`. Raises what that does.
 
     Most of what is bound was bound before on these SMs, by a lease that is over: what that left is
@@ -80,32 +80,32 @@ def packed(
         plan = left.pop()
         plan.arguments.fill(args)
         return plan
-    arguments = checked(channel, kernel, config, args)
+    arguments = checked(channel, config, kernel, args)
     first = lane.plan(kernel, config)
     if first is None:
         raise WouldBlock(
             f"kernel {kernel.name!r} was not used on these SMs yet: "
-            "`await p.prepare(kernel, config)` first, or give it to Pool(prepare=[...])"
+            "`await p.prepare(config, kernel)` first, or give it to Pool(prepare=[...])"
         )
     return first.having(arguments)
 
 
 def checked(
-    channel: Channel, kernel: Kernel, config: LaunchConfig, args: tuple[object, ...]
-) -> Arguments:
+    channel: Channel, config: LaunchConfig, kernel: Kernel, args: tuple[object, ...]
+) -> KernelArguments:
     """The arguments of a launch, packed. Raises what `Partition.launch` does."""
     device = channel.lane.device
-    check_launch(kernel, config, device.facts, device.driver)
-    arguments = Arguments(kernel, device.ordinal)
+    check_launch(config, kernel, device.facts, device.driver)
+    arguments = KernelArguments(kernel, device.ordinal)
     arguments.fill(args)
     return arguments
 
 
 def _launch_later(
-    channel: Channel, kernel: Kernel, config: LaunchConfig, args: tuple[object, ...]
+    channel: Channel, config: LaunchConfig, kernel: Kernel, args: tuple[object, ...]
 ) -> Job[None]:
     """By the mover: it must be loaded first, or something else submitted first."""
-    arguments = checked(channel, kernel, config, args)
+    arguments = checked(channel, config, kernel, args)
     uses = tuple(arguments.buffers.values())
 
     def step(_: int) -> None:
@@ -118,13 +118,13 @@ def _launch_later(
     return channel.submit(kernel.name, step, uses, may_block=True)
 
 
-def _first_plan(channel: Channel, kernel: Kernel, config: LaunchConfig) -> Plan | None:
+def _first_plan(channel: Channel, config: LaunchConfig, kernel: Kernel) -> PreparedLaunch | None:
     """Another geometry of a kernel that was loaded here is made ready at once.
 
     What the driver has against it is the job's failure, as of any launch.
     """
     device = channel.lane.device
-    check_launch(kernel, config, device.facts, device.driver)
+    check_launch(config, kernel, device.facts, device.driver)
     try:
         return channel.lane.plan(kernel, config)
     except GreenschedError:

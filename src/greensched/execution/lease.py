@@ -14,11 +14,11 @@ from functools import partial
 from typing import Any, Final, Protocol
 
 from greensched.errors import CUDAError
-from greensched.execution.completion import Completion
+from greensched.execution.completion import CompletionPoller
 from greensched.execution.eventloop.adapters import Waiter
 from greensched.execution.jobs import Job
 from greensched.execution.threads import Crew
-from greensched.scheduling.requests import Lease
+from greensched.scheduling.requests import Grant
 
 logger = logging.getLogger("greensched")
 
@@ -29,15 +29,15 @@ BATCH: Final = 64
 MOST: Final = 4 * BATCH
 
 
-class Keeper(Protocol):
+class LeaseListener(Protocol):
     """Who is told how a holding ends: the pool."""
 
-    def draining(self, holding: Holding) -> None: ...
+    def draining(self, holding: Lease) -> None: ...
 
-    def over(self, holding: Holding) -> None: ...
+    def over(self, holding: Lease) -> None: ...
 
 
-class BoundLaunch(Protocol):
+class BoundHandle(Protocol):
     """A bound launch: over with the lease."""
 
     def close(self) -> None: ...
@@ -47,7 +47,7 @@ class BoundLaunch(Protocol):
     def move(self, channel: Any) -> None: ...
 
 
-class Holding:
+class Lease:
     """One lease of a crew, by one loop.
 
     Args:
@@ -58,7 +58,9 @@ class Holding:
             that all work is done; on the thread of whatever loop then looks after it.
     """
 
-    def __init__(self, lease: Lease, crew: Crew, completion: Completion, keeper: Keeper) -> None:
+    def __init__(
+        self, lease: Grant, crew: Crew, completion: CompletionPoller, keeper: LeaseListener
+    ) -> None:
         self.lease = lease
         self.crew = crew
         self.completion = completion
@@ -75,7 +77,7 @@ class Holding:
         #: The stream of its launches was handed out: somebody may capture on it.
         self.is_lent = False
         #: What is bound, and must not launch once the cells are somebody else's.
-        self.bound: list[BoundLaunch] = []
+        self.bound: list[BoundHandle] = []
         #: Open, in a pool that works, and its stream never handed out: one thing to look at in
         #: each submission.
         self.is_plain = True
@@ -100,7 +102,7 @@ class Holding:
         """Something beyond our own tickets may have work on the lane from here on."""
         self.is_exposed = self.is_involved = True
 
-    def bind(self, bound: BoundLaunch) -> None:
+    def bind(self, bound: BoundHandle) -> None:
         """A bound launch is made on it, or moves to it."""
         self.bound.append(bound)
 
@@ -176,12 +178,12 @@ class Holding:
         self.crew.defer(self._record_whole, job, launches, job.ticket, self.completion)
         return job
 
-    def moved(self, crew: Crew) -> Holding:
+    def moved(self, crew: Crew) -> Lease:
         """The same lease on another lane, from now on; this lane has no work, and is let go."""
         for job in self.unfinished:
             job.finish()
         self.lapse()
-        moved = Holding(self.lease, crew, self.completion, self._keeper)
+        moved = Lease(self.lease, crew, self.completion, self._keeper)
         moved.failed = self.failed
         return moved
 
@@ -261,7 +263,7 @@ class Holding:
             bound.close()
         self.bound.clear()
 
-    def adopt(self, completion: Completion) -> None:
+    def adopt(self, completion: CompletionPoller) -> None:
         """The loop that held it is closed: another looks after it, and an open lease ends."""
         self.completion = completion
         self._waiters.clear()  # who waited was of the closed one, and does not go on
@@ -285,7 +287,7 @@ class Holding:
         self._waiters.append(waiter)
         return waiter
 
-    def _settle(self, asked: Completion) -> None:
+    def _settle(self, asked: CompletionPoller) -> None:
         """On the mover, after everything else of the lease: the whole green context's last ticket.
 
         Libraries put work on streams of their own; only the context knows them all. `asked` is

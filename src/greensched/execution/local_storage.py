@@ -22,7 +22,7 @@ logger = logging.getLogger("greensched")
 MOST = 64
 
 
-class Adopted(Protocol):
+class Disposable(Protocol):
     """What somebody owns, and may let go of before the lane ends."""
 
     @property
@@ -31,14 +31,14 @@ class Adopted(Protocol):
     def close(self) -> None: ...
 
 
-class Belongings:
+class ExecutorLocals:
     """Of one lane, by what made them. Changed on the lane's worker only, its context current."""
 
     def __init__(self) -> None:
         self._made: dict[Callable[[], Any], Any] = {}
-        self._adopted: dict[Adopted, None] = {}
+        self._adopted: dict[Disposable, None] = {}
         #: Let go of, and not closed yet.
-        self._released: deque[Adopted] = deque()
+        self._released: deque[Disposable] = deque()
 
     def __bool__(self) -> bool:
         return bool(self._made or self._adopted)
@@ -62,11 +62,11 @@ class Belongings:
             self._made[factory] = factory()
         return self._made[factory]  # type: ignore[no-any-return]  # its own T
 
-    def adopt(self, thing: Adopted) -> None:
+    def adopt(self, thing: Disposable) -> None:
         """Something that is closed with the lane, unless its owner lets go of it before."""
         self._adopted[thing] = None
 
-    def let_go(self, thing: Adopted) -> None:
+    def let_go(self, thing: Disposable) -> None:
         """It is closed by the next `tidy` that finds it idle. From any thread; takes no lock."""
         self._released.append(thing)
 

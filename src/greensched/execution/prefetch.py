@@ -16,14 +16,14 @@ import numpy.typing as npt
 from greensched.device import staging_ring
 from greensched.device.buffers import Buffer
 from greensched.errors import InvalidRequest
-from greensched.execution.background import Errand
+from greensched.execution.background import BackgroundTask
 from greensched.execution.jobs import Job
 from greensched.execution.submission import Channel
 
 Array = npt.NDArray[Any]
 
 
-class Feed:
+class Prefetcher:
     """What `Partition.feed` gives: an asynchronous iterator of buffers; for one task.
 
     Args:
@@ -67,7 +67,7 @@ class Feed:
         holding = channel.holding
         holding.is_involved = True
         if channel.lane.copies is None:
-            errand = Errand(holding.crew.make_copies)
+            errand = BackgroundTask(holding.crew.make_copies)
             holding.completion.errand()
             holding.crew.do_in_order(errand.do)
             try:

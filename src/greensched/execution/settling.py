@@ -5,17 +5,17 @@ A room of its own, because what awaits is Python in a compiled build, too.
 
 from __future__ import annotations
 
-from greensched.execution.lease import Holding
+from greensched.execution.lease import Lease
 
 
-async def wait_for_room(holding: Holding) -> None:
+async def wait_for_room(holding: Lease) -> None:
     """Waits until a bound launch can be submitted, or never will be."""
     launches = holding.crew.lane.launches
     while not holding.make_room() and launches.fault is None:
         await holding.next_room()
 
 
-async def settle(holding: Holding) -> None:
+async def settle(holding: Lease) -> None:
     """Waits until nothing of the lease runs or is queued, also what comes meanwhile.
 
     A cancellation changes nothing.
@@ -35,7 +35,7 @@ async def settle(holding: Holding) -> None:
             return
 
 
-async def wait_until_over(holding: Holding) -> None:
+async def wait_until_over(holding: Lease) -> None:
     """Waits for `over`. A cancellation leaves it as it is: it comes all the same."""
     while not holding.is_over:
         await holding.next_over()

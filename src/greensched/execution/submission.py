@@ -15,34 +15,34 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol, TypeVar
 
 from greensched._asynclib import get_ident
-from greensched.device.allocators import DeviceMemory, PinnedMemory
-from greensched.device.buffers import Allowance, Buffer, PinnedBuffer
+from greensched.device.allocators import DeviceAllocator, PinnedAllocator
+from greensched.device.buffers import Buffer, MemoryQuota, PinnedBuffer
 from greensched.device.device import Device
-from greensched.device.foreign_arrays import Borrowed
-from greensched.device.staging import Staging
-from greensched.device.staging_ring import Slots
-from greensched.device.streams import MASK, Track
-from greensched.errors import CUDAError, DeviceFault, InvalidRequest, Poisoned, WouldBlock
-from greensched.execution.call_context import Call
+from greensched.device.foreign_arrays import ForeignArray
+from greensched.device.staging import StagingPool
+from greensched.device.staging_ring import StagingRing
+from greensched.device.streams import MASK, TicketedStream
+from greensched.errors import CUDAError, DeviceFault, DeviceLost, InvalidRequest, WouldBlock
+from greensched.execution.call_context import CallContext
 from greensched.execution.jobs import Job
-from greensched.execution.lease import Holding
+from greensched.execution.lease import Lease
 
 T = TypeVar("T")
 
 #: A buffer a piece of work uses, and whether it writes it.
-Uses = Iterable[tuple[Buffer | PinnedBuffer | Borrowed, bool]]
+Uses = Iterable[tuple[Buffer | PinnedBuffer | ForeignArray, bool]]
 #: Up to which ticket somebody has yet to submit.
-Lagging = Mapping[Track, int]
+Lagging = Mapping[TicketedStream, int]
 
 
 class Site(Protocol):
     """What is shared by the partitions of one device."""
 
     device: Device
-    memory: DeviceMemory
-    pinned: PinnedMemory
-    slots: Slots
-    staging: Staging
+    memory: DeviceAllocator
+    pinned: PinnedAllocator
+    slots: StagingRing
+    staging: StagingPool
 
     @property
     def neighbours(self) -> Mapping[int, Site]:
@@ -66,10 +66,10 @@ class Channel:
 
     def __init__(
         self,
-        holding: Holding,
+        holding: Lease,
         site: Site,
         check_pool: Callable[[], None],
-        allowance: Allowance | None = None,
+        allowance: MemoryQuota | None = None,
     ) -> None:
         self.holding = holding
         self.site = site
@@ -83,7 +83,7 @@ class Channel:
         self.depth = self.lane.depth
         self.ordinal = self.lane.device.ordinal
         #: What is current in its calls, once there was one.
-        self.in_calls: Call | None = None
+        self.in_calls: CallContext | None = None
 
     def check(self) -> None:
         """Refuses what can be refused before anything is looked at.
@@ -93,7 +93,7 @@ class Channel:
             InvalidRequest: the stream is capturing.
         """
         if not self.has_room(self.track):
-            raise WouldBlock("too many jobs are in flight: `await p.ready()` first")
+            raise WouldBlock("too many jobs are in flight: `await p.drain()` first")
         self.check_capture()
 
     def check_capture(self) -> None:
@@ -107,7 +107,7 @@ class Channel:
             if driver.is_capturing(self.track.stream.handle):
                 raise InvalidRequest("the partition's stream is capturing: end the capture first")
 
-    def has_room(self, track: Track) -> bool:
+    def has_room(self, track: TicketedStream) -> bool:
         """Whether one more job can be in flight on a track."""
         return (track.issued - track.word[0]) & MASK < self.depth or track.is_idle
 
@@ -124,7 +124,7 @@ class Channel:
         uses: Uses = (),
         *,
         may_block: bool = False,
-        beside: Track | None = None,
+        beside: TicketedStream | None = None,
     ) -> Job[T]:
         """Submits one piece of work.
 
@@ -185,14 +185,14 @@ class Channel:
                 track.mark(ticket)
         except CUDAError as fault:
             holding.crew.home.lost(fault)
-            raise Poisoned(fault) from None
+            raise DeviceLost(fault) from None
         holding.unmarked = 0
         completion = holding.completion
         if track not in completion.tracks:
             completion.watch(track)
         return job
 
-    def others(self, track: Track, uses: Uses) -> tuple[Lagging, list[Track]]:
+    def others(self, track: TicketedStream, uses: Uses) -> tuple[Lagging, list[TicketedStream]]:
         """Who else uses the buffers: (who has not submitted a ticket yet, whom to wait for).
 
         A call of the same partition that has not returned is not among them: what is submitted
@@ -202,8 +202,8 @@ class Channel:
         Raises:
             InvalidRequest: one of them is capturing.
         """
-        lagging: dict[Track, int] = {}
-        behind: dict[Track, None] = {}
+        lagging: dict[TicketedStream, int] = {}
+        behind: dict[TicketedStream, None] = {}
         for buffer, write in uses:
             for other, ticket in buffer.before(track, write=write):
                 if other.has_submitted(ticket):
@@ -241,7 +241,7 @@ def ready(p: Holder) -> Channel:
     return p._ready()
 
 
-def order_behind(track: Track, lagging: Lagging, behind: Iterable[Track]) -> None:
+def order_behind(track: TicketedStream, lagging: Lagging, behind: Iterable[TicketedStream]) -> None:
     """Orders what follows on a track behind others; blocks for those who have yet to submit."""
     for other, ticket in lagging.items():
         other.wait_until_submitted(ticket)

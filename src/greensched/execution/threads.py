@@ -23,14 +23,14 @@ from typing import Any, Protocol
 
 from greensched._asynclib import leave_library
 from greensched.context import Context
-from greensched.device.streams import Track
+from greensched.device.streams import TicketedStream
 from greensched.driver.interface import Driver
 from greensched.errors import CUDAError, DeviceFault, run_all
-from greensched.execution.call_context import Call, running_call
-from greensched.execution.completion import CAPTURE_STATUSES, Completion
+from greensched.execution.call_context import CallContext, running_call
+from greensched.execution.completion import CAPTURE_STATUSES, CompletionPoller
 from greensched.execution.jobs import Job
 from greensched.execution.lane import Lane
-from greensched.execution.local_storage import Belongings
+from greensched.execution.local_storage import ExecutorLocals
 from greensched.typing import CaptureMode, Mailbox, T
 
 logger = logging.getLogger("greensched")
@@ -38,15 +38,15 @@ logger = logging.getLogger("greensched")
 Item = Callable[[], object]
 
 
-class Home(Protocol):
+class ExecutorHost(Protocol):
     """What a lane's threads need of the pool."""
 
-    def completion(self) -> Completion: ...
+    def completion(self) -> CompletionPoller: ...
 
     def lost(self, fault: BaseException) -> None: ...
 
 
-class Worker:
+class WorkerThread:
     """One thread, started when first needed, that does one item after another.
 
     Args:
@@ -141,7 +141,7 @@ class _Stop:
         self.ended = ended
 
 
-class _Errand:
+class _QueuedCall:
     """A function on its way to a worker, where it is called, and who is told when it was."""
 
     __slots__ = ("call", "completion", "context", "function", "job")
@@ -150,8 +150,8 @@ class _Errand:
         self,
         function: Callable[[], Any],
         job: Job[Any],
-        completion: Completion,
-        call: Call | None,
+        completion: CompletionPoller,
+        call: CallContext | None,
         context: ContextVars | None,
     ) -> None:
         self.function = function
@@ -170,7 +170,7 @@ class _Errand:
             self.job.succeed(value)
 
 
-def _within(call: Call | None, function: Callable[[], T]) -> T:
+def _within(call: CallContext | None, function: Callable[[], T]) -> T:
     """Calls a function, in a copy of its caller's context, where `current_call()` is this."""
     running_call.set(call)
     leave_library()
@@ -180,23 +180,23 @@ def _within(call: Call | None, function: Callable[[], T]) -> T:
 class Crew:
     """A lane and its threads."""
 
-    def __init__(self, lane: Lane, home: Home) -> None:
+    def __init__(self, lane: Lane, home: ExecutorHost) -> None:
         self.lane = lane
         self.home = home
         self.is_leased = False
         #: What users keep with the lane.
-        self.belongings = Belongings()
+        self.belongings = ExecutorLocals()
         driver, primary = lane.device.driver, lane.device.primary
         self.driver = driver
         name = f"greensched {lane.device.ordinal}:{lane.mask:x}"
-        self._worker = Worker(driver, f"{name} worker")  # calls enter the lane's own context
-        self._mover = Worker(driver, f"{name} mover", primary)
+        self._worker = WorkerThread(driver, f"{name} worker")  # calls enter the lane's own context
+        self._mover = WorkerThread(driver, f"{name} mover", primary)
         self._sleepers = {
-            lane.launches: Worker(driver, f"{name} sleeper", primary),
-            lane.runs: Worker(driver, f"{name} run sleeper", primary),
+            lane.launches: WorkerThread(driver, f"{name} sleeper", primary),
+            lane.runs: WorkerThread(driver, f"{name} run sleeper", primary),
         }
         #: Callables for the worker, and whether it is to look for them: woken once for many.
-        self._calls: deque[_Errand] = deque()
+        self._calls: deque[_QueuedCall] = deque()
         self._is_called = False
         self._block = lane.context.entered(wait=True)
         self._turn = lane.context.turn
@@ -218,7 +218,7 @@ class Crew:
         if lane.copies is None:
             track = lane.new_copies()
             name = f"greensched {lane.device.ordinal}:{lane.mask:x} copy sleeper"
-            self._sleepers[track] = Worker(self.driver, name, lane.device.primary)
+            self._sleepers[track] = WorkerThread(self.driver, name, lane.device.primary)
             track.crew = self
             lane.copies = track  # last: others may use it from here on
 
@@ -226,7 +226,7 @@ class Crew:
         """Has the mover do something, behind all that was deferred before."""
         _hand(self._mover, lambda _: step())
 
-    def sleep_until_done(self, track: Track, then: Callable[[bool], object]) -> bool:
+    def sleep_until_done(self, track: TicketedStream, then: Callable[[bool], object]) -> bool:
         """Has a thread block until what the track's event captured is done; False: none starts.
 
         `then` is told whether it is.
@@ -256,9 +256,9 @@ class Crew:
         self,
         step: Callable[[], Any],
         job: Job[Any],
-        track: Track,
+        track: TicketedStream,
         ticket: int,
-        completion: Completion,
+        completion: CompletionPoller,
     ) -> None:
         """Has the mover submit work, in the order of the calls, and then its ticket.
 
@@ -283,8 +283,8 @@ class Crew:
         self,
         function: Callable[[], Any],
         job: Job[Any],
-        completion: Completion,
-        where: Call | None = None,
+        completion: CompletionPoller,
+        where: CallContext | None = None,
     ) -> None:
         """Has the worker call a function, on the run stream, with the lane's context current.
 
@@ -300,7 +300,9 @@ class Crew:
                 itself alone. None: the function is ours.
         """
         launches = self.lane.launches
-        call = _Errand(function, job, completion, where, None if where is None else copy_context())
+        call = _QueuedCall(
+            function, job, completion, where, None if where is None else copy_context()
+        )
         completion.errand()
         if launches.submitted == launches.issued and not self._on_the_way:
             self._enqueue(call)
@@ -313,7 +315,7 @@ class Crew:
         self._on_the_way.append(None)
         _hand(self._mover, forward)
 
-    def _enqueue(self, call: _Errand) -> None:
+    def _enqueue(self, call: _QueuedCall) -> None:
         self._calls.append(call)
         self._call_worker()
 
@@ -341,7 +343,7 @@ class Crew:
         """
         self._is_called = False  # first: who comes from here on wakes the thread again
         calls = self._calls
-        made: _Errand | None = None
+        made: _QueuedCall | None = None
         try:
             if refused is not None:
                 raise refused
@@ -361,7 +363,7 @@ class Crew:
         if calls:  # behind one that could not be made: they try for themselves
             self._call_worker()
 
-    def _call(self, call: _Errand) -> None:
+    def _call(self, call: _QueuedCall) -> None:
         lane = self.lane
         try:
             if not lane.launches.is_idle:
@@ -370,7 +372,7 @@ class Crew:
         except BaseException as error:
             call.job.fail(error)
 
-    def _made(self, call: _Errand) -> None:
+    def _made(self, call: _QueuedCall) -> None:
         """The callable has returned: its ticket comes when what it left on the stream is done."""
         runs, ticket = self.lane.runs, call.job.ticket
         try:
@@ -382,7 +384,7 @@ class Crew:
             self.home.lost(error)
         call.completion.deliver_threadsafe()
 
-    def _has_nothing(self, track: Track) -> bool:
+    def _has_nothing(self, track: TicketedStream) -> bool:
         """Whether a track's stream has no work, or had but a capture: that is dropped."""
         try:
             return self.driver.query_stream(track.stream.handle)
@@ -392,7 +394,7 @@ class Crew:
             self.drop_capture(track)
             return self.driver.query_stream(track.stream.handle)
 
-    def drop_capture(self, track: Track) -> None:
+    def drop_capture(self, track: TicketedStream) -> None:
         """Ends a capture that was left open on a track's stream, or our ticket would go into it.
 
         Raises:
@@ -417,7 +419,7 @@ class Crew:
     # -- its end -----------------------------------------------------------------------------------
 
     @property
-    def _threads(self) -> tuple[Worker, ...]:
+    def _threads(self) -> tuple[WorkerThread, ...]:
         return self._worker, self._mover, *self._sleepers.values()
 
     def close(self) -> None:
@@ -443,7 +445,7 @@ class Crew:
             thread.dismiss()
 
 
-def _hand(worker: Worker, item: Callable[[Exception | None], object]) -> None:
+def _hand(worker: WorkerThread, item: Callable[[Exception | None], object]) -> None:
     """Has a worker do something. Where no thread can be started it is told so, here and now.
 
     It must come to its end all the same: a ticket that is never written holds its lane for ever.

@@ -19,17 +19,17 @@ from typing import Any
 
 import cupy
 
-from greensched import Call, Partition, around_calls, call_of
+from greensched import CallContext, Partition, call_context, register_call_hook
 
 
-def stream(where: Partition | Call | None = None) -> Any:
+def stream(where: Partition | CallContext | None = None) -> Any:
     """CuPy's view of a partition's stream, or of the running call's. As good as the lease.
 
     Raises:
         InvalidRequest: neither is there, or the GPU is simulated.
         WouldBlock: as `Partition.stream`.
     """
-    return cupy.cuda.Stream.from_external(call_of(where).stream)
+    return cupy.cuda.Stream.from_external(call_context(where).stream)
 
 
 @contextmanager
@@ -50,7 +50,7 @@ def current(p: Partition, *arrays: Any) -> Iterator[Any]:
         InvalidRequest: the GPU is simulated: CuPy cannot work there.
         WouldBlock: as `Partition.stream`.
     """
-    call = call_of(p)
+    call = call_context(p)
     ours = stream(call)
     call.stream.follow(_address(cupy.cuda.get_current_stream(call.device)))
     with call.entered(), cupy.cuda.Device(call.device), ours:
@@ -58,11 +58,14 @@ def current(p: Partition, *arrays: Any) -> Iterator[Any]:
             yield ours
         finally:
             if arrays:
-                p.keep(*arrays)
+                p.keep_alive(*arrays)
 
 
-def around_call(call: Call, given: Sequence[object]) -> Callable[[Callable[[], Any]], Any] | None:  # noqa: ARG001  any argument may be CuPy's
-    """What `p.run` does for CuPy once this module is imported; see `greensched.around_calls`.
+def around_call(
+    call: CallContext,
+    given: Sequence[object],  # noqa: ARG001  any argument may be of this library
+) -> Callable[[Callable[[], Any]], Any] | None:
+    """What `p.run` does for CuPy once this module is imported; see `greensched.register_call_hook`.
 
     The call's stream comes behind CuPy's current stream of who submits it, and is CuPy's current
     one in the call. The arguments live until it is done.
@@ -84,4 +87,4 @@ def _address(theirs: Any) -> int:
     return int(theirs.ptr) or 1
 
 
-around_calls(around_call)
+register_call_hook(around_call)

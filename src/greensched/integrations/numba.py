@@ -18,11 +18,11 @@ from typing import Any
 
 from numba import cuda
 
-from greensched import Call, Partition, call_of
+from greensched import CallContext, Partition, call_context
 
 
 @contextmanager
-def on(where: Partition | Call | None = None) -> Iterator[Any]:
+def on(where: Partition | CallContext | None = None) -> Iterator[Any]:
     """A block for numba's launches and copies on a partition's stream; no `await` inside.
 
     The primary context is current in it: numba works in no other (its `external_stream` does not
@@ -38,7 +38,7 @@ def on(where: Partition | Call | None = None) -> Iterator[Any]:
         InvalidRequest: neither is there, or the GPU is simulated.
         WouldBlock: as `Partition.stream`.
     """
-    call = call_of(where)
+    call = call_context(where)
     with call.entered(), call.stream.context.primary.entered():
         cuda.select_device(call.device)
         yield cuda.external_stream(call.stream.address)

@@ -7,7 +7,7 @@
         z = model(x)
     gs_torch.take(p, z)                 # ... and for using that elsewhere
 
-A tensor is a kernel argument as it is (`p.launch(kernel, config, x)`): by DLPack, behind torch's
+A tensor is a kernel argument as it is (`p.launch(config, kernel, x)`): by DLPack, behind torch's
 current stream. On a simulated GPU torch works on the CPU, and everything here lets it.
 """
 
@@ -21,18 +21,18 @@ from typing import Any, Protocol
 
 import torch
 
-from greensched import Call, Partition, around_calls, call_of, current_call
+from greensched import CallContext, Partition, call_context, current_call, register_call_hook
 from greensched.errors import InvalidRequest
 
 
-def stream(where: Partition | Call | None = None) -> torch.cuda.ExternalStream:
+def stream(where: Partition | CallContext | None = None) -> torch.cuda.ExternalStream:
     """Torch's view of a partition's stream, or of the running call's. As good as the lease.
 
     Raises:
         InvalidRequest: neither is there, or the GPU is simulated.
         WouldBlock: as `Partition.stream`.
     """
-    call = call_of(where)
+    call = call_context(where)
     return torch.cuda.ExternalStream(call.stream.address, device=call.device)
 
 
@@ -69,7 +69,7 @@ def current(p: Partition, *tensors: torch.Tensor) -> Iterator[torch.cuda.Stream 
             # Not `record_stream`: torch would mark our stream when it frees them, which may be long
             # after the pool has ended it, and ends the process then.
             if tensors:
-                p.keep(*tensors)
+                p.keep_alive(*tensors)
 
 
 def take(p: Partition, *tensors: torch.Tensor) -> None:
@@ -135,8 +135,11 @@ def sized(library: SizesGrids) -> Iterator[int]:
 _sizing = threading.Lock()
 
 
-def around_call(call: Call, given: Sequence[object]) -> Callable[[Callable[[], Any]], Any] | None:  # noqa: ARG001  core keeps them all
-    """What `p.run` does for torch once this module is imported; see `greensched.around_calls`.
+def around_call(
+    call: CallContext,
+    given: Sequence[object],  # noqa: ARG001  any argument may be of this library
+) -> Callable[[Callable[[], Any]], Any] | None:
+    """What `p.run` does for torch, a call hook registered when this module is imported.
 
     The call's stream comes behind torch's current stream of who submits it, and is torch's current
     one in the call. The arguments live until it is done. What is returned, be it in tuples, lists
@@ -214,4 +217,4 @@ def _tensors(result: object) -> Iterator[torch.Tensor]:
             yield from _tensors(value)
 
 
-around_calls(around_call)
+register_call_hook(around_call)

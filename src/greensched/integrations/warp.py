@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import warp
 
-from greensched import Call, Partition, call_of
+from greensched import CallContext, Partition, call_context
 
 
-def stream(where: Partition | Call | None = None) -> warp.Stream:
+def stream(where: Partition | CallContext | None = None) -> warp.Stream:
     """Warp's view of a partition's stream, or of the running call's. As good as the lease.
 
     It comes behind what Warp's own current stream has now.
@@ -25,7 +25,7 @@ def stream(where: Partition | Call | None = None) -> warp.Stream:
         InvalidRequest: neither is there, or the GPU is simulated.
         WouldBlock: as `Partition.stream`.
     """
-    call = call_of(where)
+    call = call_context(where)
     device = warp.get_cuda_device(call.device)
     theirs = warp.get_stream(device).cuda_stream
     call.stream.follow(int(theirs) or 1)

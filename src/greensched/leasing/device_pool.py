@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from greensched.device.allocators import DeviceMemory, PinnedMemory
+from greensched.device.allocators import DeviceAllocator, PinnedAllocator
 from greensched.device.device import Device
 from greensched.device.launch import check_runnable
 from greensched.device.resources import (
@@ -26,9 +26,9 @@ from greensched.device.resources import (
     WorkqueueResource,
     WorkqueueResourceOptions,
 )
-from greensched.device.staging import Staging
-from greensched.device.staging_ring import Slots
-from greensched.device.tickets import Words
+from greensched.device.staging import StagingPool
+from greensched.device.staging_ring import StagingRing
+from greensched.device.tickets import TicketMemory
 from greensched.errors import (
     CUDAError,
     InvalidCombination,
@@ -38,9 +38,9 @@ from greensched.errors import (
     run_all,
 )
 from greensched.execution.lane import Lane
-from greensched.execution.threads import Crew, Home
+from greensched.execution.threads import Crew, ExecutorHost
 from greensched.kernels import Kernel
-from greensched.scheduling.cells import Cells
+from greensched.scheduling.cells import DeviceCells
 from greensched.typing import Feature
 
 logger = logging.getLogger("greensched")
@@ -59,16 +59,16 @@ STREAMS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class DeviceSplit:
     """A device cut into cells: its equal groups, and what was left over."""
 
     whole: SMResource
     groups: tuple[SMResource, ...]
     remainder: SMResource | None
-    cells: Cells
+    cells: DeviceCells
 
 
-class Site:
+class DevicePool:
     """A device of a pool.
 
     Args:
@@ -84,7 +84,7 @@ class Site:
     def __init__(
         self,
         device: Device,
-        home: Home,
+        home: ExecutorHost,
         kernels: Sequence[Kernel] = (),
         reserve_bytes: int = 0,
         *,
@@ -95,19 +95,19 @@ class Site:
         self._home = home
         self._kernels = kernels
         #: The other devices of the pool, by ordinal; known once all are opened.
-        self.neighbours: Mapping[int, Site] = {}
+        self.neighbours: Mapping[int, DevicePool] = {}
         self.crews: OrderedDict[int, Crew] = OrderedDict()
-        self.lanes_made = 0
+        self.executors_made = 0
         try:
             self._queues = [_balanced(device)] if balanced else []
-            self.words = Words(device.primary)
-            self.cut = cut(device, fine=fine)
+            self.words = TicketMemory(device.primary)
+            self.cut = split_device(device, fine=fine)
             self._try_words()
             self.menu = frozenset(self.cells.menu(MENU))
-            self.slots = Slots(device.primary)
-            self.staging = Staging(device.primary)
-            self.memory = DeviceMemory(device.primary, self.words)
-            self.pinned = PinnedMemory(device.primary)
+            self.slots = StagingRing(device.primary)
+            self.staging = StagingPool(device.primary)
+            self.memory = DeviceAllocator(device.primary, self.words)
+            self.pinned = PinnedAllocator(device.primary)
             self.memory.reserve(reserve_bytes)
             if kernels:  # at most so many lanes are leased at once
                 self.staging.prepare(self.cells.count + bool(self.cells.leftover))
@@ -117,7 +117,7 @@ class Site:
             raise
 
     @property
-    def cells(self) -> Cells:
+    def cells(self) -> DeviceCells:
         """What planning counts with."""
         return self.cut.cells
 
@@ -159,7 +159,7 @@ class Site:
             lane = Lane(self.device, self._resources(mask), mask, self.words, self.staging)
             crew = Crew(lane, self._home)
             self._prepare(crew)
-            self.lanes_made += 1
+            self.executors_made += 1
         return crew
 
     def _prepare(self, crew: Crew) -> None:
@@ -188,12 +188,12 @@ class Site:
         return idle[: max(0, len(extra) - EXTRA)]
 
     def _resources(self, mask: int) -> list[SMResource | WorkqueueResource]:
-        cut = self.cut
+        split_device = self.cut
         if mask & self.cells.every == self.cells.every:  # alone, or as one of several there
-            return [cut.whole, *self._queues]
-        chosen = [group for i, group in enumerate(cut.groups) if mask >> i & 1]
-        if mask & self.cells.leftover and cut.remainder is not None:
-            chosen.append(cut.remainder)
+            return [split_device.whole, *self._queues]
+        chosen = [group for i, group in enumerate(split_device.groups) if mask >> i & 1]
+        if mask & self.cells.leftover and split_device.remainder is not None:
+            chosen.append(split_device.remainder)
         return [*chosen, *self._queues]
 
     # -- its end -----------------------------------------------------------------------------------
@@ -260,7 +260,7 @@ class Site:
         self.memory.fault = self.pinned.fault = fault
 
 
-def cut(device: Device, *, fine: bool = False) -> Cut:
+def split_device(device: Device, *, fine: bool = False) -> DeviceSplit:
     """Cuts a device into its smallest cells, and finds out whether the remainder joins them.
 
     One split only: a second one would overlap the first.
@@ -282,8 +282,8 @@ def cut(device: Device, *, fine: bool = False) -> Cut:
         groups, remainder = whole.split_evenly(whole.min_partition_size)
     left = remainder.sm_count if remainder is not None else 0
     joins = remainder is not None and _joins(device, groups[0], remainder)
-    cells = Cells(size=groups[0].sm_count, count=len(groups), remainder=left, joins=joins)
-    return Cut(whole, tuple(groups), remainder, cells)
+    cells = DeviceCells(size=groups[0].sm_count, count=len(groups), remainder=left, joins=joins)
+    return DeviceSplit(whole, tuple(groups), remainder, cells)
 
 
 def _balanced(device: Device) -> WorkqueueResource:
@@ -304,7 +304,7 @@ def _joins(device: Device, group: SMResource, remainder: SMResource) -> bool:
     return True
 
 
-def index_of(sites: Sequence[Site], ordinal: int) -> int:
+def index_of(sites: Sequence[DevicePool], ordinal: int) -> int:
     """Which of a pool's devices has an ordinal.
 
     Raises:

@@ -7,24 +7,24 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from greensched.execution.completion import Completion
+from greensched.execution.completion import CompletionPoller
 from greensched.execution.submission import Channel
 from greensched.scheduling.requests import Request
 
 
-def expect(request: Request, completion: Completion) -> None:
+def expect(request: Request, completion: CompletionPoller) -> None:
     """Somebody on the running loop is going to wait for a request."""
     request.owner = completion
     request.waiter = completion.door.create_waiter()
 
 
-def heard(request: Request) -> Completion:
+def heard(request: Request) -> CompletionPoller:
     """His loop's view of the work, if he was not told an error: that is raised."""
     answer = request.answer
     if answer is not None and not isinstance(answer, Channel):
         assert isinstance(answer, Exception)
         raise answer
-    assert isinstance(request.owner, Completion)
+    assert isinstance(request.owner, CompletionPoller)
     return request.owner
 
 
@@ -33,7 +33,7 @@ def waits_no_more(request: Request) -> None:
 
     Counted once, however often it is said.
     """
-    if isinstance(request.owner, Completion):
+    if isinstance(request.owner, CompletionPoller):
         request.owner.waiting -= 1
     request.owner = None
 
@@ -49,7 +49,7 @@ def let_go(request: Request) -> None:
 
 def is_left(request: Request) -> bool:
     """Whether nobody is going to claim it any more, since his loop is closed."""
-    return isinstance(request.owner, Completion) and request.owner.door.is_closed
+    return isinstance(request.owner, CompletionPoller) and request.owner.door.is_closed
 
 
 def tell(request: Request, error: Exception | None = None) -> bool:
@@ -60,7 +60,7 @@ def tell(request: Request, error: Exception | None = None) -> bool:
         error: why it is not granted.
     """
     completion, waiter = request.owner, request.waiter
-    if not isinstance(completion, Completion) or waiter is None:  # nobody waits, or any more
+    if not isinstance(completion, CompletionPoller) or waiter is None:  # nobody waits, or any more
         return True
     if error is not None:
         request.answer = error

@@ -28,7 +28,7 @@ class LatencyCurve:
 
     More SMs never take longer: where a measurement says so it is smoothed (isotonic regression).
     Between two sizes the smaller one's time counts. Made by `pool.measure`, or from a table.
-    Given to `pool.partition(cost=curve)` it predicts, and learns from what its leases take.
+    Given to `pool.partition(duration=curve)` it predicts, and learns from what its leases take.
 
     Args:
         samples: durations in seconds, by SMs.
@@ -106,9 +106,9 @@ class LatencyCurve:
         most = self.sizes[-1]
         raise InvalidRequest(f"{seconds:.3g} s: {most} SMs take {self.p95(most):.3g} s (p95)")
 
-    def times(self, factor: float) -> Scaled:
-        """The same work so many times over, as a `cost`; what is learnt of it is this curve's."""
-        return Scaled(self, factor)
+    def times(self, factor: float) -> ScaledCurve:
+        """The same work `factor` times over; what is learnt of it goes to this curve."""
+        return ScaledCurve(self, factor)
 
     # -- learning --------------------------------------------------------------------------------
 
@@ -191,7 +191,7 @@ class LatencyCurve:
         return f"<LatencyCurve {shown}>"
 
 
-class Scaled:
+class ScaledCurve:
     """A curve's work so many times over: a batch of so many. What it learns, the curve does."""
 
     __slots__ = ("_curve", "_factor")

@@ -17,14 +17,14 @@ from threading import Lock
 
 from greensched._asynclib import get_ident
 from greensched.device.streams import MASK
-from greensched.execution.lease import Holding
+from greensched.execution.lease import Lease
 from greensched.execution.submission import Channel
-from greensched.leasing.wish import Wish
+from greensched.leasing.wish import LeaseRequest
 from greensched.scheduling.requests import Request
 from greensched.scheduling.scheduler import Scheduler
 
 
-class Parking:
+class LeaseCache:
     """What is parked: each wish knows what, by thread.
 
     Args:
@@ -38,7 +38,7 @@ class Parking:
     def __init__(
         self,
         lock: Lock,
-        free: Callable[[Holding], list[Request]],
+        free: Callable[[Lease], list[Request]],
         tell: Callable[[list[Request]], None],
         time: Callable[[], float],
     ) -> None:
@@ -63,7 +63,7 @@ class Parking:
         self.scheduler = scheduler
         self._charges = scheduler if scheduler.ground.is_classed else None
 
-    def take(self, wish: Wish) -> Channel | None:
+    def take(self, wish: LeaseRequest) -> Channel | None:
         """A lease of the running loop that was parked; None: there is none.
 
         Whoever pops a channel has it, without a lock. While it was parked it stayed open and plain,
@@ -88,7 +88,7 @@ class Parking:
                 charges.resume(self._time(), channel.holding.lease)
         return channel
 
-    def park(self, wish: Wish, channel: Channel) -> bool:
+    def park(self, wish: LeaseRequest, channel: Channel) -> bool:
         """Parks a lease that its holder has left, or ends it; False: it has more to see to."""
         holding, track = channel.holding, channel.track
         issued = track.issued

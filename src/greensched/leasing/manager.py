@@ -20,21 +20,21 @@ from functools import partial
 from typing import Final
 
 from greensched._asynclib import get_ident
-from greensched.device.buffers import Allowance
+from greensched.device.buffers import MemoryQuota
 from greensched.driver.interface import Driver
 from greensched.errors import (
     DeadlineExceeded,
+    DeviceLost,
     ForkedPool,
     GreenschedError,
-    Poisoned,
     PoolClosed,
 )
-from greensched.execution.completion import Completion
-from greensched.execution.eventloop.adapters import Door, Waiter, current_door
-from greensched.execution.lease import Holding
+from greensched.execution.completion import CompletionPoller
+from greensched.execution.eventloop.adapters import LoopAdapter, Waiter, current_door
+from greensched.execution.lease import Lease
 from greensched.execution.submission import Channel
-from greensched.execution.threads import Crew, Worker
-from greensched.leasing.device_pool import Site, index_of
+from greensched.execution.threads import Crew, WorkerThread
+from greensched.leasing.device_pool import DevicePool, index_of
 from greensched.leasing.grant_waiter import (
     expect,
     heard,
@@ -45,10 +45,10 @@ from greensched.leasing.grant_waiter import (
     tell_all,
     waits_no_more,
 )
-from greensched.leasing.lease_cache import Parking
-from greensched.leasing.requests import checked_cost, checked_deadline
-from greensched.leasing.status import PoolState, PoolStatistics, allow, counted
-from greensched.leasing.wish import Wish
+from greensched.leasing.lease_cache import LeaseCache
+from greensched.leasing.requests import checked_deadline, checked_duration
+from greensched.leasing.status import PoolState, PoolStatistics, collect_statistics, update_quotas
+from greensched.leasing.wish import LeaseRequest
 from greensched.scheduling.placement import Placement
 from greensched.scheduling.policies import Order
 from greensched.scheduling.requests import Request
@@ -65,41 +65,41 @@ FORKED: Final = PoolState.FORKED
 WORKING: Final = (PoolState.OPENING, OPEN, PoolState.CLOSING)
 
 
-class Desk:
+class LeaseManager:
     """Grants leases, and keeps account of who holds what, until the pool ends.
 
     Made closed; `start` opens it.
     """
 
-    def __init__(self, driver: Driver, builder: Worker) -> None:
+    def __init__(self, driver: Driver, builder: WorkerThread) -> None:
         self.driver = driver
         self._time = driver.time
         self.builder = builder
         self.lock = threading.Lock()
         self.state = PoolState.OPENING
         self.fault: BaseException | None = None
-        self.sites: tuple[Site, ...] = ()
+        self.sites: tuple[DevicePool, ...] = ()
         self.scheduler: Scheduler
-        self.holdings: set[Holding] = set()
+        self.holdings: set[Lease] = set()
         #: Of classes whose memory is bounded, or was.
-        self._allowances: dict[str, Allowance] = {}
-        self._completions: dict[Door, Completion] = {}
+        self._allowances: dict[str, MemoryQuota] = {}
+        self._completions: dict[LoopAdapter, CompletionPoller] = {}
         #: Who asked last.
-        self._latest: Completion | None = None
+        self._latest: CompletionPoller | None = None
         #: Lanes the builder is to make, by device and cells.
         self._making: set[tuple[int, int]] = set()
         #: Where it makes one right now.
-        self._making_at: Site | None = None
-        self._waiting_for_none: list[tuple[Door, Waiter]] = []
+        self._making_at: DevicePool | None = None
+        self._waiting_for_none: list[tuple[LoopAdapter, Waiter]] = []
         #: Requests of tasks that were collected while they waited: the next caller gives them up.
         self._forsaken: deque[Request] = deque()
-        self._parking = Parking(self.lock, self._free, self._tell_freed, driver.time)
+        self._parking = LeaseCache(self.lock, self._free, self._tell_freed, driver.time)
         #: A lease that was parked, as `ask` would give it; and how one is left that can be.
         self.take, self.park = self._parking.take, self._parking.park
 
     def start(
         self,
-        sites: Sequence[Site],
+        sites: Sequence[DevicePool],
         policy: Order,
         max_waiting: int,
         services: Sequence[ServiceClass],
@@ -121,7 +121,7 @@ class Desk:
         for site, warm in zip(sites, scheduler.warm, strict=True):
             for mask in site.crews:
                 warm.setdefault(mask.bit_count(), {})[mask] = None
-        allow(self._allowances, services)
+        update_quotas(self._allowances, services)
         with self.lock:
             self.sites, self.scheduler = tuple(sites), scheduler
             if self.state is PoolState.OPENING:  # else it is closed as soon as it is open
@@ -131,11 +131,13 @@ class Desk:
 
     # -- asking ----------------------------------------------------------------------------------
 
-    def opened(self) -> Desk:
+    def opened(self) -> LeaseManager:
         """Itself. A pool says its desk by that."""
         return self
 
-    def ask(self, wish: Wish, completion: Completion) -> tuple[Channel, ...] | Request:
+    def ask(
+        self, wish: LeaseRequest, completion: CompletionPoller
+    ) -> tuple[Channel, ...] | Request:
         """A grant at once, or a request that is queued, whose owner is told when to `claim`.
 
         Whoever does not wait for it any more has it `leave`.
@@ -172,7 +174,7 @@ class Desk:
         let_go(request)
         return channels
 
-    def acquire_nowait(self, wish: Wish) -> tuple[Channel, ...]:
+    def acquire_nowait(self, wish: LeaseRequest) -> tuple[Channel, ...]:
         """A grant at once, on lanes that are made; raises `WouldBlock` and what `ask` does."""
         completion = self.completion()
         self._adopt(completion)  # nobody else may come by to do it
@@ -201,7 +203,7 @@ class Desk:
                 self.scheduler.pass_on(holding.lease, holding.taker)
                 holding.taker = None
 
-    def _request(self, wish: Wish, completion: Completion, *, wait: bool) -> Request:
+    def _request(self, wish: LeaseRequest, completion: CompletionPoller, *, wait: bool) -> Request:
         """Asks the scheduler. Holds the lock."""
         if self.state is not OPEN:
             raise self.refusal()
@@ -214,7 +216,7 @@ class Desk:
             devices=None if wish.device is None else (index_of(self.sites, wish.device),),
             near=None if wish.near is None else index_of(self.sites, wish.near),
             deadline=None if wish.deadline is None else now + wish.deadline,
-            cost=wish.cost,
+            duration=wish.duration,
             holder=completion.door.asks(),
             wait=wait,
         )
@@ -274,7 +276,7 @@ class Desk:
             del warm[other.bit_count()][other]
         return surplus
 
-    def _claim(self, request: Request, completion: Completion) -> tuple[Channel, ...]:
+    def _claim(self, request: Request, completion: CompletionPoller) -> tuple[Channel, ...]:
         """The lanes of a grant are in this loop's hands from here on. Holds the lock."""
         leases, request.leases = request.leases, ()  # no circle, which the collector would free
         handed = take_handed(request)
@@ -284,7 +286,7 @@ class Desk:
         channels = []
         for lease in leases:
             site = self.sites[lease.device]
-            holding = Holding(lease, site.take(lease.mask), completion, self)
+            holding = Lease(lease, site.take(lease.mask), completion, self)
             self.holdings.add(holding)
             allowance = self._allowances.get(request.flow.name)
             channels.append(Channel(holding, site, self.check, allowance))
@@ -295,13 +297,14 @@ class Desk:
         held = [lease.request for live in self.scheduler.ground.live for lease in live]
         return [request for request in dict.fromkeys(held) if request.leases]
 
-    def checkpoint(self, channel: Channel, cost: object, deadline: object) -> Channel:
+    def checkpoint(self, channel: Channel, duration: object, deadline: object) -> Channel:
         """A lease without work gives cells back, or takes some up. Returns where it is now.
 
         Raises:
-            PoolClosed, Poisoned, ForkedPool: it is over. InvalidRequest: no cost, or no deadline.
+            PoolClosed, Poisoned, ForkedPool: it is over. InvalidRequest: no duration, or no
+            deadline.
         """
-        holding, told = channel.holding, (checked_cost(cost), checked_deadline(deadline))
+        holding, told = channel.holding, (checked_duration(duration), checked_deadline(deadline))
         with self.lock:
             self.check()
             self.unpark()
@@ -332,22 +335,22 @@ class Desk:
             self.unpark()
             granted = self.scheduler.reconfigure(self._time(), services, policy)
             if services is not None:
-                allow(self._allowances, services)
+                update_quotas(self._allowances, services)
             self._parking.start(self.scheduler)
         self._deliver(granted)
 
-    def observe(self, service: str, latency: float, number: int) -> None:
+    def observe(self, service: str, latency: float, count: int) -> None:
         """So many of a class had this latency; whoever can be granted because of that is."""
         with self.lock:
             self.check()
-            granted = self.scheduler.observe(self._time(), service, latency, number)
+            granted = self.scheduler.observe(self._time(), service, latency, count)
         self._deliver(granted)
 
     def statistics(self) -> PoolStatistics:
         """What the pool has and did, at one moment."""
         with self.lock:
             self.unpark()
-            return counted(self.state, self.sites, len(self.holdings), self.scheduler)
+            return collect_statistics(self.state, self.sites, len(self.holdings), self.scheduler)
 
     # -- giving back -----------------------------------------------------------------------------
 
@@ -393,12 +396,12 @@ class Desk:
             granted += self.scheduler.drained(now, lease)
         return granted
 
-    def draining(self, holding: Holding) -> None:
+    def draining(self, holding: Lease) -> None:
         """A lease has ended, and its work has not: nobody holds it, and nobody gets it yet."""
         with self.lock:
             self.scheduler.release(holding.lease)
 
-    def over(self, holding: Holding) -> None:
+    def over(self, holding: Lease) -> None:
         """All work of a lease is done: its cells are free."""
         if self.state is FORKED:  # nobody asks
             return
@@ -406,7 +409,7 @@ class Desk:
             granted = self._free(holding)
         self._tell_freed(granted)
 
-    def _free(self, holding: Holding) -> list[Request]:
+    def _free(self, holding: Lease) -> list[Request]:
         """The cells of a lease are free; who is granted by that. Holds the lock."""
         holding.crew.is_leased = False
         self.holdings.discard(holding)
@@ -445,7 +448,7 @@ class Desk:
         self._deliver(granted)
         return TEND_S if deadline is None else max(0.0, min(TEND_S, deadline - now))
 
-    def _adopt(self, completion: Completion) -> None:
+    def _adopt(self, completion: CompletionPoller) -> None:
         """Takes over what closed loops left: requests go, leases end, lanes drain."""
         granted: list[Request] = []
         with self.lock:
@@ -466,7 +469,7 @@ class Desk:
 
     # -- for lanes and their threads -------------------------------------------------------------
 
-    def completion(self) -> Completion:
+    def completion(self) -> CompletionPoller:
         """The running loop's view of the outstanding work.
 
         Raises:
@@ -478,7 +481,7 @@ class Desk:
         door = current_door()
         completion = self._completions.get(door)
         if completion is None:
-            completion = Completion(door, self.driver, self.lost, self._tend)
+            completion = CompletionPoller(door, self.driver, self.lost, self._tend)
             with self.lock:
                 self._completions[door] = completion
             self._adopt(completion)
@@ -500,7 +503,7 @@ class Desk:
                 holding.end_bound()
         logger.error("the GPU is unusable until this process is replaced: %s", fault)
         for request in waiting:
-            tell(request, Poisoned(fault))
+            tell(request, DeviceLost(fault))
         for completion in completions:
             completion.kick_threadsafe()
 
@@ -516,7 +519,7 @@ class Desk:
     def refusal(self) -> GreenschedError:
         """Why nothing is granted."""
         if self.fault is not None:
-            return Poisoned(self.fault)
+            return DeviceLost(self.fault)
         if self.state is FORKED:
             return ForkedPool("this pool")
         return PoolClosed("this pool", self.state.value)
@@ -549,7 +552,7 @@ class Desk:
         for request in waiting:
             tell(request, PoolClosed("this pool", "closing"))
 
-    def until_none(self, completion: Completion) -> Waiter | None:
+    def until_none(self, completion: CompletionPoller) -> Waiter | None:
         """Who is told once every cell is free, unless all are, or never will be."""
         with self.lock:
             if self.scheduler.is_idle or self.state is not PoolState.CLOSING:

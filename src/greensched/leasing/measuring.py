@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from greensched._asynclib import is_asynchronous
 from greensched.errors import InvalidRequest
 from greensched.leasing.latency import LatencyCurve
-from greensched.scheduling.cells import Cells
+from greensched.scheduling.cells import DeviceCells
 
 if TYPE_CHECKING:
     from greensched.pool import Pool
@@ -20,7 +20,7 @@ REPEATS = 20
 SIZES = 17
 
 
-def sizes_of(cells: Cells) -> tuple[int, ...]:
+def sizes_of(cells: DeviceCells) -> tuple[int, ...]:
     """Sizes worth measuring: multiples of a cell, evenly, and the whole device."""
     step = -(-cells.count // (SIZES - 1))
     counts = range(step, cells.count + 1, step)

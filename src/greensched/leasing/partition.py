@@ -25,11 +25,11 @@ from greensched.errors import (
     wrong_thread,
 )
 from greensched.execution import calls, copies, graphs, launches, settling
-from greensched.execution.bound_launch import Bound
-from greensched.execution.call_context import Call
+from greensched.execution.bound_launch import BoundLaunch
+from greensched.execution.call_context import CallContext
 from greensched.execution.graphs import Graph
-from greensched.execution.jobs import Job, Tell
-from greensched.execution.prefetch import Feed
+from greensched.execution.jobs import Job, ProgressCallback
+from greensched.execution.prefetch import Prefetcher
 from greensched.execution.submission import Channel, ready
 from greensched.kernels import Kernel
 from greensched.leasing.asking import Asker, Grantor
@@ -50,8 +50,8 @@ class Partition(Asker["Partition"]):
     Launches and copies happen in the order in which they are submitted. All methods that return a
     `Job` check everything first and raise, before anything is submitted:
 
-    * `PartitionClosed` outside the block; `PoolClosed`, `Poisoned`, `ForkedPool` when too late;
-    * `WouldBlock` at the bound of jobs in flight: `await ready()` first;
+    * `PartitionClosed` outside the block; `PoolClosed`, `DeviceLost`, `ForkedPool` when too late;
+    * `WouldBlock` at the bound of jobs in flight: `await drain()` first;
     * `BufferClosed`, `WrongDevice` for a buffer that cannot be used here;
     * `InvalidRequest` while the partition's stream is capturing;
     * `WrongThread` on another thread than the one whose loop entered it. What has been submitted
@@ -176,7 +176,7 @@ class Partition(Asker["Partition"]):
 
     # -- between two pieces of work ----------------------------------------------------------------
 
-    async def checkpoint(self, cost: Any = None, *, deadline: float | None = None) -> int:
+    async def checkpoint(self, duration: Any = None, *, deadline: float | None = None) -> int:
         """Waits for all of the lease's work, then lets its SMs be changed; how many it has now.
 
         A lease of a range of sizes, `sms=(8, 64)`, gives what it has above the least to whoever
@@ -186,13 +186,13 @@ class Partition(Asker["Partition"]):
         Bound launches follow, buffers stay valid; `stream` and `context` are others afterwards: ask
         for them again. A failed job does not show here, but where it is awaited, or at the end. A
         checkpoint on trio; on asyncio it yields only where it waits. Cancelled while it waits, it
-        changes nothing; the change itself waits for nothing. `cost`: of what comes next;
+        changes nothing; the change itself waits for nothing. `duration`: of what comes next;
         `deadline`: the seconds from now in which that should be done; None: its class's `latency`.
         A policy that sizes leases goes by both; nothing is refused or ended because of them.
 
         Raises:
             PartitionClosed, PoolClosed, Poisoned: there is nothing to change any more.
-            InvalidRequest: the partition's stream is capturing, or that is no cost or deadline.
+            InvalidRequest: the partition's stream is capturing, or that is no duration or deadline.
         """
         channel = self._mine()
         channel.check_capture()
@@ -203,8 +203,10 @@ class Partition(Asker["Partition"]):
         await settling.settle(channel.holding)
         if self._open() is channel:  # else another task's checkpoint was first
             channel.check_capture()
-            self._channel = self._desk.checkpoint(channel, cost, deadline)
-            if cost is not None:  # the lease has it, and no other that asked for none may have it
+            self._channel = self._desk.checkpoint(channel, duration, deadline)
+            if (
+                duration is not None
+            ):  # the lease has it, and no other that asked for none may have it
                 self._channel.holding.is_involved = True
         return self._open().lane.sm_count
 
@@ -267,15 +269,15 @@ class Partition(Asker["Partition"]):
 
     # -- launching ---------------------------------------------------------------------------------
 
-    def launch(self, kernel: Kernel, config: LaunchConfig, *args: object) -> Job[None]:
+    def launch(self, config: LaunchConfig, kernel: Kernel, *args: object) -> Job[None]:
         """Launches a kernel and returns at once.
 
         A kernel's first use on these SMs goes through a thread of ours, which compiles and loads
         it, and so does what is submitted behind it until then.
 
         Args:
-            kernel: what to launch.
-            config: with how many threads.
+            config: the grid, the block and the dynamic shared memory.
+            kernel: the kernel to launch.
             args: as the kernel's parameters: a `Buffer` or `PinnedBuffer` for each pointer, a
                 number for each scalar. A pointer may also be an array of another library, in
                 device memory and C order, by DLPack or `__cuda_array_interface__`: it is used
@@ -291,9 +293,9 @@ class Partition(Asker["Partition"]):
 
         What shows only later (a compile error, the driver's refusal) is the job's failure.
         """
-        return launches.launch(ready(self), kernel, config, args)
+        return launches.launch(ready(self), config, kernel, args)
 
-    def prepare(self, kernel: Kernel, config: LaunchConfig) -> Job[None]:
+    def prepare(self, config: LaunchConfig, kernel: Kernel) -> Job[None]:
         """Compiles and loads a kernel for these SMs, so that no later launch waits for that.
 
         It happens on the partition's own thread, behind the calls submitted before. A driver may
@@ -304,9 +306,9 @@ class Partition(Asker["Partition"]):
         Raises:
             InvalidLaunch, NotSimulable: as `launch`.
         """
-        return launches.prepare(ready(self), kernel, config)
+        return launches.prepare(ready(self), config, kernel)
 
-    def bind(self, kernel: Kernel, config: LaunchConfig, *args: object) -> Bound:
+    def bind(self, config: LaunchConfig, kernel: Kernel, *args: object) -> BoundLaunch:
         """Checks and packs a launch once, for launching often at the driver's own price.
 
         Raises:
@@ -314,7 +316,7 @@ class Partition(Asker["Partition"]):
             ArgumentMismatch, InvalidLaunch, NotSimulable: as `launch`.
         """
         channel = ready(self)
-        bound = Bound(channel, launches.packed(channel, kernel, config, args), kernel.name)
+        bound = BoundLaunch(channel, launches.packed(channel, config, kernel, args), kernel.name)
         channel.holding.bind(bound)
         return bound
 
@@ -342,7 +344,9 @@ class Partition(Asker["Partition"]):
         """Zeroed host memory that the device reads and writes directly. Fails as `empty`."""
         return copies.empty_pinned(ready(self), shape, dtype)
 
-    def upload(self, array: npt.ArrayLike, *, progress: Tell | None = None) -> Job[Buffer]:
+    def upload(
+        self, array: npt.ArrayLike, *, progress: ProgressCallback | None = None
+    ) -> Job[Buffer]:
         """Copies an array to new device memory, in C order, whatever its strides.
 
         A large array must not change until the job is done; one of at most 64 KiB is read at once.
@@ -369,7 +373,7 @@ class Partition(Asker["Partition"]):
         buffer: Buffer | DeviceArray,
         out: Array | None = None,
         *,
-        progress: Tell | None = None,
+        progress: ProgressCallback | None = None,
     ) -> Job[Array]:
         """Copies a buffer to a numpy array: a new one, or `out`.
 
@@ -393,7 +397,7 @@ class Partition(Asker["Partition"]):
         dst: Buffer | DeviceArray,
         src: Buffer | DeviceArray | Array,
         *,
-        progress: Tell | None = None,
+        progress: ProgressCallback | None = None,
     ) -> Job[None]:
         """Copies a buffer, or an array, into an existing buffer of the same shape and dtype.
 
@@ -415,11 +419,11 @@ class Partition(Asker["Partition"]):
         """
         return copies.copy(ready(self), dst, src, progress)
 
-    def feed(self, arrays: Iterable[npt.ArrayLike]) -> Feed:
+    def prefetch(self, arrays: Iterable[npt.ArrayLike]) -> Prefetcher:
         """Uploads arrays one after another, each while work on the one before it runs.
 
-            async for x in p.feed(batches):
-                p.launch(kernel, config, x, ...)
+            async for x in p.prefetch(batches):
+                p.launch(config, kernel, x, ...)
 
         The copy of the next array runs beside the launches, by a stream and a thread of its own,
         from the moment a buffer is given; so it does not matter whether the launches are awaited.
@@ -438,7 +442,7 @@ class Partition(Asker["Partition"]):
         Asking for the next buffer raises what `upload` does, and what the copy failed with. A
         cancellation stops the waiting only: the copy that is under way goes on, and ends.
         """
-        return Feed(partial(ready, self), arrays)
+        return Prefetcher(partial(ready, self), arrays)
 
     # -- blocking callables ------------------------------------------------------------------------
 
@@ -477,7 +481,7 @@ class Partition(Asker["Partition"]):
         """
         return graphs.capture(ready(self), fn, args, kwargs)
 
-    def keep(self, *things: object) -> Job[None]:
+    def keep_alive(self, *things: object) -> Job[None]:
         """Keeps things alive until the device has done what it was given here so far.
 
         For arrays of other libraries that work on `stream` uses: a library may give their memory to
@@ -493,7 +497,7 @@ class Partition(Asker["Partition"]):
         return calls.keep(channel, things)
 
     @property
-    def call(self) -> Call:
+    def call(self) -> CallContext:
         """Where its launches and copies go, for integrations whose blocks work there, too.
 
         Raises:
@@ -523,7 +527,7 @@ class Partition(Asker["Partition"]):
 
     # -- room --------------------------------------------------------------------------------------
 
-    async def ready(self) -> None:
+    async def drain(self) -> None:
         """Waits until a job or a bound launch can be submitted. A cancellation changes nothing.
 
         Raises:

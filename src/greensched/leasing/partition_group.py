@@ -11,7 +11,7 @@ from greensched.leasing.asking import Asker, Grantor
 from greensched.leasing.partition import Partition
 
 
-class Together(Asker[tuple[Partition, ...]]):
+class PartitionGroup(Asker[tuple[Partition, ...]]):
     """The context manager of a joint grant."""
 
     def __init__(self, grantor: Grantor, wish: Any) -> None:

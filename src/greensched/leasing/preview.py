@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from greensched import driver as drivers
 from greensched.device.device import Device
 from greensched.driver.interface import Driver
-from greensched.leasing.device_pool import cut
-from greensched.scheduling.cells import Cells, Demand, demands
+from greensched.leasing.device_pool import split_device
+from greensched.scheduling.cells import DeviceCells, SizeRange, parse_sizes
 from greensched.typing import REST, Size
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SplitPreview:
     """What a joint request would get of a device that is free, or why it can get nothing.
 
     Attributes:
@@ -47,16 +47,16 @@ class Plan:
         return f"{where}: impossible: {self.why}; the nearest is {_listed(self.nearest) or 'none'}"
 
 
-def plan(device: Device, cells: Cells, sizes: tuple[Size, ...]) -> Plan:
+def plan(device: Device, cells: DeviceCells, sizes: tuple[Size, ...]) -> SplitPreview:
     """What a request for several partitions would get of a device cut like this. Pure.
 
     Raises:
         InvalidSize, InvalidRequest: what can never be right, on no device.
     """
-    parts = demands(sizes)
+    parts = parse_sizes(sizes)
     granted = _fitted(cells, parts)
     nearest = () if granted else _nearest(cells, parts)
-    return Plan(
+    return SplitPreview(
         device=device.ordinal,
         name=device.name,
         sms=cells.total,
@@ -67,9 +67,9 @@ def plan(device: Device, cells: Cells, sizes: tuple[Size, ...]) -> Plan:
     )
 
 
-def survey(
+def preview_devices(
     driver: str | Driver | None, sizes: tuple[Size, ...], *, fine: bool = False
-) -> tuple[Plan, ...]:
+) -> tuple[SplitPreview, ...]:
     """What the request would get on each device of a driver, without a pool.
 
     It opens and cuts each device as a pool would, makes no lane, and closes it again. Blocks.
@@ -78,25 +78,27 @@ def survey(
         DriverUnavailable, NotSupported: no pool can be opened here; says what it takes.
         InvalidSize, InvalidRequest: as `plan`.
     """
-    demands(sizes)
+    parse_sizes(sizes)
     machine = drivers.open(driver)
     machine.initialise()
     return tuple(_surveyed(machine, i, sizes, fine=fine) for i in range(machine.device_count()))
 
 
-def _surveyed(machine: Driver, ordinal: int, sizes: tuple[Size, ...], *, fine: bool) -> Plan:
+def _surveyed(
+    machine: Driver, ordinal: int, sizes: tuple[Size, ...], *, fine: bool
+) -> SplitPreview:
     device = Device(ordinal, driver=machine)
     try:
-        return plan(device, cut(device, fine=fine).cells, sizes)
+        return plan(device, split_device(device, fine=fine).cells, sizes)
     finally:
         device.close()
 
 
-def _fitted(cells: Cells, parts: tuple[Demand, ...]) -> tuple[int, ...]:
+def _fitted(cells: DeviceCells, parts: tuple[SizeRange, ...]) -> tuple[int, ...]:
     return tuple(cells.sms(mask) for mask in cells.fit_all(cells.every, parts))
 
 
-def _why(cells: Cells, parts: tuple[Demand, ...]) -> str:
+def _why(cells: DeviceCells, parts: tuple[SizeRange, ...]) -> str:
     needed = sum(-(-part.least // cells.size) for part in parts)
     numbered = [part.least for part in parts if part.named is None]
     over = ""
@@ -109,10 +111,10 @@ def _why(cells: Cells, parts: tuple[Demand, ...]) -> str:
     return f"{said}and there are {cells.count}{over}"
 
 
-def _nearest(cells: Cells, parts: tuple[Demand, ...]) -> tuple[int, ...]:
+def _nearest(cells: DeviceCells, parts: tuple[SizeRange, ...]) -> tuple[int, ...]:
     """Takes cells from the largest part, then parts from the end, until it fits."""
     trial = [
-        Demand(min(part.least, cells.total), min(part.least, cells.total), part.named)
+        SizeRange(min(part.least, cells.total), min(part.least, cells.total), part.named)
         for part in parts
     ]
     while trial:
@@ -122,7 +124,7 @@ def _nearest(cells: Cells, parts: tuple[Demand, ...]) -> tuple[int, ...]:
         largest = max(range(len(trial)), key=lambda i: trial[i].least)
         least = trial[largest].least - cells.size
         if least > 0:
-            trial[largest] = Demand(least, least)
+            trial[largest] = SizeRange(least, least)
         else:
             trial.pop()
     return ()

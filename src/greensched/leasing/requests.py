@@ -9,9 +9,9 @@ from greensched._validation import real
 from greensched.device.buffers import Buffer
 from greensched.errors import InvalidRequest
 from greensched.kernels import Kernel
-from greensched.leasing.wish import Wish
-from greensched.scheduling.cells import demands
-from greensched.scheduling.requests import Cost
+from greensched.leasing.wish import LeaseRequest
+from greensched.scheduling.cells import parse_sizes
+from greensched.scheduling.requests import Duration
 from greensched.scheduling.services import ServiceClass
 from greensched.typing import Size
 
@@ -21,7 +21,7 @@ MOST_AT_ONCE = 10**9
 SHARED = 1024
 
 
-class Wishes:
+class RequestParser:
     """What a pool is asked for.
 
     Args:
@@ -31,7 +31,7 @@ class Wishes:
     def __init__(self, services: Sequence[ServiceClass]) -> None:
         self.services = services
         #: What was asked for by a size, and a class or none, as most is: one wish for each.
-        self._shared: dict[tuple[int, str | None], Wish] = {}
+        self._shared: dict[tuple[int, str | None], LeaseRequest] = {}
 
     def one(
         self,
@@ -39,9 +39,9 @@ class Wishes:
         service: str | None,
         device: int | None,
         deadline: float | None,
-        cost: Cost | None,
+        duration: Duration | None,
         near: Buffer | None,
-    ) -> Wish:
+    ) -> LeaseRequest:
         """Reads what `Pool.partition` is given; a number of SMs and a class alone, only once.
 
         Raises:
@@ -52,10 +52,10 @@ class Wishes:
             and (service is None or type(service) is str)
             and device is None
             and deadline is None
-            and cost is None
+            and duration is None
             and near is None
         ):
-            return self.several((sms,), service, device, deadline, cost, near)
+            return self.several((sms,), service, device, deadline, duration, near)
         found = self._shared.get((sms, service))
         if found is None:
             found = self.several((sms,), service)
@@ -70,9 +70,9 @@ class Wishes:
         service: str | None = None,
         device: int | None = None,
         deadline: float | None = None,
-        cost: Cost | None = None,
+        duration: Duration | None = None,
         near: Buffer | None = None,
-    ) -> Wish:
+    ) -> LeaseRequest:
         """Reads what `Pool.partitions` is given. Raises as `one`."""
         if device is not None and (type(device) is not int or device < 0):
             raise InvalidRequest(f"device={device!r} is no ordinal of a device")
@@ -84,20 +84,28 @@ class Wishes:
                 f"near={near!r}: give a Buffer, to be on its device where it can be"
             )
         where = None if near is None else near.device
-        return Wish(demands(sizes), sizes, device, service or "", until, checked_cost(cost), where)
+        return LeaseRequest(
+            parse_sizes(sizes),
+            sizes,
+            device,
+            service or "",
+            until,
+            checked_duration(duration),
+            where,
+        )
 
-    def check_observed(self, service: object, latency: object, number: object) -> None:
+    def check_observed(self, service: object, latency: object, count: object) -> None:
         """Checks what `Pool.observe` is told.
 
         Raises:
-            InvalidRequest: no such class, or what is no latency or number.
+            InvalidRequest: no such class, or what is no latency or count.
         """
         self._check_known(service)
         if not 0 <= real(latency) < math.inf:
             raise InvalidRequest(f"latency={latency!r}: give seconds, at least 0")
-        if type(number) is not int or not 1 <= number <= MOST_AT_ONCE:
+        if type(count) is not int or not 1 <= count <= MOST_AT_ONCE:
             raise InvalidRequest(
-                f"number={number!r}: give how many had it, at least 1 and at most {MOST_AT_ONCE}"
+                f"count={count!r}: give how many had it, at least 1 and at most {MOST_AT_ONCE}"
             )
 
     def _check_known(self, service: object) -> None:
@@ -109,17 +117,17 @@ class Wishes:
             )
 
 
-def checked_cost(cost: object) -> Cost | None:
+def checked_duration(duration: object) -> Duration | None:
     """Seconds that the work takes, or a curve of them."""
-    if cost is None:
+    if duration is None:
         return None
-    methods = (getattr(cost, method, None) for method in ("at", "observe"))
-    if not isinstance(cost, type) and all(map(callable, methods)):
-        return cost  # type: ignore[return-value]  # what has both is a curve
-    number = real(cost)
+    methods = (getattr(duration, method, None) for method in ("at", "observe"))
+    if not isinstance(duration, type) and all(map(callable, methods)):
+        return duration  # type: ignore[return-value]  # what has both is a curve
+    number = real(duration)
     if not 0 < number < math.inf:
         raise InvalidRequest(
-            f"cost={cost!r}: give seconds, more than 0, or a curve, with `at` and `observe`"
+            f"duration={duration!r}: give seconds, more than 0, or a curve, with `at` and `observe`"
         )
     return number
 

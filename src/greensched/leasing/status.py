@@ -6,8 +6,8 @@ import enum
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from greensched.device.buffers import Allowance
-from greensched.leasing.device_pool import Site
+from greensched.device.buffers import MemoryQuota
+from greensched.leasing.device_pool import DevicePool
 from greensched.scheduling.scheduler import Scheduler
 from greensched.scheduling.services import ServiceClass
 from greensched.scheduling.statistics import SchedulerStatistics, ServiceStatistics
@@ -40,14 +40,14 @@ class PoolStatistics(SchedulerStatistics):
     devices: int
     sms_total: int
     leases: int
-    lanes: int
-    lanes_made: int
+    executors: int
+    executors_made: int
     completion: str
     services: Mapping[str, ServiceStatistics]
 
 
-def counted(
-    state: PoolState, sites: Sequence[Site], leases: int, scheduler: Scheduler
+def collect_statistics(
+    state: PoolState, sites: Sequence[DevicePool], leases: int, scheduler: Scheduler
 ) -> PoolStatistics:
     """What a pool has and did, at one moment: its desk's lock is held."""
     crews = [crew for site in sites for crew in site.crews.values()]
@@ -56,21 +56,21 @@ def counted(
         devices=len(sites),
         sms_total=sum(site.cells.total for site in sites),
         leases=leases,
-        lanes=len(crews),
-        lanes_made=sum(site.lanes_made for site in sites),
+        executors=len(crews),
+        executors_made=sum(site.executors_made for site in sites),
         completion="event" if crews and crews[0].lane.uses_events else "word",
         services=scheduler.services(),
         **asdict(scheduler.statistics()),
     )
 
 
-def allow(known: dict[str, Allowance], services: Iterable[ServiceClass]) -> None:
+def update_quotas(known: dict[str, MemoryQuota], services: Iterable[ServiceClass]) -> None:
     """What each class may have of memory; what it has already counts, once it is counted."""
     for service in services:
         if service.name in known:
             known[service.name].most = service.memory_bytes
         elif service.memory_bytes is not None:
-            known[service.name] = Allowance(service.name, service.memory_bytes)
+            known[service.name] = MemoryQuota(service.name, service.memory_bytes)
 
 
 @dataclass(frozen=True, slots=True)

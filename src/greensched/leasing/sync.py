@@ -23,11 +23,11 @@ from greensched.device.buffers import Buffer, PinnedBuffer
 from greensched.device.launch import LaunchConfig
 from greensched.errors import ForkedPool, LoopWouldBlock, PartitionClosed
 from greensched.execution.eventloop.adapters import asker, current_door
-from greensched.execution.jobs import Job, Tell
+from greensched.execution.jobs import Job, ProgressCallback
 from greensched.kernels import Kernel
 from greensched.leasing.partition import Array, Partition
 from greensched.leasing.status import CloseReport, PoolState
-from greensched.scheduling.requests import Cost
+from greensched.scheduling.requests import Duration
 from greensched.typing import DeviceArray, Size
 
 if TYPE_CHECKING:
@@ -115,12 +115,12 @@ class SyncPool:
         device: int | None = None,
         service: str | None = None,
         deadline: float | None = None,
-        cost: Cost | None = None,
+        duration: Duration | None = None,
         near: Buffer | None = None,
     ) -> AbstractContextManager[SyncPartition]:
         """A lease, to be used with `with`, which waits for it. See `Pool.partition`."""
         lease = self._pool.partition(
-            sms, device=device, service=service, deadline=deadline, cost=cost, near=near
+            sms, device=device, service=service, deadline=deadline, duration=duration, near=near
         )
         return self._block(lease, self._wrap)
 
@@ -130,12 +130,12 @@ class SyncPool:
         device: int | None = None,
         service: str | None = None,
         deadline: float | None = None,
-        cost: float | None = None,
+        duration: float | None = None,
         near: Buffer | None = None,
     ) -> AbstractContextManager[tuple[SyncPartition, ...]]:
         """Several leases granted together. See `Pool.partitions`."""
         together = self._pool.partitions(
-            *sizes, device=device, service=service, deadline=deadline, cost=cost, near=near
+            *sizes, device=device, service=service, deadline=deadline, duration=duration, near=near
         )
         return self._block(together, lambda granted: tuple(map(self._wrap, granted)))
 
@@ -164,7 +164,7 @@ class SyncPool:
         it starts count as tasks do; itself, it counts as the thread.
         """
         self._check()
-        errand = _Errand(function, args)
+        errand = _PortalCall(function, args)
         with self._portals as portal:
             try:
                 future: Future[T] = portal.start_task_soon(errand.run)
@@ -185,7 +185,7 @@ class SyncPool:
         return f"<sync of {self._pool!r}>"
 
 
-class _Errand:
+class _PortalCall:
     """A coroutine function called on the portal's loop, and how to end it there."""
 
     def __init__(self, function: Callable[..., Awaitable[Any]], args: tuple[Any, ...]) -> None:
@@ -245,9 +245,9 @@ class SyncPartition:
 
         return self._sync.call(job)
 
-    def checkpoint(self, cost: Cost | None = None, *, deadline: float | None = None) -> int:
+    def checkpoint(self, duration: Duration | None = None, *, deadline: float | None = None) -> int:
         """Waits for the lease's work, lets its SMs be changed, and says how many it has now."""
-        return self._sync.call(partial(self.partition.checkpoint, cost, deadline=deadline))
+        return self._sync.call(partial(self.partition.checkpoint, duration, deadline=deadline))
 
     def run(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Calls a blocking function on the partition's own thread, on these SMs."""
@@ -259,13 +259,13 @@ class SyncPartition:
         result: T = self._wait(self.partition.local, factory)
         return result
 
-    def launch(self, kernel: Kernel, config: LaunchConfig, *args: object) -> None:
+    def launch(self, config: LaunchConfig, kernel: Kernel, *args: object) -> None:
         """Launches a kernel, and waits for it. For several behind each other: `SyncPool.call`."""
-        self._wait(self.partition.launch, kernel, config, *args)
+        self._wait(self.partition.launch, config, kernel, *args)
 
-    def prepare(self, kernel: Kernel, config: LaunchConfig) -> None:
+    def prepare(self, config: LaunchConfig, kernel: Kernel) -> None:
         """Compiles and loads a kernel for these SMs."""
-        self._wait(self.partition.prepare, kernel, config)
+        self._wait(self.partition.prepare, config, kernel)
 
     def empty(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike = "float32") -> Buffer:
         """An uninitialised buffer on the device."""
@@ -281,7 +281,7 @@ class SyncPartition:
         """Zeroed host memory that the device reads and writes directly."""
         return self._wait(self.partition.empty_pinned, shape, dtype)
 
-    def upload(self, array: npt.ArrayLike, *, progress: Tell | None = None) -> Buffer:
+    def upload(self, array: npt.ArrayLike, *, progress: ProgressCallback | None = None) -> Buffer:
         """Copies an array to new device memory."""
         return self._wait(self.partition.upload, array, progress=progress)
 
@@ -290,7 +290,7 @@ class SyncPartition:
         buffer: Buffer | DeviceArray,
         out: Array | None = None,
         *,
-        progress: Tell | None = None,
+        progress: ProgressCallback | None = None,
     ) -> Array:
         """Copies a buffer to a numpy array: a new one, or `out`."""
         return self._wait(self.partition.download, buffer, out, progress=progress)
@@ -300,7 +300,7 @@ class SyncPartition:
         dst: Buffer | DeviceArray,
         src: Buffer | DeviceArray | Array,
         *,
-        progress: Tell | None = None,
+        progress: ProgressCallback | None = None,
     ) -> None:
         """Copies a buffer, or an array, into an existing buffer."""
         self._wait(self.partition.copy, dst, src, progress=progress)

@@ -76,7 +76,7 @@ async def _where(partitions: tuple[Partition, ...]) -> tuple[frozenset[int], ...
         counters = [block.enter_context(await p.upload(nothing)) for p in partitions]
         for p, counter in zip(partitions, counters, strict=True):
             config = LaunchConfig(grid=2 * p.sm_count, block=CONFIG_BLOCK)
-            p.launch(smids, config, counter, STAY_NS)
+            p.launch(config, smids, counter, STAY_NS)
         sets = [
             _ids(await p.download(counter)) for p, counter in zip(partitions, counters, strict=True)
         ]

@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 from greensched.execution.submission import Channel
-from greensched.scheduling.cells import Demand
-from greensched.scheduling.requests import Cost
+from greensched.scheduling.cells import SizeRange
+from greensched.scheduling.requests import Duration
 from greensched.typing import Size
 
 
-class Wish:
+class LeaseRequest:
     """What a partition is asked for: checked, and not yet requested."""
 
     __slots__ = (
-        "cost", "deadline", "device", "is_shared", "near", "parked", "parts", "service", "sizes"
+        "deadline",
+        "device",
+        "duration",
+        "is_shared",
+        "near",
+        "parked",
+        "parts",
+        "service",
+        "sizes"
     )  # fmt: skip
 
     def __init__(
         self,
-        parts: tuple[Demand, ...],
+        parts: tuple[SizeRange, ...],
         sizes: tuple[Size, ...],
         device: int | None,
         service: str,
         deadline: float | None,
-        cost: Cost | None,
+        duration: Duration | None,
         near: int | None,
     ) -> None:
         self.parts = parts
@@ -30,7 +38,7 @@ class Wish:
         self.device = device
         self.service = service
         self.deadline = deadline
-        self.cost = cost
+        self.duration = duration
         self.near = near
         #: One object stands for all who ask this.
         self.is_shared = False

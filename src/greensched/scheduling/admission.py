@@ -1,6 +1,7 @@
 """Whether a request can be done in time, and when it will be done.
 
-A request that is due at some time and of known cost is admitted if its predicted end is not later.
+A request that is due at some time and of known duration is admitted if its predicted end is not
+later.
 Where the policy serves the earliest deadline first, everybody who is due later, and was admitted,
 must still be able to make it, too: the work due by each moment must fit before it, on all SMs
 together. That is necessary and not sufficient, since SMs cannot always be packed.
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import math
 
-from greensched.scheduling.allocator import Ground
+from greensched.scheduling.allocator import SMAllocator
 from greensched.scheduling.requests import Request
 
 #: Seconds of a bucket of deadlines, and how many there are. A deadline counts as the beginning of
@@ -20,7 +21,7 @@ BUCKET = 0.001
 BUCKETS = 1024
 
 
-class Agenda:
+class DeadlineLedger:
     """Work by when it is due: what is due by a moment, and who has the least slack from there on.
 
     A segment tree over a ring of buckets, so each question and change takes O(log `BUCKETS`).
@@ -131,7 +132,7 @@ class Agenda:
         return left_sum + right_sum, max(left_tight, left_sum + right_tight)
 
 
-def soonest(request: Request, ground: Ground) -> float | None:
+def soonest(request: Request, ground: SMAllocator) -> float | None:
     """Seconds a request takes alone, on the most it asks for; None: it is not known, or not due."""
     if request.due is None:
         return None
@@ -141,7 +142,12 @@ def soonest(request: Request, ground: Ground) -> float | None:
 
 
 def predicted(
-    request: Request, seconds: float, work: float, ground: Ground, agenda: Agenda | None, now: float
+    request: Request,
+    seconds: float,
+    work: float,
+    ground: SMAllocator,
+    agenda: DeadlineLedger | None,
+    now: float,
 ) -> tuple[float, bool]:
     """When a request that must wait will be done, in seconds from now.
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 
-from greensched.scheduling.cells import Cells, Demand
-from greensched.scheduling.class_state import Flow
-from greensched.scheduling.fair_queueing import FairClock
+from greensched.scheduling.cells import DeviceCells, SizeRange
+from greensched.scheduling.class_state import ClassState
+from greensched.scheduling.fair_queueing import VirtualTime
 from greensched.scheduling.placement import Placement, in_order
-from greensched.scheduling.requests import Cost, Lease, Request
+from greensched.scheduling.requests import Duration, Grant, Request
 from greensched.scheduling.reservations import lengths, place
 from greensched.scheduling.services import ANYBODY, ServiceClass
-from greensched.scheduling.split_controller import Verdict
+from greensched.scheduling.split_controller import SplitController
 
 
-class Ground:
+class SMAllocator:
     """Counts cells and SMs, by device and by class.
 
     Args:
@@ -27,7 +27,7 @@ class Ground:
 
     def __init__(
         self,
-        devices: Sequence[Cells],
+        devices: Sequence[DeviceCells],
         is_made: Callable[[int, int], bool],
         services: Iterable[ServiceClass],
         placement: Placement,
@@ -39,14 +39,14 @@ class Ground:
         #: Partitions that exist already, by device and number of cells; the pool keeps it true.
         self.warm: list[dict[int, dict[int, None]]] = [{} for _ in self.devices]
         #: Leases whose cells are not free yet, by device.
-        self.live: list[dict[Lease, None]] = [{} for _ in self.devices]
+        self.live: list[dict[Grant, None]] = [{} for _ in self.devices]
         #: Leases with a seat, by device; and how many leases nobody with a seat may be beside.
-        self.seats: list[dict[Lease, None]] = [{} for _ in self.devices]
+        self.seats: list[dict[Grant, None]] = [{} for _ in self.devices]
         self.apart = [0 for _ in self.devices]
-        self.verdict = Verdict()
-        self.clock = FairClock()
+        self.verdict = SplitController()
+        self.clock = VirtualTime()
         self.total = sum(cells.total for cells in self.devices)
-        self.flows: dict[str, Flow] = {"": Flow(ANYBODY)}
+        self.flows: dict[str, ClassState] = {"": ClassState(ANYBODY)}
         self.set_rules(services)
 
     def set_rules(self, services: Iterable[ServiceClass]) -> None:
@@ -61,7 +61,7 @@ class Ground:
         rules = {service.name: service for service in services}
         flows = {"": self.flows[""]}
         for name, rule in rules.items():
-            flows[name] = self.flows.get(name) or Flow(rule)
+            flows[name] = self.flows.get(name) or ClassState(rule)
         floors = place(self.devices, [(flow, rules[name]) for name, flow in flows.items() if name])
         for name, flow in self.flows.items():
             flow.cells = flow.borrowed = flow.lent = flow.short = 0
@@ -136,7 +136,7 @@ class Ground:
             masks = cells.fit_all(self.visible(flow, device, least), parts, self.warm[device])
             return masks if sum(map(cells.sms, masks)) <= left else ()
         if wish.most > left:
-            wish = Demand(wish.least, max(wish.least, left))
+            wish = SizeRange(wish.least, max(wish.least, left))
         needed = -(-wish.least // cells.size)
         if needed > least:  # the remainder may do alone
             if not cells.is_helped(free, wish.least):
@@ -152,7 +152,7 @@ class Ground:
         return self._fit_one(flow, device, wish, most, left)
 
     def _fit_one(
-        self, flow: Flow, device: int, wish: Demand, most: int, left: int
+        self, flow: ClassState, device: int, wish: SizeRange, most: int, left: int
     ) -> tuple[int, ...]:
         """Fits one part in so many equal cells, and so many SMs."""
         cells, warm = self.devices[device], self.warm[device]
@@ -163,7 +163,7 @@ class Ground:
             return (mask,) if mask and cells.sms(mask) <= left else ()
         return (mask,) if mask else ()
 
-    def visible(self, flow: Flow, device: int, count: int) -> int:
+    def visible(self, flow: ClassState, device: int, count: int) -> int:
         """So many of the free equal cells, and the remainder; others' blocks last."""
         free, cells, floors = self.free[device], self.devices[device], self.floors[device]
         left = free & cells.equal
@@ -192,7 +192,7 @@ class Ground:
         some = lowest(most & cells.equal, count) | (most & cells.leftover)
         masks = cells.fit_all(some, request.parts)
         # Elastic parts take what there is: the least of them is what must be possible.
-        least = tuple(Demand(part.least, part.least, part.named) for part in request.parts)
+        least = tuple(SizeRange(part.least, part.least, part.named) for part in request.parts)
         masks = masks and cells.fit_all(some, least)
         return bool(masks) and sum(map(cells.sms, masks)) <= flow.cap
 
@@ -222,7 +222,7 @@ class Ground:
                 count -= owner.need
         return count
 
-    def most_now(self, request: Request, device: int, lease: Lease | None) -> int:
+    def most_now(self, request: Request, device: int, lease: Grant | None) -> int:
         """The most SMs of a device that one may have while others of its class have what they have.
 
         `lease`: what it has already.
@@ -231,7 +231,7 @@ class Ground:
         if not self.is_ruled:
             return min(most, cells.total)
         # What is beyond the least it gives back before its end.
-        length = 0.0 if request.cost is None else self._known_length(request, device)
+        length = 0.0 if request.duration is None else self._known_length(request, device)
         count = self._cells_ever(request, device, length)
         most = min(most, count * cells.size + cells.remainder)
         return min(most, request.flow.cap - request.flow.sms + (lease.sms if lease else 0))
@@ -253,7 +253,7 @@ class Ground:
 
     def give(
         self, request: Request, device: int, masks: tuple[int, ...], now: float
-    ) -> tuple[Lease, ...]:
+    ) -> tuple[Grant, ...]:
         """Leases free cells. Whatever else holds, no cell is leased twice."""
         cells, free, flow = self.devices[device], self.free[device], request.flow
         floors = self.floors[device]
@@ -262,7 +262,7 @@ class Ground:
             if mask & ~free:
                 raise AssertionError(f"cells granted twice: {mask:b} of {free:b}")
             sms = cells.sms(mask)
-            lease = Lease(device, mask, sms, request.holder, request, now)
+            lease = Grant(device, mask, sms, request.holder, request, now)
             if flow.unsplit:
                 lease.is_apart = False
             else:
@@ -276,21 +276,21 @@ class Ground:
                     floors.note(lease)
             free &= ~mask
             flow.sms += sms
-            if self.is_classed or request.cost is not None:
+            if self.is_classed or request.duration is not None:
                 self.charge(flow, lease, request, now)
             self.live[device][lease] = None
             leases.append(lease)
         self.free[device] = free
         return tuple(leases)
 
-    def charge(self, flow: Flow, lease: Lease, request: Request, now: float) -> None:
+    def charge(self, flow: ClassState, lease: Grant, request: Request, now: float) -> None:
         flow.granted += 1
-        seconds = flow.mean if request.cost is None else request.seconds(lease.sms)
+        seconds = flow.mean if request.duration is None else request.seconds(lease.sms)
         if seconds:
             lease.ends = now + seconds
             self.clock.charge(flow, lease, seconds)
 
-    def take_back(self, lease: Lease, now: float) -> None:
+    def take_back(self, lease: Grant, now: float) -> None:
         """The cells of a lease are free."""
         device, flow = lease.device, lease.flow
         cells, floors = self.devices[device], self.floors[device]
@@ -305,25 +305,25 @@ class Ground:
                 floors.give(lease, (lease.mask & cells.equal).bit_count())
                 if lease.is_short:
                     floors.note(lease, is_over=True)
-        if not lease.is_paused and (self.is_classed or lease.request.cost is not None):
+        if not lease.is_paused and (self.is_classed or lease.request.duration is not None):
             self._settle(flow, lease, lease.request, now)
 
-    def pause(self, lease: Lease, now: float) -> None:
+    def pause(self, lease: Grant, now: float) -> None:
         """A lease of a class is over, but for its cells; it is charged for and counted as any."""
         lease.is_paused = True
         self._settle(lease.flow, lease, lease.request, now)
 
-    def resume(self, lease: Lease, now: float) -> None:
+    def resume(self, lease: Grant, now: float) -> None:
         """Another begins, on the cells of one that is paused."""
         lease.is_paused = False
         lease.request.arrived = now
         lease.begin(now)
         self.charge(lease.flow, lease, lease.request, now)
 
-    def _settle(self, flow: Flow, lease: Lease, request: Request, now: float) -> None:
+    def _settle(self, flow: ClassState, lease: Grant, request: Request, now: float) -> None:
         self.clock.settle(flow, lease, now)
-        cost, took = request.cost, now - lease.began
-        expected = None if cost is None else request.seconds(lease.sms)
+        duration, took = request.duration, now - lease.began
+        expected = None if duration is None else request.seconds(lease.sms)
         flow.saw_lease(took, now - lease.since, expected)
         if not lease.had:
             lease.request.learn(lease.sms, took)
@@ -332,16 +332,16 @@ class Ground:
             if flow.unsplit:
                 self.verdict.saw(flow, now - request.arrived, 1, now)
 
-    def saw_piece(self, lease: Lease, cost: Cost, now: float) -> None:
-        """A piece of a lease is done, of which the cost is known; that of the next is given."""
+    def saw_piece(self, lease: Grant, duration: Duration, now: float) -> None:
+        """A piece of a lease is done, of which the duration is known; that of the next is given."""
         request, flow, took = lease.request, lease.flow, now - lease.since
-        if request.cost is not None:
+        if request.duration is not None:
             request.learn(lease.sms, took)
             if not flow.is_told:
                 flow.saw_latency(took, 1)
-        request.cost, request.is_blind = cost, False
+        request.duration, request.is_blind = duration, False
 
-    def shrink(self, lease: Lease, least: int) -> int:
+    def shrink(self, lease: Grant, least: int) -> int:
         """An elastic lease gives back what is above so many SMs, as far as partitions are there.
 
         Returns the cells it should keep and over which no partition is made; 0: none.
@@ -349,7 +349,7 @@ class Ground:
         device = lease.device
         cells, floors = self.devices[device], self.floors[device]
         outside = lease.mask & ~floors.all_blocks | lease.mask & floors.blocks.get(lease.flow, 0)
-        wish, missing = Demand(least, least), 0
+        wish, missing = SizeRange(least, least), 0
         for among in (outside, lease.mask):
             mask = cells.fit(among, wish, self.warm[device])
             if not mask or mask == lease.mask:
@@ -364,7 +364,7 @@ class Ground:
             self._shrink_to(lease, instead)
         return missing
 
-    def _shrink_to(self, lease: Lease, mask: int) -> None:
+    def _shrink_to(self, lease: Grant, mask: int) -> None:
         cells, floors = self.devices[lease.device], self.floors[lease.device]
         if floors.owners:
             floors.give(lease, (lease.mask & ~mask & cells.equal).bit_count())
@@ -381,7 +381,7 @@ class Ground:
                     return made
         return 0
 
-    def grow(self, lease: Lease, before: int) -> int:
+    def grow(self, lease: Grant, before: int) -> int:
         """An elastic lease takes up idle cells; where it can, those it had before.
 
         Returns the cells it should have and over which no partition is made; 0: none.
@@ -401,7 +401,7 @@ class Ground:
         if most < cells.count:
             limit = min(limit, most * cells.size + cells.remainder)
         limit = min(limit, flow.cap - flow.sms + lease.sms)
-        mask = cells.fit(among, Demand(request.parts[0].least, limit), self.warm[device])
+        mask = cells.fit(among, SizeRange(request.parts[0].least, limit), self.warm[device])
         best = self._largest_made(device, lease.mask | free, most, limit)
         is_made = mask and self.is_made(device, mask)
         if is_made and cells.sms(mask) >= cells.sms(best):
@@ -428,7 +428,7 @@ class Ground:
                 break
         return found
 
-    def _grow_to(self, lease: Lease, mask: int, own: int) -> None:
+    def _grow_to(self, lease: Grant, mask: int, own: int) -> None:
         cells, floors = self.devices[lease.device], self.floors[lease.device]
         if floors.owners:
             have = (self.free[lease.device] & cells.equal).bit_count()
@@ -439,7 +439,7 @@ class Ground:
                 floors.give(lease, -more)
         self._change(lease, mask)
 
-    def _change(self, lease: Lease, mask: int) -> None:
+    def _change(self, lease: Grant, mask: int) -> None:
         device, sms = lease.device, self.devices[lease.device].sms(mask)
         free = self.free[device] | lease.mask
         if mask & ~free:

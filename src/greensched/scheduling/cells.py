@@ -22,7 +22,7 @@ Warm = Mapping[int, Iterable[int]]
 NOTHING_WARM: Warm = {}
 
 
-class Demand(NamedTuple):
+class SizeRange(NamedTuple):
     """A size, read once: at least so many SMs, at most so many; or a named size."""
 
     least: int
@@ -30,22 +30,22 @@ class Demand(NamedTuple):
     named: NamedSize | None = None
 
 
-def demand(size: object) -> Demand:
+def demand(size: object) -> SizeRange:
     """Reads a size.
 
     Raises:
         InvalidSize: not a positive int, a pair of them in order, (least, ALL), ALL or REST.
     """
     if isinstance(size, NamedSize):
-        return Demand(0, 0, size)
+        return SizeRange(0, 0, size)
     least, most = size if isinstance(size, tuple) and len(size) == 2 else (size, size)
-    demand = Demand(whole(least), sys.maxsize if most is ALL else whole(most))
+    demand = SizeRange(whole(least), sys.maxsize if most is ALL else whole(most))
     if not 0 < demand.least <= demand.most:
         raise InvalidSize(size)
     return demand
 
 
-def demands(sizes: tuple[object, ...]) -> tuple[Demand, ...]:
+def parse_sizes(sizes: tuple[object, ...]) -> tuple[SizeRange, ...]:
     """Reads the sizes of one joint request."""
     parts = tuple(demand(size) for size in sizes)
     if not parts:
@@ -59,7 +59,7 @@ def demands(sizes: tuple[object, ...]) -> tuple[Demand, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Cells:
+class DeviceCells:
     """The cells of one device.
 
     Attributes:
@@ -165,7 +165,7 @@ class Cells:
 
     # -- choosing --------------------------------------------------------------------------------
 
-    def fit(self, free: int, wanted: Demand, warm: Warm = NOTHING_WARM) -> int:
+    def fit(self, free: int, wanted: SizeRange, warm: Warm = NOTHING_WARM) -> int:
         """The cells to grant out of the free ones for a demand alone; 0: none fit."""
         if wanted.named is not None:
             return self.every if free == self.every else 0
@@ -189,7 +189,7 @@ class Cells:
         return free if free == self.every and self.total >= wanted.least else 0
 
     def fit_all(
-        self, free: int, parts: tuple[Demand, ...], warm: Warm = NOTHING_WARM
+        self, free: int, parts: tuple[SizeRange, ...], warm: Warm = NOTHING_WARM
     ) -> tuple[int, ...]:
         """The cells of each part of a joint request, disjoint; empty: they do not fit together."""
         if len(parts) == 1:
@@ -219,7 +219,7 @@ class Cells:
         return tuple(masks) if masks[rest] else ()
 
     def _give_leftover(
-        self, free: int, parts: tuple[Demand, ...], needs: dict[int, int]
+        self, free: int, parts: tuple[SizeRange, ...], needs: dict[int, int]
     ) -> int | None:
         """Gives the remainder to the part whose need of equal cells it lowers the most.
 
@@ -248,7 +248,9 @@ class Cells:
             return 0
         return -(-(least - self.remainder) // self.size) if self.joins else None
 
-    def _stretched(self, masks: list[int], parts: tuple[Demand, ...], left: int) -> Iterator[int]:
+    def _stretched(
+        self, masks: list[int], parts: tuple[SizeRange, ...], left: int
+    ) -> Iterator[int]:
         """Gives elastic parts what is left, in their order."""
         for i, part in enumerate(parts):
             more = part.most // self.size - masks[i].bit_count()

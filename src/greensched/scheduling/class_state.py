@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from greensched.scheduling.latency_margin import Pace
+from greensched.scheduling.latency_margin import LatencyMargin
 from greensched.scheduling.services import NO_CAP, ServiceClass
 from greensched.typing import NamedSize
 
@@ -17,7 +17,7 @@ SMOOTHING: Final = 0.1
 QUOTA_WINDOW = 1.0
 
 
-class Flow:
+class ClassState:
     """What the scheduler remembers of a class. Every user without one is in one flow together."""
 
     __slots__ = (
@@ -78,7 +78,7 @@ class Flow:
         self.granted = 0
         #: Seconds of a lease on average; of the longest of late; between checkpoints.
         self.mean = self.longest = self.segment = 0.0
-        #: How much longer than their known cost its leases took, of late; at least 1.
+        #: How much longer than their known duration its leases took, of late; at least 1.
         self.slip = 1.0
         #: When its queue last moved, and the mean time between its moves.
         self.moved = self.interval = 0.0
@@ -86,7 +86,7 @@ class Flow:
         self.tokens, self.refilled = math.inf, 0.0
         #: Its users say what latency they have; else that of its leases counts.
         self.is_told = False
-        self.pace = Pace()
+        self.pace = LatencyMargin()
         #: Its floor in cells, and the device it is on; set by `lending`.
         self.need, self.home = 0, 0
         self.set_rules(rules)
@@ -133,14 +133,14 @@ class Flow:
         old = self.segment
         self.segment = seconds if seconds > old else old + SMOOTHING * (seconds - old)
 
-    def saw_lease(self, seconds: float, segment: float, cost: float | None) -> None:
-        """A lease of it took so long, the last of it without a checkpoint; `cost` was expected."""
+    def saw_lease(self, seconds: float, segment: float, duration: float | None) -> None:
+        """A lease took `seconds`, the last `segment` without a checkpoint; `duration` was expected."""
         self.saw_segment(segment)
         old = self.longest
         self.longest = seconds if seconds > old else old + SMOOTHING * (seconds - old)
         self.mean += (SMOOTHING if self.mean else 1.0) * (seconds - self.mean)
-        if cost:
-            over = seconds / cost
+        if duration:
+            over = seconds / duration
             self.slip = (
                 over if over > self.slip else max(1.0, self.slip + SMOOTHING * (over - self.slip))
             )
@@ -154,13 +154,13 @@ class Flow:
         """Seconds until it gives back a loan, as far as is known; infinite: nothing is."""
         return max(self.rules.segment or 0.0, self.segment) or math.inf
 
-    def longest_lease(self, cost: float | None, *, is_elastic: bool) -> float:
+    def longest_lease(self, duration: float | None, *, is_elastic: bool) -> float:
         """Seconds until a lease of it has ended, as far as is known; infinite: nothing is.
 
         A lease of one size has nothing to give back before its end, so its end is its segment.
         """
-        if cost is not None:
-            return cost * self.slip
+        if duration is not None:
+            return duration * self.slip
         declared = 0.0 if is_elastic else self.rules.segment or 0.0
         return max(declared, self.longest) or math.inf
 

@@ -10,35 +10,35 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from greensched.errors import TooManySMs
 from greensched.scheduling import shared_grants, sizing
-from greensched.scheduling.allocator import Ground
-from greensched.scheduling.cells import Cells
-from greensched.scheduling.class_state import Flow
+from greensched.scheduling.allocator import SMAllocator
+from greensched.scheduling.cells import DeviceCells
+from greensched.scheduling.class_state import ClassState
 from greensched.scheduling.placement import Placement
 from greensched.scheduling.policies import Order
-from greensched.scheduling.queue import Queue
-from greensched.scheduling.requests import GONE, GRANTED, Lease, Line, Request
+from greensched.scheduling.queue import RequestQueue
+from greensched.scheduling.requests import GONE, GRANTED, Grant, Request, RequestLine
 from greensched.scheduling.services import ServiceClass
 
 
-class Granting(Queue):
+class Dispatcher(RequestQueue):
     """A queue before devices. Arguments as `Scheduler`."""
 
     def __init__(
         self,
-        devices: Sequence[Cells],
+        devices: Sequence[DeviceCells],
         policy: Order,
         is_made: Callable[[int, int], bool],
         services: Iterable[ServiceClass],
         placement: Placement,
     ) -> None:
-        self.ground = ground = Ground(devices, is_made, services, placement)
+        self.ground = ground = SMAllocator(devices, is_made, services, placement)
         self.devices, self.free, self.warm = ground.devices, ground.free, ground.warm
         super().__init__(policy, ground.clock.start_of, ground.total)
         #: (device, cells) to be made, since the pool last took them.
         self.lacking: dict[tuple[int, int], None] = {}
         #: Who cannot be granted any more, and what he is told, since the pool last took them.
         self.hopeless: list[tuple[Request, Exception]] = []
-        self._held: dict[Hashable, list[Lease]] = {}
+        self._held: dict[Hashable, list[Grant]] = {}
         self._granted = 0
 
     def _try(self, request: Request, now: float) -> bool:
@@ -55,7 +55,7 @@ class Granting(Queue):
     def _slip_in(self, request: Request, kept: tuple[Request, int], now: float) -> bool:
         """On the device kept for another: of his own floor, or before the other could begin."""
         ground, (first, device) = self.ground, kept
-        if request.cost is None and not request.flow.need:
+        if request.duration is None and not request.flow.need:
             return False
         own = ground.floors[device].kept(request.flow)
         if own and self._grant(request, (device,), now, own):
@@ -111,7 +111,7 @@ class Granting(Queue):
                 request.lacks = tuple(lacks)
         return False
 
-    def _set_size(self, request: Request, device: int, lease: Lease | None = None) -> None:
+    def _set_size(self, request: Request, device: int, lease: Grant | None = None) -> None:
         """Asks the policy what an elastic request is to have on a device now."""
         if self._size is not None and request.is_elastic:
             lines = self._lines.values()
@@ -188,7 +188,7 @@ class Granting(Queue):
                     break
             ground.floors[device].is_idle = False
 
-    def _serve_only(self, line: Line, most: int, now: float, granted: list[Request]) -> None:
+    def _serve_only(self, line: RequestLine, most: int, now: float, granted: list[Request]) -> None:
         """The same where all want the same: the usual case, and a third of the work."""
         while (request := line.first()) is not None and (most or self.ground.is_shared):
             if not self._attempt(request, most, now):
@@ -223,14 +223,14 @@ class Granting(Queue):
             return False
         return self._try(request, now)
 
-    def _may_sit(self, flow: Flow) -> bool:
+    def _may_sit(self, flow: ClassState) -> bool:
         return flow.unsplit and not self.ground.verdict.is_split
 
     def _is_kept_out(self, request: Request) -> bool:
         """Whether all it may be granted on is kept for another, and it cannot slip in there."""
         assert self._reserved is not None
         first, device = self._reserved
-        if request is first or request.devices != (device,) or request.cost is not None:
+        if request is first or request.devices != (device,) or request.duration is not None:
             return False
         if self.ground.floors[device].kept(request.flow):
             return False
@@ -303,7 +303,7 @@ class Granting(Queue):
         if self._reserved is not None and self._is_limited(self._reserved[0]):
             self._reserved = None
 
-    def _overtake(self, request: Request, line: Line | None, now: float) -> bool:
+    def _overtake(self, request: Request, line: RequestLine | None, now: float) -> bool:
         """Grants a new request past those that wait, where it may.
 
         None of them fits now: whatever gave back cells dispatched. Nor does what stands in line
@@ -351,7 +351,7 @@ class Granting(Queue):
                 held[lease.device] = held.get(lease.device, 0) | mask
         return held
 
-    def _forget(self, lease: Lease) -> None:
+    def _forget(self, lease: Grant) -> None:
         mine = self._held[lease.holder]
         mine.remove(lease)
         if not mine:

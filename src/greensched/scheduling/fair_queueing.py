@@ -11,11 +11,11 @@ and at its end what it took instead.
 
 from __future__ import annotations
 
-from greensched.scheduling.class_state import Flow
-from greensched.scheduling.requests import Lease
+from greensched.scheduling.class_state import ClassState
+from greensched.scheduling.requests import Grant
 
 
-class FairClock:
+class VirtualTime:
     """Virtual time, and what each class is charged."""
 
     __slots__ = ("now",)
@@ -24,14 +24,14 @@ class FairClock:
         #: The start tag of the last grant.
         self.now = 0.0
 
-    def start_of(self, flow: Flow) -> float:
+    def start_of(self, flow: ClassState) -> float:
         """The start tag of a class's next grant.
 
         While it waits that may lie before virtual time: its leases took less than it was charged.
         """
         return flow.finish if flow.waiting else max(self.now, flow.finish)
 
-    def charge(self, flow: Flow, lease: Lease, seconds: float) -> None:
+    def charge(self, flow: ClassState, lease: Grant, seconds: float) -> None:
         """A lease is granted, and expected to take so long."""
         flow.start = start = self.start_of(flow)
         self.now = max(self.now, start)
@@ -39,7 +39,7 @@ class FairClock:
         flow.finish = start + lease.charged / flow.weight
 
     @staticmethod
-    def settle(flow: Flow, lease: Lease, now: float) -> None:
+    def settle(flow: ClassState, lease: Grant, now: float) -> None:
         """A lease is over: its class is charged what it took."""
         took = lease.had + lease.sms * (now - lease.since)
         flow.finish += (took - lease.charged) / flow.weight
@@ -47,7 +47,7 @@ class FairClock:
         flow.tokens -= took
 
     @staticmethod
-    def pay(flow: Flow, lease: Lease, now: float) -> None:
+    def pay(flow: ClassState, lease: Grant, now: float) -> None:
         """A lease is at a checkpoint: its class is charged at once for what exceeds the charge."""
         lease.had += lease.sms * (now - lease.since)
         lease.since = now

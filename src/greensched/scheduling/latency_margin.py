@@ -18,7 +18,7 @@ MANY, FEW = 0.008, 0.006
 FALL, RISE, RISE_FIRST = 0.9, 1.05, 1.2
 
 
-class Pace:
+class LatencyMargin:
     """The part of its latency that a class's plans use."""
 
     __slots__ = ("_late", "_rise", "_seen", "part")

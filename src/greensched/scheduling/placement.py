@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from greensched.scheduling.cells import Cells
+from greensched.scheduling.cells import DeviceCells
 
 #: Spread: where most is free, so that neighbours share as little as can be of a device's memory
 #: bandwidth. Pack: where least is free, so that the others stay free for large requests.
@@ -14,7 +14,7 @@ Placement = Literal["spread", "pack"]
 
 def in_order(
     where: Sequence[int],
-    devices: Sequence[Cells],
+    devices: Sequence[DeviceCells],
     free: Sequence[int],
     placement: Placement,
     near: int | None,

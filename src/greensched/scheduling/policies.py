@@ -10,8 +10,8 @@ from operator import index
 from typing import Any, TypeVar
 
 from greensched.errors import InvalidRequest
-from greensched.scheduling.class_state import Flow
-from greensched.scheduling.policy import Policy, Room
+from greensched.scheduling.class_state import ClassState
+from greensched.scheduling.policy import Policy, SizingView
 from greensched.scheduling.requests import Request
 
 T = TypeVar("T")
@@ -51,7 +51,7 @@ class Fair(Fifo):
     Start-time fair queueing (`fairness`). In a class, first in, first out. Ageing as in `Fifo`.
     """
 
-    def standing(self, flow: Flow) -> tuple[float, ...]:
+    def standing(self, flow: ClassState) -> tuple[float, ...]:
         """By priority, then by how far the class is ahead of its share."""
         return (-flow.priority, flow.tag)
 
@@ -75,7 +75,7 @@ class Sized(Fifo):
     Of elastic requests; whoever is alone has all he asks for. Order and ageing as in `Fifo`.
     """
 
-    def size(self, request: Request, room: Room) -> tuple[int, int]:
+    def size(self, request: Request, room: SizingView) -> tuple[int, int]:
         """By what it takes on each size, and never what classes above it want."""
         most, left = room.sizes[-1], max(room.left, room.sizes[0])
         allowed = request.allowed
@@ -101,7 +101,7 @@ POLICIES: dict[str, type[Fifo]] = {
 }
 
 
-class Asked(Fifo):
+class GuardedPolicy(Fifo):
     """A user's policy, asked so that nothing is lost by what it gets wrong.
 
     A rank is asked for by who queues, and he is told. All else is asked in decisions, where cells
@@ -135,7 +135,7 @@ class Asked(Fifo):
         usual = super().may_pass(first, now)
         return self._ask("may_pass", lambda: bool(self._policy.may_pass(first, now)), usual)
 
-    def standing(self, flow: Flow) -> tuple[float, ...]:
+    def standing(self, flow: ClassState) -> tuple[float, ...]:
         """As `Policy`."""
 
         def ask() -> tuple[float, ...]:
@@ -146,7 +146,7 @@ class Asked(Fifo):
 
         return self._ask("standing", ask, (-flow.priority,))
 
-    def size(self, request: Request, room: Room) -> tuple[int, int]:
+    def size(self, request: Request, room: SizingView) -> tuple[int, int]:
         """As `Policy`."""
 
         def ask() -> tuple[int, int]:
@@ -171,11 +171,11 @@ def _are_numbers(answer: object) -> bool:
     return isinstance(answer, tuple) and all(isinstance(x, Real) and bool(x == x) for x in answer)
 
 
-def asked(policy: Order) -> Fifo:
+def guard(policy: Order) -> Fifo:
     """A policy as it is to be asked: one of ours as it is, another's with care."""
     if isinstance(policy, Fifo) and type(policy) in POLICIES.values():
         return policy
-    return Asked(policy)
+    return GuardedPolicy(policy)
 
 
 def policy_named(policy: object) -> Order:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 
-class Service(Protocol):
+class ClassView(Protocol):
     """What a policy sees of a service class. Reading is all it may do."""
 
     @property
@@ -26,7 +26,7 @@ class Service(Protocol):
     tag: float
 
 
-class Waiting(Protocol):
+class RequestView(Protocol):
     """What a policy sees of a request. Reading is all it may do."""
 
     #: Of its class; minus infinity: too late for its deadline, and to be served behind others.
@@ -40,7 +40,7 @@ class Waiting(Protocol):
 
     @property
     def allowed(self) -> float | None:
-        """Seconds it may take once it is granted; None: it has no latency, or no known cost.
+        """Seconds it may take once it is granted; None: it has no latency, or no known duration.
 
         Of its class's latency, or of the deadline that its lease's last checkpoint gave, it is the
         part with which the class was in time of late.
@@ -51,7 +51,7 @@ class Waiting(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class SizingView:
     """What a policy sees of a device, for a lease that may have more SMs or fewer.
 
     Attributes:
@@ -87,10 +87,10 @@ class Policy(Protocol):
     checkpoint while others wait gives back what is above its least.
     """
 
-    def rank(self, request: Waiting) -> tuple[float, ...]:
+    def rank(self, request: RequestView) -> tuple[float, ...]:
         """Smaller goes first, and of equals who came first; asked once, when it is queued."""
 
-    def may_pass(self, first: Waiting, now: float) -> bool:
+    def may_pass(self, first: RequestView, now: float) -> bool:
         """Whether later requests may be granted while `first` waits for cells that do not fit.
 
         Once the answer is no, everything that comes free on the device chosen for `first` is

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from greensched.errors import InvalidRequest
-from greensched.scheduling.admission import Agenda
-from greensched.scheduling.class_state import SMOOTHING, Flow
-from greensched.scheduling.policies import Deadline, Order, asked
-from greensched.scheduling.policy import Room
-from greensched.scheduling.requests import GONE, Entries, Line, Request, by_rank
+from greensched.scheduling.admission import DeadlineLedger
+from greensched.scheduling.class_state import SMOOTHING, ClassState
+from greensched.scheduling.policies import Deadline, Order, guard
+from greensched.scheduling.policy import SizingView
+from greensched.scheduling.requests import GONE, LazyHeap, Request, RequestLine, by_rank
 
 #: So many more entries than twice those that wait are kept before anybody tidies up.
 STALE_LEAST: Final = 64
@@ -26,7 +26,7 @@ SWEEP = 2048
 Head = tuple[Any, ...]
 
 
-class Queue:
+class RequestQueue:
     """Requests that wait, by class and wish.
 
     Args:
@@ -35,14 +35,14 @@ class Queue:
         sms: SMs there are in all.
     """
 
-    def __init__(self, policy: Order, start_of: Callable[[Flow], float], sms: int) -> None:
+    def __init__(self, policy: Order, start_of: Callable[[ClassState], float], sms: int) -> None:
         self.waiting = 0
         self._start_of = start_of
         self._sms = sms
-        self._lines: dict[tuple[object, ...], Line] = {}
-        self._deadlines = Entries(by_deadline=True)
+        self._lines: dict[tuple[object, ...], RequestLine] = {}
+        self._deadlines = LazyHeap(by_deadline=True)
         #: What is being swept of those that left.
-        self._sweeping: list[Entries] = []
+        self._sweeping: list[LazyHeap] = []
         #: The first of the queue once it has aged, and the device that is kept for it.
         self._reserved: tuple[Request, int] | None = None
         self._cancelled = 0
@@ -54,25 +54,25 @@ class Queue:
         #: Somebody may be granted because a class with a floor waits no more.
         self._is_unlocked = False
         #: What is due when, where the policy goes by that; and the bucket of each request in it.
-        self._agenda: Agenda | None = None
+        self._agenda: DeadlineLedger | None = None
         self._agreed: dict[Request, int] = {}
         self._set_policy(policy)
 
     def _set_policy(self, policy: Order) -> None:
         self.policy = policy
-        self._order = asked(policy)
+        self._order = guard(policy)
         to_ask: Any = self._order
         self._stands: Callable[[Any], tuple[float, ...]] | None = None
-        self._size: Callable[[Any, Room], tuple[int, int]] | None = None
+        self._size: Callable[[Any, SizingView], tuple[int, int]] | None = None
         if hasattr(policy, "standing"):
             self._stands = to_ask.standing
         if hasattr(policy, "size"):
             self._size = to_ask.size
         by_due = isinstance(policy, Deadline)
-        self._agenda = Agenda(self._sms) if by_due else None
+        self._agenda = DeadlineLedger(self._sms) if by_due else None
         self._agreed.clear()
 
-    def _queue(self, request: Request, line: Line) -> None:
+    def _queue(self, request: Request, line: RequestLine) -> None:
         rank = self._order.rank(request)
         flow = request.flow
         if not self.waiting:
@@ -82,7 +82,7 @@ class Queue:
             flow.finish = self._start_of(flow)
         self.waiting += 1
         flow.waiting += 1
-        seconds = flow.mean if request.cost is None else request.seconds(line.asked)
+        seconds = flow.mean if request.duration is None else request.seconds(line.asked)
         if seconds:
             request.work = work = line.asked * seconds
             flow.work += work
@@ -90,7 +90,7 @@ class Queue:
             self._deadlines.push(request)
         self._stand_in_line(request, line, rank)
 
-    def _stand_in_line(self, request: Request, line: Line, rank: tuple[float, ...]) -> None:
+    def _stand_in_line(self, request: Request, line: RequestLine, rank: tuple[float, ...]) -> None:
         """Behind whoever wants the same: `line` is theirs, or a new one if there are none."""
         if not line:
             self._lines[request.wish] = line
@@ -143,7 +143,7 @@ class Queue:
         """Forgets some of those that left; all of them, in as many calls as it takes."""
         if not self.waiting:
             self._lines.clear()
-            self._deadlines = Entries(by_deadline=True)
+            self._deadlines = LazyHeap(by_deadline=True)
             self._sweeping.clear()
             self._entries = 0
             return
@@ -158,7 +158,7 @@ class Queue:
             self._lines = {key: line for key, line in self._lines.items() if line}
             self._entries = sum(map(len, self._lines.values()))
 
-    def _only_line(self) -> Line:
+    def _only_line(self) -> RequestLine:
         for line in self._lines.values():  # compiled, the shortest way to it
             return line
         raise AssertionError("nobody waits")
@@ -183,7 +183,7 @@ class Queue:
             return first.rank, first.order, first
         return self._standing(first.flow), first.rank, first.order, first
 
-    def _standing(self, flow: Flow) -> tuple[float, ...]:
+    def _standing(self, flow: ClassState) -> tuple[float, ...]:
         """Where a class stands, by a policy that says so."""
         if self._stands is None:
             return ()
@@ -206,7 +206,7 @@ class Queue:
             self._leave(request)
         return waited
 
-    def retry_after(self, flow: Flow | None = None) -> float:
+    def retry_after(self, flow: ClassState | None = None) -> float:
         """Seconds until there may be room in the queue, from how fast it moved of late."""
         return max(0.001, self._interval if flow is None else flow.interval)
 

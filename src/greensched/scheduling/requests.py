@@ -10,13 +10,13 @@ from collections.abc import Hashable, Mapping
 from math import frexp, inf
 from typing import Any, Final, Protocol
 
-from greensched.scheduling.cells import Demand
-from greensched.scheduling.class_state import Flow
+from greensched.scheduling.cells import SizeRange
+from greensched.scheduling.class_state import ClassState
 
 logger = logging.getLogger("greensched")
 
 
-class State(enum.Enum):
+class GrantState(enum.Enum):
     """Where a request is in its life."""
 
     QUEUED = "waits for cells"
@@ -26,16 +26,16 @@ class State(enum.Enum):
 
 #: Looked up at every decision: a name of a module is found faster than a member of an enum, and a
 #: final one, compiled, is not looked up.
-QUEUED: Final = State.QUEUED
-GRANTED: Final = State.GRANTED
-GONE: Final = State.GONE
+QUEUED: Final = GrantState.QUEUED
+GRANTED: Final = GrantState.GRANTED
+GONE: Final = GrantState.GONE
 
 
 class Curve(Protocol):
     """How long a piece of work takes on so many SMs, in seconds.
 
     Asked and told under a lock. Where it raises, or says what are no seconds, that is logged, and
-    its request has no known cost from then on. What `observe` returns, nobody reads.
+    its request has no known duration from then on. What `observe` returns, nobody reads.
     """
 
     def at(self, sms: int) -> float: ...
@@ -44,11 +44,11 @@ class Curve(Protocol):
 
 
 #: What a request is expected to take: seconds, or a curve that says it for each size.
-Cost = float | Curve
-NO_LOANS: Final[Mapping[Flow, int]] = {}
+Duration = float | Curve
+NO_LOANS: Final[Mapping[ClassState, int]] = {}
 
 
-class Lease:
+class Grant:
     """Cells granted to one part of a request. `mask` and `sms` change at its checkpoints alone."""
 
     __slots__ = (
@@ -123,10 +123,10 @@ class Request:
     __slots__ = (
         "answer",
         "arrived",
-        "cost",
         "deadline",
         "devices",
         "due",
+        "duration",
         "flow",
         "holder",
         "is_blind",
@@ -148,8 +148,8 @@ class Request:
 
     def __init__(
         self,
-        flow: Flow,
-        parts: tuple[Demand, ...],
+        flow: ClassState,
+        parts: tuple[SizeRange, ...],
         devices: tuple[int, ...],
         priority: float,
         arrived: float,
@@ -158,7 +158,7 @@ class Request:
         near: int | None = None,
         due: float | None = None,
         deadline: float | None = None,
-        cost: Cost | None = None,
+        duration: Duration | None = None,
         holder: Hashable = None,
         owner: object = None,
     ) -> None:
@@ -177,7 +177,7 @@ class Request:
         self.due = due
         self.deadline = deadline
         #: What it is expected to take.
-        self.cost = cost
+        self.duration = duration
         #: It is a curve that failed, and is not asked again.
         self.is_blind = False
         #: Seconds in which what its lease does next should be done, by its last checkpoint.
@@ -190,11 +190,11 @@ class Request:
         self.answer: object = None
         self.state = QUEUED
         self.rank: tuple[float, ...] = ()
-        self.leases: tuple[Lease, ...] = ()
+        self.leases: tuple[Grant, ...] = ()
         #: (device, cells) that it fits on, and over which nothing is made.
         self.lacks: tuple[tuple[int, int], ...] = ()
         #: Where it waits; and the SM-seconds it counts for meanwhile.
-        self.line: Line
+        self.line: RequestLine
         self.work = 0.0
 
     @property
@@ -211,20 +211,20 @@ class Request:
     def wish(self) -> tuple[object, ...]:
         """What its line has in common: where one of them does not fit, nor does the next.
 
-        Who is known to end sooner may fit into a gap that is closed to others, so a known cost
+        Who is known to end sooner may fit into a gap that is closed to others, so a known duration
         counts by its magnitude; a curve is itself, and need not be hashable.
         """
-        cost = self.cost
-        if cost is None:
+        duration = self.duration
+        if duration is None:
             return self.flow, self.parts, self.devices
-        magnitude = frexp(cost)[1] if isinstance(cost, (int, float)) else id(cost)
+        magnitude = frexp(duration)[1] if isinstance(duration, (int, float)) else id(duration)
         return self.flow, self.parts, self.devices, magnitude
 
     @property
     def allowed(self) -> float | None:
-        """Seconds it may take from now on; None: no deadline or latency, or no cost, is known."""
+        """Seconds it may take from now on; None: no known duration, deadline or latency."""
         flow = self.flow
-        if self.cost is None:
+        if self.duration is None:
             return None
         if self.within is not None:
             return self.within * flow.pace.of_deadline
@@ -232,13 +232,13 @@ class Request:
 
     def seconds(self, sms: int) -> float | None:
         """How long it is expected to take on so many SMs; None: nobody knows."""
-        cost = self.cost
-        if cost is None or isinstance(cost, (int, float)):
-            return cost
+        duration = self.duration
+        if duration is None or isinstance(duration, (int, float)):
+            return duration
         if self.is_blind:
             return None
         try:
-            seconds = float(cost.at(sms))
+            seconds = float(duration.at(sms))
             if 0 <= seconds < inf:
                 return seconds
             raise ValueError(f"{seconds} are no seconds")
@@ -248,16 +248,18 @@ class Request:
 
     def learn(self, sms: int, seconds: float) -> None:
         """What it did took so long on so many SMs: its curve is told, if it has one."""
-        cost = self.cost
-        if cost is None or isinstance(cost, (int, float)) or self.is_blind:
+        duration = self.duration
+        if duration is None or isinstance(duration, (int, float)) or self.is_blind:
             return
         try:
-            cost.observe(sms, seconds)
+            duration.observe(sms, seconds)
         except Exception:  # as above
             self._be_blind("observe")
 
     def _be_blind(self, method: str) -> None:
-        logger.exception("%r: %s() failed: nothing is known of what it costs", self.cost, method)
+        logger.exception(
+            "%r: %s() failed: nothing is known of what it costs", self.duration, method
+        )
         self.is_blind = True
 
     def __repr__(self) -> str:
@@ -269,7 +271,7 @@ def by_rank(request: Request) -> tuple[tuple[float, ...], int]:
     return request.rank, request.order
 
 
-class Entries:
+class LazyHeap:
     """Requests by rank, or by deadline, and then in their order, of which the first is asked for.
 
     Most come in that order, and stand in a row; who does not is in a heap beside it. Those that
@@ -289,7 +291,7 @@ class Entries:
         #: behind which nobody in the heap stands: so there is one, or nobody at all.
         self._first: Request | None = None
         self._last: Request | None = None
-        self._kept: Entries | None = None
+        self._kept: LazyHeap | None = None
         self._before: list[Request] = []
         self._at = 0
 
@@ -356,7 +358,7 @@ class Entries:
                 self._at = 0
             return 0 if self._before else 1
         if self._kept is None:
-            self._kept, self._before = Entries(by_deadline=self._by_deadline), self._all()
+            self._kept, self._before = LazyHeap(by_deadline=self._by_deadline), self._all()
         until = self._at + most
         for request in self._before[self._at : until]:
             if request.state is QUEUED:
@@ -371,7 +373,7 @@ class Entries:
         return self.sweep(max(1, left))
 
 
-class Line(Entries):
+class RequestLine(LazyHeap):
     """Requests of one class with the same wish, by rank. Only its first is ever tried.
 
     Args:

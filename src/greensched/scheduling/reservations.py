@@ -23,13 +23,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from greensched.errors import InvalidRequest
-from greensched.scheduling.cells import Cells, aligned
-from greensched.scheduling.class_state import Flow
-from greensched.scheduling.requests import NO_LOANS, Lease, Request
+from greensched.scheduling.cells import DeviceCells, aligned
+from greensched.scheduling.class_state import ClassState
+from greensched.scheduling.requests import NO_LOANS, Grant, Request
 from greensched.scheduling.services import ServiceClass
 
 
-class Floors:
+class Reservations:
     """The floors of one device.
 
     Args:
@@ -37,13 +37,14 @@ class Floors:
         owners: who has a floor there.
     """
 
-    def __init__(self, cells: Cells, owners: Sequence[Flow]) -> None:
+    def __init__(self, cells: DeviceCells, owners: Sequence[ClassState]) -> None:
         self.cells = cells
         self.owners = tuple(owners)
         #: Cells to be given last to anybody else than their owner, for each owner: so that what
-        #: is kept for him stays in one block. As near to the top as it can be where `Cells.menu`
+        #: is kept for him stays in one block. As near to the top as it can be where
+        #: `DeviceCells.menu`
         #: has lanes over it: one that is made only when it is needed may wait for all that runs.
-        self.blocks: dict[Flow, int] = {}
+        self.blocks: dict[ClassState, int] = {}
         top, still = cells.count, sum(owner.need for owner in self.owners)
         for owner in self.owners:
             still -= owner.need
@@ -57,13 +58,13 @@ class Floors:
         #: Nobody has anything, and nobody could be granted anything: then owners lend who wait.
         self.is_idle = False
         #: Leases that have something on loan.
-        self.borrowers: dict[Lease, None] = {}
+        self.borrowers: dict[Grant, None] = {}
 
-    def unmet(self, flow: Flow) -> int:
+    def unmet(self, flow: ClassState) -> int:
         """Cells of its floor that a class does not have."""
         return _unmet(flow) if flow in self.blocks else 0
 
-    def kept(self, flow: Flow) -> int:
+    def kept(self, flow: ClassState) -> int:
         """Free cells that are the flow's own."""
         return flow.kept if flow in self.blocks else 0
 
@@ -99,10 +100,10 @@ class Floors:
             least = 0
         return least, max(least, most)
 
-    def _lends(self, owner: Flow) -> bool:
+    def _lends(self, owner: ClassState) -> bool:
         return self.is_idle or not (owner.waiting or owner.short)
 
-    def take(self, free: int, lease: Lease, taken: int, least: int, sms: int) -> None:
+    def take(self, free: int, lease: Grant, taken: int, least: int, sms: int) -> None:
         """A lease takes cells of so many free ones; what is kept for others is borrowed.
 
         Args:
@@ -124,7 +125,7 @@ class Floors:
         if self.borrowers:
             self._settle()
 
-    def _borrow(self, lease: Lease, borrowed: int, spare: int, sms: int) -> None:
+    def _borrow(self, lease: Grant, borrowed: int, spare: int, sms: int) -> None:
         """So many cells; what is beyond those that it can give back before its end, until then."""
         until_end = max(0, borrowed - spare)
         length, segment = lengths(lease.request, sms)
@@ -144,7 +145,7 @@ class Floors:
             if lent:
                 self._lend(owner, lease, lent)
 
-    def give(self, lease: Lease, given: int) -> None:
+    def give(self, lease: Grant, given: int) -> None:
         """A lease gives cells back, those it has on loan first."""
         flow = lease.flow
         if lease.loans:
@@ -157,7 +158,7 @@ class Floors:
         if flow in self.blocks:
             flow.account(-given)
 
-    def note(self, lease: Lease, *, is_over: bool = False) -> None:
+    def note(self, lease: Grant, *, is_over: bool = False) -> None:
         """Counts whether an owner's elastic lease has less than it may have."""
         flow, part = lease.flow, lease.request.wants[0]
         if flow not in self.blocks or not lease.request.is_elastic:
@@ -168,14 +169,14 @@ class Floors:
         flow.short += is_short - lease.is_short
         lease.is_short = is_short
 
-    def _lend(self, owner: Flow, lease: Lease, cells: int) -> None:
+    def _lend(self, owner: ClassState, lease: Grant, cells: int) -> None:
         owner.account(lent=cells)
         if lease.flow in self.blocks:
             lease.flow.account(borrowed=cells)
         lease.loans = {**lease.loans, owner: lease.loans.get(owner, 0) + cells}
         self.borrowers[lease] = None
 
-    def _end_loan(self, owner: Flow, lease: Lease, cells: int) -> None:
+    def _end_loan(self, owner: ClassState, lease: Grant, cells: int) -> None:
         owner.account(lent=-cells)
         if lease.flow in self.blocks:
             lease.flow.account(borrowed=-cells)
@@ -199,7 +200,7 @@ class Floors:
                         again = True  # it is the borrower's own now, and may meet his floor
                         self._end_loan(owner, lease, ended)
 
-    def take_over(self, leases: Iterable[Lease]) -> None:
+    def take_over(self, leases: Iterable[Grant]) -> None:
         """After a change of the classes: counts what is leased and lent already."""
         for lease in leases:
             lease.is_short = False
@@ -222,12 +223,14 @@ def lengths(request: Request, sms: int) -> tuple[float, float]:
     return length, min(length, flow.longest_segment()) if elastic else length
 
 
-def _unmet(flow: Flow) -> int:
+def _unmet(flow: ClassState) -> int:
     """Cells of its floor that an owner does not have; what he has on loan is not of it."""
     return max(0, flow.need - (flow.cells - flow.borrowed))
 
 
-def place(devices: Sequence[Cells], wanted: Sequence[tuple[Flow, ServiceClass]]) -> list[Floors]:
+def place(
+    devices: Sequence[DeviceCells], wanted: Sequence[tuple[ClassState, ServiceClass]]
+) -> list[Reservations]:
     """Finds each floor its device: the largest first, each where most is unreserved.
 
     A floor stays on the device it is on, where it fits.
@@ -236,8 +239,8 @@ def place(devices: Sequence[Cells], wanted: Sequence[tuple[Flow, ServiceClass]])
         InvalidRequest: they do not fit together; nothing has changed.
     """
     left = [cells.count for cells in devices]
-    homes: list[list[Flow]] = [[] for _ in devices]
-    placed: list[tuple[Flow, int, int]] = []
+    homes: list[list[ClassState]] = [[] for _ in devices]
+    placed: list[tuple[ClassState, int, int]] = []
     for flow, rules in sorted(wanted, key=lambda one: -one[1].reserve):
         needs = [-(-rules.reserve // cells.size) for cells in devices]
         fits = [device for device, need in enumerate(needs) if need <= left[device]]
@@ -253,8 +256,8 @@ def place(devices: Sequence[Cells], wanted: Sequence[tuple[Flow, ServiceClass]])
             homes[home].append(flow)
     for flow, home, need in placed:
         flow.home, flow.need = home, need
-    return [Floors(cells, owners) for cells, owners in zip(devices, homes, strict=True)]
+    return [Reservations(cells, owners) for cells, owners in zip(devices, homes, strict=True)]
 
 
-def _reservable(devices: Sequence[Cells]) -> int:
+def _reservable(devices: Sequence[DeviceCells]) -> int:
     return sum(cells.size * cells.count for cells in devices)

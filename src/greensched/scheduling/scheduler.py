@@ -8,7 +8,7 @@ Synchronous and deterministic: every call takes `now` and returns who is granted
    Whoever stops wanting a GRANTED one gives its leases back: `release`, then `drained`.
 3. Cells come free by `drained`, and by the `checkpoint` of an elastic lease, alone. A lease that is
    over may instead go as it is to who would be granted by that (`next_for`, `hand_over`).
-4. Requests of one class that want the same (sizes, devices, magnitude of a known cost) stand in
+4. Requests of one class that want the same (sizes, devices, magnitude of a known duration) stand in
    one line, and only the first of a line is ever tried: where it does not fit, nobody behind it
    does. So a decision costs as much as there are different wishes, however many wait.
 5. The first request of all that does not fit lets others pass as long as the policy says; then
@@ -44,28 +44,28 @@ from greensched.errors import (
 )
 from greensched.scheduling import shared_grants
 from greensched.scheduling.admission import predicted, soonest
-from greensched.scheduling.cells import Cells, Demand
-from greensched.scheduling.class_state import Flow
-from greensched.scheduling.dispatch import Granting
+from greensched.scheduling.cells import DeviceCells, SizeRange
+from greensched.scheduling.class_state import ClassState
+from greensched.scheduling.dispatch import Dispatcher
 from greensched.scheduling.placement import Placement
-from greensched.scheduling.policies import Order, asked
+from greensched.scheduling.policies import Order, guard
 from greensched.scheduling.queue import STALE_LEAST, validate_bound
 from greensched.scheduling.requests import (
     GRANTED,
     QUEUED,
-    Cost,
-    Lease,
-    Line,
+    Duration,
+    Grant,
+    GrantState,
     Request,
-    State,
+    RequestLine,
 )
 from greensched.scheduling.services import ServiceClass
 from greensched.scheduling.statistics import SchedulerStatistics, ServiceStatistics
 
-__all__ = ["STALE_LEAST", "Lease", "Request", "Scheduler", "State", "validate_bound"]
+__all__ = ["STALE_LEAST", "Grant", "GrantState", "Request", "Scheduler", "validate_bound"]
 
 
-class Scheduler(Granting):
+class Scheduler(Dispatcher):
     """Decides who gets which cells.
 
     Args:
@@ -82,7 +82,7 @@ class Scheduler(Granting):
 
     def __init__(
         self,
-        devices: Sequence[Cells],
+        devices: Sequence[DeviceCells],
         policy: Order,
         max_waiting: int,
         is_made: Callable[[int, int], bool] = lambda device, mask: True,  # noqa: ARG005  any are
@@ -101,14 +101,14 @@ class Scheduler(Granting):
     def request(
         self,
         now: float,
-        parts: tuple[Demand, ...],
+        parts: tuple[SizeRange, ...],
         *,
         service: str = "",
         devices: tuple[int, ...] | None = None,
         near: int | None = None,
         priority: float | None = None,
         deadline: float | None = None,
-        cost: Cost | None = None,
+        duration: Duration | None = None,
         holder: Hashable = None,
         owner: object = None,
         wait: bool = True,
@@ -123,7 +123,7 @@ class Scheduler(Granting):
             near: the device to be preferred.
             priority: larger goes first; None: its class's.
             deadline: the time after which it is not wanted any more.
-            cost: what it is expected to take, from its grant to its end.
+            duration: what it is expected to take, from its grant to its end.
             holder: who asks, to find out who waits for what he holds himself.
             owner: whatever the caller wants to find on the request.
             wait: False: granted now or not at all.
@@ -150,13 +150,13 @@ class Scheduler(Granting):
             due = now + flow.latency
         request = Request(
             flow, parts, where, priority, now, self._requested,
-            near=near, due=due, deadline=deadline, cost=cost, holder=holder, owner=owner,
+            near=near, due=due, deadline=deadline, duration=duration, holder=holder, owner=owner,
         )  # fmt: skip
-        if due is not None and cost is not None:
+        if due is not None and duration is not None:
             self._refuse_late(request, due)
         line = None
         if self.waiting:
-            line = self._lines.get((flow, parts, where) if cost is None else request.wish)
+            line = self._lines.get((flow, parts, where) if duration is None else request.wish)
             fits = self._overtake(request, line, now)
         else:
             fits = self._grant(request, where, now)
@@ -164,7 +164,9 @@ class Scheduler(Granting):
             self._requested += 1
             return request
         if line is None:
-            line = Line(request, self._able(request), self._asked(request), self._least(request))
+            line = RequestLine(
+                request, self._able(request), self._asked(request), self._least(request)
+            )
         if not wait:
             self._refused += 1
             raise self._would_block(request)
@@ -174,7 +176,7 @@ class Scheduler(Granting):
             self._refused += 1
             waiting = self.waiting if self.waiting >= self.max_waiting else flow.waiting
             raise QueueFull(waiting, self.retry_after(flow))
-        if due is not None and cost is not None:
+        if due is not None and duration is not None:
             self._admit(request, line, now)
         self._requested += 1
         if request.lacks:
@@ -193,15 +195,15 @@ class Scheduler(Granting):
         self._cancelled += 1
         return self._dispatch(now) if self._leave(request) else []
 
-    def release(self, lease: Lease) -> None:
+    def release(self, lease: Grant) -> None:
         """The work of a lease may still run; its cells stay until it is `drained`."""
         if not lease.draining:
             lease.draining = True
             if lease.holder is not None:
                 self._forget(lease)
 
-    def pause(self, now: float, lease: Lease) -> bool:
-        """A class's lease of one size and no known cost is over; its cells stay for one like it.
+    def pause(self, now: float, lease: Grant) -> bool:
+        """A class's lease of one size and no known duration is over; its cells wait for the next.
 
         Nobody waits. False: it is to be `drained`, because a decision looks at more than whether
         cells are free: at a loan, a quota, or whether the device is split.
@@ -212,7 +214,7 @@ class Scheduler(Granting):
         ground.pause(lease, now)
         return True
 
-    def resume(self, now: float, lease: Lease) -> None:
+    def resume(self, now: float, lease: Grant) -> None:
         """The next like it has what is paused; `pass_on` and `count_again` tell of him later."""
         self.ground.resume(lease, now)
 
@@ -221,7 +223,7 @@ class Scheduler(Granting):
         self._requested += number
         self._granted += number
 
-    def pass_on(self, lease: Lease, holder: Hashable) -> None:
+    def pass_on(self, lease: Grant, holder: Hashable) -> None:
         """Another holds a lease from now on; None: nobody in particular."""
         if lease.holder is not None:
             self._forget(lease)
@@ -229,7 +231,7 @@ class Scheduler(Granting):
         if holder is not None:
             self._held.setdefault(holder, []).append(lease)
 
-    def next_for(self, lease: Lease) -> Request | None:
+    def next_for(self, lease: Grant) -> Request | None:
         """Who is next, if he may as well have a lease as it is, which is over.
 
         None: that has to be decided.
@@ -246,11 +248,11 @@ class Scheduler(Granting):
         part = first.parts[0]
         if part.named is not None or part.least != part.most or lease.device not in first.devices:
             return None
-        is_known = first.cost is not None or last.cost is not None
+        is_known = first.duration is not None or last.duration is not None
         is_kept_out = self._reserved is not None and self._reserved[0] is not first
         return None if is_known or is_kept_out else first
 
-    def hand_over(self, now: float, lease: Lease, request: Request) -> None:
+    def hand_over(self, now: float, lease: Grant, request: Request) -> None:
         """Who is `next_for` a lease has it from now on, as if it had been drained: he alone."""
         lease.request.leases = ()
         lease.request = request
@@ -266,7 +268,7 @@ class Scheduler(Granting):
         if self._is_untidy():
             self._tidy()
 
-    def drained(self, now: float, lease: Lease) -> list[Request]:
+    def drained(self, now: float, lease: Grant) -> list[Request]:
         """All work of a lease is done: its cells are free. Returns who is granted by that."""
         if lease.over:
             raise AssertionError(f"cells given back twice: {lease}")
@@ -277,21 +279,26 @@ class Scheduler(Granting):
         return self._dispatch(now) if self.waiting else []
 
     def checkpoint(
-        self, now: float, lease: Lease, cost: Cost | None = None, within: float | None = None
+        self,
+        now: float,
+        lease: Grant,
+        duration: Duration | None = None,
+        within: float | None = None,
     ) -> list[Request]:
         """The holder of a lease has no work on it now, and lets its cells be changed.
 
         An elastic one gives back what it has above its least, whoever can be granted because of
         that is, and then it takes up what is idle, to its most; least and most are the policy's, if
         it says them. One with a seat has the least it asked for instead, if its device is to be
-        split. `lease.mask` and `lease.sms` say what it has from now on; `cost` is what it takes to
+        split. `lease.mask` and `lease.sms` say what it has from now on; `duration` is what it
+        takes to
         its next checkpoint, which should come `within` so many seconds; None: its class's latency.
         Returns who is granted by it.
         """
         ground, flow, before = self.ground, lease.flow, lease.mask
         flow.saw_segment(now - lease.since)
-        if cost is not None:
-            ground.saw_piece(lease, cost, now)
+        if duration is not None:
+            ground.saw_piece(lease, duration, now)
         lease.request.within = within
         ground.clock.pay(flow, lease, now)
         if lease.draining:
@@ -321,14 +328,14 @@ class Scheduler(Granting):
                 granted += self._dispatch(now)
         return granted
 
-    def _kept_least(self, lease: Lease, *, is_claimed: bool) -> int:
+    def _kept_least(self, lease: Grant, *, is_claimed: bool) -> int:
         """SMs it keeps whoever waits, by the policy; not of others' floors, nor from the aged."""
         is_kept = self._reserved is not None and self._reserved[1] == lease.device
         is_due = any(owner.short or owner.waiting for owner in lease.loans)
         parts = lease.request.parts if is_kept or is_due or is_claimed else lease.request.wants
         return parts[0].least
 
-    def _sit_or_stand(self, lease: Lease) -> None:
+    def _sit_or_stand(self, lease: Grant) -> None:
         """A lease of a class that allows it has a seat, or cells, as its device is split or not."""
         ground, device = self.ground, lease.device
         # Whoever could have had more may wait for nothing but the seats.
@@ -391,7 +398,7 @@ class Scheduler(Granting):
         """
         waiting = self.queued()
         ranks = (
-            [r.rank for r in waiting] if policy is None else list(map(asked(policy).rank, waiting))
+            [r.rank for r in waiting] if policy is None else list(map(guard(policy).rank, waiting))
         )
         if services is not None:
             self.ground.set_rules(services)
@@ -402,7 +409,9 @@ class Scheduler(Granting):
         for request, rank in zip(waiting, ranks, strict=True):
             old, able = request.line, self._able_now(request)
             if able:
-                line = self._lines.get(request.wish) or Line(request, able, old.asked, old.least)
+                line = self._lines.get(request.wish) or RequestLine(
+                    request, able, old.asked, old.least
+                )
                 self._stand_in_line(request, line, rank)
             else:
                 self._give_up(request)
@@ -472,7 +481,7 @@ class Scheduler(Granting):
         times += [flow.refilled_at() for flow in self._over_quota()]
         return min(times, default=None)
 
-    def _over_quota(self) -> list[Flow]:
+    def _over_quota(self) -> list[ClassState]:
         """Classes that wait for nothing but their quota."""
         if not self.ground.is_ruled or not self.waiting:
             return []
@@ -489,7 +498,7 @@ class Scheduler(Granting):
         if seconds is not None and request.arrived + seconds > due:
             self._be_late(request, seconds)
 
-    def _admit(self, request: Request, line: Line, now: float) -> None:
+    def _admit(self, request: Request, line: RequestLine, now: float) -> None:
         """Refuses what must wait too long to be done in time, or would make others late."""
         sms = line.asked
         if request.is_elastic:  # it may be granted more than its least

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from greensched.scheduling.allocator import Ground
-from greensched.scheduling.requests import Lease, Request
+from greensched.scheduling.allocator import SMAllocator
+from greensched.scheduling.requests import Grant, Request
 from greensched.scheduling.reservations import lengths
 
 
-def may_sit(ground: Ground, request: Request, device: int) -> bool:
+def may_sit(ground: SMAllocator, request: Request, device: int) -> bool:
     """Whether a request may be granted a seat, and so all SMs, beside whoever has one."""
     flow, total = request.flow, ground.devices[device].total
     if not flow.unsplit or ground.verdict.is_split or ground.apart[device]:
@@ -21,7 +21,7 @@ def may_sit(ground: Ground, request: Request, device: int) -> bool:
     return all(lends and length <= o.budget and not o.waiting for o in owners)
 
 
-def seat(ground: Ground, device: int) -> int:
+def seat(ground: SMAllocator, device: int) -> int:
     """A seat that nobody has."""
     taken = {lease.mask for lease in ground.seats[device]}
     number = 0
@@ -31,11 +31,11 @@ def seat(ground: Ground, device: int) -> int:
 
 
 def give_seat(
-    ground: Ground, request: Request, device: int, seat: int, now: float
-) -> tuple[Lease, ...]:
+    ground: SMAllocator, request: Request, device: int, seat: int, now: float
+) -> tuple[Grant, ...]:
     """Leases all SMs of a device to one more."""
     flow, total = request.flow, ground.devices[device].total
-    lease = Lease(device, seat, total, request.holder, request, now)
+    lease = Grant(device, seat, total, request.holder, request, now)
     lease.is_seat, lease.is_apart = True, False
     flow.sms += total
     ground.charge(flow, lease, request, now)
@@ -43,7 +43,7 @@ def give_seat(
     return (lease,)
 
 
-def sit(ground: Ground, lease: Lease, seat: int) -> None:
+def sit(ground: SMAllocator, lease: Grant, seat: int) -> None:
     """A lease gives its cells back, and has a seat from now on."""
     device, cells = lease.device, ground.devices[lease.device]
     if ground.floors[device].owners:
@@ -55,7 +55,7 @@ def sit(ground: Ground, lease: Lease, seat: int) -> None:
     lease.mask, lease.sms, lease.is_seat = seat, cells.total, True
 
 
-def stand_up(ground: Ground, lease: Lease) -> int:
+def stand_up(ground: SMAllocator, lease: Grant) -> int:
     """A lease has the least it asked for instead of its seat, if that is free.
 
     Returns the cells it should have and over which no partition is made; 0: none.
@@ -88,7 +88,7 @@ def stand_up(ground: Ground, lease: Lease) -> int:
     return missing
 
 
-def is_claimed(ground: Ground, device: int) -> bool:
+def is_claimed(ground: SMAllocator, device: int) -> bool:
     """Whether somebody on a seat, whose device is to be split, has to find room for his least."""
     seats = ground.seats[device]
     return ground.verdict.is_split and any(not x.draining for x in seats)

@@ -11,40 +11,44 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from greensched.scheduling.allocator import Ground
-from greensched.scheduling.cells import Demand
-from greensched.scheduling.policy import Room
-from greensched.scheduling.requests import Lease, Line, Request
+from greensched.scheduling.allocator import SMAllocator
+from greensched.scheduling.cells import SizeRange
+from greensched.scheduling.policy import SizingView
+from greensched.scheduling.requests import Grant, Request, RequestLine
 
 #: `Policy.size`.
-Size = Callable[[Any, Room], tuple[int, int]]
+Size = Callable[[Any, SizingView], tuple[int, int]]
 
 
 def wanted(
     size: Size,
-    ground: Ground,
-    lines: Iterable[Line],
+    ground: SMAllocator,
+    lines: Iterable[RequestLine],
     request: Request,
     device: int,
-    lease: Lease | None = None,
-) -> Demand:
+    lease: Grant | None = None,
+) -> SizeRange:
     """What it is to have on a device now; `lease`: what it has there."""
     (asked,), cells = request.parts, ground.devices[device]
     most = max(asked.least, cells.largest(ground.most_now(request, device, lease)))
     sizes = range(-(-asked.least // cells.size) * cells.size, most, cells.size)
     taken, kept, is_alone = _others(ground, lines, request, device, lease)
-    room = Room((*sizes, most), max(0, cells.total - taken), is_alone)
+    room = SizingView((*sizes, most), max(0, cells.total - taken), is_alone)
     least, upto = size(request, room)
     # What his floor gives him he has without waiting for more.
     floor = ground.floors[device].unmet(request.flow) * cells.size
     if floor >= asked.least:
         least = min(least, floor)
     least = max(asked.least, min(least, most, cells.total - kept))
-    return Demand(least, min(max(upto, least), most))
+    return SizeRange(least, min(max(upto, least), most))
 
 
 def _others(
-    ground: Ground, lines: Iterable[Line], request: Request, device: int, lease: Lease | None
+    ground: SMAllocator,
+    lines: Iterable[RequestLine],
+    request: Request,
+    device: int,
+    lease: Grant | None,
 ) -> tuple[int, int, bool]:
     """What others have or want there.
 

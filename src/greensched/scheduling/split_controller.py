@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 
-from greensched.scheduling.class_state import Flow
+from greensched.scheduling.class_state import ClassState
 
 #: What takes more than this part of its latency counts: who is near it shall never be late. The
 #: fifth left over is about what the largest neighbour costs that was measured on disjoint SMs.
@@ -26,7 +26,7 @@ LOOK, ONE_IN = 500, 100
 HOLD, LONGEST = 1.0, 64.0
 
 
-class Verdict:
+class SplitController:
     """Whether devices are split, from the latencies that classes have. With hysteresis."""
 
     __slots__ = ("_hold", "_seen", "_since", "_was", "is_split")
@@ -35,11 +35,11 @@ class Verdict:
         self.is_split = False
         self._since, self._hold = 0.0, HOLD
         #: Of each class: how many were seen, and how many were near.
-        self._seen: dict[Flow, tuple[int, int]] = {}
+        self._seen: dict[ClassState, tuple[int, int]] = {}
         #: When devices were last split, and last were not: until when, and what `_trouble` was.
         self._was: dict[bool, tuple[float, float]] = {}
 
-    def saw(self, flow: Flow, latency: float, number: int, now: float) -> bool:
+    def saw(self, flow: ClassState, latency: float, number: int, now: float) -> bool:
         """So many of a class had this latency. Returns whether that changes the verdict."""
         if flow.latency is None:
             return False

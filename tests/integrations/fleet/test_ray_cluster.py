@@ -55,7 +55,7 @@ SMS = 132
 
 def make(devices: list[int]) -> Pool:
     """In each pool's process: the first `fill` there is a device fault; callers are missed soon."""
-    protocol.BEAT, pool_actor.LOST = 0.2, 1.0
+    protocol.HEARTBEAT, pool_actor.LOST = 0.2, 1.0
     driver = simulated.open("h200", faults=[simulated.Crash("fill")])
     return Pool(devices, driver=driver, max_waiting=WAITING)
 
@@ -103,7 +103,7 @@ async def spoils(p: Partition, folder: Path, times: int) -> int:
     """Spoils its GPU so many times, in all."""
     if runs_in(folder) < times:
         with await p.empty(64) as x:
-            await p.launch(fill, LaunchConfig(grid=1, block=64), x, 1.0, x.size)
+            await p.launch(LaunchConfig(grid=1, block=64), fill, x, 1.0, x.size)
     return os.getpid()
 
 
@@ -208,7 +208,7 @@ def test_a_job_runs_on_some_gpu(fleet: Fleet, run: Any) -> None:
     """Coroutines have the partition, blocking functions are called; both results come back."""
 
     async def sms(p: Partition, x: int) -> tuple[int, int]:
-        await p.launch(spin, LaunchConfig(grid=1, block=32), 1000)
+        await p.launch(LaunchConfig(grid=1, block=32), spin, 1000)
         return p.sm_count, x
 
     assert run(fleet.submit(sms, 3, sms=16, deadline=5)) == (16, 3)
@@ -357,7 +357,7 @@ def test_a_deadline_reaches_the_gpu(fleet: Fleet, run: Any, tmp_path: Path) -> N
     """Not answered by its deadline, a job is told so and cancelled there, as by wait_for."""
 
     async def main() -> None:
-        with pytest.raises(greensched.NotAnswered) as caught:
+        with pytest.raises(greensched.FleetTimeout) as caught:
             await fleet.submit(held, tmp_path, sms=8, deadline=0.2)
         assert caught.value.deadline == 0.2
         await until((tmp_path / "job ended").exists)
@@ -448,7 +448,7 @@ def test_a_spoilt_pool_leaves_its_process(fleet: Fleet, run: Any, tmp_path: Path
 
     async def main() -> None:
         before = await processes()
-        with pytest.raises(greensched.Poisoned):
+        with pytest.raises(greensched.DeviceLost):
             await fleet.submit(spoils, tmp_path, 1, sms=8)
         new: set[int] = set()
         async with asyncio.timeout(SOON):

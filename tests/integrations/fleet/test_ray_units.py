@@ -23,8 +23,8 @@ pytest.importorskip("ray", reason="ray is not installed: make test-integrations"
 from greensched.integrations import asgi
 from greensched.integrations.ray import balancing, gpus, pool_actor, protocol
 from greensched.integrations.ray import connection as lines
-from greensched.integrations.ray.connection import CALLS, Line
-from greensched.integrations.ray.remote_client import Caller
+from greensched.integrations.ray.connection import CALLS, PoolConnection
+from greensched.integrations.ray.remote_client import RemoteClient
 
 
 @pytest.fixture(autouse=True)
@@ -171,7 +171,7 @@ def test_sizes() -> None:
 
 def test_services_answer_for_a_fleet() -> None:
     """A full fleet is 429 to a client, a lost or absent pool 503, an answer too late 504."""
-    full, late = greensched.QueueFull(3, 0.2), greensched.NotAnswered(1)
+    full, late = greensched.QueueFull(3, 0.2), greensched.FleetTimeout(1)
     lost, none = greensched.PoolLost("f/0", "x"), greensched.NoPool("x")
     assert [asgi._status(e) for e in (full, lost, none, late)] == [429, 503, 503, 504]
 
@@ -180,20 +180,22 @@ def test_services_answer_for_a_fleet() -> None:
 
 
 SNAPSHOT = protocol.Snapshot(True, 132, 132, 0, 0, 0.0)
-FACTS = protocol.Facts("f/0", "node", 1, None, 132, SNAPSHOT)
+FACTS = protocol.PoolInfo("f/0", "node", 1, None, 132, SNAPSHOT)
 
 
 class Actor:
     """Ray's handle of a pool's actor, played: letters come here, and are answered by hand."""
 
     def __init__(self) -> None:
-        self.letters: list[protocol.Letter] = []
-        self.answers: list[asyncio.Future[protocol.Answer]] = []
+        self.letters: list[protocol.MessageBatch] = []
+        self.answers: list[asyncio.Future[protocol.ReplyBatch]] = []
         self.gone = False
         self.exchange = types.SimpleNamespace(remote=self._exchange)
         self.goodbye = types.SimpleNamespace(remote=self._goodbye)
 
-    def _exchange(self, _key: str, letter: protocol.Letter) -> asyncio.Future[protocol.Answer]:
+    def _exchange(
+        self, _key: str, letter: protocol.MessageBatch
+    ) -> asyncio.Future[protocol.ReplyBatch]:
         self.letters.append(letter)
         self.answers.append(asyncio.get_running_loop().create_future())
         return self.answers[-1]
@@ -204,12 +206,14 @@ class Actor:
     def answer(self, place: int, *numbers: int, snapshot: protocol.Snapshot = SNAPSHOT) -> None:
         outcomes = [protocol.Outcome(number) for number in numbers]
         self.answers[place].set_result(
-            protocol.Answer(self.letters[place].number, outcomes, snapshot)
+            protocol.ReplyBatch(self.letters[place].number, outcomes, snapshot)
         )
 
 
-def job(line: Line, digest: bytes = b"d", sms: int = 16) -> asyncio.Task[protocol.Outcome]:
-    wish = protocol.Wish(sms, None, None, None)
+def job(
+    line: PoolConnection, digest: bytes = b"d", sms: int = 16
+) -> asyncio.Task[protocol.Outcome]:
+    wish = protocol.LeaseSpec(sms, None, None, None)
     message = protocol.Run(line.next_number(), protocol.Packed(digest, b"", ()), wish)
     return asyncio.ensure_future(line.ask(message, sms))
 
@@ -219,11 +223,11 @@ async def turn() -> None:
         await asyncio.sleep(0)
 
 
-def on_a_line(test: Callable[[Line, Actor], Any]) -> None:
+def on_a_line(test: Callable[[PoolConnection, Actor], Any]) -> None:
     async def main() -> None:
         patched.setattr(lines, "IDLE", 1000)
         actor = Actor()
-        line = Line(actor, "key", FACTS, {b"d": b"code", b"e": b"more"})
+        line = PoolConnection(actor, "key", FACTS, {b"d": b"code", b"e": b"more"})
         await turn()
         assert [len(letter.messages) for letter in actor.letters] == [0]  # a new line listens
         actor.answer(0)
@@ -243,7 +247,7 @@ def on_a_line(test: Callable[[Line, Actor], Any]) -> None:
 def test_a_new_line_listens() -> None:
     """Though nothing is asked: else its pool would not hear of it, nor it of its pool."""
 
-    async def test(line: Line, actor: Actor) -> None:
+    async def test(line: PoolConnection, actor: Actor) -> None:
         assert line.is_fresh
         assert not actor.gone
 
@@ -253,7 +257,7 @@ def test_a_new_line_listens() -> None:
 def test_what_is_asked_in_one_turn_goes_together() -> None:
     """Jobs of one turn are one letter; code is in the first that needs it, and in no other."""
 
-    async def test(line: Line, actor: Actor) -> None:
+    async def test(line: PoolConnection, actor: Actor) -> None:
         jobs = [job(line) for _ in range(5)]
         await turn()
         assert [len(letter.messages) for letter in actor.letters] == [5]
@@ -272,7 +276,7 @@ def test_what_is_asked_in_one_turn_goes_together() -> None:
 def test_calls_of_ray_are_bounded() -> None:
     """Beyond so many calls at once, jobs wait here for an answer, and then go together."""
 
-    async def test(line: Line, actor: Actor) -> None:
+    async def test(line: PoolConnection, actor: Actor) -> None:
         jobs = []
         for _ in range(CALLS + 4):
             jobs.append(job(line))
@@ -290,7 +294,7 @@ def test_calls_of_ray_are_bounded() -> None:
 def test_while_something_is_awaited_a_call_listens() -> None:
     """An answer without the outcome is followed by an empty letter that waits for it."""
 
-    async def test(line: Line, actor: Actor) -> None:
+    async def test(line: PoolConnection, actor: Actor) -> None:
         one = job(line)
         await turn()
         actor.answer(0)
@@ -306,7 +310,7 @@ def test_while_something_is_awaited_a_call_listens() -> None:
 def test_a_cancellation_is_sent_at_once() -> None:
     """Cancelled unsent, a job never goes; sent, the pool is told, beyond the bound of calls too."""
 
-    async def test(line: Line, actor: Actor) -> None:
+    async def test(line: PoolConnection, actor: Actor) -> None:
         jobs = []
         for _ in range(CALLS + 1):
             jobs.append(job(line))
@@ -327,7 +331,7 @@ def test_a_cancellation_is_sent_at_once() -> None:
 def test_a_broken_line_says_what_was_sent() -> None:
     """What was sent is lost, what was not has not begun, and later jobs are not sent at all."""
 
-    async def test(line: Line, actor: Actor) -> None:
+    async def test(line: PoolConnection, actor: Actor) -> None:
         sent = []
         for _ in range(CALLS):
             sent.append(job(line))
@@ -350,7 +354,7 @@ def test_a_broken_line_says_what_was_sent() -> None:
 def test_load_has_what_the_pool_has_not_seen() -> None:
     """SMs that were asked for since the pool's word count, and no longer once it has seen them."""
 
-    async def test(line: Line, actor: Actor) -> None:
+    async def test(line: PoolConnection, actor: Actor) -> None:
         assert line.load == (0, 0)
         jobs = [job(line, sms=66), job(line, sms=66)]
         await turn()
@@ -367,12 +371,12 @@ def test_load_has_what_the_pool_has_not_seen() -> None:
 # -- a pool's end -----------------------------------------------------------------------------
 
 
-def with_a_caller(test: Callable[[Caller, pool_actor.PoolHost], Any]) -> None:
+def with_a_caller(test: Callable[[RemoteClient, pool_actor.PoolActor], Any]) -> None:
     async def main() -> None:
-        house = pool_actor.PoolHost("f/0", Pool)
+        house = pool_actor.PoolActor("f/0", Pool)
         async with Pool(driver="simulated:h200") as pool:
             house._pool = pool
-            caller = Caller(house)
+            caller = RemoteClient(house)
             await test(caller, house)
             caller.end()
             await turn()
@@ -380,13 +384,13 @@ def with_a_caller(test: Callable[[Caller, pool_actor.PoolHost], Any]) -> None:
     asyncio.run(main())
 
 
-def letter(number: int, *messages: protocol.Message, **code: Any) -> protocol.Letter:
-    return protocol.Letter(number, messages, {k.encode(): v for k, v in code.items()})
+def letter(number: int, *messages: protocol.Message, **code: Any) -> protocol.MessageBatch:
+    return protocol.MessageBatch(number, messages, {k.encode(): v for k, v in code.items()})
 
 
 def run_of(number: int, digest: bytes) -> protocol.Run:
     return protocol.Run(
-        number, protocol.Packed(digest, b"", ()), protocol.Wish(8, None, None, None)
+        number, protocol.Packed(digest, b"", ()), protocol.LeaseSpec(8, None, None, None)
     )
 
 
@@ -397,7 +401,7 @@ async def three(p: Any) -> int:
 def test_letters_are_taken_in_their_order() -> None:
     """A letter that overtook another waits for it: a cancellation never comes before its job."""
 
-    async def test(caller: Caller, house: pool_actor.PoolHost) -> None:
+    async def test(caller: RemoteClient, house: pool_actor.PoolActor) -> None:
         code = protocol.cloudpickle.dumps(three)
         late = asyncio.ensure_future(caller.answer(letter(1, run_of(2, b"d"))))
         await turn()
@@ -412,7 +416,7 @@ def test_letters_are_taken_in_their_order() -> None:
 def test_a_newer_letter_releases_the_older() -> None:
     """One letter waits at most, so that a caller can always send another."""
 
-    async def test(caller: Caller, house: pool_actor.PoolHost) -> None:
+    async def test(caller: RemoteClient, house: pool_actor.PoolActor) -> None:
         first = asyncio.ensure_future(caller.answer(letter(0)))
         await turn()
         assert not first.done()
@@ -427,7 +431,7 @@ def test_a_newer_letter_releases_the_older() -> None:
 def test_a_caller_is_told_what_is_new_of_the_pool() -> None:
     """A letter is answered when the pool is another than he was told, and not before."""
 
-    async def test(caller: Caller, house: pool_actor.PoolHost) -> None:
+    async def test(caller: RemoteClient, house: pool_actor.PoolActor) -> None:
         first = asyncio.ensure_future(caller.answer(letter(0)))
         await turn()
         caller.look(house.snapshot())
@@ -448,7 +452,7 @@ def test_jobs_of_one_pool_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond the bound a job is refused at once, and has not begun."""
     monkeypatch.setattr(pool_actor, "MOST_JOBS", 0)
 
-    async def test(caller: Caller, house: pool_actor.PoolHost) -> None:
+    async def test(caller: RemoteClient, house: pool_actor.PoolActor) -> None:
         (outcome,) = (await caller.answer(letter(0, run_of(1, b"d")))).outcomes
         assert not outcome.has_begun
         assert isinstance(protocol.raised(outcome, "f/0"), greensched.QueueFull)
@@ -461,12 +465,12 @@ def test_callers_of_one_pool_are_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     assert pool_actor.MOST_CALLERS * (CALLS + 1) < pool_actor.CONCURRENCY
     monkeypatch.setattr(pool_actor, "MOST_CALLERS", 0)
     with pytest.raises(greensched.QueueFull):
-        asyncio.run(pool_actor.PoolHost("f/0", Pool).hello("key", protocol.PROTOCOL))
+        asyncio.run(pool_actor.PoolActor("f/0", Pool).hello("key", protocol.PROTOCOL))
 
 
 def test_another_version_is_refused() -> None:
     """A caller of another version is told both, before the pool is opened for him."""
-    house = pool_actor.PoolHost("f/0", Pool)
+    house = pool_actor.PoolActor("f/0", Pool)
     with pytest.raises(greensched.VersionSkew) as caught:
         asyncio.run(house.hello("key", protocol.PROTOCOL + 1))
     assert (caught.value.theirs, caught.value.ours) == (protocol.PROTOCOL, protocol.PROTOCOL + 1)
@@ -481,7 +485,7 @@ def test_a_spoilt_process_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
         pool_actor, "fault_of", lambda pool: greensched.DeviceFault(700, "X", "look")
     )
 
-    async def test(caller: Caller, house: pool_actor.PoolHost) -> None:
+    async def test(caller: RemoteClient, house: pool_actor.PoolActor) -> None:
         house._callers["key"] = caller
         answer = asyncio.ensure_future(house.exchange("key", letter(0)))
         await asyncio.wait_for(house._watch(), 10)

@@ -35,7 +35,7 @@ def test_a_buffer_of_theirs_is_memory(cuda_pool: Pool) -> None:
             with await p.upload(theirs) as ours:
                 assert ours.nbytes == 256
                 await p.copy(ours, theirs)
-            await p.launch(fill, CONFIG, theirs, 2.0, 64)
+            await p.launch(CONFIG, fill, theirs, 2.0, 64)
             if standin_library() is None:
                 np.testing.assert_array_equal((await p.download(theirs)).view(np.float32), 2 * ONES)
             theirs.close(stream)
@@ -105,7 +105,7 @@ def test_their_code_becomes_a_program(cuda_pool: Pool) -> None:
     async def main() -> None:
         async with cuda_pool as pool, pool.partition(8) as p:
             with await p.upload(np.zeros(1, np.uint32)) as x:
-                await p.launch(kernel, LaunchConfig(grid=1, block=1), x, 7)
+                await p.launch(LaunchConfig(grid=1, block=1), kernel, x, 7)
                 assert (await p.download(x)).tolist() == [7]
 
     anyio.run(main)

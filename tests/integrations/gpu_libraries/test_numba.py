@@ -26,7 +26,7 @@ def test_its_arrays_are_ours(cuda_pool: Pool) -> None:
             np.testing.assert_array_equal(await p.download(theirs), ONES)
             await p.copy(theirs, 2 * ONES)
             np.testing.assert_array_equal(theirs.copy_to_host(stream=stream), 2 * ONES)
-            await p.launch(fill, LaunchConfig(grid=1, block=64), theirs, 1.0, 64)
+            await p.launch(LaunchConfig(grid=1, block=64), fill, theirs, 1.0, 64)
             with await p.upload(theirs) as ours:
                 viewed = cuda.as_cuda_array(ours)
                 assert viewed.shape == (64,)

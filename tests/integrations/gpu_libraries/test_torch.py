@@ -15,7 +15,7 @@ import pytest
 import greensched
 from greensched import InvalidArray, LaunchConfig, Pool, current_call
 from greensched.driver import simulated
-from greensched.driver.simulated import takes
+from greensched.driver.simulated import cost
 from greensched.kernels import saxpy
 from greensched.typing import Cost
 
@@ -41,7 +41,7 @@ def test_a_model_runs_in_a_partition() -> None:
     x = torch.randn(4, 8)
     expected = model(x)
 
-    @takes(lambda given: Cost(sm_ns=1e6 * 16 * len(given)))
+    @cost(lambda given: Cost(sm_ns=1e6 * 16 * len(given)))
     def forward_and_backward(given: Any) -> tuple[Any, Any]:
         y = model(given)
         y.sum().backward()
@@ -68,14 +68,14 @@ def test_tensors_go_to_the_device_and_back() -> None:
         async with Pool(driver=driver) as pool, pool.partition(8) as p:
             x = torch.arange(8, dtype=torch.float32)
             with await p.upload(x) as a:
-                await p.launch(saxpy, CONFIG, 2.0, a, a, a.size)
+                await p.launch(CONFIG, saxpy, 2.0, a, a, a.size)
                 out = torch.empty(8)
                 await p.download(a, out.numpy())
                 assert torch.equal(out, 3 * x)
                 await p.copy(a, x)
                 np.testing.assert_array_equal(await p.download(a), x.numpy())
                 with pytest.raises(greensched.ArgumentMismatch, match=r"p\.upload"):
-                    p.launch(saxpy, CONFIG, 2.0, x, a, 8)
+                    p.launch(CONFIG, saxpy, 2.0, x, a, 8)
                 with pytest.raises(InvalidArray, match=r"p\.upload"):
                     p.download(x)
 

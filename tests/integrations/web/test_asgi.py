@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message
 
 import greensched
 from greensched import ALL, LaunchConfig, Pool, PoolState
-from greensched.driver.simulated import Crash, takes
+from greensched.driver.simulated import Crash, cost
 from greensched.errors import from_status
 from greensched.integrations import asgi
 from greensched.integrations.testing import SimGPU, SimPool
@@ -94,7 +94,7 @@ def make_app(request: pytest.FixtureRequest) -> Callable[[Pool, Endpoint], ASGIA
 async def spin_for_10_ms(request: Request) -> Response:
     """An endpoint as users write it."""
     async with asgi.while_connected(request), request.state.pool.partition(ALL, deadline=1) as p:
-        await p.launch(spin, CONFIG, 10 * MS)
+        await p.launch(CONFIG, spin, 10 * MS)
     return PlainTextResponse("done")
 
 
@@ -188,8 +188,8 @@ async def test_who_would_be_late_is_503(sim_gpu: SimGPU, sim_pool: SimPool, make
     """Who is known to be late is told at once, and when to come back."""
 
     async def endpoint(request: Request) -> Response:
-        async with request.state.pool.partition(ALL, deadline=2, cost=1.5) as p:
-            await p.launch(spin, CONFIG, 1500 * MS)
+        async with request.state.pool.partition(ALL, deadline=2, duration=1.5) as p:
+            await p.launch(CONFIG, spin, 1500 * MS)
         return PlainTextResponse("done")
 
     async with serving(make_app(sim_pool(), endpoint)) as client:
@@ -336,7 +336,7 @@ async def test_clients_that_leave_at_random(
     async def endpoint(request: Request) -> Response:
         async with asgi.while_connected(request), request.state.pool.partition(16) as p:
             for _ in range(3):
-                await p.launch(spin, CONFIG, rng.randrange(1, 20) * MS)
+                await p.launch(CONFIG, spin, rng.randrange(1, 20) * MS)
         return PlainTextResponse("done")
 
     async def client(app: ASGIApp) -> None:
@@ -371,7 +371,7 @@ async def test_twice_the_capacity(sim_gpu: SimGPU, sim_pool: SimPool, make_app: 
 
     async def endpoint(request: Request) -> Response:
         async with asgi.while_connected(request), request.state.pool.partition(16) as p:
-            await p.launch(spin, CONFIG, int(seconds * 1e9))
+            await p.launch(CONFIG, spin, int(seconds * 1e9))
         return PlainTextResponse("done")
 
     async def client(app: ASGIApp) -> None:
@@ -417,7 +417,7 @@ async def test_who_stays_is_not_disturbed(sim_pool: SimPool, make_app: Any) -> N
             async with asgi.while_connected(request):
                 raise LookupError
         async with asgi.while_connected(request):
-            result = await request.state.pool.run(takes(0.01)(len), given, sms=8)
+            result = await request.state.pool.run(cost(0.01)(len), given, sms=8)
         return PlainTextResponse(str(result), background=BackgroundTask(after))
 
     async with serving(make_app(sim_pool(), endpoint)) as client:
@@ -463,7 +463,7 @@ async def test_probes_follow_the_pool(sim_pool: SimPool, make_app: Any) -> None:
     async with serving(make_app(pool, spin_for_10_ms)) as client:
         assert await probes(client) == (200, 200)
         async with pool.partition(ALL) as p:
-            p.launch(spin, CONFIG, 100 * MS)
+            p.launch(CONFIG, spin, 100 * MS)
             assert await probes(client) == (200, 200)  # busy is no reason either
             closing = asyncio.create_task(pool.aclose())
             await asyncio.sleep(0)

@@ -38,7 +38,7 @@ def application(pool: Pool) -> FastAPI:
     @app.get("/spin/{nanoseconds}")
     async def run_spin(nanoseconds: int, request: Request, deadline: float | None = None) -> str:
         async with asgi.while_connected(request), pool.partition(ALL, deadline=deadline) as p:
-            await p.launch(spin, CONFIG, nanoseconds)
+            await p.launch(CONFIG, spin, nanoseconds)
         return "done"
 
     @app.get("/plain/{number}")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from greensched import PoolState
-from greensched.driver.simulated import takes
+from greensched.driver.simulated import cost
 from greensched.integrations.testing import SimGPU, SimPool
 
 PAGE = Path(__file__).parents[3] / "docs" / "frameworks.md"
@@ -44,7 +44,7 @@ async def test_the_job_of_the_page_gives_way(sim_gpu: SimGPU, sim_pool: SimPool)
     """It has what is free, the requests' floor on loan too, gives that back, and ends at once."""
     page: dict[str, Any] = {"__name__": "app"}
     exec(block("python", 1), page)
-    page["piece"] = takes(0.005)(page["piece"])
+    page["piece"] = cost(0.005)(page["piece"])
     pool = sim_pool(services=page["CLASSES"], max_waiting=8)
     app = page["create_app"](pool)
     async with app.router.lifespan_context(app):

@@ -13,7 +13,7 @@ from greensched.capacity.baselines import PriorityGate, Streams
 from greensched.capacity.latency_tables import CURVES
 from greensched.capacity.machine import Machine
 from greensched.capacity.pool_strategies import Unsplit
-from greensched.capacity.strategies import Arm, Seat, Split
+from greensched.capacity.strategies import Client, Split, Strategy
 from greensched.capacity.time_slicing import Sliced
 from greensched.capacity.validation.scenarios import (
     Check,
@@ -96,14 +96,14 @@ def _training(step: tuple[Stretch, ...], seed: int) -> Iterator[int]:
         yield from itertools.repeat(1000 * us, number)
 
 
-def _beside_training(arm: Arm, lengths: Iterator[int], rate: float, seed: int) -> float:
+def _beside_training(arm: Strategy, lengths: Iterator[int], rate: float, seed: int) -> float:
     """p99 of a request over what it takes alone."""
     machine = Machine("a100", pair(work(108), work(108)), {}, seed)
     number = REQUEST_NS // KERNEL_NS
     pieces = (KERNEL_NS,) * number
     found: list[float] = []
 
-    async def critical(seat: Seat) -> None:
+    async def critical(seat: Client) -> None:
         due = 0.0
         for _ in range(REQUESTS):
             due += PERIOD_S
@@ -112,13 +112,13 @@ def _beside_training(arm: Arm, lengths: Iterator[int], rate: float, seed: int) -
             await seat.run(pieces)
             found.append((machine.now() - began) / (number * KERNEL_NS))
 
-    async def training(seat: Seat) -> None:
+    async def training(seat: Client) -> None:
         for ns in lengths:
             await seat.run((ns,))
             if rate < 1:
                 await asyncio.sleep(ns * (1 / rate - 1) / 1e9)
 
-    async def drive(_: Machine, seat: Callable[[str], Seat]) -> None:
+    async def drive(_: Machine, seat: Callable[[str], Client]) -> None:
         await beside(critical(seat("critical")), training(seat("other")))
 
     play(machine, arm, drive)
@@ -164,15 +164,15 @@ class _Halves(Split):
         return self.given
 
 
-def _side_by_side(arm: Arm, seed: int) -> tuple[float, float]:
+def _side_by_side(arm: Strategy, seed: int) -> tuple[float, float]:
     """Milliseconds of prefill and decode, both in a loop."""
     machine = Machine("a100", pair(CURVES["ssm-b8"], CURVES["attention-b8"]), {}, seed)
 
-    async def decode(seat: Seat) -> None:
+    async def decode(seat: Client) -> None:
         for _ in range(200):
             await seat.run((DECODE_NS,))
 
-    async def drive(_: Machine, seat: Callable[[str], Seat]) -> None:
+    async def drive(_: Machine, seat: Callable[[str], Client]) -> None:
         await beside(decode(seat("critical")), forever(seat("other"), same(PREFILL_NS)))
 
     play(machine, arm, drive)

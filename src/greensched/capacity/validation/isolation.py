@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from greensched.capacity.baselines import Streams
 from greensched.capacity.machine import Machine
 from greensched.capacity.pool_strategies import Classes
-from greensched.capacity.strategies import Arm, Fifo, GrantSeat, Seat, Split
+from greensched.capacity.strategies import Client, Fifo, GrantSeat, Split, Strategy
 from greensched.capacity.validation.scenarios import (
     TINY,
     Check,
@@ -23,7 +23,7 @@ from greensched.capacity.validation.scenarios import (
     same,
     work,
 )
-from greensched.capacity.workload import Service
+from greensched.capacity.workload import ServiceProfile
 from greensched.pool import Pool
 
 # -- 1: start latency, HoloHub on an RTX 6000 Ada -----------------------------------------------
@@ -44,13 +44,13 @@ def start_latency(seed: int) -> Iterator[Check]:
     yield Check("shared over partition, p99 of the start", 34.0, ratio, given)
 
 
-def _starts(arm: Arm, seed: int) -> list[float]:
+def _starts(arm: Strategy, seed: int) -> list[float]:
     machine = Machine("l40s", pair(work(142), TINY), {}, seed)
     rng = random.Random(f"starts {seed}")
     sigma = math.log(IDLE_P99_US / IDLE_US) / 2.3263  # of a normal's 99th part
     found: list[float] = []
 
-    async def critical(seat: Seat) -> None:
+    async def critical(seat: Client) -> None:
         for _ in range(STARTS):
             await asyncio.sleep(rng.uniform(0.001, 0.003))
             began = machine.now()
@@ -58,7 +58,7 @@ def _starts(arm: Arm, seed: int) -> list[float]:
             waited = (machine.now() - began - SHORT_NS) / 1e3
             found.append(waited - IDLE_US + rng.lognormvariate(math.log(IDLE_US), sigma))
 
-    async def drive(_: Machine, seat: Callable[[str], Seat]) -> None:
+    async def drive(_: Machine, seat: Callable[[str], Client]) -> None:
         await beside(critical(seat("critical")), forever(seat("other"), same(LOAD_NS)))
 
     play(machine, arm, drive)
@@ -87,7 +87,7 @@ def inversion(seed: int) -> Iterator[Check]:
     yield Check("what lending gives to the borrower", 1.92, lent_done / strict_done, given)
 
 
-def _lent(seed: int, arm: Arm) -> tuple[list[float], float]:
+def _lent(seed: int, arm: Strategy) -> tuple[list[float], float]:
     """Latencies of the critical tenant, and work done by the other a second. On the real pool."""
     services = pair(work(108), TINY)
     services["critical"] = replace(services["critical"], reserve=52, cap=52, budget=0.0)
@@ -99,14 +99,14 @@ def _lent(seed: int, arm: Arm) -> tuple[list[float], float]:
     # On all it may be lent a kernel takes BORROWER_NS; its work is the same when it is not lent.
     kernel = round(BORROWER_NS / work(108).slowdown(104))
 
-    async def critical(seat: Seat) -> None:
+    async def critical(seat: Client) -> None:
         for _ in range(400):
             await asyncio.sleep(EVERY_S * rng.uniform(0.9, 1.1))
             began = machine.now()
             await seat.run((OWN_NS - latency,))
             found.append((machine.now() - began) / 1e3)
 
-    async def drive(_: Machine, seat: Callable[[str], Seat]) -> None:
+    async def drive(_: Machine, seat: Callable[[str], Client]) -> None:
         await beside(critical(seat("critical")), forever(seat("other"), same(kernel), done))
 
     play(machine, arm, drive)
@@ -123,6 +123,6 @@ class _Sized(Fifo):
         super().__init__()
         self.sizes = sizes
 
-    def seat(self, machine: Machine, pool: Pool, device: int, service: Service) -> GrantSeat:
+    def seat(self, machine: Machine, pool: Pool, device: int, service: ServiceProfile) -> GrantSeat:
         """A seat that asks for its size."""
         return GrantSeat(machine, pool, device, service, self.sizes[service.name])

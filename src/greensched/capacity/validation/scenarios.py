@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from greensched.capacity.latency_tables import Curve
+from greensched.capacity.latency_tables import SpeedupCurve
 from greensched.capacity.machine import Machine
 from greensched.capacity.metrics import Weighed
-from greensched.capacity.strategies import Arm, Seat
-from greensched.capacity.workload import Service
+from greensched.capacity.strategies import Client, Strategy
+from greensched.capacity.workload import ServiceProfile
 
 #: What counts as reproduced.
 WITHIN = 0.25
@@ -36,18 +36,18 @@ class Check:
 
 
 #: One kernel that needs a fraction of a device and always takes as long.
-TINY = Curve("tiny", (1, 144), (1.0, 1.0), fills=False, source="by definition")
+TINY = SpeedupCurve("tiny", (1, 144), (1.0, 1.0), fills=False, source="by definition")
 
 
-def work(sms: int) -> Curve:
+def work(sms: int) -> SpeedupCurve:
     """Work that twice the SMs do in half the time, on a device of so many."""
-    return Curve("work", (1, sms), (float(sms), 1.0), source="by definition")
+    return SpeedupCurve("work", (1, sms), (float(sms), 1.0), source="by definition")
 
 
-Drive = Callable[[Machine, Callable[[str], Seat]], Awaitable[None]]
+Drive = Callable[[Machine, Callable[[str], Client]], Awaitable[None]]
 
 
-def play(machine: Machine, arm: Arm, drive: Drive) -> None:
+def play(machine: Machine, arm: Strategy, drive: Drive) -> None:
     """Runs a coroutine on an arm's seats of device 0, until it ends."""
 
     async def main() -> None:
@@ -71,7 +71,7 @@ async def beside(work: Awaitable[None], loop: Awaitable[None]) -> None:
     await asyncio.gather(task, return_exceptions=True)
 
 
-async def forever(seat: Seat, lengths: Iterator[int], done: list[int] | None = None) -> None:
+async def forever(seat: Client, lengths: Iterator[int], done: list[int] | None = None) -> None:
     """One piece after another; what is done is noted."""
     for ns in lengths:
         await seat.run((ns,))
@@ -85,11 +85,11 @@ def same(ns: int) -> Iterator[int]:
         yield ns
 
 
-def pair(low: Curve, high: Curve, **more: int) -> dict[str, Service]:
+def pair(low: SpeedupCurve, high: SpeedupCurve, **more: int) -> dict[str, ServiceProfile]:
     """A class of requests before one that loops."""
     return {
-        "critical": Service(name="critical", role="request", curve=high, priority=1, **more),
-        "other": Service(name="other", role="loop", curve=low),
+        "critical": ServiceProfile(name="critical", role="request", curve=high, priority=1, **more),
+        "other": ServiceProfile(name="other", role="loop", curve=low),
     }
 
 

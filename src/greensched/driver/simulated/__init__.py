@@ -40,8 +40,8 @@ __all__ = [
     "Slow",
     "Span",
     "VirtualClock",
+    "cost",
     "open",
-    "takes",
 ]
 
 
@@ -83,7 +83,7 @@ def open(  # noqa: A001  the module is used by its name: simulated.open("h200")
     )
 
 
-def takes(how: float | Cost | Callable[P, Cost]) -> Callable[[Callable[P, T]], Callable[P, T]]:
+def cost(how: float | Cost | Callable[P, Cost]) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Decorates a callable for `partition.run` with the time it takes when simulated.
 
     On a simulated driver's worker thread, what it says comes behind the call; anywhere else the

@@ -15,7 +15,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypedDict, TypeVar, Unpack
 
 from greensched._asynclib import on_loop_thread
-from greensched.driver.blocking import VERBS, Blocks
+from greensched.driver.blocking import DRIVER_CALLS, Blocking
 from greensched.driver.interface import Driver
 from greensched.driver.simulated.address_space import AddressSpace, DeviceMemory
 from greensched.driver.simulated.device_models import DeviceModel
@@ -197,12 +197,12 @@ class Core(Driver):
             raise from_status(101, f"device {ordinal}")
         return self.devices[ordinal]
 
-    def _check(self, verb: str, blocks: Blocks, needs_context: bool) -> None:
+    def _check(self, verb: str, blocks: Blocking, needs_context: bool) -> None:
         if self._closed:
             raise from_status(4, verb)
         if not self._initialised and verb != "initialise":
             raise from_status(3, verb)
-        if blocks is Blocks.MAY:
+        if blocks is Blocking.MAY:
             self._may_block(verb)
         status, seconds = self.script.call(verb)
         if seconds:
@@ -310,7 +310,7 @@ def _again(fault: CUDAError, what: str) -> CUDAError:
 
 def checked(driver: D) -> D:
     """Puts the checks before every verb of a driver class."""
-    for name, mark in VERBS.items():
+    for name, mark in DRIVER_CALLS.items():
         setattr(
             driver, name, _with_checks(getattr(driver, name), name, mark.blocks, mark.needs_context)
         )
@@ -318,7 +318,7 @@ def checked(driver: D) -> D:
 
 
 def _with_checks(
-    method: Callable[..., T], name: str, blocks: Blocks, needs_context: bool
+    method: Callable[..., T], name: str, blocks: Blocking, needs_context: bool
 ) -> Callable[..., T]:
     @functools.wraps(method)
     def verb(self: Core, *args: Any, **kwargs: Any) -> T:

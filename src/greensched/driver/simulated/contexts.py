@@ -12,7 +12,7 @@ from greensched.driver.simulated.base import Options
 from greensched.driver.simulated.context_stack import Stacks, one_way_to_wait
 from greensched.driver.simulated.device_models import DeviceModel
 from greensched.driver.simulated.handles import Context, Green, SimulatedStream
-from greensched.driver.simulated.timeline import Device, Marker, Stream
+from greensched.driver.simulated.timeline import Device, Signal, Stream
 from greensched.errors import DriverMisuse, from_status
 from greensched.typing import (
     ContextFlags,
@@ -260,13 +260,13 @@ class Contexts(Stacks):
 
     # -- waiting ---------------------------------------------------------------------------------
 
-    def _work_so_far(self, device: Device, context: Context | None) -> Marker:
+    def _work_so_far(self, device: Device, context: Context | None) -> Signal:
         """What the streams of a context, or (None) of the whole device, have now."""
         with self.timeline.lock:
             streams = device.streams.values()
             return self.timeline.follow([s for s in streams if _covers(context, s)])
 
-    def _wait_for(self, marker: Marker, device: Device, what: str) -> None:
+    def _wait_for(self, marker: Signal, device: Device, what: str) -> None:
         """Blocks until it has come to pass, or never can."""
         self.clock.wait(lambda: marker.done or device.fault is not None)
         self._unfaulted(device, what)

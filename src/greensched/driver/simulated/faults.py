@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from greensched.driver.blocking import VERBS, Blocks
+from greensched.driver.blocking import DRIVER_CALLS, Blocking
 from greensched.errors import STATUS_NAMES, STICKY, InvalidRequest
 
 #: What `bind_launch` and `bind_mark` return: each call of those counts and can fail too.
@@ -43,7 +43,7 @@ class Fail:
     last: int | None = None
 
     def __post_init__(self) -> None:
-        _one_of(self.verb, (*VERBS, *BOUND), "driver verb")
+        _one_of(self.verb, (*DRIVER_CALLS, *BOUND), "driver verb")
         _status(self.status)
 
 
@@ -55,7 +55,7 @@ class Slow:
     seconds: float
 
     def __post_init__(self) -> None:
-        slow = [verb for verb, mark in VERBS.items() if mark.blocks is not Blocks.NEVER]
+        slow = [verb for verb, mark in DRIVER_CALLS.items() if mark.blocks is not Blocking.NEVER]
         _one_of(self.verb, slow, "driver verb that may block")
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from weakref import WeakSet
 
 from greensched.driver.simulated.sm_split import Descriptor
-from greensched.driver.simulated.timeline import Device, Marker, Operation, Stream
+from greensched.driver.simulated.timeline import Device, Operation, Signal, Stream
 from greensched.typing import CacheConfig, CaptureMode, ContextFlags, Limit
 
 #: A piece of work that was recorded: makes the operation, anew at each launch of its graph.
@@ -102,7 +102,7 @@ class Executable(Handle):
     def __init__(self, graph: Graph) -> None:
         self.stream = graph.stream
         self.nodes = tuple(graph.nodes)
-        self.last: Marker | None = None
+        self.last: Signal | None = None
 
 
 class SimulatedStream(Handle, Stream):
@@ -128,7 +128,7 @@ class Event(Handle):
     def __init__(self, context: Context, timing: bool) -> None:
         self.context = context
         self.timing = timing
-        self.marker: Marker | None = None
+        self.marker: Signal | None = None
         #: The capture that took it in, if that was its last record.
         self.captured: Capture | None = None
 

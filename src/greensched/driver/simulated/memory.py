@@ -10,7 +10,7 @@ from greensched.driver.simulated.address_space import ALIGNMENT, POOL_STEP, Byte
 from greensched.driver.simulated.handles import Context, SimulatedStream
 from greensched.driver.simulated.operations import Copy
 from greensched.driver.simulated.streams import Streams
-from greensched.driver.simulated.timeline import Instant
+from greensched.driver.simulated.timeline import InstantOp
 from greensched.errors import DriverMisuse, OutOfMemory, from_status
 from greensched.typing import ContextHandle, HostMemory, MemoryPoolHandle, StreamHandle
 
@@ -84,7 +84,7 @@ class Memories(Streams):
         def give_back(_: int) -> None:
             pool.used -= _rounded(block.nbytes)
 
-        self._enqueue(found, lambda: Instant("free", give_back), "free")
+        self._enqueue(found, lambda: InstantOp("free", give_back), "free")
 
     def _grow(self, device: int, lacks: int, asked: int) -> int:
         memory = self.memory[device]

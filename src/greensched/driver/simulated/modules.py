@@ -15,7 +15,7 @@ from greensched.driver.simulated.faults import Hang
 from greensched.driver.simulated.handles import Context, Handle, SimulatedStream
 from greensched.driver.simulated.memory import Memories
 from greensched.driver.simulated.operations import Kernel as KernelOperation
-from greensched.driver.simulated.timeline import Device, Wait
+from greensched.driver.simulated.timeline import Device, WaitOp
 from greensched.errors import (
     CUDAError,
     DriverMisuse,
@@ -168,7 +168,7 @@ class Code(Memories):
         try:
             stream = self._stream(handle, name)
             before = self._work_so_far(stream.device, context)
-            self._enqueue(stream, lambda: Wait(before), name)
+            self._enqueue(stream, lambda: WaitOp(before), name)
             blocks = stream.sms.bit_count()
             work = KernelOperation(name, cost, blocks, 1.0, stream.sms, lambda: None)
             self._enqueue(stream, lambda: work, name)

@@ -13,10 +13,10 @@ from collections.abc import Callable
 
 from greensched.driver.simulated.contention import settle, speeds
 from greensched.driver.simulated.timeline import (
-    Begin,
     Device,
-    Instant,
+    InstantOp,
     Operation,
+    StartResult,
     Stream,
     Timeline,
 )
@@ -56,11 +56,11 @@ class Kernel(Operation):
         self.since = 0  # when `done` was last brought up to date
         self.version = 0  # of its scheduled end: a change of speed makes the older one void
 
-    def begin(self, timeline: Timeline) -> Begin:
+    def begin(self, timeline: Timeline) -> StartResult:
         """Stands in line: it starts as soon as those before it leave room."""
         self.stream.device.kernels[self] = None
         _share(timeline, self.stream.device)
-        return Begin.RUNNING
+        return StartResult.RUNNING
 
     def go(self, timeline: Timeline) -> None:
         """There is room, now: its time begins."""
@@ -151,13 +151,13 @@ class Copy(Operation):
         self.bandwidth = bandwidth
         self.effect = body  # type: ignore[method-assign]  # as for kernels
 
-    def begin(self, timeline: Timeline) -> Begin:
+    def begin(self, timeline: Timeline) -> StartResult:
         """Joins the queue of its engine."""
         line = self.stream.device.engines.setdefault(self.path, deque())
         line.append(self)
         if len(line) == 1:
             self._move(timeline)
-        return Begin.RUNNING
+        return StartResult.RUNNING
 
     def _move(self, timeline: Timeline) -> None:
         """Its turn on the engine has come."""
@@ -187,13 +187,13 @@ class Graph(Operation):
         self._green = captured_on.green
         self._operations = operations
 
-    def begin(self, timeline: Timeline) -> Begin:
+    def begin(self, timeline: Timeline) -> StartResult:
         """They have a line of their own, behind which it ends."""
         self.start = timeline.now
         line = Stream(self.stream.ident, self.stream.device, self._green, self.sms)
-        for operation in (*self._operations, Instant("end", lambda _: timeline.end(self))):
+        for operation in (*self._operations, InstantOp("end", lambda _: timeline.end(self))):
             operation.stream = line
             operation.enqueued, operation.ready = self.enqueued, timeline.now
             line.queue.append(operation)
         timeline.pump(line)
-        return Begin.RUNNING
+        return StartResult.RUNNING

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from greensched.driver.host import Host
+from greensched.driver.host import HostServices
 from greensched.driver.simulated.timeline import Timeline
 from greensched.errors import from_status
 
@@ -16,7 +16,7 @@ HELD_POLL_S = 250e-6
 IDLE_S = 2.0
 
 
-class RealClock(Host):
+class RealClock(HostServices):
     """Runs a timeline as time passes.
 
     The device's thread does everything that happens on the timeline, references included, so no

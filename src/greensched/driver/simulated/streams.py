@@ -21,10 +21,10 @@ from greensched.driver.simulated.handles import (
 )
 from greensched.driver.simulated.operations import Graph as GraphOperation
 from greensched.driver.simulated.timeline import (
-    Hold,
-    Instant,
-    Marker,
-    Wait,
+    InstantOp,
+    PollOp,
+    Signal,
+    WaitOp,
 )
 from greensched.errors import DriverMisuse, from_status
 from greensched.typing import (
@@ -131,7 +131,7 @@ class Streams(Contexts):
         marker = self._uncaptured(event, "wait_event").marker
         if marker is not None:
             self._refuse_crossing(found, "wait_event")
-            self._enqueue(found, lambda: Wait(marker), "wait_event")
+            self._enqueue(found, lambda: WaitOp(marker), "wait_event")
 
     def bind_mark(self, stream: StreamHandle, address: int) -> Callable[[int], None]:
         """A function that writes a number behind the stream's work."""
@@ -149,7 +149,7 @@ class Streams(Contexts):
             def write(_: int) -> None:
                 word[0] = value
 
-            self._enqueue(found, lambda: Instant("mark", write), "mark")
+            self._enqueue(found, lambda: InstantOp("mark", write), "mark")
 
         return mark
 
@@ -161,14 +161,14 @@ class Streams(Contexts):
         def reached() -> bool:
             return (int(word[0]) - value) & 0xFFFFFFFF < 0x80000000
 
-        self._enqueue(self._stream(stream, "wait_value"), lambda: Hold(reached), "wait_value")
+        self._enqueue(self._stream(stream, "wait_value"), lambda: PollOp(reached), "wait_value")
 
     def host_function(self, stream: StreamHandle, function: int, data: int) -> None:
         """Calls a native function on the device's thread."""
         call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)
         found = self._stream(stream, "host_function")
         self._enqueue(
-            found, lambda: Instant("host function", lambda _: call(data)), "host_function"
+            found, lambda: InstantOp("host function", lambda _: call(data)), "host_function"
         )
 
     # -- captures --------------------------------------------------------------------------------
@@ -221,12 +221,12 @@ class Streams(Contexts):
             raise from_status(400, "launch_graph", detail=f"{target!r} on {found!r}")
         self._refuse_own_capture(found, "launch_graph")
         self._behind_changes(found.device, "launch_graph")
-        done, before = Marker(), target.last
+        done, before = Signal(), target.last
         if before is not None:
-            self._enqueue(found, lambda: Wait(before), "launch_graph")
+            self._enqueue(found, lambda: WaitOp(before), "launch_graph")
         graph = GraphOperation(target.stream, [make() for make in target.nodes])
         self._enqueue(found, lambda: graph, "launch_graph", found.device.model.launch_latency_ns)
-        finish = Instant("record", lambda _: self.timeline.complete(done))
+        finish = InstantOp("record", lambda _: self.timeline.complete(done))
         self._enqueue(found, lambda: finish, "launch_graph")
         target.last = done
 
@@ -268,9 +268,9 @@ class Streams(Contexts):
         if not same and (self.strict_events or apart or elsewhere):
             raise from_status(400, "record_event", detail=f"{target!r} on {found!r}")
         self._behind_changes(found.device, "record_event")
-        marker, captured = Marker(), found.capture
+        marker, captured = Signal(), found.capture
         if captured is None:  # there it is a dependency, and no piece of work
-            finish = Instant("record", lambda _: self.timeline.complete(marker))
+            finish = InstantOp("record", lambda _: self.timeline.complete(marker))
             self._enqueue(found, lambda: finish, "record_event")
         target.marker, target.captured = marker, captured
 
@@ -309,7 +309,7 @@ class Streams(Contexts):
             raise from_status(1, "synchronize_event")
         device = self.devices[target.context.device]
         self._refuse_capture("synchronize_event")
-        self._wait_for(target.marker or Marker(0), device, "synchronize_event")
+        self._wait_for(target.marker or Signal(0), device, "synchronize_event")
 
     def elapsed(self, start: EventHandle, end: EventHandle) -> float:
         """Seconds between two timing events that are done."""

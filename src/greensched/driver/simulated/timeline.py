@@ -38,7 +38,7 @@ class Clock(Protocol):
     def poke(self) -> None: ...
 
 
-class Begin(enum.Enum):
+class StartResult(enum.Enum):
     """How an operation answers when its turn has come."""
 
     DONE = "done at once"
@@ -67,7 +67,7 @@ class Span:
     seen: int
 
 
-class Marker:
+class Signal:
     """Something that comes to pass on the timeline once: what an event captured."""
 
     __slots__ = ("lacks", "time", "waiting")
@@ -95,7 +95,7 @@ class Operation:
         self.enqueued = self.ready = self.start = 0
         self.stream: Stream
 
-    def begin(self, timeline: Timeline) -> Begin:
+    def begin(self, timeline: Timeline) -> StartResult:
         """Its turn has come, at `timeline.now`."""
         raise AssertionError(self)
 
@@ -140,7 +140,7 @@ class Device:
         self.changes = 0
 
 
-class Instant(Operation):
+class InstantOp(Operation):
     """Something that takes no time: a mark, a record, a free. Its action is told the time."""
 
     kind = "instant"
@@ -149,30 +149,30 @@ class Instant(Operation):
         super().__init__(name)
         self.action = action
 
-    def begin(self, timeline: Timeline) -> Begin:
+    def begin(self, timeline: Timeline) -> StartResult:
         """Does it."""
         self.action(timeline.now)
-        return Begin.DONE
+        return StartResult.DONE
 
 
-class Wait(Operation):
+class WaitOp(Operation):
     """Holds its stream until a marker has come to pass."""
 
     kind = "wait"
 
-    def __init__(self, marker: Marker) -> None:
+    def __init__(self, marker: Signal) -> None:
         super().__init__("wait")
         self.marker = marker
 
-    def begin(self, timeline: Timeline) -> Begin:
+    def begin(self, timeline: Timeline) -> StartResult:
         """Passes, or is looked at again when the marker comes."""
         if self.marker.done:
-            return Begin.DONE
+            return StartResult.DONE
         self.marker.waiting.append(self.stream)
-        return Begin.WAITING
+        return StartResult.WAITING
 
 
-class Hold(Operation):
+class PollOp(Operation):
     """Holds its stream until a condition in memory is true."""
 
     kind = "hold"
@@ -181,13 +181,13 @@ class Hold(Operation):
         super().__init__("hold")
         self.until = until
 
-    def begin(self, timeline: Timeline) -> Begin:
+    def begin(self, timeline: Timeline) -> StartResult:
         """Passes, or is looked at again whenever memory may have changed."""
         if self.until():
             timeline.held.pop(self, None)
-            return Begin.DONE
+            return StartResult.DONE
         timeline.held[self] = self.until
-        return Begin.WAITING
+        return StartResult.WAITING
 
     def resume(self, timeline: Timeline, when: int) -> None:
         """Its stream is looked at again."""
@@ -221,13 +221,13 @@ class Timeline:
             self.at(operation.ready, lambda: self.pump(stream))
             self.clock.poke()
 
-    def follow(self, streams: Iterable[Stream]) -> Marker:
+    def follow(self, streams: Iterable[Stream]) -> Signal:
         """A marker behind all the work that the streams have now."""
         busy = [stream for stream in streams if not stream.idle]
-        marker = Marker(len(busy))
+        marker = Signal(len(busy))
         marker.time = self.clock.now()
         for stream in busy:
-            self.submit(stream, Instant("record", lambda _: self.complete(marker)))
+            self.submit(stream, InstantOp("record", lambda _: self.complete(marker)))
         return marker
 
     def next_time(self) -> int | None:
@@ -260,10 +260,10 @@ class Timeline:
                 self.at(operation.ready, lambda: self.pump(stream))
                 return
             answer = operation.begin(self)
-            if answer is Begin.WAITING:
+            if answer is StartResult.WAITING:
                 return
             stream.queue.popleft()
-            if answer is Begin.RUNNING:
+            if answer is StartResult.RUNNING:
                 stream.current = operation
         if stream.ended and stream.idle:
             stream.device.streams.pop(stream.ident, None)
@@ -272,7 +272,7 @@ class Timeline:
         """An operation that takes time has ended, now."""
         self._ended.append(operation)
 
-    def complete(self, marker: Marker) -> None:
+    def complete(self, marker: Signal) -> None:
         """One thing less that a marker lacks; the last one lets its waiters go."""
         marker.lacks -= 1
         if marker.done:

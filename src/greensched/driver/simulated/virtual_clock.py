@@ -46,7 +46,7 @@ def _never() -> bool:
     return False
 
 
-class Actor:
+class Participant:
     """A thread that takes turns: what it waits for, and the gate it waits at."""
 
     def __init__(self, name: str, *, loop: bool = False) -> None:
@@ -92,8 +92,8 @@ class VirtualClock:
         self._lock = threading.RLock()
         self._now = 0
         self._timelines: list[Timeline] = []
-        self._actors: list[Actor] = []
-        self._running: Actor | None = None
+        self._actors: list[Participant] = []
+        self._running: Participant | None = None
         #: Somebody works out who is next.
         self._deciding = False
         #: How often a loop was let listen.
@@ -138,7 +138,7 @@ class VirtualClock:
 
     def start_thread(self, target: Callable[[], None], name: str) -> threading.Thread:
         """Starts a daemon thread that takes turns; its first comes when it is drawn."""
-        actor = Actor(name)
+        actor = Participant(name)
         with self._lock:
             self._actors.append(actor)
 
@@ -165,7 +165,7 @@ class VirtualClock:
         actor.looks.append(look)
         return functools.partial(actor.looks.remove, look)
 
-    def nudge(self, actor: Actor | None) -> None:
+    def nudge(self, actor: Participant | None) -> None:
         """Makes a loop look again; wakes the clock if everybody waited for the outside world."""
         with self._lock:
             if actor is not None:
@@ -188,7 +188,7 @@ class VirtualClock:
                 return runner.run(_call(main, args))
         import trio
 
-        actor = Actor("trio", loop=True)
+        actor = Participant("trio", loop=True)
         with self.taking_turns(actor):
             clock = _trio_clock(self, actor)
             return trio.run(main, *args, clock=clock, instruments=[clock])
@@ -198,7 +198,7 @@ class VirtualClock:
         return _VirtualLoop(self)
 
     @contextmanager
-    def taking_turns(self, actor: Actor) -> Iterator[None]:
+    def taking_turns(self, actor: Participant) -> Iterator[None]:
         """The calling thread is this actor, and holds the turn when the block begins."""
         self._refuse_actors()
         self._enter(actor)
@@ -213,7 +213,7 @@ class VirtualClock:
         """The time, in seconds."""
         return self._now / 1e9
 
-    def turn(self, actor: Actor) -> None:
+    def turn(self, actor: Participant) -> None:
         """A loop with work ready lets others go first, if they are drawn."""
         with self._lock:
             if not any(a is not actor and a.can_run(self._now) for a in self._actors):
@@ -222,7 +222,7 @@ class VirtualClock:
             self._hand_over()
         actor.wait()
 
-    def idle(self, actor: Actor, timeout: float | None) -> float:
+    def idle(self, actor: Participant, timeout: float | None) -> float:
         """A loop has nothing ready: waits, then says how long to listen to the outside world."""
         deadline = None
         if timeout is not None and timeout < math.inf:
@@ -238,7 +238,7 @@ class VirtualClock:
 
     # -- turns ---------------------------------------------------------------------------------
 
-    def _actor(self) -> Actor | None:
+    def _actor(self) -> Participant | None:
         return getattr(self._mine, "actor", None)
 
     def _refuse_actors(self) -> None:
@@ -264,7 +264,7 @@ class VirtualClock:
         """A thread that takes no turns waits, and goes on beside the clock, as it came."""
         if ready():
             return
-        actor = Actor("a foreign thread")
+        actor = Participant("a foreign thread")
         with self._lock:
             actor.ready, actor.deadline = ready, deadline
             self._actors.append(actor)
@@ -274,12 +274,12 @@ class VirtualClock:
             self.nudge(None)  # another foreign thread may have written what a device waits for
         self._leave(actor)
 
-    def _nudge_loops(self, but: Actor | None = None) -> None:
+    def _nudge_loops(self, but: Participant | None = None) -> None:
         """A thread has run: it may have left something for a loop (trio's entry queue is mute)."""
         for actor in self._actors:
             actor.nudged = actor.nudged or (actor.loop and actor is not but)
 
-    def _enter(self, actor: Actor) -> None:
+    def _enter(self, actor: Participant) -> None:
         with self._lock:
             self._actors.append(actor)
             if self._running is None:
@@ -288,7 +288,7 @@ class VirtualClock:
             actor.ready = _always
         actor.wait()
 
-    def _leave(self, actor: Actor) -> None:
+    def _leave(self, actor: Participant) -> None:
         with self._lock:
             self._actors.remove(actor)
             if self._running is actor:
@@ -305,7 +305,7 @@ class VirtualClock:
         if self._running is not None:
             self._running.open()
 
-    def _next(self) -> Actor | None:
+    def _next(self) -> Participant | None:
         while True:
             can = [actor for actor in self._actors if actor.can_run(self._now)]
             if can:
@@ -370,7 +370,7 @@ async def _call(main: Callable[..., Awaitable[T]], args: tuple[object, ...]) -> 
 class _Selector(selectors.DefaultSelector):
     """A selector that asks the clock to pass the time instead of sleeping."""
 
-    def __init__(self, clock: VirtualClock, actor: Actor) -> None:
+    def __init__(self, clock: VirtualClock, actor: Participant) -> None:
         super().__init__()
         self._clock = clock
         self._actor = actor
@@ -388,7 +388,7 @@ class _VirtualLoop(asyncio.SelectorEventLoop):
 
     def __init__(self, clock: VirtualClock) -> None:
         self._virtual_clock = clock
-        self._actor = Actor("asyncio", loop=True)
+        self._actor = Participant("asyncio", loop=True)
         super().__init__(_Selector(clock, self._actor))
 
     def time(self) -> float:
@@ -416,7 +416,7 @@ class _VirtualLoop(asyncio.SelectorEventLoop):
         return handle
 
 
-def _trio_clock(clock: VirtualClock, actor: Actor) -> Any:
+def _trio_clock(clock: VirtualClock, actor: Participant) -> Any:
     """A trio clock (and instrument) on the virtual clock."""
     import trio
 

@@ -1,12 +1,13 @@
 """Waiting, on the loop's own means: asyncio's futures, trio's rescheduling. Nothing else waits.
 
-A `Door` stands for one running loop. Three things go through it: a task waits (`Waiter`), a
-function is called again and again at times of its own choosing (`Ticker`), and another thread
+A `LoopAdapter` stands for one running loop. Three things go through it: a task waits (`Waiter`), a
+function is called again and again at times of its own choosing (`Timer`), and another thread
 has something done on the loop's thread (`call_threadsafe`). The last is the only way in for
 other threads, and it is refused, not lost, once the loop is closed.
 
 Whoever waits for the device is woken by a function that the loop itself calls. There his task can
-go on at once (`Door.resume`), where a future's would a turn of the loop later (docs/completion.md).
+go on at once (`LoopAdapter.resume`), where a future's would a turn of the loop later
+(docs/completion.md).
 
 asyncio covers uvloop. anyio is not used here: its primitives yield a whole turn of the loop where
 nothing has to be waited for, and its events cost two and a half times a future
@@ -36,7 +37,7 @@ asker: Final[ContextVar[tuple[object, object] | None]] = ContextVar(
 Waiter = Awaitable[None]
 
 
-class Ticker(Protocol):
+class Timer(Protocol):
     """Calls a function on the loop's thread, when it was last asked to."""
 
     def again(self, delay: float) -> None:
@@ -46,7 +47,7 @@ class Ticker(Protocol):
         """
 
 
-class Door(ABC):
+class LoopAdapter(ABC):
     """One running loop."""
 
     def __init__(self, *, always_yields: bool, current_task: Callable[[], object]) -> None:
@@ -109,7 +110,7 @@ class Door(ABC):
         return self.call_threadsafe(functools.partial(self.wake, waiter))
 
     @abstractmethod
-    def create_ticker(self, step: Callable[[], None]) -> Ticker:
+    def create_ticker(self, step: Callable[[], None]) -> Timer:
         """Something that calls a function, once it is asked to."""
 
     @abstractmethod
@@ -147,7 +148,7 @@ class _HandleTicker:
             self._handle = self._loop.call_later(delay, self._step)
 
 
-class Resumable:
+class InlineFuture:
     """What a task of asyncio awaits as if it were a future, and which can have it go on at once.
 
     It is what `asyncio.isfuture` calls one, with all that a task asks of it; a future of asyncio's
@@ -227,7 +228,7 @@ class Resumable:
         return found
 
 
-class AsyncioDoor(Door):
+class AsyncioAdapter(LoopAdapter):
     """A loop of asyncio, or uvloop's."""
 
     def __init__(self, loop: Any) -> None:
@@ -252,7 +253,7 @@ class AsyncioDoor(Door):
         return waiter
 
     def create_resumable(self) -> Waiter:
-        return Resumable(self.loop)
+        return InlineFuture(self.loop)
 
     def is_waiting(self, waiter: Any) -> bool:
         return not waiter.done()
@@ -263,7 +264,7 @@ class AsyncioDoor(Door):
         return debugged
 
     def resume(self, waiter: Any) -> None:
-        resumable: Resumable = waiter
+        resumable: InlineFuture = waiter
         if not resumable.done():
             resumable.resume()
 
@@ -278,7 +279,7 @@ class AsyncioDoor(Door):
             raise
         return True
 
-    def create_ticker(self, step: Callable[[], None]) -> Ticker:
+    def create_ticker(self, step: Callable[[], None]) -> Timer:
         return _HandleTicker(self.loop, step)
 
     def call_threadsafe(self, function: Callable[[], object]) -> bool:
@@ -292,7 +293,7 @@ class AsyncioDoor(Door):
 # -- trio -------------------------------------------------------------------------------------
 
 
-class TrioDoor(Door):
+class TrioAdapter(LoopAdapter):
     """A run of trio."""
 
     def __init__(self, trio: Any) -> None:
@@ -320,7 +321,7 @@ class TrioDoor(Door):
             waiter.wake()
         return not self._over
 
-    def create_ticker(self, step: Callable[[], None]) -> Ticker:
+    def create_ticker(self, step: Callable[[], None]) -> Timer:
         return TaskTicker(self._trio, step)
 
     def call_threadsafe(self, function: Callable[[], object]) -> bool:
@@ -345,7 +346,7 @@ running_loop: Final = asyncio._get_running_loop
 _mine: Final[Any] = threading.local()
 
 
-def current_door() -> Door:
+def current_door() -> LoopAdapter:
     """The door of the loop running on this thread.
 
     Raises:
@@ -358,11 +359,11 @@ def current_door() -> Door:
         if trio is None:
             raise NoLoop
         key = trio.lowlevel.current_trio_token()
-    met: tuple[Any, Door] | None = getattr(_mine, "met", None)
+    met: tuple[Any, LoopAdapter] | None = getattr(_mine, "met", None)
     if met is None or met[0] is not key:
-        doors: dict[Any, Door] = getattr(_mine, "doors", {})
+        doors: dict[Any, LoopAdapter] = getattr(_mine, "doors", {})
         _mine.doors = {k: door for k, door in doors.items() if not door.is_closed}
         if key not in _mine.doors:
-            _mine.doors[key] = AsyncioDoor(key) if trio is None else TrioDoor(trio)
+            _mine.doors[key] = AsyncioAdapter(key) if trio is None else TrioAdapter(trio)
         met = _mine.met = key, _mine.doors[key]
     return met[1]

@@ -9,7 +9,13 @@ from typing import Any
 
 from greensched.errors import PoolLost
 from greensched.integrations.ray import protocol
-from greensched.integrations.ray.protocol import Answer, Facts, Letter, Message, Outcome
+from greensched.integrations.ray.protocol import (
+    Message,
+    MessageBatch,
+    Outcome,
+    PoolInfo,
+    ReplyBatch,
+)
 
 #: Calls of Ray that a caller has at one pool at once: one waits there for outcomes, one is on its
 #: way there, one on its way back. What comes meanwhile goes together by the next.
@@ -17,16 +23,16 @@ CALLS = 3
 #: Seconds without work after which a caller listens all the same, for what the pool says of itself.
 IDLE = 0.02
 #: Seconds after which what a pool said of itself is old: it is hung, or its node is slow.
-STALE = 2 * protocol.BEAT
+STALE = 2 * protocol.HEARTBEAT
 
 
-class Line:
+class PoolConnection:
     """One caller's line to one pool, as long as both live. All of it on the caller's loop.
 
     Any call of Ray that fails ends it: of what was sent nobody can say then whether it was done.
     """
 
-    def __init__(self, handle: Any, key: str, facts: Facts, code: Mapping[bytes, bytes]) -> None:
+    def __init__(self, handle: Any, key: str, facts: PoolInfo, code: Mapping[bytes, bytes]) -> None:
         self.name, self.node, self.most = facts.name, facts.node, facts.most
         self.pid, self.uuid = facts.pid, facts.uuid
         self.snapshot = facts.snapshot
@@ -122,7 +128,9 @@ class Line:
         messages, self._outbox = self._outbox, []
         new = {m.work.digest for m in messages if isinstance(m, protocol.Run)} - self._known
         self._known |= new
-        letter = Letter(self._letters, messages, {digest: self._code[digest] for digest in new})
+        letter = MessageBatch(
+            self._letters, messages, {digest: self._code[digest] for digest in new}
+        )
         self._letters += 1
         self._calls += 1
         # Sent here and now, by `remote`; the task waits for the answer alone.
@@ -133,7 +141,7 @@ class Line:
 
     async def _exchange(self, call: Any, messages: list[Message]) -> None:
         try:
-            answer: Answer | None = await call
+            answer: ReplyBatch | None = await call
         except Exception as error:
             self.end(f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}")
             return
@@ -143,7 +151,7 @@ class Line:
         else:
             self._hear(answer)
 
-    def _hear(self, answer: Answer) -> None:
+    def _hear(self, answer: ReplyBatch) -> None:
         self._calls -= 1
         self._heard = self._loop.time()
         self.snapshot = answer.snapshot

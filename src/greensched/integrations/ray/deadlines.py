@@ -9,7 +9,7 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-from greensched.errors import InvalidRequest, NotAnswered, PoolLost
+from greensched.errors import FleetTimeout, InvalidRequest, PoolLost
 from greensched.integrations.ray import protocol
 from greensched.integrations.ray.protocol import Outcome
 
@@ -34,7 +34,7 @@ async def value_of(outcome: Outcome, pool: str) -> Any:
 
 @asynccontextmanager
 async def answered_within(deadline: float | None) -> AsyncIterator[None]:
-    """A block that ends by `NotAnswered` after so many seconds."""
+    """A block that ends by `FleetTimeout` after so many seconds."""
     scope = asyncio.timeout(deadline)
     try:
         async with scope:
@@ -42,7 +42,7 @@ async def answered_within(deadline: float | None) -> AsyncIterator[None]:
     except TimeoutError:
         if deadline is None or not scope.expired():
             raise
-        raise NotAnswered(deadline) from None
+        raise FleetTimeout(deadline) from None
 
 
 def until(deadline: float | None) -> Callable[[], float | None]:

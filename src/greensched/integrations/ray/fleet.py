@@ -16,20 +16,20 @@ from ray.experimental import get_object_locations
 from greensched import Pool
 from greensched.errors import (
     DeviceFault,
+    DeviceLost,
     InvalidRequest,
     NoPool,
-    Poisoned,
     PoolClosed,
     PoolLost,
     QueueFull,
 )
 from greensched.integrations.ray import protocol
 from greensched.integrations.ray.balancing import check_feasible, choose
-from greensched.integrations.ray.connection import Line
+from greensched.integrations.ray.connection import PoolConnection
 from greensched.integrations.ray.deadlines import answered_within, until, value_of
 from greensched.integrations.ray.pool_actor import Health
-from greensched.integrations.ray.protocol import Wish
-from greensched.integrations.ray.registry import Members
+from greensched.integrations.ray.protocol import LeaseSpec
+from greensched.integrations.ray.registry import PoolRegistry
 from greensched.integrations.ray.session import Session
 from greensched.typing import Size
 
@@ -42,7 +42,7 @@ LOCATING_MS = 200
 #: A job that so many pools were lost with is not tried again: it may be what ends them.
 MOST_LOSSES = 3
 #: What a pool says when it can do no more; another may.
-SPOILT = (Poisoned, DeviceFault, PoolClosed, PoolLost)
+SPOILT = (DeviceLost, DeviceFault, PoolClosed, PoolLost)
 
 
 class Fleet:
@@ -73,7 +73,7 @@ class Fleet:
         self.name = name
         self._functions = protocol.Functions()
         self._chance = random.Random()
-        self._members = Members(name, make, pools, detached, self._functions.code)
+        self._members = PoolRegistry(name, make, pools, detached, self._functions.code)
         self._is_entered = False
 
     # -- its life ----------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ class Fleet:
         deadline: float | None = None,
         idempotent: bool = False,
         service: str | None = None,
-        cost: float | None = None,
+        duration: float | None = None,
     ) -> T: ...
     @overload
     async def submit(
@@ -129,7 +129,7 @@ class Fleet:
         deadline: float | None = None,
         idempotent: bool = False,
         service: str | None = None,
-        cost: float | None = None,
+        duration: float | None = None,
     ) -> T: ...
     async def submit(
         self,
@@ -140,7 +140,7 @@ class Fleet:
         deadline: float | None = None,
         idempotent: bool = False,
         service: str | None = None,
-        cost: float | None = None,
+        duration: float | None = None,
     ) -> Any:
         """Runs a job on SMs of one GPU of the fleet, and waits for its result.
 
@@ -154,7 +154,7 @@ class Fleet:
                 `p.run`. It is sent to each pool once.
             args: arrays, and whatever can be pickled. Arrays from 1 MiB on, and `ObjectRef`s, go
                 by Ray's object store, and are read-only there.
-            sms, service, cost: as of `Pool.partition`.
+            sms, service, duration: as of `Pool.partition`.
             deadline: seconds until the answer is here. Where there is none, nothing is waited for
                 but the job: without a pool that could take it, it is refused at once.
             idempotent: it may run more than once: tried again if its pool is lost, until the
@@ -181,8 +181,10 @@ class Fleet:
             work = await protocol.packed(self._functions, job, args)
             held = await _held(work)
 
-            def letter(line: Line) -> protocol.Run:
-                return protocol.Run(line.next_number(), work, Wish(sms, left(), service, cost))
+            def letter(line: PoolConnection) -> protocol.Run:
+                return protocol.Run(
+                    line.next_number(), work, LeaseSpec(sms, left(), service, duration)
+                )
 
             _, value = await self._serve(letter, needed, held, left, may_repeat=idempotent)
             return value
@@ -193,7 +195,7 @@ class Fleet:
         *,
         deadline: float | None = None,
         service: str | None = None,
-        cost: float | None = None,
+        duration: float | None = None,
     ) -> Session:
         """A lease of SMs of one pool for several jobs, to be used with `async with`.
 
@@ -205,14 +207,14 @@ class Fleet:
         """
         needed = protocol.least(sms)
 
-        async def opened() -> tuple[Line, int, int]:
+        async def opened() -> tuple[PoolConnection, int, int]:
             left = until(deadline)
             number = 0
 
-            def letter(line: Line) -> protocol.Open:
+            def letter(line: PoolConnection) -> protocol.Open:
                 nonlocal number
                 number = line.next_number()
-                return protocol.Open(number, Wish(sms, left(), service, cost))
+                return protocol.Open(number, LeaseSpec(sms, left(), service, duration))
 
             async with answered_within(deadline):
                 line, count = await self._serve(letter, needed, {}, left, may_repeat=True)
@@ -222,13 +224,13 @@ class Fleet:
 
     async def _serve(
         self,
-        letter: Callable[[Line], protocol.Run | protocol.Open],
+        letter: Callable[[PoolConnection], protocol.Run | protocol.Open],
         sms: int,
         held: dict[str, int],
         left: Callable[[], float | None],
         *,
         may_repeat: bool,
-    ) -> tuple[Line, Any]:
+    ) -> tuple[PoolConnection, Any]:
         """Asks one pool after another, until one has done it or no other may be asked."""
         full: dict[str, QueueFull] = {}
         losses = 0
@@ -251,7 +253,7 @@ class Fleet:
 
     async def _choose(
         self, sms: int, held: dict[str, int], full: dict[str, QueueFull], *, waits: bool
-    ) -> Line:
+    ) -> PoolConnection:
         """A pool, now or once there is one."""
         while True:
             if not self._members.is_open:

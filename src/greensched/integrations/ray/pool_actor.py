@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import ray
 
 from greensched import ALL, Pool
-from greensched.errors import Poisoned, PoolClosed, QueueFull, VersionSkew
+from greensched.errors import DeviceLost, PoolClosed, QueueFull, VersionSkew
 from greensched.integrations.health import fault_of
 from greensched.integrations.ray import protocol as wire
 from greensched.integrations.ray.gpus import own_gpu
-from greensched.integrations.ray.protocol import Answer, Facts, Letter, Snapshot
-from greensched.integrations.ray.remote_client import Caller
+from greensched.integrations.ray.protocol import MessageBatch, PoolInfo, ReplyBatch, Snapshot
+from greensched.integrations.ray.remote_client import RemoteClient
 
 logger = logging.getLogger("greensched")
 
@@ -34,7 +34,7 @@ MOST_JOBS = 10_000
 LOOK = 0.05
 #: Seconds without a letter after which a caller is taken for dead: several beats, so that one whose
 #: loop is busy for a while is not.
-LOST = 5 * wire.BEAT
+LOST = 5 * wire.HEARTBEAT
 #: Of a spoilt process: seconds for its jobs to end by themselves, and for answers to be fetched.
 LAST_S = 1.0
 #: Seconds for Ray to send what it was given, before the process ends.
@@ -57,7 +57,7 @@ class Health(NamedTuple):
     jobs: int
 
 
-class PoolHost:
+class PoolActor:
     """One pool of a fleet. Making one touches neither CUDA nor Ray.
 
     Ray has prestarted the process it is in, and may have forked it: CUDA begins at the first
@@ -70,7 +70,7 @@ class PoolHost:
         self._pool: Pool | None = None
         self._make = make
         self._opening = asyncio.Lock()
-        self._callers: dict[str, Caller] = {}
+        self._callers: dict[str, RemoteClient] = {}
         self._jobs = self._wanted = 0
         self._waits: deque[float] = deque([0.0], REMEMBERED)
         self._looked = time.monotonic()
@@ -79,7 +79,7 @@ class PoolHost:
 
     # -- what callers call -------------------------------------------------------------------------
 
-    async def hello(self, key: str, protocol: int) -> Facts:
+    async def hello(self, key: str, protocol: int) -> PoolInfo:
         """A new caller, known by the key from now on; the first one has the pool opened.
 
         Raises:
@@ -99,10 +99,10 @@ class PoolHost:
                 self._pool = pool
                 self._looked = time.monotonic()
                 self._watching = asyncio.create_task(self._watch())
-        self._callers[key] = Caller(self)
+        self._callers[key] = RemoteClient(self)
         device, *_ = self.pool.devices
         context = ray.get_runtime_context()
-        return Facts(
+        return PoolInfo(
             name=self.name,
             node=context.get_node_id(),
             pid=os.getpid(),
@@ -111,7 +111,7 @@ class PoolHost:
             snapshot=self.snapshot(),
         )
 
-    async def exchange(self, key: str, letter: Letter) -> Answer | None:
+    async def exchange(self, key: str, letter: MessageBatch) -> ReplyBatch | None:
         """A caller's letter; answered when there is something to tell, or after a beat.
 
         Returns:
@@ -160,7 +160,7 @@ class PoolHost:
             Poisoned: the process is about to end.
         """
         if self._fault is not None:
-            raise Poisoned(self._fault)
+            raise DeviceLost(self._fault)
         if self._jobs > MOST_JOBS:
             raise QueueFull(self._jobs, max(statistics.median(self._waits), LOOK))
 
@@ -224,7 +224,7 @@ class PoolHost:
         logger.error("%s: its process ends, for its GPU failed: %s", self.name, fault)
         await self._quiet(LAST_S)
         for caller in self._callers.values():
-            caller.fail(Poisoned(fault))
+            caller.fail(DeviceLost(fault))
         await self._quiet(LAST_S)
         await asyncio.sleep(SENDING_S)
         os._exit(EXIT)
@@ -245,7 +245,7 @@ def actor(name: str, make: Callable[..., Pool], namespace: str, *, detached: boo
     Nothing is tried again by Ray: what a job may do twice is for its caller to say.
     """
     return (
-        ray.remote(concurrency_groups={"control": 2})(PoolHost)
+        ray.remote(concurrency_groups={"control": 2})(PoolActor)
         .options(
             name=name,
             namespace=namespace,

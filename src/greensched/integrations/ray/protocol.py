@@ -29,7 +29,7 @@ from greensched.typing import Size
 PROTOCOL = 1
 #: Seconds after which a letter is answered though nothing has ended: then the caller knows that the
 #: pool is there, and by his next one the pool that he is.
-BEAT = 1.0
+HEARTBEAT = 1.0
 #: Bytes from which arrays and results go through Ray's object store, by reference. Below, one copy
 #: with the job is cheaper: 1 MiB took 3.0 ms in a call, 4 KiB 1.4 ms (Ray 2.60, two cores).
 LARGE = 1 << 20
@@ -45,13 +45,13 @@ class Packed(NamedTuple):
     refs: tuple[tuple[int, ObjectRef], ...]
 
 
-class Wish(NamedTuple):
+class LeaseSpec(NamedTuple):
     """What `Pool.partition` is to be asked for; `deadline` in seconds from when it is sent."""
 
     sms: Size
     deadline: float | None
     service: str | None
-    cost: float | None
+    duration: float | None
 
 
 # -- from a caller to a pool ------------------------------------------------------------------
@@ -62,14 +62,14 @@ class Run(NamedTuple):
 
     number: int
     work: Packed
-    wish: Wish | int
+    wish: LeaseSpec | int
 
 
 class Open(NamedTuple):
     """Lease SMs for a session, which has this number."""
 
     number: int
-    wish: Wish
+    wish: LeaseSpec
 
 
 class Close(NamedTuple):
@@ -88,7 +88,7 @@ class Cancel(NamedTuple):
 Message = Run | Open | Close | Cancel
 
 
-class Letter(NamedTuple):
+class MessageBatch(NamedTuple):
     """One call's worth. `code` has the functions that this pool has not been sent before."""
 
     number: int
@@ -129,7 +129,7 @@ class Outcome(NamedTuple):
     has_begun: bool = True
 
 
-class Answer(NamedTuple):
+class ReplyBatch(NamedTuple):
     """What has ended since the last answer, and how the pool is. `heard` is a letter's number."""
 
     heard: int
@@ -137,7 +137,7 @@ class Answer(NamedTuple):
     snapshot: Snapshot
 
 
-class Facts(NamedTuple):
+class PoolInfo(NamedTuple):
     """Who a pool is. `uuid` is of its GPU, None of a simulated one; `most`: SMs of one lease."""
 
     name: str

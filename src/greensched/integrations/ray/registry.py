@@ -16,7 +16,7 @@ from greensched import Pool
 from greensched.errors import GreenschedError, InvalidRequest, NoPool, PoolLost
 from greensched.integrations.ray import gpus, protocol
 from greensched.integrations.ray.balancing import check_apart
-from greensched.integrations.ray.connection import Line
+from greensched.integrations.ray.connection import PoolConnection
 from greensched.integrations.ray.pool_actor import actor
 
 logger = logging.getLogger("greensched")
@@ -36,7 +36,7 @@ AWAY = 0.1
 SURPLUS = 30.0
 
 
-class Members:
+class PoolRegistry:
     """The pools of a fleet, each with an actor, and with a line from here while it is there.
 
     Args:
@@ -56,7 +56,7 @@ class Members:
         self._code = code
         self.handles: dict[str, Any] = {}
         #: Those that are there.
-        self.lines: dict[str, Line] = {}
+        self.lines: dict[str, PoolConnection] = {}
         #: The most SMs of one lease, and the node, of each pool, also while it is away.
         self.most: dict[str, int] = {}
         self._nodes: dict[str, str] = {}
@@ -214,7 +214,7 @@ class Members:
         self.most.pop(name, None)
         self._nodes.pop(name, None)
 
-    async def _reach(self, name: str, handle: Any) -> Line | None:
+    async def _reach(self, name: str, handle: Any) -> PoolConnection | None:
         """Tries to reach a pool until it answers; None: Ray has given its actor up."""
         while True:
             key = uuid.uuid4().hex
@@ -233,7 +233,7 @@ class Members:
                     return None
                 await asyncio.sleep(PING)
             else:
-                return Line(handle, key, facts, self._code)
+                return PoolConnection(handle, key, facts, self._code)
 
     def _refuse(self, name: str, error: BaseException) -> None:
         """A pool cannot be: who starts the fleet is told; later, the log."""

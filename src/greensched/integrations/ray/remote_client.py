@@ -10,10 +10,16 @@ from typing import Any, NamedTuple, Protocol
 from greensched import Partition, Pool
 from greensched.errors import PartitionClosed
 from greensched.integrations.ray import protocol
-from greensched.integrations.ray.protocol import Answer, Letter, Outcome, Snapshot, Wish
+from greensched.integrations.ray.protocol import (
+    LeaseSpec,
+    MessageBatch,
+    Outcome,
+    ReplyBatch,
+    Snapshot,
+)
 
 
-class House(Protocol):
+class PoolActorView(Protocol):
     """What a caller needs of the pool's actor."""
 
     @property
@@ -25,7 +31,7 @@ class House(Protocol):
     def queued(self, seconds: float) -> None: ...
 
 
-class Caller:
+class RemoteClient:
     """One caller of a pool. All of it on the loop of the pool.
 
     At most one of his letters waits here, the newest: it is answered when something has ended, when
@@ -33,7 +39,7 @@ class Caller:
     he can always send another.
     """
 
-    def __init__(self, house: House) -> None:
+    def __init__(self, house: PoolActorView) -> None:
         self._house = house
         self._loop = asyncio.get_running_loop()
         self.heard = self._loop.time()
@@ -50,7 +56,7 @@ class Caller:
 
     # -- letters -----------------------------------------------------------------------------------
 
-    async def answer(self, letter: Letter) -> Answer:
+    async def answer(self, letter: MessageBatch) -> ReplyBatch:
         """Takes a letter, and waits for something to tell."""
         self.heard = self._loop.time()
         if letter.number != self._next:
@@ -65,7 +71,7 @@ class Caller:
         await self._something()
         outcomes, self._ended = self._ended, []
         self._told = self._house.snapshot()
-        return Answer(letter.number, outcomes, self._told)
+        return ReplyBatch(letter.number, outcomes, self._told)
 
     async def _something(self) -> None:
         """Until there is something to tell, or a newer letter is here."""
@@ -73,7 +79,7 @@ class Caller:
         if self._ended:
             return
         bell = self._bell = self._loop.create_future()
-        beat = self._loop.call_later(protocol.BEAT, _ring, bell)
+        beat = self._loop.call_later(protocol.HEARTBEAT, _ring, bell)
         await bell
         beat.cancel()
 
@@ -109,7 +115,7 @@ class Caller:
 
     def _take(self, message: protocol.Message) -> None:
         match message:
-            case protocol.Run(number=number, wish=Wish() as wish):
+            case protocol.Run(number=number, wish=LeaseSpec() as wish):
                 self._begin(number, self._run(message, wish), wish)
             case protocol.Run(number=number, wish=int() as session):
                 self._begin(number, self._run_in_session(message, session))
@@ -122,7 +128,7 @@ class Caller:
                     self._tasks[number].cancel()
 
     def _begin(
-        self, number: int, work: Coroutine[Any, Any, None], wish: Wish | None = None
+        self, number: int, work: Coroutine[Any, Any, None], wish: LeaseSpec | None = None
     ) -> None:
         sms = 0 if wish is None else protocol.least(wish.sms)
         self._house.came(sms)
@@ -143,7 +149,7 @@ class Caller:
 
     # -- jobs --------------------------------------------------------------------------------------
 
-    async def _run(self, message: protocol.Run, wish: Wish) -> None:
+    async def _run(self, message: protocol.Run, wish: LeaseSpec) -> None:
         has_begun, came = False, self._loop.time()
         try:
             self._house.admit()
@@ -180,10 +186,10 @@ class Caller:
             del self._code[work.digest]
         return function, await protocol.arguments(work)
 
-    def _partition(self, wish: Wish, came: float) -> Partition:
+    def _partition(self, wish: LeaseSpec, came: float) -> Partition:
         left = None if wish.deadline is None else max(0.0, wish.deadline - self._loop.time() + came)
         return self._house.pool.partition(
-            wish.sms, service=wish.service, deadline=left, cost=wish.cost
+            wish.sms, service=wish.service, deadline=left, duration=wish.duration
         )
 
     # -- sessions ----------------------------------------------------------------------------------

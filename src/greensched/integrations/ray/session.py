@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from greensched.errors import InvalidRequest, PartitionClosed
 from greensched.integrations.ray import protocol
-from greensched.integrations.ray.connection import Line
+from greensched.integrations.ray.connection import PoolConnection
 from greensched.integrations.ray.deadlines import answered_within, value_of
 
 
@@ -22,12 +22,12 @@ class Session:
 
     def __init__(
         self,
-        opened: Callable[[], Awaitable[tuple[Line, int, int]]],
+        opened: Callable[[], Awaitable[tuple[PoolConnection, int, int]]],
         functions: protocol.Functions,
     ) -> None:
         self._opened = opened
         self._functions = functions
-        self._line: Line | None = None
+        self._line: PoolConnection | None = None
         self._number = self._sm_count = 0
         self._is_entered = False
 
@@ -93,7 +93,7 @@ class Session:
         """The name of its pool."""
         return self._granted().name
 
-    def _granted(self) -> Line:
+    def _granted(self) -> PoolConnection:
         if self._line is None:
             state = "closed" if self._is_entered else "not granted: use it with `async with`"
             raise PartitionClosed("this session", state)

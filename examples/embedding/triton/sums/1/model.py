@@ -15,7 +15,7 @@ from greensched import LaunchConfig, Pool, errors
 from greensched.kernels import reduce_sum
 
 #: Clients are told UNAVAILABLE: Triton has no code for a full queue or a deadline.
-LATER = errors.QueueFull, errors.DeadlineExceeded, errors.PoolClosed, errors.Poisoned
+LATER = errors.QueueFull, errors.DeadlineExceeded, errors.PoolClosed, errors.DeviceLost
 
 
 class TritonPythonModel:
@@ -44,7 +44,7 @@ class TritonPythonModel:
     async def _total(self, values: np.ndarray) -> float:
         async with self.pool.partition(16, deadline=0.5) as p:
             with await p.upload(values) as x, await p.upload(np.zeros(1, np.float32)) as y:
-                p.launch(reduce_sum, LaunchConfig(grid=16, block=256), x, y, values.size)
+                p.launch(LaunchConfig(grid=16, block=256), reduce_sum, x, y, values.size)
                 return float((await p.download(y))[0])
 
     def finalize(self) -> None:
