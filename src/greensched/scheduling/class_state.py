@@ -134,7 +134,7 @@ class ClassState:
         self.segment = seconds if seconds > old else old + SMOOTHING * (seconds - old)
 
     def saw_lease(self, seconds: float, segment: float, duration: float | None) -> None:
-        """A lease took `seconds`, the last `segment` without a checkpoint; `duration` was expected."""
+        """Record a lease that took `seconds`; `segment` is its last part without a checkpoint."""
         self.saw_segment(segment)
         old = self.longest
         self.longest = seconds if seconds > old else old + SMOOTHING * (seconds - old)
