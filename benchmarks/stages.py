@@ -110,7 +110,7 @@ def _launch(p: Partition, values: tuple[object, ...], hand: ByHand) -> Operation
         return channel.submit_now(fire, saxpy.name, ticket)
 
     async def looked_up() -> Any:
-        return launches.launch(channel, saxpy, CONFIG, values)
+        return launches.launch(channel, CONFIG, saxpy, values)
 
     async def launched() -> Any:
         return p.launch(CONFIG, saxpy, *values)

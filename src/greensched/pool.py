@@ -143,7 +143,7 @@ class Pool:
             DriverUnavailable: no usable driver or device; says what to install or change.
             DeviceTaken: another pool of this process has the device.
             InvalidRequest: the floors of the classes do not fit on the devices.
-            PoolClosed, Poisoned, ForkedPool: it has ended.
+            PoolClosed, DeviceLost, ForkedPool: it has ended.
             InvalidRequest: no such device.
             NotSupported: `workqueues` on a driver below CUDA 13.1.
             CompileFailed, NotSimulable, ArgumentMismatch: a kernel of `prepare` cannot be loaded.
@@ -412,7 +412,7 @@ class Pool:
         Raises:
             InvalidRequest: what no class or policy can be, or floors that do not fit; nothing has
                 changed.
-            PoolClosed, Poisoned, ForkedPool: it is not open.
+            PoolClosed, DeviceLost, ForkedPool: it is not open.
         """
         classes = None if services is None else checked(services)
         self.opened().reconfigure(classes, None if policy is None else policy_named(policy))
@@ -427,7 +427,7 @@ class Pool:
 
         Raises:
             InvalidRequest: no such class, or what is no latency.
-            PoolClosed, Poisoned, ForkedPool: it is not open.
+            PoolClosed, DeviceLost, ForkedPool: it is not open.
         """
         self._asked.check_observed(service, latency, count)
         self.opened().observe(service, latency, count)

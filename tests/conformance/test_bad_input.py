@@ -193,19 +193,19 @@ SOURCE = 'extern "C" __global__ void f(float *x, int n) { }\n'
 
 #: What cannot be launched, with p a partition.
 NO_LAUNCHES: list[tuple[str, Callable[[Any], Any]]] = [
-    ("a Kernel is launched, and LaunchConfig is none", lambda p: p.launch(fill, CONFIG)),
-    ("a LaunchConfig.* is needed, and tuple is none", lambda p: p.launch((4, 128), fill, 1.0)),
-    ("a LaunchConfig.* is needed, and list is none", lambda p: p.launch([4, 128], fill, 1.0)),
-    ("a LaunchConfig.* is needed, and 4 is none", lambda p: p.launch(4, fill, 1.0)),
-    ("a Kernel is launched, and 'fill' is none", lambda p: p.launch(CONFIG, "fill")),
-    ("a Kernel is launched, and Program is none", lambda p: p.launch(CONFIG, Program(SOURCE))),
-    ("a Kernel is launched, and NoneType is none", lambda p: p.launch(CONFIG, None)),
-    ("a Kernel is launched, and list is none", lambda p: p.launch(CONFIG, [])),
-    ("a Kernel is launched", lambda p: p.launch(CONFIG, len)),
-    ("a Kernel is launched", lambda p: p.prepare(fill, CONFIG)),
-    ("a Kernel is launched", lambda p: p.bind(fill, CONFIG)),
-    ("a LaunchConfig.* is needed", lambda p: p.prepare(None, fill)),
-    ("a LaunchConfig.* is needed", lambda p: p.bind({"grid": 1, "block": 1}, fill)),
+    ("got Kernel, LaunchConfig", lambda p: p.launch(fill, CONFIG)),
+    ("got tuple, Kernel", lambda p: p.launch((4, 128), fill, 1.0)),
+    ("got list, Kernel", lambda p: p.launch([4, 128], fill, 1.0)),
+    ("got int, Kernel", lambda p: p.launch(4, fill, 1.0)),
+    ("got LaunchConfig, str", lambda p: p.launch(CONFIG, "fill")),
+    ("got LaunchConfig, Program", lambda p: p.launch(CONFIG, Program(SOURCE))),
+    ("got LaunchConfig, NoneType", lambda p: p.launch(CONFIG, None)),
+    ("got LaunchConfig, list", lambda p: p.launch(CONFIG, [])),
+    ("got LaunchConfig, builtin_function_or_method", lambda p: p.launch(CONFIG, len)),
+    ("got Kernel, LaunchConfig", lambda p: p.prepare(fill, CONFIG)),
+    ("got Kernel, LaunchConfig", lambda p: p.bind(fill, CONFIG)),
+    ("got NoneType, Kernel", lambda p: p.prepare(None, fill)),
+    ("got dict, Kernel", lambda p: p.bind({"grid": 1, "block": 1}, fill)),
 ]
 
 
@@ -331,7 +331,7 @@ def test_a_kernel_without_a_meaning_cannot_be_simulated(world: Backend) -> None:
                 async with untouched(pool, p):
                     for use in (p.launch, p.bind):
                         with pytest.raises(greensched.NotSimulable, match=r"@kernel\.reference"):
-                            use(kernel, CONFIG, b, 8)
+                            use(CONFIG, kernel, b, 8)
                     with pytest.raises(greensched.NotSimulable, match=r"@kernel\.reference"):
                         p.prepare(CONFIG, kernel)
                 kernel.reference(lambda launch, x, n: None)

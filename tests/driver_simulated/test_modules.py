@@ -412,7 +412,7 @@ def test_a_cost_that_is_none_is_refused(cost: Any) -> None:
     async def main() -> None:
         async with Pool(driver="simulated:h200") as pool, pool.partition(8) as p:
             with pytest.raises(InvalidRequest, match="cost of kernel 'k'"):
-                await p.launch(kernel, LaunchConfig(grid=1, block=1), 3)
+                await p.launch(LaunchConfig(grid=1, block=1), kernel, 3)
             assert pool.is_ready
 
     asyncio.run(main())
@@ -429,7 +429,7 @@ def test_a_reference_that_fails_is_told_in_the_fault() -> None:
 
     async def main() -> None:
         async with Pool(driver="simulated:h200") as pool, pool.partition(8) as p:
-            job = p.launch(kernel, LaunchConfig(grid=1, block=1), 3)
+            job = p.launch(LaunchConfig(grid=1, block=1), kernel, 3)
             with pytest.raises(DeviceLost, match=r"kernel 'k'.*beyond the end"):
                 await job
 

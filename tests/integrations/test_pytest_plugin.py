@@ -141,7 +141,7 @@ def test_a_plain_test_runs_a_program_on_either_loop(suite: pytest.Pytester) -> N
 def test_it(sim_gpu, sim_pool, backend):
     async def main(seconds):
         async with sim_pool() as pool:
-            await pool.run(takes(seconds)(abs), -3, sms=16)
+            await pool.run(cost(seconds)(abs), -3, sms=16)
         return sim_gpu.time
 
     assert sim_gpu.run(main, 7.0, backend=backend) == pytest.approx(7.0, abs=0.01)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from greensched.scheduling.cells import DeviceCells
-from greensched.scheduling.scheduler import Lease, Request, State
+from greensched.scheduling.scheduler import Grant, GrantState, Request
 from greensched.typing import REST
 
 from .reference_cells import fits, is_enough, is_no_excess, possible, rest_of, sms
@@ -22,7 +22,7 @@ class ReferenceScheduler:
     devices: list[DeviceCells]
     ageing: float
     waiting: list[Request] = field(default_factory=list)
-    leases: list[Lease] = field(default_factory=list)
+    leases: list[Grant] = field(default_factory=list)
     kept: tuple[Request, int] | None = None
 
     # -- facts ---------------------------------------------------------------------------------
@@ -81,7 +81,7 @@ class ReferenceScheduler:
         assert device in able
         assert self.free_sms(device) == max(map(self.free_sms, able))
         cells, free, union = self.devices[device], self.free(device), 0
-        assert request.state is State.GRANTED
+        assert request.state is GrantState.GRANTED
         assert len(request.leases) == len(request.parts)
         for lease, part in zip(request.leases, request.parts, strict=True):
             assert lease.mask & ~free == 0, "granted what was not free"

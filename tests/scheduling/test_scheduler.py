@@ -13,10 +13,10 @@ from greensched.scheduling.policies import Fifo, policy_named
 from greensched.scheduling.policy import Policy, RequestView
 from greensched.scheduling.scheduler import (
     STALE_LEAST,
-    Lease,
+    Grant,
+    GrantState,
     Request,
     Scheduler,
-    State,
     validate_bound,
 )
 from greensched.scheduling.services import ANYBODY
@@ -48,7 +48,7 @@ def test_a_request_that_fits_is_granted_at_once() -> None:
     """With free cells and nobody waiting, the request comes back granted."""
     scheduler = make()
     request = ask(scheduler, 0.0, 16, owner="me", holder="task")
-    assert request.state is State.GRANTED
+    assert request.state is GrantState.GRANTED
     assert [(x.device, x.mask, x.sms, x.holder) for x in request.leases] == [(0, 0b11, 16, "task")]
     assert request.owner == "me"
 
@@ -63,12 +63,12 @@ def test_what_a_request_lacked_once_is_not_lacking_for_ever() -> None:
     waiting = ask(scheduler, 0.0, 16)
     assert scheduler.lacking == {(0, 0b11): None}
     for _ in range(2):
-        assert ask(scheduler, 0.0, 8).state is State.GRANTED
+        assert ask(scheduler, 0.0, 8).state is GrantState.GRANTED
     assert scheduler.free == [0b100]
     scheduler.lacking.clear()
     assert scheduler.made(0.0) == []
     assert not scheduler.lacking
-    assert waiting.state is State.QUEUED
+    assert waiting.state is GrantState.QUEUED
 
 
 def test_cells_come_free_by_drained_alone() -> None:
@@ -79,7 +79,7 @@ def test_cells_come_free_by_drained_alone() -> None:
     scheduler.release(first.leases[0])
     assert scheduler.free == [0]
     assert scheduler.statistics().sms_draining == 32
-    assert waiting.state is State.QUEUED
+    assert waiting.state is GrantState.QUEUED
     assert scheduler.drained(1.0, first.leases[0]) == [waiting]
 
 
@@ -108,7 +108,7 @@ def test_a_joint_request_is_granted_on_one_device() -> None:
     ask(scheduler, 0.0, 16, devices=(0,))
     ask(scheduler, 0.0, 16, devices=(1,))
     request = ask(scheduler, 0.0, 8, 16)
-    assert request.state is State.QUEUED
+    assert request.state is GrantState.QUEUED
     assert scheduler.statistics().sms_free == 32
 
 
@@ -116,8 +116,8 @@ def test_devices_of_a_request_are_kept_to() -> None:
     """A request for one device waits for it, whatever is free elsewhere."""
     scheduler = make(SMALL, SMALL)
     ask(scheduler, 0.0, ALL, devices=(1,))
-    assert ask(scheduler, 0.0, 8, devices=(1,)).state is State.QUEUED
-    assert ask(scheduler, 0.0, 8, devices=(0,)).state is State.GRANTED
+    assert ask(scheduler, 0.0, 8, devices=(1,)).state is GrantState.QUEUED
+    assert ask(scheduler, 0.0, 8, devices=(0,)).state is GrantState.GRANTED
 
 
 def test_what_was_asked_is_what_comes() -> None:
@@ -139,7 +139,7 @@ def test_larger_priority_goes_first_then_who_came_first() -> None:
     }
     granted = give_back(scheduler, 0.0, holder)
     assert granted == [waiting[name] for name in "bdae"]
-    assert waiting["c"].state is State.QUEUED
+    assert waiting["c"].state is GrantState.QUEUED
 
 
 def test_smaller_requests_pass_while_the_first_is_young() -> None:
@@ -147,9 +147,9 @@ def test_smaller_requests_pass_while_the_first_is_young() -> None:
     scheduler = make(policy=Fifo(ageing=0.020))
     ask(scheduler, 0.0, 8)
     big = ask(scheduler, 0.0, ALL)
-    assert ask(scheduler, 0.019, 8).state is State.GRANTED
-    assert big.state is State.QUEUED
-    assert ask(scheduler, 0.020, 8).state is State.QUEUED
+    assert ask(scheduler, 0.019, 8).state is GrantState.GRANTED
+    assert big.state is GrantState.QUEUED
+    assert ask(scheduler, 0.020, 8).state is GrantState.QUEUED
 
 
 def test_ageing_counts_from_the_request_that_is_first_now() -> None:
@@ -160,7 +160,7 @@ def test_ageing_counts_from_the_request_that_is_first_now() -> None:
     second = ask(scheduler, 0.001, ALL)
     give_back(scheduler, 0.010, two)
     assert give_back(scheduler, 0.030, one) == [first]
-    assert ask(scheduler, 0.031, 8).state is State.QUEUED, "kept for the second"
+    assert ask(scheduler, 0.031, 8).state is GrantState.QUEUED, "kept for the second"
     assert give_back(scheduler, 0.040, first) == [second]
 
 
@@ -182,8 +182,10 @@ def test_only_one_device_is_kept() -> None:
     ask(scheduler, 0.0, 24, devices=(0,))
     ask(scheduler, 0.0, 8, devices=(1,))
     big = ask(scheduler, 0.0, ALL)
-    assert big.state is State.QUEUED
-    assert ask(scheduler, 1.0, 8, devices=(1,)).state is State.QUEUED, "it had the most free SMs"
+    assert big.state is GrantState.QUEUED
+    assert ask(scheduler, 1.0, 8, devices=(1,)).state is GrantState.QUEUED, (
+        "it had the most free SMs"
+    )
     assert ask(scheduler, 1.0, 8).leases[0].device == 0
 
 
@@ -193,7 +195,7 @@ def test_a_kept_device_stays_kept_when_somebody_more_urgent_comes() -> None:
     running = [ask(scheduler, 0.0, 8), ask(scheduler, 0.0, 8)]
     big = ask(scheduler, 0.0, ALL)
     urgent = ask(scheduler, 0.030, 8, priority=9)
-    assert urgent.state is State.QUEUED, "16 SMs are free, and kept"
+    assert urgent.state is GrantState.QUEUED, "16 SMs are free, and kept"
     assert give_back(scheduler, 0.040, running[0]) == []
     assert give_back(scheduler, 0.050, running[1]) == [big]
     assert give_back(scheduler, 0.060, big) == [urgent]
@@ -224,8 +226,8 @@ def test_no_device_is_kept_where_a_request_waits_for_itself() -> None:
     ask(scheduler, 0.0, 8, devices=(0,), holder="task")
     other = ask(scheduler, 0.0, 16, devices=(1,))
     whole = ask(scheduler, 0.0, ALL, holder="task")
-    assert ask(scheduler, 0.0, 8, devices=(1,)).state is State.QUEUED
-    assert ask(scheduler, 0.0, 24, devices=(0,)).state is State.GRANTED
+    assert ask(scheduler, 0.0, 8, devices=(1,)).state is GrantState.QUEUED
+    assert ask(scheduler, 0.0, 24, devices=(0,)).state is GrantState.GRANTED
     assert give_back(scheduler, 1.0, other) == [whole]
 
 
@@ -278,7 +280,7 @@ def test_nobody_is_granted_who_left() -> None:
     assert scheduler.cancel(0.0, gone) == []
     assert scheduler.cancel(0.0, gone) == []
     assert give_back(scheduler, 0.0, holder) == [stays]
-    assert gone.state is State.GONE
+    assert gone.state is GrantState.GONE
     assert scheduler.statistics().cancelled == 1
 
 
@@ -287,7 +289,7 @@ def test_cancelling_a_granted_request_changes_nothing() -> None:
     scheduler = make()
     request = ask(scheduler, 0.0, ALL)
     assert scheduler.cancel(0.0, request) == []
-    assert request.state is State.GRANTED
+    assert request.state is GrantState.GRANTED
     assert scheduler.statistics().cancelled == 0
 
 
@@ -307,7 +309,7 @@ def test_deadlines() -> None:
     assert give_back(scheduler, 4.0, holder) == [later, patient]
     assert scheduler.next_deadline() is None
     assert scheduler.tick(10.0) == ([], [])
-    assert later.state is State.GRANTED, "once granted, a deadline never cancels"
+    assert later.state is GrantState.GRANTED, "once granted, a deadline never cancels"
 
 
 def test_close_empties_the_queue_in_order() -> None:
@@ -316,7 +318,7 @@ def test_close_empties_the_queue_in_order() -> None:
     holder = ask(scheduler, 0.0, ALL)
     low, high = ask(scheduler, 0.0, 8), ask(scheduler, 0.0, 16, priority=1)
     assert scheduler.close() == [high, low]
-    assert {low.state, high.state} == {State.GONE}
+    assert {low.state, high.state} == {GrantState.GONE}
     assert scheduler.waiting == 0
     assert scheduler.close() == []
     assert give_back(scheduler, 0.0, holder) == []
@@ -364,10 +366,12 @@ def test_who_waits_for_himself_is_told(sizes: tuple[Size, ...]) -> None:
     with pytest.raises(WouldDeadlock) as caught:
         ask(scheduler, 0.0, *sizes, holder="task")
     assert (caught.value.holds, caught.value.most) == (16, 16)
-    assert ask(scheduler, 0.0, 24).state is State.QUEUED, "nobody in particular may wait"
-    assert ask(scheduler, 0.0, 24, holder="another").state is State.QUEUED
+    assert ask(scheduler, 0.0, 24).state is GrantState.QUEUED, "nobody in particular may wait"
+    assert ask(scheduler, 0.0, 24, holder="another").state is GrantState.QUEUED
     scheduler.release(mine.leases[0])
-    assert ask(scheduler, 0.0, *sizes, holder="task").state is State.QUEUED, "it drains by itself"
+    assert ask(scheduler, 0.0, *sizes, holder="task").state is GrantState.QUEUED, (
+        "it drains by itself"
+    )
 
 
 def test_who_does_not_wait_cannot_wait_for_himself() -> None:
@@ -385,7 +389,7 @@ def test_another_device_is_no_deadlock() -> None:
     scheduler = make(SMALL, SMALL)
     ask(scheduler, 0.0, 8, devices=(0,), holder="task")
     ask(scheduler, 0.0, 8, devices=(1,))
-    assert ask(scheduler, 0.0, ALL, holder="task").state is State.QUEUED
+    assert ask(scheduler, 0.0, ALL, holder="task").state is GrantState.QUEUED
     with pytest.raises(WouldDeadlock):
         ask(scheduler, 0.0, ALL, holder="task", devices=(0,))
 
@@ -400,7 +404,7 @@ def test_the_queue_is_bounded() -> None:
         ask(scheduler, 0.0, 8)
     assert caught.value.waiting == 2
     scheduler.cancel(0.0, first)
-    assert ask(scheduler, 0.0, 8).state is State.QUEUED
+    assert ask(scheduler, 0.0, 8).state is GrantState.QUEUED
     assert scheduler.statistics().refused == 1
     none = make(max_waiting=0)
     ask(none, 0.0, ALL)
@@ -441,7 +445,7 @@ def test_a_refused_request_leaves_no_trace() -> None:
         with pytest.raises(error):
             ask(scheduler, 0.0, *sizes, **options)
     assert (scheduler.free, scheduler.waiting, footprint(scheduler)) == before
-    assert waiting.state is State.QUEUED
+    assert waiting.state is GrantState.QUEUED
 
 
 # -- policies and bounds ------------------------------------------------------------------------
@@ -486,7 +490,7 @@ def footprint(scheduler: Scheduler) -> int:
 def test_nothing_grows_with_past_requests() -> None:
     """10,000 requests of every fate, with always somebody waiting, leave nothing behind."""
     scheduler = make(policy=Fifo(ageing=0.5))
-    running: list[Lease] = list(ask(scheduler, 0.0, ALL).leases)
+    running: list[Grant] = list(ask(scheduler, 0.0, ALL).leases)
     waiting = [ask(scheduler, 0.0, 8, deadline=1e9)]
     most = 0
     for i in range(1, 10_000):
@@ -500,7 +504,7 @@ def test_nothing_grows_with_past_requests() -> None:
         while scheduler.waiting > 3:
             granted += scheduler.drained(now, running.pop(0))
         running.extend(lease for request in granted for lease in request.leases)
-        waiting = [request for request in waiting if request.state is State.QUEUED]
+        waiting = [request for request in waiting if request.state is GrantState.QUEUED]
         assert waiting
         most = max(most, footprint(scheduler))
     assert most <= 3 * (2 * 5 + STALE_LEAST) + 3 * 4

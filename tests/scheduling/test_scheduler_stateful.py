@@ -11,7 +11,7 @@ from greensched.errors import QueueFull, TooManySMs, WouldBlock, WouldDeadlock
 from greensched.scheduling.cells import SizeRange
 from greensched.scheduling.class_state import ClassState
 from greensched.scheduling.policies import Fifo
-from greensched.scheduling.scheduler import Lease, Request, Scheduler, State
+from greensched.scheduling.scheduler import Grant, GrantState, Request, Scheduler
 from greensched.scheduling.services import ANYBODY
 from greensched.typing import ALL, REST
 
@@ -104,7 +104,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.naive.take_over(made)
             self.counts["granted"] += 1
         else:
-            assert made.state is State.QUEUED
+            assert made.state is GrantState.QUEUED
             assert made.leases == ()
             self.naive.waiting.append(made)
 
@@ -115,11 +115,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         was = request.state
         granted = self.scheduler.cancel(self.now, request)
         self.same_for_twin(granted, self.twin.cancel(self.now, self.twins[request]))
-        if was is not State.QUEUED:
+        if was is not GrantState.QUEUED:
             assert granted == []
             assert request.state is was
             return
-        assert request.state is State.GONE
+        assert request.state is GrantState.GONE
         self.counts["cancelled"] += 1
         self.left([request], granted)
 
@@ -156,7 +156,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         late = [r for r in waited if r.deadline is not None and r.deadline <= self.now]
         assert set(expired) == set(late)
         assert len(expired) == len(late)
-        assert all(request.state is State.GONE for request in expired)
+        assert all(request.state is GrantState.GONE for request in expired)
         self.counts["expired"] += len(expired)
         self.left(expired, granted)
 
@@ -165,7 +165,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def close(self) -> None:
         waited = self.scheduler.close()
         assert waited == self.naive.in_order()
-        assert all(request.state is State.GONE for request in waited)
+        assert all(request.state is GrantState.GONE for request in waited)
         self.twin.close()
         self.counts["cancelled"] += len(waited)
         self.naive.waiting.clear()
@@ -207,7 +207,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         else:
             assert granted == []
 
-    def twin_of(self, lease: Lease) -> Lease:
+    def twin_of(self, lease: Grant) -> Grant:
         for request in self.requests:
             if lease in request.leases:
                 return self.twins[request].leases[request.leases.index(lease)]
@@ -238,7 +238,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def nobody_waits_who_could_be_granted(self) -> None:
         assert self.scheduler.waiting == len(self.naive.waiting)
         for request in self.naive.waiting:
-            assert request.state is State.QUEUED
+            assert request.state is GrantState.QUEUED
             assert self.naive.where_fits(request) == []
 
     @invariant()

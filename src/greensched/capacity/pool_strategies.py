@@ -52,7 +52,7 @@ class ClassSeat(GrantSeat):
         """Its size, and what it will take on the least of it."""
         service = self._service
         cost = ns * service.curve.slowdown(self._least) / 1e9
-        return {"sms": self._size, "service": service.name, "cost": cost}
+        return {"sms": self._size, "service": service.name, "duration": cost}
 
 
 @dataclass

@@ -166,7 +166,7 @@ class BaseBuffer(Closable):
 
         Raises:
             BufferClosed: after `close()`, or after its pool was closed.
-            Poisoned, ForkedPool, PoolClosed: what ended its device's use.
+            DeviceLost, ForkedPool, PoolClosed: what ended its device's use.
             WrongDevice: it belongs to another device.
         """
         if self.is_closed or self.memory.is_closed:
@@ -332,7 +332,7 @@ class Buffer(BaseBuffer):
         Raises:
             WouldBlock: what writes it is not even submitted yet, or is a stream of another device,
                 behind which not every library can order itself: await that job first.
-            BufferClosed, Poisoned, ForkedPool, PoolClosed: as `check`.
+            BufferClosed, DeviceLost, ForkedPool, PoolClosed: as `check`.
         """
         pending = self._pending(self._written())
         if any(who.stream.context.device_ordinal != self.device for who, _ in pending):
@@ -378,7 +378,7 @@ class Buffer(BaseBuffer):
         Raises:
             WouldBlock: what uses it is not even submitted yet: await that job first.
             InvalidArray: DLPack has no such elements, or a copy or another device is asked for.
-            BufferClosed, Poisoned, ForkedPool, PoolClosed: as `check`.
+            BufferClosed, DeviceLost, ForkedPool, PoolClosed: as `check`.
         """
         if copy or (dl_device is not None and tuple(dl_device) != self.__dlpack_device__()):
             raise InvalidArray("a buffer is handed out where it lies, and is not copied")

@@ -88,7 +88,7 @@ class BoundLaunch:
             WrongThread: this is not the thread whose loop entered the partition.
             InvalidArray: its partition has other SMs since a checkpoint, and an array of another
                 library is refused there. The next launch asks again.
-            Poisoned: a device fault.
+            DeviceLost: a device fault.
         """
         holding, track = self._channel.holding, self.track
         if holding.thread != get_ident():

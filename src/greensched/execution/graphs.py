@@ -78,7 +78,7 @@ class Graph(Closable):
             Closed: after `close()`.
             WrongDevice: the partition is of another device.
             BufferClosed: something it uses is closed.
-            PartitionClosed, PoolClosed, Poisoned, ForkedPool, WouldBlock, WrongThread: as
+            PartitionClosed, PoolClosed, DeviceLost, ForkedPool, WouldBlock, WrongThread: as
                 `Partition.launch`.
             InvalidRequest: `p` is no partition, or its stream is capturing.
 

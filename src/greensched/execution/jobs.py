@@ -130,7 +130,7 @@ class Job(Generic[T]):
 
         Raises:
             WouldBlock: it is not done.
-            Poisoned: the device failed before it was done.
+            DeviceLost: the device failed before it was done.
             PoolClosed, ForkedPool: its pool ended before it was done.
             Exception: what the job itself failed with.
         """

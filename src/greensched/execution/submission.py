@@ -167,7 +167,7 @@ class Channel:
         The ticket is written whatever happens, or everything after it would wait for ever.
 
         Raises:
-            Poisoned: a device fault.
+            DeviceLost: a device fault.
         """
         track, holding = self.track, self.holding
         track.issued = ticket

@@ -68,7 +68,7 @@ class Asker(ABC, Generic[H]):
             QueueFull: too many wait already.
             DeadlineExceeded: the deadline passed while it was queued.
             WouldDeadlock: this task holds what it asks for.
-            PoolClosed, Poisoned, ForkedPool: the pool grants nothing (any more).
+            PoolClosed, DeviceLost, ForkedPool: the pool grants nothing (any more).
             InvalidRequest: it is entered already, by whatever task; a second one would end its
                 lease, or lose one.
             PartitionClosed: its block has ended.

@@ -145,7 +145,7 @@ class LeaseManager:
         Raises:
             TooManySMs, WouldDeadlock: it can never be, or not any more.
             QueueFull, DeadlineImpossible: it cannot be now.
-            PoolClosed, Poisoned, ForkedPool: nothing is granted any more.
+            PoolClosed, DeviceLost, ForkedPool: nothing is granted any more.
         """
         self._give_up_forsaken()
         with self.lock:
@@ -165,7 +165,7 @@ class LeaseManager:
 
         Raises:
             DeadlineExceeded, TooManySMs, CUDAError: why it was not.
-            PoolClosed, Poisoned, ForkedPool: nothing is granted any more.
+            PoolClosed, DeviceLost, ForkedPool: nothing is granted any more.
         """
         completion = heard(request)
         with self.lock:
@@ -301,7 +301,7 @@ class LeaseManager:
         """A lease without work gives cells back, or takes some up. Returns where it is now.
 
         Raises:
-            PoolClosed, Poisoned, ForkedPool: it is over. InvalidRequest: no duration, or no
+            PoolClosed, DeviceLost, ForkedPool: it is over. InvalidRequest: no duration, or no
             deadline.
         """
         holding, told = channel.holding, (checked_duration(duration), checked_deadline(deadline))
@@ -326,7 +326,7 @@ class LeaseManager:
         """Other classes, or another policy; whoever can be granted because of that is.
 
         Raises:
-            PoolClosed, Poisoned, ForkedPool: nothing is granted any more.
+            PoolClosed, DeviceLost, ForkedPool: nothing is granted any more.
             InvalidRequest: the floors of the classes do not fit; nothing has changed.
         """
         with self.lock:

@@ -191,7 +191,7 @@ class Partition(Asker["Partition"]):
         A policy that sizes leases goes by both; nothing is refused or ended because of them.
 
         Raises:
-            PartitionClosed, PoolClosed, Poisoned: there is nothing to change any more.
+            PartitionClosed, PoolClosed, DeviceLost: there is nothing to change any more.
             InvalidRequest: the partition's stream is capturing, or that is no duration or deadline.
         """
         channel = self._mine()
@@ -489,7 +489,7 @@ class Partition(Asker["Partition"]):
         Cancelling who awaits it changes nothing.
 
         Raises:
-            PartitionClosed, PoolClosed, Poisoned, WrongThread: as `launch`.
+            PartitionClosed, PoolClosed, DeviceLost, WrongThread: as `launch`.
             InvalidRequest: the partition's stream is capturing.
         """
         channel = self._mine()
@@ -531,7 +531,7 @@ class Partition(Asker["Partition"]):
         """Waits until a job or a bound launch can be submitted. A cancellation changes nothing.
 
         Raises:
-            PartitionClosed, PoolClosed, Poisoned: there is nothing to wait for any more.
+            PartitionClosed, PoolClosed, DeviceLost: there is nothing to wait for any more.
             InvalidRequest: the partition's stream is capturing.
         """
         channel = self._mine()

@@ -170,7 +170,7 @@ class Fleet:
             QueueFull: every pool that could take it is full; `retry_after` is the shortest.
             NoPool: none is there now.
             NotAnswered: the deadline passed; it may have run.
-            PoolLost, Poisoned: its pool was lost with it, and it may have run.
+            PoolLost, DeviceLost: its pool was lost with it, and it may have run.
             InvalidRequest: what can never be, or cannot be sent.
             Others: what the job raised, and what `Pool.partition` does.
         """

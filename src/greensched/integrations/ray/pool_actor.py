@@ -157,7 +157,7 @@ class PoolActor:
 
         Raises:
             QueueFull: there are too many.
-            Poisoned: the process is about to end.
+            DeviceLost: the process is about to end.
         """
         if self._fault is not None:
             raise DeviceLost(self._fault)
