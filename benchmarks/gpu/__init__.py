@@ -1,0 +1,1 @@
+"""Benchmarks that need a GPU: isolation, contexts, peers, sharing, torch."""

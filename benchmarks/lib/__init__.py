@@ -1,0 +1,1 @@
+"""Timing, reports, plots, and what several benchmarks share."""

@@ -1,0 +1,1 @@
+"""Benchmarks of single operations: launch, lease, call, completion, scheduling."""

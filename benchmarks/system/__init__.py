@@ -1,0 +1,1 @@
+"""Benchmarks of whole services, and the soak."""
