@@ -87,16 +87,16 @@ bench: $(VENV)/.ready $(if $(STANDIN),standin-built) $(if $(COMPILER),compiled)
 	$(if $(COMPILER),PYTHONPATH=$(COMPILED)/site) $(BIN)/python -m benchmarks $(if $(STANDIN),--standin $(BUILT)/build) $(ARGS)
 
 bench-gpu:
-	PYTHONPATH=src:$$PYTHONPATH $(or $(GPU_PYTHON),python3) -m benchmarks.gpu $(ARGS)
+	PYTHONPATH=src:$$PYTHONPATH $(or $(GPU_PYTHON),python3) -m benchmarks.suites $(ARGS)
 
 bench-http: $(VENV)/.ready
-	$(BIN)/python -m benchmarks.http $(ARGS)
+	$(BIN)/python -m benchmarks.system.http $(ARGS)
 
 bench-ray: $(OTHERS)/.ready
-	$(OTHERS)/bin/python -m benchmarks.ray $(ARGS)
+	$(OTHERS)/bin/python -m benchmarks.system.ray $(ARGS)
 
 soak: $(VENV)/.ready
-	$(BIN)/python -m benchmarks.soak $(ARGS)
+	$(BIN)/python -m benchmarks.system.soak $(ARGS)
 
 # In a copy: the build leaves its libraries beside the sources, where everything would import them.
 compiled: $(COMPILED)/.ready

@@ -12,19 +12,17 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import (
-    calling,
-    cuda,
-    deciding,
-    heartbeat,
-    importing,
-    launching,
-    leasing,
-    leaving,
-    plot,
-    plugin,
-)
-from benchmarks.measure import Bystanders, Row, table
+from benchmarks import hot_path as cuda
+from benchmarks.lib import plot
+from benchmarks.lib.timing import Bystanders, Row, table
+from benchmarks.micro import call as calling
+from benchmarks.micro import import_time as importing
+from benchmarks.micro import launch as launching
+from benchmarks.micro import lease as leasing
+from benchmarks.micro import pytest_plugin as plugin
+from benchmarks.micro import scheduler as deciding
+from benchmarks.system import client_disconnect as leaving
+from benchmarks.system import heartbeat
 from greensched import driver as drivers
 
 

@@ -1,6 +1,6 @@
 """Leasing and launching on the CUDA driver, beside raw `cuda.bindings`.
 
-`python -m benchmarks.cuda [--json]` runs on the GPU of the machine; `measure` runs the same in
+`python -m benchmarks.hot_path [--json]` runs on the GPU of the machine; `measure` runs the same in
 processes of their own, whose driver is a stand-in `libcuda.so.1`.
 """
 
@@ -14,8 +14,11 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 
-from benchmarks import calling, launching, leasing, peers
-from benchmarks.measure import Row, table
+from benchmarks.gpu import peers
+from benchmarks.lib.timing import Row, table
+from benchmarks.micro import call as calling
+from benchmarks.micro import launch as launching
+from benchmarks.micro import lease as leasing
 from greensched import driver as drivers
 
 #: The stand-in's settings. With a device that takes no time, and does its work within the call,
@@ -44,10 +47,10 @@ _BARS = {
 
 
 #: Kernels shorter and longer than a loop looks for, and waits behind each busy loop, of which
-#: `python -m benchmarks.waking` makes more.
+#: `python -m benchmarks.micro.completion` makes more.
 _WAITING = {"STUBCUDA_KERNEL_US": "20"}, {"STUBCUDA_KERNEL_US": "2000"}
 _WAITS = "500"
-#: A kernel that is beside the lanes for longer than a turn of `benchmarks.lanes`.
+#: A kernel that is beside the lanes for longer than a turn of `benchmarks.micro.executors`.
 _HANGING = {"STUBCUDA_KERNEL_TABLE": "latch:600000"}
 
 
@@ -65,10 +68,12 @@ def measure(folder: str) -> list[Row]:
         *(
             row
             for settings in _WAITING
-            for row in _in_a_process(folder, settings, "benchmarks.waking", "--waits", _WAITS)
+            for row in _in_a_process(
+                folder, settings, "benchmarks.micro.completion", "--waits", _WAITS
+            )
         ),
-        *_in_a_process(folder, _HANGING, "benchmarks.lanes"),
-        *_in_a_process(folder, _NO_TIME, "benchmarks.waiting", "--driver", "cuda"),
+        *_in_a_process(folder, _HANGING, "benchmarks.micro.executors"),
+        *_in_a_process(folder, _NO_TIME, "benchmarks.micro.queue", "--driver", "cuda"),
     ]
 
 
@@ -82,7 +87,7 @@ def judge(row: Row, bars: Mapping[str, float]) -> Row:
 
 def _in_a_process(folder: str, settings: dict[str, str], *what: str) -> list[Row]:
     environment = os.environ | settings | {"LD_LIBRARY_PATH": folder}
-    command = [sys.executable, "-m", *(what or ("benchmarks.cuda",)), "--json"]
+    command = [sys.executable, "-m", *(what or ("benchmarks.hot_path",)), "--json"]
     ran = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True)
     return [Row.from_dict(found) for found in json.loads(ran.stdout)]
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu [--json FILE] [--plot FILE]`: all of a real GPU but whole workloads.
+"""`python -m benchmarks.suites [--json FILE] [--plot FILE]`: all of a real GPU but whole workloads.
 
 Each part in a process of its own, so that one which fails, or spoils the device for its process,
 leaves the others their figures. Exit code 1 if a part or a bar fails.
@@ -13,10 +13,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import plot
-from benchmarks.cuda import judge
-from benchmarks.measure import Bystanders, Row, table
-from benchmarks.report import smi
+from benchmarks.hot_path import judge
+from benchmarks.lib import plot
+from benchmarks.lib.report import smi
+from benchmarks.lib.timing import Bystanders, Row, table
 
 #: Seconds that a part may take: several times what one took on an H200.
 LIMIT_S = 240
@@ -27,14 +27,14 @@ BARS = {
     "lease, launch, await | semaphore, launch, polled event": 2.0,
 }
 PARTS = {
-    "hot path and peers": "benchmarks.cuda",
-    "eight lanes": "benchmarks.lanes",
-    "beside a batch": "benchmarks.beside",
+    "hot path and peers": "benchmarks.hot_path",
+    "eight lanes": "benchmarks.micro.executors",
+    "beside a batch": "benchmarks.gpu.isolation",
 }
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.suites", description=__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
     parser.add_argument("--plot", type=plot.picture, metavar="FILE", help="draw them there, too")
     options = parser.parse_args()
@@ -48,7 +48,7 @@ def main() -> int:
             rows = found[name] = [judge(Row.from_dict(row), BARS) for row in measured]
             is_good &= all(row.passed is not False for row in rows)
             print(f"\n{name}\n{table(rows)}", flush=True)
-    contexts = _run("benchmarks.contexts")
+    contexts = _run("benchmarks.gpu.contexts")
     print(f"\ngreen contexts\n{json.dumps(contexts, indent=1)}")
     is_good &= contexts is not None
     machine = f"{smi('name,driver_version')}; {bystanders}"

@@ -1,8 +1,8 @@
-"""How many green contexts a device has, what each takes, and how long making and ending them takes.
+"""Count the green contexts a device can have; time their creation, and measure their memory.
 
-`python -m benchmarks.contexts [--most N] [--seconds S]`, on the GPU of the machine. Contexts over
-the same group of SMs with a stream each, until the driver refuses or the limits are reached. In a
-process of its own: what they took of the device's memory may stay taken until it ends.
+`python -m benchmarks.gpu.contexts [--most N] [--seconds S]` runs on the GPU of this machine. It
+creates contexts over one group of SMs, each with a stream, until the driver refuses or a limit is
+reached. It runs in its own process: the driver may keep part of the memory until the process ends.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def measure(driver: Driver, most: int, seconds: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.contexts", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.contexts", description=__doc__)
     parser.add_argument("--driver", default="cuda", help="cuda, or a simulated one")
     parser.add_argument("--most", type=int, default=100_000, help="contexts at most")
     parser.add_argument("--seconds", type=float, default=60.0, help="for making them, at most")

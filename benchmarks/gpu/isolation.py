@@ -1,7 +1,7 @@
 """A critical kernel beside one that fills the GPU: partitions, and what else keeps them apart.
 
-`python -m benchmarks.beside [--driver NAME] [--json]`. Not on the stand-in, whose kernels take no
-SMs from each other.
+`python -m benchmarks.gpu.isolation [--driver NAME] [--json]`. Not on the stand-in, whose kernels
+take no SMs from each other.
 
 The batch is a product of matrices on every SM its stream has, always several queued. The critical
 kernel is a smaller one, as large as its 16 SMs. Launching, and hearing of the end by a word that
@@ -34,7 +34,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from benchmarks.measure import Comparison, Row, Samples, Work, table
+from benchmarks.lib.timing import Comparison, Row, Samples, Work, table
 from greensched import Device, LaunchConfig, PinnedBuffer, Pool, Program
 from greensched import driver as drivers
 from greensched.device.launch import KernelArguments
@@ -309,7 +309,7 @@ async def measure(driver: Driver) -> list[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.beside", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.isolation", description=__doc__)
     parser.add_argument("--driver", default="cuda", help="cuda, or a simulated one")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args()

@@ -28,9 +28,9 @@ from collections.abc import Awaitable, Callable
 from time import perf_counter
 from typing import Any
 
-from benchmarks.byhand import CONFIG, ITEMS, SMS, ByHand, arguments, by_hand
-from benchmarks.launching import BURST
-from benchmarks.measure import Comparison, Row, Work, compare, table
+from benchmarks.lib.raw_calls import CONFIG, ITEMS, SMS, ByHand, arguments, by_hand
+from benchmarks.lib.timing import Comparison, Row, Work, compare, table
+from benchmarks.micro.launch import BURST
 from greensched import Buffer, Partition, Pool
 from greensched import driver as drivers
 from greensched.device.launch import KernelArguments

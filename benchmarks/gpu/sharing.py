@@ -1,6 +1,6 @@
 """Two users on one GPU: W1, W2, W7 and W8, by hand and by greensched. Issue 4, bar 8.
 
-`python -m benchmarks.sharing [--driver cuda|simulated:h200] [--seconds N] [--json FILE]`
+`python -m benchmarks.gpu.sharing [--driver cuda|simulated:h200] [--seconds N] [--json FILE]`
 
 What the users do is in `works`, where their work runs in `arms`. The arms, in turns:
 
@@ -41,10 +41,20 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.arms import Done, Held, Leased, OnStream, Place, Raw, Work, blocking, until
-from benchmarks.measure import Bystanders, Comparison, Row, Samples, percentile, table
-from benchmarks.report import Report, clocks
-from benchmarks.works import KERNELS, WORKLOADS, Workload, Works
+from benchmarks.gpu.strategies import (
+    Done,
+    Held,
+    Leased,
+    OnStream,
+    Place,
+    Raw,
+    Work,
+    blocking,
+    until,
+)
+from benchmarks.gpu.workloads import KERNELS, WORKLOADS, Workload, Works
+from benchmarks.lib.report import Report, clocks
+from benchmarks.lib.timing import Bystanders, Comparison, Row, Samples, percentile, table
 from greensched import Device, Pool, Stream
 from greensched import driver as drivers
 from greensched.driver.interface import Driver
@@ -492,7 +502,7 @@ async def _main(driver: Driver, device: Device, names: list[str], report: Report
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.sharing", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.sharing", description=__doc__)
     parser.add_argument("--driver", help="cuda, or simulated:h200; else GREENSCHED_DRIVER's")
     parser.add_argument("--seconds", type=float, default=320)
     parser.add_argument("--json", type=Path, help="a file, written whenever something is found")

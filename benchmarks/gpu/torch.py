@@ -1,6 +1,6 @@
 """A torch model in a partition: the same numbers, its own SMs, and its own pace. Issue 6, bar 6.
 
-`python -m benchmarks.torch_partition [--driver cuda|simulated:h200] [--seconds 120] [--json FILE]`
+`python -m benchmarks.gpu.torch [--driver cuda|simulated:h200] [--seconds 120] [--json FILE]`
 
 The model is a small transformer (random weights); a request is one forward pass, awaited on the
 event loop. Beside it: a training loop of large layers, in another partition or on another stream;
@@ -37,11 +37,11 @@ import numpy as np
 import torch
 
 import greensched.integrations.torch  # noqa: F401  torch's current stream in p.run is ours by this
-from benchmarks.arms import Done, Held, OnStream, Raw, blocking
-from benchmarks.measure import Bystanders, Comparison, Row, Samples, table
-from benchmarks.report import Report, clocks
-from benchmarks.sharing import Seen, Slice
-from benchmarks.works import KERNELS, Launch
+from benchmarks.gpu.sharing import Seen, Slice
+from benchmarks.gpu.strategies import Done, Held, OnStream, Raw, blocking
+from benchmarks.gpu.workloads import KERNELS, Launch
+from benchmarks.lib.report import Report, clocks
+from benchmarks.lib.timing import Bystanders, Comparison, Row, Samples, table
 from greensched import REST, Device, LaunchConfig, Partition, Pool
 from greensched import driver as drivers
 from greensched.driver.interface import Driver
@@ -497,7 +497,7 @@ async def _main(driver: Driver, ours: Device, report: Report) -> Bench:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.torch_partition")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.torch")
     parser.add_argument("--driver", help="cuda, or simulated:h200; else GREENSCHED_DRIVER's")
     parser.add_argument("--seconds", type=float, default=120)
     parser.add_argument("--json", type=Path, help="a file, written whenever something is found")

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from benchmarks.arms import Launch, Work, filled
+from benchmarks.gpu.strategies import Launch, Work, filled
 from greensched import LaunchConfig, Partition, PinnedBuffer, Program, ServiceClass
 from greensched.kernels import matmul, saxpy, spin
 from greensched.typing import Cost, LaunchFacts
@@ -35,7 +35,7 @@ extern "C" __global__ void copy(const float *source, float *target, size_t n) {
         ((float4 *)target)[i] = ((const float4 *)source)[i];
 }
 """
-_program = Program(_SOURCE, name="benchmarks/works.cu")
+_program = Program(_SOURCE, name="benchmarks/workloads.cu")
 
 #: Says to the host that it has begun, then adds 1 to n items.
 stamp = _program.kernel("stamp")

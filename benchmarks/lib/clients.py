@@ -1,4 +1,4 @@
-"""Clients of a server, in a process of their own: python -m benchmarks.clients [address].
+"""Clients of a server, in a process of their own: python -m benchmarks.lib.clients [address].
 
 With --rate they come at random times, so many a second on average, and nobody waits for anybody.
 With --together there are so many, and each asks again when it is answered. It prints, as JSON, the

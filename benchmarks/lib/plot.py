@@ -1,8 +1,8 @@
 """A picture of what was measured: ours over theirs, each with its interval and its bar.
 
-`python -m benchmarks --plot FILE` and `python -m benchmarks.gpu --plot FILE` draw what they have
-found. `python -m benchmarks.plot FOUND.json FILE` draws what either wrote with `--json`, elsewhere:
-a machine with a GPU may be without matplotlib.
+`python -m benchmarks --plot FILE` and `python -m benchmarks.suites --plot FILE` draw what they have
+found. `python -m benchmarks.lib.plot FOUND.json FILE` draws what either wrote with `--json`: a
+machine with a GPU may be without matplotlib.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import Row
+from benchmarks.lib.timing import Row
 from greensched.capacity.plot import pyplot, write
 from greensched.errors import MissingPackage
 
@@ -96,7 +96,7 @@ def _draw(axis: Any, name: str, rows: list[Row]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.lib.plot", description=__doc__)
     parser.add_argument("found", type=Path, help="what was written with --json")
     parser.add_argument("file", type=picture, help="the picture")
     options = parser.parse_args()

@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from time import perf_counter
 
-from benchmarks.byhand import SMS
-from benchmarks.measure import Row, Work, compare
+from benchmarks.lib.raw_calls import SMS
+from benchmarks.lib.timing import Row, Work, compare
 from greensched import Pool
 from greensched.driver.interface import Driver
 

@@ -1,6 +1,6 @@
 """How soon a task hears that its job is done: on an idle loop, and behind one with other work.
 
-`python -m benchmarks.waking [--seconds S] [--waits N]`. Beside a thread that blocks in the driver,
+`python -m benchmarks.micro.completion [--seconds S] [--waits N]`. Beside a thread that blocks,
 `asyncio.to_thread(event.synchronize)`, which is what one writes without a library. Jobs spin for
 `S` seconds, on a GPU and on a simulated one; a stand-in is told by its environment.
 
@@ -24,8 +24,8 @@ from time import perf_counter
 
 import numpy as np
 
-from benchmarks.byhand import SMS, ByHand, by_hand
-from benchmarks.measure import SCALES, Comparison, Row, Work, compare, table
+from benchmarks.lib.raw_calls import SMS, ByHand, by_hand
+from benchmarks.lib.timing import SCALES, Comparison, Row, Work, compare, table
 from greensched import LaunchConfig, Partition, Pool
 from greensched import driver as drivers
 from greensched.device.launch import KernelArguments
@@ -188,7 +188,9 @@ async def _busy(turn: float) -> AsyncIterator[None]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.waking", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.micro.completion", description=__doc__
+    )
     parser.add_argument("--driver", default="cuda", help="cuda, or a simulated one")
     parser.add_argument("--seconds", type=float, default=_told(), help="of a job")
     parser.add_argument("--waits", type=int, default=WAITS, help="behind each busy loop")

@@ -1,6 +1,6 @@
 """How soon the tasks of eight lanes hear of their jobs: all at once, beside each lane alone.
 
-`python -m benchmarks.lanes [--driver NAME] [--json]`. Eight partitions of one pool, each with jobs
+`python -m benchmarks.micro.executors [--driver NAME] [--json]`. Eight partitions, each with jobs
 of a length of its own, which its task awaits one after another. A wake is the time from submitting
 a job until the task goes on, less the time that the job spins on the device: so the microseconds of
 a launch are in it, on every arm. In turns:
@@ -32,7 +32,7 @@ from time import perf_counter
 
 import numpy as np
 
-from benchmarks.measure import Comparison, Row, Samples, table
+from benchmarks.lib.timing import Comparison, Row, Samples, table
 from greensched import LaunchConfig, Partition, Pool, Program
 from greensched import driver as drivers
 from greensched.driver import simulated
@@ -173,7 +173,9 @@ async def _held(lanes: Sequence[Partition]) -> list[Samples]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.lanes", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.micro.executors", description=__doc__
+    )
     parser.add_argument("--driver", default="cuda", help="cuda, or a simulated one")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args()

@@ -8,7 +8,7 @@ import sys
 
 import numpy as np
 
-from benchmarks.measure import Comparison, Row, table
+from benchmarks.lib.timing import Comparison, Row, table
 
 #: Interpreters of each.
 NUMBER = 25

@@ -10,8 +10,8 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-from benchmarks.byhand import CONFIG, ITEMS, SMS, ByHand, arguments, by_hand
-from benchmarks.measure import Comparison, Row, Work, compare, table
+from benchmarks.lib.raw_calls import CONFIG, ITEMS, SMS, ByHand, arguments, by_hand
+from benchmarks.lib.timing import Comparison, Row, Work, compare, table
 from greensched import Buffer, Job, Partition, Pool
 from greensched import driver as drivers
 from greensched.driver.interface import Driver

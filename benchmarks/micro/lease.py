@@ -8,8 +8,8 @@ from contextlib import AbstractAsyncContextManager
 from functools import partial
 from time import perf_counter
 
-from benchmarks.byhand import CONFIG, ITEMS, SMS, arguments, by_hand
-from benchmarks.measure import Comparison, Row, compare, table
+from benchmarks.lib.raw_calls import CONFIG, ITEMS, SMS, arguments, by_hand
+from benchmarks.lib.timing import Comparison, Row, compare, table
 from greensched import Pool, ServiceClass
 from greensched import driver as drivers
 from greensched.driver.interface import Driver

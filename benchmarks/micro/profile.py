@@ -1,7 +1,7 @@
 """Where the microseconds of the hot path go: each operation split into stages.
 
-`python -m benchmarks.profile [--driver NAME] [--json] [--plot FILE]`; docs/profile.md has a run of
-it, and how to repeat that on the stand-in.
+`python -m benchmarks.micro.profile [--driver NAME] [--json] [--plot FILE]`; docs/profile.md has a
+run of it, and how to repeat that on the stand-in.
 
 A profiler would add its own cost to each call, most to the shortest. So nothing is instrumented:
 each operation is timed as a row of *prefixes*, which do ever more of it by the library's own
@@ -27,9 +27,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import measure
-from benchmarks.plot import picture
-from benchmarks.stages import Operation, Prefix, nothing, operations
+from benchmarks.lib import timing as measure
+from benchmarks.lib.plot import picture
+from benchmarks.micro.stages import Operation, Prefix, nothing, operations
 from greensched import driver as drivers
 from greensched.capacity.plot import pyplot, write
 from greensched.driver.interface import Driver
@@ -148,7 +148,7 @@ def save(splits: Sequence[Split], machine: str, path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.profile", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.micro.profile", description=__doc__)
     parser.add_argument("--driver", default="cuda", help="cuda, or a simulated one")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--plot", type=picture, metavar="FILE", help="draw it there, too")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.measure import Comparison, Row, name_of, table
+from benchmarks.lib.timing import Comparison, Row, name_of, table
 
 #: Interpreters of each.
 NUMBER = 40

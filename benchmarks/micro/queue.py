@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import lanes
-from benchmarks.byhand import CONFIG, ITEMS, SMS, arguments
-from benchmarks.measure import Comparison, Row, Samples, table
+from benchmarks.lib.raw_calls import CONFIG, ITEMS, SMS, arguments
+from benchmarks.lib.timing import Comparison, Row, Samples, table
+from benchmarks.micro import executors as lanes
 from greensched import Job, Partition, Pool, WouldBlock
 from greensched import driver as drivers
 from greensched.driver.interface import Driver
@@ -294,7 +294,7 @@ def _flat(found: Comparison) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.waiting", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.micro.queue", description=__doc__)
     parser.add_argument("--driver", default="simulated:h200", help="cuda, or a simulated one")
     parser.add_argument("--jobs", type=int, default=JOBS, help="to be done in all")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")

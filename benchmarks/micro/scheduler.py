@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from time import perf_counter, thread_time
 
-from benchmarks.measure import Row, compare, table
+from benchmarks.lib.timing import Row, compare, table
 from greensched.leasing.latency import LatencyCurve
 from greensched.scheduling.cells import DeviceCells, SizeRange
 from greensched.scheduling.policies import policy_named

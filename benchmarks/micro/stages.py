@@ -1,7 +1,7 @@
 """The hot path, operation by operation, as a row of ever longer prefixes of each.
 
-For `benchmarks.profile`, which times them. Each calls the library's own functions in the order of
-the path; the last one is the public call itself.
+For `benchmarks.micro.profile`, which times them. Each calls the library's own functions in the
+order of the path; the last one is the public call itself.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.byhand import CONFIG, ITEMS, SMS, ByHand, arguments, by_hand
+from benchmarks.lib.raw_calls import CONFIG, ITEMS, SMS, ByHand, arguments, by_hand
 from greensched import Partition, Pool
 from greensched.device.launch import PreparedLaunch
 from greensched.driver.interface import Driver

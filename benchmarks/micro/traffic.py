@@ -1,4 +1,4 @@
-"""`python -m benchmarks.traffic [--trace FILE]`: the scheduler's bars, in simulated traffic.
+"""`python -m benchmarks.micro.traffic [--trace FILE]`: the scheduler's bars, in simulated traffic.
 
 Each bar has what came out, its 95 % interval over the seeds, and PASS or FAIL; exit code 1 if one
 fails. Nothing depends on the machine but the last two parts, which measure time. `--parts` picks.
@@ -19,8 +19,9 @@ from pathlib import Path
 from statistics import median
 from time import process_time
 
-from benchmarks import deciding, shares
-from benchmarks.measure import Bystanders, table
+from benchmarks.lib.timing import Bystanders, table
+from benchmarks.micro import scheduler as deciding
+from benchmarks.micro import shares
 from greensched.capacity import experiment, metrics, results, validation
 from greensched.capacity.machine import Machine
 from greensched.capacity.pool_strategies import Elastic
@@ -285,7 +286,7 @@ def _printed(order: str) -> bytes:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.traffic", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.micro.traffic", description=__doc__)
     parser.add_argument("--trace", type=Path, action="append", default=[], help="a file")
     parser.add_argument("--seeds", type=int, default=5, help="how many, from 1 on")
     parser.add_argument("--parts", default="1,2,3,4,5,6,7", help="numbers with commas between")

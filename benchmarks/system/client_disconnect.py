@@ -18,8 +18,8 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from benchmarks.measure import Row, Samples, table
-from benchmarks.serving import serving
+from benchmarks.lib.server import serving
+from benchmarks.lib.timing import Row, Samples, table
 from greensched import LaunchConfig, Pool
 from greensched.driver import simulated
 from greensched.integrations import asgi

@@ -20,7 +20,7 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.measure import Comparison, Row, Samples, name_of, percentile, table
+from benchmarks.lib.timing import Comparison, Row, Samples, name_of, percentile, table
 from greensched import Pool
 from greensched.cli.demo import Service
 from greensched.driver import simulated

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.http [--seconds 60]`: the FastAPI example at twice its capacity.
+"""`python -m benchmarks.system.http [--seconds 60]`: the FastAPI example at twice its capacity.
 
 examples/07_fastapi behind uvicorn, on a simulated H200 and the real clock; the clients are another
 process, and speak HTTP. First one client alone, then as many as it can take, to find what it is
@@ -26,15 +26,15 @@ from typing import Any
 import numpy as np
 import uvicorn
 
-from benchmarks import clients
-from benchmarks.measure import Bystanders, Row, table
-from benchmarks.serving import serving
+from benchmarks.lib import clients
+from benchmarks.lib.server import serving
+from benchmarks.lib.timing import Bystanders, Row, table
 from greensched import Pool, WouldBlock
 from greensched.driver import simulated
 from greensched.kernels import reduce_sum
 from greensched.typing import Cost
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "07_fastapi" / "app.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "07_fastapi" / "app.py"
 #: Seconds of the device for each request, as the modelled device is told: that is what makes the
 #: capacity, and not the host.
 SECONDS_EACH = 0.1
@@ -49,7 +49,7 @@ LOOK_S = 0.0005
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.http", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.system.http", description=__doc__)
     parser.add_argument("--seconds", type=float, default=60, help="at twice the capacity")
     seconds = parser.parse_args().seconds
     bystanders = Bystanders()
@@ -210,7 +210,7 @@ class Load:
 
 async def _start(address: str, **options: float) -> asyncio.subprocess.Process:
     given = [f"--{name}={value}" for name, value in options.items()]
-    command = [sys.executable, "-m", "benchmarks.clients", address, *given]
+    command = [sys.executable, "-m", "benchmarks.lib.clients", address, *given]
     root = EXAMPLE.parents[2]
     return await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, cwd=root)
 

@@ -1,6 +1,6 @@
 """A fleet on a Ray cluster of three nodes with simulated GPUs: throughput, and a node that is lost.
 
-    python -m benchmarks.ray [--jobs 100000] [--loss]
+    python -m benchmarks.system.ray [--jobs 100000] [--loss]
 
 First, empty jobs beside Ray's own empty actor calls, in turns, with so many in flight, and then all
 at once. Then the jobs, every second one idempotent; when three tenths are answered a node is
@@ -31,7 +31,7 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from benchmarks.measure import Bystanders, Row, table
+from benchmarks.lib.timing import Bystanders, Row, table
 from greensched import GreenschedError, LaunchConfig, Partition, Pool
 from greensched.integrations.ray import Fleet
 from greensched.kernels import spin
@@ -316,7 +316,7 @@ class Client:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.ray", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.system.ray", description=__doc__)
     parser.add_argument("--jobs", type=int, default=100_000)
     parser.add_argument("--loss", action="store_true", help="only the jobs that lose a node")
     options = parser.parse_args()

@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.leases import KINDS, WEIGHTS
+from benchmarks.system.leases import KINDS, WEIGHTS
 from greensched import Pool
 from greensched.driver import simulated
 
@@ -118,7 +118,7 @@ def grown(looks: list[Look]) -> dict[str, tuple[int, int]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.system.soak", description=__doc__)
     parser.add_argument("--seed", type=int, default=random.randrange(1000))
     seed = parser.parse_args().seed
     print(f"seed {seed}; allocator: {ALLOCATOR}")
@@ -141,6 +141,6 @@ def main() -> int:
 
 if __name__ == "__main__":
     if any(os.environ.get(name) != value for name, value in ALLOCATOR.items()):
-        command = [sys.executable, "-m", "benchmarks.soak", *sys.argv[1:]]
+        command = [sys.executable, "-m", "benchmarks.system.soak", *sys.argv[1:]]
         os.execve(sys.executable, command, os.environ | ALLOCATOR)  # it is read at the start
     raise SystemExit(main())

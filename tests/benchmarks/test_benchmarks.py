@@ -10,26 +10,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from benchmarks.leases import KINDS
-from benchmarks.measure import Comparison, Row
-from benchmarks.report import Report
+from benchmarks.gpu import sharing
+from benchmarks.lib import plot
+from benchmarks.lib import timing as measure
+from benchmarks.lib.report import Report
+from benchmarks.lib.timing import Comparison, Row
+from benchmarks.micro import call as calling
+from benchmarks.micro import executors as lanes
+from benchmarks.micro import launch as launching
+from benchmarks.micro import lease as leasing
+from benchmarks.micro import profile, traffic
+from benchmarks.micro import pytest_plugin as plugin
+from benchmarks.micro import scheduler as deciding
+from benchmarks.system import client_disconnect as leaving
+from benchmarks.system import http, soak
+from benchmarks.system.leases import KINDS
 
-from benchmarks import (
-    calling,
-    deciding,
-    http,
-    lanes,
-    launching,
-    leasing,
-    leaving,
-    measure,
-    plot,
-    plugin,
-    profile,
-    sharing,
-    soak,
-    traffic,
-)
 from greensched.driver import simulated
 from greensched.driver.interface import Driver
 

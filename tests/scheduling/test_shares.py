@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import mean, median
 
 import pytest
-from benchmarks.shares import DRAIN_S, published, saturate, serve
+from benchmarks.micro.shares import DRAIN_S, published, saturate, serve
 
 from greensched.scheduling.cells import DeviceCells, parse_sizes
 from greensched.scheduling.policies import Fair, Fifo

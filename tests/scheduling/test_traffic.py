@@ -1,6 +1,6 @@
 """Traffic against the scheduler: what ageing is for, and what it costs.
 
-Everything is drawn from fixed seeds (`benchmarks.shares`), so the figures are the same everywhere.
+Everything is drawn from fixed seeds (`benchmarks.micro.shares`): the figures are always the same.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import random
 from statistics import mean, median
 
 import pytest
-from benchmarks.shares import Job, Waits, poisson, published, serve
+from benchmarks.micro.shares import Job, Waits, poisson, published, serve
 
 from greensched.scheduling.policies import Fifo
 from greensched.typing import ALL

@@ -21,7 +21,7 @@ def test_no_job_is_lost_with_a_node(request: pytest.FixtureRequest) -> None:
     if request.config.getoption("--driver") != "simulated":
         pytest.skip("simulated GPUs alone")
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.ray", "--loss", "--jobs", str(JOBS)],
+        [sys.executable, "-m", "benchmarks.system.ray", "--loss", "--jobs", str(JOBS)],
         cwd=ROOT,
         env=os.environ | {"RAY_LOG_TO_DRIVER": "0"},
         capture_output=True,
