@@ -181,7 +181,7 @@ def test_the_versions_are_those_that_are_promised() -> None:
     """The suite runs on simulated drivers of each version, on the stand-in from 13.0 on."""
     older = [version for _, _, version in (*OLDEST, *OLDER)]
     assert older == ["12.4", "12.5", "13.0", "13.1"]
-    assert simulated.VERSIONS[-1] == (13, 4)  # which all other worlds have
+    assert simulated.VERSIONS[-1] == (13, 4)  # which all other backends have
     assert run_standin.VERSIONS == (13000, 13010)
 
 

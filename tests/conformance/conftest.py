@@ -15,7 +15,7 @@ from helpers.backend import CUDA, OLDER, OLDEST, SIMULATED, Backend, standin_lib
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "world" in metafunc.fixturenames:
+    if "backend" in metafunc.fixturenames:
         everything: tuple[tuple[str, ...], ...] = SIMULATED
         if getattr(metafunc.module, "IS_VERSIONED", True):
             everything += OLDER
@@ -24,19 +24,19 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         if metafunc.config.getoption("--driver") == "cuda":
             everything = CUDA
         if metafunc.definition.get_closest_marker("real_time"):
-            everything = tuple(world for world in everything if world[0] != "virtual")
+            everything = tuple(case for case in everything if case[0] != "virtual")
         # A GPU's machine may lack a kind of loop; `make test` has them all.
-        chosen = [world for world in everything if find_spec(world[1]) is not None]
-        ids = ["-".join(world) for world in chosen]
-        metafunc.parametrize("world", chosen, ids=ids, indirect=True)
+        chosen = [case for case in everything if find_spec(case[1]) is not None]
+        ids = ["-".join(case) for case in chosen]
+        metafunc.parametrize("backend", chosen, ids=ids, indirect=True)
 
 
 @pytest.fixture
-def world(request: pytest.FixtureRequest) -> Iterator[Backend]:
-    kind, backend, *version = request.param
+def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
+    kind, loop, *version = request.param
     device_code = request.node.get_closest_marker("runs_device_code") is not None
     if device_code and kind == "cuda" and standin_library() is not None:
         pytest.skip("the stand-in runs no device code")
-    world = Backend(kind, backend, *version)
-    yield world
-    world.check_nothing_left()
+    backend = Backend(kind, loop, *version)
+    yield backend
+    backend.check_nothing_left()

@@ -111,11 +111,11 @@ async def foreign_stream(p: Partition) -> AsyncIterator[Stream]:
 
 @pytest.mark.runs_device_code
 @pytest.mark.parametrize("way", WAYS)
-def test_a_kernel_works_on_it_where_it_lies(world: Backend, way: Callable[[Buffer], Any]) -> None:
+def test_a_kernel_works_on_it_where_it_lies(backend: Backend, way: Callable[[Buffer], Any]) -> None:
     """What the kernel wrote is in the other library's own memory, also by a bound launch."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             with await p.upload(ONES) as b:
                 for _ in range(2):  # a first use goes another way
                     await p.launch(CONFIG, saxpy, 2.0, way(b), way(b), b.size)
@@ -132,17 +132,17 @@ def test_a_kernel_works_on_it_where_it_lies(world: Backend, way: Callable[[Buffe
             np.testing.assert_array_equal(await p.download(b2), 3 * ONES)
             b2.close()
 
-    world.run(main)
+    backend.run(main)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_its_producer_is_waited_for_on_the_device(
-    world: Backend, way: Callable[[Buffer], Any]
+    backend: Backend, way: Callable[[Buffer], Any]
 ) -> None:
     """Work on an array begins behind what its producer's stream has, and no thread waits."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partitions(8, 8) as (p, q):
+        async with backend.pool() as pool, pool.partitions(8, 8) as (p, q):
             await p.prepare(CONFIG, fill)
             with await q.empty(8) as x, await p.empty(8) as y:
                 with await Gate.closed(q) as gate:
@@ -157,14 +157,14 @@ def test_its_producer_is_waited_for_on_the_device(
                     await job
                 np.testing.assert_array_equal(await p.download(y), ONES)
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_a_stream_of_nobody_we_know_is_waited_for(world: Backend) -> None:
+def test_a_stream_of_nobody_we_know_is_waited_for(backend: Backend) -> None:
     """The stream that an array names, of another context, holds up what comes behind it."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p, foreign_stream(p) as theirs:
+        async with backend.pool() as pool, pool.partition(8) as p, foreign_stream(p) as theirs:
             with await p.upload(ONES) as x, await p.empty(8) as y:
                 word = await p.empty_pinned(1, np.uint32)
                 driver = theirs.context.driver
@@ -178,40 +178,40 @@ def test_a_stream_of_nobody_we_know_is_waited_for(world: Backend) -> None:
                 word.close()
                 np.testing.assert_array_equal(await p.download(y), 0 * ONES)
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_the_default_streams_have_numbers(world: Backend) -> None:
+def test_the_default_streams_have_numbers(backend: Backend) -> None:
     """Streams 1 and 2 of an array are the driver's default ones, and None is no stream at all."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             with await p.upload(ONES) as x:
                 for stream in (1, 2, None):
                     found = await p.download(Shown(x, stream=stream))
                     np.testing.assert_array_equal(found, ONES)
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_our_stream_is_what_a_producer_is_told(world: Backend) -> None:
+def test_our_stream_is_what_a_producer_is_told(backend: Backend) -> None:
     """DLPack's producer is asked for an order behind the stream that the work goes to."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             with await p.upload(ONES) as x:
                 array = Lent(x)
                 await p.download(array)
                 assert array.asked == [-1, p.__cuda_stream__()[1]]
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_it_lives_until_the_job_is_done(world: Backend) -> None:
+def test_it_lives_until_the_job_is_done(backend: Backend) -> None:
     """The array is kept while work on it is queued or runs, whoever else lets go, and no longer."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             await p.prepare(CONFIG, fill)
             for way in WAYS:
                 with await p.empty(8) as x:
@@ -225,14 +225,14 @@ def test_it_lives_until_the_job_is_done(world: Backend) -> None:
                     await job
                     await until(lambda gone=gone: gone() is None)  # type: ignore[misc]
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_a_bound_launch_keeps_it_until_its_end(world: Backend) -> None:
+def test_a_bound_launch_keeps_it_until_its_end(backend: Backend) -> None:
     """Whoever leaves over a bound launch in flight keeps its arrays until the device is done."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as q:
+        async with backend.pool() as pool, pool.partition(8) as q:
             x = await q.empty(8)
             gates = []
             with pytest.raises(ZeroDivisionError):
@@ -251,14 +251,14 @@ def test_a_bound_launch_keeps_it_until_its_end(world: Backend) -> None:
             await until(lambda: gone() is None)
             x.close()
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_a_block_that_is_left_lets_go_of_what_was_bound(world: Backend) -> None:
+def test_a_block_that_is_left_lets_go_of_what_was_bound(backend: Backend) -> None:
     """A block whose bound launches are done keeps no array, whoever has its SMs next."""
 
     async def main() -> None:
-        async with world.pool(prepare=[fill]) as pool:
+        async with backend.pool(prepare=[fill]) as pool:
             async with pool.partition(8) as p:
                 x = await p.empty(8)
             for _ in range(2):
@@ -270,14 +270,14 @@ def test_a_block_that_is_left_lets_go_of_what_was_bound(world: Backend) -> None:
                 await until(lambda gone=gone: gone() is None)  # type: ignore[misc]
             x.close()
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_a_bound_launch_refuses_what_it_cannot_take(world: Backend) -> None:
+def test_a_bound_launch_refuses_what_it_cannot_take(backend: Backend) -> None:
     """A refused array leaves a bound launch as it was, or unmade, and its other arguments free."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             await p.prepare(CONFIG, fill)
             with await p.upload(ONES) as x:
                 bad = Shown(x, data=(ONES.ctypes.data, False))
@@ -288,7 +288,7 @@ def test_a_bound_launch_refuses_what_it_cannot_take(world: Backend) -> None:
                     bound.set(0, bad)
                 await bound.submit()
 
-    world.run(main)
+    backend.run(main)
 
 
 # -- refused ----------------------------------------------------------------------------------
@@ -352,12 +352,12 @@ REFUSED: list[tuple[str, Callable[[Buffer], Any]]] = [
 
 @pytest.mark.parametrize(("said", "made"), REFUSED, ids=[said for said, _ in REFUSED])
 def test_an_array_that_cannot_be_used_is_refused(
-    world: Backend, said: str, made: Callable[[Buffer], Any]
+    backend: Backend, said: str, made: Callable[[Buffer], Any]
 ) -> None:
     """Each says what is wrong with it, as an argument and in a copy, before anything is queued."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             for _ in range(2):  # also once the kernel was used
                 with await p.upload(ONES) as b:
                     async with untouched(pool, p):
@@ -372,14 +372,14 @@ def test_an_array_that_cannot_be_used_is_refused(
                     give_back_taken()
                 await p.prepare(CONFIG, fill)
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_what_is_only_to_be_read_is_not_written(world: Backend) -> None:
+def test_what_is_only_to_be_read_is_not_written(backend: Backend) -> None:
     """Where an array says so, it is refused where a kernel or a copy may write, and read freely."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             with await p.upload(ONES) as b, await p.empty(8) as c:
                 shown = Shown(b, data=(b.address, True))
                 for array in (shown, Lent(b, capsule=flagged(b))):
@@ -391,14 +391,14 @@ def test_what_is_only_to_be_read_is_not_written(world: Backend) -> None:
                     await p.launch(CONFIG, saxpy, 1.0, array, c, 8)
                     np.testing.assert_array_equal(await p.download(array), ONES)
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_elements_are_those_of_the_parameter(world: Backend) -> None:
+def test_elements_are_those_of_the_parameter(backend: Backend) -> None:
     """An array of other elements is refused; bytes without a dtype are any kernel's."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             with await p.upload(np.ones(8)) as b, await p.upload(np.zeros(3, np.int8)) as three:
                 for way in WAYS:
                     with pytest.raises(greensched.ArgumentMismatch, match="holds float64"):
@@ -407,14 +407,14 @@ def test_elements_are_those_of_the_parameter(world: Backend) -> None:
                 with pytest.raises(greensched.ArgumentMismatch, match="holds int8"):
                     p.launch(CONFIG, fill, Untyped(three), 1.0, 1)
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_memory_that_is_no_devices_is_refused(world: Backend) -> None:
+def test_memory_that_is_no_devices_is_refused(backend: Backend) -> None:
     """Where an array does not say whose memory it is in, the driver is asked."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             with await p.upload(ONES) as b:
                 array = Shown(b, data=(ONES.ctypes.data, False), stream=None)
                 async with untouched(pool, p):
@@ -425,22 +425,22 @@ def test_memory_that_is_no_devices_is_refused(world: Backend) -> None:
                         with pytest.raises(InvalidArray, match="no memory of a device"):
                             submit()
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_an_array_of_another_device_is_refused(world: Backend) -> None:
+def test_an_array_of_another_device_is_refused(backend: Backend) -> None:
     """By what it says, and where it says nothing by where its memory lies."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             with await p.upload(ONES) as b:
                 async with untouched(pool, p):
                     with pytest.raises(greensched.WrongDevice) as refused:
                         p.launch(CONFIG, fill, Lent(b, device=(2, 7)), 1.0, 8)
                     assert (refused.value.has, refused.value.wants) == (7, 0)
-        if not world.is_simulated:
+        if not backend.is_simulated:
             return
-        async with world.pool("h200x2", devices=[0, 1]) as pool:
+        async with backend.pool("h200x2", devices=[0, 1]) as pool:
             async with pool.partition(8, near=None) as p:
                 other = next(i for i in (0, 1) if i != p.device)
                 async with pool.partitions(greensched.ALL) as (q,):
@@ -449,14 +449,14 @@ def test_an_array_of_another_device_is_refused(world: Backend) -> None:
                         with pytest.raises(greensched.WrongDevice):
                             p.download(Shown(b, stream=None))
 
-    world.run(main)
+    backend.run(main)
 
 
 # -- in copies --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_copies_go_to_it_and_from_it(world: Backend, way: Callable[[Buffer], Any]) -> None:
+def test_copies_go_to_it_and_from_it(backend: Backend, way: Callable[[Buffer], Any]) -> None:
     """Each end of a copy may be an array of another library, and each tells how far it is."""
 
     async def main() -> None:
@@ -465,7 +465,7 @@ def test_copies_go_to_it_and_from_it(world: Backend, way: Callable[[Buffer], Any
         def tell(done: int, of: int) -> None:
             told.append((done, of))
 
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             with await p.empty(8) as x, await p.empty(8) as y:
                 await p.copy(way(x), ONES)
                 np.testing.assert_array_equal(await p.download(way(x)), ONES)
@@ -478,17 +478,17 @@ def test_copies_go_to_it_and_from_it(world: Backend, way: Callable[[Buffer], Any
                 with await p.empty(4) as short, pytest.raises(InvalidArray, match="does not fit"):
                     p.copy(way(x), short)
 
-    world.run(main)
+    backend.run(main)
 
 
 # -- out --------------------------------------------------------------------------------------
 
 
-def test_a_takers_stream_waits_for_the_writer(world: Backend) -> None:
+def test_a_takers_stream_waits_for_the_writer(backend: Backend) -> None:
     """Whoever takes a buffer by DLPack works behind what writes it, unless he wants no order."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p, foreign_stream(p) as theirs:
+        async with backend.pool() as pool, pool.partition(8) as p, foreign_stream(p) as theirs:
             with await p.empty(8) as x, await p.empty(8) as y:
                 with await Gate.closed(p) as gate:
                     job = p.copy(x, ONES)
@@ -507,14 +507,14 @@ def test_a_takers_stream_waits_for_the_writer(world: Backend) -> None:
             assert x.is_closed
             del capsules
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_memory_in_other_hands_is_not_given_back(world: Backend) -> None:
+def test_memory_in_other_hands_is_not_given_back(backend: Backend) -> None:
     """A closed buffer's memory is free once who took it by DLPack has let go, and not before."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             memory = p._open().site.memory
             before = memory.used_bytes
             x = await p.upload(ONES)
@@ -529,27 +529,27 @@ def test_memory_in_other_hands_is_not_given_back(world: Backend) -> None:
             with pytest.raises(greensched.BufferClosed):
                 x.__dlpack__()
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_a_capsule_may_end_while_an_exception_is_on_its_way(world: Backend) -> None:
+def test_a_capsule_may_end_while_an_exception_is_on_its_way(backend: Backend) -> None:
     """The end of a capsule takes no exception for its own."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             with await p.upload(ONES) as x:
                 for _ in range(3):
                     with pytest.raises(ZeroDivisionError):
                         print(x.__dlpack__(stream=-1), 1 / 0)
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_what_cannot_be_handed_out_says_so(world: Backend) -> None:
+def test_what_cannot_be_handed_out_says_so(backend: Backend) -> None:
     """A copy, another device, or elements that DLPack has not."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             with await p.upload(ONES) as x, await p.upload(np.zeros(2, "i4,f4")) as pairs:
                 assert x.__dlpack_device__() == (2, 0)
                 for wrong in ({"copy": True}, {"dl_device": (1, 0)}):
@@ -564,14 +564,14 @@ def test_what_cannot_be_handed_out_says_so(world: Backend) -> None:
                         x.__dlpack__(stream=-1)
                 (await large).close()
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_a_stream_follows_anybodys(world: Backend) -> None:
+def test_a_stream_follows_anybodys(backend: Backend) -> None:
     """`Stream.follow` takes what speaks `__cuda_stream__`, and refuses what is none."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p, foreign_stream(p) as theirs:
+        async with backend.pool() as pool, pool.partition(8) as p, foreign_stream(p) as theirs:
             await p.launch(CONFIG, fill, x := await p.empty(8), 1.0, 8)
             with await Gate.closed(p) as gate:
                 theirs.follow(p)
@@ -588,23 +588,23 @@ def test_a_stream_follows_anybodys(world: Backend) -> None:
                     theirs.follow(strange)
             x.close()
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_a_device_that_says_which_it_is_is_one_of_ours(world: Backend) -> None:
+def test_a_device_that_says_which_it_is_is_one_of_ours(backend: Backend) -> None:
     """`Device` and `Pool(devices=...)` take another library's device by its `device_id`."""
 
     class Theirs:
         device_id = 0
 
     async def main() -> None:
-        async with world.pool(devices=[Theirs()]) as pool:
+        async with backend.pool(devices=[Theirs()]) as pool:
             assert [device.ordinal for device in pool.devices] == [0]
 
-    world.run(main)
-    device = Device(Theirs(), driver=world.driver())
+    backend.run(main)
+    device = Device(Theirs(), driver=backend.driver())
     assert device.ordinal == 0
     device.close()
     strange = type("Strange", (), {"device_id": "0"})()
     with pytest.raises(greensched.InvalidRequest):
-        Device(strange, driver=world.driver())
+        Device(strange, driver=backend.driver())

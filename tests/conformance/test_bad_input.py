@@ -45,11 +45,11 @@ def _tickets(p: Partition) -> tuple[int, ...]:
 NO_SIZES = [0, -1, True, 1.5, "16", float("nan"), [8], (8, 8.0), (8, 16, 32), {8}, b"8"]
 
 
-def test_what_is_no_size_is_refused_wherever_it_is_said(world: Backend) -> None:
+def test_what_is_no_size_is_refused_wherever_it_is_said(backend: Backend) -> None:
     """Each way to ask for SMs refuses what is no size at once, and nothing is asked for."""
 
     async def main() -> None:
-        async with world.pool() as pool, untouched(pool):
+        async with backend.pool() as pool, untouched(pool):
             for sms in NO_SIZES:
                 for ask in (
                     pool.partition,
@@ -64,18 +64,18 @@ def test_what_is_no_size_is_refused_wherever_it_is_said(world: Backend) -> None:
                 with pytest.raises(greensched.InvalidSize):
                     await pool.launch(CONFIG, fill, sms=sms)
 
-    world.run(main)
+    backend.run(main)
 
 
 #: Of a device with 132 SMs; on a larger one some can be.
 TOO_MANY = [(133,), (10**9,), ((133, 200),), (100, 100), (64, 64, 64), (132, REST)]
 
 
-def test_more_than_there_ever_is_says_how_many_there_are(world: Backend) -> None:
+def test_more_than_there_ever_is_says_how_many_there_are(backend: Backend) -> None:
     """More than a device has, alone or together, is refused at once and says the most it can."""
 
     async def main() -> None:
-        async with world.pool() as pool, untouched(pool):
+        async with backend.pool() as pool, untouched(pool):
             most = pool.devices[0].sm_count
             for sizes in TOO_MANY if most == 132 else TOO_MANY[1:2]:
                 with pytest.raises(greensched.TooManySMs, match=f"at most {most}") as refused:
@@ -83,12 +83,12 @@ def test_more_than_there_ever_is_says_how_many_there_are(world: Backend) -> None
                         raise AssertionError("granted")
                 assert refused.value.most == most
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_what_can_never_be_granted_together_is_refused(world: Backend) -> None:
+def test_what_can_never_be_granted_together_is_refused(backend: Backend) -> None:
     """A joint request that makes no sense is refused where it is made, with what would."""
-    pool = world.pool()
+    pool = backend.pool()
     for sizes, said in (
         ((), "at least one"),
         ((ALL, 8), "use REST"),
@@ -102,11 +102,11 @@ def test_what_can_never_be_granted_together_is_refused(world: Backend) -> None:
 # -- the rest of a request --------------------------------------------------------------------
 
 
-def test_a_deadline_that_is_none_is_refused(world: Backend) -> None:
+def test_a_deadline_that_is_none_is_refused(backend: Backend) -> None:
     """A deadline is a number of seconds from now, above 0; else nothing is asked for."""
 
     async def main() -> None:
-        async with world.pool() as pool, untouched(pool):
+        async with backend.pool() as pool, untouched(pool):
             for deadline in (0, -1, -0.0, float("nan"), float("-inf")):
                 with pytest.raises(greensched.InvalidRequest, match="seconds from now"):
                     pool.partition(8, deadline=deadline)
@@ -115,32 +115,32 @@ def test_a_deadline_that_is_none_is_refused(world: Backend) -> None:
                 with pytest.raises(greensched.InvalidRequest, match="seconds from now"):
                     await pool.run(int, sms=8, deadline=deadline)
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_an_unknown_service_is_refused(world: Backend) -> None:
+def test_an_unknown_service_is_refused(backend: Backend) -> None:
     """A service class that the pool was not given is refused, with the names of those it has."""
 
     async def main() -> None:
         services = [ServiceClass(name="decode", priority=1), ServiceClass(name="batch")]
-        async with world.pool(services=services) as pool, untouched(pool):
+        async with backend.pool(services=services) as pool, untouched(pool):
             with pytest.raises(greensched.InvalidRequest, match="decode, batch"):
                 pool.partition(8, service="encode")
             with pytest.raises(greensched.InvalidRequest, match="encode"):
                 pool.partition_nowait(8, service="encode")
-        async with world.pool() as pool, untouched(pool):
+        async with backend.pool() as pool, untouched(pool):
             with pytest.raises(greensched.InvalidRequest, match="has none"):
                 pool.partition(8, service="decode")
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_a_device_that_is_none_of_the_pools_is_refused(world: Backend) -> None:
+def test_a_device_that_is_none_of_the_pools_is_refused(backend: Backend) -> None:
     """Narrowing a request to what is no device of the pool is refused, and nothing is queued."""
     no_devices: list[Any] = [-1, 7, True, 0.0, "0", (0,)]
 
     async def main() -> None:
-        async with world.pool() as pool, untouched(pool):
+        async with backend.pool() as pool, untouched(pool):
             for device in no_devices:
                 with pytest.raises(greensched.InvalidRequest, match="device"):
                     async with pool.partition(8, device=device):
@@ -148,41 +148,41 @@ def test_a_device_that_is_none_of_the_pools_is_refused(world: Backend) -> None:
                 with pytest.raises(greensched.InvalidRequest, match="device"):
                     pool.partition_nowait(8, device=device)
 
-    world.run(main)
+    backend.run(main)
 
 
 # -- pools ------------------------------------------------------------------------------------
 
 
-def test_devices_that_are_none_are_refused(world: Backend) -> None:
+def test_devices_that_are_none_are_refused(backend: Backend) -> None:
     """A pool is given ordinals, each once and at least one, or refuses to be made."""
     no_devices: list[Any] = [0, [], [0, 0], ["a"], [-1], [True], [0.0], "0", [None], [[0]], {}]
     for devices in no_devices:
         with pytest.raises(greensched.InvalidRequest, match=r"ordinals.*such as \[0, 1\]"):
-            world.pool(devices=devices)
+            backend.pool(devices=devices)
 
 
-def test_an_option_of_a_pool_that_is_none_is_refused(world: Backend) -> None:
+def test_an_option_of_a_pool_that_is_none_is_refused(backend: Backend) -> None:
     """A policy or bound that is none is refused where the pool is made, and says what would be."""
     for policy in ("lifo", ""):
         with pytest.raises(greensched.InvalidRequest, match="there is fifo"):
-            world.pool(policy=policy)
+            backend.pool(policy=policy)
     for bound in (-1, 1.5, True, "9", None):
         with pytest.raises(greensched.InvalidRequest, match=f"max_waiting={bound!r}"):
-            world.pool(max_waiting=bound)
+            backend.pool(max_waiting=bound)
 
 
-def test_a_device_beyond_the_last_is_refused_and_leaves_the_rest(world: Backend) -> None:
+def test_a_device_beyond_the_last_is_refused_and_leaves_the_rest(backend: Backend) -> None:
     """A pool of one device that is there and one that is not opens neither."""
 
     async def main() -> None:
-        driver = world.driver()
+        driver = backend.driver()
         with pytest.raises(greensched.InvalidRequest, match="no device 99"):
             await Pool([0, 99], driver=driver).open()
         async with Pool([0], driver=driver) as pool:
             assert pool.is_ready
 
-    world.run(main)
+    backend.run(main)
 
 
 # -- launches ---------------------------------------------------------------------------------
@@ -209,18 +209,18 @@ NO_LAUNCHES: list[tuple[str, Callable[[Any], Any]]] = [
 ]
 
 
-def test_what_cannot_be_launched_is_refused(world: Backend) -> None:
+def test_what_cannot_be_launched_is_refused(backend: Backend) -> None:
     """No kernel, or no geometry, is refused by name, before anything is submitted."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             for _ in range(2):  # also once the kernel was used
                 async with untouched(pool, p):
                     for said, launch in NO_LAUNCHES:
                         with pytest.raises(greensched.InvalidRequest, match=said):
                             launch(p)
 
-    world.run(main)
+    backend.run(main)
 
 
 #: Arguments for saxpy(float a, const float *x, float *y, int n), with b a good buffer.
@@ -239,11 +239,11 @@ NO_ARGUMENTS: list[tuple[str, Callable[[Any, Any], tuple[Any, ...]]]] = [
 ]
 
 
-def test_an_argument_of_the_wrong_kind_is_refused(world: Backend) -> None:
+def test_an_argument_of_the_wrong_kind_is_refused(backend: Backend) -> None:
     """An argument of the wrong kind, a job nobody awaited say, is named with what it should be."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             with await p.empty(8) as b:
                 for _ in range(2):
                     for said, made in NO_ARGUMENTS:
@@ -256,21 +256,21 @@ def test_an_argument_of_the_wrong_kind_is_refused(world: Backend) -> None:
                             (await job).close()
                     await p.prepare(CONFIG, saxpy)
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_a_block_beyond_the_kernel_says_so(world: Backend) -> None:
+def test_a_block_beyond_the_kernel_says_so(backend: Backend) -> None:
     """Threads of a block beyond what the device can have are named with the limit."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p, untouched(pool, p):
+        async with backend.pool() as pool, pool.partition(8) as p, untouched(pool, p):
             for _ in range(2):
                 with pytest.raises(greensched.InvalidLaunch) as refused:
                     p.launch(LaunchConfig(grid=1, block=(64, 4, 8)), fill, None, 1.0, 8)
                 assert "64 x 4 x 8" in str(refused.value)
                 assert (refused.value.value, refused.value.limit) == (2048, 1024)
 
-    world.run(main)
+    backend.run(main)
 
 
 BROKEN = """
@@ -280,7 +280,7 @@ extern "C" __global__ void broken(float *x, int n) {
 """
 
 
-def test_source_that_does_not_compile_is_told_with_its_line(world: Backend) -> None:
+def test_source_that_does_not_compile_is_told_with_its_line(backend: Backend) -> None:
     """Source that does not compile fails that job with log and line; where none is compiled, not.
 
     A simulation compiles nothing: there the reference is what runs.
@@ -297,9 +297,9 @@ def test_source_that_does_not_compile_is_told_with_its_line(world: Backend) -> N
         return Cost()
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             with await p.empty(8) as b:
-                if world.is_simulated:
+                if backend.is_simulated:
                     await p.launch(CONFIG, kernel, b, 3)
                     assert (await p.download(b))[0] == 3
                 else:
@@ -312,10 +312,10 @@ def test_source_that_does_not_compile_is_told_with_its_line(world: Backend) -> N
                         await p.prepare(CONFIG, kernel)
                 await p.launch(CONFIG, fill, b, 1.0, b.size)
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_a_kernel_without_a_meaning_cannot_be_simulated(world: Backend) -> None:
+def test_a_kernel_without_a_meaning_cannot_be_simulated(backend: Backend) -> None:
     """Simulated, a kernel without reference or cost is refused, and told how to get one.
 
     On CUDA it needs neither.
@@ -323,9 +323,9 @@ def test_a_kernel_without_a_meaning_cannot_be_simulated(world: Backend) -> None:
     kernel = Program(SOURCE).kernel("f")
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             with await p.empty(8) as b:
-                if not world.is_simulated:
+                if not backend.is_simulated:
                     await p.launch(CONFIG, kernel, b, 8)
                     return
                 async with untouched(pool, p):
@@ -339,10 +339,10 @@ def test_a_kernel_without_a_meaning_cannot_be_simulated(world: Backend) -> None:
                     with pytest.raises(greensched.NotSimulable, match=r"@kernel\.cost"):
                         p.launch(CONFIG, kernel, b, 8)
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_a_cubin_for_another_gpu_fails_its_job(world: Backend) -> None:
+def test_a_cubin_for_another_gpu_fails_its_job(backend: Backend) -> None:
     """Code for another architecture fails the job that needs it, and says which it is for.
 
     A simulation runs no code, and needs none.
@@ -353,16 +353,16 @@ def test_a_cubin_for_another_gpu_fails_its_job(world: Backend) -> None:
     kernel.cost(lambda launch, x: Cost())
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             with await p.empty(8) as b:
-                if world.is_simulated:
+                if backend.is_simulated:
                     await p.launch(CONFIG, kernel, b)
                     return
                 with pytest.raises(greensched.NotSupported, match="sm_75"):
                     await p.launch(CONFIG, kernel, b)
                 await p.launch(CONFIG, fill, b, 1.0, b.size)
 
-    world.run(main)
+    backend.run(main)
 
 
 # -- arrays -----------------------------------------------------------------------------------
@@ -375,11 +375,11 @@ NO_DTYPES = {
 }
 
 
-def test_a_dtype_that_cannot_be_is_refused_everywhere(world: Backend) -> None:
+def test_a_dtype_that_cannot_be_is_refused_everywhere(backend: Backend) -> None:
     """What device memory cannot hold is refused by each way into it, and says why."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             with await p.empty(3) as b:
                 async with untouched(pool, p):
                     for dtype, said in NO_DTYPES.values():
@@ -394,14 +394,14 @@ def test_a_dtype_that_cannot_be_is_refused_everywhere(world: Backend) -> None:
                             with pytest.raises(greensched.InvalidArray, match=said):
                                 use(*given)
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_what_is_no_buffer_is_refused(world: Backend) -> None:
+def test_what_is_no_buffer_is_refused(backend: Backend) -> None:
     """A buffer is needed where one is read or written: what else is given is named."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             job = p.empty(8)
             with await job as b:
                 async with untouched(pool, p):
@@ -421,14 +421,14 @@ def test_what_is_no_buffer_is_refused(world: Backend) -> None:
                         ):
                             p.copy(wrong, b)
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_a_buffer_of_another_device_is_refused(world: Backend) -> None:
+def test_a_buffer_of_another_device_is_refused(backend: Backend) -> None:
     """Memory of one device is refused on another, by each use, and says whose it is."""
 
     async def main() -> None:
-        async with world.pool("h200x2") as pool, pool.partition(8, device=0) as p:
+        async with backend.pool("h200x2") as pool, pool.partition(8, device=0) as p:
             with await p.empty(8) as mine:
                 with pytest.raises(greensched.WrongDevice, match="device 0, and this is device 1"):
                     mine.check(1)
@@ -450,7 +450,7 @@ def test_a_buffer_of_another_device_is_refused(world: Backend) -> None:
                             use()
                         assert (refused.value.has, refused.value.wants) == (1, 0)
 
-    world.run(main)
+    backend.run(main)
 
 
 # -- calls ------------------------------------------------------------------------------------
@@ -460,11 +460,11 @@ async def _coroutine() -> None:
     raise AssertionError("it was called")
 
 
-def test_a_coroutine_function_is_refused(world: Backend) -> None:
+def test_a_coroutine_function_is_refused(backend: Backend) -> None:
     """Run calls blocking functions: one that is to be awaited is refused, and never called."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             for function in (_coroutine, functools.partial(_coroutine)):
                 async with untouched(pool, p):
                     with pytest.raises(greensched.InvalidRequest, match="await"):
@@ -472,7 +472,7 @@ def test_a_coroutine_function_is_refused(world: Backend) -> None:
                 with pytest.raises(greensched.InvalidRequest, match="await"):
                     await pool.run(function, sms=8)
 
-    world.run(main)
+    backend.run(main)
 
 
 # -- after the end ----------------------------------------------------------------------------
@@ -499,11 +499,11 @@ def uses_of(p: Partition, b: Any) -> dict[str, Callable[[], Any]]:
     }
 
 
-def test_every_use_after_the_block_is_refused(world: Backend) -> None:
+def test_every_use_after_the_block_is_refused(backend: Backend) -> None:
     """After its block whatever is asked of a partition raises PartitionClosed, `ready` too."""
 
     async def main() -> None:
-        async with world.pool() as pool:
+        async with backend.pool() as pool:
             async with pool.partition(8) as p:
                 b = await p.empty(8)
             with b:
@@ -515,14 +515,14 @@ def test_every_use_after_the_block_is_refused(world: Backend) -> None:
                         await p.drain()
                 assert "closed" in repr(p)
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_every_use_before_the_block_is_refused(world: Backend) -> None:
+def test_every_use_before_the_block_is_refused(backend: Backend) -> None:
     """Before its block a partition says that it is to be used with `async with`."""
 
     async def main() -> None:
-        async with world.pool() as pool:
+        async with backend.pool() as pool:
             p = pool.partition(8)
             async with untouched(pool):
                 for use in uses_of(p, None).values():
@@ -532,14 +532,14 @@ def test_every_use_before_the_block_is_refused(world: Backend) -> None:
                     await p.drain()
             assert "not granted" in repr(p)
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_every_use_after_the_pools_end_is_refused(world: Backend) -> None:
+def test_every_use_after_the_pools_end_is_refused(backend: Backend) -> None:
     """After its end a pool, its partitions and its buffers raise what says so, and never hang."""
 
     async def main() -> None:
-        pool = world.pool()
+        pool = backend.pool()
         async with pool:
             async with pool.partition(8) as p:
                 b, pinned = await p.empty(8), await p.empty_pinned(8)
@@ -564,14 +564,14 @@ def test_every_use_after_the_pools_end_is_refused(world: Backend) -> None:
         pinned.close()
         assert not pool.is_ready
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_every_use_of_a_closed_buffer_is_refused(world: Backend) -> None:
+def test_every_use_of_a_closed_buffer_is_refused(backend: Backend) -> None:
     """After its end a buffer is refused by each use, pinned or on the device."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             b, pinned, kept = await p.empty(8), await p.empty_pinned(8), await p.empty(8)
             await p.prepare(CONFIG, fill)
             b.close()
@@ -596,14 +596,14 @@ def test_every_use_of_a_closed_buffer_is_refused(world: Backend) -> None:
                         use()
             kept.close()
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_a_refused_launch_has_not_used_its_buffers(world: Backend) -> None:
+def test_a_refused_launch_has_not_used_its_buffers(backend: Backend) -> None:
     """A buffer beside a wrong argument is free again as if nothing had been asked."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             config = LaunchConfig(grid=1, block=8)
             with await p.empty(8) as x, await p.empty(8) as y:
                 await p.launch(config, saxpy, 1.0, x, y, 8)
@@ -615,4 +615,4 @@ def test_a_refused_launch_has_not_used_its_buffers(world: Backend) -> None:
                     assert uses
                     assert all(track.reached(ticket) for track, ticket in uses)
 
-    world.run(main)
+    backend.run(main)

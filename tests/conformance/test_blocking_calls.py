@@ -19,20 +19,20 @@ from helpers.waiting import turns, until
 IS_VERSIONED = False
 
 
-def test_a_callable_runs_on_the_partitions_own_thread(world: Backend) -> None:
+def test_a_callable_runs_on_the_partitions_own_thread(backend: Backend) -> None:
     """Every call of a partition runs on one thread of its own, never the loop's."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as a, pool.partition(8) as b:
+        async with backend.pool() as pool, pool.partition(8) as a, pool.partition(8) as b:
             mine = threading.get_ident()
             first = [await a.run(threading.get_ident) for _ in range(3)]
             other = await b.run(threading.get_ident)
             assert len({mine, other, *first}) == 3
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_arguments_and_results_pass_through(world: Backend) -> None:
+def test_arguments_and_results_pass_through(backend: Backend) -> None:
     """Arguments of both kinds arrive, results come back, exceptions are raised where awaited."""
 
     def call(*args: object, **kwargs: object) -> tuple[object, ...]:
@@ -42,15 +42,15 @@ def test_arguments_and_results_pass_through(world: Backend) -> None:
         raise LookupError("why")
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             assert await p.run(call, 1, two=2) == ((1,), {"two": 2})
             with pytest.raises(LookupError, match="why"):
                 await p.run(fail)
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_a_call_sees_the_context_variables_of_its_caller(world: Backend) -> None:
+def test_a_call_sees_the_context_variables_of_its_caller(backend: Backend) -> None:
     """As they are when it is asked for; what it sets there is its own, and gone with it."""
     request = ContextVar("request", default="none")
     served = dict[str, tuple[list[str], str]]()
@@ -68,21 +68,21 @@ def test_a_call_sees_the_context_variables_of_its_caller(world: Backend) -> None
             served[name] = [await job for job in jobs], request.get()
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(serve, p, "a")
                 tasks.start_soon(serve, p, "b")
             assert served == {name: ([name] * 3, "later") for name in "ab"}
             assert await p.run(answer) == "none"
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_the_green_context_is_current_inside_and_restored_after(world: Backend) -> None:
+def test_the_green_context_is_current_inside_and_restored_after(backend: Backend) -> None:
     """Inside a call the partition's context is current; afterwards what was before, always."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             driver, context = pool.devices[0].driver, p.context
 
             def inside() -> bool:
@@ -99,28 +99,28 @@ def test_the_green_context_is_current_inside_and_restored_after(world: Backend) 
             assert await p.run(inside)
             assert driver.current() is None  # the loop's thread never had one
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_calls_of_a_partition_run_one_after_another(world: Backend) -> None:
+def test_calls_of_a_partition_run_one_after_another(backend: Backend) -> None:
     """Calls run in the order in which they were submitted, never two at once."""
     order: list[int] = []
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             jobs = [p.run(order.append, number) for number in range(50)]
             for job in jobs:
                 await job
         assert order == list(range(50))
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_a_call_begins_behind_what_was_submitted(world: Backend) -> None:
+def test_a_call_begins_behind_what_was_submitted(backend: Backend) -> None:
     """A call's stream waits for earlier copies; the call itself may begin before."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             stream = p._open().lane.runs.stream
             with await p.upload(np.zeros(100)) as buffer:
                 with await Gate.closed(p) as gate:
@@ -134,14 +134,14 @@ def test_a_call_begins_behind_what_was_submitted(world: Backend) -> None:
                 assert event.is_done
                 event.close()
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_a_call_is_done_behind_what_was_submitted(world: Backend) -> None:
+def test_a_call_is_done_behind_what_was_submitted(backend: Backend) -> None:
     """Calls that put nothing on their stream return at once, and are done behind earlier copies."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             with await p.upload(np.zeros(100)) as buffer:
                 with await Gate.closed(p) as gate:
                     p.copy(buffer, np.ones(100))
@@ -154,15 +154,15 @@ def test_a_call_is_done_behind_what_was_submitted(world: Backend) -> None:
                     assert await job == 0
                 assert await p.run(int) == 0
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_who_no_longer_waits_is_forgotten(world: Backend) -> None:
+def test_who_no_longer_waits_is_forgotten(backend: Backend) -> None:
     """Cancelled awaits of one job do not add up; who waits all the while gets its value."""
     values: list[int] = []
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             channel = p._open()
             with await p.upload(np.zeros(100)) as buffer:
                 with await Gate.closed(p) as gate:
@@ -184,11 +184,11 @@ def test_who_no_longer_waits_is_forgotten(world: Backend) -> None:
                         gate.open()
             assert values == [7]
 
-    world.run(main)
+    backend.run(main)
 
 
 @pytest.mark.real_time(why="a running call waits for the loop")
-def test_a_cancelled_call_runs_to_its_end_and_holds_its_sms(world: Backend) -> None:
+def test_a_cancelled_call_runs_to_its_end_and_holds_its_sms(backend: Backend) -> None:
     """Whoever waits for a call is freed at once; the SMs come back when the call has returned."""
     may_return = threading.Event()
     began = threading.Event()
@@ -198,7 +198,7 @@ def test_a_cancelled_call_runs_to_its_end_and_holds_its_sms(world: Backend) -> N
         may_return.wait(10)
 
     async def main() -> None:
-        async with world.pool() as pool, anyio.create_task_group() as tasks:
+        async with backend.pool() as pool, anyio.create_task_group() as tasks:
 
             async def use() -> None:
                 async with pool.partition(16) as p:
@@ -215,14 +215,14 @@ def test_a_cancelled_call_runs_to_its_end_and_holds_its_sms(world: Backend) -> N
                 async with pool.partition(ALL):
                     pass
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_buffers_in_a_call_are_kept_in_order(world: Backend) -> None:
+def test_buffers_in_a_call_are_kept_in_order(backend: Backend) -> None:
     """A buffer given to a call is waited for, and freed only after the call has returned."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as a, pool.partition(8) as b:
+        async with backend.pool() as pool, pool.partition(8) as a, pool.partition(8) as b:
             memory = a._open().site.memory
             buffer = await a.upload(np.zeros(100))
             with await Gate.closed(a) as gate:
@@ -237,11 +237,11 @@ def test_buffers_in_a_call_are_kept_in_order(world: Backend) -> None:
             assert await job == (100,)
             await until(lambda: memory.reap() is None and memory.used_bytes == 0)
 
-    world.run(main)
+    backend.run(main)
 
 
 @pytest.mark.real_time(why="two running calls wait for each other")
-def test_two_partitions_call_at_the_same_time(world: Backend) -> None:
+def test_two_partitions_call_at_the_same_time(backend: Backend) -> None:
     """Calls of different partitions do not wait for each other."""
     meet = threading.Barrier(2, timeout=10)
 
@@ -249,24 +249,24 @@ def test_two_partitions_call_at_the_same_time(world: Backend) -> None:
         await p.run(meet.wait)
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partitions(8, 8) as (a, b):
+        async with backend.pool() as pool, pool.partitions(8, 8) as (a, b):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(use, a)
                 tasks.start_soon(use, b)
 
-    world.run(main)
+    backend.run(main)
 
 
 @pytest.mark.real_time(why="a running call waits for the loop")
-def test_an_upload_does_not_wait_for_a_call(world: Backend) -> None:
+def test_an_upload_does_not_wait_for_a_call(backend: Backend) -> None:
     """Copies and launches of a partition go on while a call of it runs."""
     uploaded = threading.Event()
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             job = p.run(uploaded.wait, 10)
             with await p.upload(np.ones(2_000_000)):
                 uploaded.set()
             assert await job is True
 
-    world.run(main)
+    backend.run(main)

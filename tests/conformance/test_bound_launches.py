@@ -30,11 +30,11 @@ async def bound_fill(p: Partition, buffer: Buffer | PinnedBuffer) -> BoundLaunch
 
 
 @pytest.mark.runs_device_code
-def test_bound_launches_count(world: Backend) -> None:
+def test_bound_launches_count(backend: Backend) -> None:
     """Each call of a bound launch runs the kernel once more, patched arguments included."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             with await p.upload(np.ones(64, np.float32)) as x:
                 with await p.upload(np.zeros(64, np.float32)) as y:
                     await p.prepare(CONFIG, saxpy)
@@ -47,15 +47,15 @@ def test_bound_launches_count(world: Backend) -> None:
                     await bound.submit()
                     assert (await p.download(y))[63] == 220
 
-    world.run(main)
+    backend.run(main)
 
 
 @pytest.mark.runs_device_code
-def test_what_was_bound_before_is_bound_anew(world: Backend) -> None:
+def test_what_was_bound_before_is_bound_anew(backend: Backend) -> None:
     """What a lease leaves of its bound launches is bound again, with the new values alone."""
 
     async def main() -> None:
-        async with world.pool(prepare=[fill]) as pool:
+        async with backend.pool(prepare=[fill]) as pool:
             async with pool.partition(8) as p:
                 first = await p.upload(np.zeros(8, np.float32))
                 old = p.bind(CONFIG, fill, first, 1.0, 8)
@@ -83,15 +83,15 @@ def test_what_was_bound_before_is_bound_anew(world: Backend) -> None:
             gc.collect()
             await until(lambda: gone() is None)  # the mover, still telling of it, may have it
 
-    world.run(main)
+    backend.run(main)
 
 
 @pytest.mark.runs_device_code
-def test_what_is_closed_twice_is_bound_anew_once(world: Backend) -> None:
+def test_what_is_closed_twice_is_bound_anew_once(backend: Backend) -> None:
     """A bound launch that was closed before its block's end leaves what it packed to one other."""
 
     async def main() -> None:
-        async with world.pool(prepare=[fill]) as pool:
+        async with backend.pool(prepare=[fill]) as pool:
             async with pool.partition(8) as p:
                 x, y = await p.upload(np.zeros(8, np.float32)), await p.empty(8)
                 p.bind(CONFIG, fill, x, 1.0, 8).close()
@@ -103,7 +103,7 @@ def test_what_is_closed_twice_is_bound_anew_once(world: Backend) -> None:
             x.close()
             y.close()
 
-    world.run(main)
+    backend.run(main)
 
 
 async def pool_download(pool: greensched.Pool, buffer: Buffer) -> np.ndarray:
@@ -111,11 +111,11 @@ async def pool_download(pool: greensched.Pool, buffer: Buffer) -> np.ndarray:
         return await p.download(buffer)
 
 
-def test_a_bound_launch_keeps_the_shared_memory_it_was_allowed(world: Backend) -> None:
+def test_a_bound_launch_keeps_the_shared_memory_it_was_allowed(backend: Backend) -> None:
     """A launch of the same kernel with less of it does not make an earlier bound one fail."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             most = pool.devices[0].facts.max_shared_bytes
             much = LaunchConfig(grid=1, block=32, shmem_size=most)
             less = LaunchConfig(grid=1, block=32, shmem_size=UNASKED_SHARED + 1)
@@ -125,14 +125,14 @@ def test_a_bound_launch_keeps_the_shared_memory_it_was_allowed(world: Backend) -
             bound()
             await bound.submit()
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_bound_needs_its_kernel_loaded(world: Backend) -> None:
+def test_bound_needs_its_kernel_loaded(backend: Backend) -> None:
     """Binding a kernel that was never loaded for these SMs says how to load it."""
 
     async def bind() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             with await p.empty(8) as b:
                 with pytest.raises(greensched.WouldBlock, match="prepare"):
                     p.bind(CONFIG, fill, b, 1.0, 8)
@@ -142,14 +142,14 @@ def test_bound_needs_its_kernel_loaded(world: Backend) -> None:
                 with pytest.raises(IndexError):
                     bound.set(9, 1)
 
-    world.run(bind)
+    backend.run(bind)
 
 
-def test_bound_ends_with_its_block(world: Backend) -> None:
+def test_bound_ends_with_its_block(backend: Backend) -> None:
     """After its partition's block a bound launch raises PartitionClosed."""
 
     async def main() -> None:
-        async with world.pool() as pool:
+        async with backend.pool() as pool:
             async with pool.partition(8) as p:
                 b = await p.empty(8)
                 bound = await bound_fill(p, b)
@@ -159,14 +159,14 @@ def test_bound_ends_with_its_block(world: Backend) -> None:
             with pytest.raises(greensched.PartitionClosed):
                 bound.submit()
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_bound_ends_with_a_lost_lease(world: Backend) -> None:
+def test_bound_ends_with_a_lost_lease(backend: Backend) -> None:
     """A bound launch that outlives its forgotten partition raises PartitionClosed."""
 
     async def main() -> None:
-        async with world.pool() as pool:
+        async with backend.pool() as pool:
             held = [pool.partition_nowait(8)]
             with await held[0].empty(8) as b:
                 bound = await bound_fill(held[0], b)
@@ -180,15 +180,15 @@ def test_bound_ends_with_a_lost_lease(world: Backend) -> None:
                         with pytest.raises(greensched.PartitionClosed):
                             launch()
 
-    world.run(main)
+    backend.run(main)
 
 
 @pytest.mark.parametrize("kind", ["empty", "empty_pinned"])
-def test_bound_refuses_a_closed_buffer(world: Backend, kind: str) -> None:
+def test_bound_refuses_a_closed_buffer(backend: Backend, kind: str) -> None:
     """A bound launch whose buffer was closed raises BufferClosed instead of using it."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             b = await getattr(p, kind)(8)
             bound = await bound_fill(p, b)
             bound()
@@ -197,14 +197,14 @@ def test_bound_refuses_a_closed_buffer(world: Backend, kind: str) -> None:
                 with pytest.raises(greensched.BufferClosed):
                     launch()
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_a_buffer_in_two_arguments_stays_in_use(world: Backend) -> None:
+def test_a_buffer_in_two_arguments_stays_in_use(backend: Backend) -> None:
     """Patching one of two arguments that are the same buffer leaves the other one in use."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p, pool.partition(8) as q:
+        async with backend.pool() as pool, pool.partition(8) as p, pool.partition(8) as q:
             await p.prepare(CONFIG, saxpy)
             x, z = await p.empty(8), await p.empty(8)
             bound = p.bind(CONFIG, saxpy, 1.0, x, x, 8)  # read as one, written as the other
@@ -219,14 +219,14 @@ def test_a_buffer_in_two_arguments_stays_in_use(world: Backend) -> None:
             with z, pytest.raises(greensched.BufferClosed):
                 bound()
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_the_end_of_a_bound_launch_forgets_no_other_user(world: Backend) -> None:
+def test_the_end_of_a_bound_launch_forgets_no_other_user(backend: Backend) -> None:
     """Who used a buffer after a bound launch, elsewhere, is still waited for when that ends."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as q, pool.partition(8) as r:
+        async with backend.pool() as pool, pool.partition(8) as q, pool.partition(8) as r:
             with await r.empty(8) as buffer:
                 async with pool.partition(8) as p:
                     bound = await bound_fill(p, buffer)
@@ -240,14 +240,14 @@ def test_the_end_of_a_bound_launch_forgets_no_other_user(world: Backend) -> None
                 await read
                 await write
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_pinned_memory_outlives_its_bound_launches(world: Backend) -> None:
+def test_pinned_memory_outlives_its_bound_launches(backend: Backend) -> None:
     """Pinned memory closed under a bound launch in flight goes to nobody before that is done."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p, pool.partition(8) as q:
+        async with backend.pool() as pool, pool.partition(8) as p, pool.partition(8) as q:
             await p.prepare(CONFIG, fill)
             first = await p.empty_pinned(2000)
             bound = p.bind(CONFIG, fill, first, 1.0, 2000)
@@ -261,14 +261,14 @@ def test_pinned_memory_outlives_its_bound_launches(world: Backend) -> None:
             with await q.empty_pinned(2000) as other, await q.empty_pinned(2000) as again:
                 assert first.address in (other.address, again.address)
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_the_end_of_the_block_waits_for_bound_launches(world: Backend) -> None:
+def test_the_end_of_the_block_waits_for_bound_launches(backend: Backend) -> None:
     """Launches without a ticket of their own are waited for all the same."""
 
     async def main() -> None:
-        async with world.pool() as pool:
+        async with backend.pool() as pool:
             with pytest.raises(ZeroDivisionError):
                 async with pool.partition(8) as p:
                     b = await p.empty(8)
@@ -282,15 +282,15 @@ def test_the_end_of_the_block_waits_for_bound_launches(world: Backend) -> None:
                 async with pool.partition(greensched.ALL):
                     pass
 
-    world.run(main)
+    backend.run(main)
 
 
 @pytest.mark.parametrize("jobs_between", [False, True])
-def test_bound_launches_in_flight_are_bounded(world: Backend, jobs_between: bool) -> None:
+def test_bound_launches_in_flight_are_bounded(backend: Backend, jobs_between: bool) -> None:
     """Beyond the bound each launch is refused until there is room, which `ready` waits for."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             with await p.empty(8) as b:
                 bound = await bound_fill(p, b)
                 for _ in range(3 * MOST):  # what is done counts no more
@@ -314,14 +314,14 @@ def test_bound_launches_in_flight_are_bounded(world: Backend, jobs_between: bool
                 bound()
                 await bound.submit()
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_other_partitions_are_ordered_with_bound_launches(world: Backend) -> None:
+def test_other_partitions_are_ordered_with_bound_launches(backend: Backend) -> None:
     """Work elsewhere on a bound buffer waits for the launches, and the next launch for it."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as a, pool.partition(8) as b:
+        async with backend.pool() as pool, pool.partition(8) as a, pool.partition(8) as b:
             with await a.empty(8) as buffer:
                 bound = await bound_fill(a, buffer)
                 with await Gate.closed(a) as gate:
@@ -337,15 +337,15 @@ def test_other_partitions_are_ordered_with_bound_launches(world: Backend) -> Non
                     gate.open()
                 await job
 
-    world.run(main)
+    backend.run(main)
 
 
 @pytest.mark.parametrize("submit", [False, True])
-def test_bound_launches_of_two_partitions_are_ordered(world: Backend, submit: bool) -> None:
+def test_bound_launches_of_two_partitions_are_ordered(backend: Backend, submit: bool) -> None:
     """Of two launches bound to one buffer elsewhere, each waits for what was launched before."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p, pool.partition(8) as q:
+        async with backend.pool() as pool, pool.partition(8) as p, pool.partition(8) as q:
             with await p.empty(8) as x, await p.empty(8) as unrelated:
                 first, second = await bound_fill(p, x), await bound_fill(q, x)
                 for here, there, a, b in ((p, q, first, second), (q, p, second, first)):
@@ -363,14 +363,14 @@ def test_bound_launches_of_two_partitions_are_ordered(world: Backend, submit: bo
                         gate.open()
                     await job
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_bound_launches_that_only_read_are_not_ordered(world: Backend) -> None:
+def test_bound_launches_that_only_read_are_not_ordered(backend: Backend) -> None:
     """Launches bound to one buffer in two partitions that both only read it run side by side."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p, pool.partition(8) as q:
+        async with backend.pool() as pool, pool.partition(8) as p, pool.partition(8) as q:
             with await p.empty(8) as x, await p.empty(8) as y, await q.empty(8) as z:
                 await p.prepare(CONFIG, saxpy)
                 await q.prepare(CONFIG, saxpy)
@@ -381,15 +381,15 @@ def test_bound_launches_that_only_read_are_not_ordered(world: Backend) -> None:
                     await second.submit()
                     gate.open()
 
-    world.run(main)
+    backend.run(main)
 
 
 @pytest.mark.parametrize("lent", ["before it is bound", "afterwards"])
-def test_a_capture_takes_in_no_bound_launch(world: Backend, lent: str) -> None:
+def test_a_capture_takes_in_no_bound_launch(backend: Backend, lent: str) -> None:
     """While the partition's stream, once handed out, is capturing, a bound launch is refused."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             with await p.empty(8) as b:
                 stream = p.stream if lent == "before it is bound" else None
                 bound = await bound_fill(p, b)
@@ -403,18 +403,18 @@ def test_a_capture_takes_in_no_bound_launch(world: Backend, lent: str) -> None:
                 bound()
                 await bound.submit()
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_a_bound_launch_has_no_other_arguments(world: Backend) -> None:
+def test_a_bound_launch_has_no_other_arguments(backend: Backend) -> None:
     """An argument is counted from 0 on; another one is refused by the kernel's name."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             with await p.empty(8) as b, await p.empty(8) as other:
                 bound = await bound_fill(p, b)
                 for index in (-1, -3, 3):
                     with pytest.raises(IndexError, match="fill"):
                         bound.set(index, other)
 
-    world.run(main)
+    backend.run(main)

@@ -27,11 +27,11 @@ async def hold(pool: Pool, sms: int, release: anyio.Event, **options: object) ->
         await release.wait()
 
 
-def test_a_checkpoint_gives_back_and_takes_up(world: Backend) -> None:
+def test_a_checkpoint_gives_back_and_takes_up(backend: Backend) -> None:
     """An elastic lease goes down to its least for who waits, and takes up what is idle again."""
 
     async def main() -> None:
-        async with world.pool() as pool, anyio.create_task_group() as tasks:
+        async with backend.pool() as pool, anyio.create_task_group() as tasks:
             release = anyio.Event()
             async with pool.partition((8, 1024)) as p:
                 most = p.sm_count
@@ -46,26 +46,26 @@ def test_a_checkpoint_gives_back_and_takes_up(world: Backend) -> None:
                 assert await p.checkpoint() >= most - p.max_cluster_size
             assert pool.statistics().sms_free == pool.statistics().sms_total
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_a_lease_of_one_size_keeps_it(world: Backend) -> None:
+def test_a_lease_of_one_size_keeps_it(backend: Backend) -> None:
     """A checkpoint of a lease that is not elastic waits for its work, and changes nothing."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             channel, sms = p._open(), p.sm_count
             assert await p.checkpoint() == sms
             assert p._open() is channel
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_a_checkpoint_awaits_the_work_first(world: Backend) -> None:
+def test_a_checkpoint_awaits_the_work_first(backend: Backend) -> None:
     """While a job runs nothing moves, whoever waits; a cancellation meanwhile changes nothing."""
 
     async def main() -> None:
-        async with world.pool() as pool, anyio.create_task_group() as tasks:
+        async with backend.pool() as pool, anyio.create_task_group() as tasks:
             release = anyio.Event()
             async with pool.partition((8, 1024)) as p:
                 sms = p.sm_count
@@ -83,15 +83,15 @@ def test_a_checkpoint_awaits_the_work_first(world: Backend) -> None:
                 assert p.sm_count < sms
                 release.set()
 
-    world.run(main)
+    backend.run(main)
 
 
 @pytest.mark.runs_device_code
-def test_bound_launches_and_buffers_follow(world: Backend) -> None:
+def test_bound_launches_and_buffers_follow(backend: Backend) -> None:
     """After a checkpoint on other SMs bound launches go there, and buffers are as they were."""
 
     async def main() -> None:
-        async with world.pool() as pool, anyio.create_task_group() as tasks:
+        async with backend.pool() as pool, anyio.create_task_group() as tasks:
             release = anyio.Event()
             async with pool.partition((8, 1024)) as p:
                 with await p.upload(np.ones(64, np.float32)) as x:
@@ -118,7 +118,7 @@ def test_bound_launches_and_buffers_follow(world: Backend) -> None:
             with pytest.raises(greensched.PartitionClosed):
                 bound()
 
-    world.run(main)
+    backend.run(main)
 
 
 class Refusing:
@@ -148,11 +148,13 @@ async def moved(pool: Pool, tasks: anyio.abc.TaskGroup, p: Partition) -> anyio.E
     return release
 
 
-def test_an_array_that_is_refused_on_other_sms_is_the_next_launchs_failure(world: Backend) -> None:
+def test_an_array_that_is_refused_on_other_sms_is_the_next_launchs_failure(
+    backend: Backend,
+) -> None:
     """A checkpoint moves nevertheless, and loses nobody; the array is let go with the block."""
 
     async def main() -> None:
-        async with world.pool(prepare=[fill]) as pool, anyio.create_task_group() as tasks:
+        async with backend.pool(prepare=[fill]) as pool, anyio.create_task_group() as tasks:
             async with pool.partition((8, 1024)) as p:
                 x = await p.empty(8)
                 gone = weakref.ref(array := Refusing(x))
@@ -172,14 +174,14 @@ def test_an_array_that_is_refused_on_other_sms_is_the_next_launchs_failure(world
             await until(lambda: gone() is None)
             x.close()
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_what_never_was_launched_on_other_sms_is_not_ready_there(world: Backend) -> None:
+def test_what_never_was_launched_on_other_sms_is_not_ready_there(backend: Backend) -> None:
     """A bound launch that moved where its kernel is not loaded leaves nothing to be bound there."""
 
     async def main() -> None:
-        async with world.pool() as pool, anyio.create_task_group() as tasks:
+        async with backend.pool() as pool, anyio.create_task_group() as tasks:
             async with pool.partition((8, 1024)) as p:
                 x = await p.empty(8)
                 await p.prepare(CONFIG, fill)
@@ -193,14 +195,14 @@ def test_what_never_was_launched_on_other_sms_is_not_ready_there(world: Backend)
             release.set()
             x.close()
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_what_libraries_were_given_is_waited_for(world: Backend) -> None:
+def test_what_libraries_were_given_is_waited_for(backend: Backend) -> None:
     """What is on the lease's own stream without a ticket is done before its SMs move."""
 
     async def main() -> None:
-        async with world.pool() as pool:
+        async with backend.pool() as pool:
             async with pool.partition((8, 1024)) as p:
                 stream = p.stream
                 with await p.empty_pinned(1, np.uint32) as word:
@@ -210,14 +212,14 @@ def test_what_libraries_were_given_is_waited_for(world: Backend) -> None:
                     await p.checkpoint()
                     assert stream.is_done
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_a_failed_job_shows_at_the_end(world: Backend) -> None:
+def test_a_failed_job_shows_at_the_end(backend: Backend) -> None:
     """A failure before a checkpoint is raised at the end of the block, as without one."""
 
     async def main() -> None:
-        async with world.pool() as pool, anyio.create_task_group() as tasks:
+        async with backend.pool() as pool, anyio.create_task_group() as tasks:
             release = anyio.Event()
             with pytest.raises(ZeroDivisionError):
                 async with pool.partition((8, 1024)) as p:
@@ -227,14 +229,14 @@ def test_a_failed_job_shows_at_the_end(world: Backend) -> None:
                     await p.checkpoint()
                     release.set()
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_feeding_goes_on_over_a_checkpoint(world: Backend) -> None:
+def test_feeding_goes_on_over_a_checkpoint(backend: Backend) -> None:
     """Arrays that are fed come one after another, whatever SMs the partition has by then."""
 
     async def main() -> None:
-        async with world.pool() as pool, anyio.create_task_group() as tasks:
+        async with backend.pool() as pool, anyio.create_task_group() as tasks:
             release = anyio.Event()
             tasks.start_soon(hold, pool, 8, release)
             await until(lambda: pool.statistics().leases == 1)
@@ -247,10 +249,10 @@ def test_feeding_goes_on_over_a_checkpoint(world: Backend) -> None:
                     await p.checkpoint()
                 assert seen == 6
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_an_owner_waits_for_a_checkpoint_alone(world: Backend) -> None:
+def test_an_owner_waits_for_a_checkpoint_alone(backend: Backend) -> None:
     """What was lent of a floor is its owner's at the borrower's next checkpoint, all of it."""
     services = [
         ServiceClass("decode", reserve=16, priority=10, budget=0.020),
@@ -263,7 +265,7 @@ def test_an_owner_waits_for_a_checkpoint_alone(world: Backend) -> None:
             assert pool.statistics().services["decode"].sms_lent == 0
 
     async def main() -> None:
-        async with world.pool(services=services) as pool:
+        async with backend.pool(services=services) as pool:
             async with pool.partition((8, 1024), service="batch") as p:
                 lent = pool.statistics().services["decode"].sms_lent
                 assert lent >= 16
@@ -274,14 +276,14 @@ def test_an_owner_waits_for_a_checkpoint_alone(world: Backend) -> None:
                 assert await p.checkpoint() >= lent
                 assert pool.statistics().services["decode"].sms_lent == lent
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_a_checkpoint_outside_the_block_is_refused(world: Backend) -> None:
+def test_a_checkpoint_outside_the_block_is_refused(backend: Backend) -> None:
     """Before and after its block a partition has no checkpoint."""
 
     async def main() -> None:
-        async with world.pool() as pool:
+        async with backend.pool() as pool:
             p = pool.partition((8, 64))
             with pytest.raises(greensched.PartitionClosed):
                 await p.checkpoint()
@@ -292,4 +294,4 @@ def test_a_checkpoint_outside_the_block_is_refused(world: Backend) -> None:
             with pytest.raises(greensched.PartitionClosed):
                 await p.checkpoint()
 
-    world.run(main)
+    backend.run(main)

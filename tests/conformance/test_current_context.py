@@ -61,9 +61,9 @@ def on_thread(function: Callable[[], Any], name: str | None = None) -> Any:
 # -- a device as a block ----------------------------------------------------------------------
 
 
-def test_a_device_is_current_inside_its_block(world: Backend) -> None:
+def test_a_device_is_current_inside_its_block(backend: Backend) -> None:
     """`with Device(0) as d` gives the device, current inside, and nothing is current after."""
-    with opened(world) as (device,):
+    with opened(backend) as (device,):
         with device as d:
             assert d is device
             assert device.driver.current() == device.primary.handle
@@ -71,9 +71,9 @@ def test_a_device_is_current_inside_its_block(world: Backend) -> None:
         assert device.driver.current() is None
 
 
-def test_a_device_never_used_is_initialised_by_its_block(world: Backend) -> None:
+def test_a_device_never_used_is_initialised_by_its_block(backend: Backend) -> None:
     """Its primary context is made where the block begins, and released by `close`."""
-    with opened(world) as (device,):
+    with opened(backend) as (device,):
         driver = device.driver
         before = driver.primary_state(0)[1]
         assert not before
@@ -84,18 +84,18 @@ def test_a_device_never_used_is_initialised_by_its_block(world: Backend) -> None
         assert not driver.primary_state(0)[1]
 
 
-def test_a_block_of_a_device_swallows_nothing(world: Backend) -> None:
+def test_a_block_of_a_device_swallows_nothing(backend: Backend) -> None:
     """An exception passes through as it is, and what was current is restored."""
-    with opened(world) as (device,):
+    with opened(backend) as (device,):
         with pytest.raises(ZeroDivisionError) as caught, device:
             1 / 0  # noqa: B018
         assert not hasattr(caught.value, "__notes__")
         assert device.driver.current() is None
 
 
-def test_a_block_of_a_device_nests_in_itself_and_is_used_again(world: Backend) -> None:
+def test_a_block_of_a_device_nests_in_itself_and_is_used_again(backend: Backend) -> None:
     """The same device nested stays current until its outermost block ends; then it begins anew."""
-    with opened(world) as (device,):
+    with opened(backend) as (device,):
         for _ in range(3):
             with device, device:
                 with device:
@@ -106,9 +106,9 @@ def test_a_block_of_a_device_nests_in_itself_and_is_used_again(world: Backend) -
             on_thread(stream.sync)
 
 
-def test_a_block_always_sets(world: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_always_sets(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     """Entering and leaving tell the driver, also where it is current already."""
-    with opened(world) as (device,):
+    with opened(backend) as (device,):
         driver, told = device.driver, []
         device.primary  # noqa: B018
         set_current = driver.set_current
@@ -124,9 +124,9 @@ def test_a_block_always_sets(world: Backend, monkeypatch: pytest.MonkeyPatch) ->
         assert told == [primary, primary, primary, None]
 
 
-def test_set_current_stays(world: Backend) -> None:
+def test_set_current_stays(backend: Backend) -> None:
     """`Device.set_current` holds until something else is current, and blocks restore it."""
-    with opened(world) as (device,):
+    with opened(backend) as (device,):
         own = Context.create(device)
         device.set_current()
         assert Context.current(device.driver) is device.primary
@@ -140,9 +140,9 @@ def test_set_current_stays(world: Backend) -> None:
         own.close()
 
 
-def test_two_devices_nest_four_deep(world: Backend) -> None:
+def test_two_devices_nest_four_deep(backend: Backend) -> None:
     """Alternating between two devices, each level restores the one around it."""
-    with opened(world, "h200x2", devices=2) as (one, two):
+    with opened(backend, "h200x2", devices=2) as (one, two):
         driver = one.driver
 
         def now() -> int | None:
@@ -160,9 +160,9 @@ def test_two_devices_nest_four_deep(world: Backend) -> None:
         assert now() is None
 
 
-def test_what_somebody_else_makes_current_inside_a_block_is_undone(world: Backend) -> None:
+def test_what_somebody_else_makes_current_inside_a_block_is_undone(backend: Backend) -> None:
     """The driver's own calls in a block, of whatever library, change nothing of what is after."""
-    with opened(world) as (device,):
+    with opened(backend) as (device,):
         driver, own = device.driver, Context.create(device)
         device.primary  # noqa: B018
         foreign: list[Callable[[], object]] = [
@@ -185,9 +185,9 @@ def test_what_somebody_else_makes_current_inside_a_block_is_undone(world: Backen
         own.close()
 
 
-def test_threads_side_by_side(world: Backend) -> None:
+def test_threads_side_by_side(backend: Backend) -> None:
     """What each thread has current is its own matter, however they take turns."""
-    with opened(world) as (device,):
+    with opened(backend) as (device,):
         own = Context.create(device)
         device.primary  # noqa: B018
         barrier = threading.Barrier(THREADS, timeout=10)
@@ -220,9 +220,9 @@ def test_threads_side_by_side(world: Backend) -> None:
 # -- contexts ---------------------------------------------------------------------------------
 
 
-def test_current_finds_each_context_as_the_object_it_is(world: Backend) -> None:
+def test_current_finds_each_context_as_the_object_it_is(backend: Backend) -> None:
     """The primary, a green one and one of its own are found; somebody else's is adopted."""
-    with opened(world) as (device,):
+    with opened(backend) as (device,):
         driver = device.driver
         assert Context.current(driver) is None
         contexts = [device.primary, green_of(device), Context.create(device)]
@@ -248,9 +248,9 @@ def test_current_finds_each_context_as_the_object_it_is(world: Backend) -> None:
             context.close()
 
 
-def test_flags_of_a_context_of_its_own(world: Backend) -> None:
+def test_flags_of_a_context_of_its_own(backend: Backend) -> None:
     """A context of its own waits as it was asked to; no flags and two ways to wait are refused."""
-    with opened(world) as (device,):
+    with opened(backend) as (device,):
         for flags in (
             ContextFlags.SCHED_AUTO,
             ContextFlags.SCHED_SPIN,
@@ -267,9 +267,9 @@ def test_flags_of_a_context_of_its_own(world: Backend) -> None:
                 Context.create(device, wrong)  # type: ignore[arg-type]
 
 
-def test_flags_of_the_primary_are_for_whoever_makes_it(world: Backend) -> None:
+def test_flags_of_the_primary_are_for_whoever_makes_it(backend: Backend) -> None:
     """Asked for before its first use they hold; an active one is left as it is, and refused."""
-    with opened(world) as (device,):
+    with opened(backend) as (device,):
         device.set_flags(ContextFlags.SCHED_BLOCKING_SYNC)
         assert device.primary.flags & ContextFlags.SCHED_BLOCKING_SYNC
         device.set_flags(ContextFlags.SCHED_BLOCKING_SYNC)
@@ -284,9 +284,9 @@ def test_flags_of_the_primary_are_for_whoever_makes_it(world: Backend) -> None:
         again.close()
 
 
-def test_scoped_gives_what_the_function_gives(world: Backend) -> None:
+def test_scoped_gives_what_the_function_gives(backend: Backend) -> None:
     """The context is current in the call, and not after it, also when it raises."""
-    with opened(world) as (device,), closing(Context.create(device)) as own:
+    with opened(backend) as (device,), closing(Context.create(device)) as own:
         assert own.scoped(lambda: own.is_current)
         assert not own.is_current
         with pytest.raises(KeyError):
@@ -299,9 +299,9 @@ def test_scoped_gives_what_the_function_gives(world: Backend) -> None:
             own.scoped(later)
 
 
-def test_synchronize_is_of_this_context(world: Backend) -> None:
+def test_synchronize_is_of_this_context(backend: Backend) -> None:
     """It waits whatever is current, and leaves that current."""
-    with opened(world) as (device,), closing(Context.create(device)) as own:
+    with opened(backend) as (device,), closing(Context.create(device)) as own:
         own.synchronize()
         assert device.driver.current() is None
         with device:
@@ -317,9 +317,9 @@ def test_synchronize_is_of_this_context(world: Backend) -> None:
             own.synchronize()
 
 
-def test_closing_a_context_that_is_in_use_is_refused(world: Backend) -> None:
+def test_closing_a_context_that_is_in_use_is_refused(backend: Backend) -> None:
     """Current here, in a block around another, or on another thread: it stays, and says where."""
-    with opened(world) as (device,):
+    with opened(backend) as (device,):
         own, green = Context.create(device), green_of(device)
         for context in (own, green):
             with context:
@@ -344,9 +344,9 @@ def test_closing_a_context_that_is_in_use_is_refused(world: Backend) -> None:
             assert "closed" in repr(context)
 
 
-def test_closing_a_device_that_is_in_use_is_refused(world: Backend) -> None:
+def test_closing_a_device_that_is_in_use_is_refused(backend: Backend) -> None:
     """Nothing has ended then: it works on, and closes when its block is left."""
-    with opened(world) as (device,):
+    with opened(backend) as (device,):
         with device, pytest.raises(greensched.InvalidRequest, match="current"):
             device.close()
         with closing(device.create_stream()) as stream:
@@ -358,9 +358,9 @@ def test_closing_a_device_that_is_in_use_is_refused(world: Backend) -> None:
         device.close()
 
 
-def test_what_others_replaced_is_not_in_use(world: Backend) -> None:
+def test_what_others_replaced_is_not_in_use(backend: Backend) -> None:
     """What was set and is current no more is free: to be closed, and for another thread."""
-    with opened(world) as (device,):
+    with opened(backend) as (device,):
         driver, green = device.driver, green_of(device)
         device.primary  # noqa: B018
         for _ in range(5):
@@ -375,9 +375,9 @@ def test_what_others_replaced_is_not_in_use(world: Backend) -> None:
         assert here.standing == []
 
 
-def test_a_repr_tells(world: Backend) -> None:
+def test_a_repr_tells(backend: Backend) -> None:
     """It has the kind, the device, and the handle; streams and events have their context in it."""
-    with opened(world) as (device,), closing(Context.create(device)) as own:
+    with opened(backend) as (device,), closing(Context.create(device)) as own:
         assert repr(own).startswith("<Context: own, device 0, ")
         assert repr(own.handle) in repr(own)
         with closing(own.create_stream()) as stream, closing(own.create_event()) as event:
@@ -385,9 +385,9 @@ def test_a_repr_tells(world: Backend) -> None:
             assert repr(own) in repr(event)
 
 
-def test_a_forgotten_context_warns(world: Backend) -> None:
+def test_a_forgotten_context_warns(backend: Backend) -> None:
     """Its finaliser warns, calls no driver and raises nothing; the primary is its device's."""
-    with opened(world) as (device,):
+    with opened(backend) as (device,):
         own, green = Context.create(device), green_of(device)
         rescued = [
             (own.handle, own.driver.destroy_context),
@@ -404,10 +404,10 @@ def test_a_forgotten_context_warns(world: Backend) -> None:
 
 
 def test_a_failed_restore_never_hides_the_bodys_error(
-    world: Backend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    backend: Backend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is logged and noted on that, or raised where there is none; ours is not left current."""
-    with opened(world) as (device,):
+    with opened(backend) as (device,):
         driver, own = device.driver, Context.create(device)
         driver.push_current(own.handle)
         set_current = driver.set_current
@@ -436,9 +436,9 @@ def test_a_failed_restore_never_hides_the_bodys_error(
 # -- the stack, and moving between threads ------------------------------------------------------
 
 
-def test_a_context_floats_between_threads(world: Backend) -> None:
+def test_a_context_floats_between_threads(backend: Backend) -> None:
     """Pushed, popped and pushed elsewhere, by whichever thread, green or its own."""
-    with opened(world) as (device,):
+    with opened(backend) as (device,):
         for context in (Context.create(device), green_of(device)):
 
             def use(context: Context = context) -> bool:
@@ -458,9 +458,9 @@ def test_a_context_floats_between_threads(world: Backend) -> None:
             context.close()
 
 
-def test_popping_what_is_not_on_top_is_refused(world: Backend) -> None:
+def test_popping_what_is_not_on_top_is_refused(backend: Backend) -> None:
     """Not current, under another, or there by a block: the stack stays as it is."""
-    with opened(world) as (device,), closing(Context.create(device)) as own:
+    with opened(backend) as (device,), closing(Context.create(device)) as own:
         with pytest.raises(greensched.InvalidRequest, match="not what is current"):
             own.pop()
         own.push()
@@ -476,9 +476,9 @@ def test_popping_what_is_not_on_top_is_refused(world: Backend) -> None:
         assert device.driver.current() is None
 
 
-def test_what_is_pushed_in_a_block_ends_with_it(world: Backend) -> None:
+def test_what_is_pushed_in_a_block_ends_with_it(backend: Backend) -> None:
     """A library that forgets to pop disturbs nobody: the block restores, the context is free."""
-    with opened(world) as (device,):
+    with opened(backend) as (device,):
         green = green_of(device)
         for leave_behind in (green.push, green.set_current):
             with device:
@@ -498,9 +498,9 @@ def test_what_is_pushed_in_a_block_ends_with_it(world: Backend) -> None:
         green.close()
 
 
-def test_a_green_context_on_a_second_thread_is_refused_with_both_named(world: Backend) -> None:
+def test_a_green_context_on_a_second_thread_is_refused_with_both_named(backend: Backend) -> None:
     """However it became current; launching on its stream from there is fine."""
-    with opened(world) as (device,):
+    with opened(backend) as (device,):
         needs(device.driver, Feature.GREEN_STREAMS)
         green = green_of(device)
         stream = green.create_stream()
@@ -531,11 +531,11 @@ def test_a_green_context_on_a_second_thread_is_refused_with_both_named(world: Ba
         green.close()
 
 
-def test_a_thread_that_ends_gives_its_green_context_up(world: Backend) -> None:
+def test_a_thread_that_ends_gives_its_green_context_up(backend: Backend) -> None:
     """What a thread left current when it ended is nobody's: others may enter it, or close it."""
-    with opened(world) as (device,):
+    with opened(backend) as (device,):
         green = green_of(device)
-        if not world.is_simulated:  # the stand-in would call it a thread that left one behind
+        if not backend.is_simulated:  # the stand-in would call it a thread that left one behind
             on_thread(lambda: (green.push(), device.driver.pop_current()))
         else:
             on_thread(green.push)
@@ -546,9 +546,9 @@ def test_a_thread_that_ends_gives_its_green_context_up(world: Backend) -> None:
 # -- what belongs to a context ------------------------------------------------------------------
 
 
-def test_streams_and_events_of_a_context_of_its_own_do_not_mix(world: Backend) -> None:
+def test_streams_and_events_of_a_context_of_its_own_do_not_mix(backend: Backend) -> None:
     """With green ones they are refused, both named, before the driver hears of it."""
-    with opened(world) as (device,), ExitStack() as stack:
+    with opened(backend) as (device,), ExitStack() as stack:
         needs(device.driver, Feature.GREEN_STREAMS)
         own, other = (stack.enter_context(closing(Context.create(device))) for _ in range(2))
         green = stack.enter_context(closing(green_of(device)))
@@ -572,9 +572,9 @@ def test_streams_and_events_of_a_context_of_its_own_do_not_mix(world: Backend) -
         stack.callback(gc.collect)
 
 
-def test_what_outlives_its_context_says_so_and_names_both(world: Backend) -> None:
+def test_what_outlives_its_context_says_so_and_names_both(backend: Backend) -> None:
     """A stream or event used after its context's end is our error, with the context in it."""
-    with opened(world) as (device,):
+    with opened(backend) as (device,):
         needs(device.driver, Feature.GREEN_STREAMS)
         for context in (Context.create(device), green_of(device)):
             stream, event = context.create_stream(), context.create_event()
@@ -592,9 +592,9 @@ def test_what_outlives_its_context_says_so_and_names_both(world: Backend) -> Non
                 assert repr(what) in str(caught.value)
 
 
-def test_what_a_context_is_set_to(world: Backend) -> None:
+def test_what_a_context_is_set_to(backend: Backend) -> None:
     """Limits and cache configuration are a context's, read back, shared with its green ones."""
-    with opened(world) as (device,), ExitStack() as stack:
+    with opened(backend) as (device,), ExitStack() as stack:
         own = stack.enter_context(closing(Context.create(device)))
         green = stack.enter_context(closing(green_of(device)))
         for name in ("stack_bytes", "printf_fifo_bytes", "malloc_heap_bytes"):
@@ -623,9 +623,9 @@ def test_what_a_context_is_set_to(world: Backend) -> None:
             own.stack_bytes  # noqa: B018
 
 
-def test_a_kernel_runs_in_a_context_of_its_own(world: Backend) -> None:
+def test_a_kernel_runs_in_a_context_of_its_own(backend: Backend) -> None:
     """`launch` on its stream works without the primary, which is never made for it."""
-    with opened(world) as (device,):
+    with opened(backend) as (device,):
         driver: Driver = device.driver
         with closing(Context.create(device)) as own, closing(own.create_stream()) as stream:
             config = greensched.LaunchConfig(grid=1, block=1)
@@ -634,9 +634,9 @@ def test_a_kernel_runs_in_a_context_of_its_own(world: Backend) -> None:
             assert not driver.primary_state(0)[1]
 
 
-def test_pools_use_no_context_of_its_own(world: Backend) -> None:
+def test_pools_use_no_context_of_its_own(backend: Backend) -> None:
     """A pool opened and used inside a block of one has green contexts of the primary."""
-    with opened(world) as (device,), closing(Context.create(device)) as own:
+    with opened(backend) as (device,), closing(Context.create(device)) as own:
         needs(device.driver, Feature.COMBINED_RESOURCES)
         pool = greensched.Pool([0], driver=device.driver)
 
@@ -651,15 +651,15 @@ def test_pools_use_no_context_of_its_own(world: Backend) -> None:
                 assert own.is_current
 
         with own:  # the whole life of the loop
-            world.run(main)
+            backend.run(main)
             assert own.is_current
         assert not own.streams
         assert not own.events
 
 
-def test_what_is_current_can_be_asked_on_a_loop(world: Backend) -> None:
+def test_what_is_current_can_be_asked_on_a_loop(backend: Backend) -> None:
     """Asking, entering and leaving never block, also for what somebody else made current."""
-    with opened(world) as (device,):
+    with opened(backend) as (device,):
         driver, primary = device.driver, device.primary
         raw = driver.create_context(0, ContextFlags.SCHED_AUTO)
 
@@ -674,15 +674,15 @@ def test_what_is_current_can_be_asked_on_a_loop(world: Backend) -> None:
                     assert adopted.is_current
                 driver.pop_current()
 
-        world.run(main)
+        backend.run(main)
         driver.destroy_context(raw)
 
 
 def test_nothing_is_logged_where_nothing_is_wrong(
-    world: Backend, caplog: pytest.LogCaptureFixture
+    backend: Backend, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A body's own error is its own: our log says nothing of it."""
-    with opened(world) as (device,), caplog.at_level(logging.DEBUG, "greensched"):
+    with opened(backend) as (device,), caplog.at_level(logging.DEBUG, "greensched"):
         with pytest.raises(KeyError), device:
             raise KeyError
     assert not caplog.records

@@ -42,11 +42,11 @@ def end(stream: Stream) -> None:
 
 
 @pytest.mark.parametrize("leaves", [True, False])
-def test_a_capture_left_open_is_dropped(world: Backend, leaves: bool) -> None:
+def test_a_capture_left_open_is_dropped(backend: Backend, leaves: bool) -> None:
     """Whoever leaves in the middle of a capture gives the SMs back all the same."""
 
     async def main() -> None:
-        async with world.pool() as pool:
+        async with backend.pool() as pool:
             with suppress(Left):
                 async with pool.partition(8) as p:
                     (await p.upload(np.ones(8))).close()
@@ -55,14 +55,14 @@ def test_a_capture_left_open_is_dropped(world: Backend, leaves: bool) -> None:
                         raise Left
             await until(lambda: not pool.statistics().leases)
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_a_stream_is_lent_when_everything_is_on_it(world: Backend) -> None:
+def test_a_stream_is_lent_when_everything_is_on_it(backend: Backend) -> None:
     """While something is still to be submitted the stream is not handed out: it would go first."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             with await p.upload(np.zeros(SLOT + 1, np.uint8)) as large:
                 with await Gate.closed(p):
                     job = p.copy(large, np.ones(SLOT + 1, np.uint8))
@@ -72,15 +72,15 @@ def test_a_stream_is_lent_when_everything_is_on_it(world: Backend) -> None:
                 await job
                 assert p.stream.__cuda_stream__() == p.__cuda_stream__()
 
-    world.run(main)
+    backend.run(main)
 
 
 @pytest.mark.parametrize("stays", [True, False], ids=["in the lease", "after the lease"])
-def test_what_is_kept_lives_until_the_work_is_done(world: Backend, stays: bool) -> None:
+def test_what_is_kept_lives_until_the_work_is_done(backend: Backend, stays: bool) -> None:
     """`keep` holds what nobody else does while the device has work of before, and no longer."""
 
     async def main() -> None:
-        async with world.pool() as pool:
+        async with backend.pool() as pool:
             async with pool.partition(8) as p:
                 with await Gate.closed(p) as gate:
                     kept = Thing()
@@ -96,14 +96,14 @@ def test_what_is_kept_lives_until_the_work_is_done(world: Backend, stays: bool) 
                         await until(lambda: alive() is None)
             assert alive() is None
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_nothing_is_kept_where_nothing_can_be_submitted(world: Backend) -> None:
+def test_nothing_is_kept_where_nothing_can_be_submitted(backend: Backend) -> None:
     """`keep` is refused while the stream is capturing, and after the lease."""
 
     async def main() -> None:
-        async with world.pool() as pool:
+        async with backend.pool() as pool:
             async with pool.partition(8) as p:
                 begin(p.stream)
                 with pytest.raises(greensched.InvalidRequest, match="capturing"):
@@ -112,14 +112,14 @@ def test_nothing_is_kept_where_nothing_can_be_submitted(world: Backend) -> None:
             with pytest.raises(greensched.PartitionClosed):
                 p.keep_alive(Thing())
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_waiting_for_room_leaves_a_capture_alone(world: Backend) -> None:
+def test_waiting_for_room_leaves_a_capture_alone(backend: Backend) -> None:
     """`ready` needs a ticket behind bound launches, and puts none into a capture."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             with await p.empty(8) as b:
                 await p.prepare(CONFIG, fill)
                 bound = p.bind(CONFIG, fill, b, 1.0, 8)
@@ -131,14 +131,14 @@ def test_waiting_for_room_leaves_a_capture_alone(world: Backend) -> None:
                 end(p.stream)
                 await p.drain()
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_nothing_is_ordered_behind_a_capture(world: Backend) -> None:
+def test_nothing_is_ordered_behind_a_capture(backend: Backend) -> None:
     """Work on a buffer in use by a partition that is capturing is refused, and spoils nothing."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p, pool.partition(8) as q:
+        async with backend.pool() as pool, pool.partition(8) as p, pool.partition(8) as q:
             with await p.empty(8) as b:
                 await p.prepare(CONFIG, fill)
                 await q.prepare(CONFIG, fill)
@@ -158,14 +158,14 @@ def test_nothing_is_ordered_behind_a_capture(world: Backend) -> None:
                     job = q.launch(CONFIG, fill, b, 2.0, 8)
                 await job
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_a_call_may_capture_while_others_go_on(world: Backend) -> None:
+def test_a_call_may_capture_while_others_go_on(backend: Backend) -> None:
     """Work on a buffer that a call has is not refused because that call is capturing."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p, pool.partition(8) as q:
+        async with backend.pool() as pool, pool.partition(8) as p, pool.partition(8) as q:
             with await p.empty(8) as b:
                 await p.prepare(CONFIG, fill)
                 await q.prepare(CONFIG, fill)
@@ -185,4 +185,4 @@ def test_a_call_may_capture_while_others_go_on(world: Backend) -> None:
                 for job in jobs:
                     await job
 
-    world.run(main)
+    backend.run(main)

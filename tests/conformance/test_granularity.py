@@ -18,11 +18,11 @@ CONFIG = LaunchConfig(grid=4, block=64)
 
 
 @pytest.mark.parametrize("granularity", ["fine", "coscheduled"])
-def test_a_pool_cuts_as_finely_as_it_was_told(world: Backend, granularity: Any) -> None:
+def test_a_pool_cuts_as_finely_as_it_was_told(backend: Backend, granularity: Any) -> None:
     """A fine pool grants pairs of SMs, the other whole co-scheduled sets; both run kernels."""
 
     async def main() -> None:
-        async with world.pool(granularity=granularity) as pool:
+        async with backend.pool(granularity=granularity) as pool:
             sm = pool.devices[0].resources.sm
             least = 2 if granularity == "fine" else sm.min_partition_size
             async with pool.partitions(1, 1, REST) as (a, b, rest):
@@ -33,7 +33,7 @@ def test_a_pool_cuts_as_finely_as_it_was_told(world: Backend, granularity: Any) 
             async with pool.partition(ALL) as p:
                 assert p.sm_count == sm.sm_count
 
-    world.run(main)
+    backend.run(main)
 
 
 class Work:
@@ -49,13 +49,13 @@ class Work:
         pass
 
 
-def test_two_who_share_a_device_move_the_border_by_pairs(world: Backend) -> None:
+def test_two_who_share_a_device_move_the_border_by_pairs(backend: Backend) -> None:
     """Each step has the SMs it needs, the other the rest, and no lane is made for it meanwhile."""
     services = [ServiceClass("steps", priority=1, latency=10.0), ServiceClass("bulk")]
 
     async def main() -> None:
         async with (
-            world.pool("h200", services=services, policy="sized", granularity="fine") as pool,
+            backend.pool("h200", services=services, policy="sized", granularity="fine") as pool,
             anyio.create_task_group() as tasks,
         ):
             total, made = pool.statistics().sms_total, pool.statistics().executors_made
@@ -82,18 +82,18 @@ def test_two_who_share_a_device_move_the_border_by_pairs(world: Backend) -> None
             assert pool.statistics().executors_made == made
             release.set()
 
-    world.run(main)
+    backend.run(main)
 
 
 @pytest.mark.parametrize("spec", ["h200", "a100"])
-def test_what_clusters_a_partition_has(world: Backend, spec: str) -> None:
+def test_what_clusters_a_partition_has(backend: Backend, spec: str) -> None:
     """Co-scheduled partitions have clusters of 8 from 9.0 on; fine ones have none that large.
 
     A driver below 13.0 does not say how the SMs of a context are aligned: nothing is sure there.
     """
 
     async def main() -> None:
-        async with world.pool(spec) as pool:
+        async with backend.pool(spec) as pool:
             device = pool.devices[0]
             said = device.driver.version >= (13, 0)
             large = 8 if said and device.compute_capability >= (9, 0) else 1
@@ -103,18 +103,18 @@ def test_what_clusters_a_partition_has(world: Backend, spec: str) -> None:
                 assert p.max_cluster_size == large
             with pytest.raises(greensched.PartitionClosed):
                 _ = p.max_cluster_size
-        async with world.pool(spec, granularity="fine") as pool, pool.partition(8) as p:
+        async with backend.pool(spec, granularity="fine") as pool, pool.partition(8) as p:
             assert p.max_cluster_size == min(2, large)
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_balanced_work_queues(world: Backend) -> None:
+def test_balanced_work_queues(backend: Backend) -> None:
     """Every partition has a configuration of its own, where there is one; else NotSupported."""
 
     async def main() -> None:
-        pool = world.pool(workqueues="balanced")
-        driver = world.driver()
+        pool = backend.pool(workqueues="balanced")
+        driver = backend.driver()
         if not driver.supports(Feature.WORKQUEUES):
             with pytest.raises(greensched.NotSupported, match=r"needs .*CUDA 13\.1; this is"):
                 await pool.open()
@@ -125,10 +125,10 @@ def test_balanced_work_queues(world: Backend) -> None:
                 queue = p.context.resources.workqueue
                 assert (queue.sharing_scope, queue.concurrency_limit) == ("green_ctx_balanced", 2)
                 await p.launch(CONFIG, spin, 1000)
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             assert p.context.resources.workqueue.sharing_scope == "device_ctx"
 
-    world.run(main)
+    backend.run(main)
 
 
 @pytest.mark.parametrize(

@@ -73,11 +73,11 @@ def executables(pool: Pool) -> int:
 # -- capturing and launching ----------------------------------------------------------------------
 
 
-def test_a_graph_does_its_work_at_each_launch(world: Backend) -> None:
+def test_a_graph_does_its_work_at_each_launch(backend: Backend) -> None:
     """Capturing does nothing; each launch works on the values of then, in order with the rest."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(16) as p:
+        async with backend.pool() as pool, pool.partition(16) as p:
             target, source = await pair(p)
             with target, source, await p.capture(copied, target, source) as graph:
                 assert (await p.download(target)).tolist() == [0] * SIZE
@@ -86,14 +86,14 @@ def test_a_graph_does_its_work_at_each_launch(world: Backend) -> None:
                     graph.launch(p)
                     assert (await p.download(target)).tolist() == [value] * SIZE
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_a_thousand_launches_between_jobs(world: Backend) -> None:
+def test_a_thousand_launches_between_jobs(backend: Backend) -> None:
     """Between and behind other jobs the word of the tickets only ever grows."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(16) as p:
+        async with backend.pool() as pool, pool.partition(16) as p:
             target, source = await pair(p)
             with target, source, await p.capture(copied, target, source) as graph:
                 await p.prepare(CONFIG, fill)
@@ -111,11 +111,11 @@ def test_a_thousand_launches_between_jobs(world: Backend) -> None:
                 assert track.word[0] == track.issued == job.ticket
                 assert executables(pool) <= 1
 
-    world.run(main)
+    backend.run(main)
 
 
 @pytest.mark.runs_device_code
-def test_it_runs_on_the_sms_of_the_lease(world: Backend) -> None:
+def test_it_runs_on_the_sms_of_the_lease(backend: Backend) -> None:
     """On those and no others, wherever it was captured before."""
     none = np.zeros(64, np.uint32)
 
@@ -126,7 +126,7 @@ def test_it_runs_on_the_sms_of_the_lease(world: Backend) -> None:
         launch(call.stream, config, smids, seen, 100_000)
 
     async def main() -> None:
-        async with world.pool(prepare=[smids]) as pool, pool.partitions(16, 32) as several:
+        async with backend.pool(prepare=[smids]) as pool, pool.partitions(16, 32) as several:
             with await several[0].upload(none) as seen, await several[0].upload(none) as again:
                 with await several[0].capture(step, seen) as graph:
                     for p in (*several, *several):
@@ -139,14 +139,14 @@ def test_it_runs_on_the_sms_of_the_lease(world: Backend) -> None:
                         assert np.unpackbits(mine.view(np.uint8)).sum() == p.sm_count
                         np.testing.assert_array_equal(mine, expected)
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_it_is_captured_once_for_each_set_of_sms(world: Backend) -> None:
+def test_it_is_captured_once_for_each_set_of_sms(backend: Backend) -> None:
     """On the lane's own thread, by itself, and kept: the next lease of the same SMs has it."""
 
     async def main() -> None:
-        async with world.pool() as pool:
+        async with backend.pool() as pool:
             step = Copying()
             async with pool.partition(ALL) as p:
                 target, source = await pair(p)
@@ -171,14 +171,14 @@ def test_it_is_captured_once_for_each_set_of_sms(world: Backend) -> None:
             for owned in (graph, target, source):
                 owned.close()
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_it_follows_a_checkpoint(world: Backend) -> None:
+def test_it_follows_a_checkpoint(backend: Backend) -> None:
     """Where a checkpoint gave the lease other SMs, it is captured for those."""
 
     async def main() -> None:
-        async with world.pool() as pool:
+        async with backend.pool() as pool:
             step = Copying()
             async with anyio.create_task_group() as tasks, pool.partition((8, 1024)) as p:
                 target, source = await pair(p)
@@ -197,10 +197,10 @@ def test_it_follows_a_checkpoint(world: Backend) -> None:
                 for owned in (graph, target, source):
                     owned.close()
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_what_it_returns_lives_as_long(world: Backend) -> None:
+def test_what_it_returns_lives_as_long(backend: Backend) -> None:
     """Memory that the function made for itself is not another's while the graph may use it."""
 
     class Scratch: ...
@@ -214,7 +214,7 @@ def test_what_it_returns_lives_as_long(world: Backend) -> None:
         return scratch
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(16) as p:
+        async with backend.pool() as pool, pool.partition(16) as p:
             target, source = await pair(p)
             graph = await p.capture(step, target, source)
             await graph.launch(p)
@@ -227,17 +227,17 @@ def test_what_it_returns_lives_as_long(world: Backend) -> None:
             target.close()
             source.close()
 
-    world.run(main)
+    backend.run(main)
 
 
 # -- the buffers ----------------------------------------------------------------------------------
 
 
-def test_its_arguments_are_kept_in_order(world: Backend) -> None:
+def test_its_arguments_are_kept_in_order(backend: Backend) -> None:
     """Work of other partitions on them comes behind a launch, and a launch behind theirs."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p, pool.partition(8) as q:
+        async with backend.pool() as pool, pool.partition(8) as p, pool.partition(8) as q:
             target, source = await pair(p)
             with target, source, await p.capture(copied, target, source) as graph:
                 await graph.launch(q)
@@ -257,14 +257,14 @@ def test_its_arguments_are_kept_in_order(world: Backend) -> None:
                     await written
                 assert (await p.download(target)).tolist() == [4] * SIZE
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_what_kernels_only_read_is_shared(world: Backend) -> None:
+def test_what_kernels_only_read_is_shared(backend: Backend) -> None:
     """What the function launches kernels with counts as their parameters say."""
 
     async def main() -> None:
-        async with world.pool(prepare=[saxpy]) as pool, pool.partitions(8, 8) as (p, q):
+        async with backend.pool(prepare=[saxpy]) as pool, pool.partitions(8, 8) as (p, q):
             y, x = await pair(p)
             other, also = await pair(q)
             with x, y, other, also, await p.capture(lambda: added(x, y)) as graph:
@@ -278,14 +278,14 @@ def test_what_kernels_only_read_is_shared(world: Backend) -> None:
                     await job
                     await writes
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_memory_is_not_given_back_under_a_launch(world: Backend) -> None:
+def test_memory_is_not_given_back_under_a_launch(backend: Backend) -> None:
     """A buffer that is closed behind a launch outlives that; then nothing is launched any more."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             target, source = await pair(p)
             with await p.capture(copied, target, source) as graph:
                 with await Gate.closed(p) as gate:
@@ -298,7 +298,7 @@ def test_memory_is_not_given_back_under_a_launch(world: Backend) -> None:
                 assert (await p.download(target)).tolist() == [1] * SIZE
             target.close()
 
-    world.run(main)
+    backend.run(main)
 
 
 class Shown:
@@ -308,11 +308,11 @@ class Shown:
         self.__cuda_array_interface__ = buffer.__cuda_array_interface__ | {"stream": stream.address}
 
 
-def test_an_array_of_another_library_is_waited_for_at_each_launch(world: Backend) -> None:
+def test_an_array_of_another_library_is_waited_for_at_each_launch(backend: Backend) -> None:
     """Its producer has no part in the capture; each launch comes behind it."""
 
     async def main() -> None:
-        async with world.pool(prepare=[fill]) as pool, pool.partition(8) as p:
+        async with backend.pool(prepare=[fill]) as pool, pool.partition(8) as p:
             theirs = await p.run(p.context.device.create_stream)
             x = await p.empty(SIZE)
             word = await p.empty_pinned(1, np.uint32)
@@ -329,7 +329,7 @@ def test_an_array_of_another_library_is_waited_for_at_each_launch(world: Backend
                 owned.close()
             await p.run(theirs.close)
 
-    world.run(main)
+    backend.run(main)
 
 
 # -- what cannot be captured ----------------------------------------------------------------------
@@ -378,12 +378,12 @@ def spoil_and_fail(target: Buffer, source: Buffer) -> None:
     ],
 )
 def test_what_cannot_be_captured_leaves_nothing(
-    world: Backend, function: Callable[..., None], kind: type[Exception], said: str
+    backend: Backend, function: Callable[..., None], kind: type[Exception], said: str
 ) -> None:
     """The job fails with what is wrong; the capture is over, and the next one is a graph."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(16) as p:
+        async with backend.pool() as pool, pool.partition(16) as p:
             target, source = await pair(p)
             with target, source:
                 with pytest.raises(kind, match=said):
@@ -393,14 +393,14 @@ def test_what_cannot_be_captured_leaves_nothing(
                     await graph.launch(p)
                 assert (await p.download(target)).tolist() == [1] * SIZE
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_it_may_fail_on_other_sms(world: Backend) -> None:
+def test_it_may_fail_on_other_sms(backend: Backend) -> None:
     """That is the launch's failure, told once; the next launch tries again."""
 
     async def main() -> None:
-        async with world.pool() as pool:
+        async with backend.pool() as pool:
             step = Copying()
             async with pool.partition(ALL) as p:
                 target, source = await pair(p)
@@ -421,11 +421,11 @@ def test_it_may_fail_on_other_sms(world: Backend) -> None:
             for owned in (graph, target, source):
                 owned.close()
 
-    world.run(main)
+    backend.run(main)
 
 
 @pytest.mark.parametrize("is_busy", [False, True], ids=["idle", "busy"])
-def test_it_uses_the_same_buffers_everywhere(world: Backend, *, is_busy: bool) -> None:
+def test_it_uses_the_same_buffers_everywhere(backend: Backend, *, is_busy: bool) -> None:
     """Others than the first time would be kept by nobody: such a capture is refused.
 
     Whoever knows of that launches again, and succeeds: also while its thread's stream is busy.
@@ -433,7 +433,7 @@ def test_it_uses_the_same_buffers_everywhere(world: Backend, *, is_busy: bool) -
     used: list[Buffer] = []
 
     async def main() -> None:
-        async with world.pool(prepare=[saxpy]) as pool, pool.partitions(8, 8) as (p, q):
+        async with backend.pool(prepare=[saxpy]) as pool, pool.partitions(8, 8) as (p, q):
             y, x = await pair(p)
             used[:] = [x, y]
             with x, y, await q.empty_pinned(1, np.uint32) as word:
@@ -456,7 +456,7 @@ def test_it_uses_the_same_buffers_everywhere(world: Backend, *, is_busy: bool) -
                         word.array[0] = 1
                     await launched
 
-    world.run(main)
+    backend.run(main)
 
 
 def tell_of_looks(driver: Any, monkeypatch: pytest.MonkeyPatch, tell: Callable[[], None]) -> None:
@@ -473,10 +473,10 @@ def tell_of_looks(driver: Any, monkeypatch: pytest.MonkeyPatch, tell: Callable[[
 
 @pytest.mark.real_time("a thread waits for the loop")
 def test_a_loop_that_sleeps_meanwhile_leaves_a_capture_alone(
-    world: Backend, monkeypatch: pytest.MonkeyPatch
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its event would go into the capture, spoil it, and be taken for a fault of the device."""
-    driver, looked = world.driver(), threading.Event()
+    driver, looked = backend.driver(), threading.Event()
     tell_of_looks(driver, monkeypatch, looked.set)
 
     async def main() -> None:
@@ -502,15 +502,15 @@ def test_a_loop_that_sleeps_meanwhile_leaves_a_capture_alone(
                         looked.set()
                         await graph.launch(p)
 
-    world.run(main)
+    backend.run(main)
 
 
 @pytest.mark.real_time("work waits for the loop")
 def test_an_event_that_went_into_a_capture_is_not_asked_about(
-    world: Backend, monkeypatch: pytest.MonkeyPatch
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where a capture began while the event was being recorded: it would spoil the capture."""
-    driver, looks = world.driver(), list[None]()
+    driver, looks = backend.driver(), list[None]()
     tell_of_looks(driver, monkeypatch, lambda: looks.append(None))
 
     async def main() -> None:
@@ -529,16 +529,16 @@ def test_an_event_that_went_into_a_capture_is_not_asked_about(
                 word.array[0] = 1
                 await held
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_nonsense_is_refused(world: Backend) -> None:
+def test_nonsense_is_refused(backend: Backend) -> None:
     """What is no blocking function is not captured, and a graph is launched on partitions only."""
 
     async def coroutine() -> None: ...
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             for wrong in (None, 3, coroutine):
                 with pytest.raises(greensched.InvalidRequest):
                     p.capture(wrong)  # type: ignore[arg-type]  # it is wrong
@@ -548,17 +548,17 @@ def test_nonsense_is_refused(world: Backend) -> None:
                     with pytest.raises(greensched.InvalidRequest, match="Partition"):
                         graph.launch(other)  # type: ignore[arg-type]  # it is wrong
 
-    world.run(main)
+    backend.run(main)
 
 
 # -- its end --------------------------------------------------------------------------------------
 
 
-def test_nothing_is_launched_too_late(world: Backend) -> None:
+def test_nothing_is_launched_too_late(backend: Backend) -> None:
     """Not after the lease, after `close` or after the pool; what was launched is done."""
 
     async def main() -> None:
-        async with world.pool() as pool:
+        async with backend.pool() as pool:
             async with pool.partition(16) as p:
                 target, source = await pair(p)
                 graph, kept = [await p.capture(copied, target, source) for _ in range(2)]
@@ -580,14 +580,14 @@ def test_nothing_is_launched_too_late(world: Backend) -> None:
             kept.launch(p)
         kept.close()
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_a_closed_graph_gives_its_memory_back(world: Backend) -> None:
+def test_a_closed_graph_gives_its_memory_back(backend: Backend) -> None:
     """At once where nothing of it runs; else when the lane's thread next has something to do."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(16) as p:
+        async with backend.pool() as pool, pool.partition(16) as p:
             target, source = await pair(p)
             with target, source:
                 graph = await p.capture(copied, target, source)
@@ -604,14 +604,14 @@ def test_a_closed_graph_gives_its_memory_back(world: Backend) -> None:
                 assert executables(pool) <= 1
                 other.close()
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_a_forgotten_graph_is_told(world: Backend) -> None:
+def test_a_forgotten_graph_is_told(backend: Backend) -> None:
     """It warns, and is closed; one that a cancelled task was to have is closed in silence."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(16) as p:
+        async with backend.pool() as pool, pool.partition(16) as p:
             target, source = await pair(p)
             with target, source:
                 with pytest.warns(ResourceWarning, match="Graph of copied") as told:
@@ -627,14 +627,14 @@ def test_a_forgotten_graph_is_told(world: Backend) -> None:
                 with await p.capture(copied, target, source):
                     assert executables(pool) <= 2
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_a_graph_is_of_one_device(world: Backend) -> None:
+def test_a_graph_is_of_one_device(backend: Backend) -> None:
     """On a partition of another it is refused, before anything is captured there."""
 
     async def main() -> None:
-        async with world.pair("h20x2") as pool:
+        async with backend.pair("h20x2") as pool:
             async with pool.partition(8, device=0) as p, pool.partition(8, device=1) as q:
                 target, source = await pair(p)
                 with target, source, await p.capture(copied, target, source) as graph:
@@ -643,14 +643,14 @@ def test_a_graph_is_of_one_device(world: Backend) -> None:
                         graph.launch(q)
                     await graph.launch(p)
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_a_capture_of_the_users_own_keeps_graphs_out(world: Backend) -> None:
+def test_a_capture_of_the_users_own_keeps_graphs_out(backend: Backend) -> None:
     """While the partition's stream is capturing no graph is launched on it."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             target, source = await pair(p)
             with target, source, await p.capture(copied, target, source) as graph:
                 stream = p.stream
@@ -661,17 +661,17 @@ def test_a_capture_of_the_users_own_keeps_graphs_out(world: Backend) -> None:
                 driver.destroy_graph(driver.end_capture(stream.handle))
                 await graph.launch(p)
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_it_takes_the_time_of_its_work(world: Backend) -> None:
+def test_it_takes_the_time_of_its_work(backend: Backend) -> None:
     """Simulated, a launch takes one launch's latency, and then as long as its kernels do."""
-    if not world.is_simulated:
+    if not backend.is_simulated:
         pytest.skip("how long kernels take is exact on simulated devices alone")
     spans: list[Span] = []
 
     async def main() -> None:
-        async with world.pool(prepare=[saxpy]) as pool, pool.partition(16) as p:
+        async with backend.pool(prepare=[saxpy]) as pool, pool.partition(16) as p:
             driver = pool.devices[0].driver
             assert isinstance(driver, SimulatedDriver)
             y, x = await pair(p)
@@ -684,4 +684,4 @@ def test_it_takes_the_time_of_its_work(world: Backend) -> None:
         assert first.sms.bit_count() == 16
         assert whole.start == first.start < first.end == second.start < second.end == whole.end
 
-    world.run(main)
+    backend.run(main)

@@ -78,9 +78,9 @@ class Mapped:
 
 
 @pytest.mark.runs_device_code
-def test_a_kernel_of_a_green_context_does_its_work(world: Backend) -> None:
+def test_a_kernel_of_a_green_context_does_its_work(backend: Backend) -> None:
     """A kernel on its stream writes what it should, and nothing is made current for it."""
-    with opened(world) as (device,):
+    with opened(backend) as (device,):
         needs(device.driver, Feature.GREEN_STREAMS)
         with (
             greens(device, 1) as (green,),
@@ -94,9 +94,9 @@ def test_a_kernel_of_a_green_context_does_its_work(world: Backend) -> None:
 
 
 @pytest.mark.runs_device_code
-def test_two_contexts_run_kernels_of_their_own(world: Backend) -> None:
+def test_two_contexts_run_kernels_of_their_own(backend: Backend) -> None:
     """Two green contexts fill two buffers at once, each with its own value."""
-    with opened(world) as (device,), ExitStack() as stack:
+    with opened(backend) as (device,), ExitStack() as stack:
         needs(device.driver, Feature.GREEN_STREAMS)
         contexts = stack.enter_context(greens(device, 2))
         memory = [stack.enter_context(closing(Mapped(device))) for _ in contexts]
@@ -109,9 +109,9 @@ def test_two_contexts_run_kernels_of_their_own(world: Backend) -> None:
 
 
 @pytest.mark.runs_device_code
-def test_a_context_with_work_queues_of_its_own_runs_kernels(world: Backend) -> None:
+def test_a_context_with_work_queues_of_its_own_runs_kernels(backend: Backend) -> None:
     """SMs and a configuration for balanced work queues make a context whose kernels work."""
-    with opened(world) as (device,):
+    with opened(backend) as (device,):
         needs(device.driver, Feature.WORKQUEUES)
         queue = device.resources.workqueue
         queue.configure(
@@ -133,17 +133,17 @@ def test_a_context_with_work_queues_of_its_own_runs_kernels(world: Backend) -> N
 # -- whose is what ----------------------------------------------------------------------------
 
 
-def test_two_contexts_have_no_more_than_the_device(world: Backend) -> None:
+def test_two_contexts_have_no_more_than_the_device(backend: Backend) -> None:
     """What two contexts over one split say they have is some of the device's SMs, and not all."""
-    with opened(world) as (device,), greens(device, 2) as contexts:
+    with opened(backend) as (device,), greens(device, 2) as contexts:
         counts = [context.resources.sm.sm_count for context in contexts]
         assert counts == [step(device)] * 2
         assert sum(counts) <= device.resources.sm.sm_count
 
 
-def test_an_event_recorded_on_a_green_stream_is_of_its_context(world: Backend) -> None:
+def test_an_event_recorded_on_a_green_stream_is_of_its_context(backend: Backend) -> None:
     """It says so, mixes with no context of its own, and ends with the green one."""
-    with opened(world) as (device,), closing(Context.create(device)) as own:
+    with opened(backend) as (device,), closing(Context.create(device)) as own:
         needs(device.driver, Feature.GREEN_STREAMS)
         with greens(device, 1) as (green,), closing(own.create_stream()) as other:
             stream = green.create_stream()
@@ -162,9 +162,9 @@ def test_an_event_recorded_on_a_green_stream_is_of_its_context(world: Backend) -
             stream.close()
 
 
-def test_a_context_set_current_and_replaced_is_found_again(world: Backend) -> None:
+def test_a_context_set_current_and_replaced_is_found_again(backend: Backend) -> None:
     """What is current is asked of the driver and comes back as the same object, both ways."""
-    with opened(world) as (device,), greens(device, 1) as (green,):
+    with opened(backend) as (device,), greens(device, 1) as (green,):
         driver = device.driver
         device.set_current()
         before = Context.current(driver)
@@ -181,10 +181,10 @@ def test_a_context_set_current_and_replaced_is_found_again(world: Backend) -> No
 
 
 def test_what_is_made_on_a_device_is_made_there(
-    world: Backend, monkeypatch: pytest.MonkeyPatch
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Streams, events and work queues are of the device asked, whatever else is current."""
-    with opened(world, "h200x2", devices=2) as (here, there):
+    with opened(backend, "h200x2", devices=2) as (here, there):
         driver, made = here.driver, list[object]()
         create_stream, create_event = driver.create_stream, driver.create_event
 
@@ -214,9 +214,9 @@ def test_what_is_made_on_a_device_is_made_there(
 
 
 @pytest.mark.parametrize("spec", ["t4", "a100", "l40s", "h200", "rtx5090"])
-def test_every_kind_of_device_says_how_it_is_cut(world: Backend, spec: str) -> None:
+def test_every_kind_of_device_says_how_it_is_cut(backend: Backend, spec: str) -> None:
     """The least group and the alignment are even, above 0, and what a split then gives."""
-    with opened(world, spec) as (device,):
+    with opened(backend, spec) as (device,):
         sm = device.resources.sm
         for number in (sm.min_partition_size, sm.coscheduled_alignment):
             assert number >= 2
@@ -228,9 +228,9 @@ def test_every_kind_of_device_says_how_it_is_cut(world: Backend, spec: str) -> N
             assert sm.coscheduled_alignment == 2
 
 
-def test_backfill_allows_what_is_refused_without(world: Backend) -> None:
+def test_backfill_allows_what_is_refused_without(backend: Backend) -> None:
     """Two groups that whole co-scheduled sets do not give come with backfill, from 13.1 on."""
-    with opened(world) as (device,):
+    with opened(backend) as (device,):
         sm = device.resources.sm
         if not device.driver.supports(Feature.STRUCTURED_SPLIT):
             with pytest.raises(NotSupported, match=r"backfill needs .*CUDA 13\.1; this is CUDA 1"):
@@ -246,9 +246,9 @@ def test_backfill_allows_what_is_refused_without(world: Backend) -> None:
             assert (rest.sm_count if rest is not None else 0) == sm.sm_count - 2 * half
 
 
-def test_a_dry_run_with_counts_is_answered(world: Backend) -> None:
+def test_a_dry_run_with_counts_is_answered(backend: Backend) -> None:
     """What cuda.core's dry run fails on, explicit counts, is answered; a refusal says why."""
-    with opened(world) as (device,):
+    with opened(backend) as (device,):
         sm, least = device.resources.sm, step(device)
         for count in (least, (least, least), (least,) * 4):
             (groups, rest), (real, left) = (

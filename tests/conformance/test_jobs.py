@@ -22,26 +22,26 @@ CONFIG = LaunchConfig(grid=4, block=128)
 
 
 @pytest.mark.runs_device_code
-def test_a_launch_gives_the_right_answer(world: Backend) -> None:
+def test_a_launch_gives_the_right_answer(backend: Backend) -> None:
     """The main job: upload, launch, download, and the numbers are right."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(16) as p:
+        async with backend.pool() as pool, pool.partition(16) as p:
             a = np.arange(1000, dtype=np.float32)
             with await p.upload(a) as x, await p.upload(np.ones_like(a)) as y:
                 p.launch(CONFIG, saxpy, 2.0, x, y, x.size)
                 out = await p.download(y)
             np.testing.assert_array_equal(out, 2 * a + 1)
 
-    world.run(main)
+    backend.run(main)
 
 
 @pytest.mark.runs_device_code
-def test_work_happens_in_the_order_of_submission(world: Backend) -> None:
+def test_work_happens_in_the_order_of_submission(backend: Backend) -> None:
     """Launches and copies run in the order in which they were submitted, first use or not."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p, pool.partition(8) as other:
+        async with backend.pool() as pool, pool.partition(8) as p, pool.partition(8) as other:
             for lane in (p, other):  # the kernels are loaded for p by its first use, in between
                 with await lane.empty(64) as b:
                     lane.launch(CONFIG, fill, b, 1.0, b.size)
@@ -55,10 +55,10 @@ def test_work_happens_in_the_order_of_submission(world: Backend) -> None:
                     assert values == [1.0, 5.0, 15.0]
                     assert (await lane.download(b))[63] == 7.0
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_a_job_can_be_awaited_by_many_and_often(world: Backend) -> None:
+def test_a_job_can_be_awaited_by_many_and_often(backend: Backend) -> None:
     """Any number of tasks may await a job, any number of times, and all get its result."""
 
     async def main() -> None:
@@ -67,7 +67,7 @@ def test_a_job_can_be_awaited_by_many_and_often(world: Backend) -> None:
         async def wait_for(job: Job[greensched.Buffer]) -> None:
             results.append((await job).size)
 
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             with await Gate.closed(p) as gate:
                 job = p.upload(np.zeros(10))
                 async with anyio.create_task_group() as tasks:
@@ -82,14 +82,14 @@ def test_a_job_can_be_awaited_by_many_and_often(world: Backend) -> None:
             (await job).close()
         assert results == [10] * 5
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_cancelling_an_awaiter_never_cancels_the_job(world: Backend) -> None:
+def test_cancelling_an_awaiter_never_cancels_the_job(backend: Backend) -> None:
     """Whoever stops waiting for a job leaves it as it is: others still get its result."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             with await Gate.closed(p) as gate:
                 job = p.upload(np.ones(10))
                 with anyio.move_on_after(0.01) as scope:
@@ -99,14 +99,14 @@ def test_cancelling_an_awaiter_never_cancels_the_job(world: Backend) -> None:
             with await job as buffer:
                 np.testing.assert_array_equal(await p.download(buffer), np.ones(10))
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_asking_a_job_too_early_is_told(world: Backend) -> None:
+def test_asking_a_job_too_early_is_told(backend: Backend) -> None:
     """result() and exception() never wait: before the end they raise WouldBlock."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             with await Gate.closed(p):
                 job = p.empty(10)
                 for ask in (job.result, job.exception):
@@ -117,14 +117,14 @@ def test_asking_a_job_too_early_is_told(world: Backend) -> None:
                 assert job.exception() is None
                 assert "done" in repr(job)
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_leaving_the_block_waits_for_jobs_left_behind(world: Backend) -> None:
+def test_leaving_the_block_waits_for_jobs_left_behind(backend: Backend) -> None:
     """Leaving normally waits for everything that was submitted and not awaited."""
 
     async def main() -> None:
-        async with world.pool() as pool, anyio.create_task_group() as tasks:
+        async with backend.pool() as pool, anyio.create_task_group() as tasks:
             gates: list[Gate] = []
             left: list[bool] = []
 
@@ -144,17 +144,17 @@ def test_leaving_the_block_waits_for_jobs_left_behind(world: Backend) -> None:
                 await until(lambda: bool(left))
             assert left == [True]
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_unseen_failure_is_raised_at_the_end(world: Backend) -> None:
+def test_unseen_failure_is_raised_at_the_end(backend: Backend) -> None:
     """The first failure of a job nobody awaited is raised where the block ends normally."""
 
     def fail(why: str) -> None:
         raise LookupError(why)
 
     async def main() -> None:
-        async with world.pool() as pool:
+        async with backend.pool() as pool:
             with pytest.raises(LookupError, match="unseen"):
                 async with pool.partition(8) as p:
                     seen = p.run(fail, "seen")
@@ -169,10 +169,10 @@ def test_unseen_failure_is_raised_at_the_end(world: Backend) -> None:
                     p.run(fail, "unseen")
                     raise ZeroDivisionError
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_a_failure_that_was_seen_is_not_kept(world: Backend) -> None:
+def test_a_failure_that_was_seen_is_not_kept(backend: Backend) -> None:
     """Once its failure was seen, what a failed job was given is let go of before the lease ends."""
 
     class Request:
@@ -182,7 +182,7 @@ def test_a_failure_that_was_seen_is_not_kept(world: Backend) -> None:
         raise ZeroDivisionError
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             requests = [Request() for _ in range(5)]
             kept = [weakref.ref(request) for request in requests]
             while requests:
@@ -191,14 +191,14 @@ def test_a_failure_that_was_seen_is_not_kept(world: Backend) -> None:
             await p.run(lambda: None)  # behind which the worker holds the last no longer
             await until(lambda: gc.collect() >= 0 and not any(ref() for ref in kept))
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_leaving_by_an_exception_does_not_wait(world: Backend) -> None:
+def test_leaving_by_an_exception_does_not_wait(backend: Backend) -> None:
     """An exception leaves at once; the SMs stay held until the device is done with them."""
 
     async def main() -> None:
-        async with world.pool() as pool:
+        async with backend.pool() as pool:
             with pytest.raises(ZeroDivisionError):
                 async with pool.partition(16) as p:
                     gate = await Gate.closed(p)
@@ -211,14 +211,14 @@ def test_leaving_by_an_exception_does_not_wait(world: Backend) -> None:
                 async with pool.partition(ALL) as p:
                     assert p.sm_count == pool.devices[0].sm_count
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_jobs_in_flight_are_bounded(world: Backend) -> None:
+def test_jobs_in_flight_are_bounded(backend: Backend) -> None:
     """At the bound of jobs in flight submitting raises WouldBlock, and ready() waits for room."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             with await p.empty(4) as b:
                 with await Gate.closed(p) as gate:
                     number = 0
@@ -232,7 +232,7 @@ def test_jobs_in_flight_are_bounded(world: Backend) -> None:
                 await p.drain()
                 await p.copy(b, b)
 
-    world.run(main)
+    backend.run(main)
 
 
 BAD_ARGUMENTS = [
@@ -249,12 +249,12 @@ BAD_ARGUMENTS = [
 
 @pytest.mark.parametrize(("said", "args"), BAD_ARGUMENTS)
 def test_wrong_arguments_are_refused_before_anything_is_submitted(
-    world: Backend, said: str, args: tuple[object, ...]
+    backend: Backend, said: str, args: tuple[object, ...]
 ) -> None:
     """Arguments of the wrong number or kind raise, and say which and what it should be."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             with await p.empty(8) as b:
                 given = (b, *args[1:]) if args and args[0] is None else args
                 with pytest.raises(greensched.ArgumentMismatch, match=said):
@@ -263,21 +263,21 @@ def test_wrong_arguments_are_refused_before_anything_is_submitted(
                 with pytest.raises(greensched.ArgumentMismatch, match=said):
                     p.launch(CONFIG, fill, *given)
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_a_buffer_of_another_dtype_is_refused(world: Backend) -> None:
+def test_a_buffer_of_another_dtype_is_refused(backend: Backend) -> None:
     """A pointer parameter takes a buffer of its own dtype only."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             with (
                 await p.empty(8, np.float64) as b,
                 pytest.raises(greensched.ArgumentMismatch, match="float64"),
             ):
                 p.launch(CONFIG, fill, b, 1.0, b.size)
 
-    world.run(main)
+    backend.run(main)
 
 
 @pytest.mark.parametrize(
@@ -293,16 +293,16 @@ def test_a_buffer_of_another_dtype_is_refused(world: Backend) -> None:
     ],
 )
 def test_geometry_beyond_the_device_is_refused(
-    world: Backend, said: str, options: dict[str, object]
+    backend: Backend, said: str, options: dict[str, object]
 ) -> None:
     """A grid, block or shared memory beyond the device raises, and says which and the limit."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             with await p.empty(8) as b, pytest.raises(greensched.InvalidLaunch, match=said):
                 p.launch(LaunchConfig(**options), fill, b, 1.0, b.size)  # type: ignore[arg-type]
 
-    world.run(main)
+    backend.run(main)
 
 
 @pytest.mark.parametrize("bad", [0, -1, True, 1.5, "8", (1, 2, 3, 4), ()])
@@ -314,11 +314,11 @@ def test_what_is_no_geometry_is_refused(bad: object) -> None:
         LaunchConfig(grid=1, block=bad)  # type: ignore[arg-type]
 
 
-def test_pool_launch_and_run_lease_do_and_return(world: Backend) -> None:
+def test_pool_launch_and_run_lease_do_and_return(backend: Backend) -> None:
     """pool.launch and pool.run take their SMs, do the work, wait, and give the SMs back."""
 
     async def main() -> None:
-        async with world.pool() as pool:
+        async with backend.pool() as pool:
             async with pool.partition(8) as p:
                 b = await p.empty(8)
             with b:
@@ -327,14 +327,14 @@ def test_pool_launch_and_run_lease_do_and_return(world: Backend) -> None:
             s = pool.statistics()
             assert (s.granted, s.sms_free) == (3, s.sms_total)
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_what_a_cancelled_job_gives_is_nobodys(world: Backend) -> None:
+def test_what_a_cancelled_job_gives_is_nobodys(backend: Backend) -> None:
     """A buffer whose upload was cancelled is given back, without a word: nobody could close it."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             memory = p._open().site.memory
             before = memory.used_bytes
             with await Gate.closed(p):
@@ -346,18 +346,18 @@ def test_what_a_cancelled_job_gives_is_nobodys(world: Backend) -> None:
             with await p.upload(np.ones(10)):  # which finds what was given back
                 await until(lambda: memory.would_grow(0) or memory.used_bytes <= before + 512)
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_a_call_may_hand_its_buffers_to_a_library(world: Backend) -> None:
+def test_a_call_may_hand_its_buffers_to_a_library(backend: Backend) -> None:
     """In a call the array interface of its arguments names the call's own stream."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             runs = p._open().lane.runs
             with await p.upload(np.ones(10)) as buffer:
                 named = await p.run(lambda b: b.__cuda_array_interface__["stream"], buffer)
                 assert named == runs.stream.__cuda_stream__()[1]
                 assert buffer.__cuda_array_interface__["stream"] is None
 
-    world.run(main)
+    backend.run(main)

@@ -28,17 +28,17 @@ ONE = LaunchConfig(grid=1, block=1)
 
 
 @pytest.fixture(autouse=True)
-def waits(world: Backend) -> None:
+def waits(backend: Backend) -> None:
     """A driver that loads code beside whatever runs has nothing to be held up by."""
-    if not world.is_simulated and standin_library() is not None:
+    if not backend.is_simulated and standin_library() is not None:
         pytest.skip("the stand-in loads code at once, whatever runs: nothing waits for it")
 
 
-async def begin_first_use(world: Backend, pool: Pool, p: Partition) -> None:
+async def begin_first_use(backend: Backend, pool: Pool, p: Partition) -> None:
     """A kernel nobody used yet is launched behind a gate, and is waited for by a thread."""
     p.launch(ONE, spin, 1)
     loader = pool.devices[0].loader
-    while world.kind != "virtual" and not loader.first_uses:
+    while backend.kind != "virtual" and not loader.first_uses:
         pass  # not a turn of the loop, in which an event would be recorded
     await until(lambda: bool(loader.first_uses))
     await anyio.sleep(0.005)  # and it is in the driver by now
@@ -66,16 +66,16 @@ BEHIND = [(way, "another", marks) for way in WAYS if "launch" in way for marks i
     [*((way, "nobody", marks) for way in WAYS for marks in MARKS), *BEHIND],
 )
 def test_nothing_is_submitted_by_the_loop_meanwhile(
-    world: Backend, way: str, beside: str, marks: str
+    backend: Backend, way: str, beside: str, marks: str
 ) -> None:
     """Whatever it is, behind whomever: a thread makes the calls, and it gets done."""
-    if marks == "events" and not world.is_simulated:
+    if marks == "events" and not backend.is_simulated:
         pytest.skip("tickets are events where streams cannot write words, and this driver's can")
     lacks = {"without": [Feature.WRITE_VALUE]} if marks == "events" else {}
 
     async def main() -> None:
         async with (
-            world.pool(prepare=[fill], **lacks) as pool,
+            backend.pool(prepare=[fill], **lacks) as pool,
             pool.partition(8) as p,
             pool.partition(8) as q,
             pool.partition(8) as r,
@@ -86,7 +86,7 @@ def test_nothing_is_submitted_by_the_loop_meanwhile(
                 with await Gate.closed(p) as gate:
                     if beside == "another":
                         r.bind(CONFIG, fill, x, 1.0, 64)()
-                    await begin_first_use(world, pool, p)
+                    await begin_first_use(backend, pool, p)
                     done = WAYS[way](q, here, x)
                     assert not q._open().is_prompt()
                     gate.open()
@@ -94,16 +94,16 @@ def test_nothing_is_submitted_by_the_loop_meanwhile(
                 if way == "upload":
                     result.close()
 
-    world.run(main)
+    backend.run(main)
 
 
 @pytest.mark.runs_device_code
-def test_everything_can_be_submitted_meanwhile(world: Backend) -> None:
+def test_everything_can_be_submitted_meanwhile(backend: Backend) -> None:
     """To another lease, by the same loop, which goes on: it is done once the first use is."""
 
     async def main() -> None:
         async with (
-            world.pool(prepare=[fill]) as pool,
+            backend.pool(prepare=[fill]) as pool,
             pool.partition(8) as p,
             pool.partition(8) as q,
         ):
@@ -111,7 +111,7 @@ def test_everything_can_be_submitted_meanwhile(world: Backend) -> None:
                 bound = q.bind(CONFIG, fill, x, 1.0, 64)
                 await bound.submit()
                 with await Gate.closed(p) as gate:
-                    await begin_first_use(world, pool, p)
+                    await begin_first_use(backend, pool, p)
                     bound.set(1, 2.0)
                     bound()
                     jobs: list[Any] = [
@@ -136,37 +136,37 @@ def test_everything_can_be_submitted_meanwhile(world: Backend) -> None:
                 q.launch(CONFIG, fill, y, 5.0, 64)
                 assert q._open().is_prompt(), "at once again"
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_what_is_in_flight_is_awaited_meanwhile(world: Backend) -> None:
+def test_what_is_in_flight_is_awaited_meanwhile(backend: Backend) -> None:
     """Whoever sleeps until a job is done, no event being recorded, is woken all the same."""
 
     async def main() -> None:
         async with (
-            world.pool(prepare=[fill]) as pool,
+            backend.pool(prepare=[fill]) as pool,
             pool.partition(8) as p,
             pool.partition(8) as q,
         ):
             with await q.empty(64) as x, await Gate.closed(q) as mine, await Gate.closed(p) as gate:
                 job = q.launch(CONFIG, fill, x, 1.0, 64)
-                await begin_first_use(world, pool, p)
+                await begin_first_use(backend, pool, p)
                 mine.open()
                 await job
                 assert pool.devices[0].loader.first_uses
                 gate.open()
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_a_lease_ends_meanwhile(world: Backend) -> None:
+def test_a_lease_ends_meanwhile(backend: Backend) -> None:
     """One whose calls may have left work on other streams is over once the first use is.
 
     One that has done nothing goes back at once.
     """
 
     async def main() -> None:
-        async with world.pool(prepare=[fill]) as pool, pool.partition(8) as p:
+        async with backend.pool(prepare=[fill]) as pool, pool.partition(8) as p:
             began, over = anyio.Event(), anyio.Event()
 
             async def calling() -> None:
@@ -179,7 +179,7 @@ def test_a_lease_ends_meanwhile(world: Backend) -> None:
                 with await Gate.closed(p) as gate:
                     tasks.start_soon(calling)
                     await until(lambda: pool.statistics().leases == 2)
-                    await begin_first_use(world, pool, p)
+                    await begin_first_use(backend, pool, p)
                     began.set()
                     await still_waits(over.wait())
                     async with pool.partition(8) as r:
@@ -187,17 +187,17 @@ def test_a_lease_ends_meanwhile(world: Backend) -> None:
                     gate.open()
                 await over.wait()
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_a_pool_is_well_meanwhile(world: Backend) -> None:
+def test_a_pool_is_well_meanwhile(backend: Backend) -> None:
     """Its health is told without asking the driver what would wait."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             with await Gate.closed(p) as gate:
-                await begin_first_use(world, pool, p)
+                await begin_first_use(backend, pool, p)
                 assert fault_of(pool) is None
                 gate.open()
 
-    world.run(main)
+    backend.run(main)

@@ -36,13 +36,13 @@ async def through(
 
 
 @pytest.mark.parametrize("config", SHAPES, ids=str)
-def test_flat_kernels(world: Backend, config: LaunchConfig) -> None:
+def test_flat_kernels(backend: Backend, config: LaunchConfig) -> None:
     """fill, saxpy and reduce_sum are right for any grid and block, and touch nothing beyond n."""
 
     async def main() -> None:
         rng = np.random.default_rng(1)
         x, y = (rng.standard_normal(1003, dtype=np.float32) for _ in range(2))
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             found = await through(p, kernels.fill, config, y, None, 2.5, 1000)
             np.testing.assert_array_equal(found, [2.5] * 1000 + [*y[1000:]])
             found = await through(p, kernels.saxpy, config, y, 3.0, x, None, 1000)
@@ -53,25 +53,25 @@ def test_flat_kernels(world: Backend, config: LaunchConfig) -> None:
             )
             np.testing.assert_allclose(found[0], 1 + math.fsum(x[:1000]), rtol=1e-4)
 
-    world.run(main)
+    backend.run(main)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (37, 53, 3), (64, 64, 1)], ids=str)
 @pytest.mark.parametrize("sigma", [0.0, 0.7, 3.0])
-def test_gaussian_blur(world: Backend, shape: tuple[int, int, int], sigma: float) -> None:
+def test_gaussian_blur(backend: Backend, shape: tuple[int, int, int], sigma: float) -> None:
     """A blur is the weighted mean of the neighbourhood, with edges clamped."""
 
     async def main() -> None:
         image = np.random.default_rng(2).random(shape, dtype=np.float32)
         config = LaunchConfig(grid=8, block=(16, 8))
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             arguments = (image, None, *shape, sigma)
             found = await through(
                 p, kernels.gaussian_blur, config, np.zeros_like(image), *arguments
             )
         np.testing.assert_allclose(found, _blurred(image, sigma), rtol=1e-4, atol=1e-5)
 
-    world.run(main)
+    backend.run(main)
 
 
 def _blurred(image: Floats, sigma: float) -> npt.NDArray[np.float64]:
@@ -92,7 +92,7 @@ def _blurred(image: Floats, sigma: float) -> npt.NDArray[np.float64]:
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (33, 65, 17), (128, 96, 64)], ids=str)
-def test_matmul(world: Backend, sizes: tuple[int, int, int]) -> None:
+def test_matmul(backend: Backend, sizes: tuple[int, int, int]) -> None:
     """A product is numpy's, times the number of passes."""
     m, n, k = sizes
 
@@ -101,33 +101,33 @@ def test_matmul(world: Backend, sizes: tuple[int, int, int]) -> None:
         a = rng.standard_normal((m, k), dtype=np.float32)
         b = rng.standard_normal((k, n), dtype=np.float32)
         config = LaunchConfig(grid=4, block=(16, 16))
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             out = np.full((m, n), np.nan, np.float32)
             found = await through(p, kernels.matmul, config, out, a, b, None, m, n, k, 3)
         np.testing.assert_allclose(found, 3 * (a.astype(float) @ b), rtol=1e-4, atol=1e-4)
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_spin_takes_its_time(world: Backend) -> None:
+def test_spin_takes_its_time(backend: Backend) -> None:
     """A spin of two milliseconds is not over before them, by the device's own clock or ours."""
 
     async def main() -> None:
-        driver = world.driver()
+        driver = backend.driver()
         async with Pool(driver=driver) as pool, pool.partition(8) as p:
             await p.launch(LaunchConfig(grid=1, block=1), kernels.spin, 0)  # loaded
             began = driver.time()
             await p.launch(LaunchConfig(grid=8, block=32), kernels.spin, 2_000_000)
             assert driver.time() - began > 0.0019  # the device's clock ticks in microseconds
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_latch_waits_for_the_host_or_its_limit(world: Backend) -> None:
+def test_latch_waits_for_the_host_or_its_limit(backend: Backend) -> None:
     """A latch runs until the host sets its word, and no longer than its limit."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             with await p.empty_pinned(1, np.uint32) as word:
                 config = LaunchConfig(grid=2, block=32)
                 await p.launch(config, kernels.latch, word, 1_000_000)
@@ -136,16 +136,16 @@ def test_latch_waits_for_the_host_or_its_limit(world: Backend) -> None:
                 word.array[0] = 1
                 await held
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_smids_names_the_partitions_sms(world: Backend) -> None:
+def test_smids_names_the_partitions_sms(backend: Backend) -> None:
     """As many SMs are seen as the partition has, with blocks that fill them."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(16) as p:
+        async with backend.pool() as pool, pool.partition(16) as p:
             config = LaunchConfig(grid=2 * p.sm_count, block=1024)
             seen = await through(p, kernels.smids, config, np.zeros(64, np.uint32), None, 200_000)
             assert int(np.unpackbits(seen.view(np.uint8)).sum()) == p.sm_count
 
-    world.run(main)
+    backend.run(main)

@@ -16,96 +16,96 @@ from helpers.waiting import until
 
 
 @pytest.mark.parametrize("sms", [1, 8, 9, 16, 24, 64, 100, 120])
-def test_granted_is_at_least_what_was_asked_and_visible(world: Backend, sms: int) -> None:
+def test_granted_is_at_least_what_was_asked_and_visible(backend: Backend, sms: int) -> None:
     """A partition has at least the SMs asked for, in whole cells, and says how many."""
 
     async def main() -> None:
-        async with world.pool("h200") as pool, pool.partition(sms) as p:
+        async with backend.pool("h200") as pool, pool.partition(sms) as p:
             assert p.sm_count >= sms
             assert p.sm_count - sms < 16
             assert pool.statistics().sms_leased == p.sm_count
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_all_is_every_sm(world: Backend) -> None:
+def test_all_is_every_sm(backend: Backend) -> None:
     """ALL is every SM of the device, remainder included, and nothing is free beside it."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(ALL) as p:
+        async with backend.pool() as pool, pool.partition(ALL) as p:
             assert p.sm_count == pool.devices[0].sm_count
             assert pool.statistics().sms_free == 0
             with pytest.raises(greensched.WouldBlock):
                 pool.partition_nowait(1)
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_joint_request_is_granted_as_one(world: Backend) -> None:
+def test_joint_request_is_granted_as_one(backend: Backend) -> None:
     """partitions(16, REST) yields both in the order of its arguments, on one device."""
 
     async def main() -> None:
-        async with world.pool("h200") as pool, pool.partitions(16, REST) as (a, b):
+        async with backend.pool("h200") as pool, pool.partitions(16, REST) as (a, b):
             assert a.sm_count == 16
             assert a.device == b.device
             assert b.sm_count >= 132 - 16 - 12
             assert pool.statistics().leases == 2
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_rest_comes_first_when_written_first(world: Backend) -> None:
+def test_rest_comes_first_when_written_first(backend: Backend) -> None:
     """The order of the tuple is the order of the arguments, wherever REST stands."""
 
     async def main() -> None:
         async with (
-            world.pool("h200") as pool,
+            backend.pool("h200") as pool,
             pool.partitions(REST, 8, 16) as (rest, small, larger),
         ):
             assert (small.sm_count, larger.sm_count) == (8, 16)
             assert rest.sm_count > 90
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_elastic_size_takes_what_is_free(world: Backend) -> None:
+def test_elastic_size_takes_what_is_free(backend: Backend) -> None:
     """(8, 64) is granted as soon as 8 are free, with as many up to 64 as are free then."""
 
     async def main() -> None:
-        async with world.pool() as pool:
+        async with backend.pool() as pool:
             async with pool.partition((8, 64)) as p:
                 assert p.sm_count == 64
             most = pool.devices[0].sm_count
             async with pool.partition(most - 32), pool.partition((8, 64)) as p:
                 assert 8 <= p.sm_count <= 32
 
-    world.run(main)
+    backend.run(main)
 
 
 NO_SIZES = [0, -1, True, 1.5, "16", None, (8,), (64, 8), (0, 8), (8, "x"), float("nan")]
 
 
 @pytest.mark.parametrize("sms", NO_SIZES)
-def test_what_is_no_size_is_refused(world: Backend, sms: object) -> None:
+def test_what_is_no_size_is_refused(backend: Backend, sms: object) -> None:
     """A size that can never be is refused when the partition is asked for, with what would be."""
-    pool = world.pool()
+    pool = backend.pool()
     with pytest.raises(greensched.InvalidSize, match="positive int"):
         pool.partition(sms)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("sms", [133, 10**9])
-def test_more_than_can_ever_be_is_refused_at_once(world: Backend, sms: int) -> None:
+def test_more_than_can_ever_be_is_refused_at_once(backend: Backend, sms: int) -> None:
     """A request beyond every device says the most there can be, and never waits."""
 
     async def main() -> None:
-        async with world.pool() as pool:
+        async with backend.pool() as pool:
             with pytest.raises(greensched.TooManySMs) as refused:
                 async with pool.partition(sms):
                     pass
             assert refused.value.most == pool.devices[0].sm_count
             assert str(refused.value.most) in str(refused.value)
 
-    world.run(main)
+    backend.run(main)
 
 
 async def follow(pool: Pool, sms: object, name: object, order: list[object]) -> None:
@@ -113,22 +113,22 @@ async def follow(pool: Pool, sms: object, name: object, order: list[object]) -> 
         order.append(name)
 
 
-def test_who_waits_is_granted_in_order(world: Backend) -> None:
+def test_who_waits_is_granted_in_order(backend: Backend) -> None:
     """Requests of one size are granted in the order in which they came."""
     order: list[object] = []
 
     async def main() -> None:
-        async with world.pool() as pool, anyio.create_task_group() as tasks:
+        async with backend.pool() as pool, anyio.create_task_group() as tasks:
             async with pool.partition(ALL):
                 for number in range(5):
                     tasks.start_soon(follow, pool, ALL, number, order)
                     await until(lambda number=number: pool.statistics().waiting > number)
         assert order == [0, 1, 2, 3, 4]
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_larger_priority_goes_first(world: Backend) -> None:
+def test_larger_priority_goes_first(backend: Backend) -> None:
     """A request of a service class with a larger priority is granted before earlier ones."""
     order: list[object] = []
     services = [ServiceClass(name="batch"), ServiceClass(name="decode", priority=10)]
@@ -138,7 +138,7 @@ def test_larger_priority_goes_first(world: Backend) -> None:
             order.append(service)
 
     async def main() -> None:
-        async with world.pool(services=services) as pool, anyio.create_task_group() as tasks:
+        async with backend.pool(services=services) as pool, anyio.create_task_group() as tasks:
             async with pool.partition(ALL):
                 for waiting, service in enumerate(("batch", "batch", "decode")):
                     tasks.start_soon(one, pool, service)
@@ -146,15 +146,15 @@ def test_larger_priority_goes_first(world: Backend) -> None:
             assert pool.statistics().waiting
         assert order == ["decode", "batch", "batch"]
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_queue_is_bounded(world: Backend) -> None:
+def test_queue_is_bounded(backend: Backend) -> None:
     """At the bound of the queue a request is refused at once, with a hint when to come again."""
 
     async def main() -> None:
         order: list[object] = []
-        async with world.pool(max_waiting=2) as pool, anyio.create_task_group() as tasks:
+        async with backend.pool(max_waiting=2) as pool, anyio.create_task_group() as tasks:
             async with pool.partition(ALL):
                 for number in range(2):
                     tasks.start_soon(follow, pool, 8, number, order)
@@ -163,7 +163,7 @@ def test_queue_is_bounded(world: Backend) -> None:
                     others.start_soon(_refused_full, pool)
         assert sorted(order) == [0, 1]
 
-    world.run(main)
+    backend.run(main)
 
 
 async def _refused_full(pool: Pool) -> None:
@@ -173,7 +173,7 @@ async def _refused_full(pool: Pool) -> None:
     assert refused.value.retry_after > 0
 
 
-def test_deadline_passes_while_queued(world: Backend) -> None:
+def test_deadline_passes_while_queued(backend: Backend) -> None:
     """Not granted by its deadline, a request raises DeadlineExceeded and leaves the queue."""
 
     async def late(pool: Pool) -> None:
@@ -182,33 +182,33 @@ def test_deadline_passes_while_queued(world: Backend) -> None:
                 pass
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(ALL):
+        async with backend.pool() as pool, pool.partition(ALL):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(late, pool)
             statistics = pool.statistics()
             assert (statistics.waiting, statistics.expired) == (0, 1)
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_deadline_means_nothing_once_granted(world: Backend) -> None:
+def test_deadline_means_nothing_once_granted(backend: Backend) -> None:
     """A deadline is for the queue: a granted lease outlives it."""
 
     async def main() -> None:
-        driver = world.driver()
+        driver = backend.driver()
         async with Pool(driver=driver) as pool, pool.partition(8, deadline=0.001) as p:
             granted = driver.time()
             await until(lambda: driver.time() > granted + 0.001)
             assert p.sm_count == 8
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_asking_for_what_one_holds_is_told(world: Backend) -> None:
+def test_asking_for_what_one_holds_is_told(backend: Backend) -> None:
     """A task that holds and asks for what can never come meanwhile gets WouldDeadlock."""
 
     async def main() -> None:
-        async with world.pool("h200") as pool, pool.partition(64):
+        async with backend.pool("h200") as pool, pool.partition(64):
             with pytest.raises(greensched.WouldDeadlock) as refused:
                 async with pool.partition(ALL):
                     pass
@@ -216,14 +216,14 @@ def test_asking_for_what_one_holds_is_told(world: Backend) -> None:
             async with pool.partition(8) as inner:  # what can come, comes
                 assert inner.sm_count == 8
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_nowait_is_granted_or_refused(world: Backend) -> None:
+def test_nowait_is_granted_or_refused(backend: Backend) -> None:
     """partition_nowait is granted when it returns, or raises WouldBlock and takes nothing."""
 
     async def main() -> None:
-        async with world.pool() as pool:
+        async with backend.pool() as pool:
             p = pool.partition_nowait(16)
             assert p.sm_count == 16
             assert pool.statistics().sms_leased == 16
@@ -234,14 +234,14 @@ def test_nowait_is_granted_or_refused(world: Backend) -> None:
                 assert pool.statistics().sms_free == before
             assert pool.statistics().sms_leased == 0
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_other_shapes_are_made_when_asked_for(world: Backend) -> None:
+def test_other_shapes_are_made_when_asked_for(backend: Backend) -> None:
     """Cells that are not in the menu together get a lane, made once and warm from then on."""
 
     async def main() -> None:
-        async with world.pool("h200") as pool, pool.partitions(24, 24, 24, 24):
+        async with backend.pool("h200") as pool, pool.partitions(24, 24, 24, 24):
             with pytest.raises(greensched.WouldBlock, match="no lane"):
                 pool.partition_nowait(24)
             made = pool.statistics().executors_made
@@ -252,14 +252,14 @@ def test_other_shapes_are_made_when_asked_for(world: Backend) -> None:
             async with pool.partition_nowait(24) as p:
                 assert p.sm_count == 24
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_partition_outside_its_block_is_refused(world: Backend) -> None:
+def test_partition_outside_its_block_is_refused(backend: Backend) -> None:
     """Before and after its block a partition raises PartitionClosed, and touches nothing."""
 
     async def main() -> None:
-        async with world.pool() as pool:
+        async with backend.pool() as pool:
             p = pool.partition(8)
             with pytest.raises(greensched.PartitionClosed, match="async with"):
                 _ = p.sm_count
@@ -269,14 +269,14 @@ def test_partition_outside_its_block_is_refused(world: Backend) -> None:
                 with pytest.raises(greensched.PartitionClosed):
                     use()
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_a_partition_is_entered_once(world: Backend) -> None:
+def test_a_partition_is_entered_once(backend: Backend) -> None:
     """A second task that enters a partition, queued or granted, is refused, and no SM is lost."""
 
     async def main() -> None:
-        async with world.pool() as pool:
+        async with backend.pool() as pool:
             p = pool.partition(8)
             entered, left = anyio.Event(), anyio.Event()
 
@@ -300,14 +300,14 @@ def test_a_partition_is_entered_once(world: Backend) -> None:
                 await p.__aenter__()
             assert pool.statistics().sms_leased == 0
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_a_refused_partition_may_be_entered_again(world: Backend) -> None:
+def test_a_refused_partition_may_be_entered_again(backend: Backend) -> None:
     """A partition whose entering failed is as it was before."""
 
     async def main() -> None:
-        async with world.pool() as pool:
+        async with backend.pool() as pool:
             p, both = pool.partition(8), pool.partitions(8, REST)
             async with pool.partition(ALL):
                 for refused in (p, both):
@@ -319,14 +319,14 @@ def test_a_refused_partition_may_be_entered_again(world: Backend) -> None:
                 with pytest.raises(greensched.InvalidRequest, match="entered already"):
                     await both.__aenter__()
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_a_member_of_a_joint_grant_is_not_entered_by_itself(world: Backend) -> None:
+def test_a_member_of_a_joint_grant_is_not_entered_by_itself(backend: Backend) -> None:
     """Entering one is refused; one that ended early hides no error, and the others end too."""
 
     async def main() -> None:
-        async with world.pool() as pool:
+        async with backend.pool() as pool:
             with pytest.raises(KeyError):
                 async with pool.partitions(16, 8) as (a, b):
                     with pytest.raises(greensched.InvalidRequest, match="entered already"):
@@ -335,14 +335,14 @@ def test_a_member_of_a_joint_grant_is_not_entered_by_itself(world: Backend) -> N
                     raise KeyError
             await until(lambda: pool.statistics().leases == 0)
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_pool_outside_its_life_is_refused(world: Backend) -> None:
+def test_pool_outside_its_life_is_refused(backend: Backend) -> None:
     """A pool that is not open, or not any more, says so, and how to open it."""
 
     async def main() -> None:
-        pool = world.pool()
+        pool = backend.pool()
         with pytest.raises(greensched.PoolClosed, match="async with pool"):
             async with pool.partition(8):
                 pass
@@ -355,35 +355,35 @@ def test_pool_outside_its_life_is_refused(world: Backend) -> None:
             await pool.open()
         assert "closed" in repr(pool)
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_second_pool_on_a_device_is_refused(world: Backend) -> None:
+def test_second_pool_on_a_device_is_refused(backend: Backend) -> None:
     """Two pools would cut a device into overlapping partitions: the second is refused."""
 
     async def main() -> None:
-        driver = world.driver()
+        driver = backend.driver()
         async with Pool(driver=driver):
             with pytest.raises(greensched.DeviceTaken):
                 await Pool(driver=driver).open()
         async with Pool(driver=driver) as after:
             assert after.is_ready
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_big_request_is_not_starved_by_small_ones(world: Backend) -> None:
+def test_big_request_is_not_starved_by_small_ones(backend: Backend) -> None:
     """While small requests keep coming, a request for ALL is granted within the ageing bound."""
 
     async def main() -> None:
-        async with world.pool() as pool, anyio.create_task_group() as tasks:
+        async with backend.pool() as pool, anyio.create_task_group() as tasks:
             small = [0]
 
             async def keep_coming() -> None:
                 while True:
                     async with pool.partition(8):
                         small[0] += 1
-                        await anyio.sleep(0.002)  # its work: ageing goes by the world's clock
+                        await anyio.sleep(0.002)  # its work: ageing goes by the backend's clock
 
             for _ in range(12):
                 tasks.start_soon(keep_coming)
@@ -393,14 +393,14 @@ def test_big_request_is_not_starved_by_small_ones(world: Backend) -> None:
                     assert p.sm_count == pool.devices[0].sm_count
             tasks.cancel_scope.cancel()
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_statistics_and_repr_tell_the_truth(world: Backend) -> None:
+def test_statistics_and_repr_tell_the_truth(backend: Backend) -> None:
     """What is leased, draining and free adds up at every step, and repr says the same."""
 
     async def main() -> None:
-        async with world.pool() as pool:
+        async with backend.pool() as pool:
             async with pool.partition(16) as p:
                 with await Gate.closed(p):
                     s = pool.statistics()
@@ -417,14 +417,14 @@ def test_statistics_and_repr_tell_the_truth(world: Backend) -> None:
                     await until(lambda: pool.statistics().sms_draining == 0)
                     held._word.close()
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_the_first_lease_of_any_size_makes_no_lane(world: Backend) -> None:
+def test_the_first_lease_of_any_size_makes_no_lane(backend: Backend) -> None:
     """Whatever size is asked for first, alone or beside the rest, its lane is there already."""
 
     async def main() -> None:
-        async with world.pool() as pool:
+        async with backend.pool() as pool:
             made = pool.statistics().executors_made
             for sms in range(8, pool.devices[0].sm_count - 16, 8):
                 async with pool.partition_nowait(sms):
@@ -433,10 +433,10 @@ def test_the_first_lease_of_any_size_makes_no_lane(world: Backend) -> None:
                     pass
             assert pool.statistics().executors_made == made
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_a_generator_that_is_closed_has_left_its_block(world: Backend) -> None:
+def test_a_generator_that_is_closed_has_left_its_block(backend: Backend) -> None:
     """Where an async generator is closed in a block, that block was left, and nobody is warned."""
 
     async def numbers(pool: Pool) -> AsyncIterator[int]:
@@ -444,7 +444,7 @@ def test_a_generator_that_is_closed_has_left_its_block(world: Backend) -> None:
             yield p.sm_count
 
     async def main() -> None:
-        async with world.pool() as pool:
+        async with backend.pool() as pool:
             found = numbers(pool)
             assert await anext(found) >= 8
             await found.aclose()
@@ -452,4 +452,4 @@ def test_a_generator_that_is_closed_has_left_its_block(world: Backend) -> None:
             gc.collect()
             await until(lambda: pool.statistics().leases == 0)
 
-    world.run(main)
+    backend.run(main)

@@ -47,40 +47,40 @@ class Thing:
         self.things.where_closed.add(self.things.here())
 
 
-def test_it_is_made_once_for_the_same_sms(world: Backend) -> None:
+def test_it_is_made_once_for_the_same_sms(backend: Backend) -> None:
     """Every lease of the same SMs has the same thing, however often it asks; it is made once."""
 
     async def main() -> None:
-        async with world.pool() as pool:
+        async with backend.pool() as pool:
             things, seen = Things(pool), set()
             for _ in range(3):
                 async with pool.partition(ALL) as p:
                     seen.update([await p.local(things.make), await p.local(things.make)])
             assert len(seen) == len(things.made) == 1
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_other_sms_and_other_functions_have_their_own(world: Backend) -> None:
+def test_other_sms_and_other_functions_have_their_own(backend: Backend) -> None:
     """Two partitions share nothing, nor do two functions given to one."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partitions(8, 8) as (a, b):
+        async with backend.pool() as pool, pool.partitions(8, 8) as (a, b):
             things = Things(pool)
             mine = [await p.local(f) for p in (a, b) for f in (things.make, things.make_another)]
             assert len(set(mine)) == 4
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_it_is_made_and_closed_on_the_lanes_thread(world: Backend) -> None:
+def test_it_is_made_and_closed_on_the_lanes_thread(backend: Backend) -> None:
     """Where calls of the partition run, with its SMs current; closed with the pool, newest first.
 
     While the lane lives nothing is closed.
     """
 
     async def main() -> None:
-        async with world.pool() as pool:
+        async with backend.pool() as pool:
             things = Things(pool)
             async with pool.partition(16) as p:
                 called = await p.run(things.here)
@@ -91,15 +91,15 @@ def test_it_is_made_and_closed_on_the_lanes_thread(world: Backend) -> None:
         assert things.closed == [second, first]
         assert things.where_closed == {called}
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_two_tasks_ask_at_once(world: Backend) -> None:
+def test_two_tasks_ask_at_once(backend: Backend) -> None:
     """Whoever asks while it is being made gets the same one."""
     seen = set()
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             things = Things(pool)
 
             async def ask() -> None:
@@ -110,14 +110,14 @@ def test_two_tasks_ask_at_once(world: Backend) -> None:
                     tasks.start_soon(ask)
         assert len(seen) == len(things.made) == 1
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_it_is_given_at_once_the_second_time(world: Backend) -> None:
+def test_it_is_given_at_once_the_second_time(backend: Backend) -> None:
     """What is made needs no thread and no wait: the job is done when it is returned."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             things = Things(pool)
             made = await p.local(things.make)
             job = p.local(things.make)
@@ -125,10 +125,10 @@ def test_it_is_given_at_once_the_second_time(world: Backend) -> None:
             assert job.result() is made
             assert await job is made
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_a_factory_that_fails_keeps_nothing(world: Backend) -> None:
+def test_a_factory_that_fails_keeps_nothing(backend: Backend) -> None:
     """Its error is raised where it is awaited; what was made before stays; the next call tries."""
     tries: list[int] = []
 
@@ -139,7 +139,7 @@ def test_a_factory_that_fails_keeps_nothing(world: Backend) -> None:
         return "made"
 
     async def main() -> None:
-        async with world.pool() as pool:
+        async with backend.pool() as pool:
             things = Things(pool)
             async with pool.partition(ALL) as p:
                 kept = await p.local(things.make)
@@ -152,23 +152,23 @@ def test_a_factory_that_fails_keeps_nothing(world: Backend) -> None:
                 assert await p.local(things.make) is kept
         assert things.closed == [kept]
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_a_failure_nobody_saw_is_raised_at_the_end(world: Backend) -> None:
+def test_a_failure_nobody_saw_is_raised_at_the_end(backend: Backend) -> None:
     """Of a factory as of any job."""
 
     async def main() -> None:
-        async with world.pool() as pool:
+        async with backend.pool() as pool:
             with pytest.raises(ZeroDivisionError):
                 async with pool.partition(8) as p:
                     p.local(lambda: 1 / 0)
 
-    world.run(main)
+    backend.run(main)
 
 
 @pytest.mark.real_time(why="a running call waits for the loop")
-def test_a_cancellation_leaves_it_made(world: Backend) -> None:
+def test_a_cancellation_leaves_it_made(backend: Backend) -> None:
     """Who waits is free at once; the factory runs to its end, and the next one has its value."""
     began, may_return = threading.Event(), threading.Event()
     made: list[object] = []
@@ -180,7 +180,7 @@ def test_a_cancellation_leaves_it_made(world: Backend) -> None:
         return made[-1]
 
     async def main() -> None:
-        async with world.pool() as pool:
+        async with backend.pool() as pool:
             async with anyio.create_task_group() as tasks:
 
                 async def use() -> None:
@@ -196,10 +196,10 @@ def test_a_cancellation_leaves_it_made(world: Backend) -> None:
                 assert await p.local(make) is made[0]
         assert len(made) == 1
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_nonsense_is_refused(world: Backend) -> None:
+def test_nonsense_is_refused(backend: Backend) -> None:
     """What is no function, is to be awaited, or cannot be told apart, is refused at the call."""
 
     class Unhashable:
@@ -210,30 +210,30 @@ def test_nonsense_is_refused(world: Backend) -> None:
     async def coroutine() -> None: ...
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             for wrong in (None, 3, "make", coroutine, Unhashable()):
                 with pytest.raises(greensched.InvalidRequest):
                     p.local(wrong)  # type: ignore[arg-type]  # it is wrong
         with pytest.raises(greensched.PartitionClosed):
             p.local(object)
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_a_new_function_each_time_is_told(world: Backend) -> None:
+def test_a_new_function_each_time_is_told(backend: Backend) -> None:
     """Beyond 64 things nothing more is made: somebody gives a new function each time."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             for number in range(local_storage.MOST):
                 assert await p.local(partial(int, number)) == number
             with pytest.raises(greensched.InvalidRequest, match="the same one each time"):
                 await p.local(partial(int, -1))
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_a_close_that_fails_is_logged(world: Backend, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_close_that_fails_is_logged(backend: Backend, caplog: pytest.LogCaptureFixture) -> None:
     """The others are closed all the same, and so is the pool."""
 
     class Stubborn:
@@ -241,7 +241,7 @@ def test_a_close_that_fails_is_logged(world: Backend, caplog: pytest.LogCaptureF
             raise OSError("stuck")
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             things = Things(pool)
             await p.local(things.make)
             await p.local(Stubborn)
@@ -249,6 +249,6 @@ def test_a_close_that_fails_is_logged(world: Backend, caplog: pytest.LogCaptureF
         assert len(things.closed) == 1
 
     with caplog.at_level(logging.ERROR, "greensched"):
-        world.run(main)
+        backend.run(main)
     assert "stuck" in caplog.text
     caplog.clear()

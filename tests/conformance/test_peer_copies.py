@@ -27,32 +27,32 @@ ONES = np.ones(CHUNK // 4 + 100, np.float32)
 pytestmark = pytest.mark.parametrize("pair", PAIRS)
 
 
-def two(world: Backend, pair: str) -> Pool:
+def two(backend: Backend, pair: str) -> Pool:
     """A pool over two devices; skipped where another test says the same."""
-    if "@" in pair and (world.kind, world.backend) != ("real", "asyncio"):
+    if "@" in pair and (backend.kind, backend.loop) != ("real", "asyncio"):
         pytest.skip("older drivers copy alike on every loop: they are tried on asyncio's")
-    if not world.is_simulated and pair != PAIRS[0]:
+    if not backend.is_simulated and pair != PAIRS[0]:
         pytest.skip("only simulated machines have devices of each kind: this one's are tried once")
-    return world.pair(pair)
+    return backend.pair(pair)
 
 
 @asynccontextmanager
-async def both(world: Backend, pair: str) -> AsyncIterator[tuple[Partition, Partition]]:
+async def both(backend: Backend, pair: str) -> AsyncIterator[tuple[Partition, Partition]]:
     """A partition of each of the two devices."""
-    async with two(world, pair) as pool:
+    async with two(backend, pair) as pool:
         async with pool.partition(8, device=0) as p, pool.partition(8, device=1) as q:
             yield p, q
 
 
 @pytest.mark.parametrize("size", [0, 3, SLOT, SLOT + 1, CHUNK, 2 * CHUNK + SLOT + 1])
 def test_what_is_copied_to_another_device_and_back_arrives(
-    world: Backend, pair: str, size: int
+    backend: Backend, pair: str, size: int
 ) -> None:
     """Whatever its size, an array goes to the other device and comes back by either's partition."""
     array = RNG.integers(0, 256, size, np.uint8)
 
     async def main() -> None:
-        async with both(world, pair) as (p, q):
+        async with both(backend, pair) as (p, q):
             buffers = [await p.upload(array), await q.empty_like(array), await q.empty_like(array)]
             with buffers[0] as here, buffers[1] as there, buffers[2] as also:
                 await p.copy(there, here)
@@ -66,17 +66,17 @@ def test_what_is_copied_to_another_device_and_back_arrives(
                 await p.copy(here, also)
                 np.testing.assert_array_equal(await p.download(here), array)
 
-    world.run(main)
+    backend.run(main)
 
 
 @pytest.mark.parametrize("value", [np.ones(8, np.float32), ONES], ids=["small", "large"])
 def test_a_copy_waits_for_the_writer_on_the_other_device(
-    world: Backend, pair: str, value: np.ndarray
+    backend: Backend, pair: str, value: np.ndarray
 ) -> None:
     """It takes what was written before it was submitted, however late, and not what comes later."""
 
     async def main() -> None:
-        async with both(world, pair) as (p, q):
+        async with both(backend, pair) as (p, q):
             with await p.upload(value * 0) as here, await q.upload(value * 0) as there:
                 await p.copy(here, there)  # so that it is known whether there is a way
                 with await Gate.closed(q) as gate:
@@ -88,14 +88,14 @@ def test_a_copy_waits_for_the_writer_on_the_other_device(
                 np.testing.assert_array_equal(await p.download(here), value)
                 np.testing.assert_array_equal(await q.download(there), value * 2)
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_the_other_device_waits_for_a_copy(world: Backend, pair: str) -> None:
+def test_the_other_device_waits_for_a_copy(backend: Backend, pair: str) -> None:
     """Who reads or writes the buffer on its own device comes behind what was copied into it."""
 
     async def main() -> None:
-        async with both(world, pair) as (p, q):
+        async with both(backend, pair) as (p, q):
             with await p.upload(ONES) as here, await q.upload(ONES * 0) as there:
                 await p.copy(here, here)
                 with await Gate.closed(p) as gate:
@@ -107,10 +107,10 @@ def test_the_other_device_waits_for_a_copy(world: Backend, pair: str) -> None:
                     gate.open()
                 np.testing.assert_array_equal(await read, ONES)
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_devices_copy_in_both_directions_at_once(world: Backend, pair: str) -> None:
+def test_devices_copy_in_both_directions_at_once(backend: Backend, pair: str) -> None:
     """Several lanes of two devices upload, copy across and download at the same time."""
 
     async def there_and_back(pool: Pool, number: int) -> None:
@@ -125,18 +125,18 @@ def test_devices_copy_in_both_directions_at_once(world: Backend, pair: str) -> N
                     np.testing.assert_array_equal(await p.download(mine), array)
 
     async def main() -> None:
-        async with two(world, pair) as pool, anyio.create_task_group() as tasks:
+        async with two(backend, pair) as pool, anyio.create_task_group() as tasks:
             for number in range(6):
                 tasks.start_soon(there_and_back, pool, number)
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_neither_of_this_device_is_refused(world: Backend, pair: str) -> None:
+def test_neither_of_this_device_is_refused(backend: Backend, pair: str) -> None:
     """A partition copies nothing for two buffers elsewhere, and nothing of another shape."""
 
     async def main() -> None:
-        async with both(world, pair) as (p, q):
+        async with both(backend, pair) as (p, q):
             with await q.empty(8) as a, await q.empty(8) as b, await p.empty(9) as mine:
                 with pytest.raises(WrongDevice, match="device 1, and this is device 0"):
                     p.copy(a, b)
@@ -146,4 +146,4 @@ def test_neither_of_this_device_is_refused(world: Backend, pair: str) -> None:
                 with pytest.raises(greensched.BufferClosed):
                     p.copy(mine, b)
 
-    world.run(main)
+    backend.run(main)

@@ -24,9 +24,9 @@ from helpers.gate import Gate
 from helpers.waiting import until
 
 
-def test_a_pool_can_be_made_anywhere_and_opened_often(world: Backend) -> None:
+def test_a_pool_can_be_made_anywhere_and_opened_often(backend: Backend) -> None:
     """Making a pool touches no loop; opening it twice, or at once from two tasks, opens it once."""
-    pool = world.pool()
+    pool = backend.pool()
     assert pool.state is PoolState.NEW
     assert "not open" in repr(pool)
 
@@ -44,26 +44,26 @@ def test_a_pool_can_be_made_anywhere_and_opened_often(world: Backend) -> None:
         assert await pool.aclose() == report
         assert pool.state is PoolState.CLOSED
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_a_pool_never_opened_can_be_closed(world: Backend) -> None:
+def test_a_pool_never_opened_can_be_closed(backend: Backend) -> None:
     """Closing a pool that was never opened does nothing, and nothing opens it afterwards."""
 
     async def main() -> None:
-        pool = world.pool()
+        pool = backend.pool()
         await pool.aclose()
         with pytest.raises(greensched.PoolClosed):
             await pool.open()
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_closing_tells_who_waits_and_lets_holders_finish(world: Backend) -> None:
+def test_closing_tells_who_waits_and_lets_holders_finish(backend: Backend) -> None:
     """Aclose refuses who is queued, and waits for who holds a lease, within its grace."""
 
     async def main() -> None:
-        pool = world.pool()
+        pool = backend.pool()
         await pool.open()
         told: list[str] = []
         async with anyio.create_task_group() as tasks:
@@ -89,14 +89,14 @@ def test_closing_tells_who_waits_and_lets_holders_finish(world: Backend) -> None
                 told.append("holder")
         assert told == ["waiter", "holder", "closed ()"]
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_what_still_works_after_the_grace_is_abandoned_and_reported(world: Backend) -> None:
+def test_what_still_works_after_the_grace_is_abandoned_and_reported(backend: Backend) -> None:
     """A lane with work that does not end is left as it is, and aclose says which."""
 
     async def main() -> None:
-        pool = world.pool()
+        pool = backend.pool()
         await pool.open()
         with pytest.raises(ZeroDivisionError):
             async with pool.partition(16) as p:
@@ -114,30 +114,30 @@ def test_what_still_works_after_the_grace_is_abandoned_and_reported(world: Backe
         """What an abandoned pool leaves to the end of the process, this test ends itself."""
         desk = pool._desk
         assert desk is not None
-        world.leftover = desk.sites
+        backend.leftover = desk.sites
 
-    world.run(main)
-    world.join_threads()  # they may still be on their way out of the driver
-    for site in world.leftover:
+    backend.run(main)
+    backend.join_threads()  # they may still be on their way out of the driver
+    for site in backend.leftover:
         site.close()
 
 
-def test_a_cancelled_block_still_closes_the_pool(world: Backend) -> None:
+def test_a_cancelled_block_still_closes_the_pool(backend: Backend) -> None:
     """Leaving `async with pool` by a cancellation closes it all the same."""
 
     async def main() -> None:
-        pool = world.pool()
+        pool = backend.pool()
         with anyio.move_on_after(0.02):
             async with pool, pool.partition(8):
                 await anyio.sleep_forever()
         assert pool.state is PoolState.CLOSED
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_a_cancelled_opening_closes_the_pool(world: Backend) -> None:
+def test_a_cancelled_opening_closes_the_pool(backend: Backend) -> None:
     """Who is cancelled on the way into `async with pool` leaves the devices to others."""
-    driver = world.driver()
+    driver = backend.driver()
 
     async def main() -> None:
         pool = Pool(driver=driver)
@@ -149,14 +149,14 @@ def test_a_cancelled_opening_closes_the_pool(world: Backend) -> None:
         async with Pool(driver=driver) as other, other.partition(8):
             pass
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_a_forgotten_partition_warns_and_comes_back(world: Backend) -> None:
+def test_a_forgotten_partition_warns_and_comes_back(backend: Backend) -> None:
     """A granted partition that is dropped warns, and its SMs are granted to others."""
 
     async def main() -> None:
-        async with world.pool() as pool:
+        async with backend.pool() as pool:
             held = [pool.partition_nowait(16)]
             with pytest.warns(ResourceWarning, match="never left"):
                 held.clear()
@@ -164,18 +164,18 @@ def test_a_forgotten_partition_warns_and_comes_back(world: Backend) -> None:
             async with pool.partition(greensched.ALL):
                 pass
 
-    world.run(main)
+    backend.run(main)
 
 
 def test_what_is_forgotten_comes_back_where_warnings_are_errors(
-    world: Backend, monkeypatch: pytest.MonkeyPatch
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A forgotten lease or buffer is given back whatever becomes of its warning."""
     refused: list[BaseException | None] = []
     monkeypatch.setattr("sys.unraisablehook", lambda found: refused.append(found.exc_value))
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             site = p._open().site
             held = [pool.partition_nowait(16), await p.empty(1), await p.empty_pinned(3000)]
             address = held[2].address
@@ -187,23 +187,23 @@ def test_what_is_forgotten_comes_back_where_warnings_are_errors(
             with await p.empty_pinned(3000) as again:
                 assert again.address == address
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_a_forgotten_pool_warns(world: Backend) -> None:
+def test_a_forgotten_pool_warns(backend: Backend) -> None:
     """A pool that is dropped open warns."""
-    driver = world.driver()
+    driver = backend.driver()
 
     async def main() -> None:
         pool = Pool(driver=driver)
         await pool.open()
-        world.leftover = pool._desk
+        backend.leftover = pool._desk
         with pytest.warns(ResourceWarning, match="never closed") as seen:
             del pool
             await until(lambda: len(seen) > 0)
 
-    world.run(main)
-    desk = world.leftover
+    backend.run(main)
+    desk = backend.leftover
     for site in desk.sites:
         site.close()
     desk.builder.stop()
@@ -211,11 +211,11 @@ def test_a_forgotten_pool_warns(world: Backend) -> None:
     process.release_devices(driver, [site.device.ordinal for site in desk.sites])
 
 
-def test_objects_below_the_pool_work_by_themselves(world: Backend) -> None:
+def test_objects_below_the_pool_work_by_themselves(backend: Backend) -> None:
     """Device, context, stream, event and launch do their work without a pool, on any thread."""
 
     def use() -> None:
-        device = Device(0, driver=world.driver())
+        device = Device(0, driver=backend.driver())
         assert device.resources.sm.sm_count == device.sm_count
         groups, rest = device.resources.sm.split(SMResourceOptions(count=(8, 8)))
         assert rest is None or rest.sm_count < device.sm_count
@@ -250,9 +250,9 @@ def test_objects_below_the_pool_work_by_themselves(world: Backend) -> None:
         threads.submit(use).result()
 
 
-def test_children_end_with_their_context(world: Backend) -> None:
+def test_children_end_with_their_context(backend: Backend) -> None:
     """What is left of a context's streams and events when it closes is ended with it, and dead."""
-    device = Device(0, driver=world.driver())
+    device = Device(0, driver=backend.driver())
     groups, _ = device.resources.sm.split(SMResourceOptions(count=8))
     context = device.create_context(ContextOptions(resources=groups))
     stream, event = context.create_stream(), context.create_event()
@@ -266,9 +266,9 @@ def test_children_end_with_their_context(world: Backend) -> None:
     device.close()
 
 
-def test_nothing_is_launched_on_a_dead_stream(world: Backend) -> None:
+def test_nothing_is_launched_on_a_dead_stream(backend: Backend) -> None:
     """A closed stream, one whose context is gone, and what is none are refused by `launch`."""
-    device = Device(0, driver=world.driver())
+    device = Device(0, driver=backend.driver())
     groups, _ = device.resources.sm.split(SMResourceOptions(count=8))
     context = device.create_context(ContextOptions(resources=groups))
     closed, left = context.create_stream(), context.create_stream()
@@ -284,9 +284,9 @@ def test_nothing_is_launched_on_a_dead_stream(world: Backend) -> None:
     device.close()
 
 
-def test_a_device_ends_its_green_contexts_before_its_primary(world: Backend) -> None:
+def test_a_device_ends_its_green_contexts_before_its_primary(backend: Backend) -> None:
     """What is left open when it closes is ended in order; nothing while one is current."""
-    device = Device(0, driver=world.driver())
+    device = Device(0, driver=backend.driver())
     groups, _ = device.resources.sm.split(SMResourceOptions(count=(8, 8)))
     contexts = [device.create_context(ContextOptions(resources=[group])) for group in groups]
     stream, own = contexts[0].create_stream(), device.create_stream()
@@ -303,9 +303,9 @@ def test_a_device_ends_its_green_contexts_before_its_primary(world: Backend) -> 
         child.close()
 
 
-def test_a_device_closes_while_others_have_its_primary_current(world: Backend) -> None:
+def test_a_device_closes_while_others_have_its_primary_current(backend: Backend) -> None:
     """Who else holds the primary and made it current, as torch does, keeps it; none is refused."""
-    driver = world.driver()
+    driver = backend.driver()
     device = Device(0, driver=driver)
     theirs = driver.retain_primary(0)
     driver.set_current(theirs)
@@ -316,9 +316,9 @@ def test_a_device_closes_while_others_have_its_primary_current(world: Backend) -
     driver.release_primary(0)
 
 
-def test_a_forgotten_stream_warns(world: Backend) -> None:
+def test_a_forgotten_stream_warns(backend: Backend) -> None:
     """A stream nobody closed warns, and ends with its context."""
-    device = Device(0, driver=world.driver())
+    device = Device(0, driver=backend.driver())
     stream = device.create_stream()
     with pytest.warns(ResourceWarning, match="never closed"):
         del stream
@@ -326,31 +326,31 @@ def test_a_forgotten_stream_warns(world: Backend) -> None:
 
 
 @pytest.mark.runs_device_code
-def test_a_kernel_runs_on_its_partitions_sms_only(world: Backend) -> None:
+def test_a_kernel_runs_on_its_partitions_sms_only(backend: Backend) -> None:
     """pool.verify() sees every partition on as many SMs as it has, and none on another's."""
 
     async def main() -> None:
-        async with world.pool() as pool:
+        async with backend.pool() as pool:
             seen = await pool.verify()
             for _, sets in seen.seen:
                 union = frozenset().union(*sets)
                 assert len(union) == sum(map(len, sets))
 
     assert smids.name == "smids"
-    world.run(main)
+    backend.run(main)
 
 
-def test_device_that_is_not_there_is_told(world: Backend) -> None:
+def test_device_that_is_not_there_is_told(backend: Backend) -> None:
     """An ordinal beyond the last device raises, and says how many there are."""
     with pytest.raises(greensched.InvalidRequest, match="no device 99"):
-        Device(99, driver=world.driver())
+        Device(99, driver=backend.driver())
 
     async def main() -> None:
         with pytest.raises(greensched.InvalidRequest, match="no device 99"):
-            await Pool([99], driver=world.driver()).open()
-        async with world.pool() as pool:
+            await Pool([99], driver=backend.driver()).open()
+        async with backend.pool() as pool:
             with pytest.raises(greensched.InvalidRequest, match="not in this pool"):
                 async with pool.partition(8, device=7):
                     pass
 
-    world.run(main)
+    backend.run(main)

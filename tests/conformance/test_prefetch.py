@@ -39,11 +39,11 @@ def batches(number: int = BATCHES, size: int = SIZE) -> Iterator[np.ndarray]:
 
 @pytest.mark.runs_device_code
 @pytest.mark.parametrize("way", ["awaited", "left", "bound"])
-def test_every_batch_is_worked_on_once(world: Backend, way: str) -> None:
+def test_every_batch_is_worked_on_once(backend: Backend, way: str) -> None:
     """The sum over all batches is right, whether the launches are awaited, left, or bound."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(16) as p:
+        async with backend.pool() as pool, pool.partition(16) as p:
             with await p.upload(np.zeros(SIZE, np.float32)) as total:
                 await p.prepare(CONFIG, saxpy)
                 async for x in p.prefetch(batches()):
@@ -56,10 +56,10 @@ def test_every_batch_is_worked_on_once(world: Backend, way: str) -> None:
                 result = await p.download(total)
         np.testing.assert_array_equal(result, sum(range(BATCHES)))
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_arrays_arrive_in_order_whatever_they_are(world: Backend) -> None:
+def test_arrays_arrive_in_order_whatever_they_are(backend: Backend) -> None:
     """Any layout, dtype and size, none and empty ones among them, whole when it is given."""
     given = [
         np.arange(10.0),
@@ -70,7 +70,7 @@ def test_arrays_arrive_in_order_whatever_they_are(world: Backend) -> None:
     ]
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             async for nothing in p.prefetch([]):
                 raise AssertionError(nothing)
             got = [await p.download(buffer) async for buffer in p.prefetch(given)]
@@ -78,10 +78,10 @@ def test_arrays_arrive_in_order_whatever_they_are(world: Backend) -> None:
             np.testing.assert_array_equal(one, other)
             assert one.dtype == other.dtype
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_no_more_than_three_buffers_exist(world: Backend) -> None:
+def test_no_more_than_three_buffers_exist(backend: Backend) -> None:
     """While the work on the first is not done, the fourth array is not even asked for."""
     asked: list[int] = []
 
@@ -91,7 +91,7 @@ def test_no_more_than_three_buffers_exist(world: Backend) -> None:
             yield array
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             feed = p.prefetch(arrays())
             with await Gate.closed(p) as gate:
                 given = []
@@ -111,11 +111,11 @@ def test_no_more_than_three_buffers_exist(world: Backend) -> None:
             assert rest == list(range(3, BATCHES))
             assert third.is_closed
 
-    world.run(main)
+    backend.run(main)
 
 
 @pytest.mark.parametrize("end", ["break", "raise", "cancel"])
-def test_a_feed_given_up_leaves_nothing(world: Backend, end: str) -> None:
+def test_a_feed_given_up_leaves_nothing(backend: Backend, end: str) -> None:
     """Its buffers are closed without a warning, and their memory comes back."""
 
     async def feed(p: Any) -> None:
@@ -128,7 +128,7 @@ def test_a_feed_given_up_leaves_nothing(world: Backend, end: str) -> None:
             await anyio.sleep_forever()
 
     async def main() -> None:
-        async with world.pool() as pool:
+        async with backend.pool() as pool:
             with anyio.move_on_after(0.05):
                 async with pool.partition(8) as p:
                     with contextlib.suppress(KeyError):
@@ -142,14 +142,14 @@ def test_a_feed_given_up_leaves_nothing(world: Backend, end: str) -> None:
 
             await until(is_back)
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_a_lease_drains_until_its_copies_are_done(world: Backend) -> None:
+def test_a_lease_drains_until_its_copies_are_done(backend: Backend) -> None:
     """SMs come back behind the copy that is under way beside the launches, and not before."""
 
     async def main() -> None:
-        async with world.pool() as pool:
+        async with backend.pool() as pool:
             p = await pool.partition(8).__aenter__()
             feed = p.prefetch(batches())
             await feed.__anext__()
@@ -171,10 +171,10 @@ def test_a_lease_drains_until_its_copies_are_done(world: Backend) -> None:
                 await feed.__anext__()
             word.close()
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_what_goes_wrong_with_a_feed_is_told_where_it_is_iterated(world: Backend) -> None:
+def test_what_goes_wrong_with_a_feed_is_told_where_it_is_iterated(backend: Backend) -> None:
     """What is no array, no room, or an iterator's own failure; the partition goes on."""
 
     def broken() -> Iterator[np.ndarray]:
@@ -182,7 +182,7 @@ def test_what_goes_wrong_with_a_feed_is_told_where_it_is_iterated(world: Backend
         raise KeyError("the file ended")
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             with pytest.raises(InvalidRequest, match="one after another"):
                 p.prefetch(7)  # type: ignore[arg-type]
             with pytest.raises(InvalidArray, match="Python objects"):
@@ -199,4 +199,4 @@ def test_what_goes_wrong_with_a_feed_is_told_where_it_is_iterated(world: Backend
             assert refused.value.free is not None
             assert [b.size async for b in p.prefetch(batches(2))] == [SIZE, SIZE]
 
-    world.run(main)
+    backend.run(main)

@@ -18,11 +18,11 @@ from helpers.waiting import until
 LARGE = np.ones(3_000_000, np.float32)
 
 
-def test_every_lane_binds_and_launches_at_once(world: Backend) -> None:
+def test_every_lane_binds_and_launches_at_once(backend: Backend) -> None:
     """On lanes nobody used yet, of the menu and made later, with any geometry, by no thread."""
 
     async def main() -> None:
-        async with world.pool("h200", prepare=[fill, fill, saxpy]) as pool:
+        async with backend.pool("h200", prepare=[fill, fill, saxpy]) as pool:
             sizes = [8, 16, 24, (8, 100), REST]
             for blocks, size in enumerate(sizes, start=1):
                 async with pool.partitions(size) as (p,):
@@ -40,14 +40,14 @@ def test_every_lane_binds_and_launches_at_once(world: Backend) -> None:
                     with await p.empty(64) as buffer:
                         p.bind(LaunchConfig(grid=3, block=64), fill, buffer, 1.0, 64)()
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_a_kernel_used_once_takes_any_geometry_at_once(world: Backend) -> None:
+def test_a_kernel_used_once_takes_any_geometry_at_once(backend: Backend) -> None:
     """Without `prepare` a first use goes through a thread, and later ones do not."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             with await p.empty(64) as buffer:
                 with pytest.raises(greensched.WouldBlock, match="not used on these SMs"):
                     p.bind(LaunchConfig(grid=1, block=64), fill, buffer, 1.0, 64)
@@ -59,44 +59,44 @@ def test_a_kernel_used_once_takes_any_geometry_at_once(world: Backend) -> None:
                     assert p._open().is_prompt()
                 p.bind(LaunchConfig(grid=2, block=64), fill, buffer, 2.0, 64)()
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_a_geometry_beyond_the_device_is_refused_on_a_prepared_lane(world: Backend) -> None:
+def test_a_geometry_beyond_the_device_is_refused_on_a_prepared_lane(backend: Backend) -> None:
     """What can be seen to be too much raises, prepared or not, and nothing is submitted."""
 
     async def main() -> None:
-        async with world.pool(prepare=[fill]) as pool, pool.partition(8) as p:
+        async with backend.pool(prepare=[fill]) as pool, pool.partition(8) as p:
             with await p.empty(64) as buffer:
                 issued = p._open().track.issued
                 with pytest.raises(InvalidLaunch, match="block"):
                     p.launch(LaunchConfig(grid=1, block=4096), fill, buffer, 1.0, 64)
                 assert p._open().track.issued == issued
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_reserved_memory_is_there(world: Backend) -> None:
+def test_reserved_memory_is_there(backend: Backend) -> None:
     """Within `reserve_bytes` no buffer makes the pool grow; beyond the device it cannot open."""
 
     async def main() -> None:
-        async with world.pool(reserve_bytes=64 << 20) as pool, pool.partition(8) as p:
+        async with backend.pool(reserve_bytes=64 << 20) as pool, pool.partition(8) as p:
             memory = pool.opened().sites[0].memory
             reserved = memory._driver.reserved_bytes(memory._pool)
             assert not memory.would_grow(64 << 20)
             assert memory.would_grow((64 << 20) + (128 << 20))
             with await p.upload(LARGE), await p.empty(LARGE.size):
-                assert not world.is_simulated or (
+                assert not backend.is_simulated or (
                     memory._driver.reserved_bytes(memory._pool) == reserved
                 )
         with pytest.raises(greensched.OutOfMemory) as refused:
-            async with world.pool(reserve_bytes=1 << 50):
+            async with backend.pool(reserve_bytes=1 << 50):
                 pass
         assert refused.value.asked == 1 << 50
         assert refused.value.free is not None
         assert refused.value.total is not None
 
-    world.run(main)
+    backend.run(main)
 
 
 @pytest.mark.parametrize(
@@ -117,10 +117,10 @@ def test_what_cannot_be_prepared_is_refused(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("needed", [0, 1 << 14])
 def test_local_memory_is_as_large_as_kernels_need(
-    world: Backend, monkeypatch: pytest.MonkeyPatch, needed: int
+    backend: Backend, monkeypatch: pytest.MonkeyPatch, needed: int
 ) -> None:
     """Threads have what the neediest prepared kernel takes, before any launch, and never less."""
-    driver = world.driver()
+    driver = backend.driver()
     limits = driver.kernel_limits
 
     def needy(kernel: Any, device: int) -> Any:
@@ -137,23 +137,23 @@ def test_local_memory_is_as_large_as_kernels_need(
                 await p.launch(LaunchConfig(grid=1, block=64), fill, buffer, 1.0, 64)
             # What another library keeps open, later tests have, too.
             await p.run(lambda: driver.set_limit(Limit.STACK, default))
-        if world.is_simulated:  # else another library may keep the primary context
+        if backend.is_simulated:  # else another library may keep the primary context
             async with Pool([0], driver=driver) as pool:
                 assert pool.devices[0].primary.stack_bytes == default
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_a_kernel_that_cannot_be_loaded_keeps_the_pool_closed(world: Backend) -> None:
+def test_a_kernel_that_cannot_be_loaded_keeps_the_pool_closed(backend: Backend) -> None:
     """Opening fails with what is wrong with the kernel, and leaves nothing."""
 
     async def main() -> None:
         broken = Program('extern "C" __global__ void f(float *x) { oops; }').kernel("f")
         errors = greensched.NotSimulable, greensched.CompileFailed
         with pytest.raises(errors):
-            async with world.pool(prepare=[fill, broken]):
+            async with backend.pool(prepare=[fill, broken]):
                 pass
-        async with world.pool(prepare=[fill]) as pool, pool.partition(8):
+        async with backend.pool(prepare=[fill]) as pool, pool.partition(8):
             pass
 
-    world.run(main)
+    backend.run(main)

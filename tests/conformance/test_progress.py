@@ -40,7 +40,7 @@ def close(result: object) -> None:
 @pytest.mark.parametrize("array", [LARGE, SMALL, EMPTY], ids=["large", "small", "empty"])
 @pytest.mark.parametrize("copy", COPIES.values(), ids=COPIES)
 def test_progress_is_told_on_the_loops_thread(
-    world: Backend, copy: Copy, array: np.ndarray
+    backend: Backend, copy: Copy, array: np.ndarray
 ) -> None:
     """Never backwards, of one whole, and all of it before the job gives its value."""
 
@@ -52,7 +52,7 @@ def test_progress_is_told_on_the_loops_thread(
             told.append((done, total))
             threads.add(threading.get_ident())
 
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             with await p.upload(array) as buffer:
                 close(await copy(p, buffer, array, tell))
                 assert told[-1] == (array.nbytes, array.nbytes)
@@ -60,11 +60,11 @@ def test_progress_is_told_on_the_loops_thread(
         assert {total for _, total in told} == {array.nbytes}
         assert threads == {threading.get_ident()}
 
-    world.run(main)
+    backend.run(main)
 
 
 @pytest.mark.parametrize("copy", COPIES.values(), ids=COPIES)
-def test_progress_comes_while_the_copy_runs(world: Backend, copy: Copy) -> None:
+def test_progress_comes_while_the_copy_runs(backend: Backend, copy: Copy) -> None:
     """A large copy from or to an array is told of before it is whole."""
 
     async def main() -> None:
@@ -75,7 +75,7 @@ def test_progress_comes_while_the_copy_runs(world: Backend, copy: Copy) -> None:
             seen.append(done)
             begun.set()
 
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             with await p.upload(np.resize(LARGE, 20 * CHUNK // 4)) as buffer:
                 array = await p.download(buffer)
                 job = copy(p, buffer, array, tell)
@@ -85,18 +85,18 @@ def test_progress_comes_while_the_copy_runs(world: Backend, copy: Copy) -> None:
                 if copy is not COPIES["copy on the device"]:
                     assert seen[0] < array.nbytes
 
-    world.run(main)
+    backend.run(main)
 
 
 def test_a_long_copy_on_the_device_is_told_of_in_parts(
-    world: Backend, monkeypatch: pytest.MonkeyPatch
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A copy inside a device that is listened to goes in parts, and arrives whole."""
 
     async def main() -> None:
         told: list[int] = []
         array = np.arange(PART // 8 + 1000, dtype=np.float64)
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             parts, driver = [], p.context.driver
             submit = driver.copy
             monkeypatch.setattr(driver, "copy", lambda *a: (parts.append(a[2]), submit(*a)))
@@ -107,19 +107,21 @@ def test_a_long_copy_on_the_device_is_told_of_in_parts(
                 assert set(told) <= {PART, array.nbytes}
                 np.testing.assert_array_equal(await p.download(b), array)
 
-    world.run(main)
+    backend.run(main)
 
 
 @pytest.mark.parametrize("array", [LARGE, SMALL], ids=["large", "small"])
 @pytest.mark.parametrize("copy", COPIES.values(), ids=COPIES)
-def test_what_progress_raises_fails_the_job(world: Backend, copy: Copy, array: np.ndarray) -> None:
+def test_what_progress_raises_fails_the_job(
+    backend: Backend, copy: Copy, array: np.ndarray
+) -> None:
     """That job fails with it, nothing is lost, and the partition goes on."""
 
     async def main() -> None:
         def stop(done: int, total: int) -> None:
             raise RuntimeError("that will do")
 
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             with await p.upload(array) as buffer:
                 used = pool.opened().sites[0].memory._used
                 job = copy(p, buffer, array, stop)
@@ -136,10 +138,10 @@ def test_what_progress_raises_fails_the_job(world: Backend, copy: Copy, array: n
 
                 await until(is_back)
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_a_stopped_download_leaves_the_rest_of_its_array_alone(world: Backend) -> None:
+def test_a_stopped_download_leaves_the_rest_of_its_array_alone(backend: Backend) -> None:
     """Nothing is written behind the place where it was stopped, then or later."""
 
     async def main() -> None:
@@ -150,7 +152,7 @@ def test_a_stopped_download_leaves_the_rest_of_its_array_alone(world: Backend) -
             half.set()
             raise RuntimeError("enough")
 
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             with await p.upload(np.ones_like(out)) as buffer:
                 with pytest.raises(RuntimeError, match="enough"):
                     await p.download(buffer, out, progress=stop)
@@ -161,30 +163,30 @@ def test_a_stopped_download_leaves_the_rest_of_its_array_alone(world: Backend) -
                 await p.copy(buffer, np.zeros_like(out))
                 np.testing.assert_array_equal(out, before)
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_what_is_no_callback_is_refused(world: Backend) -> None:
+def test_what_is_no_callback_is_refused(backend: Backend) -> None:
     """`progress` must be callable, and no coroutine function: nobody would await it."""
 
     async def later(done: int, total: int) -> None: ...
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             for wrong in (7, later):
                 with pytest.raises(greensched.InvalidRequest, match="bytes done"):
                     p.upload(SMALL, progress=wrong)  # type: ignore[arg-type]
             assert p._open().track.issued == p._open().track.submitted
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_a_cancelled_await_leaves_the_copy_going(world: Backend) -> None:
+def test_a_cancelled_await_leaves_the_copy_going(backend: Backend) -> None:
     """The array is in use until the job is done, which anybody may await again."""
 
     async def main() -> None:
         out = np.full_like(LARGE, -1)
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             with await p.upload(LARGE) as buffer:
                 with await Gate.closed(p) as gate:
                     job = p.download(buffer, out)
@@ -197,17 +199,17 @@ def test_a_cancelled_await_leaves_the_copy_going(world: Backend) -> None:
                 assert await job is out
                 np.testing.assert_array_equal(out, LARGE)
 
-    world.run(main)
+    backend.run(main)
 
 
 def test_a_block_left_by_a_cancellation_keeps_the_array_until_the_job_is_done(
-    world: Backend,
+    backend: Backend,
 ) -> None:
     """Who was cancelled is free at once; when the job says it is done, nobody touches the array."""
 
     async def main() -> None:
         source, jobs = LARGE.copy(), []
-        async with world.pool() as pool, pool.partition(8) as keeper:
+        async with backend.pool() as pool, pool.partition(8) as keeper:
             buffer = await keeper.empty_like(source)
             with anyio.CancelScope() as scope:
                 async with pool.partition(8) as p:
@@ -223,4 +225,4 @@ def test_a_block_left_by_a_cancellation_keeps_the_array_until_the_job_is_done(
             np.testing.assert_array_equal(await keeper.download(buffer), LARGE)
             buffer.close()
 
-    world.run(main)
+    backend.run(main)

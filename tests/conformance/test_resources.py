@@ -29,8 +29,8 @@ BELOW_POOLS = True
 
 
 @pytest.fixture
-def device(world: Backend) -> Iterator[Device]:
-    device = Device(0, driver=world.driver())
+def device(backend: Backend) -> Iterator[Device]:
+    device = Device(0, driver=backend.driver())
     yield device
     device.close()
 

@@ -21,12 +21,12 @@ async def hold(pool: Pool, sms: object, release: anyio.Event, **options: object)
         await release.wait()
 
 
-def test_a_floor_is_free_for_its_owner(world: Backend) -> None:
+def test_a_floor_is_free_for_its_owner(backend: Backend) -> None:
     """However many others wait, an owner enters his floor at once."""
     services = [ServiceClass("decode", reserve=16), ServiceClass("batch")]
 
     async def main() -> None:
-        async with world.pool(services=services) as pool, anyio.create_task_group() as tasks:
+        async with backend.pool(services=services) as pool, anyio.create_task_group() as tasks:
             release = anyio.Event()
             for _ in range(pool.statistics().sms_total // 8 + 2):
                 tasks.start_soon(lambda: hold(pool, 8, release, service="batch"))
@@ -37,30 +37,30 @@ def test_a_floor_is_free_for_its_owner(world: Backend) -> None:
             release.set()
         assert pool.state is greensched.PoolState.CLOSED
 
-    world.run(main)
+    backend.run(main)
 
 
 @pytest.mark.parametrize(("floor", "sms"), [(16, 8), (32, 16), (32, 8), (64, 32), (64, 16)])
-def test_a_floor_has_lanes_made_beforehand(world: Backend, floor: int, sms: int) -> None:
+def test_a_floor_has_lanes_made_beforehand(backend: Backend, floor: int, sms: int) -> None:
     """An owner has all of it in leases of one size at once: no lane is made while others work."""
     services = [ServiceClass("decode", reserve=floor), ServiceClass("batch")]
 
     async def main() -> None:
-        async with world.pool("h200", services=services) as pool, AsyncExitStack() as held:
+        async with backend.pool("h200", services=services) as pool, AsyncExitStack() as held:
             for _ in range(floor // sms):
                 p = await held.enter_async_context(pool.partition_nowait(sms, service="decode"))
                 assert p.sm_count == sms
             await held.enter_async_context(pool.partition_nowait(32, service="batch"))
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_each_class_has_its_own_bound(world: Backend) -> None:
+def test_each_class_has_its_own_bound(backend: Backend) -> None:
     """At its class's bound a request is refused, with a hint; others of the pool may queue."""
     services = [ServiceClass("a", max_waiting=1), ServiceClass("b")]
 
     async def main() -> None:
-        async with world.pool(services=services) as pool, anyio.create_task_group() as tasks:
+        async with backend.pool(services=services) as pool, anyio.create_task_group() as tasks:
             release = anyio.Event()
             async with pool.partition(ALL):
                 tasks.start_soon(lambda: hold(pool, 8, release, service="a"))
@@ -70,7 +70,7 @@ def test_each_class_has_its_own_bound(world: Backend) -> None:
                     others.start_soon(refused_full, pool)
             release.set()
 
-    world.run(main)
+    backend.run(main)
 
 
 async def refused_full(pool: Pool) -> None:
@@ -81,7 +81,7 @@ async def refused_full(pool: Pool) -> None:
     assert refused.value.retry_after > 0
 
 
-def test_what_cannot_be_in_time_is_refused_at_once(world: Backend) -> None:
+def test_what_cannot_be_in_time_is_refused_at_once(backend: Backend) -> None:
     """A known duration beyond the deadline, or the latency of the class, raises the prediction."""
     services = [
         ServiceClass("decode", latency=0.010),
@@ -89,7 +89,7 @@ def test_what_cannot_be_in_time_is_refused_at_once(world: Backend) -> None:
     ]
 
     async def main() -> None:
-        async with world.pool(services=services) as pool:
+        async with backend.pool(services=services) as pool:
             with pytest.raises(greensched.DeadlineImpossible) as refused:
                 async with pool.partition(8, service="decode", duration=0.020):
                     raise AssertionError("granted")
@@ -103,10 +103,10 @@ def test_what_cannot_be_in_time_is_refused_at_once(world: Backend) -> None:
                 pass
             assert pool.statistics().waiting == 0
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_who_needs_less_because_another_came_is_granted_it(world: Backend) -> None:
+def test_who_needs_less_because_another_came_is_granted_it(backend: Backend) -> None:
     """Under "sized", a request that goes first may leave others so little that it is free."""
     services = [
         ServiceClass("first", priority=2),
@@ -117,7 +117,7 @@ def test_who_needs_less_because_another_came_is_granted_it(world: Backend) -> No
 
     async def main() -> None:
         async with (
-            world.pool("h200", services=services, policy="sized") as pool,
+            backend.pool("h200", services=services, policy="sized") as pool,
             anyio.create_task_group() as tasks,
         ):
             release = anyio.Event()
@@ -131,14 +131,14 @@ def test_who_needs_less_because_another_came_is_granted_it(world: Backend) -> No
                 assert pool.statistics().services["first"].waiting == 1
                 release.set()
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_classes_change_while_it_runs(world: Backend) -> None:
+def test_classes_change_while_it_runs(backend: Backend) -> None:
     """Who waits and who holds SMs goes on, new requests go by the new classes."""
 
     async def main() -> None:
-        async with world.pool(services=[ServiceClass("a")]) as pool:
+        async with backend.pool(services=[ServiceClass("a")]) as pool:
             release = anyio.Event()
             async with anyio.create_task_group() as tasks:
                 async with pool.partition(ALL, service="a") as p:
@@ -159,10 +159,10 @@ def test_classes_change_while_it_runs(world: Backend) -> None:
         with pytest.raises(greensched.PoolClosed):
             pool.reconfigure(policy="fifo")
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_who_waits_for_what_is_reserved_now_is_told(world: Backend) -> None:
+def test_who_waits_for_what_is_reserved_now_is_told(backend: Backend) -> None:
     """New floors that leave less than a request asks for end its waiting, by a typed error."""
 
     async def refused(pool: Pool) -> None:
@@ -171,26 +171,26 @@ def test_who_waits_for_what_is_reserved_now_is_told(world: Backend) -> None:
                 raise AssertionError("granted")
 
     async def main() -> None:
-        async with world.pool() as pool, anyio.create_task_group() as tasks:
+        async with backend.pool() as pool, anyio.create_task_group() as tasks:
             async with pool.partition(8):
                 tasks.start_soon(refused, pool)
                 await until(lambda: pool.statistics().waiting == 1)
                 pool.reconfigure(services=[ServiceClass("a", reserve=8)])
                 await until(lambda: pool.statistics().waiting == 0)
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_floors_that_do_not_fit_are_refused_at_opening(world: Backend) -> None:
+def test_floors_that_do_not_fit_are_refused_at_opening(backend: Backend) -> None:
     """A pool whose floors are more than its devices have opens nothing, and says so."""
 
     async def main() -> None:
-        pool = world.pool(services=[ServiceClass("decode", reserve=10**6)])
+        pool = backend.pool(services=[ServiceClass("decode", reserve=10**6)])
         with pytest.raises(greensched.InvalidRequest, match="reserve=1000000"):
             await pool.open()
         await pool.aclose()
 
-    world.run(main)
+    backend.run(main)
 
 
 @pytest.mark.parametrize(
@@ -198,23 +198,23 @@ def test_floors_that_do_not_fit_are_refused_at_opening(world: Backend) -> None:
     [{"duration": 0}, {"duration": "1"}, {"duration": float("inf")}, {"near": 0}],
     ids=repr,
 )
-def test_what_is_no_cost_and_no_buffer_is_refused(world: Backend, options: dict) -> None:
+def test_what_is_no_cost_and_no_buffer_is_refused(backend: Backend, options: dict) -> None:
     """A duration is seconds above 0 or a curve, and `near` a buffer; nothing is queued."""
 
     async def main() -> None:
-        async with world.pool() as pool:
+        async with backend.pool() as pool:
             with pytest.raises(greensched.InvalidRequest):
                 pool.partition(8, **options)
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_what_a_class_allocates_is_bounded(world: Backend) -> None:
+def test_what_a_class_allocates_is_bounded(backend: Backend) -> None:
     """Beyond `memory_bytes` a job fails with OutOfMemory; closed buffers, and others, are free."""
     services = [ServiceClass("a", memory_bytes=1 << 20), ServiceClass("b")]
 
     async def main() -> None:
-        async with world.pool(services=services) as pool:
+        async with backend.pool(services=services) as pool:
             async with pool.partition(8, service="a") as p:
                 half = await p.empty(1 << 19, np.uint8)
                 with await p.upload(np.ones(1 << 19, np.uint8)):
@@ -229,10 +229,10 @@ def test_what_a_class_allocates_is_bounded(world: Backend) -> None:
                 with await p.empty(1 << 21, np.uint8), half:
                     pass
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_classes_that_allow_it_are_on_all_sms_together(world: Backend) -> None:
+def test_classes_that_allow_it_are_on_all_sms_together(backend: Backend) -> None:
     """On streams of their own, until one of them is late; then on SMs of their own."""
     services = [
         ServiceClass("quick", unsplit=True, latency=10.0),
@@ -240,7 +240,7 @@ def test_classes_that_allow_it_are_on_all_sms_together(world: Backend) -> None:
     ]
 
     async def main() -> None:
-        async with world.pool(services=services) as pool:
+        async with backend.pool(services=services) as pool:
             total = pool.statistics().sms_total
             async with pool.partition(8, service="quick") as a:
                 async with pool.partition((8, 16), service="bulk") as b:
@@ -260,7 +260,7 @@ def test_classes_that_allow_it_are_on_all_sms_together(world: Backend) -> None:
                     async with pool.partition(8, service="quick") as c:
                         assert c.sm_count < total
 
-    world.run(main)
+    backend.run(main)
 
 
 @pytest.mark.parametrize(
@@ -273,12 +273,12 @@ def test_classes_that_allow_it_are_on_all_sms_together(world: Backend) -> None:
         (("quick", 1.0, 10**400), "at most"),
     ],
 )
-def test_what_is_no_latency_is_refused(world: Backend, args: tuple, said: str) -> None:
+def test_what_is_no_latency_is_refused(backend: Backend, args: tuple, said: str) -> None:
     """The message says what would be one."""
 
     async def main() -> None:
-        async with world.pool(services=[ServiceClass("quick", unsplit=True)]) as pool:
+        async with backend.pool(services=[ServiceClass("quick", unsplit=True)]) as pool:
             with pytest.raises(greensched.InvalidRequest, match=said):
                 pool.observe(*args)
 
-    world.run(main)
+    backend.run(main)

@@ -16,12 +16,12 @@ REQUESTS: list[tuple[Any, ...]] = [(1,), (16, 16, REST), (16, 16), ((8, 64), 8),
 @pytest.mark.parametrize("sizes", REQUESTS)
 @pytest.mark.parametrize("granularity", ["coscheduled", "fine"])
 def test_a_plan_is_what_is_granted(
-    world: Backend, sizes: tuple[Any, ...], granularity: Any
+    backend: Backend, sizes: tuple[Any, ...], granularity: Any
 ) -> None:
     """On a free device a joint request gets just what the plan said, and the plan took nothing."""
 
     async def main() -> None:
-        async with world.pool(granularity=granularity) as pool:
+        async with backend.pool(granularity=granularity) as pool:
             (plan,) = pool.plan(*sizes)
             assert plan.is_possible
             assert pool.statistics().sms_free == plan.sms == plan.left + sum(plan.granted)
@@ -30,14 +30,14 @@ def test_a_plan_is_what_is_granted(
                 assert tuple(p.sm_count for p in parts) == plan.granted
                 assert pool.plan(*sizes) == (plan,)  # whoever has leases now
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_what_is_impossible_says_why(world: Backend) -> None:
+def test_what_is_impossible_says_why(backend: Backend) -> None:
     """Nothing is granted, the reason is a sentence, and what is nearest is possible."""
 
     async def main() -> None:
-        async with world.pool() as pool:
+        async with backend.pool() as pool:
             total = pool.statistics().sms_total
             for sizes in ((total, 16), (total + 1,), (total, REST), (1,) * (total + 1)):
                 (plan,) = pool.plan(*sizes)
@@ -51,12 +51,12 @@ def test_what_is_impossible_says_why(world: Backend) -> None:
                     async with pool.partitions(*sizes):
                         pass
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_a_plan_refuses_what_is_no_size(world: Backend) -> None:
+def test_a_plan_refuses_what_is_no_size(backend: Backend) -> None:
     """Sizes are checked as those of a request are, and a pool that is not open has no plan."""
-    pool = world.pool()
+    pool = backend.pool()
     with pytest.raises(greensched.PoolClosed, match="not open"):
         pool.plan(16)
 
@@ -66,4 +66,4 @@ def test_a_plan_refuses_what_is_no_size(world: Backend) -> None:
                 with pytest.raises(greensched.InvalidRequest):
                     pool.plan(*sizes)  # type: ignore[arg-type]
 
-    world.run(main)
+    backend.run(main)

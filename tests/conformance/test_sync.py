@@ -1,4 +1,4 @@
-"""`pool.sync`: the same for threads without a loop. Its loop is asyncio's, whatever the world's."""
+"""`pool.sync`: the same for threads without a loop. Its loop is always asyncio's."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ CONFIG = LaunchConfig(grid=16, block=32)
 
 
 @contextmanager
-def opened(world: Backend, **options: object) -> Iterator[Pool]:
+def opened(backend: Backend, **options: object) -> Iterator[Pool]:
     """A pool that is opened and closed without a loop, and leaves no thread behind."""
     before = set(threading.enumerate())
-    pool = world.pool(**options)  # type: ignore[arg-type]  # a pool's
+    pool = backend.pool(**options)  # type: ignore[arg-type]  # a pool's
     with pool.sync:
         yield pool
     assert pool.state is PoolState.CLOSED
@@ -48,7 +48,7 @@ def in_threads(*functions: Callable[[], object]) -> list[object]:
         return [future.result(20) for future in [threads.submit(f) for f in functions]]
 
 
-def test_a_call_sees_the_context_variables_of_its_thread(world: Backend) -> None:
+def test_a_call_sees_the_context_variables_of_its_thread(backend: Backend) -> None:
     """A `run` sees what the thread that calls it has set, not what the loop's thread has."""
     request = ContextVar("request", default="none")
 
@@ -57,14 +57,14 @@ def test_a_call_sees_the_context_variables_of_its_thread(world: Backend) -> None
         with pool.sync.partition(8) as p:
             return p.run(request.get)
 
-    with opened(world) as pool:
+    with opened(backend) as pool:
         assert in_threads(lambda: serve("a"), lambda: serve("b")) == ["a", "b"]
 
 
 @pytest.mark.runs_device_code
-def test_a_program_without_a_loop(world: Backend) -> None:
+def test_a_program_without_a_loop(backend: Backend) -> None:
     """What a partition does is waited for where it is called, and gives its value."""
-    with opened(world) as pool, pool.sync.partition(16) as p:
+    with opened(backend) as pool, pool.sync.partition(16) as p:
         assert p.sm_count == 16
         assert p.device == 0
         assert p.run(divmod, 17, 5) == (3, 2)
@@ -80,43 +80,43 @@ def test_a_program_without_a_loop(world: Backend) -> None:
             assert (p.download(z) == np.arange(5)).all()
 
 
-def test_local_is_the_lanes(world: Backend) -> None:
+def test_local_is_the_lanes(backend: Backend) -> None:
     """What is kept with a lane is the same to tasks and to threads."""
-    with opened(world) as pool:
+    with opened(backend) as pool:
         with pool.sync.partition(ALL) as p:
             first = p.local(object)
         with pool.sync.partition(ALL) as p:
             assert p.local(object) is first
 
 
-def test_joint_leases(world: Backend) -> None:
+def test_joint_leases(backend: Backend) -> None:
     """Several leases of one request are entered and left together."""
-    with opened(world) as pool, pool.sync.partitions(8, 16) as (a, b):
+    with opened(backend) as pool, pool.sync.partitions(8, 16) as (a, b):
         assert (a.sm_count, b.sm_count) == (8, 16)
         assert pool.statistics().sms_leased == 24
 
 
-def test_work_that_overlaps_is_a_coroutine(world: Backend) -> None:
+def test_work_that_overlaps_is_a_coroutine(backend: Backend) -> None:
     """`call` runs an async function on the pool's loop, in whose hands the lease is."""
 
     async def pipeline(p: Partition, n: int) -> float:
         jobs = [p.run(float, i) for i in range(n)]
         return sum([await job for job in jobs])
 
-    with opened(world) as pool, pool.sync.partition(8) as p:
+    with opened(backend) as pool, pool.sync.partition(8) as p:
         assert pool.sync.call(pipeline, p.partition, 10) == 45
 
 
 # -- what goes wrong --------------------------------------------------------------------------
 
 
-def test_errors_are_those_of_an_await(world: Backend) -> None:
+def test_errors_are_those_of_an_await(backend: Backend) -> None:
     """What can never be, what cannot be now and what failed are raised where they are asked."""
 
     def fail() -> None:
         raise LookupError("why")
 
-    with opened(world, max_waiting=0) as pool:
+    with opened(backend, max_waiting=0) as pool:
         with pytest.raises(greensched.InvalidSize):
             pool.sync.partition(-1)
         with pytest.raises(greensched.TooManySMs), pool.sync.partition(10_000):
@@ -134,9 +134,9 @@ def test_errors_are_those_of_an_await(world: Backend) -> None:
             pass
 
 
-def test_a_deadline_passes(world: Backend) -> None:
+def test_a_deadline_passes(backend: Backend) -> None:
     """A thread that waits for SMs longer than it may is told."""
-    with opened(world) as pool, pool.sync.partition(ALL):
+    with opened(backend) as pool, pool.sync.partition(ALL):
 
         def ask() -> None:
             with pool.sync.partition(8, deadline=0.01):
@@ -146,9 +146,9 @@ def test_a_deadline_passes(world: Backend) -> None:
             in_threads(ask)
 
 
-def test_a_thread_that_holds_what_it_waits_for(world: Backend) -> None:
+def test_a_thread_that_holds_what_it_waits_for(backend: Backend) -> None:
     """One that asks for more than there is beside what it holds is refused; another one waits."""
-    with opened(world) as pool:
+    with opened(backend) as pool:
         asked = threading.Event()
 
         def other() -> int:
@@ -165,9 +165,9 @@ def test_a_thread_that_holds_what_it_waits_for(world: Backend) -> None:
             assert waits.result(10) > 8
 
 
-def test_a_checkpoint_gives_back_and_takes_up(world: Backend) -> None:
+def test_a_checkpoint_gives_back_and_takes_up(backend: Backend) -> None:
     """A thread's elastic lease gives SMs to one that waits, and has them again behind it."""
-    with opened(world) as pool, pool.sync.partition((8, ALL), duration=10.0) as p:
+    with opened(backend) as pool, pool.sync.partition((8, ALL), duration=10.0) as p:
         whole, may_end = p.sm_count, threading.Event()
 
         def other() -> None:
@@ -194,7 +194,7 @@ def test_arguments() -> None:
             assert [*signature(mine).parameters] == [*signature(theirs).parameters], name
 
 
-def test_tasks_of_one_call(world: Backend) -> None:
+def test_tasks_of_one_call(backend: Backend) -> None:
     """Tasks that a call starts hold SMs each for itself, and wait for each other."""
 
     async def lease(pool: Pool) -> int:
@@ -205,15 +205,15 @@ def test_tasks_of_one_call(world: Backend) -> None:
     async def leases(pool: Pool) -> list[int]:
         return await asyncio.gather(*(lease(pool) for _ in range(3)))
 
-    with opened(world) as pool:
+    with opened(backend) as pool:
         assert len(set(pool.sync.call(leases, pool))) == 1
         with pool.sync.partition(8), pytest.raises(greensched.WouldDeadlock):
             pool.sync.call(lease, pool)  # itself it is the thread's
 
 
-def test_before_and_after(world: Backend) -> None:
+def test_before_and_after(backend: Backend) -> None:
     """A pool that is not open is refused; opening and closing twice is nothing."""
-    pool = world.pool()
+    pool = backend.pool()
     with pytest.raises(greensched.PoolClosed), pool.sync.partition(8):
         pass
     pool.sync.open()
@@ -230,25 +230,25 @@ def test_before_and_after(world: Backend) -> None:
         pass
 
 
-def test_not_on_a_loops_thread(world: Backend) -> None:
+def test_not_on_a_loops_thread(backend: Backend) -> None:
     """Where a loop runs nothing may block: it is refused, and says what to do."""
 
     async def main() -> None:
-        async with world.pool() as pool:
+        async with backend.pool() as pool:
             for wrong in (pool.sync.open, pool.sync.partition(8).__enter__, pool.sync.close):
                 with pytest.raises(greensched.LoopWouldBlock):
                     wrong()
 
-    world.run(main)
+    backend.run(main)
 
 
 @pytest.mark.real_time(why="a thread the clock does not know waits for the loop")
-def test_beside_a_loop(world: Backend) -> None:
+def test_beside_a_loop(backend: Backend) -> None:
     """Threads may use a pool that a loop has opened; theirs comes and goes with their blocks."""
     done = []
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8):
+        async with backend.pool() as pool, pool.partition(8):
 
             def work() -> None:
                 with pool.sync.partition(8) as p:
@@ -259,15 +259,15 @@ def test_beside_a_loop(world: Backend) -> None:
                     tasks.start_soon(anyio.to_thread.run_sync, work)
             assert done == [7] * 8
 
-    world.run(main)
+    backend.run(main)
 
 
 # -- threads ----------------------------------------------------------------------------------
 
 
-def test_many_threads(world: Backend) -> None:
+def test_many_threads(backend: Backend) -> None:
     """Each gets its lease in its turn, and what it asked for; nothing is leased behind them."""
-    with opened(world) as pool:
+    with opened(backend) as pool:
 
         def work(number: int) -> Callable[[], int]:
             def use() -> int:
@@ -320,9 +320,9 @@ def interrupted_when(condition: Callable[[], bool]) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def test_an_interrupt_leaves_the_queue(world: Backend) -> None:
+def test_an_interrupt_leaves_the_queue(backend: Backend) -> None:
     """Who is interrupted while he waits for SMs has no place in the queue any more."""
-    with opened(world) as pool, ThreadPoolExecutor(1) as thread:
+    with opened(backend) as pool, ThreadPoolExecutor(1) as thread:
         held, may_end = threading.Event(), threading.Event()
 
         def hold() -> None:
@@ -342,9 +342,9 @@ def test_an_interrupt_leaves_the_queue(world: Backend) -> None:
 
 
 @pytest.mark.real_time(why="work that is held up waits for a thread the clock does not know")
-def test_an_interrupt_ends_the_lease(world: Backend) -> None:
+def test_an_interrupt_ends_the_lease(backend: Backend) -> None:
     """Who is interrupted while he waits for work is free; the SMs come back with the work."""
-    with opened(world) as pool:
+    with opened(backend) as pool:
         gates: list[Gate] = []
 
         async def close_gate(p: Partition) -> None:

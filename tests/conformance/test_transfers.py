@@ -60,12 +60,12 @@ def _read_only(array: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 
 @pytest.mark.parametrize("layout", layouts())
-def test_every_layout_arrives(world: Backend, layout: str) -> None:
+def test_every_layout_arrives(backend: Backend, layout: str) -> None:
     """Whatever its order, strides and size, an array comes back from the device as it went."""
     array = layouts()[layout]
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             with await p.upload(array) as buffer:
                 assert (buffer.shape, buffer.dtype) == (array.shape, array.dtype)
                 assert (buffer.size, buffer.nbytes) == (array.size, array.nbytes)
@@ -80,22 +80,22 @@ def test_every_layout_arrives(world: Backend, layout: str) -> None:
                     await p.download(buffer, out=view)
                     np.testing.assert_array_equal(view, array)
 
-    world.run(main)
+    backend.run(main)
 
 
 @pytest.mark.filterwarnings("ignore:the matrix subclass:PendingDeprecationWarning")
-def test_a_matrix_is_filled(world: Backend) -> None:
+def test_a_matrix_is_filled(backend: Backend) -> None:
     """A matrix, whose rows have two dimensions again, takes a download as any other array."""
 
     async def main() -> None:
         array = RNG.random((1, BIG))
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             with await p.upload(np.asmatrix(array)) as buffer:
                 out = np.asmatrix(np.zeros_like(array))
                 assert await p.download(buffer, out) is out
                 np.testing.assert_array_equal(out, array)
 
-    world.run(main)
+    backend.run(main)
 
 
 @pytest.mark.parametrize(
@@ -116,25 +116,25 @@ def test_a_matrix_is_filled(world: Backend) -> None:
         [("a", "f4"), ("b", "i2", (3,))],
     ],
 )
-def test_every_dtype_arrives(world: Backend, dtype: npt.DTypeLike) -> None:
+def test_every_dtype_arrives(backend: Backend, dtype: npt.DTypeLike) -> None:
     """Any dtype of plain bytes goes and comes, structured ones included."""
     array = np.frombuffer(RNG.bytes(np.dtype(dtype).itemsize * 50), np.dtype(dtype))
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             with await p.upload(array) as buffer:
                 out = await p.download(buffer)
                 assert out.dtype == array.dtype
                 assert out.tobytes() == array.tobytes()
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_what_is_no_array_is_refused(world: Backend) -> None:
+def test_what_is_no_array_is_refused(backend: Backend) -> None:
     """Objects, foreign byte order and bad shapes raise InvalidArray, and say why."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             with pytest.raises(InvalidArray, match="big-endian"):
                 p.upload(np.zeros(3, ">f4"))
             with pytest.raises(InvalidArray, match="Python objects"):
@@ -145,14 +145,14 @@ def test_what_is_no_array_is_refused(world: Backend) -> None:
                 with pytest.raises(InvalidArray, match="shape"):
                     p.empty(shape)  # type: ignore[arg-type]
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_where_a_download_cannot_go_is_refused(world: Backend) -> None:
+def test_where_a_download_cannot_go_is_refused(backend: Backend) -> None:
     """`out` must be a writable array of the same shape and dtype; else nothing is submitted."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             with await p.upload(np.zeros((2, 3))) as buffer:
                 for out, said in (
                     (np.zeros((3, 2)), "3, 2"),
@@ -163,14 +163,14 @@ def test_where_a_download_cannot_go_is_refused(world: Backend) -> None:
                     with pytest.raises(InvalidArray, match=said):
                         p.download(buffer, out=out)  # type: ignore[arg-type]
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_closed_buffer_is_refused(world: Backend) -> None:
+def test_closed_buffer_is_refused(backend: Backend) -> None:
     """A buffer used after its close() or its pool's raises BufferClosed; closing is idempotent."""
 
     async def main() -> None:
-        async with world.pool() as pool:
+        async with backend.pool() as pool:
             async with pool.partition(8) as p:
                 b, kept = await p.empty(4), await p.empty(4)
                 b.close()
@@ -181,14 +181,14 @@ def test_closed_buffer_is_refused(world: Backend) -> None:
         with pytest.raises(BufferClosed):
             kept.check(0)
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_copy_fills_an_existing_buffer(world: Backend) -> None:
+def test_copy_fills_an_existing_buffer(backend: Backend) -> None:
     """A copy takes a buffer or an array of the same shape and dtype, and nothing else."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             for size in (100, BIG):
                 source = RNG.random(size)
                 with await p.empty(size, np.float64) as a, await p.empty_like(a) as b:
@@ -199,14 +199,14 @@ def test_copy_fills_an_existing_buffer(world: Backend) -> None:
                         with pytest.raises(InvalidArray):
                             p.copy(a, other)
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_small_upload_reads_its_array_at_once(world: Backend) -> None:
+def test_small_upload_reads_its_array_at_once(backend: Backend) -> None:
     """An array of a slot or less may change as soon as upload has returned."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             with await Gate.closed(p) as gate:
                 array = np.ones(100)
                 job = p.upload(array)
@@ -215,15 +215,15 @@ def test_small_upload_reads_its_array_at_once(world: Backend) -> None:
             with await job as buffer:
                 np.testing.assert_array_equal(await p.download(buffer), np.ones(100))
 
-    world.run(main)
+    backend.run(main)
 
 
 @pytest.mark.parametrize("size", [100, BIG])
-def test_another_partition_waits_for_the_writer(world: Backend, size: int) -> None:
+def test_another_partition_waits_for_the_writer(backend: Backend, size: int) -> None:
     """A reader on another partition sees what was written before it was submitted, however late."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as a, pool.partition(8) as b:
+        async with backend.pool() as pool, pool.partition(8) as a, pool.partition(8) as b:
             with await a.upload(np.zeros(size)) as buffer:
                 with await Gate.closed(a) as gate:
                     a.copy(buffer, np.ones(size))
@@ -232,14 +232,14 @@ def test_another_partition_waits_for_the_writer(world: Backend, size: int) -> No
                     gate.open()
                 np.testing.assert_array_equal(await read, np.ones(size))
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_another_partition_waits_for_the_readers(world: Backend) -> None:
+def test_another_partition_waits_for_the_readers(backend: Backend) -> None:
     """A writer on another partition does not overwrite what is still being read."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as a, pool.partition(8) as b:
+        async with backend.pool() as pool, pool.partition(8) as a, pool.partition(8) as b:
             with await a.upload(np.zeros(100)) as buffer:
                 with await Gate.closed(a) as gate:
                     read = a.download(buffer)
@@ -249,14 +249,14 @@ def test_another_partition_waits_for_the_readers(world: Backend) -> None:
                 np.testing.assert_array_equal(await read, np.zeros(100))
                 np.testing.assert_array_equal(await b.download(buffer), np.ones(100))
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_memory_is_given_back_behind_its_last_user(world: Backend) -> None:
+def test_memory_is_given_back_behind_its_last_user(backend: Backend) -> None:
     """A buffer closed while work uses it is freed when that work is done, and not before."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             memory = p._open().site.memory
             with await p.upload(np.zeros(100)) as kept:
                 used = memory.used_bytes
@@ -270,14 +270,14 @@ def test_memory_is_given_back_behind_its_last_user(world: Backend) -> None:
 
             await until(lambda: memory.reap() is None and memory.used_bytes == 0)
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_running_out_of_memory_fails_one_job(world: Backend) -> None:
+def test_running_out_of_memory_fails_one_job(backend: Backend) -> None:
     """OutOfMemory says what was asked, free and there in all; the pool stays usable."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             with pytest.raises(greensched.OutOfMemory) as refused:
                 await p.empty(10**13, np.uint8)
             assert refused.value.asked == 10**13
@@ -287,27 +287,27 @@ def test_running_out_of_memory_fails_one_job(world: Backend) -> None:
             with await p.upload(np.ones(5)) as buffer:
                 np.testing.assert_array_equal(await p.download(buffer), np.ones(5))
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_forgotten_buffer_warns_and_is_given_back(world: Backend) -> None:
+def test_forgotten_buffer_warns_and_is_given_back(backend: Backend) -> None:
     """A buffer nobody closed warns with ResourceWarning, and its memory comes back."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             buffer = await p.empty(1000)
             with pytest.warns(ResourceWarning, match="never closed") as seen:
                 del buffer
                 await until(lambda: len(seen) > 0)  # a thread of ours may still let go of it
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_pinned_memory_is_shared_with_the_device(world: Backend) -> None:
+def test_pinned_memory_is_shared_with_the_device(backend: Backend) -> None:
     """empty_pinned gives zeroed host memory as a numpy array with a device address."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             with await p.empty_pinned((3, 4), np.int32) as pinned:
                 assert pinned.array.shape == (3, 4)
                 assert not pinned.array.any()
@@ -315,14 +315,14 @@ def test_pinned_memory_is_shared_with_the_device(world: Backend) -> None:
             with pytest.raises(BufferClosed):
                 pinned.check(0)
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_pinned_memory_is_used_again_once_its_work_is_done(world: Backend) -> None:
+def test_pinned_memory_is_used_again_once_its_work_is_done(backend: Backend) -> None:
     """What was closed at work goes to nobody before that is done; then it comes again, zeroed."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             await p.prepare(LaunchConfig(grid=1, block=32), fill)
             first = await p.empty_pinned(2000, np.float32)
             address = first.address
@@ -340,11 +340,11 @@ def test_pinned_memory_is_used_again_once_its_work_is_done(world: Backend) -> No
                 assert again.address == address
                 assert not again.array.any()
 
-    world.run(main)
+    backend.run(main)
 
 
 def test_pinned_memory_may_be_asked_for_by_many_at_once(
-    world: Backend, monkeypatch: pytest.MonkeyPatch
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One thread at a time sorts out which pinned memory is free again."""
     reap = PinnedAllocator._reap
@@ -358,19 +358,19 @@ def test_pinned_memory_may_be_asked_for_by_many_at_once(
     monkeypatch.setattr(PinnedAllocator, "_reap", watched)
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p, pool.partition(8) as q:
+        async with backend.pool() as pool, pool.partition(8) as p, pool.partition(8) as q:
             for job in [partition.empty_pinned(4) for partition in (p, q) * 5]:
                 (await job).close()
 
-    world.run(main)
+    backend.run(main)
     assert not unlocked
 
 
-def test_a_download_that_cannot_be_delivered_fails(world: Backend) -> None:
+def test_a_download_that_cannot_be_delivered_fails(backend: Backend) -> None:
     """If the host cannot fill `out`, that job fails, unseen ones too, and nothing else is hurt."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as other:
+        async with backend.pool() as pool, pool.partition(8) as other:
             with await other.upload(np.ones(64)) as buffer:
                 slots = other._open().site.slots
                 for see in (True, False):
@@ -387,11 +387,11 @@ def test_a_download_that_cannot_be_delivered_fails(world: Backend) -> None:
                     await bystander
                 assert len(list(iter(slots.take, None))) == SLOTS
 
-    world.run(main)
+    backend.run(main)
 
 
 def test_a_download_is_whole_for_every_thread(
-    world: Backend, monkeypatch: pytest.MonkeyPatch
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A thread that asks for a download while the loop's delivers it waits for all of it."""
     asked = threading.Event()
@@ -412,7 +412,7 @@ def test_a_download_is_whole_for_every_thread(
             self._lock.release()
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             with await p.upload(np.ones(64)) as buffer, await Gate.closed(p) as gate:
                 job = p.download(buffer)
                 job._finishing = Announcing()  # type: ignore[assignment]
@@ -430,16 +430,16 @@ def test_a_download_is_whole_for_every_thread(
                 await job
                 thread.join()
 
-    world.run(main)
+    backend.run(main)
     np.testing.assert_array_equal(found[0], np.ones(64))
 
 
 @pytest.mark.real_time(why="the loop spins until the device is done")
-def test_leaving_a_block_delivers_its_downloads(world: Backend) -> None:
+def test_leaving_a_block_delivers_its_downloads(backend: Backend) -> None:
     """After a block `out` is filled, also where the loop had no turn since the device was done."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as other:
+        async with backend.pool() as pool, pool.partition(8) as other:
             with await other.upload(np.ones(64)) as buffer:
                 for _ in range(50):
                     out = np.zeros(64)
@@ -449,14 +449,14 @@ def test_leaving_a_block_delivers_its_downloads(world: Backend) -> None:
                             pass  # no turn of the loop in between
                     assert out.all()
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_a_library_is_told_of_the_writer(world: Backend) -> None:
+def test_a_library_is_told_of_the_writer(backend: Backend) -> None:
     """The array interface names the writer's stream until it is done, and refuses too early."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as p:
+        async with backend.pool() as pool, pool.partition(8) as p:
             large = np.ones(SLOT + 1, np.uint8)
             with await p.upload(large) as buffer:
                 assert buffer.__cuda_array_interface__["stream"] is None
@@ -474,14 +474,14 @@ def test_a_library_is_told_of_the_writer(world: Backend) -> None:
                 await job
                 assert small.__cuda_array_interface__["stream"] is None
 
-    world.run(main)
+    backend.run(main)
 
 
-def test_a_library_is_ordered_behind_every_writer(world: Backend) -> None:
+def test_a_library_is_ordered_behind_every_writer(backend: Backend) -> None:
     """Where a bound launch ended beside another writer, the stream that is named waits for both."""
 
     async def main() -> None:
-        async with world.pool() as pool, pool.partition(8) as q, pool.partition(8) as keeper:
+        async with backend.pool() as pool, pool.partition(8) as q, pool.partition(8) as keeper:
             buffer = await keeper.empty(8)
             p = await pool.partition(8).__aenter__()
             await p.prepare(CONFIG, fill)
@@ -503,4 +503,4 @@ def test_a_library_is_ordered_behind_every_writer(world: Backend) -> None:
             await p.__aexit__(None, None, None)
             buffer.close()
 
-    world.run(main)
+    backend.run(main)

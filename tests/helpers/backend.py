@@ -1,4 +1,4 @@
-"""The worlds the conformance suite runs in: a driver, a clock and an event loop."""
+"""The backends of the conformance suite: a driver, a clock and an event loop each."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from greensched.typing import Feature
 
 T = TypeVar("T")
 
-#: What a test simulates that needs no other: of 78 SMs, so it opens in half an H200's time.
+#: The device that tests simulate by default: it has 78 SMs and opens in half an H200's time.
 DEVICE = "h20"
 
-#: Worlds without a GPU: both clocks, each on what its loops can be, and a driver of CUDA 13.4.
+#: Backends without a GPU: both clocks, each with the loops that it supports, at CUDA 13.4.
 SIMULATED = (
     ("real", "asyncio"),
     ("real", "uvloop"),
@@ -33,20 +33,20 @@ SIMULATED = (
     ("virtual", "asyncio"),
     ("virtual", "trio"),
 )
-#: The older drivers, each with what is not there yet.
+#: Older drivers, each without the features of later ones.
 OLDER = tuple(("real", "asyncio", version) for version in ("12.5", "13.0", "13.1"))
-#: The oldest: green contexts without streams, and so without pools.
+#: The oldest driver: its green contexts have no streams, so it has no pools.
 OLDEST = (("real", "asyncio", "12.4"),)
-#: Worlds of the CUDA driver, real or stood in for.
+#: Backends of the CUDA driver, which is a GPU's or the stand-in.
 CUDA = (("cuda", "asyncio"), ("cuda", "uvloop"), ("cuda", "trio"))
 
 
 class Backend:
-    """One of them. Every driver it made is checked for leaks when the test is over."""
+    """A driver, a clock and an event loop. After the test its drivers are checked for leaks."""
 
-    def __init__(self, kind: str, backend: str, version: str | None = None) -> None:
+    def __init__(self, kind: str, loop: str, version: str | None = None) -> None:
         self.kind = kind
-        self.backend = backend
+        self.loop = loop
         self.version = version
         self.clock = simulated.VirtualClock(seed=1) if kind == "virtual" else None
         self._drivers: list[Driver] = []
@@ -57,9 +57,9 @@ class Backend:
         return self.kind != "cuda"
 
     def driver(self, spec: str = DEVICE, **options: Any) -> Driver:
-        """A driver: a fresh simulated machine, or the process's CUDA driver."""
+        """Open a driver: a fresh simulated machine, or the process's CUDA driver."""
         if self.kind == "cuda":
-            standin_library()  # before the first driver call, if there is one
+            standin_library()  # loads the stand-in, if any, before the first driver call
             found = drivers.open("cuda")
         else:
             if self.version is not None and "@" not in spec:
@@ -69,29 +69,29 @@ class Backend:
         return found
 
     def pool(self, spec: str = DEVICE, **options: Any) -> greensched.Pool:
-        """A pool on a driver of its own."""
+        """Make a pool on a driver of its own."""
         faults = {k: options.pop(k) for k in ("faults", "without") if k in options}
-        if self.kind == "cuda":  # a machine may have several
+        if self.kind == "cuda":  # the machine may have several devices
             options.setdefault("devices", [0])
         return greensched.Pool(driver=self.driver(spec, **faults), **options)
 
     def pair(self, spec: str) -> greensched.Pool:
-        """A pool over two devices; the test is skipped on a machine with fewer."""
+        """Make a pool over two devices; skip the test on a machine with fewer."""
         driver = self.driver(spec)
-        if not self.is_simulated:  # its driver may not be asked on a loop, and has what was said
+        if not self.is_simulated:  # a simulated driver has the devices of `spec`
             _with(2, driver)
         return greensched.Pool(driver=driver, devices=[0, 1])
 
     def run(self, main: Callable[..., Awaitable[T]], *args: object) -> T:
-        """Runs an async function on this world's loop and clock."""
+        """Run an async function on this backend's loop and clock."""
         if self.clock is not None:
-            return self.clock.run(main, *args, backend=self.backend)  # type: ignore[arg-type]
-        if self.backend == "uvloop":
+            return self.clock.run(main, *args, backend=self.loop)  # type: ignore[arg-type]
+        if self.loop == "uvloop":
             return anyio.run(main, *args, backend="asyncio", backend_options={"use_uvloop": True})
-        return anyio.run(main, *args, backend=self.backend)
+        return anyio.run(main, *args, backend=self.loop)
 
     def check_nothing_left(self) -> None:
-        """After a test: no object alive, no misuse, no thread of ours."""
+        """Fail if the test left a driver object, a misuse or a thread of the library."""
         gc.collect()
         for driver in self._drivers:
             if isinstance(driver, simulated.SimulatedDriver):
@@ -104,7 +104,7 @@ class Backend:
         self.join_threads()
 
     def join_threads(self) -> None:
-        """Waits for this world's threads: they were told to end, and nobody waited for that."""
+        """Join this backend's threads: a closed pool tells them to end and does not wait."""
         for thread in set(threading.enumerate()) - self._threads_before:
             if thread.name.startswith("greensched") and not thread.name.endswith("simulated-gpu"):
                 thread.join(5)
@@ -112,33 +112,33 @@ class Backend:
 
 
 def _with(devices: int, driver: Driver) -> Driver:
-    """The driver, initialised; the test is skipped where it has fewer devices."""
+    """Initialise the driver; skip the test if it has fewer devices."""
     driver.initialise()
     if driver.device_count() < devices:
-        pytest.skip(f"the test is of {devices} devices, and this machine has fewer")
+        pytest.skip(f"the test needs {devices} devices, this machine has {driver.device_count()}")
     return driver
 
 
 @contextmanager
-def opened(world: Backend, spec: str = DEVICE, devices: int = 1) -> Iterator[tuple[Device, ...]]:
-    """Devices on one driver, closed at the end; skipped where there are not so many."""
-    driver = _with(devices, world.driver(spec))
+def opened(backend: Backend, spec: str = DEVICE, devices: int = 1) -> Iterator[tuple[Device, ...]]:
+    """Open devices on one driver and close them; skip the test on a machine with fewer."""
+    driver = _with(devices, backend.driver(spec))
     with ExitStack() as stack:
         yield tuple(
             stack.enter_context(closing(Device(ordinal, driver=driver)))
             for ordinal in range(devices)
         )
-        assert driver.current() is None, "the test left something current"
+        assert driver.current() is None, "the test left a context current"
 
 
 def needs(driver: Driver, feature: Feature) -> None:
-    """Leaves a test out where the driver lacks a feature: that it says so, other tests show."""
+    """Skip the test if the driver lacks a feature; other tests show that the library says so."""
     if not driver.supports(feature):
         pytest.skip(f"this driver lacks {feature.value}")
 
 
 def standin_library() -> ctypes.CDLL | None:
-    """The stand-in driver, where the suite runs on it."""
+    """Return the stand-in driver's library, or None if the suite does not run on it."""
     folder = os.environ.get("GREENSCHED_STANDIN_LIB")
     if not folder:
         return None

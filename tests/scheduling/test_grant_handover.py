@@ -16,7 +16,7 @@ from greensched.scheduling.services import ServiceClass
 from greensched.typing import ALL, Size
 
 AGEING = 0.020
-#: Of two devices: in one world two leases of two cells fill each, in the other one cell is left.
+#: Of two devices: in one pool two leases of two cells fill each, in the other one cell is left.
 ODD, EVEN = ([DeviceCells(size=8, count=count)] * 2 for count in (3, 4))
 
 
