@@ -1,4 +1,4 @@
-"""Numbers as users give them, numpy's too, as Python's own. What is none is told, not raised."""
+"""Turn numbers of callers, numpy's included, into Python's own; the caller raises the error."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import math
 from numbers import Integral, Real
 
 
-def real(value: object) -> float:
-    """A number; nan: it is none, or beyond all floats."""
+def as_float(value: object) -> float:
+    """Return a real number as a float; nan if the value is no number or too large for a float."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return math.nan
     try:
@@ -16,8 +16,8 @@ def real(value: object) -> float:
         return math.nan
 
 
-def whole(value: object) -> int:
-    """A whole number; 0: it is none."""
+def as_int(value: object) -> int:
+    """Return a whole number as an int; 0 if the value is not a whole number."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         return 0
     return int(value)

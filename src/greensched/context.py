@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal, Self, TypeVar
 
 from greensched import driver as drivers
-from greensched._asynclib import is_asynchronous
+from greensched._asynclib import is_coroutine_function
 from greensched.device import current_context
 from greensched.device.current_context import ContextOwnership, ContextScope, UserContextScope
 from greensched.device.limits import ContextLimits
@@ -289,7 +289,7 @@ class Context(ContextLimits):
         Raises:
             InvalidRequest: the function is a coroutine's: its body would run later, without it.
         """
-        if is_asynchronous(function):
+        if is_coroutine_function(function):
             raise InvalidRequest(f"{function!r} is asynchronous: give what runs at once, or p.run")
         with self:
             return function()

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar, get_ar
 import anyio
 
 from greensched import driver as drivers
-from greensched._validation import real
+from greensched._validation import as_float
 from greensched.device.buffers import Buffer
 from greensched.device.device import Device
 from greensched.device.launch import LaunchConfig
@@ -449,7 +449,7 @@ class Pool:
         Raises:
             InvalidRequest: no such number; nothing is closed.
         """
-        seconds = real(grace)
+        seconds = as_float(grace)
         if not seconds >= 0:
             raise InvalidRequest(f"grace={grace!r} is no number of seconds >= 0")
         if self.state is PoolState.FORKED:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from greensched._asynclib import is_asynchronous
+from greensched._asynclib import is_coroutine_function
 from greensched.device.buffers import Buffer, PinnedBuffer
 from greensched.device.streams import Stream, TicketedStream
 from greensched.errors import InvalidRequest, WouldBlock
@@ -106,5 +106,5 @@ def check_blocking(fn: object) -> None:
     """Refuses what a thread of ours cannot call."""
     if not callable(fn):
         raise InvalidRequest(f"a function is needed, and {fn!r} is none")
-    if is_asynchronous(fn):
+    if is_coroutine_function(fn):
         raise InvalidRequest("blocking functions are called, on a thread: await this one")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Generic
 
-from greensched._asynclib import is_asynchronous, running_asyncio, running_trio
+from greensched._asynclib import is_coroutine_function, running_asyncio, running_trio
 from greensched.device.buffers import Closable
 from greensched.device.streams import TicketedStream
 from greensched.errors import InvalidRequest, WouldBlock, WrongThread, too_late
@@ -37,7 +37,7 @@ class ProgressReporter:
     __slots__ = ("_done", "_door", "_error", "_is_posted", "_nbytes", "_owner", "_tell", "_told")
 
     def __init__(self, tell: object, nbytes: int, door: LoopAdapter) -> None:
-        if not callable(tell) or is_asynchronous(tell):
+        if not callable(tell) or is_coroutine_function(tell):
             raise InvalidRequest(
                 f"progress={tell!r}: give a plain function of bytes done and in all"
             )

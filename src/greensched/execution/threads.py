@@ -21,7 +21,7 @@ from contextvars import copy_context
 from functools import partial
 from typing import Any, Protocol
 
-from greensched._asynclib import leave_library
+from greensched._asynclib import reset_sniffio
 from greensched.context import Context
 from greensched.device.streams import TicketedStream
 from greensched.driver.interface import Driver
@@ -173,7 +173,7 @@ class _QueuedCall:
 def _within(call: CallContext | None, function: Callable[[], T]) -> T:
     """Calls a function, in a copy of its caller's context, where `current_call()` is this."""
     running_call.set(call)
-    leave_library()
+    reset_sniffio()
     return function()
 
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from greensched._validation import real, whole
+from greensched._validation import as_float, as_int
 from greensched.errors import InvalidRequest
 
 #: A size is marked as a step where the next smaller one takes so much longer: kernels with a fixed
@@ -42,10 +42,10 @@ class LatencyCurve:
         self._p95: dict[int, float] = {}
         if not isinstance(samples, Mapping):
             raise InvalidRequest("give durations by SMs, such as {8: [0.004], 16: [0.002]}")
-        by_size: dict[int, Any] = {whole(sms): given for sms, given in samples.items()}
+        by_size: dict[int, Any] = {as_int(sms): given for sms, given in samples.items()}
         for sms in sorted(by_size):
             given = by_size[sms]
-            durations = list(map(real, given)) if isinstance(given, Iterable) else []
+            durations = list(map(as_float, given)) if isinstance(given, Iterable) else []
             if sms < 1 or not durations or not all(0 <= each < math.inf for each in durations):
                 raise InvalidRequest(
                     f"{list(samples)} SMs: give whole numbers of SMs, and for each of them "
@@ -88,7 +88,7 @@ class LatencyCurve:
         Raises:
             InvalidRequest: a slowdown below 1.
         """
-        if not real(slowdown) >= 1:
+        if not as_float(slowdown) >= 1:
             raise InvalidRequest(f"slowdown={slowdown!r}: give a factor, at least 1")
         return self.meeting(slowdown * self.p95(self.sizes[-1]))
 
@@ -98,7 +98,7 @@ class LatencyCurve:
         Raises:
             InvalidRequest: not even the most SMs are fast enough; says how fast they are.
         """
-        if not real(seconds) >= 0:
+        if not as_float(seconds) >= 0:
             raise InvalidRequest(f"seconds={seconds!r}: give seconds, at least 0")
         for sms in self.sizes:
             if self.p95(sms) <= seconds:
@@ -197,7 +197,7 @@ class ScaledCurve:
     __slots__ = ("_curve", "_factor")
 
     def __init__(self, curve: LatencyCurve, factor: float) -> None:
-        if not 0 < real(factor) < math.inf:
+        if not 0 < as_float(factor) < math.inf:
             raise InvalidRequest(f"factor={factor!r}: give how many times, more than 0")
         self._curve = curve
         self._factor = factor

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from greensched._asynclib import is_asynchronous
+from greensched._asynclib import is_coroutine_function
 from greensched.errors import InvalidRequest
 from greensched.leasing.latency import LatencyCurve
 from greensched.scheduling.cells import DeviceCells
@@ -49,7 +49,7 @@ async def measure(
         for sms in sizes:
             async with pool.partition(sms, device=device, service=service) as p:
                 start = clock()
-                await (fn(p, *args) if is_asynchronous(fn) else p.run(fn, *args))
+                await (fn(p, *args) if is_coroutine_function(fn) else p.run(fn, *args))
                 took = clock() - start
                 if turn:  # the first time, things are made and loaded
                     samples.setdefault(p.sm_count, []).append(took)

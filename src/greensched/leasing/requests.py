@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from greensched._validation import real
+from greensched._validation import as_float
 from greensched.device.buffers import Buffer
 from greensched.errors import InvalidRequest
 from greensched.kernels import Kernel
@@ -101,7 +101,7 @@ class RequestParser:
             InvalidRequest: no such class, or what is no latency or count.
         """
         self._check_known(service)
-        if not 0 <= real(latency) < math.inf:
+        if not 0 <= as_float(latency) < math.inf:
             raise InvalidRequest(f"latency={latency!r}: give seconds, at least 0")
         if type(count) is not int or not 1 <= count <= MOST_AT_ONCE:
             raise InvalidRequest(
@@ -124,7 +124,7 @@ def checked_duration(duration: object) -> Duration | None:
     methods = (getattr(duration, method, None) for method in ("at", "observe"))
     if not isinstance(duration, type) and all(map(callable, methods)):
         return duration  # type: ignore[return-value]  # what has both is a curve
-    number = real(duration)
+    number = as_float(duration)
     if not 0 < number < math.inf:
         raise InvalidRequest(
             f"duration={duration!r}: give seconds, more than 0, or a curve, with `at` and `observe`"
@@ -136,7 +136,7 @@ def checked_deadline(deadline: object) -> float | None:
     """Seconds from now."""
     if deadline is None:
         return None
-    until = real(deadline)
+    until = as_float(deadline)
     if not until > 0:
         raise InvalidRequest(f"deadline={deadline!r}: give the seconds from now, more than 0")
     return until

@@ -18,7 +18,7 @@ import anyio
 import numpy.typing as npt
 from anyio.from_thread import BlockingPortalProvider
 
-from greensched._asynclib import on_loop_thread
+from greensched._asynclib import in_event_loop
 from greensched.device.buffers import Buffer, PinnedBuffer
 from greensched.device.launch import LaunchConfig
 from greensched.errors import ForkedPool, LoopWouldBlock, PartitionClosed
@@ -176,7 +176,7 @@ class SyncPool:
                 raise
 
     def _check(self) -> None:
-        if on_loop_thread():
+        if in_event_loop():
             raise LoopWouldBlock("pool.sync")
         if self._pool.state is PoolState.FORKED:
             raise ForkedPool("this pool")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
 
-from greensched._validation import whole
+from greensched._validation import as_int
 from greensched.errors import InvalidRequest, InvalidSize
 from greensched.typing import ALL, REST, NamedSize
 
@@ -39,7 +39,7 @@ def demand(size: object) -> SizeRange:
     if isinstance(size, NamedSize):
         return SizeRange(0, 0, size)
     least, most = size if isinstance(size, tuple) and len(size) == 2 else (size, size)
-    demand = SizeRange(whole(least), sys.maxsize if most is ALL else whole(most))
+    demand = SizeRange(as_int(least), sys.maxsize if most is ALL else as_int(most))
     if not 0 < demand.least <= demand.most:
         raise InvalidSize(size)
     return demand

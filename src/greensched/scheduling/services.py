@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from types import NoneType
 from typing import Any, Literal, get_args
 
-from greensched._validation import real
+from greensched._validation import as_float
 from greensched.errors import InvalidRequest
 from greensched.typing import ALL, NamedSize
 
@@ -105,7 +105,7 @@ def _plain(one: ServiceClass) -> ServiceClass:
     """The same, with Python's own numbers where it has others: compiled rooms take no others."""
     given: dict[str, Any] = {"latency": one.latency, "quota": one.quota}
     odd: dict[str, Any] = {
-        x: real(n) for x, n in given.items() if type(n) not in (float, int, NoneType)
+        x: as_float(n) for x, n in given.items() if type(n) not in (float, int, NoneType)
     }
     return replace(one, **odd) if odd else one
 
@@ -142,7 +142,7 @@ def _count(value: object) -> bool:
 
 
 def _number(value: object) -> bool:
-    return not math.isnan(real(value))
+    return not math.isnan(as_float(value))
 
 
 def _absent_or_at_least_0(value: float | None) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from itertools import count
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypedDict, TypeVar, Unpack
 
-from greensched._asynclib import on_loop_thread
+from greensched._asynclib import in_event_loop
 from greensched.driver.blocking import DRIVER_CALLS, Blocking
 from greensched.driver.interface import Driver
 from greensched.driver.simulated.address_space import AddressSpace, DeviceMemory
@@ -214,7 +214,7 @@ class Core(Driver):
 
     def _may_block(self, what: str) -> None:
         """Refuses, on an event-loop thread, what can block."""
-        if on_loop_thread():
+        if in_event_loop():
             raise LoopWouldBlock(what)
 
     def _behind_changes(self, device: Device, what: str) -> None:
