@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal, Self, TypeVar
 
 from greensched import driver as drivers
 from greensched._asynclib import is_coroutine_function
+from greensched._cleanup import run_all
 from greensched.device import current_context
 from greensched.device.current_context import ContextOwnership, ContextScope, UserContextScope
 from greensched.device.limits import ContextLimits
@@ -29,7 +30,6 @@ from greensched.errors import (
     GreenschedError,
     InvalidRequest,
     WrongThread,
-    run_all,
 )
 from greensched.kernels import Loader
 from greensched.typing import (

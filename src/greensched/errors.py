@@ -15,8 +15,6 @@ Nobody needs to search message text: `except` by class, read the attributes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-
 
 class GreenschedError(Exception):
     """Everything greensched raises on purpose derives from this. It may go to other processes."""
@@ -507,28 +505,6 @@ class VersionSkew(GreenschedError, RuntimeError):
 
 class JobFailed(GreenschedError, RuntimeError):
     """A fleet's job raised what cannot be sent here; the message says what that was."""
-
-
-# -- several failures ---------------------------------------------------------------------------
-
-
-def run_all(steps: Iterable[Callable[[], object]]) -> None:
-    """Runs every step of an end, whatever the others do.
-
-    Raises:
-        GreenschedError: the first that a step raised; later ones are its notes.
-    """
-    first: GreenschedError | None = None
-    for step in steps:
-        try:
-            step()
-        except GreenschedError as error:
-            if first is None:
-                first = error
-            else:
-                first.add_note(f"and then: {error}")
-    if first is not None:
-        raise first
 
 
 # -- statuses ---------------------------------------------------------------------------------

@@ -25,11 +25,12 @@ from typing import Any
 
 import numpy as np
 
+from greensched._cleanup import run_all
 from greensched.device.buffers import Buffer, MemoryQuota, PinnedBuffer, Use
 from greensched.device.streams import Stream, StreamOwner, TicketedStream
 from greensched.device.tickets import PAGE, TicketMemory
 from greensched.driver.interface import Driver
-from greensched.errors import BufferClosed, CUDAError, OutOfMemory, run_all, too_late
+from greensched.errors import BufferClosed, CUDAError, OutOfMemory, too_late
 from greensched.typing import HostMemory
 
 logger = logging.getLogger("greensched")

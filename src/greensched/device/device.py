@@ -10,11 +10,12 @@ from weakref import WeakSet
 
 from greensched import context as contexts
 from greensched import driver as drivers
+from greensched._cleanup import run_all
 from greensched.context import Context as Context
 from greensched.device.resources import ContextOptions, DeviceResources, describe
 from greensched.device.streams import Stream
 from greensched.driver.interface import Driver
-from greensched.errors import Closed, InvalidRequest, run_all
+from greensched.errors import Closed, InvalidRequest
 from greensched.kernels import Loader
 from greensched.typing import ContextFlags, DeviceFacts, SupportsDevice
 

@@ -15,8 +15,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Protocol, TypeVar
 
+from greensched._cleanup import run_all
 from greensched.driver.interface import Driver
-from greensched.errors import Closed, CUDAError, InvalidRequest, WrongContext, run_all
+from greensched.errors import Closed, CUDAError, InvalidRequest, WrongContext
 from greensched.typing import (
     CaptureMode,
     ContextHandle,

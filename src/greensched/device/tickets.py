@@ -8,6 +8,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from functools import partial
 
+from greensched._cleanup import run_all
 from greensched.device.streams import (
     Event,
     EventTicketedStream,
@@ -15,7 +16,7 @@ from greensched.device.streams import (
     StreamOwner,
     TicketedStream,
 )
-from greensched.errors import CUDAError, DeviceFault, run_all
+from greensched.errors import CUDAError, DeviceFault
 from greensched.typing import Feature, HostMemory
 
 #: A word for each ticket on a cache line of its own: 64 bytes on x86-64 and most of AArch64.

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 
+from greensched._cleanup import run_all
 from greensched.context import Context
 from greensched.device.device import Device
 from greensched.device.launch import KernelArguments, LaunchConfig, PreparedLaunch, check_limits
@@ -24,7 +25,6 @@ from greensched.device.resources import (
 from greensched.device.staging import ChunkedCopier, StagingPool
 from greensched.device.streams import EventTicketedStream, TicketedStream
 from greensched.device.tickets import TicketMemory
-from greensched.errors import run_all
 from greensched.kernels import Kernel
 
 #: Jobs in flight on a track at most, so that no launch ever blocks: a driver's launch queue is

@@ -22,10 +22,11 @@ from functools import partial
 from typing import Any, Protocol
 
 from greensched._asynclib import reset_sniffio
+from greensched._cleanup import run_all
 from greensched.context import Context
 from greensched.device.streams import TicketedStream
 from greensched.driver.interface import Driver
-from greensched.errors import CUDAError, DeviceFault, run_all
+from greensched.errors import CUDAError, DeviceFault
 from greensched.execution.call_context import CallContext, running_call
 from greensched.execution.completion import CAPTURE_STATUSES, CompletionPoller
 from greensched.execution.jobs import Job

@@ -16,8 +16,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
+from greensched._cleanup import run_all
 from greensched.driver.interface import Driver
-from greensched.errors import ArgumentMismatch, Closed, run_all
+from greensched.errors import ArgumentMismatch, Closed
 from greensched.kernels.program import Kernel, Program
 from greensched.typing import DeviceFacts, KernelHandle, LibraryHandle, Limit, Parameter
 

@@ -17,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from greensched._cleanup import run_all
 from greensched.device.allocators import DeviceAllocator, PinnedAllocator
 from greensched.device.device import Device
 from greensched.device.launch import check_runnable
@@ -35,7 +36,6 @@ from greensched.errors import (
     InvalidRequest,
     NotSupported,
     PoolClosed,
-    run_all,
 )
 from greensched.execution.lane import Lane
 from greensched.execution.threads import Crew, ExecutorHost
