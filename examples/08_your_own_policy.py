@@ -16,7 +16,7 @@ from greensched.scheduling.policy import ClassView, RequestView
 class TakingTurns:
     """Whose class was served least often is next. Asked under a lock: it only looks."""
 
-    def standing(self, service: ClassView) -> tuple[float, ...]:
+    def class_rank(self, service: ClassView) -> tuple[float, ...]:
         """Whose class stands smaller goes first; asked at every decision."""
         return (-service.priority, service.granted)
 
@@ -24,7 +24,7 @@ class TakingTurns:
         """The order in a class; asked once for each request."""
         return (-request.priority, request.order)
 
-    def may_pass(self, first: RequestView, now: float) -> bool:
+    def may_overtake(self, first: RequestView, now: float) -> bool:
         """Whether others may go before the first of all, for whom there is no room yet."""
         return now - first.arrived < 0.050  # seconds
 

@@ -373,7 +373,7 @@ class Bench:
         self, pool: Pool, works: Works, case: str, services: Any
     ) -> AsyncIterator[Pair]:
         pool.reconfigure(services=services)
-        segment = next(s.segment for s in services if s.name == "other")
+        segment = next(s.checkpoint_interval for s in services if s.name == "other")
         other = Leased(
             pool,
             "other",

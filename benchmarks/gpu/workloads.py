@@ -177,23 +177,23 @@ def _kept(sms: int) -> list[ServiceClass]:
     """The critical class has a floor that is never lent; the other one has what is left."""
     return [
         ServiceClass("critical", reserve=sms, priority=10),
-        ServiceClass("other", revocable=True, segment=0.010),
+        ServiceClass("other", preemptible=True, checkpoint_interval=0.010),
     ]
 
 
 def _lent(sms: int, seconds: float = 0.004) -> list[ServiceClass]:
     """The floor is lent while it is idle, to be back in time: a request takes 4 ms alone."""
     return [
-        ServiceClass("critical", reserve=sms, priority=10, budget=seconds),
-        ServiceClass("other", revocable=True, segment=seconds),
+        ServiceClass("critical", reserve=sms, priority=10, max_wait_for_reserve=seconds),
+        ServiceClass("other", preemptible=True, checkpoint_interval=seconds),
     ]
 
 
-def _unsplit(sms: int) -> list[ServiceClass]:
+def _shared(sms: int) -> list[ServiceClass]:
     """Not split while both have their latencies."""
     return [
-        ServiceClass("critical", reserve=sms, priority=10, latency=0.050, unsplit=True),
-        ServiceClass("other", latency=0.050, unsplit=True),
+        ServiceClass("critical", reserve=sms, priority=10, latency=0.050, shared=True),
+        ServiceClass("other", latency=0.050, shared=True),
     ]
 
 
@@ -253,7 +253,7 @@ W8 = Workload(
     "requests",
     "requests",
     0.12,
-    {"greensched, unsplit": _unsplit, "greensched, floors": _kept},
+    {"greensched, shared": _shared, "greensched, floors": _kept},
     request=0.001,
 )
 #: In the order in which they are measured: what takes longest has the time that is left.

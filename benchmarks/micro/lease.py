@@ -17,7 +17,7 @@ from greensched.kernels import saxpy
 
 CLASSES = (
     ServiceClass("critical", reserve=SMS, priority=10),
-    ServiceClass("other", revocable=True, segment=0.010),
+    ServiceClass("other", preemptible=True, checkpoint_interval=0.010),
 )
 
 

@@ -34,7 +34,7 @@ MANY = 100_000
 CLASSES = (
     ServiceClass("decode", reserve=32, priority=10, latency=0.050),
     ServiceClass("prefill", weight=3),
-    ServiceClass("batch", cap=96, revocable=True, segment=0.005),
+    ServiceClass("batch", cap=96, preemptible=True, checkpoint_interval=0.005),
 )
 
 

@@ -207,7 +207,9 @@ def lending(seeds: Sequence[int]) -> Iterator[Bar]:
 def _lent(loan: Loan, arm: Strategy, seed: int) -> tuple[float, float, float]:
     """p99 of the lender and its longest latency in seconds; what the other did in a second."""
     classes = pair(work(108), work(108))
-    classes["critical"] = replace(classes["critical"], reserve=52, cap=52, budget=BUDGET_S)
+    classes["critical"] = replace(
+        classes["critical"], reserve=52, cap=52, max_wait_for_reserve=BUDGET_S
+    )
     machine = Machine("a100", classes, {}, seed)
     rng = random.Random(f"lent {seed}")
     found: list[float] = []

@@ -38,8 +38,8 @@ def classes(sms: int, *, streams: bool) -> list[ServiceClass]:
     """How decode and prefill share so many SMs; one prompt is read at a time either way."""
     if streams:
         return [
-            ServiceClass("decode", unsplit=True),
-            ServiceClass("prefill", unsplit=True, cap=sms, max_waiting=MAX_WAITING),
+            ServiceClass("decode", shared=True),
+            ServiceClass("prefill", shared=True, cap=sms, max_waiting=MAX_WAITING),
         ]
     return [
         ServiceClass("decode", reserve=quarter(sms), priority=1),

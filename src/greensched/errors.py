@@ -57,7 +57,8 @@ class TooManySMs(InvalidRequest):
         self.is_ruled = is_ruled
         other = (
             "on behalf of a class (`service=`) that reserves the rest, has a larger cap, or is "
-            "lent it (revocable, and by `duration` or `segment` done within the owner's budget)"
+            "lent it (preemptible, and by `duration` or `checkpoint_interval` done within the "
+            "owner's `max_wait_for_reserve`)"
         )
         super().__init__(
             f"{asked} SMs were asked for, and the most that can ever be granted here is {most}: "

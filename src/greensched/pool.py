@@ -272,7 +272,7 @@ class Pool:
                 granted it means nothing. Where `duration` is known: the work should be done by
                 then,
                 and if it is known that it cannot, `DeadlineImpossible` at once, or what the class
-                says (`if_late`). None: the class's `latency`, for that alone.
+                says (`on_late`). None: the class's `latency`, for that alone.
             duration: seconds that the lease is expected to last, or the curve that says it for each
                 size. Whoever gives it can be let into gaps that are closed to others.
             near: be on this buffer's device where it fits there.
@@ -422,7 +422,7 @@ class Pool:
     def observe(self, service: str, latency: float, count: int = 1) -> None:
         """Says that so many of a class had this latency, in seconds. Never waits.
 
-        By that it is decided whether devices are split for classes that are `unsplit`. Of a class
+        By that it is decided whether devices are split for classes that are `shared`. Of a class
         of which nobody says it, the time from a lease's request to its end counts.
 
         Raises:

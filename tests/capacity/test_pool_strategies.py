@@ -48,13 +48,13 @@ def test_devices_are_split_only_where_that_is_needed() -> None:
     }
     traffic = generate("paced", 1.0, 1)
     setting = Scenario(gpus="a100", services=small, seconds=1.0)
-    ours, theirs = (simulate(arms()[name], setting, traffic, 1) for name in ("unsplit", "streams"))
+    ours, theirs = (simulate(arms()[name], setting, traffic, 1) for name in ("shared", "streams"))
     found, expected = ours.samples["inference"], theirs.samples["inference"]
     assert max(found.latency[1:]) <= 1.01 * max(expected.latency)  # the first has lanes made
     assert ours.samples["scan"].done >= 0.99 * theirs.samples["scan"].done
 
     large = small | {"scan": replace(small["scan"], curve=CURVES["gemm"], segment=0.001)}
     setting = replace(setting, services=large)
-    ours, theirs = (simulate(arms()[name], setting, traffic, 1) for name in ("unsplit", "streams"))
+    ours, theirs = (simulate(arms()[name], setting, traffic, 1) for name in ("shared", "streams"))
     found, expected = ours.samples["inference"], theirs.samples["inference"]
     assert median(found.latency) < 0.5 * median(expected.latency)

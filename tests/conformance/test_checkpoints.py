@@ -255,8 +255,8 @@ def test_feeding_goes_on_over_a_checkpoint(backend: Backend) -> None:
 def test_an_owner_waits_for_a_checkpoint_alone(backend: Backend) -> None:
     """What was lent of a floor is its owner's at the borrower's next checkpoint, all of it."""
     services = [
-        ServiceClass("decode", reserve=16, priority=10, budget=0.020),
-        ServiceClass("batch", revocable=True, segment=0.010),
+        ServiceClass("decode", reserve=16, priority=10, max_wait_for_reserve=0.020),
+        ServiceClass("batch", preemptible=True, checkpoint_interval=0.010),
     ]
 
     async def decode(pool: Pool) -> None:

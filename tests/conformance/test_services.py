@@ -85,7 +85,7 @@ def test_what_cannot_be_in_time_is_refused_at_once(backend: Backend) -> None:
     """A known duration beyond the deadline, or the latency of the class, raises the prediction."""
     services = [
         ServiceClass("decode", latency=0.010),
-        ServiceClass("batch", latency=0.010, if_late="best_effort"),
+        ServiceClass("batch", latency=0.010, on_late="best_effort"),
     ]
 
     async def main() -> None:
@@ -235,8 +235,8 @@ def test_what_a_class_allocates_is_bounded(backend: Backend) -> None:
 def test_classes_that_allow_it_are_on_all_sms_together(backend: Backend) -> None:
     """On streams of their own, until one of them is late; then on SMs of their own."""
     services = [
-        ServiceClass("quick", unsplit=True, latency=10.0),
-        ServiceClass("bulk", unsplit=True),
+        ServiceClass("quick", shared=True, latency=10.0),
+        ServiceClass("bulk", shared=True),
     ]
 
     async def main() -> None:
@@ -245,8 +245,8 @@ def test_classes_that_allow_it_are_on_all_sms_together(backend: Backend) -> None
             async with pool.partition(8, service="quick") as a:
                 async with pool.partition((8, 16), service="bulk") as b:
                     assert (a.sm_count, b.sm_count) == (total, total)
-                    assert a.is_unsplit
-                    assert b.is_unsplit
+                    assert a.is_shared
+                    assert b.is_shared
                     assert a.stream.handle != b.stream.handle
                     data = np.arange(8, dtype=np.float32)
                     buffers = [await p.upload(data) for p in (a, b)]
@@ -254,9 +254,9 @@ def test_classes_that_allow_it_are_on_all_sms_together(backend: Backend) -> None
                         np.testing.assert_array_equal(await p.download(buffer), data)
                         buffer.close()
                     pool.observe("quick", 11.0, 100)
-                    assert not pool.statistics().services["bulk"].is_unsplit
+                    assert not pool.statistics().services["bulk"].is_shared
                     assert await b.checkpoint() <= 16
-                    assert not b.is_unsplit
+                    assert not b.is_shared
                     async with pool.partition(8, service="quick") as c:
                         assert c.sm_count < total
 
@@ -277,7 +277,7 @@ def test_what_is_no_latency_is_refused(backend: Backend, args: tuple, said: str)
     """The message says what would be one."""
 
     async def main() -> None:
-        async with backend.pool(services=[ServiceClass("quick", unsplit=True)]) as pool:
+        async with backend.pool(services=[ServiceClass("quick", shared=True)]) as pool:
             with pytest.raises(greensched.InvalidRequest, match=said):
                 pool.observe(*args)
 

@@ -282,7 +282,7 @@ def test_a_change_of_classes_ends_what_is_parked() -> None:
     "service",
     [
         ServiceClass("a", quota=1000.0),
-        ServiceClass("a", unsplit=True, latency=1.0),
+        ServiceClass("a", shared=True, latency=1.0),
     ],
 )
 def test_what_is_looked_at_for_each_lease_is_not_parked(service: ServiceClass) -> None:

@@ -72,7 +72,7 @@ class ReferenceReservations:
                 assert owner is not lease.flow
                 assert owner.home == lease.device
                 assert owner.budget > 0, "an owner without a budget lends nothing"
-                assert lease.flow.revocable
+                assert lease.flow.preemptible
 
     def check_size(self, lease: Grant) -> None:
         """No less than was asked for, and no more than whole cells make unavoidable."""
@@ -105,7 +105,7 @@ class ReferenceReservations:
 
     def segment(self, lease: Grant) -> float:
         """Seconds in which it gives back, as it said: its segment, or its duration."""
-        declared = lease.flow.rules.segment or math.inf
+        declared = lease.flow.rules.checkpoint_interval or math.inf
         known = lease.request.seconds(lease.sms)
         if known is None:
             return declared

@@ -126,7 +126,7 @@ def test_who_was_admitted_is_not_made_late() -> None:
 
 def test_who_is_late_can_be_let_in_behind_others() -> None:
     """A class that says so has its late requests queued, after those that can be in time."""
-    scheduler = make(ServiceClass("a", latency=0.1, if_late="best_effort"), policy=Deadline())
+    scheduler = make(ServiceClass("a", latency=0.1, on_late="best_effort"), policy=Deadline())
     held = ask(scheduler, 0.0, ALL, "a")
     late = ask(scheduler, 0.0, ALL, "a", duration=0.2)
     in_time = ask(scheduler, 0.0, ALL, "a", duration=0.05)

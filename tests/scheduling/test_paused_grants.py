@@ -15,9 +15,11 @@ from greensched.scheduling.scheduler import Scheduler
 from greensched.scheduling.services import ServiceClass
 
 SERVICES = [
-    ServiceClass("owner", reserve=16, priority=2, weight=3, budget=0.010, latency=0.004),
+    ServiceClass(
+        "owner", reserve=16, priority=2, weight=3, max_wait_for_reserve=0.010, latency=0.004
+    ),
     ServiceClass("other", weight=2, cap=24),
-    ServiceClass("guest", revocable=True, segment=0.005),
+    ServiceClass("guest", preemptible=True, checkpoint_interval=0.005),
 ]
 NAMES = ["", "owner", "other", "guest"]
 
@@ -138,7 +140,7 @@ def quota(scheduler: Scheduler) -> Request:
 
 
 def split(scheduler: Scheduler) -> Request:
-    scheduler.reconfigure(0.0, [*SERVICES, ServiceClass("all", unsplit=True, latency=1.0)], None)
+    scheduler.reconfigure(0.0, [*SERVICES, ServiceClass("all", shared=True, latency=1.0)], None)
     return scheduler.request(0.0, parse_sizes((8,)), service="other")
 
 

@@ -92,7 +92,7 @@ class Newest:
     def rank(self, request: RequestView) -> tuple[float, ...]:
         return (-request.order,)
 
-    def may_pass(self, first: RequestView, now: float) -> bool:
+    def may_overtake(self, first: RequestView, now: float) -> bool:
         return False
 
 
@@ -111,7 +111,7 @@ def test_who_is_granted_behind_a_newcomer_is_forgotten() -> None:
 
 def test_requests_by_deadline_leave_the_agenda() -> None:
     """Whoever is granted, cancelled or expired is no work to be done any more."""
-    services = [ServiceClass("a", latency=1.0, if_late="best_effort")]
+    services = [ServiceClass("a", latency=1.0, on_late="best_effort")]
     scheduler = Scheduler([DeviceCells(size=8, count=4)], Deadline(), 1000, services=services)
     whole = scheduler.request(0.0, parse_sizes((ALL,)))
     waiting = [

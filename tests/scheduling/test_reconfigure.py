@@ -13,8 +13,8 @@ from greensched.scheduling.services import ServiceClass
 from greensched.typing import ALL, Size
 
 DEVICE = DeviceCells(size=8, count=8)
-OWNER = ServiceClass("owner", reserve=32, budget=0.010)
-BATCH = ServiceClass("batch", revocable=True, segment=0.005)
+OWNER = ServiceClass("owner", reserve=32, max_wait_for_reserve=0.010)
+BATCH = ServiceClass("batch", preemptible=True, checkpoint_interval=0.005)
 
 
 def make(*classes: ServiceClass) -> Scheduler:

@@ -16,8 +16,8 @@ from greensched.scheduling.services import ServiceClass
 from greensched.typing import ALL, Size
 
 DEVICE = DeviceCells(size=8, count=8)
-OWNER = ServiceClass("owner", reserve=32, budget=0.010)
-BATCH = ServiceClass("batch", revocable=True, segment=0.005)
+OWNER = ServiceClass("owner", reserve=32, max_wait_for_reserve=0.010)
+BATCH = ServiceClass("batch", preemptible=True, checkpoint_interval=0.005)
 PLAIN = ServiceClass("plain")
 
 
@@ -75,17 +75,17 @@ def test_a_cap_bounds_what_a_class_holds() -> None:
 
 
 def test_only_who_can_be_back_in_time_borrows() -> None:
-    """A loan takes a revocable class, a known end, and an owner with a budget as long as that."""
+    """A loan takes a preemptible class, a known end, and an owner with a budget as long as that."""
     scheduler = make(OWNER, BATCH, PLAIN)
     ask(scheduler, 0.0, 32, "plain")
     assert ask(scheduler, 0.0, 8, "plain", duration=0.001).state is GrantState.QUEUED, (
-        "not revocable"
+        "not preemptible"
     )
     assert ask(scheduler, 0.0, 8, "batch", duration=0.020).state is GrantState.QUEUED, "too long"
     assert ask(scheduler, 0.0, 8, "batch", duration=0.010).state is GrantState.GRANTED
     assert ask(scheduler, 0.0, 8, "batch").state is GrantState.GRANTED, "5 ms, as it declared"
     assert scheduler.services()["owner"].sms_lent == 16
-    unknown = make(OWNER, ServiceClass("batch", revocable=True), PLAIN)
+    unknown = make(OWNER, ServiceClass("batch", preemptible=True), PLAIN)
     ask(unknown, 0.0, 32, "plain")
     assert ask(unknown, 0.0, 8, "batch").state is GrantState.QUEUED, "nothing is known of it"
 
@@ -118,7 +118,12 @@ def test_no_device_is_kept_for_who_is_lent_nothing(ageing: float) -> None:
 @pytest.mark.parametrize("sms", [40, 64])
 def test_owners_do_not_wait_for_each_other_for_ever(sms: int) -> None:
     """Owners who wait for more than their floors lend, once nobody has anything of the device."""
-    rules = {"reserve": 32, "budget": 0.010, "revocable": True, "segment": 0.005}
+    rules = {
+        "reserve": 32,
+        "max_wait_for_reserve": 0.010,
+        "preemptible": True,
+        "checkpoint_interval": 0.005,
+    }
     scheduler = make(*(ServiceClass(name, **rules) for name in "ab"))  # type: ignore[arg-type]
     held = [ask(scheduler, 0.0, 32, name) for name in "ab"]
     waiting = [ask(scheduler, 0.0, sms, name) for name in "ab"]
@@ -150,7 +155,7 @@ def test_who_has_no_budget_lends_nothing(owner: ServiceClass) -> None:
 def test_the_budget_is_half_of_the_latency() -> None:
     """A latency target without a budget lends to who is back within half of it."""
     assert ServiceClass("a", latency=0.050).blocking_budget == 0.025
-    assert ServiceClass("a", latency=0.050, budget=0.0).blocking_budget == 0
+    assert ServiceClass("a", latency=0.050, max_wait_for_reserve=0.0).blocking_budget == 0
     assert ServiceClass("a").blocking_budget == 0
 
 
@@ -227,7 +232,7 @@ def test_who_takes_longer_than_he_said_borrows_no_more() -> None:
 
 def test_an_owner_has_his_floor_on_a_device_that_is_kept() -> None:
     """A device kept for an aged request is not closed to who has a floor there."""
-    scheduler = make(ServiceClass("owner", reserve=16, budget=0.010), BATCH, PLAIN)
+    scheduler = make(ServiceClass("owner", reserve=16, max_wait_for_reserve=0.010), BATCH, PLAIN)
     ask(scheduler, 0.0, 40, "plain")
     large = ask(scheduler, 0.0, 48, "plain")
     assert scheduler.request(1.0, parse_sizes((8,)), service="plain").state is GrantState.QUEUED

@@ -259,7 +259,7 @@ def test_a_policy_of_ones_own_decides_the_order() -> None:
         def rank(self, request: RequestView) -> tuple[float, ...]:
             return (-request.order,)
 
-        def may_pass(self, first: RequestView, now: float) -> bool:
+        def may_overtake(self, first: RequestView, now: float) -> bool:
             return True
 
     scheduler = make(policy=Youngest())
@@ -466,7 +466,9 @@ def test_an_ageing_that_is_no_time_is_refused(ageing: float) -> None:
     with pytest.raises(InvalidRequest, match="ageing"):
         Fifo(ageing=ageing)
     assert Fifo(ageing=0.0).ageing == 0.0
-    assert Fifo(ageing=float("inf")).may_pass(Request(ClassState(ANYBODY), (), (), 0, 0.0, 0), 1e9)
+    assert Fifo(ageing=float("inf")).may_overtake(
+        Request(ClassState(ANYBODY), (), (), 0, 0.0, 0), 1e9
+    )
 
 
 @pytest.mark.parametrize("bound", [-1, 1.5, True, None, "8"])

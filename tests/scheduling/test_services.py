@@ -16,10 +16,12 @@ from greensched.typing import ALL, REST
 WRONG: list[tuple[str, Any]] = [
     ("name", 5), ("name", ""), ("reserve", -1), ("reserve", 8.0), ("reserve", True), ("cap", 0),
     ("cap", "8"), ("cap", REST), ("priority", "high"), ("priority", math.nan), ("weight", 0),
-    ("weight", -1), ("weight", math.inf), ("latency", 0), ("latency", "1"), ("segment", -1),
-    ("revocable", 1), ("budget", -0.1), ("budget", math.nan), ("max_waiting", -1),
+    ("weight", -1), ("weight", math.inf), ("latency", 0), ("latency", "1"),
+    ("checkpoint_interval", -1),
+    ("preemptible", 1), ("max_wait_for_reserve", -0.1), ("max_wait_for_reserve", math.nan),
+    ("max_waiting", -1),
     ("max_waiting", 1.5), ("quota", 0), ("quota", "8"), ("memory_bytes", -1),
-    ("memory_bytes", 1e9), ("if_late", "drop"), ("if_late", None),
+    ("memory_bytes", 1e9), ("on_late", "drop"), ("on_late", None),
 ]  # fmt: skip
 
 
@@ -47,7 +49,7 @@ def test_what_are_no_classes_are_refused(services: object) -> None:
 def test_a_class_is_what_the_issue_says() -> None:
     """Name first, everything else by name, frozen, and ALL for no cap; it is a public name."""
     service = greensched.ServiceClass(
-        "decode", reserve=32, cap=ALL, priority=10, weight=1, latency=0.050, revocable=False
+        "decode", reserve=32, cap=ALL, priority=10, weight=1, latency=0.050, preemptible=False
     )
     assert checked([service]) == (service,)
     with pytest.raises(dataclasses.FrozenInstanceError):

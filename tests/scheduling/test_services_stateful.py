@@ -51,13 +51,16 @@ def classes(draw: st.DrawFn, most: int) -> list[ServiceClass]:
     budgets = st.sampled_from([0, 2, 4, 4])
     return [
         ServiceClass("owner", reserve=floor, priority=draw(st.integers(0, 1)),
-                     budget=draw(budgets), latency=draw(st.sampled_from([None, 3, 8])),
-                     if_late="best_effort"),
-        ServiceClass("second", reserve=draw(st.integers(0, most - floor)), budget=draw(budgets),
-                     revocable=draw(st.booleans()), segment=3),
-        ServiceClass("batch", revocable=True, segment=draw(st.sampled_from([1, 2, 3, 5]))),
+                     max_wait_for_reserve=draw(budgets),
+                     latency=draw(st.sampled_from([None, 3, 8])),
+                     on_late="best_effort"),
+        ServiceClass("second", reserve=draw(st.integers(0, most - floor)),
+                     max_wait_for_reserve=draw(budgets),
+                     preemptible=draw(st.booleans()), checkpoint_interval=3),
+        ServiceClass("batch", preemptible=True,
+                     checkpoint_interval=draw(st.sampled_from([1, 2, 3, 5]))),
         ServiceClass("small", cap=draw(st.integers(1, 12)), max_waiting=2,
-                     if_late=draw(st.sampled_from(["refuse", "best_effort"]))),
+                     on_late=draw(st.sampled_from(["refuse", "best_effort"]))),
     ]  # fmt: skip
 
 
@@ -240,7 +243,7 @@ class ServiceMachine(RuleBasedStateMachine):
         told = [request for request, _ in self.scheduler.hopeless]
         assert [self.twins[request] for request in told] == [r for r, _ in self.twin.hopeless]
         for request in told:
-            assert request.flow.revocable
+            assert request.flow.preemptible
             assert request.state is GrantState.GONE
             self.waiting.remove(request)
         self.scheduler.hopeless.clear()

@@ -21,8 +21,8 @@ from greensched.scheduling.split_controller import (
 from greensched.typing import ALL, Size
 
 DEVICE = DeviceCells(size=8, count=8)
-QUICK = ServiceClass("quick", unsplit=True, latency=0.010)
-BULK = ServiceClass("bulk", unsplit=True)
+QUICK = ServiceClass("quick", shared=True, latency=0.010)
+BULK = ServiceClass("bulk", shared=True)
 PLAIN = ServiceClass("plain")
 #: So many that are near make devices split.
 ENOUGH = LOOK // ONE_IN
@@ -53,7 +53,7 @@ def test_classes_that_allow_it_have_all_sms_at_once() -> None:
     assert [r.state for r in found] == [GrantState.GRANTED] * 3
     assert [r.leases[0].sms for r in found] == [64] * 3
     assert len({r.leases[0].mask for r in found}) == 3
-    assert scheduler.services()["bulk"].is_unsplit
+    assert scheduler.services()["bulk"].is_shared
     assert scheduler.statistics().sms_leased == 64
     assert scheduler.statistics().sms_free == 0
 
@@ -88,7 +88,7 @@ def test_near_its_latency_a_class_has_devices_split() -> None:
     scheduler.observe(0.0, "quick", 0.010, ENOUGH - 1)
     assert ask(scheduler, 0.0, 8, "bulk").leases[0].is_seat
     split(scheduler, 0.0)
-    assert not scheduler.services()["quick"].is_unsplit
+    assert not scheduler.services()["quick"].is_shared
     new = ask(scheduler, 0.0, 16, "quick")
     assert (new.leases[0].sms, new.leases[0].is_seat) == (16, False)
     assert old.leases[0].is_seat
@@ -99,9 +99,9 @@ def test_of_whom_nobody_says_it_the_leases_count() -> None:
     """From the request to the end of the lease."""
     scheduler = make()
     for _ in range(ENOUGH):
-        assert scheduler.services()["quick"].is_unsplit
+        assert scheduler.services()["quick"].is_shared
         end(scheduler, 0.009, ask(scheduler, 0.0, 8, "quick"))
-    assert not scheduler.services()["quick"].is_unsplit
+    assert not scheduler.services()["quick"].is_shared
 
 
 def test_an_elastic_lease_stands_up_and_sits_down_again() -> None:
@@ -122,7 +122,7 @@ def test_an_elastic_lease_stands_up_and_sits_down_again() -> None:
 
 
 def test_who_waits_has_an_elastic_lease_leave_its_seat() -> None:
-    """Devices are unsplit, and he who did not allow it can be granted what it leaves."""
+    """Devices are shared, and he who did not allow it can be granted what it leaves."""
     scheduler = make()
     (lease,) = ask(scheduler, 0.0, (16, 64), "bulk").leases
     apart = ask(scheduler, 0.0, 8, "plain")
@@ -134,8 +134,8 @@ def test_who_waits_has_an_elastic_lease_leave_its_seat() -> None:
 @pytest.mark.parametrize(("budget", "is_seat"), [(0.0, False), (0.002, False), (0.004, True)])
 def test_an_owner_waits_for_seats_no_longer_than_for_loans(budget: float, is_seat: bool) -> None:
     """Whose floor it is and who did not allow sharing has them back within his budget."""
-    owner = ServiceClass("owner", reserve=16, budget=budget)
-    bulk = ServiceClass("bulk", unsplit=True, revocable=True)
+    owner = ServiceClass("owner", reserve=16, max_wait_for_reserve=budget)
+    bulk = ServiceClass("bulk", shared=True, preemptible=True)
     scheduler = make(owner, bulk)
     request = ask(scheduler, 0.0, 8, "bulk", duration=0.003)
     assert request.leases[0].is_seat is is_seat
@@ -144,7 +144,7 @@ def test_an_owner_waits_for_seats_no_longer_than_for_loans(budget: float, is_sea
 
 def test_a_cap_is_no_seat() -> None:
     """All SMs are more than its class may hold."""
-    scheduler = make(ServiceClass("bulk", unsplit=True, cap=32))
+    scheduler = make(ServiceClass("bulk", shared=True, cap=32))
     assert ask(scheduler, 0.0, (8, 64), "bulk").leases[0].sms == 32
 
 

@@ -21,8 +21,8 @@ from .strategies import devices, joint_demands
 AGEING = 3
 LATENCY = 8
 CLASSES = (
-    ServiceClass("quick", unsplit=True, latency=LATENCY, revocable=True, segment=1),
-    ServiceClass("bulk", unsplit=True, revocable=True, segment=2),
+    ServiceClass("quick", shared=True, latency=LATENCY, preemptible=True, checkpoint_interval=1),
+    ServiceClass("bulk", shared=True, preemptible=True, checkpoint_interval=2),
     ServiceClass("plain"),
 )
 NAMES = ("quick", "quick", "bulk", "bulk", "plain", "owner")
@@ -40,7 +40,7 @@ class SharingMachine(RuleBasedStateMachine):
         budget=st.sampled_from([0, 2, 4]),
     )
     def open(self, cells: list, policy: str, floor: int, budget: int) -> None:
-        owner = ServiceClass("owner", reserve=floor * cells[0].size, budget=budget)
+        owner = ServiceClass("owner", reserve=floor * cells[0].size, max_wait_for_reserve=budget)
         chosen: Policy = POLICIES[policy](ageing=AGEING)  # type: ignore[call-arg]
         classes = (*CLASSES, owner)
         try:
@@ -187,11 +187,11 @@ class SharingMachine(RuleBasedStateMachine):
             leased = 0
             for lease in self.of(device):
                 if lease.is_seat:
-                    assert lease.flow.rules.unsplit
+                    assert lease.flow.rules.shared
                     assert lease.sms == cells.total
                     assert lease.mask & cells.every == cells.every
                     others = [other for other in self.of(device) if other is not lease]
-                    assert all(other.flow.rules.unsplit for other in others)
+                    assert all(other.flow.rules.shared for other in others)
                     assert lease.mask not in [other.mask for other in others], "one lane for two"
                 else:
                     assert lease.mask & leased == 0
@@ -211,12 +211,12 @@ class SharingMachine(RuleBasedStateMachine):
     @invariant()
     def nobody_waits_who_could_have_a_seat(self) -> None:
         for request in getattr(self, "waiting", ()):
-            if not request.flow.unsplit or len(request.parts) > 1 or self.is_split:
+            if not request.flow.shared or len(request.parts) > 1 or self.is_split:
                 continue
             for device in range(len(self.cells)):
                 kept = self.scheduler._reserved
                 own = kept is None or kept[0] is request or kept[1] != device
-                beside = all(lease.flow.unsplit for lease in self.of(device))
+                beside = all(lease.flow.shared for lease in self.of(device))
                 owners = self.scheduler.ground.floors[device].owners
                 assert not (own and beside and not owners)
 

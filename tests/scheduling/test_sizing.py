@@ -67,7 +67,7 @@ class Own:
     def rank(self, request: RequestView) -> tuple[float, ...]:
         return (-request.priority,)
 
-    def may_pass(self, first: RequestView, now: float) -> bool:
+    def may_overtake(self, first: RequestView, now: float) -> bool:
         return now - first.arrived < 0.020
 
 
@@ -77,7 +77,7 @@ class Wrong(Own):
     def __init__(self, method: str, answer: object) -> None:
         self.__dict__[method] = lambda *_: answer if answer != "raise" else 1 // 0
 
-    def standing(self, service: ClassView) -> tuple[float, ...]:
+    def class_rank(self, service: ClassView) -> tuple[float, ...]:
         return (-service.priority, service.tag)
 
     def size(self, _: object, room: SizingView) -> tuple[int, int]:
@@ -91,7 +91,7 @@ class Wrong(Own):
 
 
 @pytest.mark.parametrize("answer", ["raise", None, 0.5, (None, 8), (math.nan, 8.0), math.nan])
-@pytest.mark.parametrize("method", ["may_pass", "standing", "size", "at", "observe"])
+@pytest.mark.parametrize("method", ["may_overtake", "class_rank", "size", "at", "observe"])
 def test_what_a_users_policy_or_curve_gets_wrong_loses_nobody(
     method: str, answer: object, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -112,7 +112,7 @@ def test_what_a_users_policy_or_curve_gets_wrong_loses_nobody(
     assert all(request.state is GrantState.GRANTED for request in asked)
     assert (scheduler.is_idle, scheduler.waiting) == (True, 0)
     assert [flow.sms for flow in scheduler.ground.flows.values()] == [0, 0, 0]
-    is_answer = method == "may_pass" or method == "observe" or (method, answer) == ("at", 0.5)
+    is_answer = method == "may_overtake" or method == "observe" or (method, answer) == ("at", 0.5)
     assert bool(caplog.records) is (answer == "raise" or not is_answer)
 
 
@@ -121,7 +121,7 @@ def test_a_standing_that_is_another_at_each_question_holds_up_nobody() -> None:
     ticks = itertools.count()
 
     class Restless(Own):
-        def standing(self, _: ClassView) -> tuple[float, ...]:
+        def class_rank(self, _: ClassView) -> tuple[float, ...]:
             return (np.float64(next(ticks)),)
 
     scheduler = pool(DECODE, BULK, policy=Restless())

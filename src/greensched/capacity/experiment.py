@@ -10,7 +10,7 @@ from greensched.capacity import latency_tables, metrics, upper_bound, validation
 from greensched.capacity.baselines import baselines
 from greensched.capacity.machine import models
 from greensched.capacity.metrics import Latencies, of_outcome
-from greensched.capacity.pool_strategies import CELL, FINEST, Classes, Elastic, Sized, Unsplit
+from greensched.capacity.pool_strategies import CELL, FINEST, Classes, Elastic, Shared, Sized
 from greensched.capacity.results import (
     BEST_LATE,
     BEST_SPLIT,
@@ -42,7 +42,7 @@ Progress = Callable[[float, str], None]
 
 def arms() -> dict[str, Strategy]:
     """Every arm by name, but the best split."""
-    ours: tuple[Strategy, ...] = (Classes(), Elastic(), Unsplit(), Sized())
+    ours: tuple[Strategy, ...] = (Classes(), Elastic(), Shared(), Sized())
     return baselines() | {arm.name: arm for arm in ours}
 
 

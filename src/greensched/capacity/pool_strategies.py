@@ -72,15 +72,16 @@ class Classes(Fifo):
 
     def written(self, service: ServiceProfile) -> ServiceClass:
         """What the operator says. Who has no floor gives back at each piece, and may borrow."""
+        wait = service.max_wait_for_reserve
         return ServiceClass(
             service.name,
             reserve=service.reserve,
             cap=service.cap or ALL,
             priority=service.priority,
             weight=service.weight,
-            revocable=not service.reserve,
+            preemptible=not service.reserve,
             # Not its latency: a lease here is a pass, and a request is refused by nobody.
-            budget=service.latency / 2 if service.budget < 0 else service.budget,
+            max_wait_for_reserve=service.latency / 2 if wait < 0 else wait,
         )
 
 
@@ -142,12 +143,12 @@ class Elastic(Classes):
         return ElasticSeat(machine, pool, device, service)
 
 
-class UnsplitSeat(ElasticSeat):
+class SharedSeat(ElasticSeat):
     """The same, and the pool is told what became of it. All at once where there is no split."""
 
     async def _some(self, lease: Partition, pieces: Pieces) -> Pieces:
         """On all SMs it is a stream beside others, and there is nothing to give back meanwhile."""
-        if not lease.is_unsplit:
+        if not lease.is_shared:
             return await super()._some(lease, pieces)
         jobs = [lease.launch(self._config, self._kernel, ns) for ns in pieces]
         await jobs[-1]
@@ -159,20 +160,20 @@ class UnsplitSeat(ElasticSeat):
 
 
 @dataclass
-class Unsplit(Elastic):
+class Shared(Elastic):
     """Service classes with elastic leases, on devices that are split only where that is needed."""
 
-    name: str = "unsplit"
+    name: str = "shared"
     about: str = "as elastic, and all SMs for all as long as every class has its target so"
 
     def seat(self, machine: Machine, pool: Pool, device: int, service: ServiceProfile) -> GrantSeat:
         """On a lease that lasts."""
-        return UnsplitSeat(machine, pool, device, service)
+        return SharedSeat(machine, pool, device, service)
 
     def written(self, service: ServiceProfile) -> ServiceClass:
         """Nobody minds neighbours on his SMs while he has his target."""
         said = super().written(service)
-        return replace(said, unsplit=True, cap=ALL, latency=service.latency or None)
+        return replace(said, shared=True, cap=ALL, latency=service.latency or None)
 
 
 class SizedSeat(ElasticSeat):
@@ -237,4 +238,4 @@ class Sized(Elastic):
         """No floors: who has a target has SMs for it."""
         said = super().written(service)
         latency = service.latency if service.reserve else None
-        return replace(said, reserve=0, cap=ALL, revocable=False, latency=latency or None)
+        return replace(said, reserve=0, cap=ALL, preemptible=False, latency=latency or None)

@@ -38,7 +38,8 @@ class ServiceProfile:
         weight: its share against others.
         target: what its latency is held to, as a multiple of its alone-p99.
         latency: the same in seconds; 0: by `target`.
-        budget: seconds it waits at most for what is lent of its reserve; below 0: half its latency.
+        max_wait_for_reserve: seconds it waits at most for what is lent of its reserve; below 0:
+            half its latency.
         segment: seconds on the whole device of one piece of work of a request or loop.
         blocks: segments of a pass of prefill or decode.
         batch: requests decoded together at most.
@@ -54,7 +55,7 @@ class ServiceProfile:
     weight: float = 1.0
     target: float = 2.0
     latency: float = 0.0
-    budget: float = -1.0
+    max_wait_for_reserve: float = -1.0
     segment: float = 0.001
     blocks: int = 4
     batch: int = 256
@@ -125,7 +126,7 @@ LLM = (
         reserve=48,
         priority=10,
         target=5.0,
-        budget=0.0,  # it hardly ever pauses: nothing of its floor is worth lending between steps
+        max_wait_for_reserve=0.0,  # decoding hardly ever pauses: its reserve is never lent
     ),
     ServiceProfile(name="prefill", role="prefill", curve=CURVES["gemm"], target=5.0),
 )
@@ -198,7 +199,7 @@ def _service(name: str, said: dict[str, Any], tables: Mapping[str, SpeedupCurve]
 
 #: What a class is told, by what it is.
 WHOLE = ("reserve", "cap", "priority", "blocks", "batch", "depth")
-REAL = ("weight", "target", "latency", "budget", "segment")
+REAL = ("weight", "target", "latency", "max_wait_for_reserve", "segment")
 #: Seconds of a piece of work, at least: no kernel is shorter.
 LEAST_SEGMENT = 1e-6
 

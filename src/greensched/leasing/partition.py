@@ -218,8 +218,8 @@ class Partition(Asker["Partition"]):
         return self._open().lane.sm_count
 
     @property
-    def is_unsplit(self) -> bool:
-        """Whether it has all SMs beside others that have them, too: see `ServiceClass.unsplit`."""
+    def is_shared(self) -> bool:
+        """Whether it has all SMs beside others that have them, too: see `ServiceClass.shared`."""
         return self._open().holding.lease.is_seat
 
     @property

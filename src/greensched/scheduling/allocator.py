@@ -83,7 +83,7 @@ class SMAllocator:
         #: Whether there are classes, whose leases must be accounted for.
         self.is_classed = len(flows) > 1
         #: Whether there are seats, or may be.
-        self.is_shared = any(flow.unsplit for flow in flows.values()) or any(self.seats)
+        self.is_shared = any(flow.shared for flow in flows.values()) or any(self.seats)
         #: Whether a class is limited in any way, so that its limits must be looked at.
         self.is_ruled = any(
             flow.rules.reserve or flow.cap < self.total or flow.quota for flow in flows.values()
@@ -217,7 +217,7 @@ class SMAllocator:
         flow, floors = request.flow, self.floors[device]
         count = self.devices[device].count
         for owner in floors.owners:
-            lends = flow.revocable and owner.budget > 0 and length <= owner.budget
+            lends = flow.preemptible and owner.budget > 0 and length <= owner.budget
             if owner is not flow and not lends:
                 count -= owner.need
         return count
@@ -263,7 +263,7 @@ class SMAllocator:
                 raise AssertionError(f"cells granted twice: {mask:b} of {free:b}")
             sms = cells.sms(mask)
             lease = Grant(device, mask, sms, request.holder, request, now)
-            if flow.unsplit:
+            if flow.shared:
                 lease.is_apart = False
             else:
                 self.apart[device] += 1
@@ -329,7 +329,7 @@ class SMAllocator:
             lease.request.learn(lease.sms, took)
         if flow.latency is not None and not flow.is_told and not lease.had:
             flow.saw_latency(now - request.arrived, 1)
-            if flow.unsplit:
+            if flow.shared:
                 self.verdict.saw(flow, now - request.arrived, 1, now)
 
     def saw_piece(self, lease: Grant, duration: Duration, now: float) -> None:
@@ -459,7 +459,7 @@ class SMAllocator:
         cells, free = self.devices[device], self.free[device]
         ends = [(x.frees_at(now), x.mask) for x in self.live[device] if not x.is_seat]
         at = now
-        if self.seats[device] and not request.flow.unsplit:
+        if self.seats[device] and not request.flow.shared:
             at = max(lease.frees_at(now) for lease in self.seats[device])
         if not cells.fit_all(free, request.parts):
             for end, mask in sorted(ends):

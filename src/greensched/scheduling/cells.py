@@ -77,7 +77,7 @@ class DeviceCells:
     equal: int = field(init=False, compare=False, repr=False)
     #: The remainder's bit, or 0.
     leftover: int = field(init=False, compare=False, repr=False)
-    #: Every cell: as a partition, the whole device unsplit.
+    #: Every cell: as a partition, the whole device shared.
     every: int = field(init=False, compare=False, repr=False)
     #: SMs in all.
     total: int = field(init=False, compare=False, repr=False)

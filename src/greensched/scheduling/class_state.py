@@ -39,12 +39,13 @@ class ClassState:
         "moved",
         "need",
         "pace",
+        "preemptible",
         "priority",
         "quota",
         "refilled",
-        "revocable",
         "rules",
         "segment",
+        "shared",
         "short",
         "slip",
         "sm_time",
@@ -52,7 +53,6 @@ class ClassState:
         "start",
         "tag",
         "tokens",
-        "unsplit",
         "waiting",
         "weight",
         "work",
@@ -96,8 +96,8 @@ class ClassState:
         self.rules = rules
         self.priority = rules.priority
         self.weight = rules.weight
-        self.revocable = rules.revocable
-        self.unsplit = rules.unsplit
+        self.preemptible = rules.preemptible
+        self.shared = rules.shared
         self.budget = rules.blocking_budget
         self.cap = NO_CAP if isinstance(rules.cap, NamedSize) else rules.cap
         self.latency = rules.latency
@@ -152,7 +152,7 @@ class ClassState:
 
     def longest_segment(self) -> float:
         """Seconds until it gives back a loan, as far as is known; infinite: nothing is."""
-        return max(self.rules.segment or 0.0, self.segment) or math.inf
+        return max(self.rules.checkpoint_interval or 0.0, self.segment) or math.inf
 
     def longest_lease(self, duration: float | None, *, is_elastic: bool) -> float:
         """Seconds until a lease of it has ended, as far as is known; infinite: nothing is.
@@ -161,7 +161,7 @@ class ClassState:
         """
         if duration is not None:
             return duration * self.slip
-        declared = 0.0 if is_elastic else self.rules.segment or 0.0
+        declared = 0.0 if is_elastic else self.rules.checkpoint_interval or 0.0
         return max(declared, self.longest) or math.inf
 
     # -- its quota -------------------------------------------------------------------------------

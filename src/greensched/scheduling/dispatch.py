@@ -79,7 +79,7 @@ class Dispatcher(RequestQueue):
         for device in where if len(where) == 1 else ground.order(request, where):
             if ground.is_shared:
                 is_seat = limit is None and shared_grants.may_sit(ground, request, device)
-                if ground.seats[device] and not request.flow.unsplit:
+                if ground.seats[device] and not request.flow.shared:
                     continue
             if self._size is not None:
                 self._set_size(request, device)
@@ -149,10 +149,16 @@ class Dispatcher(RequestQueue):
         firsts = self._firsts()
         heads = [self._head(x) for x in firsts if not (is_kept and self._is_kept_out(x))]
         heapq.heapify(heads)
-        moves = len(heads)  # at most, between two grants: a standing may differ at each question
+        moves = len(
+            heads
+        )  # at most, between two grants: a class's rank may differ at each question
         while heads and (most or is_shared):
             request: Request = heads[0][-1]
-            if moves and self._stands is not None and heads[0][0] != self._standing(request.flow):
+            if (
+                moves
+                and self._class_ranks is not None
+                and heads[0][0] != self._class_rank(request.flow)
+            ):
                 moves -= 1
                 heapq.heapreplace(heads, self._head(request))  # it was granted something
             elif not self._attempt(request, most, now):
@@ -224,7 +230,7 @@ class Dispatcher(RequestQueue):
         return self._try(request, now)
 
     def _may_sit(self, flow: ClassState) -> bool:
-        return flow.unsplit and not self.ground.verdict.is_split
+        return flow.shared and not self.ground.verdict.is_split
 
     def _is_kept_out(self, request: Request) -> bool:
         """Whether all it may be granted on is kept for another, and it cannot slip in there."""
@@ -244,8 +250,10 @@ class Dispatcher(RequestQueue):
         if not is_first:
             return False
         if self._is_limited(request):
-            is_hopeless = request.flow.revocable and not self._is_possible(request)
-            if is_hopeless and not (any(self.ground.live) and self._order.may_pass(request, now)):
+            is_hopeless = request.flow.preemptible and not self._is_possible(request)
+            if is_hopeless and not (
+                any(self.ground.live) and self._order.may_overtake(request, now)
+            ):
                 self._give_up(request)
             return True
         if self._reserved is None:
@@ -258,7 +266,7 @@ class Dispatcher(RequestQueue):
             return False
         flow = request.flow
         is_over = flow.tokens <= 0 or flow.sms + request.line.asked > flow.cap
-        return is_over or (flow.revocable and not self._is_possible(request))
+        return is_over or (flow.preemptible and not self._is_possible(request))
 
     def _is_possible(self, request: Request) -> bool:
         """Whether it could be granted if everybody had left, by what is known of its class now.
@@ -288,7 +296,7 @@ class Dispatcher(RequestQueue):
 
     def _reserve(self, first: Request, now: float) -> None:
         """Once the first request that does not fit has aged, a device is kept for it."""
-        if self._reserved is None and not first.lacks and not self._order.may_pass(first, now):
+        if self._reserved is None and not first.lacks and not self._order.may_overtake(first, now):
             is_only = len(first.devices) == 1
             self._reserved = (first, first.devices[0] if is_only else self._best_for(first))
 
@@ -346,7 +354,7 @@ class Dispatcher(RequestQueue):
         """What keeps its holder from it that is his own, by device; what drains comes back."""
         held: dict[int, int] = {}
         for lease in self._held.get(request.holder, ()):
-            if not (lease.is_seat and request.flow.unsplit):
+            if not (lease.is_seat and request.flow.shared):
                 mask = lease.mask & self.devices[lease.device].every
                 held[lease.device] = held.get(lease.device, 0) | mask
         return held

@@ -40,7 +40,7 @@ class Fifo:
         """By priority, then by arrival."""
         return (-request.priority,)
 
-    def may_pass(self, first: Request, now: float) -> bool:
+    def may_overtake(self, first: Request, now: float) -> bool:
         """Until `first` has waited for `ageing` seconds."""
         return now - first.arrived < self.ageing
 
@@ -51,7 +51,7 @@ class Fair(Fifo):
     Start-time fair queueing (`fairness`). In a class, first in, first out. Ageing as in `Fifo`.
     """
 
-    def standing(self, flow: ClassState) -> tuple[float, ...]:
+    def class_rank(self, flow: ClassState) -> tuple[float, ...]:
         """By priority, then by how far the class is ahead of its share."""
         return (-flow.priority, flow.tag)
 
@@ -130,21 +130,21 @@ class GuardedPolicy(Fifo):
             raise InvalidRequest(f"{self._policy!r}: rank() is {rank!r}: return a tuple of numbers")
         return tuple(rank)
 
-    def may_pass(self, first: Request, now: float) -> bool:
+    def may_overtake(self, first: Request, now: float) -> bool:
         """As `Policy`."""
-        usual = super().may_pass(first, now)
-        return self._ask("may_pass", lambda: bool(self._policy.may_pass(first, now)), usual)
+        usual = super().may_overtake(first, now)
+        return self._ask("may_overtake", lambda: bool(self._policy.may_overtake(first, now)), usual)
 
-    def standing(self, flow: ClassState) -> tuple[float, ...]:
+    def class_rank(self, flow: ClassState) -> tuple[float, ...]:
         """As `Policy`."""
 
         def ask() -> tuple[float, ...]:
-            standing: tuple[float, ...] = self._policy.standing(flow)
-            if not _are_numbers(standing):
-                raise TypeError(f"{standing!r} is no tuple of numbers")
-            return standing
+            rank: tuple[float, ...] = self._policy.class_rank(flow)
+            if not _are_numbers(rank):
+                raise TypeError(f"{rank!r} is no tuple of numbers")
+            return rank
 
-        return self._ask("standing", ask, (-flow.priority,))
+        return self._ask("class_rank", ask, (-flow.priority,))
 
     def size(self, request: Request, room: SizingView) -> tuple[int, int]:
         """As `Policy`."""
@@ -186,10 +186,10 @@ def policy_named(policy: object) -> Order:
     if (
         methods
         and callable(getattr(policy, "rank", None))
-        and callable(getattr(policy, "may_pass", None))
+        and callable(getattr(policy, "may_overtake", None))
     ):
         return policy  # type: ignore[return-value]  # what has both is one
     named = ", ".join(POLICIES)
     raise InvalidRequest(
-        f"no policy {policy!r}: there is {named}, or an object with `rank` and `may_pass`"
+        f"no policy {policy!r}: there is {named}, or an object with `rank` and `may_overtake`"
     )

@@ -74,7 +74,7 @@ class Policy(Protocol):
     Floors, caps, quotas, loans and bounds hold under every policy; it says who is next of those
     who may be. Two more methods are asked where they are there:
 
-        def standing(self, service: Service) -> tuple[float, ...]
+        def class_rank(self, service: Service) -> tuple[float, ...]
 
     Whose class stands smaller goes first, before any rank. It is asked at every decision, once
     for each class that waits, so it may follow what changes.
@@ -90,7 +90,7 @@ class Policy(Protocol):
     def rank(self, request: RequestView) -> tuple[float, ...]:
         """Smaller goes first, and of equals who came first; asked once, when it is queued."""
 
-    def may_pass(self, first: RequestView, now: float) -> bool:
+    def may_overtake(self, first: RequestView, now: float) -> bool:
         """Whether later requests may be granted while `first` waits for cells that do not fit.
 
         Once the answer is no, everything that comes free on the device chosen for `first` is

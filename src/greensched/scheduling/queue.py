@@ -62,10 +62,10 @@ class RequestQueue:
         self.policy = policy
         self._order = guard(policy)
         to_ask: Any = self._order
-        self._stands: Callable[[Any], tuple[float, ...]] | None = None
+        self._class_ranks: Callable[[Any], tuple[float, ...]] | None = None
         self._size: Callable[[Any, SizingView], tuple[int, int]] | None = None
-        if hasattr(policy, "standing"):
-            self._stands = to_ask.standing
+        if hasattr(policy, "class_rank"):
+            self._class_ranks = to_ask.class_rank
         if hasattr(policy, "size"):
             self._size = to_ask.size
         by_due = isinstance(policy, Deadline)
@@ -179,17 +179,17 @@ class RequestQueue:
         return firsts
 
     def _head(self, first: Request) -> Head:
-        if self._stands is None:
+        if self._class_ranks is None:
             return first.rank, first.order, first
-        return self._standing(first.flow), first.rank, first.order, first
+        return self._class_rank(first.flow), first.rank, first.order, first
 
-    def _standing(self, flow: ClassState) -> tuple[float, ...]:
+    def _class_rank(self, flow: ClassState) -> tuple[float, ...]:
         """Where a class stands, by a policy that says so."""
-        if self._stands is None:
+        if self._class_ranks is None:
             return ()
         flow.tag = self._start_of(flow)
-        standing: tuple[float, ...] = self._stands(flow)
-        return standing
+        rank: tuple[float, ...] = self._class_ranks(flow)
+        return rank
 
     # -- for everybody ---------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ use is *kept*, free, for him, but for what is *lent*. On each device, always:
 
 An owner wants his floor while a request of his waits, or an elastic lease of his has less than it
 may have. He takes what is kept for him at once, and the rest when its loans come back. A class
-borrows only if it is revocable, and only from an owner who wants none of it and whose blocking
+borrows only if it is preemptible, and only from an owner who wants none of it and whose blocking
 budget is at least as long as the borrower takes to give back: the next checkpoint for what an
 elastic lease has above its least size, the end of the lease for the rest. So an owner waits for his
 floor for one budget at most. Each loan is one owner's: what comes back goes to nobody else. Where
@@ -86,7 +86,7 @@ class Reservations:
             kept = owner.kept
             if not kept or owner is flow:
                 continue
-            if flow.revocable and owner.budget > 0 and self._lends(owner):
+            if flow.preemptible and owner.budget > 0 and self._lends(owner):
                 if length < 0:
                     length, segment = lengths(request, sms)
                 if not 0 < length <= owner.budget:

@@ -339,7 +339,7 @@ class Scheduler(Dispatcher):
         """A lease of a class that allows it has a seat, or cells, as its device is split or not."""
         ground, device = self.ground, lease.device
         # Whoever could have had more may wait for nothing but the seats.
-        others = any(flow.waiting and not flow.unsplit for flow in ground.flows.values())
+        others = any(flow.waiting and not flow.shared for flow in ground.flows.values())
         if lease.is_seat:
             if others or ground.verdict.is_split:
                 missing = shared_grants.stand_up(ground, lease)
@@ -365,7 +365,7 @@ class Scheduler(Dispatcher):
         flow = self.ground.flows[service]
         flow.is_told = True
         flow.saw_latency(latency, number)
-        is_changed = flow.unsplit and self.ground.verdict.saw(flow, latency, number, now)
+        is_changed = flow.shared and self.ground.verdict.saw(flow, latency, number, now)
         return self._dispatch(now) if is_changed and self.waiting else []
 
     def made(self, now: float) -> list[Request]:
@@ -466,7 +466,7 @@ class Scheduler(Dispatcher):
                 waiting=flow.waiting,
                 granted=flow.granted,
                 sm_seconds=flow.sm_time,
-                is_unsplit=flow.unsplit and not self.ground.verdict.is_split,
+                is_shared=flow.shared and not self.ground.verdict.is_split,
             )
             for name, flow in self.ground.flows.items()
             if self.ground.is_classed
@@ -514,7 +514,7 @@ class Scheduler(Dispatcher):
     def _be_late(self, request: Request, done: float) -> None:
         """As its class says: refused, or behind everybody."""
         assert request.due is not None
-        if request.flow.rules.if_late == "refuse":
+        if request.flow.rules.on_late == "refuse":
             self._refused += 1
             raise DeadlineImpossible(done, request.due - request.arrived)
         request.deadline = request.due = None

@@ -13,8 +13,8 @@ from greensched.errors import InvalidRequest
 from greensched.typing import ALL, NamedSize
 
 #: What becomes of a request that cannot be done in time.
-IfLate = Literal["refuse", "best_effort"]
-LATE = get_args(IfLate)
+OnLate = Literal["refuse", "best_effort"]
+LATE = get_args(OnLate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,29 +24,30 @@ class ServiceClass:
     Checked where it is given to a pool, which raises `InvalidRequest`.
 
     Attributes:
-        name: what `pool.partition(..., service=name)` says.
-        reserve: SMs of one device that are kept for the class (its *floor*). An owner whose floor
-            is idle waits at most `budget` for it. Rounded up to what the device is cut into.
-        cap: the most SMs it may hold in the pool at once.
+        name: the value of `pool.partition(..., service=name)`.
+        reserve: SMs of one device that are kept for the class, rounded up to whole cells. While
+            the class does not use them, other classes may borrow them.
+        cap: the most SMs the class may hold in the pool at once.
         priority: larger goes first in the queue.
-        weight: its share of SM-time beside classes of the same priority, under `policy="fair"`.
-        latency: what its requests should take from being asked for to their end.
-        revocable: it gives back what it has on loan at its checkpoints, or ends its leases, within
-            `segment`. Only such a class borrows idle SMs of others' floors.
-        budget: how long it will wait for SMs of its floor that were lent; 0: nothing of it is
-            lent. None: half of `latency`, or 0 where there is none.
-        segment: the longest it goes between two checkpoints, or from a grant to its end. None, and
-            wherever it takes longer: what was seen of it. Until something was, it borrows nothing.
-        max_waiting: requests of it queued at most; None: as many as the pool's.
+        weight: its share of SM-time among classes of the same priority, under `policy="fair"`.
+        latency: target in seconds for a request, from the call to the end of its lease.
+        preemptible: the class gives borrowed SMs back at its checkpoints, or ends its leases,
+            within `checkpoint_interval`. Only a preemptible class borrows from other reserves.
+        max_wait_for_reserve: the longest the class waits, in seconds, for SMs of its reserve that
+            are lent; 0: its reserve is never lent. None: half of `latency`, or 0 without one.
+        checkpoint_interval: the longest time in seconds between two checkpoints, or from a grant
+            to its end. None, or where leases take longer: the time that was measured. Until one
+            was measured, the class borrows nothing.
+        max_waiting: the most requests of the class in the queue; None: the pool's bound alone.
         quota: SMs it may hold on average; it may save up `QUOTA_WINDOW` seconds of that.
-        memory_bytes: of device memory that it may have allocated through us at once; beyond,
-            the job fails with `OutOfMemory`. None: as much as there is.
-        unsplit: as long as every class that says so has its `latency`, they are granted all SMs of
-            a device at once, several leases together, whatever size they ask for: plain streams,
-            which nothing beats while nothing saturates. Their leases may share SMs with each
-            other, and with nobody else's.
-        if_late: what becomes of a request that cannot be done in time: `"refuse"` it at once
-            (`DeadlineImpossible`), or take it as `"best_effort"`, behind all others of its class.
+        memory_bytes: device memory that jobs of the class may have allocated through greensched
+            at once; beyond it a job fails with `OutOfMemory`. None: no limit.
+        shared: while every shared class meets its `latency`, a request of the class is granted
+            all SMs of a device, several leases together, whatever size it asks for: plain
+            streams, which no split beats while nothing saturates. Shared leases may share SMs
+            with each other, and with no other lease.
+        on_late: for a request that cannot be done in time: `"refuse"` raises
+            `DeadlineImpossible` at once, `"best_effort"` queues it behind all others of the class.
     """
 
     name: str
@@ -55,20 +56,20 @@ class ServiceClass:
     priority: float = 0
     weight: float = 1
     latency: float | None = None
-    revocable: bool = False
-    budget: float | None = None
-    segment: float | None = None
+    preemptible: bool = False
+    max_wait_for_reserve: float | None = None
+    checkpoint_interval: float | None = None
     max_waiting: int | None = None
     quota: float | None = None
     memory_bytes: int | None = None
-    unsplit: bool = False
-    if_late: IfLate = "refuse"
+    shared: bool = False
+    on_late: OnLate = "refuse"
 
     @property
     def blocking_budget(self) -> float:
         """How long it will wait for its own floor, in seconds."""
-        if self.budget is not None:
-            return self.budget
+        if self.max_wait_for_reserve is not None:
+            return self.max_wait_for_reserve
         return 0.0 if self.latency is None else self.latency / 2
 
 
@@ -120,17 +121,21 @@ def _rules(one: ServiceClass) -> Iterable[tuple[str, bool, str]]:
     yield "cap", most >= one.reserve, "at least as many SMs as its reserve"
     yield "priority", _number(one.priority), "a number"
     yield "weight", _number(one.weight) and 0 < one.weight < math.inf, "a number above 0"
-    for field in ("latency", "segment"):
+    for field in ("latency", "checkpoint_interval"):
         value = getattr(one, field)
         yield field, value is None or (_number(value) and value > 0), "seconds, above 0, or None"
-    yield "revocable", isinstance(one.revocable, bool), "True or False"
-    yield "unsplit", isinstance(one.unsplit, bool), "True or False"
-    yield "budget", _absent_or_at_least_0(one.budget), "seconds, at least 0, or None"
+    yield "preemptible", isinstance(one.preemptible, bool), "True or False"
+    yield "shared", isinstance(one.shared, bool), "True or False"
+    yield (
+        "max_wait_for_reserve",
+        _absent_or_at_least_0(one.max_wait_for_reserve),
+        "seconds, at least 0, or None",
+    )
     yield "max_waiting", one.max_waiting is None or _count(one.max_waiting), "a whole number"
     yield "quota", one.quota is None or (_number(one.quota) and one.quota > 0), "SMs, above 0"
     right = "a number of bytes, at least 0, or None"
     yield "memory_bytes", one.memory_bytes is None or _count(one.memory_bytes), right
-    yield "if_late", _is_one_of(one.if_late, LATE), "'refuse' or 'best_effort'"
+    yield "on_late", _is_one_of(one.on_late, LATE), "'refuse' or 'best_effort'"
 
 
 def _is_one_of(value: object, known: tuple[str, ...]) -> bool:

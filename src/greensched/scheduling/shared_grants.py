@@ -10,14 +10,14 @@ from greensched.scheduling.reservations import lengths
 def may_sit(ground: SMAllocator, request: Request, device: int) -> bool:
     """Whether a request may be granted a seat, and so all SMs, beside whoever has one."""
     flow, total = request.flow, ground.devices[device].total
-    if not flow.unsplit or ground.verdict.is_split or ground.apart[device]:
+    if not flow.shared or ground.verdict.is_split or ground.apart[device]:
         return False
     if len(request.parts) > 1 or flow.sms + total > flow.cap:
         return False
-    # Whoever has a floor here and did not say `unsplit` will have to wait for all seats.
-    owners = [owner for owner in ground.floors[device].owners if not owner.unsplit]
+    # Whoever has a floor here and did not say `shared` will have to wait for all seats.
+    owners = [owner for owner in ground.floors[device].owners if not owner.shared]
     length = lengths(request, total)[0] if owners else 0.0
-    lends = flow.revocable and length > 0
+    lends = flow.preemptible and length > 0
     return all(lends and length <= o.budget and not o.waiting for o in owners)
 
 

@@ -1,10 +1,10 @@
 """When to split at all: a device that is not split while everybody does well without.
 
 Plain streams on all SMs beat every split while nothing saturates (A100, small kernels of a hybrid
-model: 0.85 ms against 0.96 and more). So classes that say they may (`unsplit`) are granted *seats*
+model: 0.85 ms against 0.96 and more). So classes that say they may (`shared`) are granted *seats*
 on a device, each of them all of its SMs, several at once. A seat is a lease like any other, with a
 lane of its own. As soon as one of those classes is near the latency it should have, the device is
-split: from then on they are granted cells, at once, for who said `unsplit` is not disturbed by
+split: from then on they are granted cells, at once, for who said `shared` is not disturbed by
 seats whose work still drains. Everybody else is: he is granted nothing on a device as long as there
 is a seat, nor is a seat while he has cells there.
 """

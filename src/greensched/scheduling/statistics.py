@@ -35,7 +35,7 @@ class ServiceStatistics:
         waiting: its requests that are queued.
         granted: its leases since the beginning.
         sm_seconds: what they took, those that are over.
-        is_unsplit: it is granted all SMs of a device, beside others that are.
+        is_shared: it is granted all SMs of a device, beside others that are.
     """
 
     sms: int
@@ -43,4 +43,4 @@ class ServiceStatistics:
     waiting: int
     granted: int
     sm_seconds: float
-    is_unsplit: bool
+    is_shared: bool

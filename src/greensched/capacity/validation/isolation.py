@@ -90,7 +90,9 @@ def inversion(seed: int) -> Iterator[Check]:
 def _lent(seed: int, arm: Strategy) -> tuple[list[float], float]:
     """Latencies of the critical tenant, and work done by the other a second. On the real pool."""
     services = pair(work(108), TINY)
-    services["critical"] = replace(services["critical"], reserve=52, cap=52, budget=0.0)
+    services["critical"] = replace(
+        services["critical"], reserve=52, cap=52, max_wait_for_reserve=0.0
+    )
     machine = Machine("a100", services, {}, seed)
     rng = random.Random(f"lent {seed}")
     found: list[float] = []
