@@ -403,7 +403,7 @@ def test_every_command_of_the_page_runs(
             Path("classes.json").write_text(mine)
         else:
             Path("classes.json").write_text(json.dumps(classes))
-        short = re.sub(r"--seconds \S+|--seeds \S+|--rates \S+", "", command)
+        short = re.sub(r"--seconds \S+|--repeats \S+|--load-factors \S+", "", command)
         assert cli.main([*shlex.split(short), "--seconds", "0.5"]) == 0, command
         assert "stand-in" in capsys.readouterr().out
 
@@ -411,5 +411,5 @@ def test_every_command_of_the_page_runs(
 @pytest.mark.usefixtures("unchecked")
 def test_a_bad_command_exits_with_two(capsys: pytest.CaptureFixture[str]) -> None:
     """And says why."""
-    assert cli.main(["simulate", "--rates", "fast"]) == 2
-    assert "--rates" in capsys.readouterr().err
+    assert cli.main(["simulate", "--load-factors", "fast"]) == 2
+    assert "--load-factors" in capsys.readouterr().err

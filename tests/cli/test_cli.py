@@ -1,4 +1,4 @@
-"""The command line: what it prints, and the exit code that says whether all was right."""
+"""The command line: what it prints, and its exit codes."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import pytest
 from greensched import driver as drivers
 from greensched.cli import demo
 from greensched.cli import main as cli
+from greensched.errors import InvalidRequest
 from greensched.kernels import gaussian_blur, matmul
 
 #: Short, and long enough that every arrangement has requests and batch jobs.
@@ -28,9 +29,6 @@ ROW = {
     "requests": int,
     "latency_p50_ms": float,
     "latency_p99_ms": float,
-    "device_p50_ms": float,
-    "device_p99_ms": float,
-    "host_late_p99_ms": float,
     "batch_jobs_per_s": float,
     "verified": int,
     "results": int,
@@ -67,7 +65,6 @@ def test_the_demo_prints_four_arrangements() -> None:
         assert {k: type(v) for k, v in row.items()} == ROW
         assert row["verified"] == row["results"] > 0
         assert row["requests"] > 0
-        assert 0 < row["device_p50_ms"] <= row["device_p99_ms"]
         assert 0 < row["latency_p50_ms"] <= row["latency_p99_ms"]
     assert (alone["critical_sms"], alone["batch_sms"]) == (132, 0)
     assert (apart_alone["critical_sms"], apart_alone["batch_sms"]) == (16, 0)
@@ -81,40 +78,51 @@ def test_the_demo_prints_four_arrangements() -> None:
         assert row["results"] == row["requests"] + 1  # the product is checked, too
 
 
-def test_a_choice_made_for_the_user_is_told() -> None:
-    """Where no driver is named and there is none, the demo simulates, and says so."""
+def test_the_demo_says_first_what_it_runs_on() -> None:
+    """The first line names the driver: the one requested, or a simulated one without a GPU."""
+    done = program("demo", "--seconds", "0.01", "--json", GREENSCHED_DRIVER="simulated:h100")
+    assert done.stderr == "This demo runs on simulated:h100, as requested.\n"
     if shutil.which("nvidia-smi"):
         pytest.skip("this machine has a GPU")
     done = program("demo", "--seconds", "0.01", "--json", LD_LIBRARY_PATH="")
     assert done.returncode == 0
-    assert "No GPU here" in done.stderr
-    assert "simulated one (simulated:h200)" in done.stderr
+    assert done.stderr.startswith("This demo runs on a simulated GPU (simulated:h200), because ")
+    assert len(done.stderr.splitlines()) == 1
     assert json.loads(done.stdout)["simulated"] is True
 
 
 def test_the_table_has_what_matters(capsys: pytest.CaptureFixture[str]) -> None:
-    """Its columns are there for each arrangement, and the words that a simulator says so."""
+    """It has a row for each arrangement, and says that the latencies are the device's."""
     assert cli.main(SHORT) == 0
     printed = capsys.readouterr()
     lines = printed.out.splitlines()
-    assert lines[0] == "Simulated H200"
-    assert "on the device" in lines[1]
-    assert "in the client's hands" in lines[1]
-    for head in ("arrangement", "SMs", "p50 ms", "p99 ms", "host late", "batch SMs", "jobs/s"):
-        assert head in lines[2]
+    assert lines[0] == "Simulated H200: latencies on the device's timeline"
+    for header in ("arrangement", "SMs", "p50 ms", "p99 ms", "batch SMs", "jobs/s"):
+        assert header in lines[1]
     for name, line in zip(
         ("critical alone, all SMs", "critical alone, 16 SMs", "both on all SMs", "16 SMs + the"),
-        lines[3:7],
+        lines[2:6],
         strict=True,
     ):
         assert name in line
-        assert len(line) == len(lines[2])
-    assert "A simulator says so" in printed.out
+        assert len(line) == len(lines[1])
+    assert "The times of a simulated GPU are modelled." in printed.out
     verified, results = (int(lines[-1].split()[i]) for i in (1, 3))
     assert lines[-1] == f"verified {verified} of {results} results against numpy"
     assert verified == results > 0
-    assert "[####" in printed.err
-    assert printed.err.endswith("\r")
+
+
+def test_the_progress_bar_is_for_terminals(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file or a pipe gets no carriage returns; a terminal gets a bar, which is erased."""
+    assert cli.main([*SHORT, "--json"]) == 0
+    assert "\r" not in capsys.readouterr().err
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert cli.main([*SHORT, "--json"]) == 0
+    drawn = capsys.readouterr().err
+    assert "[####" in drawn
+    assert drawn.endswith("\r")
 
 
 @pytest.mark.parametrize(("kernel", "buffers"), [(gaussian_blur, 2), (matmul, 3)], ids=["b", "m"])
@@ -161,21 +169,21 @@ def test_an_image_is_what_clients_send(
     ("name", "content", "said"),
     [
         ("missing.npy", None, "No such file"),
-        ("text.npy", b"no array at all", "is no image"),
-        ("nothing.npy", b"", "is no image"),
-        ("archive.npy", {"a": np.zeros(4)}, "is no image: it holds several"),
-        ("objects.npy", "objects", "is no image"),
+        ("text.npy", b"no array at all", "is not an image"),
+        ("nothing.npy", b"", "is not an image"),
+        ("archive.npy", {"a": np.zeros(4)}, "is not an image: it is an archive"),
+        ("objects.npy", "objects", "is not an image"),
         ("flat.npy", np.zeros(4), "(height, width[, channels])"),
         ("empty.npy", np.zeros((0, 4)), "(height, width[, channels])"),
         ("text.npy", np.full((2, 2), "x"), "(height, width[, channels])"),
-        ("text.txt", b"no image", "no image|Pillow"),
-        (".", None, "no image|Pillow|directory"),
+        ("text.txt", b"no image", "not an image|Pillow"),
+        (".", None, "not an image|Pillow|directory"),
     ],
 )
 def test_a_file_that_is_no_image_is_refused(
     name: str, content: Any, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A file that is missing or holds no image is told in one line: exit code 2."""
+    """A file that is missing or not an image is reported in one line: exit code 2."""
     path = tmp_path / name
     if isinstance(content, bytes):
         path.write_bytes(content)
@@ -203,7 +211,7 @@ def test_a_file_that_is_no_image_is_refused(
     ],
 )
 def test_an_image_is_read_as_floats(array: Any, shape: Any, tmp_path: Path) -> None:
-    """Whatever an array's kind, an image is float32, with channels, at most 512 pixels a side."""
+    """An image is float32, with channels, at most 512 pixels a side, whatever the array's kind."""
     np.save(tmp_path / "image.npy", array)
     image = demo.read_image(tmp_path / "image.npy")
     assert (image.shape, image.dtype) == (shape, np.float32)
@@ -217,16 +225,30 @@ def test_bytes_are_scaled_to_one(tmp_path: Path) -> None:
 
 
 def test_a_driver_that_is_none_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
-    """A driver that does not exist is told in one line."""
+    """A driver that does not exist is reported in one line."""
     assert cli.main(["demo", "--driver", "nonsense"]) == 2
     assert "no driver 'nonsense'" in capsys.readouterr().err
+
+
+def test_an_error_of_a_task_group_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A typed error that tasks of a group raise is printed without a traceback: exit code 2."""
+    error = InvalidRequest("the first error")
+
+    async def fail(*_: Any, **__: Any) -> None:
+        raise ExceptionGroup("tasks", [ExceptionGroup("inner", [error])])
+
+    monkeypatch.setattr(demo, "run", fail)
+    assert cli.main([*SHORT]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == "greensched: the first error"
 
 
 @pytest.mark.parametrize("arguments", [[], ["nonsense"], ["demo", "--seconds", "soon"]])
 def test_a_command_that_is_none_is_exit_code_2(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A wrong command or option is told with how the command is used."""
+    """A wrong command or option is reported with the usage."""
     with pytest.raises(SystemExit) as ended:
         cli.main(arguments)
     assert ended.value.code == 2
@@ -234,7 +256,7 @@ def test_a_command_that_is_none_is_exit_code_2(
 
 
 def test_the_version_is_told() -> None:
-    """--version prints the version that is installed, or that none is, and nothing else."""
+    """--version prints the installed version, or that none is installed, and nothing else."""
     try:
         expected = version("greensched")
     except PackageNotFoundError:
@@ -244,7 +266,7 @@ def test_the_version_is_told() -> None:
 
 
 def test_the_command_is_installed() -> None:
-    """The package installs the command `greensched`, which is this one."""
+    """The package installs the command `greensched`."""
     command = Path(sys.executable).with_name("greensched")
     if not command.exists():
         pytest.skip("run from its sources")
@@ -253,7 +275,7 @@ def test_the_command_is_installed() -> None:
 
 
 def test_the_demo_leaves_nothing_unclosed() -> None:
-    """With warnings as errors the demo says nothing but its bar."""
+    """With warnings as errors, the demo prints one line to standard error: its driver."""
     done = subprocess.run(
         [sys.executable, "-W", "error", "-m", "greensched", "demo", "--seconds", "0.05"],
         env=os.environ | {"GREENSCHED_DRIVER": "simulated:h200"},
@@ -263,4 +285,4 @@ def test_the_demo_leaves_nothing_unclosed() -> None:
         check=False,
     )
     assert done.returncode == 0
-    assert "Warning" not in done.stderr, done.stderr.split("\r")[-1]
+    assert len(done.stderr.splitlines()) == 1, done.stderr

@@ -49,12 +49,14 @@ def test_what_no_device_can_do(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("word", ["some", "16:x", "", "1.5", ":"])
-def test_a_word_that_is_no_size_is_refused(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_word_that_is_not_a_size_is_refused(
+    word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The refusal says what a size looks like."""
     with pytest.raises(SystemExit) as left:
         cli.main(["plan", word])
     assert left.value.code == 2
-    assert "is no size: give 16, 8:64" in capsys.readouterr().err
+    assert "is not a size: give a number of SMs (16)" in capsys.readouterr().err
 
 
 def test_a_driver_that_can_have_no_pool_says_so(capsys: pytest.CaptureFixture[str]) -> None:

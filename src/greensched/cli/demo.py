@@ -1,12 +1,11 @@
 """The demo: a small service under load, in four arrangements of one GPU.
 
-Clients send images to be blurred, at Poisson times; a batch job multiplies matrices without
-pause. The question is what the batch job does to the clients. Every result is compared with
-numpy's.
+Clients send images to be blurred, at Poisson times, while a batch job multiplies matrices without
+a pause. The demo shows what the batch job does to the clients' latencies, and compares every result
+with numpy's.
 
-On a simulated GPU two latencies are kept apart: on the *device's timeline* (modelled time, which
-no slowness of the host can lengthen), and in the client's hands, where the host that computes the
-results takes part. On a GPU there is one.
+On a GPU, a latency is what a client measures. On a simulated GPU it is time on the device's
+timeline: the host computes the results there, and its speed says nothing about a GPU.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import asyncio
 import math
 import os
 import random
-import sys
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -40,45 +38,43 @@ from greensched.pool import Pool
 from greensched.typing import ALL, REST
 
 Image = npt.NDArray[np.float32]
-#: Told the part done, from 0 to 1, and what is being done.
+#: Receives the fraction done, from 0 to 1, and the name of the current arrangement.
 Progress = Callable[[float, str], None]
 
-#: What the demo and the examples run on where there is no GPU.
-STAND_IN = "simulated:h200"
-#: The critical class gets so many SMs.
+#: The simulated GPU of a machine without one.
+SIMULATED = "simulated:h200"
+#: SMs of the clients' partition.
 CRITICAL_SMS = 16
-#: Requests a second, on average: each takes well under a millisecond of the device.
+#: Mean requests per second. Each takes well under a millisecond of the device.
 RATE = 40.0
 SIGMA = 4.0
-#: Sides of the clients' images, in pixels.
+#: Side lengths of the clients' images, in pixels.
 SIDES = (96, 128, 160, 192, 224, 256)
-#: The batch job multiplies matrices of (M, K) and (K, M), adding the product up so many times:
-#: some 6 ms on the rest of an H200, at a few milliseconds of the host that simulates it. Tiles of
-#: 32 x 32 make 2304 blocks, of which an H200 holds 1056 at once: it is full, as a batch job's is.
+#: The batch job multiplies (M, K) by (K, M) and accumulates the product PASSES times: about 6 ms on
+#: the SMs that the clients leave of an H200, and a few milliseconds of the simulating host. Tiles
+#: of 32 x 32 make 2304 blocks; an H200 holds 1056 at a time, so the grid fills it.
 M, K = 1536, 64
 PASSES = 256
 MATMUL = LaunchConfig(grid=(M // 32, M // 32), block=(16, 16))
-#: Jobs the batch keeps in flight, so that the device never waits for the host.
+#: Batch jobs in flight, so that the device never waits for the host.
 DEPTH = 2
 
 
 @dataclass(slots=True)
 class Row:
-    """What one arrangement gave. Latencies in seconds; `device_*` on the device's timeline."""
+    """The figures of one arrangement; latencies in seconds."""
 
     name: str
     critical_sms: int = 0
     batch_sms: int = 0
     latencies: list[float] = field(default_factory=list)
-    device_latencies: list[float] = field(default_factory=list)
     batch_jobs: int = 0
     seconds: float = 0.0
     verified: int = 0
     results: int = 0
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: times in milliseconds, device times only where there are any."""
-        late = [a - b for a, b in zip(self.latencies, self.device_latencies, strict=False)]
+        """Return the row for JSON, with times in milliseconds."""
         return {
             "arrangement": self.name,
             "critical_sms": self.critical_sms,
@@ -86,9 +82,6 @@ class Row:
             "requests": len(self.latencies),
             "latency_p50_ms": percentile(self.latencies, 0.5),
             "latency_p99_ms": percentile(self.latencies, 0.99),
-            "device_p50_ms": percentile(self.device_latencies, 0.5),
-            "device_p99_ms": percentile(self.device_latencies, 0.99),
-            "host_late_p99_ms": percentile(late, 0.99),
             "batch_jobs_per_s": round(self.batch_jobs / self.seconds, 1) if self.seconds else 0.0,
             "verified": self.verified,
             "results": self.results,
@@ -97,7 +90,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The demo's result: the device, whether it was simulated, and a row for each arrangement."""
+    """The result of the demo: the device, whether it is simulated, and a row per arrangement."""
 
     device: str
     simulated: bool
@@ -105,7 +98,7 @@ class Outcome:
 
     @property
     def wrong(self) -> int:
-        """Results that differed from numpy's."""
+        """How many results differed from numpy's."""
         return sum(row.results - row.verified for row in self.rows)
 
 
@@ -117,14 +110,14 @@ async def run(
     seed: int = 1,
     progress: Progress = lambda _done, _what: None,
 ) -> Outcome:
-    """Runs the four arrangements, `seconds` each.
+    """Run the four arrangements, `seconds` each.
 
     Args:
-        driver: CUDA or a simulation.
-        seconds: of load, for each arrangement.
-        image: what every client sends, (height, width, channels); None: each its own.
-        seed: of the clients' times and images.
-        progress: told the part done, from 0 to 1, and what is being done.
+        driver: the CUDA driver or a simulated one.
+        seconds: seconds of load for each arrangement.
+        image: the image that every client sends, (height, width, channels); None: random images.
+        seed: the seed of the clients' times and images.
+        progress: receives the fraction done, from 0 to 1, and the name of the arrangement.
     """
     async with Pool([0], driver=driver) as pool:
         service = Service(pool, driver, image, seed)
@@ -138,10 +131,10 @@ async def run(
         rows = []
         for done, arrangement in enumerate(arrangements):
 
-            def told(part: float, name: str, done: int = done) -> None:
-                progress((done + part) / len(arrangements), name)
+            def report(fraction: float, name: str, done: int = done) -> None:
+                progress((done + fraction) / len(arrangements), name)
 
-            rows.append(await arrangement(seconds, told))
+            rows.append(await arrangement(seconds, report))
         name = pool.devices[0].name
     return Outcome(name, isinstance(driver, SimulatedDriver), tuple(rows))
 
@@ -151,17 +144,17 @@ class Service:
 
     def __init__(self, pool: Pool, driver: Driver, image: Image | None, seed: int) -> None:
         self._pool = pool
-        self._device = _Device(driver)
+        self._driver = driver
         self._seed = seed
         rng = np.random.default_rng(seed)
-        own = [rng.random((side, side, 1), np.float32) for side in SIDES]
-        self._images = [image] if image is not None else own
-        self._blurred = [blurred(sent) for sent in self._images]
+        generated = [rng.random((side, side, 1), np.float32) for side in SIDES]
+        self._images = [image] if image is not None else generated
+        self._blurred = [blurred(each) for each in self._images]
         self._factors = [rng.random(shape, np.float32) for shape in ((M, K), (K, M))]
         self._product = PASSES * (self._factors[0] @ self._factors[1])
 
     async def warm_up(self) -> None:
-        """Loads both kernels wherever they will run, so that nobody's latency has it in it."""
+        """Load both kernels on every partition, so that no latency includes loading."""
         for sizes in ((ALL,), (CRITICAL_SMS, REST)):
             async with self._pool.partitions(*sizes) as partitions:
                 for p in partitions:
@@ -172,20 +165,20 @@ class Service:
     # -- the four arrangements -------------------------------------------------------------------
 
     async def critical_on_all(self, seconds: float, progress: Progress) -> Row:
-        """The clients alone, on the whole GPU."""
+        """Run the clients alone, on all SMs."""
         async with self._pool.partition(ALL) as p:
             return await self._serve(
                 Row("critical alone, all SMs", p.sm_count), p, seconds, progress
             )
 
     async def critical_alone(self, seconds: float, progress: Progress) -> Row:
-        """The clients alone, on the SMs they have in the last arrangement."""
+        """Run the clients alone, on the SMs that they have in the last arrangement."""
         async with self._pool.partition(CRITICAL_SMS) as p:
             name = f"critical alone, {p.sm_count} SMs"
             return await self._serve(Row(name, p.sm_count), p, seconds, progress)
 
     async def both_on_all(self, seconds: float, progress: Progress) -> Row:
-        """Both on every SM, on two streams: what one does without partitions."""
+        """Run both on all SMs, on two streams, as a program without partitions does."""
         async with self._pool.partition(ALL) as p:
             row = Row("both on all SMs", p.sm_count, p.sm_count)
             stream = await p.run(p.context.create_stream)
@@ -198,7 +191,7 @@ class Service:
             return row
 
     async def apart(self, seconds: float, progress: Progress) -> Row:
-        """Each in a partition of its own, granted together."""
+        """Run each in its own partition; both are granted together."""
         async with self._pool.partitions(CRITICAL_SMS, REST) as (p, rest):
             row = Row(f"{p.sm_count} SMs + the rest", p.sm_count, rest.sm_count)
             stop = asyncio.Event()
@@ -211,10 +204,10 @@ class Service:
     # -- clients ---------------------------------------------------------------------------------
 
     async def _serve(self, row: Row, p: Partition, seconds: float, progress: Progress) -> Row:
-        """Open loop: requests come at their times, whether or not the last one is answered."""
+        """Send requests at their times, whether or not earlier ones are answered (open loop)."""
         times = random.Random(self._seed)
-        turn = asyncio.Lock()
-        with self._device.listening(p) as spans:
+        order = asyncio.Lock()
+        with collected_spans(self._driver, p) as spans:
             begin = time.perf_counter()
             due = 0.0
             async with asyncio.TaskGroup() as clients:
@@ -222,22 +215,23 @@ class Service:
                     await _until(begin + due)
                     which = row.results % len(self._images)
                     row.results += 1
-                    clients.create_task(self._client(row, p, which, turn, begin + due))
+                    clients.create_task(self._client(row, p, which, order, begin + due))
                     progress(due / seconds, row.name)
             row.seconds = time.perf_counter() - begin
-            row.device_latencies = device_latencies(spans)
+        if isinstance(self._driver, SimulatedDriver):
+            row.latencies = device_latencies(spans)
         return row
 
     async def _client(
-        self, row: Row, p: Partition, which: int, turn: asyncio.Lock, due: float
+        self, row: Row, p: Partition, which: int, order: asyncio.Lock, due: float
     ) -> None:
-        async with turn:  # one request at a time on the device: it has one partition
+        async with order:  # one partition serves one request at a time
             out = await self._request(p, self._images[which])
         row.latencies.append(time.perf_counter() - due)
         row.verified += bool(np.allclose(out, self._blurred[which], rtol=1e-3, atol=1e-4))
 
     async def _request(self, p: Partition, image: Image) -> Image:
-        """What a service does for a request: upload, kernel, download, in one go."""
+        """Serve one request: upload, kernel, download."""
         height, width, channels = image.shape
         config = LaunchConfig(grid=math.ceil(height * width / 256), block=256)
         with await p.upload(image) as src, await p.empty_like(src) as dst:
@@ -256,7 +250,7 @@ class Service:
     async def _batch(
         self, p: Partition, buffers: tuple[Buffer, Buffer, Buffer], row: Row, stop: asyncio.Event
     ) -> None:
-        """Multiplies without pause: the next job is in flight before the last is awaited."""
+        """Multiply without a pause: the next job is in flight before the last one is awaited."""
         in_flight = deque[Any]()
         while not stop.is_set():
             in_flight.append(p.launch(MATMUL, matmul, *buffers, M, M, K, PASSES))
@@ -276,7 +270,7 @@ class Service:
         row: Row,
         stop: asyncio.Event,
     ) -> None:
-        """The same on a plain stream, whose events a thread waits for."""
+        """Multiply on a plain stream; a thread waits for its events."""
         filled = p.stream.record()
         stream.wait(filled)
         filled.close()
@@ -297,75 +291,70 @@ class Service:
     async def _check_product(self, p: Partition, product: Buffer, row: Row) -> None:
         row.results += 1
         found = await p.download(product)
-        right = await asyncio.to_thread(np.allclose, found, self._product, rtol=1e-3)  # 10 ms of it
-        row.verified += bool(right)
+        # The comparison takes about 10 ms: too long for the event loop's thread.
+        equal = await asyncio.to_thread(np.allclose, found, self._product, rtol=1e-3)
+        row.verified += bool(equal)
 
 
 async def _until(when: float) -> None:
-    """To the microsecond: a loop's timers are up to a millisecond late, which is not the GPU's."""
+    """Wait to the microsecond; a loop's timers are up to a millisecond late."""
     await asyncio.sleep(max(0.0, when - time.perf_counter() - 0.002))
-    while time.perf_counter() < when:  # noqa: ASYNC110  the time is what it waits for
+    while time.perf_counter() < when:  # noqa: ASYNC110  no event marks a moment
         await asyncio.sleep(0)
 
 
-def choose_driver(spec: str | None = None) -> Driver:
-    """What `spec` or `GREENSCHED_DRIVER` names; else CUDA, or a simulated GPU, and it says so.
+def choose_driver(spec: str | None) -> tuple[Driver, str]:
+    """Return the driver of the demo, and one sentence that says which it is and why.
 
-    For the demo and the examples. A program's `Pool()` never chooses: what is not there must be
-    an error.
+    `spec` or `GREENSCHED_DRIVER` names it. Without either the demo runs on the GPU, or on a
+    simulated one if there is none. Only the demo does that: `Pool()` raises instead.
     """
+    spec = spec or os.environ.get(drivers.VARIABLE)
     driver = drivers.open(spec)
-    if spec is not None or os.environ.get(drivers.VARIABLE):
-        return driver
+    if spec:
+        return driver, f"This demo runs on {spec}, as requested."
     try:
         driver.initialise()
     except DriverUnavailable as error:
-        told = f"No GPU here: {error.problem}.\nThis runs on a simulated one ({STAND_IN})."
-        print(told, file=sys.stderr)
-        return drivers.open(STAND_IN)
-    return driver
+        reason = f"because this machine has no usable GPU: {error.problem}."
+        return drivers.open(SIMULATED), f"This demo runs on a simulated GPU ({SIMULATED}), {reason}"
+    return driver, "This demo runs on this machine's GPU."
 
 
 # -- the device's timeline --------------------------------------------------------------------
 
 
-class _Device:
-    """Hears what the simulated device did, and when; a real one says nothing."""
+@contextmanager
+def collected_spans(driver: Driver, p: Partition) -> Iterator[list[Span]]:
+    """Collect the operations on a partition's stream; none if the driver is not simulated."""
+    spans: list[Span] = []
+    if not isinstance(driver, SimulatedDriver):
+        yield spans
+        return
+    stream = p.stream.__cuda_stream__()[1]
 
-    def __init__(self, driver: Driver) -> None:
-        self._driver = driver
+    def collect(span: Span) -> None:
+        if driver.address_of(span.stream) == stream:
+            spans.append(span)
 
-    @contextmanager
-    def listening(self, p: Partition) -> Iterator[list[Span]]:
-        """Collects what happens on a partition's stream."""
-        spans: list[Span] = []
-        driver = self._driver
-        if not isinstance(driver, SimulatedDriver):
-            yield spans
-            return
-        mine = p.stream.__cuda_stream__()[1]
-
-        def hear(span: Span) -> None:
-            if driver.address_of(span.stream) == mine:
-                spans.append(span)
-
-        driver.on_span(hear)
-        try:
-            yield spans
-        finally:
-            driver.on_span(None)
+    driver.on_span(collect)
+    try:
+        yield spans
+    finally:
+        driver.on_span(None)
 
 
 def device_latencies(spans: list[Span]) -> list[float]:
-    """Seconds of the device's timeline that each request took, up to the end of its download.
+    """Return how long each request took on the device's timeline, in seconds.
 
-    Of each operation, from when it could have begun (it was submitted, and the one before it was
-    done) to its end: waiting for SMs and engines counts, waiting for the host does not.
+    A request ends with its download. Each of its operations counts from when it could have begun
+    (submitted, and its predecessor complete) to its end: waiting for SMs and copy engines counts,
+    waiting for the host does not.
     """
-    latencies, total, before = [], 0, 0
+    latencies, total, previous_end = [], 0, 0
     for span in spans:
-        total += span.end - max(span.enqueued, before)
-        before = span.end
+        total += span.end - max(span.enqueued, previous_end)
+        previous_end = span.end
         if span.name == "to host":
             latencies.append(total / 1e9)
             total = 0
@@ -376,7 +365,7 @@ def device_latencies(spans: list[Span]) -> list[float]:
 
 
 def blurred(image: Image, sigma: float = SIGMA) -> Image:
-    """A Gaussian blur by numpy, written apart from the kernel's reference, to judge it by."""
+    """Blur by numpy, independently of the kernel's reference, to check the kernel's results."""
     radius = math.ceil(3 * sigma)
     weights = np.exp(-0.5 * (np.arange(-radius, radius + 1) / sigma) ** 2)
     weights /= weights.sum()
@@ -392,11 +381,25 @@ def blurred(image: Image, sigma: float = SIGMA) -> Image:
 
 
 def read_image(path: Path) -> Image:
-    """An image as floats (height, width, channels), at most 512 pixels a side; bytes as 0 to 1.
+    """Read an image as floats (height, width, channels), at most 512 pixels a side.
+
+    Bytes become 0 to 1.
 
     Raises:
-        InvalidRequest: no such file, not an image, or Pillow is needed and not installed.
+        InvalidRequest: the file does not exist or is not an image, or Pillow is needed and missing.
     """
+    array = _read_array(path)
+    if array.ndim not in (2, 3) or array.dtype.kind not in "buif" or not array.size:
+        raise InvalidRequest(
+            f"{path} holds {array.dtype} {array.shape}: an image has (height, width[, channels])"
+        )
+    scale = 255.0 if array.dtype == np.uint8 else 1.0
+    step = -(-max(array.shape[:2]) // 512)
+    pixels = np.ascontiguousarray(np.atleast_3d(array)[::step, ::step], np.float32)
+    return pixels / np.float32(scale)
+
+
+def _read_array(path: Path) -> npt.NDArray[Any]:
     try:
         if path.suffix == ".npy":
             array = np.load(path)
@@ -406,28 +409,19 @@ def read_image(path: Path) -> Image:
             array = np.asarray(Pillow.open(path).convert("RGB"))
     except ImportError:
         raise InvalidRequest(
-            f"reading {path} takes Pillow: pip install pillow, or give .npy"
+            f"{path} can only be read with Pillow: pip install pillow, or use a .npy file"
         ) from None
     except (OSError, EOFError, ValueError) as error:
-        raise InvalidRequest(f"{path} is no image: {error}") from None
-    if not isinstance(array, np.ndarray):  # an archive of several
+        raise InvalidRequest(f"{path} is not an image: {error}") from None
+    if not isinstance(array, np.ndarray):
         array.close()
-        raise InvalidRequest(f"{path} is no image: it holds several arrays")
-    if array.ndim not in (2, 3) or array.dtype.kind not in "buif" or not array.size:
-        raise InvalidRequest(
-            f"{path} holds {array.dtype} {array.shape}: give (height, width[, channels])"
-        )
-    scale = 255.0 if array.dtype == np.uint8 else 1.0
-    step = -(-max(array.shape[:2]) // 512)
-    return np.ascontiguousarray(np.atleast_3d(array)[::step, ::step], np.float32) / np.float32(
-        scale
-    )
+        raise InvalidRequest(f"{path} is not an image: it is an archive of several arrays")
+    return array
 
 
-def percentile(seconds: list[float], part: float) -> float | None:
-    """In milliseconds; None of nothing."""
+def percentile(seconds: list[float], fraction: float) -> float | None:
+    """Return a percentile in milliseconds; None if there are no values."""
     if not seconds:
         return None
-    return round(
-        1e3 * sorted(seconds)[min(len(seconds) - 1, math.ceil(part * len(seconds)) - 1)], 3
-    )
+    index = min(len(seconds) - 1, math.ceil(fraction * len(seconds)) - 1)
+    return round(1e3 * sorted(seconds)[index], 3)

@@ -1,4 +1,4 @@
-"""The command line: prints, never decides."""
+"""Share a GPU between async tasks: a demo, a preview of splits, and capacity planning."""
 
 from __future__ import annotations
 
@@ -18,68 +18,148 @@ from greensched.typing import Granularity, NamedSize, Size
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command; returns the exit code.
+    """Run a command and return its exit code.
 
-    0; 1 if a result was wrong, or no device can do what is planned; 2 if it could not run.
+    0: success. 1: a result was wrong, or no device can be split as requested. 2: the command could
+    not run; the reason is printed in one line.
     """
     options = _parser().parse_args(arguments)
     try:
         return int(options.command(options))
     except GreenschedError as error:
         print(f"greensched: {error}", file=sys.stderr)
-        return 2
+    except ExceptionGroup as group:
+        _, unexpected = group.split(GreenschedError)
+        if unexpected is not None:
+            raise
+        print(f"greensched: {_first(group)}", file=sys.stderr)
+    return 2
+
+
+def _first(error: Exception) -> Exception:
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="greensched", description=__doc__)
     parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(title="commands", required=True)
-    demo = commands.add_parser(
-        "demo", help="a small service under load, with and without partitions"
-    )
-    demo.add_argument("--seconds", type=float, default=4.0, help="of load, for each arrangement")
-    demo.add_argument("--image", type=Path, help="what clients send: .npy, or what Pillow reads")
-    demo.add_argument("--driver", help='"cuda", or a simulation such as "simulated:h200"')
-    demo.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    demo.set_defaults(command=_demo)
-    plan = commands.add_parser("plan", help="what a cut would give on each device, before it")
-    plan.add_argument(
-        "sizes", nargs="+", type=_size, metavar="size", help="16, 8:64 (least:most), all or rest"
-    )
-    plan.add_argument("--driver", help='"cuda", or a simulation such as "simulated:h200"')
-    _add_granularity(plan)
-    plan.add_argument("--json", action="store_true", help="print JSON instead of sentences")
-    plan.set_defaults(command=_plan)
-    _add_simulate(commands.add_parser("simulate", help="what if: traffic on simulated GPUs"))
+    _add_demo(commands.add_parser("demo", help="run a small service with and without partitions"))
+    _add_plan(commands.add_parser("plan", help="show what a split would give on each device"))
+    _add_simulate(commands.add_parser("simulate", help="run traffic on simulated GPUs"))
     return parser
 
 
-def _add_granularity(command: argparse.ArgumentParser) -> None:
-    choices, what = get_args(Granularity), "how finely a pool cuts"
-    command.add_argument("--granularity", choices=choices, default="coscheduled", help=what)
+def _add_demo(demo: argparse.ArgumentParser) -> None:
+    demo.description = (
+        "Serve image requests beside a batch job, in four arrangements of one GPU. Without a GPU "
+        "and without --driver the demo says so and runs on a simulated one."
+    )
+    add = demo.add_argument
+    add(
+        "--seconds",
+        type=float,
+        default=4.0,
+        help="seconds of load for each arrangement (default: %(default)s)",
+    )
+    add(
+        "--image",
+        type=Path,
+        help="the image that clients send: .npy, or a format that Pillow reads",
+    )
+    _add_driver(demo, "$GREENSCHED_DRIVER, else a GPU, else simulated:h200")
+    add("--json", action="store_true", help="print JSON instead of a table")
+    demo.set_defaults(command=_demo)
+
+
+def _add_plan(plan: argparse.ArgumentParser) -> None:
+    plan.description = "Show what each device of this machine would give for these sizes."
+    plan.add_argument(
+        "sizes",
+        nargs="+",
+        type=_size,
+        metavar="size",
+        help="a number of SMs (16), a range (8:64), all or rest",
+    )
+    _add_driver(plan, "$GREENSCHED_DRIVER, else cuda")
+    _add_granularity(plan)
+    plan.add_argument("--json", action="store_true", help="print JSON instead of sentences")
+    plan.set_defaults(command=_plan)
 
 
 def _add_simulate(simulate: argparse.ArgumentParser) -> None:
+    simulate.description = (
+        "Run traffic through the real scheduler on simulated GPUs, in virtual time, and compare "
+        "policies."
+    )
     source = simulate.add_mutually_exclusive_group()
     source.add_argument("--trace", type=Path, help="a CSV or JSONL file of requests")
-    source.add_argument("--generate", default="azure-conv", help="seeded traffic; %(default)s")
-    simulate.add_argument("--gpus", default="h200", help="such as h200x2; %(default)s")
+    source.add_argument(
+        "--generate", default="azure-conv", help="a traffic generator (default: %(default)s)"
+    )
+    add = simulate.add_argument
+    add("--gpus", default="h200", help="the simulated GPUs, such as h200x2 (default: %(default)s)")
     _add_granularity(simulate)
-    simulate.add_argument("--services", default="llm", help="llm, w2, w8, or a file; %(default)s")
-    simulate.add_argument("--tables", type=Path, help="measured curves, a JSON file")
-    simulate.add_argument("--policy", default="all", help="names with commas between, or all")
-    simulate.add_argument("--rates", default="", help="multiples of saturation, commas between")
-    simulate.add_argument("--seconds", type=float, default=120.0, help="of traffic; %(default)s")
-    simulate.add_argument("--seed", type=int, default=1, help="the first one")
-    simulate.add_argument("--seeds", type=int, default=1, help="how many")
-    simulate.add_argument("--target", type=float, default=0.0, help="of all, x alone-p99")
-    simulate.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    simulate.add_argument("--plot", type=Path, help="draw attainment over rates into this file")
+    add(
+        "--services",
+        default="llm",
+        help="the service classes: llm, w2, w8, or a file (default: %(default)s)",
+    )
+    add("--tables", type=Path, help="a JSON file of measured latencies (default: built-in tables)")
+    add(
+        "--policy",
+        default="all",
+        help="the policies to compare, separated by commas, or all (default: %(default)s)",
+    )
+    add(
+        "--load-factors",
+        default="",
+        help="loads as multiples of saturation, separated by commas (default: the traffic's own)",
+    )
+    add(
+        "--seconds",
+        type=float,
+        default=120.0,
+        help="seconds of traffic in each run (default: %(default)s)",
+    )
+    add("--seed", type=int, default=1, help="the seed of the first run (default: %(default)s)")
+    add(
+        "--repeats",
+        type=int,
+        default=1,
+        help="how many runs, each with the next seed (default: %(default)s)",
+    )
+    add(
+        "--slo-multiple",
+        type=float,
+        default=0.0,
+        help="latency target of every class, as a multiple of its p99 alone "
+        "(default: each class's own target)",
+    )
+    add("--json", action="store_true", help="print JSON instead of tables")
+    add("--plot", type=Path, help="draw attainment over load into this file")
     simulate.set_defaults(command=_simulate)
 
 
+def _add_driver(command: argparse.ArgumentParser, default: str) -> None:
+    command.add_argument(
+        "--driver", help=f"cuda, or a simulated driver such as simulated:h200 (default: {default})"
+    )
+
+
+def _add_granularity(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--granularity",
+        choices=get_args(Granularity),
+        default="coscheduled",
+        help="how finely devices are split (default: %(default)s)",
+    )
+
+
 def _size(text: str) -> Size:
-    """A size as it is written on a command line."""
+    """Parse a size of a command line."""
     if text.lower() in ("all", "rest"):
         return NamedSize(text.lower())
     least, _, most = text.partition(":")
@@ -87,14 +167,14 @@ def _size(text: str) -> Size:
         return (int(least), int(most)) if most else int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no size: give 16, 8:64 (least:most), all or rest"
+            f"{text!r} is not a size: give a number of SMs (16), a range (8:64), all or rest"
         ) from None
 
 
 def _version() -> str:
     try:
         return version("greensched")
-    except PackageNotFoundError:  # run from its sources, as where nothing can be installed
+    except PackageNotFoundError:  # it runs from its sources, on a machine without package registry
         return "not installed"
 
 
@@ -102,23 +182,23 @@ def _version() -> str:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    """Exits with 1 where no device can do it."""
+    """Return 1 if no device can be split as requested."""
     from greensched.leasing import preview
 
     fine = options.granularity == "fine"
-    found = preview.preview_devices(options.driver, tuple(options.sizes), fine=fine)
+    previews = preview.preview_devices(options.driver, tuple(options.sizes), fine=fine)
     if options.json:
-        print(json.dumps([asdict(each) for each in found], indent=1))
+        print(json.dumps([asdict(each) for each in previews], indent=1))
     else:
-        print("\n".join(map(str, found)))
-    return 0 if any(each.is_possible for each in found) else 1
+        print("\n".join(map(str, previews)))
+    return 0 if any(each.is_possible for each in previews) else 1
 
 
 # -- simulate ---------------------------------------------------------------------------------
 
 
 def _simulate(options: argparse.Namespace) -> int:
-    """How long it took goes to standard error: the answer is the same each time."""
+    """Print the results; the time taken goes to standard error, as it differs between runs."""
     from greensched.capacity import experiment, plot, results, text_report
 
     question = results.Experiment(
@@ -130,34 +210,40 @@ def _simulate(options: argparse.Namespace) -> int:
         generator=options.generate,
         tables=options.tables,
         seconds=options.seconds,
-        rates=_rates(options.rates),
+        rates=_load_factors(options.load_factors),
         seed=options.seed,
-        repeats=options.seeds,
-        target=options.target,
+        repeats=options.repeats,
+        target=options.slo_multiple,
     )
     if options.plot:
-        plot.pyplot()  # who lacks it is told before minutes of simulation, not after
-    bar = _Bar()
+        plot.pyplot()  # raise without matplotlib before minutes of simulation, not after
+    bar = _ProgressBar()
     began = time.perf_counter()
     answer = experiment.ask(question, bar.show)
     bar.end()
     took = time.perf_counter() - began
-    print(
-        json.dumps(results.as_dict(answer), indent=1) if options.json else text_report.table(answer)
-    )
+    if options.json:
+        print(json.dumps(results.as_dict(answer), indent=1))
+    else:
+        print(text_report.table(answer))
     hours = answer.simulated / 3600
-    rate = f"{took / hours:.0f} s an hour, the check of what is known in it"
-    print(f"{hours:.2f} hours of traffic in {took:.1f} s: {rate}", file=sys.stderr)
+    print(
+        f"{hours:.2f} hours of traffic in {took:.1f} s: {took / hours:.0f} s per hour of traffic, "
+        "validation included",
+        file=sys.stderr,
+    )
     if options.plot:
         plot.save(answer, options.plot)
     return 0
 
 
-def _rates(text: str) -> tuple[float, ...]:
+def _load_factors(text: str) -> tuple[float, ...]:
     try:
         return tuple(float(each) for each in text.split(",") if each)
     except ValueError:
-        raise InvalidRequest(f"--rates {text!r}: give numbers with commas between") from None
+        raise InvalidRequest(
+            f"--load-factors {text!r}: give numbers separated by commas, such as 0.5,1"
+        ) from None
 
 
 # -- demo -------------------------------------------------------------------------------------
@@ -167,8 +253,9 @@ def _demo(options: argparse.Namespace) -> int:
     from greensched.cli import demo
 
     image = demo.read_image(options.image) if options.image else None
-    driver = demo.choose_driver(options.driver)
-    bar = _Bar()
+    driver, explanation = demo.choose_driver(options.driver)
+    print(explanation, file=sys.stderr)
+    bar = _ProgressBar()
     work = demo.run(driver, seconds=options.seconds, image=image, progress=bar.show)
     outcome = asyncio.run(work)
     bar.end()
@@ -184,70 +271,61 @@ def _demo(options: argparse.Namespace) -> int:
 _COLUMNS = (
     ("arrangement", "arrangement", "{}"),
     ("SMs", "critical_sms", "{}"),
-    ("p50 ms", "p50", "{:.3f}"),
-    ("p99 ms", "p99", "{:.3f}"),
-    ("p50 ms", "latency_p50_ms", "{:.2f}"),
-    ("p99 ms", "latency_p99_ms", "{:.2f}"),
-    ("host late p99", "host_late_p99_ms", "{:.2f}"),
+    ("p50 ms", "latency_p50_ms", "{:.3f}"),
+    ("p99 ms", "latency_p99_ms", "{:.3f}"),
     ("batch SMs", "batch_sms", "{}"),
     ("jobs/s", "batch_jobs_per_s", "{}"),
 )
 
 
 def _table(device: str, simulated: bool, rows: list[dict[str, Any]]) -> str:
-    columns = [c for c in _COLUMNS if simulated or c[1] not in ("p50", "p99", "host_late_p99_ms")]
-    cells = [[head for head, _, _ in columns]]
-    for row in rows:
-        row |= {"p50": row["device_p50_ms"], "p99": row["device_p99_ms"]}
-        cells.append(["-" if row[k] is None else f.format(row[k]) for _, k, f in columns])
-    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
-    lines = [
-        "  ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)) for line in cells
+    cells = [[header for header, _, _ in _COLUMNS]]
+    cells += [["-" if row[k] is None else f.format(row[k]) for _, k, f in _COLUMNS] for row in rows]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(_COLUMNS))]
+    lines = [device + (": latencies on the device's timeline" if simulated else "")]
+    lines += [
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+        for line in cells
     ]
-    lines.insert(0, device)
+    lines += ["", *_comparison(rows)]
     if simulated:
-        lines.insert(1, _over("on the device", "in the client's hands", widths))
-        lines += ["", *_simulated_words(rows)]
+        lines += [
+            "The times of a simulated GPU are modelled. On a GPU, partitions also share memory",
+            "bandwidth, the L2 cache and power.",
+        ]
     verified, results = (sum(row[k] for row in rows) for k in ("verified", "results"))
     lines += ["", f"verified {verified} of {results} results against numpy"]
     return "\n".join(lines)
 
 
-def _over(left: str, right: str, widths: list[int]) -> str:
-    """A heading over the two pairs of latency columns."""
-    start = sum(widths[:2]) + 4
-    first, second = widths[2] + widths[3] + 2, widths[4] + widths[5] + widths[6] + 4
-    return " " * start + left.center(first) + "  " + right.center(second)
-
-
-def _simulated_words(rows: list[dict[str, Any]]) -> list[str]:
-    alone, shared, apart = (row["device_p99_ms"] for row in rows[1:])
+def _comparison(rows: list[dict[str, Any]]) -> list[str]:
+    _, alone, shared, apart = (row["latency_p99_ms"] for row in rows)
     if not (alone and shared and apart):
-        return ["(too short a run for percentiles)"]
+        return ["The run was too short for percentiles: give more --seconds."]
     return [
-        f"Beside the batch job the p99 is {apart / alone:.2f} x alone in a partition of its own,",
-        f"and {shared / alone:.2f} x that where all share all SMs.",
-        "A simulator says so: its times are modelled, SMs are given first come, first served;",
-        "memory bandwidth, L2 and power on a real GPU are shared by everybody.",
+        "The clients' p99 beside the batch job, as a multiple of their p99 alone on their own SMs:",
+        f"{apart / alone:.2f} x on their own SMs, {shared / alone:.2f} x where both share all SMs.",
     ]
 
 
-class _Bar:
-    """A progress bar on standard error, where that is a terminal or a log."""
+class _ProgressBar:
+    """A progress bar on standard error; nothing if that is not a terminal."""
 
     WIDTH = 30
 
     def __init__(self) -> None:
         self._last = ""
+        self._is_terminal = sys.stderr.isatty()
 
     def show(self, done: float, what: str) -> None:
-        """Draws it anew if it changed."""
+        """Draw the bar if it changed."""
         full = int(done * self.WIDTH)
         line = f"[{'#' * full}{'.' * (self.WIDTH - full)}] {what:30}"
-        if line != self._last:
+        if self._is_terminal and line != self._last:
             self._last = line
             print(f"\r{line}", end="", file=sys.stderr, flush=True)
 
     def end(self) -> None:
-        """Leaves the line."""
-        print("\r" + " " * (len(self._last)) + "\r", end="", file=sys.stderr, flush=True)
+        """Erase the bar."""
+        if self._is_terminal:
+            print("\r" + " " * len(self._last) + "\r", end="", file=sys.stderr, flush=True)
