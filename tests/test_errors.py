@@ -1,4 +1,4 @@
-"""Errors go from process to process whole: by pickle, as multiprocessing and Ray send them."""
+"""Errors: pickled whole, as multiprocessing and Ray send them; and what their messages say."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 
 from greensched import errors
 
-#: What those are made of that are not made of a sentence.
-MADE_OF: dict[str, tuple[Any, ...]] = {
+#: Arguments of the classes that are not made from a message.
+ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "InvalidSize": (0,),
     "TooManySMs": (9, 8),
     "InvalidSplit": ((9, None), 8, "why", (8,)),
@@ -53,10 +53,25 @@ def facts(error: BaseException) -> dict[str, str]:
 @pytest.mark.parametrize("kind", EVERY, ids=lambda kind: kind.__name__)
 def test_an_error_is_pickled_whole(kind: type[errors.GreenschedError]) -> None:
     """It comes back with its class, its message, its attributes and its notes."""
-    error = kind(*MADE_OF.get(kind.__name__, ("said",)))
+    error = kind(*ARGUMENTS.get(kind.__name__, ("said",)))
     error.add_note("a note")
     got = pickle.loads(pickle.dumps(error))
     assert type(got) is kind
     assert str(got) == str(error)
     assert str(error)
     assert facts(got) == facts(error)
+
+
+def test_a_lost_device_says_which_and_why() -> None:
+    """DeviceLost names the device and the first fault, and has both as attributes."""
+    fault = errors.DeviceFault(700, "ILLEGAL_ADDRESS", "cuEventQuery")
+    lost = errors.DeviceLost(fault, device=1)
+    assert str(lost).startswith("device 1 failed")
+    assert str(fault) in str(lost)
+    assert (lost.device, lost.cause, lost.__cause__) == (1, fault, fault)
+
+
+def test_a_split_without_alternatives_says_so() -> None:
+    """InvalidSplit says what to ask for instead, or that no split is possible."""
+    assert "; ask for 8, 16" in str(errors.InvalidSplit((9, None), 24, "why", (8, 16)))
+    assert "; no split is possible" in str(errors.InvalidSplit((9, None), 24, "why", ()))

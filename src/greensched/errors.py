@@ -1,26 +1,22 @@
-"""The whole exception tree: the sentences live in the classes, the facts are attributes.
+"""The exception tree. Catch by class and read the attributes; no message needs to be parsed.
 
-Every class answers "whose fault, and what now":
-
-* *yours*, before anything is queued: `InvalidRequest` and what derives from it;
-* *closed by somebody*: `Closed`;
-* *not now*: `WouldBlock`, `WouldDeadlock`, `QueueFull`, `DeadlineExceeded`,
-  `DeadlineImpossible`;
-* *not here*: `DriverUnavailable`, `NotSupported`;
-* *the driver said no*: `CUDAError`, one job's matter unless it is a `DeviceFault`;
-* *the process is spoilt*: `DeviceLost`.
-
-Nobody needs to search message text: `except` by class, read the attributes.
+* Refused before anything is queued, the caller's mistake: `InvalidRequest` and its subclasses.
+* Used after its end: `Closed`.
+* Not possible now: `WouldBlock`, `WouldDeadlock`, `QueueFull`, `DeadlineExceeded`,
+  `DeadlineImpossible`.
+* Not possible on this machine: `DriverUnavailable`, `NotSupported`, `MissingPackage`.
+* A driver call failed: `CUDAError`. It fails one job, unless it is a `DeviceFault`.
+* The process must be replaced: `DeviceLost`.
 """
 
 from __future__ import annotations
 
 
 class GreenschedError(Exception):
-    """Everything greensched raises on purpose derives from this. It may go to other processes."""
+    """Base of every error that greensched raises on purpose. It can be pickled."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Exceptions are made anew of their message, which is not what these are made of.
+        # Pickle would make the error from its message, which is not what its class takes.
         return _restored, (type(self), self.args), self.__dict__
 
 
@@ -30,7 +26,7 @@ def _restored(kind: type[GreenschedError], args: tuple[object, ...]) -> Greensch
     return error
 
 
-# -- yours: refused before anything is queued -------------------------------------------------
+# -- the caller's mistake: refused before anything is queued ------------------------------------
 
 
 class InvalidRequest(GreenschedError, ValueError):
@@ -38,42 +34,48 @@ class InvalidRequest(GreenschedError, ValueError):
 
 
 class InvalidSize(InvalidRequest):
-    """`sms` is not a size: not a whole number, not positive, or not one of the named sizes."""
+    """`sms` is not a size: not a positive whole number, a range of them, or a named size."""
 
     def __init__(self, value: object) -> None:
         self.value = value
         super().__init__(
-            f"sms={value!r} is not a size: give a positive int, a pair (least, most) of them with "
+            f"sms={value!r} is not a size: give a positive int, a pair (least, most) with "
             "least <= most, (least, ALL), ALL or REST"
         )
 
 
 class TooManySMs(InvalidRequest):
-    """More SMs than any device can ever grant; `is_ruled`: classes have floors or caps."""
+    """More SMs than any device can ever grant to this request.
+
+    Attributes:
+        asked: the SMs of the request.
+        most: the most that can ever be granted.
+        is_ruled: reserves or caps of service classes limit `most`.
+    """
 
     def __init__(self, asked: int, most: int, *, is_ruled: bool = False) -> None:
         self.asked = asked
         self.most = most
         self.is_ruled = is_ruled
         other = (
-            "on behalf of a class (`service=`) that reserves the rest, has a larger cap, or is "
-            "lent it (preemptible, and by `duration` or `checkpoint_interval` done within the "
-            "owner's `max_wait_for_reserve`)"
+            "on behalf of a class (`service=`) that reserves the rest, has a larger cap, or may "
+            "borrow the rest (preemptible, and with a `duration` or `checkpoint_interval` within "
+            "the owner's `max_wait_for_reserve`)"
         )
         super().__init__(
-            f"{asked} SMs were asked for, and the most that can ever be granted here is {most}: "
-            f"ask for at most {most}, or {other if is_ruled else 'for ALL of a device'}"
+            f"{asked} SMs can never be granted here, at most {most} can: ask for at most {most}, "
+            f"or {other if is_ruled else 'for ALL SMs of a device'}"
         )
 
 
 class InvalidSplit(InvalidRequest):
-    """SMs cannot be cut into the groups asked for.
+    """SMs cannot be cut into the requested groups.
 
     Attributes:
-        asked: SMs of each group; None: the largest there can be.
-        sm_count: SMs there were to cut.
-        why: what stands against it.
-        nearest: what can be cut instead, nearest to that; empty: nothing of the kind.
+        asked: SMs of each group; None stands for the largest possible group.
+        sm_count: SMs that were to be cut.
+        why: the reason.
+        nearest: the nearest groups that can be cut instead; empty if there are none.
     """
 
     def __init__(
@@ -83,16 +85,13 @@ class InvalidSplit(InvalidRequest):
         self.sm_count = sm_count
         self.why = why
         self.nearest = nearest
-        groups = ", ".join("the largest" if one is None else str(one) for one in asked)
-        instead = ", ".join(map(str, nearest)) or "none"
-        super().__init__(
-            f"{sm_count} SMs cannot be cut into groups of {groups}: {why}; "
-            f"the nearest that can be is {instead}"
-        )
+        groups = ", ".join("the largest size" if one is None else str(one) for one in asked)
+        instead = f"ask for {', '.join(map(str, nearest))}" if nearest else "no split is possible"
+        super().__init__(f"{sm_count} SMs cannot be cut into groups of {groups}: {why}; {instead}")
 
 
 class InvalidCombination(InvalidRequest):
-    """Resources that cannot be in one context; `why` says what stands against it."""
+    """Resources that cannot be in one context; `why` is the reason."""
 
     def __init__(self, why: str) -> None:
         self.why = why
@@ -106,8 +105,8 @@ class InvalidLaunch(InvalidRequest):
         self.what = what
         self.value = value
         self.limit = limit
-        rule = f"must be {limit}" if isinstance(limit, str) else f"at most {limit} is possible here"
-        super().__init__(f"{what} is {value}, and {rule}")
+        rule = f"must be {limit}" if isinstance(limit, str) else f"can be at most {limit} here"
+        super().__init__(f"{what} is {value}, it {rule}")
 
 
 class InvalidCapture(InvalidRequest):
@@ -128,7 +127,7 @@ class ArgumentMismatch(GreenschedError, TypeError):
 
 
 class InvalidArray(GreenschedError, TypeError):
-    """An array or dtype that cannot be moved to a device, or does not fit where it should go."""
+    """An array or dtype that cannot be moved to a device, or does not fit its destination."""
 
 
 class CompileFailed(GreenschedError):
@@ -142,19 +141,19 @@ class CompileFailed(GreenschedError):
 
 
 class NotSimulable(GreenschedError):
-    """A kernel without a reference, or without a cost, was launched on the simulated driver."""
+    """A kernel without a reference or a cost was launched on the simulated driver."""
 
     def __init__(self, kernel: str, lacks: str = "reference") -> None:
         self.kernel = kernel
         self.lacks = lacks
         super().__init__(
-            f"kernel {kernel!r} has no {lacks}, so it cannot run simulated: "
-            f"give it one with @kernel.{lacks}, or run on a GPU"
+            f"kernel {kernel!r} has no {lacks}, so it cannot be simulated: "
+            f"add one with @kernel.{lacks}, or run on a GPU"
         )
 
 
 class WrongDevice(InvalidRequest):
-    """An object of one device was used with another."""
+    """An object of one device was used with another device."""
 
     def __init__(self, what: str, has: int, wants: int) -> None:
         self.has = has
@@ -168,20 +167,20 @@ class DeviceTaken(InvalidRequest):
     def __init__(self, device: int) -> None:
         self.device = device
         super().__init__(
-            f"device {device} already has a pool in this process, and two pools would cut it into "
-            "overlapping partitions: share the one pool, or close it first"
+            f"device {device} already has a pool in this process, and a second pool would cut it "
+            "into overlapping partitions: share the first pool, or close it before"
         )
 
 
 class WrongContext(InvalidRequest):
-    """Streams and events of two contexts that have nothing in common were used together."""
+    """Streams and events of two unrelated contexts were used together."""
 
     def __init__(self, what: object, other: object) -> None:
         self.what = what
         self.other = other
         super().__init__(
-            f"{what!r} cannot be used with {other!r}: the streams and events of a context of its "
-            "own go together with each other only"
+            f"{what!r} cannot be used with {other!r}: a context of its own shares no streams and "
+            "events with other contexts"
         )
 
 
@@ -190,10 +189,10 @@ class WrongThread(GreenschedError, RuntimeError):
 
 
 class CurrentElsewhere(WrongThread):
-    """A green context is current on another thread, and can be on one at a time.
+    """A green context is already current on another thread.
 
     Attributes:
-        holder: the name of the thread that has it.
+        holder: the name of the thread on which it is current.
         asker: the name of the thread that was refused.
     """
 
@@ -201,22 +200,22 @@ class CurrentElsewhere(WrongThread):
         self.holder = holder
         self.asker = asker
         super().__init__(
-            f"{context!r} is current on another thread, {holder!r}, so it cannot be on {asker!r}: "
-            "a green context is on one at a time. Have this done there, by p.run, or once that "
-            "has left it"
+            f"{context!r} is current on another thread, {holder!r}, and cannot be made current on "
+            f"{asker!r}: a green context is current on one thread at a time. Use p.run, or leave "
+            "it on that thread first"
         )
 
 
 class HeldAcrossAwait(GreenschedError, RuntimeWarning):
     """A block that makes a context current was still open when its task was suspended.
 
-    What is current is the thread's: every other task of the loop then runs with it. A warning, and
-    in debug mode an error.
+    The current context belongs to the thread, so every other task of the loop then runs with it.
+    A warning, and in debug mode an error.
 
     Attributes:
-        context: what was held, in words.
+        context: a description of the context.
         block: `file:line` of the `with`.
-        task: who held it: a task's name, and its coroutine's.
+        task: the names of the task and of its coroutine.
         suspended: `file:line` of the await.
     """
 
@@ -233,7 +232,7 @@ class HeldAcrossAwait(GreenschedError, RuntimeWarning):
 
 
 class NoLoop(GreenschedError, RuntimeError):
-    """An awaiting call outside a running asyncio or trio loop."""
+    """A call that needs a running asyncio or trio loop was made without one."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -253,11 +252,11 @@ class LoopWouldBlock(GreenschedError, RuntimeError):
         )
 
 
-# -- closed by somebody -----------------------------------------------------------------------
+# -- used after its end -------------------------------------------------------------------------
 
 
 class Closed(GreenschedError, RuntimeError):
-    """Something was used after its end, or before its beginning."""
+    """An object was used after its end, or before its beginning; `state` says which."""
 
     def __init__(self, what: str, state: str = "closed") -> None:
         self.what = what
@@ -288,29 +287,35 @@ class ForkedPool(Closed):
         )
 
 
-# -- not now ----------------------------------------------------------------------------------
+# -- not possible now ---------------------------------------------------------------------------
 
 
 class WouldBlock(GreenschedError):
-    """A call that never waits would have had to."""
+    """A call that never waits would have had to wait."""
 
 
 class WouldDeadlock(GreenschedError, RuntimeError):
-    """This task holds what it waits for: the request can never be met while it does."""
+    """The task waits for SMs that it holds itself: the request can never be granted meanwhile.
+
+    Attributes:
+        holds: SMs that the task holds.
+        asked: SMs of the request.
+        most: the most that could be granted while the task holds them.
+    """
 
     def __init__(self, holds: int, asked: int, most: int) -> None:
         self.holds = holds
         self.asked = asked
         self.most = most
         super().__init__(
-            f"this task already holds {holds} SMs, so the {asked} more it asks for can never come "
-            f"(at most {most} could): leave the outer block first, or ask for both together with "
+            f"this task already holds {holds} SMs, so {asked} more can never be granted to it (at "
+            f"most {most} can): leave the outer block first, or request both together with "
             "pool.partitions(...)"
         )
 
 
 class QueueFull(GreenschedError):
-    """The pool's queue is at its bound; `retry_after` is an estimate in seconds."""
+    """The pool's queue is full; `retry_after` is an estimate in seconds."""
 
     def __init__(self, waiting: int, retry_after: float) -> None:
         self.waiting = waiting
@@ -327,41 +332,41 @@ class DeadlineExceeded(GreenschedError, TimeoutError):
 
 
 class DeadlineImpossible(GreenschedError, TimeoutError):
-    """It is known that the request cannot be done in time; nothing was queued.
+    """The request is known to miss its deadline; it was not queued.
 
     Attributes:
-        predicted: seconds from now until it would be done.
-        deadline: seconds from now until it should be.
+        predicted: seconds from now until its work would be done.
+        deadline: seconds from now until its deadline.
     """
 
     def __init__(self, predicted: float, deadline: float) -> None:
         self.predicted = predicted
         self.deadline = deadline
         super().__init__(
-            f"done in {predicted:.3g} s at the earliest, and due in {deadline:.3g} s: ask for more "
-            "SMs, for less work, or later"
+            f"done in {predicted:.3g} s at the earliest, after its deadline in {deadline:.3g} s: "
+            "ask for more SMs, for less work or for a later deadline"
         )
 
 
-# -- not here ---------------------------------------------------------------------------------
+# -- not possible on this machine ---------------------------------------------------------------
 
 
 class DriverUnavailable(GreenschedError, RuntimeError):
     """No usable CUDA driver or device; the message says what to install or change.
 
-    Nothing falls back to a simulation: it must be asked for, and the message says how.
+    A simulation is never used in its place unless it is asked for; the message says how.
     """
 
     def __init__(self, problem: str) -> None:
         self.problem = problem
         super().__init__(
-            f"{problem}. To run without a GPU, ask for a simulated one: "
+            f"{problem}. To run without a GPU, choose a simulated one: "
             'Pool(driver="simulated:h200"), or GREENSCHED_DRIVER=simulated:h200'
         )
 
 
 class NotSupported(GreenschedError, RuntimeError):
-    """The driver or device lacks something; says what is needed and what is here."""
+    """The driver or device lacks a feature; the message says what is needed and what is here."""
 
     def __init__(self, what: str, needs: str, has: str) -> None:
         self.what = what
@@ -371,7 +376,7 @@ class NotSupported(GreenschedError, RuntimeError):
 
 
 class MissingPackage(GreenschedError, ImportError):
-    """An optional package is not installed; says which, and how to get it."""
+    """An optional package is not installed; the message says which, and how to install it."""
 
     def __init__(self, what: str, package: str, extra: str) -> None:
         self.what = what
@@ -381,19 +386,19 @@ class MissingPackage(GreenschedError, ImportError):
 
 
 class VerificationFailed(GreenschedError):
-    """`pool.verify()` saw an SM in two partitions, or one on more or fewer than it has."""
+    """`pool.verify()` found an SM in two partitions, or a partition without its number of SMs."""
 
 
-# -- the driver said no -----------------------------------------------------------------------
+# -- a driver call failed -----------------------------------------------------------------------
 
 
 class CUDAError(GreenschedError):
-    """A driver call answered a status that is not success.
+    """A driver call returned a status other than success.
 
     Attributes:
-        status: the `CUresult` as an int (also one newer than the installed bindings know).
+        status: the `CUresult` as an int, also one newer than the installed bindings.
         name: its name without the `CUDA_ERROR_` prefix.
-        call: the driver call, or what was being done.
+        call: the driver call, or a description of it.
     """
 
     def __init__(self, status: int, name: str, call: str, detail: str = "") -> None:
@@ -407,7 +412,7 @@ class OutOfMemory(CUDAError):
     """Device or pinned memory ran out; the pool stays usable.
 
     Attributes:
-        asked, free, total: bytes; `free` and `total` are None where the driver was not asked.
+        asked, free, total: bytes; `free` and `total` are None where the driver did not say.
     """
 
     def __init__(
@@ -418,7 +423,7 @@ class OutOfMemory(CUDAError):
         self.total = total
         facts = [
             f"{value} bytes {label}"
-            for value, label in ((asked, "asked"), (free, "free"), (total, "in all"))
+            for value, label in ((asked, "requested"), (free, "free"), (total, "in total"))
             if value is not None
         ]
         super().__init__(2, "OUT_OF_MEMORY", call, ", ".join(facts))
@@ -431,25 +436,29 @@ class DeviceFault(CUDAError):
 class DriverMisuse(GreenschedError, RuntimeError):
     """The simulated driver was given a wrong, dead or foreign handle: a bug in the caller.
 
-    A real driver crashes the process, or worse, goes on.
+    A real driver crashes the process or, worse, continues.
     """
 
 
 class DeviceLost(GreenschedError, RuntimeError):
-    """A device fault happened: every partition of the process is spoilt; replace the process.
+    """A device fault ended CUDA for this process: replace the process.
 
-    `__cause__` and `cause` are the fault as it was first met, by whatever call. A simulated one
-    says in its message what happened on the device.
+    Attributes:
+        cause: the first fault, from whichever call met it; also the `__cause__`. The message of a
+            simulated fault says what happened on the device.
+        device: the ordinal of the device that failed; None if it is unknown.
     """
 
-    def __init__(self, cause: BaseException) -> None:
+    def __init__(self, cause: BaseException, device: int | None = None) -> None:
         self.cause = cause
-        super().__init__(f"the GPU is unusable until this process is replaced: {cause}")
+        self.device = device
+        which = "a device" if device is None else f"device {device}"
+        super().__init__(f"{which} failed and is unusable until this process is replaced: {cause}")
         self.__cause__ = cause
 
 
 def too_late(cause: BaseException) -> GreenschedError:
-    """What work is told that nobody waits for any more; a new one each time, for its traceback."""
+    """Return the error of work that will never be done; a new one, for its own traceback."""
     if isinstance(cause, ForkedPool):
         return ForkedPool(cause.what)
     if isinstance(cause, PoolClosed):
@@ -458,54 +467,54 @@ def too_late(cause: BaseException) -> GreenschedError:
 
 
 def wrong_thread() -> WrongThread:
-    """What who uses a partition elsewhere than on its loop's thread is told."""
+    """Return the error of using a partition on another thread than its loop's."""
     return WrongThread(
-        "a partition is used on the thread of the loop that entered it: hand this over by "
-        "loop.call_soon_threadsafe or anyio.from_thread.run"
+        "a partition can be used only on the thread of the loop that entered it: call it there "
+        "with loop.call_soon_threadsafe or anyio.from_thread.run"
     )
 
 
-# -- of a fleet: pools in other processes -------------------------------------------------------
+# -- fleets: pools in other processes -----------------------------------------------------------
 
 
 class PoolLost(GreenschedError, RuntimeError):
-    """A pool of a fleet went away with a job: it may or may not have run. `why` says how."""
+    """A pool of a fleet was lost with a job, which may have run; `why` is the reason."""
 
     def __init__(self, pool: str, why: str) -> None:
         self.pool = pool
         self.why = why
         super().__init__(
-            f"{pool} was lost, and what was there may or may not have run ({why}): submit it again "
-            "if that does no harm, or with idempotent=True"
+            f"{pool} was lost, and its jobs may or may not have run ({why}): submit again what is "
+            "harmless to repeat, or submit with idempotent=True"
         )
 
 
 class NoPool(GreenschedError, RuntimeError):
-    """No pool of the fleet can take this now; the message says why, and what to do."""
+    """No pool of the fleet can take this job now; the message says why, and what to do."""
 
 
 class FleetTimeout(DeadlineExceeded):
-    """The deadline of a fleet's job passed before its answer came; it may have run."""
+    """The deadline of a fleet's job passed before its reply came; it may have run."""
 
     def __init__(self, deadline: float) -> None:
         super().__init__(deadline)
-        self.args = (f"not answered within its deadline of {deadline:g} s; it may have run",)
+        self.args = (f"no reply within its deadline of {deadline:g} s; it may have run",)
 
 
 class VersionSkew(GreenschedError, RuntimeError):
-    """A caller and a pool speak different versions: install the same greensched on all nodes."""
+    """A client and a pool speak different versions of the fleet's protocol."""
 
     def __init__(self, pool: str, theirs: int, ours: int) -> None:
         self.theirs = theirs
         self.ours = ours
         super().__init__(
-            f"{pool} speaks version {theirs}, and this process {ours}: install the same greensched "
-            "on all nodes, then stop the fleet and start it again"
+            f"{pool} speaks protocol version {theirs}, and this process {ours}: install the same "
+            "greensched on all nodes, then stop the fleet and start it again"
         )
 
 
 class JobFailed(GreenschedError, RuntimeError):
-    """A fleet's job raised what cannot be sent here; the message says what that was."""
+    """A fleet's job raised an error that cannot be sent; the message describes it."""
 
 
 # -- statuses ---------------------------------------------------------------------------------
