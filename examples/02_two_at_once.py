@@ -1,6 +1,8 @@
-"""Two partitions of one GPU, granted together: short requests beside a long job.
+"""Lease two partitions of one GPU together: short requests beside a long job.
 
 python examples/02_two_at_once.py
+
+Without a GPU: GREENSCHED_DRIVER=simulated:h200 python examples/02_two_at_once.py
 """
 
 from __future__ import annotations
@@ -11,14 +13,13 @@ import sys
 import numpy as np
 
 from greensched import REST, LaunchConfig, Partition, Pool
-from greensched.cli.demo import choose_driver
 from greensched.kernels import gaussian_blur, matmul
 
-SIDE, PASSES, ROUNDS = 256, 1_000, 20  # of the long job: sizes that keep a GPU busy for a while
+SIDE, PASSES, ROUNDS = 256, 1_000, 20  # of the long job: enough to keep a GPU busy for a while
 
 
 async def multiply(p: Partition) -> bool:
-    """The long job: kernels back to back. They run in order, so only the end is awaited."""
+    """Run the long job: kernels back to back. They run in order, so only the end is awaited."""
     a, b = np.random.default_rng(1).random((2, SIDE, SIDE), np.float32)
     config = LaunchConfig(grid=(SIDE // 32) ** 2, block=256)
     with await p.upload(a) as da, await p.upload(b) as db, await p.empty_like(da) as dc:
@@ -29,7 +30,7 @@ async def multiply(p: Partition) -> bool:
 
 
 async def blur(p: Partition) -> bool:
-    """A short request: a point of light becomes a Gaussian spot."""
+    """Serve a short request: a point of light becomes a Gaussian spot."""
     image = np.zeros((64, 64), np.float32)
     image[32, 32] = 1
     with await p.upload(image) as src, await p.empty_like(src) as dst:
@@ -41,8 +42,8 @@ async def blur(p: Partition) -> bool:
 
 
 async def main() -> bool:
-    # One request for both: two in a row could each wait for what another task holds.
-    async with Pool(driver=choose_driver()) as pool, pool.partitions(16, REST) as (few, rest):
+    # One request for both: separate requests could deadlock with another task that holds one part.
+    async with Pool() as pool, pool.partitions(16, REST) as (few, rest):
         print(f"{few.sm_count} SMs for short requests, {rest.sm_count} for the long job")
         async with asyncio.TaskGroup() as tasks:
             job = tasks.create_task(multiply(rest))
@@ -50,8 +51,8 @@ async def main() -> bool:
             while not job.done():
                 blurred.append(await blur(few))
 
-    print(f"beside the long job {len(blurred)} requests were answered, {sum(blurred)} right")
-    print(f"the product is {'right' if job.result() else 'WRONG'}")
+    print(f"beside the long job {len(blurred)} requests were served, {sum(blurred)} correctly")
+    print(f"the product is {'correct' if job.result() else 'WRONG'}")
     return job.result() and all(blurred)
 
 

@@ -1,6 +1,8 @@
-"""A kernel of your own, that runs on a GPU and simulated alike.
+"""Write a kernel that runs on a GPU and on a simulated GPU.
 
 python examples/04_your_own_kernel.py
+
+Without a GPU: GREENSCHED_DRIVER=simulated:h200 python examples/04_your_own_kernel.py
 """
 
 from __future__ import annotations
@@ -11,13 +13,12 @@ import sys
 import numpy as np
 
 from greensched import LaunchConfig, Pool, Program
-from greensched.cli.demo import choose_driver
 from greensched.typing import Cost, LaunchFacts
 
 N = 100_000
 
 SOURCE = """
-// How many steps each number takes to 1: halve it if it is even, else triple it and add one.
+// Steps of each number to 1: halve it if it is even, else triple it and add one.
 extern "C" __global__ void collatz(unsigned *steps, unsigned n) {
     const unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n) return;
@@ -27,12 +28,13 @@ extern "C" __global__ void collatz(unsigned *steps, unsigned n) {
     steps[i] = count;
 }
 """
-# Compiled when a GPU first needs it; the parameters are read off the source.
+# The parameters are read from the source; NVRTC compiles it when a GPU first needs the kernel.
+# A simulated GPU never compiles it: Program.compile() checks the source without a GPU.
 collatz = Program(SOURCE).kernel("collatz")
 
 
-# What it does, in numpy, on the bytes of the buffers: a simulated GPU runs this instead. A real
-# one looks at neither this nor the cost; a kernel without them runs there only.
+# A simulated GPU runs this numpy function on the buffers instead of the kernel. A GPU uses neither
+# the reference nor the cost; a kernel without them runs on a GPU only.
 @collatz.reference
 def _steps(_: LaunchFacts, steps: np.ndarray, n: np.uint32) -> None:
     value = np.arange(1, int(n) + 1, dtype=np.uint64)
@@ -43,8 +45,8 @@ def _steps(_: LaunchFacts, steps: np.ndarray, n: np.uint32) -> None:
         steps[going] += 1
 
 
-# What it costs, for the simulated clock. A guess will do: some 100 steps a number, 10
-# instructions a step, and an SM that does 200 in a nanosecond.
+# The time that the kernel takes on a simulated GPU. An estimate is enough: about 100 steps per
+# number, 10 instructions per step, and 200 instructions per nanosecond on an SM.
 @collatz.cost
 def _cost(_: LaunchFacts, _steps: np.ndarray, n: np.uint32) -> Cost:
     return Cost(sm_ns=int(n) * 100 * 10 / 200)
@@ -52,14 +54,14 @@ def _cost(_: LaunchFacts, _steps: np.ndarray, n: np.uint32) -> Cost:
 
 async def main() -> bool:
     config = LaunchConfig(grid=-(-N // 256), block=256)
-    async with Pool(driver=choose_driver()) as pool, pool.partition(16) as p:
+    async with Pool() as pool, pool.partition(16) as p:
         with await p.empty(N, np.uint32) as buffer:
-            p.launch(config, collatz, buffer, N)  # no await: what follows comes behind it
+            p.launch(config, collatz, buffer, N)  # no await: the download waits for it
             steps = await p.download(buffer)
 
     longest = int(steps.argmax()) + 1
-    print(f"the longest way to 1 below {N:,} is that of {longest:,}: {steps.max()} steps")
-    return (longest, steps.max()) == (77_031, 350)  # as is well known
+    print(f"below {N:,}, {longest:,} takes the most steps to 1: {steps.max()}")
+    return (longest, steps.max()) == (77_031, 350)  # a known result
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""A service: POST an image as .npy to /blur; it is blurred on 16 SMs leased for the request.
+"""Serve HTTP: POST an image as .npy to /blur; each request leases 16 SMs and blurs it there.
 
 python examples/05_async_service.py [port], and then, for example:
 curl --data-binary @image.npy "localhost:8000/blur?sigma=4&deadline=0.5" -o blurred.npy
+
+Without a GPU: set GREENSCHED_DRIVER=simulated:h200.
 """
 
 from __future__ import annotations
@@ -23,23 +25,22 @@ from starlette.routing import Route
 
 import greensched
 from greensched import LaunchConfig, Pool
-from greensched.cli.demo import choose_driver
 from greensched.kernels import gaussian_blur
 
-MAX_WAITING = 64  # beyond, clients are told to come back: better than an answer too late
+MAX_WAITING = 64  # requests; further ones are refused at once, rather than answered too late
 STATUS = {
     greensched.InvalidRequest: 400,
     greensched.QueueFull: 429,
     greensched.PoolClosed: 503,
     greensched.DeviceLost: 503,
     greensched.DeadlineExceeded: 504,
-    ClientDisconnect: 499,  # for the log: nobody reads it
+    ClientDisconnect: 499,  # only the log shows it
 }
 
 
 @asynccontextmanager
 async def lifespan(_: Starlette) -> AsyncIterator[dict[str, Any]]:
-    async with Pool(driver=choose_driver(), max_waiting=MAX_WAITING) as pool:
+    async with Pool(max_waiting=MAX_WAITING) as pool:
         yield {"pool": pool}
 
 
@@ -48,10 +49,12 @@ async def blur(request: Request) -> Response:
         image = np.lib.format.read_array(io.BytesIO(await request.body()))
         sigma = float(request.query_params.get("sigma", "2"))
         deadline = float(request.query_params.get("deadline", "2"))
-    except (ValueError, MemoryError) as error:  # a header may say anything
-        raise greensched.InvalidRequest(f"not a .npy file, or no number: {error}") from None
+    except (ValueError, MemoryError) as error:  # the header of the file is untrusted
+        raise greensched.InvalidRequest(f"not a .npy file, or not a number: {error}") from None
     if image.ndim not in (2, 3) or image.dtype.kind not in "buif":
-        raise greensched.InvalidRequest("give numbers of shape (height, width[, channels])")
+        raise greensched.InvalidRequest(
+            "the array must hold numbers, with shape (height, width[, channels])"
+        )
 
     pool = request.state.pool
     work = asyncio.create_task(blurred(pool, image.astype(np.float32), sigma, deadline))
@@ -64,8 +67,8 @@ async def blur(request: Request) -> Response:
         np.save(file, await work)
         return Response(file.getvalue(), media_type="application/octet-stream")
     finally:
-        # A client that left loses its place in the queue at once; SMs at work come back by
-        # themselves when their kernel has ended.
+        # If the client has disconnected, its request leaves the queue at once; SMs that already
+        # run its kernel are freed when the kernel has ended.
         work.cancel()
         gone.cancel()
 
@@ -80,20 +83,20 @@ async def blurred(pool: Pool, image: np.ndarray, sigma: float, deadline: float) 
 
 
 async def disconnected(request: Request) -> None:
-    """Returns when the client has left: behind the body nothing else is received."""
+    """Return when the client has disconnected: after the body, nothing else is received."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
 async def readyz(request: Request) -> Response:
-    pool = request.state.pool  # not ready: closing, or a device fault, and then for good
+    pool = request.state.pool  # not ready: closing, or lost to a device fault
     return PlainTextResponse(f"{pool!r}\n", 200 if pool.is_ready else 503)
 
 
 async def refused(_: Request, error: Exception) -> Response:
     headers = {}
     if isinstance(error, greensched.QueueFull):
-        headers["Retry-After"] = str(math.ceil(error.retry_after))  # HTTP has whole seconds
+        headers["Retry-After"] = str(math.ceil(error.retry_after))  # HTTP takes whole seconds
     status = next(code for kind, code in STATUS.items() if isinstance(error, kind))
     return PlainTextResponse(f"{error}\n", status, headers)
 

@@ -1,7 +1,9 @@
-"""A FastAPI application with a GPU behind one endpoint: POST a JSON list of numbers to /sum.
+"""Serve sums by FastAPI on a GPU: POST a JSON list of numbers to /sum.
 
 python examples/07_fastapi/app.py [port], and then, for example:
 curl -H 'Content-Type: application/json' -d '[1, 2, 3.5]' localhost:8000/sum
+
+Without a GPU: set GREENSCHED_DRIVER=simulated:h200.
 """
 
 from __future__ import annotations
@@ -13,25 +15,25 @@ import uvicorn
 from fastapi import FastAPI, Request
 
 from greensched import LaunchConfig, Partition, Pool
-from greensched.cli.demo import choose_driver
 from greensched.integrations import asgi
 from greensched.kernels import reduce_sum
 
-#: An H200 has 16 SMs for 8 at once. With 2 more at most that wait, an answer takes less than twice
-#: what it takes alone; beyond, clients are told to come back: better than an answer too late.
+#: An H200 serves 8 requests at a time on 16 SMs each. With at most 2 more in the queue, a request
+#: takes less than twice the time that it takes alone. Further ones are refused at once, rather than
+#: answered too late.
 MAX_WAITING = 2
 DEADLINE = 0.5  # seconds in the queue
 
 
 def create_app(pool: Pool) -> FastAPI:
-    """The application over a pool; a test gives it one of its own."""
+    """Create the application over a pool; a test passes a simulated one."""
     app = FastAPI(lifespan=asgi.lifespan(pool))  # opens the pool, and closes it
-    app.add_middleware(asgi.PoolErrors)  # queue full: 429; draining, GPU dead: 503; late: 504
+    app.add_middleware(asgi.PoolErrors)  # 429: queue full; 503: closing or device lost; 504: late
     app.router.routes.extend(asgi.routes(pool))  # /healthz and /readyz
 
     @app.get("/about")
     async def about() -> dict[str, str]:
-        return {"what": "sums, on a GPU"}
+        return {"about": "sums, on a GPU"}
 
     @app.post("/sum")
     async def total(numbers: list[float], request: Request) -> dict[str, float]:
@@ -49,8 +51,8 @@ async def summed(p: Partition, values: np.ndarray) -> float:
 
 
 def service() -> FastAPI:
-    """For `uvicorn --factory app:service`; each worker has a pool of its own."""
-    pool = Pool(driver=choose_driver(), max_waiting=MAX_WAITING, prepare=[reduce_sum])
+    """Create the application for `uvicorn --factory app:service`; each worker has its own pool."""
+    pool = Pool(max_waiting=MAX_WAITING, prepare=[reduce_sum])
     return create_app(pool)
 
 

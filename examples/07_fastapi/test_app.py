@@ -1,4 +1,4 @@
-"""Tests of the application, without a GPU and without waiting: pytest examples/07_fastapi."""
+"""Test the application without a GPU, in virtual time: pytest examples/07_fastapi."""
 
 import asyncio
 
@@ -11,23 +11,23 @@ from greensched.driver.simulated import Crash
 from greensched.kernels import reduce_sum
 
 
-def client_of(pool):
-    """A client of the application over a pool, which whoever uses it has opened."""
+def make_client(pool):
+    """Return a client of the application over an open pool."""
     transport = httpx.ASGITransport(create_app(pool))
-    return httpx.AsyncClient(transport=transport, base_url="http://here")
+    return httpx.AsyncClient(transport=transport, base_url="http://test")
 
 
 async def test_a_sum(sim_gpu, sim_pool):
-    """The sum is right, and was made by one kernel on 16 SMs."""
-    async with sim_pool() as pool, client_of(pool) as client:
+    """The sum is correct, and one kernel on 16 SMs computed it."""
+    async with sim_pool() as pool, make_client(pool) as client:
         answer = await client.post("/sum", json=[1, 2, 3.5])
     assert answer.json() == {"sum": 6.5}
     sim_gpu.assert_ran(reduce_sum, times=1, sms=16)
 
 
 async def test_a_burst(sim_gpu, sim_pool):
-    """Of 20 at once on 64 SMs four are at work and ten wait; six are told when to come back."""
-    async with sim_pool(sms=64, max_waiting=10) as pool, client_of(pool) as client:
+    """Of 20 requests on 64 SMs, four run, ten wait, and six are refused with Retry-After."""
+    async with sim_pool(sms=64, max_waiting=10) as pool, make_client(pool) as client:
         answers = await asyncio.gather(*(client.post("/sum", json=[1]) for _ in range(20)))
     refused = [answer for answer in answers if answer.status_code == 429]
     assert len(refused) == 6
@@ -36,16 +36,16 @@ async def test_a_burst(sim_gpu, sim_pool):
 
 
 async def test_too_late(sim_gpu, sim_pool):
-    """Who is not granted SMs within half a second hears so, at half a second."""
-    async with sim_pool() as pool, client_of(pool) as client, pool.partition(ALL):
-        answer = await asyncio.create_task(client.post("/sum", json=[1]))  # we have all it asks for
+    """A request that is not granted SMs within half a second is answered then."""
+    async with sim_pool() as pool, make_client(pool) as client, pool.partition(ALL):
+        answer = await asyncio.create_task(client.post("/sum", json=[1]))  # no SM is free
         assert answer.status_code == 504
         assert sim_gpu.time == pytest.approx(0.5, abs=0.01)
 
 
 async def test_a_dead_gpu(sim_pool):
-    """After a device fault it is not ready, and what needs no GPU is answered all the same."""
-    async with sim_pool(faults=[Crash("reduce_sum")]) as pool, client_of(pool) as client:
+    """After a device fault the service is not ready; requests that need no GPU are served."""
+    async with sim_pool(faults=[Crash("reduce_sum")]) as pool, make_client(pool) as client:
         assert (await client.get("/readyz")).status_code == 200
         assert (await client.post("/sum", json=[1])).status_code == 503
         assert (await client.get("/readyz")).status_code == 503

@@ -1,11 +1,13 @@
-"""An inference server: POST {"prompt": [1, 2, 3], "tokens": 8} to /generate, and tokens stream.
+"""Serve a transformer: POST {"prompt": [1, 2, 3], "tokens": 8} to /generate; tokens are streamed.
 
 python examples/09_inference_server/app.py [port] [--streams], and then, for example:
 curl -N -d '{"prompt": [1, 2, 3], "tokens": 8}' localhost:8000/generate
 
-Prefill (reading a prompt) fills a GPU for tens of milliseconds; decode (a token more for everybody
-at once) is short, and everybody waits for it. They are two service classes, each with SMs of its
-own; with --streams all work has all SMs, on plain streams, to compare. compare.py does.
+Prefill (reading a prompt) fills a GPU for tens of milliseconds. Decode (one more token for every
+sequence) is short, and every client waits for it. They are two service classes, each with its own
+SMs. With --streams all work runs on all SMs, on plain streams; compare.py compares the two.
+
+Without a GPU: set GREENSCHED_DRIVER=simulated:h200.
 """
 
 from __future__ import annotations
@@ -26,16 +28,15 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from greensched import Device, Pool, ServiceClass
-from greensched.cli.demo import choose_driver
+from greensched import Device, Pool, ServiceClass, driver
 from greensched.driver.simulated import SimulatedDriver
 from greensched.integrations import asgi
 
-MAX_WAITING = 16  # prompts: beyond, clients are told to come back
+MAX_WAITING = 16  # prompts; further ones are refused at once
 
 
 def classes(sms: int, *, streams: bool) -> list[ServiceClass]:
-    """How decode and prefill share so many SMs; one prompt is read at a time either way."""
+    """Return the classes that share these SMs; either way prompts are read one at a time."""
     if streams:
         return [
             ServiceClass("decode", shared=True),
@@ -48,18 +49,18 @@ def classes(sms: int, *, streams: bool) -> list[ServiceClass]:
 
 
 def quarter(sms: int) -> int:
-    """Of a GPU, in sets of 8 SMs."""
+    """Return a quarter of a GPU, in multiples of 8 SMs."""
     return max(8, sms // 32 * 8)
 
 
 class Sequence:
-    """One client's: the tokens it has, and those that were not sent yet."""
+    """The tokens of one client: the newest, and those not sent yet."""
 
     def __init__(self, slot: int, first: int, place: int, left: int) -> None:
         self.slot = slot
-        #: Its newest token, where that stands, and how many more it wants.
+        #: The newest token, its position, and how many more tokens are requested.
         self.token, self.place, self.left = first, place, left
-        #: None: there come no more; an error: why.
+        #: Tokens to send; None: there are no more; an error: why there are no more.
         self.news: asyncio.Queue[int | Exception | None] = asyncio.Queue()
         self.give(first)
 
@@ -71,7 +72,7 @@ class Sequence:
 
 
 class Engine:
-    """Who has which slot of the model's cache, and the loop that gives everybody a token more."""
+    """Assign slots of the model's cache to sequences, and run the loop that extends all of them."""
 
     def __init__(self, pool: Pool, model: Transformer, sms: int) -> None:
         self._pool, self._model = pool, model
@@ -81,10 +82,10 @@ class Engine:
         self._is_wanted = asyncio.Event()
 
     async def begin(self, prompt: list[int], tokens: int) -> Sequence:
-        """Reads a prompt; from then on the sequence grows until `left` is 0: set it to end it.
+        """Read a prompt and return its sequence, which grows until `left` is 0.
 
         Raises:
-            HTTPException: no slot is free: 429.
+            HTTPException: 429, no slot is free.
             QueueFull: too many prompts wait.
         """
         if not self._free:
@@ -93,7 +94,7 @@ class Engine:
         try:
             async with self._pool.partition(self._prefill_sms, service="prefill") as p:
                 job = p.run(self._model.prefill, slot, prompt)
-                with anyio.CancelScope(shield=True):  # the slot is nobody else's while it runs
+                with anyio.CancelScope(shield=True):  # the slot stays assigned while the job runs
                     first = await job
         except BaseException:
             self._free.append(slot)
@@ -104,7 +105,7 @@ class Engine:
         return sequence
 
     async def decode(self) -> None:
-        """Gives every sequence a token more, again and again; it alone takes slots back."""
+        """Extend every sequence by one token, repeatedly; free the slots of ended ones."""
         try:
             while True:
                 for sequence in [s for s in self._active if s.left <= 0]:
@@ -127,12 +128,12 @@ class Engine:
             tokens = await p.run(self._model.step, newest)
         for sequence, token in zip(growing, tokens, strict=True):
             sequence.place += 1
-            if sequence.left > 0:  # its client is there yet
+            if sequence.left > 0:  # its client is still connected
                 sequence.give(token)
 
 
 class Tokens(StreamingResponse):
-    """A sequence as server-sent events. However it ends, the sequence has ended."""
+    """A sequence as server-sent events. When the response ends, the sequence ends."""
 
     def __init__(self, sequence: Sequence) -> None:
         self._sequence = sequence
@@ -162,18 +163,18 @@ async def generate(request: Request) -> Response:
     except (ValueError, KeyError, TypeError):
         right = False
     if not right:
-        raise HTTPException(400, f"give a prompt of tokens and a number of tokens; {shape}")
+        raise HTTPException(400, f"give a prompt of tokens and a number of tokens that fit {shape}")
     async with asgi.while_connected(request):
         sequence = await engine.begin(prompt, tokens)
     return Tokens(sequence)
 
 
 def service(*, streams: bool) -> Starlette:
-    """The application, with a pool and a model of its own."""
-    driver = choose_driver()
-    device = Device(0, driver=driver)
+    """Create the application with its pool and model."""
+    chosen = driver.open()  # CUDA, or what GREENSCHED_DRIVER names
+    device = Device(0, driver=chosen)
     sms = device.sm_count
-    pool = Pool([0], driver=driver, services=classes(sms, streams=streams))
+    pool = Pool([0], driver=chosen, services=classes(sms, streams=streams))
 
     async def about(_: Request) -> Response:
         return JSONResponse({"device": device.name, "sms": sms})
@@ -181,7 +182,7 @@ def service(*, streams: bool) -> Starlette:
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[dict[str, Any]]:
         async with asgi.lifespan(pool)(app) as state, anyio.create_task_group() as tasks:
-            model = load(is_simulated=isinstance(driver, SimulatedDriver))
+            model = load(is_simulated=isinstance(chosen, SimulatedDriver))
             engine = Engine(pool, model, sms)
             tasks.start_soon(engine.decode)
             yield {**state, "engine": engine, "model": model}
@@ -200,7 +201,7 @@ def service(*, streams: bool) -> Starlette:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("port", type=int, nargs="?", default=8000)
-    parser.add_argument("--streams", action="store_true", help="no partitions: plain streams")
+    parser.add_argument("--streams", action="store_true", help="use plain streams, no partitions")
     options = parser.parse_args()
     uvicorn.run(
         service(streams=options.streams), port=options.port, log_level="info", access_log=False

@@ -1,9 +1,11 @@
-"""The inference server under load, on plain streams and with partitions: one table.
+"""Compare the inference server under load on plain streams and with partitions, in one table.
 
 python examples/09_inference_server/compare.py [--seconds 20]
 
-The server and its clients are processes of their own, and speak HTTP. What the table shows is up to
-the GPU; that every client got all its tokens is checked.
+The server and its clients are separate processes that communicate by HTTP. The figures depend on
+the GPU; the exit code is 1 if a client did not receive all its tokens.
+
+Without a GPU: set GREENSCHED_DRIVER=simulated:h200.
 """
 
 from __future__ import annotations
@@ -25,34 +27,34 @@ import httpx
 HERE = Path(__file__).parent
 ARRANGEMENTS = {"plain streams": ["--streams"], "partitions": []}
 
-#: numpy's threads would take the processors from whoever else is compared here.
+#: numpy's threads would take the processors from the server and its clients.
 ENVIRONMENT = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
-#: Requests a second, the longest prompt, and tokens for each, where the GPU is simulated and where
-#: it is not: prompts keep it busy for about half of the time.
+#: Requests per second, the longest prompt, and tokens per request, for a simulated GPU and for a
+#: GPU: prompts keep it busy for about half of the time.
 SIMULATED = {"rate": 20, "longest": 192, "tokens": 12}
 ON_GPU = {"rate": 6, "longest": 4096, "tokens": 32}
 
 
 @contextmanager
 def serving(options: Sequence[str]) -> Iterator[str]:
-    """The server's address, while it runs; its last words, if it cannot."""
+    """Run the server and yield its address; exit with its output if it cannot start."""
     command = [sys.executable, str(HERE / "app.py"), "0", *options]
     with subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
-        said = ""
-        while (found := re.search(r"running on (http://127.0.0.1:\d+)", said)) is None:
+        output = ""
+        while (found := re.search(r"running on (http://127.0.0.1:\d+)", output)) is None:
             line = server.stderr.readline()
             if not line:
-                raise SystemExit(f"the server ended:\n{said}")
-            said += line
+                raise SystemExit(f"the server ended:\n{output}")
+            output += line
         try:
             yield found[1]
         finally:
             server.send_signal(signal.SIGTERM)
-            said = server.stderr.read()
-    if "Traceback" in said:
-        raise SystemExit(said)
+            output = server.stderr.read()
+    if "Traceback" in output:
+        raise SystemExit(output)
 
 
 def measure(options: Sequence[str], seconds: float) -> dict[str, Any]:
@@ -74,12 +76,12 @@ def row(name: str, found: dict[str, Any]) -> str:
     return f"{name:15}" + "".join(f"{cell:>10}" for cell in [*cells, f"{found['refused']}"])
 
 
-def quantile(times: list[float], part: float) -> float:
-    """The smallest time that so large a part does not exceed."""
-    return sorted(times)[min(len(times) - 1, int(part * len(times)))]
+def quantile(times: list[float], fraction: float) -> float:
+    """Return the smallest time that this fraction does not exceed."""
+    return sorted(times)[min(len(times) - 1, int(fraction * len(times)))]
 
 
-HEAD = f"""{"":15}{"TTFT, ms":>20}{"between tokens":>20}{"tokens":>10}{"requests":>20}
+HEADER = f"""{"":15}{"TTFT, ms":>20}{"between tokens":>20}{"tokens":>10}{"requests":>20}
 {"":15}""" + "".join(
     f"{cell:>10}" for cell in ("p50", "p99", "p50", "p99", "a second", "answered", "refused")
 )
@@ -87,16 +89,16 @@ HEAD = f"""{"":15}{"TTFT, ms":>20}{"between tokens":>20}{"tokens":>10}{"requests
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--seconds", type=float, default=20, help="of load, for each arrangement")
+    parser.add_argument("--seconds", type=float, default=20, help="seconds of load for each")
     seconds = parser.parse_args().seconds
     wrong = 0
-    print(HEAD)
+    print(HEADER)
     for name, options in ARRANGEMENTS.items():
         found = measure(options, seconds)
         wrong += found["wrong"]
         print(row(name, found), flush=True)
     if wrong:
-        print(f"{wrong} requests were not answered as they should be")
+        print(f"{wrong} requests received a wrong answer")
     return int(wrong > 0)
 
 

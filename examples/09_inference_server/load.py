@@ -1,7 +1,7 @@
-"""Clients of the inference server, at random times, in a process of their own: load.py [address].
+"""Send requests to the inference server at random times, from a separate process: load.py address.
 
-It prints, as JSON, how long they waited for their first token (TTFT) and between two tokens. Nobody
-waits for anybody: clients come at the rate that is asked for, however slow the server is.
+It prints, as JSON, the times to the first token (TTFT) and between tokens. The load is an open
+loop: requests arrive at the given rate, however slow the server is.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from dataclasses import asdict, dataclass, field
 
 import httpx
 
-#: So many come first, one after the other, and are not counted.
+#: Requests that are sent first, one after another, and not counted.
 WARM_UP = 6
-#: Any vocabulary has these tokens.
+#: Tokens 0 to 499 are in every vocabulary.
 TOKENS = 500
 
 
 @dataclass
-class Found:
-    """What the clients saw. Seconds."""
+class Result:
+    """What the clients measured; times in seconds."""
 
     sent: int = 0
     refused: int = 0
-    #: Those who got all the tokens that they asked for, and those who did not.
+    #: Requests that received all their tokens, and those that did not.
     answered: int = 0
     wrong: int = 0
     ttft: list[float] = field(default_factory=list)
@@ -35,48 +35,47 @@ class Found:
     seconds: float = 0.0
 
 
-async def run(address: str, *, seconds: float, rate: float, longest: int, tokens: int) -> Found:
-    """Sends prompts of up to so many tokens, a quarter of that at least, at a rate a second."""
-    rng, found = random.Random(1), Found()
+async def run(address: str, *, seconds: float, rate: float, longest: int, tokens: int) -> Result:
+    """Send prompts of `longest` / 4 to `longest` tokens, `rate` per second."""
+    rng, result = random.Random(1), Result()
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(base_url=address, timeout=60, limits=limits) as client:
-        warm_up = Found()
+        warm_up = Result()
         for number in range(WARM_UP):
-            await ask(client, rng, longest * (number % 4 + 1) // 4, tokens, warm_up)
+            await send(client, rng, longest * (number % 4 + 1) // 4, tokens, warm_up)
         began = time.perf_counter()
         when = rng.expovariate(rate)
         async with asyncio.TaskGroup() as tasks:
             while when < seconds:
                 await asyncio.sleep(began + when - time.perf_counter())
                 length = rng.randint(longest // 4, longest)
-                tasks.create_task(ask(client, rng, length, tokens, found))
+                tasks.create_task(send(client, rng, length, tokens, result))
                 when += rng.expovariate(rate)
-        found.seconds = time.perf_counter() - began
-    found.wrong += warm_up.wrong
-    return found
+        result.seconds = time.perf_counter() - began
+    result.wrong += warm_up.wrong
+    return result
 
 
-async def ask(
-    client: httpx.AsyncClient, rng: random.Random, length: int, tokens: int, found: Found
+async def send(
+    client: httpx.AsyncClient, rng: random.Random, length: int, tokens: int, result: Result
 ) -> None:
     prompt = [rng.randrange(TOKENS) for _ in range(length)]
-    found.sent += 1
-    asked, got = time.perf_counter(), 0
-    last = asked
+    result.sent += 1
+    last, received = time.perf_counter(), 0
     async with client.stream(
         "POST", "/generate", json={"prompt": prompt, "tokens": tokens}
     ) as response:
         if response.status_code == 429:
-            found.refused += 1
+            result.refused += 1
             return
         async for line in response.aiter_lines():
             if line.startswith('data: {"token"'):
                 now = time.perf_counter()
-                (found.between if got else found.ttft).append(now - last)
-                last, got = now, got + 1
-    is_right = response.status_code == 200 and got == tokens
-    found.answered += is_right
-    found.wrong += not is_right
+                (result.between if received else result.ttft).append(now - last)
+                last, received = now, received + 1
+    is_complete = response.status_code == 200 and received == tokens
+    result.answered += is_complete
+    result.wrong += not is_complete
 
 
 def main() -> None:

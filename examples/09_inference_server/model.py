@@ -1,7 +1,7 @@
-"""A small transformer with random weights and a cache of keys and values, in torch or in numpy.
+"""Define a small transformer with random weights and a cache of keys and values, in torch or numpy.
 
-Its sequences live in slots of the cache. `prefill` reads a prompt into a slot; `step` gives one
-more token for each of several slots at once. Both block, as a model's functions do.
+Sequences occupy slots of the cache. `prefill` reads a prompt into a slot; `step` computes one more
+token for several slots at once. Both block, as a model's functions do.
 """
 
 from __future__ import annotations
@@ -24,41 +24,41 @@ except ImportError:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a model is like: sizes, all in numbers of elements."""
+    """The sizes of a model, in elements."""
 
     layers: int
     heads: int
     width: int
     vocabulary: int
-    #: Sequences there can be at once, and tokens of each at most.
+    #: The most sequences at a time, and the most tokens of each.
     slots: int
     context: int
 
 
-#: What is served on a GPU: 1.2 thousand million parameters. And what is computed on a simulated
-#: one, where the host does it, in so little time that the modelled time is what counts.
+#: The model on a GPU has 1.2 billion parameters. On a simulated GPU the host computes a smaller
+#: one, quickly enough that the modelled time dominates.
 ON_GPU = Shape(layers=24, heads=16, width=2048, vocabulary=32_000, slots=24, context=4608)
 SIMULATED = Shape(layers=4, heads=2, width=32, vocabulary=512, slots=12, context=256)
 
-#: The time that a simulated GPU is told: of 32 thousand million parameters of 8 bits. A token is
-#: two operations for each, at the 4.5e12 a second of an SM of an H200 that runs a large matrix
-#: product; a pass reads each of them once.
+#: The modelled time on a simulated GPU is that of 32 billion parameters of 8 bits. A token takes
+#: two operations per parameter, at the 4.5e12 per second of an SM of an H200 that runs a large
+#: matrix product; a pass reads each parameter once.
 PARAMETERS = 32e9
 TOKEN_SM_NS = 2 * PARAMETERS / 4.5e3
 
 
 def layer_cost(model: Transformer, _: int, x: Any, __: Any) -> Cost:
-    """What a layer costs: its part of that, for the rows of x."""
+    """Return the cost of one layer for the rows of x."""
     layers = model.shape.layers
     return Cost(sm_ns=len(x) * TOKEN_SM_NS / layers, dram_bytes=PARAMETERS / layers)
 
 
 class Transformer:
-    """The model. Different threads may be in it at once, each for slots of its own.
+    """The model. Several threads may use it at once if each has its own slots.
 
     Args:
         shape: its sizes.
-        device: where torch shall have it; None: numpy has it, on the host.
+        device: the torch device; None: numpy, on the host.
     """
 
     def __init__(self, shape: Shape, device: str | None) -> None:
@@ -77,16 +77,16 @@ class Transformer:
             )
             for _ in range(shape.layers)
         ]
-        # Behind each slot's last token there is room for one that nobody reads: see `step`.
+        # One place more than the context: `step` writes slots without a sequence there.
         size = (shape.slots, shape.heads, shape.context + 1, width // shape.heads)
         self.cache = [(self.on.zeros(*size), self.on.zeros(*size)) for _ in range(shape.layers)]
 
     def prefill(self, slot: int, prompt: list[int]) -> int:
-        """Reads a prompt into a slot. Returns the token that comes next."""
+        """Read a prompt into a slot; return the next token."""
         length = len(prompt)
 
         def attend(layer: int, q: Any, k: Any, v: Any) -> Any:
-            """All three: (tokens, heads, size). Every token sees those before it, and itself."""
+            """Attend causally; q, k and v are (tokens, heads, size)."""
             keys, values = self.cache[layer]
             q, k, v = (a.swapaxes(0, 1) for a in (q, k, v))
             keys[slot, :, :length], values[slot, :, :length] = k, v
@@ -96,15 +96,15 @@ class Transformer:
         return self._next(x[-1:])[0]
 
     def step(self, sequences: dict[int, tuple[int, int]]) -> list[int]:
-        """One more token for each sequence.
+        """Compute the next token of each sequence.
 
-        All slots are computed, those without a sequence for nothing: at a place that nobody reads.
+        All slots are computed; those without a sequence at the unused place of the cache.
 
         Args:
-            sequences: by its slot, the newest token and where it stands.
+            sequences: for each slot, the newest token and its position.
 
         Returns:
-            The tokens that come next, in the same order.
+            The next tokens, in the same order.
         """
         slots, spare = range(self.shape.slots), (0, self.shape.context)
         given = self.on.numbers([sequences.get(slot, spare) for slot in slots])
@@ -113,7 +113,7 @@ class Transformer:
         seen = self.on.upto(longest)[None, :] <= at[:, None]
 
         def attend(layer: int, q: Any, k: Any, v: Any) -> Any:
-            """All three: (slots, heads, size). A token sees what its own slot has, and itself."""
+            """Attend within each slot; q, k and v are (slots, heads, size)."""
             keys, values = self.cache[layer]
             keys[every, :, at], values[every, :, at] = k, v
             keys, values = keys[:, :, :longest], values[:, :, :longest]
@@ -130,7 +130,7 @@ class Transformer:
 
     @cost(layer_cost)
     def layer(self, layer: int, x: Any, attend: Any) -> Any:
-        """One layer: (tokens, width) to the same."""
+        """Apply one layer to (tokens, width)."""
         mix, out, up, down = self.layers[layer]
         rows, heads = len(x), self.shape.heads
         q, k, v = (normed(x) @ mix).reshape(rows, 3, heads, -1).swapaxes(0, 1)
@@ -143,12 +143,12 @@ class Transformer:
 
 
 def normed(x: Any) -> Any:
-    """Each row to length 1 per element."""
+    """Normalise each row by its root mean square."""
     return x / ((x * x).mean(-1)[:, None] + 1e-6) ** 0.5
 
 
 class Numpy:
-    """On the host, in double precision: the order of a sum changes no token."""
+    """Compute on the host in double precision, so that the order of a sum changes no token."""
 
     def __init__(self) -> None:
         self._rng = np.random.default_rng(1)
@@ -166,7 +166,7 @@ class Numpy:
         return np.arange(end)
 
     def attend(self, q: Any, k: Any, v: Any, seen: Any) -> Any:
-        """The values that the queries ask for, of those seen."""
+        """Return the attention of the queries to the keys in `seen`."""
         scores = q @ k.swapaxes(-1, -2) * q.shape[-1] ** -0.5
         weights = np.exp(scores - scores.max(-1, keepdims=True), where=seen, out=0 * scores)
         return weights / weights.sum(-1, keepdims=True) @ v
@@ -176,19 +176,19 @@ class Numpy:
 
 
 class Torch:
-    """On a GPU in 16 bits, as models are served; on a CPU as numpy does it."""
+    """Compute by torch: in 16 bits on a GPU, as models are served; in double precision on a CPU."""
 
     def __init__(self, device: str) -> None:
         kind = torch.bfloat16 if device == "cuda" else torch.float64
-        self._here = {"device": device, "dtype": kind}
+        self._options = {"device": device, "dtype": kind}
         self._device = device
         torch.manual_seed(1)
 
     def weights(self, rows: int, columns: int) -> Any:
-        return torch.randn(rows, columns, **self._here) * rows**-0.5
+        return torch.randn(rows, columns, **self._options) * rows**-0.5
 
     def zeros(self, *size: int) -> Any:
-        return torch.zeros(size, **self._here)
+        return torch.zeros(size, **self._options)
 
     def numbers(self, given: list[Any]) -> Any:
         return torch.tensor(given, device=self._device)
@@ -206,11 +206,11 @@ class Torch:
 
 
 def load(*, is_simulated: bool) -> Transformer:
-    """The model for a pool's driver. Takes seconds on a GPU, and returns when all is there."""
+    """Return the model for a pool's driver. On a GPU this takes seconds."""
     if is_simulated:
         return Transformer(SIMULATED, None if torch is None else "cpu")
     if torch is None:
-        raise SystemExit("this example needs torch where there is a GPU: pip install torch")
+        raise SystemExit("on a GPU this example needs torch: pip install torch")
     model = Transformer(ON_GPU, "cuda")
     torch.cuda.synchronize()
     return model

@@ -1,14 +1,16 @@
-"""Ray Serve with a pool in each replica, a GPU for each: POST a JSON list of numbers to /sum.
+"""Serve sums by Ray Serve, a pool and a GPU for each replica: POST a JSON list of numbers to /sum.
 
 python examples/10_ray_serve/app.py, or, in its folder, serve run app:application; and then
 curl -H 'Content-Type: application/json' -d '[1, 2, 3.5]' localhost:8000/sum
 
-A full queue is 429 with Retry-After, a GPU that failed 503 until Serve has replaced the replica,
-which its health check asks for within a second.
+A full queue answers 429 with Retry-After. A replica whose GPU failed answers 503 until Serve has
+replaced it, which its health check requests within a second.
+
+Without a GPU: set GREENSCHED_DRIVER=simulated:h200.
 """
 
-# Without `from __future__ import annotations`: Ray sends the class to the replica, where FastAPI
-# would look for names that only annotations have.
+# No `from __future__ import annotations`: Ray sends the class to the replica, where FastAPI could
+# not resolve annotations that are strings.
 import os
 
 import numpy as np
@@ -17,12 +19,11 @@ from fastapi import FastAPI, Request
 from ray import serve
 
 from greensched import LaunchConfig, Pool
-from greensched.cli.demo import choose_driver
 from greensched.integrations import asgi
 from greensched.integrations.ray.serve import PoolReplica
 from greensched.kernels import reduce_sum
 
-MAX_WAITING = 64  # beyond, clients are told to come back
+MAX_WAITING = 64  # requests; further ones are refused at once
 DEADLINE = 0.5  # seconds in the queue
 
 app = FastAPI()
@@ -30,13 +31,13 @@ app.add_middleware(asgi.PoolErrors)
 
 
 def make_pool(devices: list[int]) -> Pool:
-    """Called in the replica's process, where Ray has given it a GPU."""
-    return Pool(devices, driver=choose_driver(), max_waiting=MAX_WAITING, prepare=[reduce_sum])
+    """Make the pool of a replica; called in its process, on the GPU that Ray gave it."""
+    return Pool(devices, max_waiting=MAX_WAITING, prepare=[reduce_sum])
 
 
 @serve.deployment(
-    ray_actor_options={"num_gpus": 1},  # a whole one: parts of it are the pool's to give
-    max_ongoing_requests=1000,  # the pool's queue is the bound, and answers 429
+    ray_actor_options={"num_gpus": 1},  # a whole GPU: the pool divides it
+    max_ongoing_requests=1000,  # the bound is the pool's queue, which answers 429
     health_check_period_s=1,
 )
 @serve.ingress(app)
@@ -54,5 +55,5 @@ class Sums(PoolReplica):
 application = Sums.bind(make_pool)
 
 if __name__ == "__main__":
-    ray.init(num_gpus=1)  # a simulated one counts, too
+    ray.init(num_gpus=1)  # a simulated GPU counts, too
     serve.run(application, blocking=True)

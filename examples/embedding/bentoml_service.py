@@ -1,4 +1,4 @@
-"""A pool in BentoML: POST {"numbers": [1, 2, 3.5]} to /total, and their sum comes back.
+"""Use a pool in BentoML: POST {"numbers": [1, 2, 3.5]} to /total for their sum.
 
 cd examples/embedding && bentoml serve bentoml_service:Sums
 """
@@ -13,8 +13,8 @@ import numpy as np
 from greensched import LaunchConfig, Pool, errors
 from greensched.kernels import reduce_sum
 
-#: As greensched.integrations.asgi has them. BentoML answers exceptions itself, so a middleware
-#: would not see them.
+#: As in greensched.integrations.asgi. BentoML handles exceptions itself, so a middleware would not
+#: see them.
 STATUS = {
     errors.QueueFull: HTTPStatus.TOO_MANY_REQUESTS,
     errors.PoolClosed: HTTPStatus.SERVICE_UNAVAILABLE,
@@ -23,7 +23,7 @@ STATUS = {
 }
 
 
-@bentoml.service(workers=1)  # a worker is a process, with a pool of its own
+@bentoml.service(workers=1)  # a worker is a process with its own pool
 class Sums:
     def __init__(self) -> None:
         self.pool = Pool(max_waiting=2, prepare=[reduce_sum])
@@ -37,11 +37,11 @@ class Sums:
         await self.pool.aclose()
 
     def __is_ready__(self) -> bool:
-        """For /readyz."""
+        """Answer /readyz."""
         return self.pool.is_ready
 
     def __is_alive__(self) -> bool:
-        """For /livez: after a device fault only a new process helps."""
+        """Answer /livez: after a device fault the process must be replaced."""
         return self.pool.fault is None
 
     @bentoml.api

@@ -1,4 +1,4 @@
-"""A pool in LitServe: POST {"numbers": [1, 2, 3.5]} to /predict, and their sum comes back.
+"""Use a pool in LitServe: POST {"numbers": [1, 2, 3.5]} to /predict for their sum.
 
 python examples/embedding/litserve_api.py [port]
 """
@@ -15,7 +15,7 @@ from fastapi import HTTPException
 from greensched import LaunchConfig, Pool, errors
 from greensched.kernels import reduce_sum
 
-#: As greensched.integrations.asgi has them.
+#: As in greensched.integrations.asgi.
 STATUS = {
     errors.QueueFull: 429,
     errors.PoolClosed: 503,
@@ -25,10 +25,10 @@ STATUS = {
 
 
 class Sums(litserve.LitAPI):
-    """Its methods run in a worker process: each has a pool of its own, so give a GPU one worker."""
+    """Its methods run in a worker process, each with its own pool: give a GPU one worker."""
 
     def setup(self, device: str) -> None:
-        """In the worker, where no loop runs yet: so it is opened from outside of one."""
+        """Open the pool in the worker process, where no event loop runs yet."""
         devices = [int(device.removeprefix("cuda:"))] if device.startswith("cuda:") else None
         self.pool = Pool(devices, max_waiting=2, prepare=[reduce_sum])
         self.pool.sync.open()
@@ -38,7 +38,7 @@ class Sums(litserve.LitAPI):
         return np.array(request["numbers"], np.float32)
 
     async def predict(self, values: np.ndarray) -> float:
-        """On the worker's own loop, as many at once as come: the pool bounds them."""
+        """Run on the worker's event loop; the pool bounds how many run at a time."""
         try:
             async with self.pool.partition(16, deadline=0.5) as p:
                 with await p.upload(values) as x, await p.upload(np.zeros(1, np.float32)) as y:

@@ -1,8 +1,8 @@
-"""A pool in vLLM's workers: the engine has a partition, and others have the rest of the SMs.
+"""Use a pool in vLLM's workers: the engine has a partition, and other work has the other SMs.
 
 vllm serve <model> --worker-extension-cls vllm_extension.Partitioned
 
-The file must be importable: by PYTHONPATH, or as a package of your own.
+The file must be importable: on PYTHONPATH, or in an installed package.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from greensched import Pool
 if TYPE_CHECKING:
     import torch
 
-#: What the engine has, for its whole life.
+#: SMs of the engine, for its whole life.
 ENGINE_SMS = 96
 
 
 class Partitioned:
-    """vLLM makes it a base of its worker, so its names must differ from the worker's."""
+    """A base class that vLLM adds to its worker, so its names must differ from the worker's."""
 
     device: torch.device
 
     def init_worker_extension(self) -> None:
-        """Called by vLLM on the worker's thread: it has its device, and nothing on it yet.
+        """Lease the engine's partition; vLLM calls this on the worker's thread, before CUDA work.
 
-        From here on that thread's current stream is the partition's: weights, warm-up, the capture
-        of graphs and each step come there.
+        From then on the thread's current stream is the partition's: weights, warm-up, graph capture
+        and every step run there.
         """
         with ExitStack() as undo:
             self.greensched = Pool([self.device.index])
@@ -39,13 +39,13 @@ class Partitioned:
             self._greensched_end = undo.pop_all()
 
     def greensched_state(self) -> dict[str, Any]:
-        """For `llm.collective_rpc("greensched_state")`.
+        """Return the pool's state, for `llm.collective_rpc("greensched_state")`.
 
-        Work beside the engine asks `self.greensched.sync.partition(16)`, on a thread of its own.
+        Work beside the engine uses `self.greensched.sync.partition(16)` on another thread.
         """
         statistics = self.greensched.statistics()
         return {"is_ready": self.greensched.is_ready, "sms_free": statistics.sms_free}
 
     def destroy_worker_extension(self) -> None:
-        """Called by vLLM before the worker ends."""
+        """Close the pool; vLLM calls this before the worker ends."""
         self._greensched_end.close()

@@ -11,6 +11,7 @@ import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -43,7 +44,7 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     driver = simulated.open()
-    monkeypatch.setattr(module, "choose_driver", lambda: driver)
+    monkeypatch.setattr(module, "Pool", partial(Pool, driver=driver))
     yield module
     gc.collect()
     assert not driver.live()
@@ -252,7 +253,7 @@ async def test_a_device_fault_ends_readiness(
 ) -> None:
     """After a device fault /blur and /readyz answer 503, so that the process is replaced."""
     driver = simulated.open(faults=[simulated.Crash(gaussian_blur.name)])
-    monkeypatch.setattr(example, "choose_driver", lambda: driver)
+    monkeypatch.setattr(example, "Pool", partial(Pool, driver=driver))
     async with serving(example) as service:
         for _ in range(2):
             answer = await service.post()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +13,10 @@ import httpx
 
 from helpers.programs import serving
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "07_fastapi"
-#: With warnings as errors, and no plugin but ours.
-PYTEST = ("-W", "error", "-c", os.devnull, "-p", "no:cacheprovider")
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "07_fastapi"
+#: With warnings as errors, and no plugin but that of greensched.
+PYTEST = ("-W", "error", "-p", "no:cacheprovider")
 PYTEST += ("-p", "greensched.integrations.pytest_plugin")
 
 #: Where the example is made wrong, its tests must say so: what is replaced, and by what.
@@ -41,7 +43,7 @@ def run_tests(*folders: Path) -> tuple[list[int], str]:
     """The exit codes, and what was printed."""
     done = subprocess.run(
         [sys.executable, "-c", EACH, *PYTEST, ":".join(map(str, folders))],
-        cwd=folders[0],
+        cwd=ROOT,
         env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         capture_output=True,
         text=True,
@@ -53,7 +55,7 @@ def run_tests(*folders: Path) -> tuple[list[int], str]:
 
 
 def test_its_tests_pass() -> None:
-    """They pass with the plugin alone, warnings being errors."""
+    """They pass from the root of the repository, with no plugin but that of greensched."""
     codes, printed = run_tests(EXAMPLE)
     assert codes == [0], printed
     assert "4 passed" in printed
@@ -68,7 +70,8 @@ def test_its_tests_find_what_is_wrong(tmp_path: Path) -> None:
         folder = tmp_path / str(number)
         folder.mkdir()
         (folder / "app.py").write_text(source.replace(right, wrong) if right else source)
-        (folder / "test_app.py").write_text((EXAMPLE / "test_app.py").read_text())
+        for name in ("test_app.py", "pytest.ini"):
+            shutil.copy(EXAMPLE / name, folder)
         folders.append(folder)
     codes, printed = run_tests(*folders)
     assert codes == [1] * len(WRONG) + [0], printed

@@ -138,4 +138,4 @@ def test_a_wrong_server_is_found(tmp_path: Path) -> None:
     app.write_text(app.read_text().replace(right, "if self.left <= 1:"))
     done = compare(tmp_path, seconds=0.1)
     assert done.returncode == 1
-    assert "not answered as they should be" in done.stdout, done.stderr
+    assert "received a wrong answer" in done.stdout, done.stderr

@@ -1,4 +1,4 @@
-"""A pool in Triton's Python backend: the sum of each row of `numbers`.
+"""Use a pool in Triton's Python backend: sum each row of `numbers`.
 
 tritonserver --model-repository=examples/embedding/triton
 """
@@ -14,19 +14,19 @@ import triton_python_backend_utils as triton
 from greensched import LaunchConfig, Pool, errors
 from greensched.kernels import reduce_sum
 
-#: Clients are told UNAVAILABLE: Triton has no code for a full queue or a deadline.
-LATER = errors.QueueFull, errors.DeadlineExceeded, errors.PoolClosed, errors.DeviceLost
+#: Answered with UNAVAILABLE: Triton has no status for a full queue or a missed deadline.
+RETRIABLE = errors.QueueFull, errors.DeadlineExceeded, errors.PoolClosed, errors.DeviceLost
 
 
 class TritonPythonModel:
-    """In the instance's process, whose main thread calls it, and runs no loop."""
+    """Runs in the instance's process; its main thread calls the methods and runs no event loop."""
 
     def initialize(self, _: dict[str, str]) -> None:
         self.pool = Pool(prepare=[reduce_sum])
         self.pool.sync.open()
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        """A batch of requests, all at once; the next comes when it is answered."""
+        """Serve a batch of requests concurrently; the next batch comes when all are answered."""
         given = [triton.get_input_tensor_by_name(one, "numbers").as_numpy() for one in requests]
         return self.pool.sync.call(self._answer_all, given)
 
@@ -36,9 +36,9 @@ class TritonPythonModel:
     async def _answer(self, rows: np.ndarray) -> Any:
         try:
             sums = np.array([[await self._total(row)] for row in rows], np.float32)
-        except LATER as error:
-            told = triton.TritonError(str(error), triton.TritonError.UNAVAILABLE)
-            return triton.InferenceResponse(error=told)
+        except RETRIABLE as error:
+            status = triton.TritonError(str(error), triton.TritonError.UNAVAILABLE)
+            return triton.InferenceResponse(error=status)
         return triton.InferenceResponse([triton.Tensor("sum", sums)])
 
     async def _total(self, values: np.ndarray) -> float:
