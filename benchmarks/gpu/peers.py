@@ -77,7 +77,7 @@ def _once(step: Callable[[], Awaitable[object]]) -> Work:
 async def _beside_cuda_core(
     core: Any, p: Partition, buffer: Buffer, hand: ByHand
 ) -> list[Comparison]:
-    device = core.Device(p.device)
+    device = core.Device(p.device_id)
     device.set_current()
     major, minor = device.compute_capability
     code = core.ObjectCode.from_cubin(saxpy.program.compile(f"sm_{major}{minor}"))
@@ -142,7 +142,7 @@ async def _beside_a_split_per_call(driver: Driver, pool: Pool) -> Comparison:
     async with pool.partition(SMS) as p:
         buffer = await p.empty(ITEMS)
         await p.launch(CONFIG, saxpy, *arguments(buffer))
-        kernel = pool.devices[p.device].loader.loaded(saxpy)
+        kernel = pool.devices[p.device_id].loader.loaded(saxpy)
         assert kernel is not None
     packed = KernelArguments(saxpy, buffer.device)
     packed.fill(arguments(buffer))

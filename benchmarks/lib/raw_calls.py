@@ -66,7 +66,7 @@ async def by_hand(driver: Driver, pool: Pool) -> AsyncIterator[ByHand]:
     async with pool.partition(SMS) as p:
         with await p.empty(ITEMS) as buffer, await p.empty_pinned(1, np.uint32) as word:
             await p.launch(CONFIG, saxpy, *arguments(buffer))  # loads it
-            kernel = pool.devices[p.device].loader.loaded(saxpy)
+            kernel = pool.devices[p.device_id].loader.loaded(saxpy)
             with closing(await p.run(p.context.create_event)) as event:
                 yield made(driver, p.stream.handle, kernel, event.handle, buffer, word.address)
 

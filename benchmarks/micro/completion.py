@@ -68,7 +68,7 @@ class _Bench:
         self.ns = int(seconds * 1e9)
         self.loader = p.context.loader
         self.driver = p.context.driver
-        self._values = KernelArguments(spin, p.device)
+        self._values = KernelArguments(spin, p.device_id)
         self._values.fill((self.ns,))
         kernel = self.loader.loaded(spin)
         self._launch = self.driver.bind_launch(

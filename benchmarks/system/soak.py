@@ -85,9 +85,8 @@ class Soak:
 
         So each look sees the same number, unless one did not end with its lane.
         """
-        desk = self._pool._desk
-        assert desk is not None
-        for crew in desk.sites[0].crews.values():
+        manager = self._pool._manager
+        for crew in manager.sites[0].crews.values():
             for thread in (crew._worker, crew._mover):
                 thread.submit(lambda: None)
 

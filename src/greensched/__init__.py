@@ -1,6 +1,6 @@
 """greensched: an asyncio-first scheduler for CUDA green contexts.
 
-Importing it loads neither CUDA nor numpy; each name is loaded when first used.
+Importing it loads neither CUDA nor numpy, only the errors; other names are loaded when first used.
 """
 
 from __future__ import annotations
@@ -8,10 +8,12 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from greensched import errors
+
 if TYPE_CHECKING:
+    from greensched.context import Context as Context
     from greensched.device.buffers import Buffer as Buffer
     from greensched.device.buffers import PinnedBuffer as PinnedBuffer
-    from greensched.device.device import Context as Context
     from greensched.device.device import Device as Device
     from greensched.device.launch import LaunchConfig as LaunchConfig
     from greensched.device.launch import launch as launch
@@ -50,7 +52,9 @@ if TYPE_CHECKING:
     from greensched.typing import CacheConfig as CacheConfig
     from greensched.typing import ContextFlags as ContextFlags
 
-#: Where each public name lives.
+    __version__: str
+
+#: The module of each public name.
 _EXPORTS = {
     "ALL": "typing",
     "BoundLaunch": "execution.bound_launch",
@@ -58,13 +62,12 @@ _EXPORTS = {
     "CacheConfig": "typing",
     "CallContext": "execution.call_context",
     "CloseReport": "leasing.status",
-    "Context": "device.device",  # which `Context.device` needs
+    "Context": "context",
     "ContextFlags": "typing",
     "ContextOptions": "device.resources",
     "Device": "device.device",
     "DeviceResources": "device.resources",
     "Event": "device.streams",
-    "Prefetcher": "execution.prefetch",
     "Graph": "execution.graphs",
     "Job": "execution.jobs",
     "Kernel": "kernels",
@@ -72,48 +75,52 @@ _EXPORTS = {
     "LaunchConfig": "device.launch",
     "Partition": "leasing.partition",
     "PinnedBuffer": "device.buffers",
-    "SplitPreview": "leasing.preview",
     "Pool": "pool",
     "PoolState": "leasing.status",
     "PoolStatistics": "leasing.status",
+    "Prefetcher": "execution.prefetch",
     "Program": "kernels",
     "REST": "typing",
     "SMResource": "device.resources",
     "SMResourceOptions": "device.splitting",
     "ServiceClass": "scheduling.services",
     "ServiceStatistics": "scheduling.statistics",
+    "SplitPreview": "leasing.preview",
     "Stream": "device.streams",
     "SyncPartition": "leasing.sync",
     "SyncPool": "leasing.sync",
     "WorkqueueResource": "device.resources",
     "WorkqueueResourceOptions": "device.resources",
-    "register_call_hook": "execution.call_context",
     "call_context": "execution.call_context",
     "current_call": "execution.call_context",
     "launch": "device.launch",
+    "register_call_hook": "execution.call_context",
 }
+_ERRORS = {
+    name: value
+    for name, value in vars(errors).items()
+    if isinstance(value, type) and value.__module__ == errors.__name__ and name[0] != "_"
+}
+globals().update(_ERRORS)
 
-__all__ = [*_EXPORTS]  # noqa: PLE0604  names of this module, loaded when asked for
+__all__ = ["__version__", *_EXPORTS, *_ERRORS]  # noqa: PLE0604  names that `__getattr__` loads
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name from its module, or an error by its own name."""
-    if name in ("errors", "typing", "driver", "kernels"):
+    """Load a public name from its module."""
+    if name == "__version__":
+        from importlib.metadata import version
+
+        value = version("greensched")
+    elif name in ("typing", "driver", "kernels"):
         return import_module(f"greensched.{name}")
-    module = import_module(f"greensched.{_EXPORTS.get(name, 'errors')}")
-    try:
-        value = getattr(module, name)
-    except AttributeError:
-        raise AttributeError(f"module 'greensched' has no attribute {name!r}") from None
+    elif name in _EXPORTS:
+        value = getattr(import_module(f"greensched.{_EXPORTS[name]}"), name)
+    else:
+        raise AttributeError(f"module 'greensched' has no attribute {name!r}")
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    errors = import_module("greensched.errors")
-    mine = (
-        n
-        for n, v in vars(errors).items()
-        if isinstance(v, type) and v.__module__ == errors.__name__
-    )
-    return sorted({*__all__, *mine, "errors", "kernels", "typing"})
+    return sorted({*__all__, "errors", "kernels", "typing"})

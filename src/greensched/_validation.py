@@ -1,13 +1,16 @@
-"""Turn numbers of callers, numpy's included, into Python's own; the caller raises the error."""
+"""Checks of values that callers pass: numbers (also numpy's), named options, device ordinals."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from numbers import Integral, Real
+
+from greensched.errors import InvalidRequest
 
 
 def as_float(value: object) -> float:
-    """Return a real number as a float; nan if the value is no number or too large for a float."""
+    """Convert a number to a float; nan if it is not a number, or too large for a float."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return math.nan
     try:
@@ -17,7 +20,43 @@ def as_float(value: object) -> float:
 
 
 def as_int(value: object) -> int:
-    """Return a whole number as an int; 0 if the value is not a whole number."""
+    """Convert a whole number to an int; 0 if it is not one."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         return 0
     return int(value)
+
+
+def is_count(value: object) -> bool:
+    """Whether a value is a whole number of at least 0; True and False are not."""
+    return type(value) is int and value >= 0
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is a number other than nan."""
+    return not math.isnan(as_float(value))
+
+
+def one_of(name: str, value: object, known: tuple[object, ...]) -> object:
+    """Return an option's value if it is one of a few.
+
+    Raises:
+        InvalidRequest: it is not.
+    """
+    if not any(value is one or (isinstance(value, str) and value == one) for one in known):
+        raise InvalidRequest(f"{name}={value!r}: give {' or '.join(map(repr, known))}")
+    return value
+
+
+def ordinals(devices: object) -> tuple[int, ...]:
+    """Convert ordinals, or devices of other libraries, to distinct ordinals.
+
+    Raises:
+        InvalidRequest: none given, one given twice, or a value that is not an ordinal.
+    """
+    given = tuple(devices) if isinstance(devices, Iterable) else ()
+    chosen = tuple(getattr(device, "device_id", device) for device in given)
+    if not chosen or not all(map(is_count, chosen)) or len(set(chosen)) != len(chosen):
+        raise InvalidRequest(
+            f"devices={devices!r}: give ordinals, at least one and each once, such as [0, 1]"
+        )
+    return chosen

@@ -1,50 +1,36 @@
-"""The public door: a pool of SMs over one or more devices, leased to async tasks.
-
-A pool is NEW, then OPENING, OPEN, CLOSING and CLOSED; POISONED after a device fault; FORKED in a
-child process. Only an open one grants. Everything that blocks in opening and closing happens on
-one thread, the builder.
-"""
+"""`Pool`: the SMs of one or more devices, leased to async tasks."""
 
 from __future__ import annotations
 
-import logging
-import threading
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar, Unpack, get_args
 
 import anyio
 
-from greensched import driver as drivers
-from greensched._validation import as_float
-from greensched.device.buffers import Buffer
+from greensched._validation import as_float, is_count, one_of, ordinals
 from greensched.device.device import Device
 from greensched.device.launch import LaunchConfig
 from greensched.driver.interface import Driver
-from greensched.errors import GreenschedError, InvalidRequest, PoolClosed
-from greensched.execution.background import BackgroundTask
-from greensched.execution.threads import WorkerThread
+from greensched.errors import GreenschedError, InvalidRequest
 from greensched.kernels import Kernel
-from greensched.leasing import asking, process, requests
-from greensched.leasing.device_pool import DevicePool
-from greensched.leasing.latency import LatencyCurve
+from greensched.leasing.latency import LatencyCurve, default_sizes, measure
+from greensched.leasing.lifecycle import PoolLifecycle, PoolOptions
 from greensched.leasing.manager import LeaseManager
-from greensched.leasing.measuring import measure, sizes_of
 from greensched.leasing.partition import Partition
 from greensched.leasing.partition_group import PartitionGroup
-from greensched.leasing.preview import SplitPreview, plan
-from greensched.leasing.requests import RequestParser
+from greensched.leasing.preview import SplitPreview, preview
+from greensched.leasing.requests import LeaseOptions, RequestParser, checked_kernels
 from greensched.leasing.status import CloseReport, PoolState, PoolStatistics
 from greensched.leasing.verification import Verification, verify
 from greensched.scheduling.placement import Placement
 from greensched.scheduling.policies import policy_named
 from greensched.scheduling.policy import Policy
-from greensched.scheduling.requests import Duration
 from greensched.scheduling.scheduler import validate_bound
 from greensched.scheduling.services import ServiceClass, checked
-from greensched.typing import CaptureMode, Granularity, Size, SupportsDevice
+from greensched.typing import Granularity, Size, SupportsDevice
 
 if TYPE_CHECKING:
     from greensched.leasing.sync import SyncPool
@@ -52,47 +38,45 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-logger = logging.getLogger("greensched")
-
-#: Seconds `aclose` waits for leases to end, unless told otherwise. A serving process has 30 s
-#: between SIGTERM and SIGKILL by Kubernetes' default; a pool should not take most of it.
+#: Seconds that `aclose` waits for leases to end, by default. A serving process has 30 s between
+#: SIGTERM and SIGKILL by Kubernetes' default; a pool should not take most of it.
 GRACE = 5.0
-#: Requests queued at most, unless told otherwise: a second of work at 1 ms each.
+#: Requests queued at most, by default: a second of work at 1 ms each.
 MAX_WAITING = 1024
 
 
 class Pool:
     """SMs of one or more devices, leased to async tasks. Open it with `async with`.
 
-    Making one touches neither CUDA nor a loop: it may be done at import, on any thread. Several
-    loops, in several threads, may share it.
+    The constructor touches neither CUDA nor an event loop: call it at import, on any thread.
+    Several loops, in several threads, may share a pool.
 
     Args:
         devices: ordinals, or devices of cuda.core; None: every visible device.
-        driver: a driver, `"cuda"`, or `"simulated:h200"`; None: what the environment variable
-            `GREENSCHED_DRIVER` says, else CUDA. A simulation is never chosen by itself.
-        services: classes of users, for `partition(service=...)`.
-        policy: who is next: `"fifo"`, first come, first served; `"fair"`, shares of SM-time by the
-            weights of the classes; `"deadline"`, who is due first; `"sized"`, elastic leases as
-            large as latencies and known costs say; or an object (`planning.policy.Policy`). Larger
-            priority goes first in all of these.
-        placement: on which of several devices: `"spread"`, where most SMs are free; `"pack"`, where
-            fewest are and it fits.
-        max_waiting: requests queued at most; beyond, `QueueFull`.
-        granularity: `"coscheduled"`: SMs are cut so that thread-block clusters keep their size (8
-            SMs on compute capability 9.0 and newer); `"fine"`: as finely as can be (2 SMs), which
-            gives up large clusters.
-        workqueues: `"balanced"`: partitions do not share the device's work queues, where that can
-            be, so that a full one holds up nobody else. It needs CUDA 13.1. None: they share.
-        prepare: kernels that every partition shall launch, or `bind`, without waiting: compiled and
-            loaded for each while the pool opens, and local memory sized for them. What else a
-            lease may need is then made, too: the chunks that large copies are staged in (8 MiB of
-            pinned memory for each lease that there can be at once).
-        reserve_bytes: device memory that each device's buffers shall never have to wait for.
+        driver: a driver, `"cuda"`, or `"simulated:h200"`; None: the value of the environment
+            variable `GREENSCHED_DRIVER`, or else CUDA. A simulation is never chosen by default.
+        services: service classes, for `partition(service=...)`.
+        policy: which request is next: `"fifo"`, the first that came; `"fair"`, shares of SM-time by
+            the weights of the classes; `"deadline"`, the earliest deadline; `"sized"`, elastic
+            leases as large as latencies and known durations say; or an object with the methods of
+            `scheduling.policy.Policy`. Larger priority goes first in all of these.
+        placement: which of several devices: `"spread"`, the one with most SMs free; `"pack"`, the
+            one with fewest free where the request fits.
+        max_waiting: requests queued at most; beyond that, `QueueFull`.
+        granularity: `"coscheduled"` splits SMs so that thread-block clusters keep their size (8
+            SMs on compute capability 9.0 and newer); `"fine"` splits as finely as possible (2
+            SMs), which gives up large clusters.
+        workqueues: `"balanced"`: partitions share no work queues of the device, where possible, so
+            that a full queue delays no other partition. Needs CUDA 13.1. None: they share.
+        prepare: kernels that every partition can launch, or `bind`, without waiting: opening the
+            pool compiles and loads them for each partition and sizes local memory for them. It
+            then also allocates whatever else a lease may need: the chunks in which large copies
+            are staged (8 MiB of pinned memory for each lease that can exist at once).
+        reserve_bytes: device memory that the buffers of each device never have to wait for.
 
-    After `prepare`, and within `reserve_bytes`, nothing that a lease of a partition made at `open`
-    does has the driver allocate anything, but `empty_pinned`, copies between devices, and what
-    a callable given to `run` does.
+    After `prepare`, and within `reserve_bytes`, no lease of a partition made at `open` makes the
+    driver allocate anything, except by `empty_pinned`, copies between devices, and callables given
+    to `run`.
     """
 
     def __init__(
@@ -109,111 +93,79 @@ class Pool:
         prepare: Sequence[Kernel] = (),
         reserve_bytes: int = 0,
     ) -> None:
-        self._desk: LeaseManager | None = None
-        self._opening: BackgroundTask[None] | None = None
-        self._closing: BackgroundTask[CloseReport] | None = None
-        self._is_ending = False
-        self._wanted = None if devices is None else requests.ordinals(devices)
-        self._driver_spec = driver
-        self._asked = RequestParser(checked(services))
-        self._policy = policy_named(policy)
-        requests.one_of("placement", placement, get_args(Placement))
-        self._placement: Placement = placement
-        self._max_waiting = validate_bound(max_waiting)
-        self._fine = requests.one_of("granularity", granularity, get_args(Granularity)) == "fine"
-        self._balanced = requests.one_of("workqueues", workqueues, ("balanced", None)) is not None
-        self._prepare = requests.kernels(prepare)
-        if type(reserve_bytes) is not int or reserve_bytes < 0:
-            raise InvalidRequest(f"reserve_bytes={reserve_bytes!r}: a number of bytes, at least 0")
-        self._reserve_bytes = reserve_bytes
-        #: Whom partitions ask: the desk, once it is open.
-        self._grantor: Pool | LeaseManager = self
-        self._lock = threading.Lock()
-        process.on_fork(self)
+        classes = checked(services)
+        one_of("placement", placement, get_args(Placement))
+        one_of("granularity", granularity, get_args(Granularity))
+        one_of("workqueues", workqueues, ("balanced", None))
+        if not is_count(reserve_bytes):
+            raise InvalidRequest(f"reserve_bytes={reserve_bytes!r}: give bytes, at least 0")
+        self._parser = RequestParser(classes)
+        self._lifecycle = PoolLifecycle(
+            PoolOptions(
+                driver=driver,
+                devices=None if devices is None else ordinals(devices),
+                services=classes,
+                policy=policy_named(policy),
+                placement=placement,
+                max_waiting=validate_bound(max_waiting),
+                fine=granularity == "fine",
+                balanced=workqueues == "balanced",
+                prepare=checked_kernels(prepare),
+                reserve_bytes=reserve_bytes,
+            )
+        )
 
-    # -- opening ---------------------------------------------------------------------------------
+    @property
+    def _manager(self) -> LeaseManager:
+        return self._lifecycle.manager()
+
+    # -- opening and closing ---------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Opens the devices, cuts them, and makes the lanes. Idempotent; waits for a thread.
+        """Open the devices, split them, and make the partitions. Idempotent.
 
-        A cancellation stops the waiting only; the opening goes on, and the next `open` waits for
-        the same one.
+        A cancellation only stops the waiting: the opening goes on, on a thread, and the next
+        `open` waits for the same one.
 
         Raises:
             DriverUnavailable: no usable driver or device; says what to install or change.
             DeviceTaken: another pool of this process has the device.
-            InvalidRequest: the floors of the classes do not fit on the devices.
-            PoolClosed, DeviceLost, ForkedPool: it has ended.
-            InvalidRequest: no such device.
+            InvalidRequest: no such device, or the reserves of the classes do not fit on them.
+            PoolClosed, DeviceLost, ForkedPool: the pool has ended.
             NotSupported: `workqueues` on a driver below CUDA 13.1.
             CompileFailed, NotSimulable, ArgumentMismatch: a kernel of `prepare` cannot be loaded.
             OutOfMemory: there is less than `reserve_bytes`.
             CUDAError: the driver refused something; nothing is left open.
             RuntimeError: no thread can be started; nothing is left open.
         """
-        with self._lock:
-            if self._closing is not None:
-                raise PoolClosed("this pool")
-            if self._desk is not None:
-                self._desk.check()
-            if self._opening is None:
-                driver = drivers.open(self._driver_spec)
-                self._desk = LeaseManager(
-                    driver, WorkerThread(driver, "greensched builder", is_relaxed=False)
-                )
-                opening = BackgroundTask(self._build)
-                try:
-                    self._desk.builder.submit(opening.do)
-                except RuntimeError:  # no thread can be started now; another time, perhaps
-                    self._desk = None
-                    raise
-                self._opening = opening
-            opening = self._opening
-        await opening.wait()
+        await self._lifecycle.open()
 
-    def _build(self) -> None:
-        """On the builder: everything that blocks. A failed opening leaves nothing open."""
-        desk = self._desk
-        assert desk is not None
-        sites: list[DevicePool] = []
-        taken: list[int] = []
-        try:
-            desk.driver.initialise()
-            desk.driver.exchange_capture_mode(CaptureMode.RELAXED)
-            everything = range(desk.driver.device_count())
-            for ordinal in everything if self._wanted is None else self._wanted:
-                device = Device(ordinal, driver=desk.driver)
-                process.take_device(desk.driver, ordinal)
-                taken.append(ordinal)
-                site = DevicePool(
-                    device,
-                    desk,
-                    self._prepare,
-                    self._reserve_bytes,
-                    fine=self._fine,
-                    balanced=self._balanced,
-                )
-                sites.append(site)
-            for site in sites:
-                site.neighbours = {s.device.ordinal: s for s in sites if s is not site}
-            services = self._asked.services
-            desk.start(sites, self._policy, self._max_waiting, services, self._placement)
-            self._grantor = desk
-        except BaseException:
-            for site in sites:
-                site.abandon()
-            process.release_devices(desk.driver, taken)
-            with self._lock:  # the next open() starts anew
-                self._opening = self._desk = None
-            desk.builder.dismiss()
-            raise
+    async def aclose(self, grace: float = GRACE) -> CloseReport:
+        """Close the pool: grant nothing more, let leases end, then end everything.
+
+        Queued requests get `PoolClosed`; leases may end within the grace. What is still leased or
+        has work after it is left as it is, and reported, and tasks that wait for it get
+        `PoolClosed`. Idempotent; any number of tasks may wait for it. A cancellation ends the grace
+        at once, and the closing goes on, on a thread.
+
+        Args:
+            grace: seconds to wait for leases to end and work to drain. Of several callers, the
+                first whose grace is over ends it for all.
+
+        Raises:
+            InvalidRequest: not a number of seconds; nothing is closed.
+        """
+        seconds = as_float(grace)
+        if not seconds >= 0:
+            raise InvalidRequest(f"grace={grace!r}: give seconds, at least 0")
+        return await self._lifecycle.close(seconds)
 
     async def __aenter__(self) -> Self:
-        """Opens it; see `open`. Cancelled meanwhile, it closes it again: there is no block to."""
+        """Open the pool, see `open`. A cancellation meanwhile also closes it again."""
         try:
             await self.open()
         except GeneratorExit:
-            self._close_unattended()
+            self._lifecycle.abort()
             raise
         except anyio.get_cancelled_exc_class():
             await self.__aexit__(None, None, None)
@@ -223,105 +175,74 @@ class Pool:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        """Closes it, within the default grace, also where the block was cancelled.
+        """Close the pool, within the default grace, also where the block was cancelled.
 
-        Collected with its block open (GeneratorExit), it can wait for nothing, nor take a lock,
-        which whoever was interrupted may hold: a thread closes it, without any grace.
+        If the collector ends the block (GeneratorExit), it can neither wait nor take a lock, which
+        the interrupted thread may hold: a thread closes the pool, without any grace.
         """
-        if self.state is PoolState.FORKED:  # where anyio finds no loop, nor is there one to use
+        if self.state is PoolState.FORKED:  # a child has no loop, nor would anyio find one
             return
         if kind is GeneratorExit:
-            self._close_unattended()
+            self._lifecycle.abort()
             return
         with anyio.CancelScope(shield=True):
             await self.aclose()
 
-    def opened(self) -> LeaseManager:
-        """Whom partitions ask, while there is one. Raises `PoolClosed`."""
-        desk = self._desk
-        if desk is None or not desk.sites:  # not open yet, or closed before it was
-            hint = ": use `async with pool:` or `await pool.open()`"
-            raise PoolClosed("this pool", self.state.value + hint)
-        return desk
-
-    def take(self, _: object) -> None:
-        """Nothing is parked before it is open. For partitions."""
+    def __del__(self, is_open: PoolState = PoolState.OPEN, warn: Any = warnings.warn) -> None:
+        # Bound as defaults, because at the interpreter's end the module may have lost them. The
+        # constructor may have raised before there was a lifecycle.
+        if hasattr(self, "_lifecycle") and self.state is is_open:
+            warn(f"{self!r} was never closed", ResourceWarning, stacklevel=2, source=self)
 
     # -- asking for SMs --------------------------------------------------------------------------
 
-    def partition(
-        self,
-        sms: Size,
-        *,
-        device: int | None = None,
-        service: str | None = None,
-        deadline: float | None = None,
-        duration: Duration | None = None,
-        near: Buffer | None = None,
-    ) -> Partition:
-        """A lease of SMs, to be used with `async with`, which waits for them.
+    def partition(self, sms: Size, **options: Unpack[LeaseOptions]) -> Partition:
+        """Ask for a lease of SMs, to be used with `async with`, which waits for them.
 
         Args:
             sms: how many: `16`; `(8, 64)`: as many up to 64 as are free once 8 are; `(8, ALL)`: as
-                many as are free; `ALL` of a device (`REST` is the same here; of several granted
-                together it is what the others leave). Rounded up to what the device can be cut
-                into; `Partition.sm_count` says what was granted.
-            device: where; None: anywhere in the pool.
-            service: on whose behalf, by the name of a class given to the pool.
-            deadline: seconds from the request: not granted by then, `DeadlineExceeded`. Once
-                granted it means nothing. Where `duration` is known: the work should be done by
-                then,
-                and if it is known that it cannot, `DeadlineImpossible` at once, or what the class
-                says (`on_late`). None: the class's `latency`, for that alone.
-            duration: seconds that the lease is expected to last, or the curve that says it for each
-                size. Whoever gives it can be let into gaps that are closed to others.
-            near: be on this buffer's device where it fits there.
+                many as are free; `ALL` SMs of a device (`REST` means the same here; in
+                `partitions` it means those that the other parts leave). Rounded up to what the
+                device is split into; `Partition.sm_count` says what was granted.
+            device: the ordinal of the only device allowed; None: any of the pool.
+            service: the name of a class given to the pool; None: none.
+            deadline: seconds from the request: if not granted by then, `DeadlineExceeded`. Once
+                granted it means nothing. With `duration` the work should be done by then, too: if
+                that is known to be impossible, `DeadlineImpossible` at once, or what the class
+                says (`on_late`). None: its `latency`, for that rule alone.
+            duration: seconds that the lease is expected to last, or a curve of them by size. A
+                request that says it can use gaps that are closed to others.
+            near: prefer this buffer's device where the request fits there.
 
         Raises:
             InvalidSize, InvalidRequest: what can never be right.
         """
-        asked = self._asked.one(sms, service, device, deadline, duration, near)
-        return Partition(self._grantor, asked)
+        return Partition(self._lifecycle.grantor, self._parser.parse(sms, **options))
 
     def partitions(
-        self,
-        *sizes: Size,
-        device: int | None = None,
-        service: str | None = None,
-        deadline: float | None = None,
-        duration: float | None = None,
-        near: Buffer | None = None,
+        self, *sizes: Size, **options: Unpack[LeaseOptions]
     ) -> AbstractAsyncContextManager[tuple[Partition, ...]]:
-        """Several leases on one device, granted together, in the order of the arguments.
+        """Ask for several leases on one device, granted together, in the order of the arguments.
 
-        One request: nobody holds one part and waits for another. They are entered together, and
-        end together: `async with` on one of them is refused. `REST` stands for every SM of the
-        device that is not in the same request. Arguments and errors as `partition`.
+        They are one request: none is held while another is waited for. They are entered together
+        and end together: `async with` on one of them is refused. `REST` stands for every SM of the
+        device that is not in the same request. Options and errors as `partition`.
         """
-        return PartitionGroup(
-            self, self._asked.several(sizes, service, device, deadline, duration, near)
-        )
+        return PartitionGroup(self._lifecycle, self._parser.parse_many(sizes, **options))
 
-    def partition_nowait(
-        self,
-        sms: Size,
-        *,
-        device: int | None = None,
-        service: str | None = None,
-        duration: Duration | None = None,
-        near: Buffer | None = None,
-    ) -> Partition:
-        """A lease granted at once, still to be used with `async with`; never waits.
+    def partition_nowait(self, sms: Size, **options: Unpack[LeaseOptions]) -> Partition:
+        """Grant a lease at once, still to be used with `async with`; never wait.
 
         Raises:
-            WouldBlock: no SMs are free, or no lane over them is made yet.
+            WouldBlock: no SMs are free, or no green context over them is made yet.
             Others: as `partition`, and as its `async with`.
         """
-        wanted = self._asked.one(sms, service, device, None, duration, near)
-        channel = self._grantor.take(wanted)
+        request = self._parser.parse(sms, **options)
+        manager = self._manager
+        channel = manager.take(request)
         if channel is None:
-            (channel,) = self.opened().acquire_nowait(wanted)
-        return Partition(self._grantor, wanted, channel)
+            (channel,) = manager.acquire_nowait(request)
+        return Partition(manager, request, channel)
 
     async def launch(
         self,
@@ -329,40 +250,25 @@ class Pool:
         kernel: Kernel,
         *args: object,
         sms: Size,
-        device: int | None = None,
-        service: str | None = None,
-        deadline: float | None = None,
-        duration: Duration | None = None,
-        near: Buffer | None = None,
+        **options: Unpack[LeaseOptions],
     ) -> None:
-        """Leases SMs, launches a kernel there, waits for it, and gives the SMs back.
+        """Lease SMs, launch a kernel there, wait for it, and give the SMs back.
 
-        A cancellation leaves the kernel running, and its SMs held until it ends.
+        A cancellation leaves the kernel running, and its SMs held until it ends. Options and
+        errors as `partition`.
         """
-        async with self.partition(
-            sms, device=device, service=service, deadline=deadline, duration=duration, near=near
-        ) as p:
+        async with self.partition(sms, **options) as p:
             await p.launch(config, kernel, *args)
 
     async def run(
-        self,
-        fn: Callable[..., T],
-        /,
-        *args: object,
-        sms: Size,
-        device: int | None = None,
-        service: str | None = None,
-        deadline: float | None = None,
-        duration: Duration | None = None,
-        near: Buffer | None = None,
+        self, fn: Callable[..., T], /, *args: object, sms: Size, **options: Unpack[LeaseOptions]
     ) -> T:
-        """Leases SMs, calls a blocking function there, waits for it, and gives the SMs back.
+        """Lease SMs, call a blocking function there, wait for it, and give the SMs back.
 
-        A cancellation leaves the call running, and its SMs held until it ends.
+        A cancellation leaves the call running, and its SMs held until it ends. Options and errors
+        as `partition`.
         """
-        async with self.partition(
-            sms, device=device, service=service, deadline=deadline, duration=duration, near=near
-        ) as p:
+        async with self.partition(sms, **options) as p:
             return await p.run(fn, *args)
 
     async def measure(
@@ -374,27 +280,29 @@ class Pool:
         device: int | None = None,
         service: str | None = None,
     ) -> LatencyCurve:
-        """Finds how long a piece of work takes on partitions of each size.
+        """Measure how long a piece of work takes on partitions of each size.
 
-        It waits its turn for each, 21 times; the first is not counted. A cancellation leaves
-        nothing behind but what already runs.
+        Each size is leased 21 times, waiting its turn; the first is not counted. A cancellation
+        leaves nothing behind but what already runs.
 
         Args:
             fn: a blocking function, called as by `Partition.run`; or a coroutine function, called
                 with the partition first: `async def step(p, ...)`. It should wait for its work.
-            args: given to it each time.
-            sms: the sizes; None: every size there is, up to `measuring.SIZES`.
-            device: where; None: on the pool's first.
-            service: on whose behalf.
+            args: its arguments, the same each time.
+            sms: the sizes; None: every size there is, at most 17 of them.
+            device: the ordinal of the device; None: the pool's first.
+            service: the name of a class given to the pool.
 
         Raises:
-            InvalidRequest, TooManySMs: what can never be; and what `fn` raises.
+            InvalidRequest, TooManySMs: what can never be; and whatever `fn` raises.
         """
-        site = self.opened().sites[0]
-        ordinal = site.device.ordinal if device is None else device
-        sizes = sizes_of(site.cells) if sms is None else sms
-        clock = site.device.driver.time
+        first = self._manager.sites[0]
+        ordinal = first.device.ordinal if device is None else device
+        sizes = default_sizes(first.cells) if sms is None else sms
+        clock = first.device.driver.time
         return await measure(self, clock, sizes, fn, args, device=ordinal, service=service)
+
+    # -- changing it -----------------------------------------------------------------------------
 
     def reconfigure(
         self,
@@ -402,177 +310,83 @@ class Pool:
         services: Sequence[ServiceClass] | None = None,
         policy: str | Policy | None = None,
     ) -> None:
-        """Changes the classes, or the policy, while it runs; None: as they are. Never waits.
+        """Change the classes, or the policy, while the pool runs; None: as they are. Never waits.
 
-        Leases end under the rules they began under, and whoever waits keeps waiting, by the new
-        order; `TooManySMs` is raised where he waits in who could never be granted any more. Those
-        of a class that is not there any more are served without its floor and cap.
-        Until leases from before have left a new floor, what comes free is kept for its owner.
+        Leases end under the rules they began under. Queued requests stay queued, in the new order;
+        a request that can never be granted any more raises `TooManySMs` where it waits. Requests of
+        a class that is gone are served without its reserve and cap. Until leases from before have
+        left a new reserve, SMs of it that become free are kept for its class.
 
         Raises:
-            InvalidRequest: what no class or policy can be, or floors that do not fit; nothing has
+            InvalidRequest: not a class or policy, or reserves that do not fit; nothing has
                 changed.
-            PoolClosed, DeviceLost, ForkedPool: it is not open.
+            PoolClosed, DeviceLost, ForkedPool: the pool is not open.
         """
         classes = None if services is None else checked(services)
-        self.opened().reconfigure(classes, None if policy is None else policy_named(policy))
+        self._manager.reconfigure(classes, None if policy is None else policy_named(policy))
         if classes is not None:
-            self._asked = RequestParser(classes)
+            self._parser = RequestParser(classes)
 
     def observe(self, service: str, latency: float, count: int = 1) -> None:
-        """Says that so many of a class had this latency, in seconds. Never waits.
+        """Report that `count` requests of a class had this latency, in seconds. Never waits.
 
-        By that it is decided whether devices are split for classes that are `shared`. Of a class
-        of which nobody says it, the time from a lease's request to its end counts.
-
-        Raises:
-            InvalidRequest: no such class, or what is no latency.
-            PoolClosed, DeviceLost, ForkedPool: it is not open.
-        """
-        self._asked.check_observed(service, latency, count)
-        self.opened().observe(service, latency, count)
-
-    # -- closing ---------------------------------------------------------------------------------
-
-    async def aclose(self, grace: float = GRACE) -> CloseReport:
-        """Closes the pool: grants nothing more, lets leases end, then ends everything.
-
-        Whoever is queued gets `PoolClosed`; whoever holds a lease may finish within the grace.
-        What is still leased or has work then is left as it is, and reported, and whoever waits
-        for it gets `PoolClosed`. Idempotent; any number may wait for it. A cancellation ends the
-        grace at once, and the closing goes on, on a thread.
-
-        Args:
-            grace: seconds to wait for leases to end and lanes to drain. Where several callers wait,
-                the first of them whose grace is over ends it for all.
+        The latencies decide whether devices are split for classes that are `shared`. For a class of
+        which none is reported, the time from a lease's request to its end counts.
 
         Raises:
-            InvalidRequest: no such number; nothing is closed.
+            InvalidRequest: no such class, or not a latency.
+            PoolClosed, DeviceLost, ForkedPool: the pool is not open.
         """
-        seconds = as_float(grace)
-        if not seconds >= 0:
-            raise InvalidRequest(f"grace={grace!r} is no number of seconds >= 0")
-        if self.state is PoolState.FORKED:
-            return CloseReport()
-        desk, closing = self._desk, self._begin_closing()
-        try:
-            if desk is not None:
-                desk.stop()
-                if desk.sites:
-                    await asking.wait_for_leases(desk, seconds)
-        finally:
-            self._finish_closing(desk, closing)
-        return await closing.wait()
+        self._parser.check_observed(service, latency, count)
+        self._manager.observe(service, latency, count)
 
-    def _begin_closing(self) -> BackgroundTask[CloseReport]:
-        with self._lock:
-            if self._closing is None:
-                self._closing = BackgroundTask(self._end)
-            return self._closing
-
-    def _finish_closing(
-        self, desk: LeaseManager | None, closing: BackgroundTask[CloseReport]
-    ) -> None:
-        """Whoever comes first has the builder end everything; it may be the second caller.
-
-        The desk is the caller's: an opening that fails meanwhile takes the pool's away.
-        """
-        with self._lock:
-            if self._is_ending:
-                return
-            self._is_ending = True
-        if desk is None:
-            closing.do()
-            return
-        closer = WorkerThread(desk.driver, "greensched closer") if desk.is_held_up else desk.builder
-        closer.submit(closing.do)
-        for thread in (closer, desk.builder):
-            thread.dismiss()  # when that is done
-
-    def _close_unattended(self) -> None:
-        """Has the builder close it, with no lock taken here: see `__aexit__`."""
-        desk = self._desk
-        if desk is None or self._is_ending:
-            return
-
-        def close() -> None:
-            closing = self._begin_closing()
-            desk.stop()
-            self._finish_closing(desk, closing)
-
-        desk.builder.submit(close)
-
-    def _end(self) -> CloseReport:
-        """On the builder, behind what it still does, or beside it: ends every site."""
-        desk = self._desk
-        if desk is None:
-            return CloseReport()
-        abandoned = desk.close()
-        process.release_devices(desk.driver, [site.device.ordinal for site in desk.sites])
-        if abandoned:
-            logger.warning("the pool was closed over leases or work: %s", ", ".join(abandoned))
-        return CloseReport(tuple(abandoned))
-
-    def forked(self) -> None:
-        """In a forked child; see `process`."""
-        self._lock = threading.Lock()
-        if self._desk is not None:
-            self._desk.forked()
-
-    def __del__(self, is_open: PoolState = PoolState.OPEN, warn: Any = warnings.warn) -> None:
-        # Kept here, for at the interpreter's end the module may have them no more.
-        if self.state is is_open:
-            warn(f"{self!r} was never closed", ResourceWarning, stacklevel=2, source=self)
+    # -- queries ---------------------------------------------------------------------------------
 
     @property
     def sync(self) -> SyncPool:
-        """The pool for threads that run no loop; see `SyncPool`. The same each time."""
+        """The same pool for threads that run no loop; see `SyncPool`. One object."""
         from greensched.leasing.sync import SyncPool
 
-        new_loop = getattr(self._driver_spec, "new_event_loop", None)
-        return self.__dict__.setdefault("_sync", SyncPool(self, new_loop))  # type: ignore[no-any-return]  # ours
-
-    # -- questions -------------------------------------------------------------------------------
+        new_loop = getattr(self._lifecycle.options.driver, "new_event_loop", None)
+        return self.__dict__.setdefault("_sync", SyncPool(self, new_loop))  # type: ignore[no-any-return]  # a SyncPool
 
     @property
     def state(self) -> PoolState:
-        """Where it is in its life."""
-        if self._desk is not None:
-            return self._desk.state
-        return PoolState.NEW if self._closing is None else PoolState.CLOSED
+        """The state of the pool now."""
+        return self._lifecycle.state
 
     @property
     def is_ready(self) -> bool:
-        """Whether it grants: what a readiness probe should answer."""
+        """Whether the pool grants: what a readiness probe should answer."""
         return self.state is PoolState.OPEN
 
     @property
     def fault(self) -> BaseException | None:
         """The first device fault, if there was one."""
-        return self._desk.fault if self._desk is not None else None
+        return self._lifecycle.failure
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """Its devices, in the order they were given; none before it was opened."""
-        return tuple(site.device for site in self._desk.sites) if self._desk is not None else ()
+        """The devices, in the order they were given; none before the pool is open."""
+        return tuple(each.device for each in self._lifecycle.device_pools)
 
     def statistics(self) -> PoolStatistics:
-        """What it has and did, at one moment."""
-        return self.opened().statistics()
+        """Return what the pool has and did, at one moment."""
+        return self._manager.statistics()
 
-    def plan(self, *sizes: Size) -> tuple[SplitPreview, ...]:
-        """What `partitions(*sizes)` would get on each device, were it free. Never waits.
+    def preview(self, *sizes: Size) -> tuple[SplitPreview, ...]:
+        """Return what `partitions(*sizes)` would get on each device if it were free. Never waits.
 
         Nothing is leased or queued. What is impossible says why, and what comes nearest.
 
         Raises:
             InvalidSize, InvalidRequest: what can never be right, on no device.
-            PoolClosed: it is not open; only an open one knows its cells.
+            PoolClosed: the pool is not open; only an open one has split its devices.
         """
-        return tuple(plan(site.device, site.cells, sizes) for site in self.opened().sites)
+        return tuple(preview(each.device, each.cells, sizes) for each in self._manager.sites)
 
     async def verify(self) -> Verification:
-        """Proves on the device that partitions share no SM; see `verification.verify`.
+        """Prove on each device that partitions share no SM.
 
         Waits until it has every SM of each device in turn, so nothing else runs meanwhile.
 
@@ -580,8 +394,8 @@ class Pool:
             VerificationFailed: two partitions shared an SM, or one was not seen on as many as it
                 has.
         """
-        cells = {s.device.ordinal: (s.cells.size, s.cells.count) for s in self.opened().sites}
-        return await verify(self, cells)
+        cells = {each.device.ordinal: each.cells for each in self._manager.sites}
+        return await verify(self.partitions, cells)
 
     def __repr__(self) -> str:
         try:

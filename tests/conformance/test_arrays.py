@@ -442,9 +442,9 @@ def test_an_array_of_another_device_is_refused(backend: Backend) -> None:
             return
         async with backend.pool("h200x2", devices=[0, 1]) as pool:
             async with pool.partition(8, near=None) as p:
-                other = next(i for i in (0, 1) if i != p.device)
+                other = next(i for i in (0, 1) if i != p.device_id)
                 async with pool.partitions(greensched.ALL) as (q,):
-                    assert q.device == other
+                    assert q.device_id == other
                     with await q.upload(ONES) as b:
                         with pytest.raises(greensched.WrongDevice):
                             p.download(Shown(b, stream=None))

@@ -112,9 +112,8 @@ def test_what_still_works_after_the_grace_is_abandoned_and_reported(backend: Bac
 
     def _clean_up(pool: Pool) -> None:
         """What an abandoned pool leaves to the end of the process, this test ends itself."""
-        desk = pool._desk
-        assert desk is not None
-        backend.leftover = desk.sites
+        manager = pool._manager
+        backend.leftover = manager.sites
 
     backend.run(main)
     backend.join_threads()  # they may still be on their way out of the driver
@@ -197,18 +196,18 @@ def test_a_forgotten_pool_warns(backend: Backend) -> None:
     async def main() -> None:
         pool = Pool(driver=driver)
         await pool.open()
-        backend.leftover = pool._desk
+        backend.leftover = pool._manager
         with pytest.warns(ResourceWarning, match="never closed") as seen:
             del pool
             await until(lambda: len(seen) > 0)
 
     backend.run(main)
-    desk = backend.leftover
-    for site in desk.sites:
+    manager = backend.leftover
+    for site in manager.sites:
         site.close()
-    desk.builder.stop()
+    manager.builder.stop()
 
-    process.release_devices(driver, [site.device.ordinal for site in desk.sites])
+    process.release_devices(driver, [site.device.ordinal for site in manager.sites])
 
 
 def test_objects_below_the_pool_work_by_themselves(backend: Backend) -> None:

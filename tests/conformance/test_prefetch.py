@@ -133,7 +133,7 @@ def test_a_feed_given_up_leaves_nothing(backend: Backend, end: str) -> None:
                 async with pool.partition(8) as p:
                     with contextlib.suppress(KeyError):
                         await feed(p)
-            memory = pool.opened().sites[0].memory
+            memory = pool._manager.sites[0].memory
             await until(lambda: pool.statistics().leases == 0)
 
             def is_back() -> bool:

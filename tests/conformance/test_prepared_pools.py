@@ -81,7 +81,7 @@ def test_reserved_memory_is_there(backend: Backend) -> None:
 
     async def main() -> None:
         async with backend.pool(reserve_bytes=64 << 20) as pool, pool.partition(8) as p:
-            memory = pool.opened().sites[0].memory
+            memory = pool._manager.sites[0].memory
             reserved = memory._driver.reserved_bytes(memory._pool)
             assert not memory.would_grow(64 << 20)
             assert memory.would_grow((64 << 20) + (128 << 20))

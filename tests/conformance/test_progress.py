@@ -123,14 +123,14 @@ def test_what_progress_raises_fails_the_job(
 
         async with backend.pool() as pool, pool.partition(8) as p:
             with await p.upload(array) as buffer:
-                used = pool.opened().sites[0].memory._used
+                used = pool._manager.sites[0].memory._used
                 job = copy(p, buffer, array, stop)
                 with pytest.raises(RuntimeError, match="that will do"):
                     await job
                 assert job.is_done
                 await p.copy(buffer, array)
                 np.testing.assert_array_equal(await p.download(buffer), array)
-                memory = pool.opened().sites[0].memory
+                memory = pool._manager.sites[0].memory
 
                 def is_back() -> bool:
                     memory.reap()

@@ -22,13 +22,13 @@ def test_a_plan_is_what_is_granted(
 
     async def main() -> None:
         async with backend.pool(granularity=granularity) as pool:
-            (plan,) = pool.plan(*sizes)
+            (plan,) = pool.preview(*sizes)
             assert plan.is_possible
             assert pool.statistics().sms_free == plan.sms == plan.left + sum(plan.granted)
             assert pool.statistics().requested == 0
             async with pool.partitions(*sizes) as parts:
                 assert tuple(p.sm_count for p in parts) == plan.granted
-                assert pool.plan(*sizes) == (plan,)  # whoever has leases now
+                assert pool.preview(*sizes) == (plan,)  # whoever has leases now
 
     backend.run(main)
 
@@ -40,13 +40,13 @@ def test_what_is_impossible_says_why(backend: Backend) -> None:
         async with backend.pool() as pool:
             total = pool.statistics().sms_total
             for sizes in ((total, 16), (total + 1,), (total, REST), (1,) * (total + 1)):
-                (plan,) = pool.plan(*sizes)
+                (plan,) = pool.preview(*sizes)
                 assert not plan.is_possible
                 assert plan.granted == ()
                 assert "impossible" in str(plan)
                 assert plan.why in str(plan)
                 assert plan.nearest
-                assert all(again.is_possible for again in pool.plan(*plan.nearest))
+                assert all(again.is_possible for again in pool.preview(*plan.nearest))
                 with pytest.raises(greensched.InvalidRequest):
                     async with pool.partitions(*sizes):
                         pass
@@ -58,12 +58,12 @@ def test_a_plan_refuses_what_is_no_size(backend: Backend) -> None:
     """Sizes are checked as those of a request are, and a pool that is not open has no plan."""
     pool = backend.pool()
     with pytest.raises(greensched.PoolClosed, match="not open"):
-        pool.plan(16)
+        pool.preview(16)
 
     async def main() -> None:
         async with pool:
             for sizes in ((), (0,), ("16",), (ALL, 8), (REST, REST)):
                 with pytest.raises(greensched.InvalidRequest):
-                    pool.plan(*sizes)  # type: ignore[arg-type]
+                    pool.preview(*sizes)  # type: ignore[arg-type]
 
     backend.run(main)

@@ -66,7 +66,7 @@ def test_a_program_without_a_loop(backend: Backend) -> None:
     """What a partition does is waited for where it is called, and gives its value."""
     with opened(backend) as pool, pool.sync.partition(16) as p:
         assert p.sm_count == 16
-        assert p.device == 0
+        assert p.device_id == p.device.ordinal == 0
         assert p.run(divmod, 17, 5) == (3, 2)
         p.prepare(CONFIG, fill)
         with p.empty(100) as x, p.empty_like(x) as y, p.empty_pinned(4) as pinned:

@@ -12,7 +12,7 @@ from greensched import LaunchConfig, Pool
 from greensched.driver import simulated
 from greensched.integrations.testing import SimPool
 from greensched.kernels import spin
-from helpers.small_executors import one_cell_lanes
+from helpers.small_executors import keeping, one_cell_lanes
 
 CONFIG = LaunchConfig(grid=16, block=32)
 
@@ -31,7 +31,6 @@ async def test_a_lane_that_is_given_up_closes_it(
 ) -> None:
     """It is closed with a lane that makes room for another, while the pool goes on."""
     one_cell_lanes(monkeypatch)
-    monkeypatch.setattr("greensched.leasing.device_pool.EXTRA", 1)
     things = [Thing(), Thing()]
 
     def first() -> Thing:
@@ -40,7 +39,7 @@ async def test_a_lane_that_is_given_up_closes_it(
     def second() -> Thing:
         return things[1]
 
-    async with sim_pool() as pool:
+    async with keeping(sim_pool(), 1) as pool:
         async with pool.partition(24) as p:
             await p.local(first)
         async with pool.partition(8) as p:

@@ -141,7 +141,7 @@ class Doomed:
         await until(lambda: bool(self._held))
         for _ in range(self.HELD):
             self._start(self._wait_for_all())
-        completion = pool._desk.completion()  # type: ignore[union-attr]
+        completion = pool._manager.completion()
         await until(lambda: completion.waiting == self.HELD)
         self.queued = completion.waiting
         jobs = [p.launch(ONE, spin, LONG_NS) for p in self._held]

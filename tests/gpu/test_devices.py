@@ -38,12 +38,12 @@ def test_leases_of_several_devices() -> None:
             device = rng.choice([None, None, 0, 1])
             with anyio.move_on_after(0.002 if number % 7 == 0 else 60):
                 async with pool.partition(rng.choice(SIZES), device=device) as p:
-                    assert device in (None, p.device)
+                    assert device in (None, p.device_id)
                     x, y = np.arange(N, dtype=np.float32), np.ones(N, np.float32)
                     with await p.upload(x) as bx, await p.upload(y) as by:
                         await p.launch(CONFIG, saxpy, 2.0, bx, by, N)
                         assert np.array_equal(await p.download(by), 2 * x + y)
-                    served[p.device] = served.get(p.device, 0) + 1
+                    served[p.device_id] = served.get(p.device_id, 0) + 1
 
     async def main() -> None:
         pool = Pool()
@@ -54,7 +54,7 @@ def test_leases_of_several_devices() -> None:
                 for _ in range(24):
                     group.start_soon(client, pool)
             async with pool.partition(ALL) as p, pool.partition(ALL) as q:
-                assert p.device != q.device
+                assert p.device_id != q.device_id
             s = pool.statistics()
             assert (s.sms_free, s.leases, s.waiting) == (s.sms_total, 0, 0)
 
@@ -71,7 +71,7 @@ def test_a_joint_lease_and_its_buffers_are_of_one_device() -> None:
         await several(pool)
         async with pool, pool.partition(16, device=0) as p:
             async with pool.partitions(16, REST, device=1) as (q, rest):
-                assert (q.device, rest.device) == (1, 1)
+                assert (q.device_id, rest.device) == (1, 1)
                 with await p.upload(np.ones(8)) as buffer:
                     with pytest.raises(greensched.WrongDevice, match=r"device 0.*device 1"):
                         q.download(buffer)

@@ -1,9 +1,12 @@
-"""A menu of lanes so short that a lease of another size lacks one."""
+"""Pools with few executors: few made beforehand, few kept of other shapes."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from greensched import Pool
 from greensched.scheduling.cells import DeviceCells
 
 
@@ -16,3 +19,9 @@ def one_cell_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
         return [cells.every, *each, *(mask for mask in most if cells.possible(mask))]
 
     monkeypatch.setattr(DeviceCells, "menu", menu)
+
+
+def keeping(pool: Pool, max_extra: int) -> Pool:
+    """The same pool, which keeps few executors that were not made beforehand. Not open yet."""
+    pool._lifecycle.options = replace(pool._lifecycle.options, max_extra=max_extra)
+    return pool

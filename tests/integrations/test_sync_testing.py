@@ -24,10 +24,10 @@ def test_in_a_forked_child(sim_pool: SimPool) -> None:
     """Where the pool is the parent's, and the loop's thread is not there, nothing waits for it."""
     pool = sim_pool()
     pool.sync.open()
-    state, pool._desk.state = pool._desk.state, type(pool.state).FORKED  # type: ignore[union-attr]
+    state, pool._manager.state = pool._manager.state, type(pool.state).FORKED
     with pytest.raises(ForkedPool), pool.sync.partition(8):
         pass
     with pytest.raises(ForkedPool):
         pool.sync.close()
-    pool._desk.state = state  # type: ignore[union-attr]
+    pool._manager.state = state
     pool.sync.close()

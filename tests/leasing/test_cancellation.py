@@ -9,6 +9,7 @@ scenario reaches fails.
 from __future__ import annotations
 
 import gc
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -22,18 +23,22 @@ import greensched
 from greensched import ALL, LaunchConfig, Pool
 from greensched.driver import simulated
 from greensched.kernels import spin
+from greensched.leasing.latency import measure
 from helpers.gate import Gate
 from helpers.small_executors import one_cell_lanes
 from helpers.stepping import Place, Steps, awaits_in
 from helpers.waiting import turns, until
 
 SOURCE = Path(greensched.__file__).parent
-#: The rooms that await. trio_tasks.py has the leaves of trio: what a task really waits on.
-#: Every room but the roof, and the hands, which await nothing (one of their generators delegates);
-#: and `sync`, which hands on to these, and is interrupted in tests/conformance/test_sync.py.
-ROOMS = sorted({path.stem for path in SOURCE.glob("*.py")} - {"cli", "demo", "transfer", "sync"})
-#: What waits on system tasks of trio, which nobody can cancel but the end of the run.
-SYSTEM = {"outlast", "TaskTicker._run"}
+#: The modules that await; `sync` delegates to them, and is interrupted by its own tests.
+MODULES = [
+    SOURCE / "pool.py",
+    *sorted(path for path in (SOURCE / "leasing").rglob("*.py") if path.stem != "sync"),
+    *sorted((SOURCE / "execution").rglob("*.py")),
+]
+#: System tasks of trio, which only the end of the run cancels; and `Pool.measure`, which delegates
+#: to `measure`, of which a scenario asks for fewer repetitions.
+EXCLUDED = {"outlast", "TaskTicker._run", "Pool.measure"}
 
 Backend = Literal["asyncio", "trio"]
 
@@ -213,7 +218,7 @@ async def _checkpoint(stage: Stage) -> None:
             try:
                 await p.checkpoint()
             finally:  # what it had or what it has now: never both, never none
-                held = [holding for holding in stage.pool._desk.holdings if holding.is_open]
+                held = [holding for holding in stage.pool._manager.holdings if holding.is_open]
                 assert p._open().holding in held
                 assert p.sm_count == p._open().holding.lease.sms
                 assert p._open().lane.mask == p._open().holding.lease.mask
@@ -244,7 +249,9 @@ async def _pool_run(stage: Stage) -> None:
 
 @scenario("pool.measure", opened_and_held)
 async def _measure(stage: Stage) -> None:
-    await stage.pool.measure(len, "call", sms=[16, 32])
+    await measure(
+        stage.pool, time.monotonic, [16, 32], len, ("call",), device=0, service=None, repeats=1
+    )
 
 
 @scenario("pool.verify", opened)
@@ -306,7 +313,7 @@ async def as_before(stage: Stage) -> None:
         assert (s.sms_free, s.sms_leased, s.sms_draining, s.waiting) == (s.sms_total, 0, 0, 0)
         async with pool.partition(ALL) as p:
             assert p.sm_count == s.sms_total
-        memory = pool._desk.sites[0].memory  # type: ignore[union-attr]
+        memory = pool._manager.sites[0].memory
     for gate in stage.gates:
         gate._word.close()
     stage.gates.clear()
@@ -315,8 +322,7 @@ async def as_before(stage: Stage) -> None:
         await until(lambda: memory.reap() is None and memory.used_bytes == 0)
     report = await pool.aclose()
     if report.abandoned:  # a cancelled aclose has no grace: what it left ends when its work has
-        assert pool._desk is not None
-        stage.abandoned = pool._desk.sites
+        stage.abandoned = pool._manager.sites
         crews = [crew for site in stage.abandoned for crew in site.crews.values()]
         await until(lambda: all(crew.lane.is_idle for crew in crews))
     await turns()
@@ -324,9 +330,8 @@ async def as_before(stage: Stage) -> None:
 
 @pytest.fixture(autouse=True)
 def few_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few lanes are made beforehand, and little is measured."""
+    """Few executors are made beforehand."""
     one_cell_lanes(monkeypatch)
-    monkeypatch.setattr("greensched.leasing.measuring.REPEATS", 1)
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
@@ -341,9 +346,9 @@ def test_cancelled_anywhere_nothing_is_lost(name: str, backend: Backend) -> None
 
 @pytest.mark.white_box
 def test_every_place_that_can_wait_is_reached() -> None:
-    """Every await of the service floor is one where some scenario waits, and is cancelled."""
-    found = [place for room in ROOMS for place in awaits_in(SOURCE / f"{room}.py")]
-    found = [place for place in found if place[1] not in SYSTEM]
+    """Every await of the pool, leasing and execution is waited at, and cancelled, by a scenario."""
+    found = [place for path in MODULES for place in awaits_in(path)]
+    found = [place for place in found if place[1] not in EXCLUDED]
     reached: Counter[Place] = Counter()
     for backend in ("asyncio", "trio"):
         for name in SCENARIOS:

@@ -97,9 +97,9 @@ def test_those_who_wait_are_looked_after_together(monkeypatch: pytest.MonkeyPatc
         list[LeaseManager](),
     )
 
-    def counted(desk: LeaseManager) -> float:
-        tended.append(desk)
-        return tend(desk)
+    def counted(manager: LeaseManager) -> float:
+        tended.append(manager)
+        return tend(manager)
 
     async def follow(pool: Pool) -> None:
         async with pool.partition(8, deadline=TEND_S / 10):
@@ -261,7 +261,7 @@ def test_a_closed_loops_downloads_give_their_staging_back(loops: Loops) -> None:
         return buffer
 
     async def go_on() -> None:
-        slots = pool._desk.sites[0].slots  # type: ignore[union-attr]
+        slots = pool._manager.sites[0].slots
         under_way = len(slots._free)
         gates[0].open()
         await lease_once(pool, ALL, [])
@@ -302,5 +302,5 @@ def test_loops_in_turns_leave_nothing_behind(loops: Loops) -> None:
     for _ in range(20):
         loops.on_here(lease_once(pool, 8, served))
         loops.on_there(lease_once(pool, 8, served))
-    assert len(pool._desk._completions) == 2  # type: ignore[union-attr]
+    assert len(pool._manager._completions) == 2
     loops.on_here(pool.aclose())

@@ -175,9 +175,9 @@ def test_a_closing_hears_of_the_last_lease_of_another_thread() -> None:
         thread = threading.Thread(target=lambda: asyncio.run(hold()))
         thread.start()
         await until(held.is_set)
-        desk: Any = pool._desk
-        desk.lock = desk._parking.lock = Contended(desk.lock)
-        desk._waiting_for_none = Slow(go, [over, desk.lock.had_to_wait])
+        manager: Any = pool._manager
+        manager.lock = manager._parking.lock = Contended(manager.lock)
+        manager._waiting_for_none = Slow(go, [over, manager.lock.had_to_wait])
         async with asyncio.timeout(20):
             assert not (await pool.aclose(grace=1000.0)).abandoned
         thread.join(10)
@@ -199,8 +199,8 @@ def test_a_pool_whose_block_is_collected_is_closed() -> None:
         task = asyncio.create_task(forgotten)
         await until(lambda: pool.is_ready)
         await turns()
-        desk: Any = pool._desk
-        with desk.lock, pool._lock:
+        manager: Any = pool._manager
+        with manager.lock:
             with suppress(GeneratorExit):
                 forgotten.throw(GeneratorExit)
         await until(lambda: pool.state is greensched.PoolState.CLOSED)

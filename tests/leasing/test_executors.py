@@ -20,7 +20,7 @@ from greensched.execution.call_context import current_call
 from greensched.kernels import fill, spin
 from greensched.typing import StreamHandle
 from helpers.gate import Gate
-from helpers.small_executors import one_cell_lanes
+from helpers.small_executors import keeping, one_cell_lanes
 from helpers.waiting import turns, until
 
 ONE = LaunchConfig(grid=1, block=32)
@@ -45,10 +45,9 @@ def test_partitions_that_exchange_buffers_do_not_wait_in_a_circle() -> None:
 def test_what_outlives_its_lane_reads_a_word_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """A job and a buffer of a lane that was ended are done with it, whoever has its word now."""
     one_cell_lanes(monkeypatch)
-    monkeypatch.setattr("greensched.leasing.device_pool.EXTRA", 1)
 
     async def main() -> None:
-        async with Pool(driver="simulated:h200") as pool:
+        async with keeping(Pool(driver="simulated:h200"), 1) as pool:
             async with pool.partition(24) as p:
                 buffer = await p.upload(np.zeros(8, np.float32))
                 for number in range(20):
@@ -309,12 +308,11 @@ def test_a_context_that_cannot_be_entered_fails_each_call(
 def test_lanes_beside_the_menu_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many odd shapes are asked for at once, so many lanes stay and no more."""
     one_cell_lanes(monkeypatch)
-    monkeypatch.setattr("greensched.leasing.device_pool.EXTRA", 3)
     clock = simulated.VirtualClock(seed=1)
     driver = simulated.open("h200", clock=clock)
 
     async def main() -> None:
-        async with Pool(driver=driver) as pool:
+        async with keeping(Pool(driver=driver), 3) as pool:
             made = pool.statistics().executors
 
             async def ask(size: int) -> None:
@@ -327,8 +325,8 @@ def test_lanes_beside_the_menu_are_bounded(monkeypatch: pytest.MonkeyPatch) -> N
                         tasks.start_soon(ask, size)
             assert pool.statistics().executors_made > made + 3
             assert pool.statistics().executors == made + 3
-            site = pool._desk.sites[0]  # type: ignore[union-attr]
-            monkeypatch.setattr("greensched.leasing.device_pool.EXTRA", 2)
+            site = pool._manager.sites[0]
+            site._max_extra = 2
             wanted = [mask for mask in site.crews if mask not in site.menu][:2]
             assert len(site.surplus(keep=wanted)) == 1, "those that are kept count, too"
 

@@ -70,7 +70,7 @@ def test_an_upload_without_room_gives_its_slot_back() -> None:
             for _ in range(3):
                 with pytest.raises(greensched.OutOfMemory):
                     await p.upload(np.ones(5))
-            slots = pool.opened().sites[0].slots
+            slots = pool._manager.sites[0].slots
             taken = [slots.take() for _ in range(SLOTS)]
             assert all(taken)
             for slot in filter(None, taken):
@@ -679,20 +679,19 @@ def test_a_task_collected_while_the_lock_is_held_takes_no_lock(
 
     async def main() -> None:
         await pool.open()
-        desk = pool._desk
-        assert desk is not None
+        manager = pool._manager
         async with AsyncExitStack() as stack:
             if leased:
                 await stack.enter_async_context(pool.partition(leased))
             await asyncio.to_thread(leave_a_task_behind)
-        lock = desk.lock = StrictLock()  # type: ignore[assignment]
-        request = desk.scheduler.request
+        lock = manager.lock = StrictLock()  # type: ignore[assignment]
+        request = manager.scheduler.request
 
         def collect_and_request(*args: Any, **options: Any) -> Any:
             gc.collect()  # as the collector may at any allocation
             return request(*args, **options)
 
-        monkeypatch.setattr(desk.scheduler, "request", collect_and_request)
+        monkeypatch.setattr(manager.scheduler, "request", collect_and_request)
         async with pool.partition(8):
             pass
         async with pool.partition(ALL):
@@ -727,8 +726,7 @@ def test_a_forked_child_leaves_its_block_at_once(failed: bool) -> None:
         return 2
 
     def left_in_child(pool: Pool, block: Any) -> int:
-        assert pool._desk is not None
-        with pool._desk.lock:  # as a thread may that the child does not have
+        with pool._manager.lock:  # as a thread may that the child does not have
             child = os.fork()
             if child == 0:
                 status = 3
@@ -774,7 +772,7 @@ def test_statistics_are_told_while_lanes_are_made(monkeypatch: pytest.MonkeyPatc
     add, held = DevicePool.add, list[bool]()
 
     def watched(site: DevicePool, crew: Any) -> None:
-        held.append(pool._desk.lock.locked())  # type: ignore[union-attr]
+        held.append(pool._manager.lock.locked())
         add(site, crew)
 
     async def main() -> None:

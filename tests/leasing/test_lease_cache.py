@@ -30,8 +30,7 @@ CONFIG = LaunchConfig(grid=1, block=8)
 
 def parked(pool: Pool) -> int:
     """Leases that the pool has parked."""
-    assert pool._desk is not None
-    return sum(len(channels) for channels in pool._desk._parking._spots.values())
+    return sum(len(channels) for channels in pool._manager._parking._spots.values())
 
 
 async def leased(pool: Pool, sms: int = 16) -> None:
@@ -55,8 +54,7 @@ def test_the_next_of_the_same_size_has_it() -> None:
             async with with_nowait as p:
                 assert p.sm_count == 16
                 assert parked(pool) == 0
-            assert pool._desk is not None
-            assert pool._desk._parking.put == 6
+            assert pool._manager._parking.put == 6
             stats = pool.statistics()
             assert (stats.requested, stats.granted) == (6, 6)
 
@@ -323,8 +321,7 @@ def test_a_fault_ends_what_is_parked() -> None:
     async def main() -> None:
         async with on_h200() as pool:
             await leased(pool)
-            assert pool._desk is not None
-            pool._desk.lost(RuntimeError("the device is gone"))
+            pool._manager.lost(RuntimeError("the device is gone"))
             with pytest.raises(DeviceLost):
                 await leased(pool)
 
@@ -394,7 +391,7 @@ def test_a_class_that_went_is_refused_though_it_was_asked_for_before() -> None:
                     assert p.sm_count == 16
             assert pool.statistics().services["a"].granted == 2
             pool.reconfigure(services=[ServiceClass("b")])
-            with pytest.raises(InvalidRequest, match="no service 'a'"):
+            with pytest.raises(InvalidRequest, match="service 'a'"):
                 pool.partition(16, service="a")
 
     asyncio.run(main())
@@ -422,7 +419,7 @@ def test_a_lease_leaves_nothing_to_the_collector() -> None:
 
 def test_where_leases_are_parked_does_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """No more places are kept than are in use, though sizes and classes change without end."""
-    monkeypatch.setattr("greensched.leasing.requests.SHARED", 2)
+    monkeypatch.setattr("greensched.leasing.requests.MAX_REUSED", 2)
 
     async def main() -> None:
         async with on_h200() as pool:
@@ -432,7 +429,6 @@ def test_where_leases_are_parked_does_not_pile_up(monkeypatch: pytest.MonkeyPatc
                 pool.reconfigure(services=[ServiceClass("a")])
                 async with pool.partition(8, service="a"):
                     pass
-            assert pool._desk is not None
-            assert len(pool._desk._parking._spots) <= 2
+            assert len(pool._manager._parking._spots) <= 2
 
     asyncio.run(main())

@@ -223,7 +223,7 @@ def test_what_fails_behind_a_claim_is_counted_once(monkeypatch: pytest.MonkeyPat
                 monkeypatch.setattr(PartitionGroup, "_have", fail)
             with pytest.raises(MemoryError):
                 await task
-            assert pool.opened().completion().waiting == 0
+            assert pool._manager.completion().waiting == 0
 
     asyncio.run(main())
 
@@ -238,8 +238,7 @@ def test_a_fault_before_he_has_it_is_his() -> None:
             first.may_go.set()
             await until(lambda: pool.statistics().waiting == 0)
             assert third.has is None
-            assert pool._desk is not None
-            pool._desk.lost(RuntimeError("the device is gone"))
+            pool._manager.lost(RuntimeError("the device is gone"))
             for taker in (third, second):
                 taker.may_go.set()
                 with pytest.raises(DeviceLost):

@@ -460,7 +460,7 @@ def test_a_lock_held_while_forking_hangs_no_child(use: str) -> None:
             held, go = threading.Event(), threading.Event()
 
             def hold():
-                with pool._lock, pool._desk.lock, process._lock:
+                with pool._manager.lock, process._lock:
                     held.set()
                     go.wait(20)
 

@@ -74,9 +74,8 @@ class Race:
 
     def occupy_builder(self) -> None:
         """The next lane is made a hundredth of a second later."""
-        desk = self.pool._desk
-        assert desk is not None
-        desk.builder.submit(lambda: self.driver.clock.sleep(10**7))
+        manager = self.pool._manager
+        manager.builder.submit(lambda: self.driver.clock.sleep(10**7))
 
     async def all_is_back(self) -> None:
         """Nothing is leaked: every SM can be granted once more, and the pool ends quietly."""
@@ -223,14 +222,13 @@ def test_granted_before_its_deadline_and_heard_after(race: Any) -> None:
 
     async def script(race: Race) -> None:
         pool = race.pool
-        desk = pool._desk
-        assert desk is not None
+        manager = pool._manager
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(lambda: race.ask("first", deadline=1.0))
             await until(lambda: pool.statistics().waiting == 1)
             await race.queue(tasks, "second")
             race.grant()
-            assert desk.scheduler.tick(race.driver.time() + 2.0) == ([], [])
+            assert manager.scheduler.tick(race.driver.time() + 2.0) == ([], [])
         assert pool.statistics().expired == 0
         await race.all_is_back()
 
@@ -252,7 +250,7 @@ def test_the_deadline_and_a_cancellation_in_one_turn(race: Any) -> None:
             tasks.start_soon(asking)
             await until(lambda: pool.statistics().waiting == 1)
             await anyio.sleep(1.0)
-            pool._desk._tend()  # type: ignore[union-attr]  # the deadline passes here
+            pool._manager._tend()  # the deadline passes here
             scope.cancel()
         s = pool.statistics()
         assert (s.waiting, s.expired + s.cancelled) == (0, 1)

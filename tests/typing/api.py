@@ -70,7 +70,7 @@ async def mistakes(p: Partition, pool: Pool) -> None:
 async def pools(pool: Pool) -> None:
     """The pool's own one-shot forms give what the function gives."""
     assert_type(await pool.run(model, 3, sms=8), str)
-    assert_type(pool.plan(16, REST), tuple[greensched.SplitPreview, ...])
+    assert_type(pool.preview(16, REST), tuple[greensched.SplitPreview, ...])
     assert_type(await pool.aclose(), greensched.CloseReport)
 
 

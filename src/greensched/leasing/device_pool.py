@@ -53,7 +53,7 @@ MENU = 132
 #: Lanes of other shapes kept at most, some 5 MiB each on an H200. Generous, because making one
 #: waits there until nothing runs on the device, and driver 580 takes 4 of the 5 MiB back only with
 #: the primary context (docs/measurements/h200-580/stuck-and-lost.json).
-EXTRA = 96
+MAX_EXTRA = 96
 #: Streams of a lane that have work at once: one of launches, one of calls (`lane`).
 STREAMS = 2
 
@@ -79,6 +79,7 @@ class DevicePool:
         reserve_bytes: of device memory, taken beforehand.
         fine: cut it as finely as can be, without large thread-block clusters.
         balanced: every lane asks for work queues that it does not share.
+        max_extra: lanes of other shapes than the menu's, kept at most.
     """
 
     def __init__(
@@ -90,10 +91,12 @@ class DevicePool:
         *,
         fine: bool = False,
         balanced: bool = False,
+        max_extra: int = MAX_EXTRA,
     ) -> None:
         self.device = device
         self._home = home
         self._kernels = kernels
+        self._max_extra = max_extra
         #: The other devices of the pool, by ordinal; known once all are opened.
         self.neighbours: Mapping[int, DevicePool] = {}
         self.crews: OrderedDict[int, Crew] = OrderedDict()
@@ -185,7 +188,7 @@ class DevicePool:
         extra = [m for m in self.crews if m not in self.menu]
         spare = [m for m in extra if m not in keep and not self.crews[m].is_leased]
         idle = [m for m in spare if self.crews[m].lane.is_idle]
-        return idle[: max(0, len(extra) - EXTRA)]
+        return idle[: max(0, len(extra) - self._max_extra)]
 
     def _resources(self, mask: int) -> list[SMResource | WorkqueueResource]:
         split_device = self.cut

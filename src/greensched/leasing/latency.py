@@ -1,89 +1,102 @@
-"""How long a piece of work takes on so many SMs: measured, kept true, and asked for a size."""
+"""How long a piece of work takes on each number of SMs: measured, kept up to date, and queried."""
 
 from __future__ import annotations
 
 import json
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+from greensched._asynclib import is_coroutine_function
 from greensched._validation import as_float, as_int
 from greensched.errors import InvalidRequest
 
-#: A size is marked as a step where the next smaller one takes so much longer: kernels with a fixed
-#: grid are flat and then fall at once (1.8 x for 12 of 132 SMs in decode attention), so a formula
-#: would give away SMs that cost a second wave.
+if TYPE_CHECKING:
+    from greensched.leasing.partition import Partition
+    from greensched.scheduling.cells import DeviceCells
+
+#: A size counts as a step where the next smaller one takes this many times as long. Kernels with a
+#: fixed grid are flat and then drop at once (1.8 x for 12 of 132 SMs in decode attention), so a
+#: formula would give away SMs whose absence costs a second wave.
 STEP = 1.15
-#: Weight of the newest duration in what is kept of a size: the last twenty or so count.
+#: Weight of the newest duration in the estimate of a size: about the last twenty count.
 NEWEST = 0.05
-#: Durations beyond this quantile are the tail.
+#: The quantile that is called the tail.
 TAIL = 0.95
+#: Measurements of each size, in turns with the other sizes, because a machine's speed changes from
+#: minute to minute. The 95th percentile of 20 is the second largest.
+REPEATS = 20
+#: Sizes measured by default, at most: all there are on a device split into groups of 8 SMs.
+MAX_SIZES = 17
 
 
 class LatencyCurve:
     """Latency against SMs: median and 95th percentile for each size, in seconds.
 
-    More SMs never take longer: where a measurement says so it is smoothed (isotonic regression).
-    Between two sizes the smaller one's time counts. Made by `pool.measure`, or from a table.
-    Given to `pool.partition(duration=curve)` it predicts, and learns from what its leases take.
+    More SMs never take longer: a measurement that says so is smoothed (isotonic regression).
+    Between two sizes the time of the smaller one counts. Made by `pool.measure`, or from a table.
+    Given to `pool.partition(duration=curve)` it predicts, and learns from its leases.
 
     Args:
-        samples: durations in seconds, by SMs.
+        samples: durations in seconds, by number of SMs.
 
     Raises:
-        InvalidRequest: no samples, or what are no durations.
+        InvalidRequest: no samples, or values that are not durations.
     """
 
     def __init__(self, samples: Mapping[int, Iterable[float]]) -> None:
         self._median: dict[int, float] = {}
         self._p95: dict[int, float] = {}
         if not isinstance(samples, Mapping):
-            raise InvalidRequest("give durations by SMs, such as {8: [0.004], 16: [0.002]}")
+            raise InvalidRequest(
+                f"samples={samples!r}: give durations by SMs, such as {{8: [0.004], 16: [0.002]}}"
+            )
         by_size: dict[int, Any] = {as_int(sms): given for sms, given in samples.items()}
         for sms in sorted(by_size):
             given = by_size[sms]
             durations = list(map(as_float, given)) if isinstance(given, Iterable) else []
             if sms < 1 or not durations or not all(0 <= each < math.inf for each in durations):
                 raise InvalidRequest(
-                    f"{list(samples)} SMs: give whole numbers of SMs, and for each of them "
-                    "durations in seconds, at least one"
+                    f"samples for {list(samples)} SMs: give whole numbers of SMs, and at least one "
+                    "duration in seconds for each"
                 )
             durations.sort()
             self._median[sms] = _quantile(durations, 0.5)
             self._p95[sms] = _quantile(durations, TAIL)
         if not self._median:
-            raise InvalidRequest("a curve needs the durations of at least one size")
-        #: The sizes in order; and what is kept of each, smoothed, made when it is asked for.
+            raise InvalidRequest("samples={}: give the durations of at least one size")
+        #: The sizes in order; and the smoothed estimates, computed when first needed.
         self._sizes = tuple(sorted(self._median))
         self._smooth: tuple[dict[int, float], dict[int, float]] | None = None
 
-    # -- questions -------------------------------------------------------------------------------
+    # -- queries ---------------------------------------------------------------------------------
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The sizes it knows, the smallest first."""
+        """The known sizes, the smallest first."""
         return self._sizes
 
     def at(self, sms: int) -> float:
-        """The median on so many SMs, in seconds; below the smallest size, in inverse proportion."""
+        """Return the median on `sms` SMs, in seconds; inversely proportional below the smallest."""
         return self._at(self._smoothed()[0], sms)
 
     def p95(self, sms: int) -> float:
-        """The 95th percentile on so many SMs, in seconds."""
+        """Return the 95th percentile on `sms` SMs, in seconds."""
         return self._at(self._smoothed()[1], sms)
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """Sizes below which it is much slower at once, by `STEP`: do not go below them lightly."""
+        """Sizes of which the next smaller one is much slower, by `STEP`."""
         median, sizes = self._smoothed()[0], self.sizes
         pairs = pairwise(sizes)
         return tuple(larger for smaller, larger in pairs if median[smaller] > STEP * median[larger])
 
     def within(self, *, slowdown: float) -> int:
-        """The fewest SMs on which the tail is at most so many times that of the most SMs.
+        """Return the fewest SMs whose tail is at most `slowdown` times that of the most SMs.
 
         Raises:
             InvalidRequest: a slowdown below 1.
@@ -93,7 +106,7 @@ class LatencyCurve:
         return self.meeting(slowdown * self.p95(self.sizes[-1]))
 
     def meeting(self, seconds: float) -> int:
-        """The fewest SMs on which the tail is at most so many seconds.
+        """Return the fewest SMs whose tail is at most `seconds`.
 
         Raises:
             InvalidRequest: not even the most SMs are fast enough; says how fast they are.
@@ -104,27 +117,29 @@ class LatencyCurve:
             if self.p95(sms) <= seconds:
                 return sms
         most = self.sizes[-1]
-        raise InvalidRequest(f"{seconds:.3g} s: {most} SMs take {self.p95(most):.3g} s (p95)")
+        raise InvalidRequest(
+            f"seconds={seconds:.3g} cannot be met: {most} SMs take {self.p95(most):.3g} s (p95)"
+        )
 
     def times(self, factor: float) -> ScaledCurve:
-        """The same work `factor` times over; what is learnt of it goes to this curve."""
+        """Return the curve of `factor` repetitions of the work; it learns into this one."""
         return ScaledCurve(self, factor)
 
     # -- learning --------------------------------------------------------------------------------
 
     def observe(self, sms: int, seconds: float) -> None:
-        """One more duration. O(1), on whatever thread: it is called while serving.
+        """Learn one more duration. O(1), on any thread: it is called while serving.
 
         Raises:
-            InvalidRequest: that is no size, or no duration; nothing is learnt of it.
+            InvalidRequest: not a size, or not a duration; nothing is learnt.
         """
         if not (sms >= 1 and 0 <= seconds < math.inf):
-            raise InvalidRequest(f"{seconds!r} s on {sms!r} SMs: give a duration, and a size")
+            raise InvalidRequest(f"{seconds!r} s on {sms!r} SMs: give a duration and a size")
         if sms not in self._median:
             self._median[sms], self._p95[sms] = self.at(sms), self.p95(sms)
             self._sizes, self._smooth = tuple(sorted(self._median)), None
-        # Each goes towards the newest by a part of it; the tail up by 95 parts and down by 5, so it
-        # stands where one in twenty is above.
+        # Each estimate moves towards the newest duration by a fraction of the distance; the tail
+        # moves up by 95 parts and down by 5, so one duration in twenty is above it.
         median, p95 = self._median[sms], self._p95[sms]
         new_median = self._median[sms] = median + NEWEST * (seconds - median)
         part = TAIL if seconds > p95 else 1 - TAIL
@@ -135,10 +150,10 @@ class LatencyCurve:
                 self._is_moved(smooth_median, sms, median, new_median)
                 and self._is_moved(smooth_p95, sms, p95, new_p95)
             ):
-                self._smooth = None  # made again when it is asked
+                self._smooth = None  # computed again when needed
 
     def _is_moved(self, smooth: dict[int, float], sms: int, old: float, new: float) -> bool:
-        """Changes one size, where it needs no smoothing before or after: the usual case."""
+        """Change one size in place; False if it needs smoothing before or after."""
         place = bisect_right(self._sizes, sms)
         above = smooth[self._sizes[place - 2]] if place > 1 else math.inf
         below = smooth[self._sizes[place]] if place < len(self._sizes) else 0.0
@@ -147,10 +162,10 @@ class LatencyCurve:
         smooth[sms] = new
         return True
 
-    # -- keeping ---------------------------------------------------------------------------------
+    # -- files -----------------------------------------------------------------------------------
 
     def save(self, path: str | Path) -> None:
-        """Writes it as JSON. Blocks."""
+        """Write the curve as JSON. Blocks."""
         rows = [
             {"sms": sms, "median": self._median[sms], "p95": self._p95[sms]} for sms in self.sizes
         ]
@@ -158,18 +173,20 @@ class LatencyCurve:
 
     @classmethod
     def load(cls, path: str | Path) -> LatencyCurve:
-        """Reads what `save` wrote. Blocks.
+        """Read a curve that `save` wrote. Blocks.
 
         Raises:
-            InvalidRequest: the file holds no curve.
-            OSError: it cannot be read.
+            InvalidRequest: the file does not hold a curve.
+            OSError: the file cannot be read.
         """
         try:
             rows: list[dict[str, Any]] = json.loads(Path(path).read_text())["latency"]
             curve = cls({row["sms"]: [row["median"]] for row in rows})
             curve._p95 = cls({row["sms"]: [row["p95"]] for row in rows})._median
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise InvalidRequest(f"{path} holds no latency curve: {error!r}") from None
+            raise InvalidRequest(
+                f"{path} holds no latency curve, as `save` writes it: {error!r}"
+            ) from None
         return curve
 
     # -- smoothing -------------------------------------------------------------------------------
@@ -192,32 +209,32 @@ class LatencyCurve:
 
 
 class ScaledCurve:
-    """A curve's work so many times over: a batch of so many. What it learns, the curve does."""
+    """The curve of a batch: `factor` repetitions of another curve's work, which it teaches."""
 
     __slots__ = ("_curve", "_factor")
 
     def __init__(self, curve: LatencyCurve, factor: float) -> None:
         if not 0 < as_float(factor) < math.inf:
-            raise InvalidRequest(f"factor={factor!r}: give how many times, more than 0")
+            raise InvalidRequest(f"factor={factor!r}: give a number of repetitions, more than 0")
         self._curve = curve
         self._factor = factor
 
     def at(self, sms: int) -> float:
-        """The median on so many SMs, in seconds."""
+        """Return the median on `sms` SMs, in seconds."""
         return self._factor * self._curve.at(sms)
 
     def observe(self, sms: int, seconds: float) -> None:
-        """One more duration."""
+        """Learn one more duration of the batch."""
         self._curve.observe(sms, seconds / self._factor)
 
 
 def _quantile(ordered: list[float], part: float) -> float:
-    """The smallest that so large a part does not exceed."""
+    """Return the smallest value that at least this part of all does not exceed."""
     return ordered[max(0, math.ceil(part * len(ordered)) - 1)]
 
 
 def _falling(times: dict[int, float]) -> dict[int, float]:
-    """The nearest that never rises with the size: neighbours that do are averaged."""
+    """Return the nearest times that never rise with the size: rising neighbours are averaged."""
     blocks: list[tuple[float, int]] = []
     for size in sorted(times):
         mean, count = times[size], 1
@@ -228,3 +245,51 @@ def _falling(times: dict[int, float]) -> dict[int, float]:
         blocks.append((mean, count))
     smooth = [mean for mean, count in blocks for _ in range(count)]
     return dict(zip(sorted(times), smooth, strict=True))
+
+
+# -- measuring -------------------------------------------------------------------------------------
+
+
+class PartitionSource(Protocol):
+    """What `measure` needs of a pool."""
+
+    def partition(
+        self, sms: int, *, device: int, service: str | None
+    ) -> AbstractAsyncContextManager[Partition]: ...
+
+
+def default_sizes(cells: DeviceCells) -> tuple[int, ...]:
+    """Return the sizes worth measuring: multiples of a cell, evenly spaced, and the device."""
+    step = -(-cells.count // (MAX_SIZES - 1))
+    counts = range(step, cells.count + 1, step)
+    return tuple(dict.fromkeys((*(count * cells.size for count in counts), cells.total)))
+
+
+async def measure(
+    source: PartitionSource,
+    clock: Callable[[], float],
+    sizes: Sequence[int],
+    fn: Callable[..., Any],
+    args: tuple[object, ...],
+    *,
+    device: int,
+    service: str | None,
+    repeats: int = REPEATS,
+) -> LatencyCurve:
+    """Measure a piece of work on partitions of each size, in turns. See `Pool.measure`."""
+    if not callable(fn):
+        raise InvalidRequest(f"measure({fn!r}): give a function, or a coroutine function")
+    given: object = sizes
+    if not isinstance(given, Iterable):
+        raise InvalidRequest(f"measure(sms={sizes!r}): give the sizes, such as [8, 16, 32]")
+    sizes = tuple(given)  # an iterator is used up by the first turn
+    samples: dict[int, list[float]] = {}
+    for turn in range(1 + repeats):
+        for sms in sizes:
+            async with source.partition(sms, device=device, service=service) as p:
+                start = clock()
+                await (fn(p, *args) if is_coroutine_function(fn) else p.run(fn, *args))
+                duration = clock() - start
+                if turn:  # the first turn also compiles and loads
+                    samples.setdefault(p.sm_count, []).append(duration)
+    return LatencyCurve(samples)

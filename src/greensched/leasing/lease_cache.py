@@ -19,7 +19,7 @@ from greensched._asynclib import get_ident
 from greensched.device.streams import MASK
 from greensched.execution.lease import Lease
 from greensched.execution.submission import Channel
-from greensched.leasing.wish import LeaseRequest
+from greensched.leasing.requests import LeaseRequest
 from greensched.scheduling.requests import Request
 from greensched.scheduling.scheduler import Scheduler
 
@@ -46,8 +46,8 @@ class LeaseCache:
         self._free = free
         self._tell = tell
         self._time = time
-        #: Where something is parked, or was since all was given back last, by identity.
-        self._spots: dict[int, list[Channel]] = {}
+        #: Where something is parked, or was since all was given back last, by thread of its loop.
+        self._spots: dict[tuple[LeaseRequest, int], list[Channel]] = {}
         #: Who decides, while the pool is open; None: nothing is parked or handed over.
         self.scheduler: Scheduler | None = None
         #: Who is told of each lease; None: there are no classes to be charged.
@@ -69,7 +69,7 @@ class LeaseCache:
         Whoever pops a channel has it, without a lock. While it was parked it stayed open and plain,
         unless the pool stopped.
         """
-        spot = wish.parked.get(get_ident())
+        spot = self._spots.get((wish, get_ident()))
         if not spot:
             return None
         try:
@@ -114,16 +114,15 @@ class LeaseCache:
             if scheduler is not None and scheduler.waiting:
                 granted = self._hand_over(channel, scheduler)
             elif scheduler is not None:
-                spot = wish.parked.get(holding.thread)
+                spot = self._spots.get((wish, holding.thread))
                 # Not what nobody else asks for, nor on trio, where to ask is a turn anyway.
-                if spot is None and wish.is_shared and not holding.completion.door.always_yields:
-                    spot = wish.parked[holding.thread] = []
+                if spot is None and wish.is_reused and not holding.completion.door.always_yields:
+                    spot = self._spots[wish, holding.thread] = []
                 if spot is not None and (charges is None or charges.pause(self._time(), lease)):
                     if lease.holder is not None:
                         scheduler.pass_on(lease, None)
                     self.put += 1
                     spot.append(channel)
-                    self._spots[id(spot)] = spot
                     return True
             if not granted:
                 holding.lapse()

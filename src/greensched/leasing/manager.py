@@ -46,9 +46,8 @@ from greensched.leasing.grant_waiter import (
     waits_no_more,
 )
 from greensched.leasing.lease_cache import LeaseCache
-from greensched.leasing.requests import checked_deadline, checked_duration
+from greensched.leasing.requests import LeaseRequest, checked_deadline, checked_duration
 from greensched.leasing.status import PoolState, PoolStatistics, collect_statistics, update_quotas
-from greensched.leasing.wish import LeaseRequest
 from greensched.scheduling.placement import Placement
 from greensched.scheduling.policies import Order
 from greensched.scheduling.requests import Request
@@ -71,11 +70,11 @@ class LeaseManager:
     Made closed; `start` opens it.
     """
 
-    def __init__(self, driver: Driver, builder: WorkerThread) -> None:
+    def __init__(self, driver: Driver, builder: WorkerThread, lock: threading.Lock) -> None:
         self.driver = driver
         self._time = driver.time
         self.builder = builder
-        self.lock = threading.Lock()
+        self.lock = lock
         self.state = PoolState.OPENING
         self.fault: BaseException | None = None
         self.sites: tuple[DevicePool, ...] = ()
@@ -526,9 +525,9 @@ class LeaseManager:
 
     # -- its end ---------------------------------------------------------------------------------
 
-    def forked(self) -> None:
+    def forked(self, lock: threading.Lock) -> None:
         """In a forked child: nothing works, and whoever tries is told."""
-        self.lock = threading.Lock()  # the old one may be held by a thread that is not here
+        self.lock = lock
         self.state = FORKED
         self._parking.lock, self._parking.scheduler = self.lock, None
         self._parking.clear()

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from greensched.context import Context
 from greensched.device.buffers import Buffer, PinnedBuffer
+from greensched.device.device import Device
 from greensched.device.launch import LaunchConfig
 from greensched.device.streams import Stream
 from greensched.errors import (
@@ -232,7 +233,12 @@ class Partition(Asker["Partition"]):
         return self._open().lane.max_cluster_size
 
     @property
-    def device(self) -> int:
+    def device(self) -> Device:
+        """Its device."""
+        return self._open().lane.device
+
+    @property
+    def device_id(self) -> int:
         """The ordinal of its device."""
         return self._open().ordinal
 

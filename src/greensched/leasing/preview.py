@@ -1,4 +1,4 @@
-"""What a cut would give on each device, before doing it, and what is impossible and why."""
+"""What a request would get of each device if it were free, and what is impossible and why."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from greensched.typing import REST, Size
 
 @dataclass(frozen=True, slots=True)
 class SplitPreview:
-    """What a joint request would get of a device that is free, or why it can get nothing.
+    """What a request for several partitions would get of a free device, or why it can get nothing.
 
     Attributes:
         device: its ordinal.
         name: its name.
         sms: SMs it has.
-        granted: SMs of each part, in their order; empty: impossible here.
-        left: SMs that no part would have.
-        why: what stands against it; "" where it is possible.
-        nearest: where it is impossible, what comes nearest and is possible: SMs of each part, and
-            fewer parts where there is no room for as many.
+        granted: SMs of each part, in their order; empty if it is impossible here.
+        left: SMs that are in no part.
+        why: why it is impossible; "" if it is possible.
+        nearest: if it is impossible, the nearest that is possible: SMs of each part, and fewer
+            parts where not as many fit.
     """
 
     device: int
@@ -37,7 +37,7 @@ class SplitPreview:
 
     @property
     def is_possible(self) -> bool:
-        """Whether the device can ever grant it."""
+        """Whether the device can ever grant the request."""
         return bool(self.granted)
 
     def __str__(self) -> str:
@@ -47,8 +47,8 @@ class SplitPreview:
         return f"{where}: impossible: {self.why}; the nearest is {_listed(self.nearest) or 'none'}"
 
 
-def plan(device: Device, cells: DeviceCells, sizes: tuple[Size, ...]) -> SplitPreview:
-    """What a request for several partitions would get of a device cut like this. Pure.
+def preview(device: Device, cells: DeviceCells, sizes: tuple[Size, ...]) -> SplitPreview:
+    """Preview a request for several partitions on a device that is split like this. Pure.
 
     Raises:
         InvalidSize, InvalidRequest: what can never be right, on no device.
@@ -70,26 +70,28 @@ def plan(device: Device, cells: DeviceCells, sizes: tuple[Size, ...]) -> SplitPr
 def preview_devices(
     driver: str | Driver | None, sizes: tuple[Size, ...], *, fine: bool = False
 ) -> tuple[SplitPreview, ...]:
-    """What the request would get on each device of a driver, without a pool.
+    """Preview a request on each device of a driver, without a pool.
 
-    It opens and cuts each device as a pool would, makes no lane, and closes it again. Blocks.
+    Opens and splits each device as a pool would, makes no executor, and closes it again. Blocks.
 
     Raises:
         DriverUnavailable, NotSupported: no pool can be opened here; says what it takes.
-        InvalidSize, InvalidRequest: as `plan`.
+        InvalidSize, InvalidRequest: as `preview`.
     """
     parse_sizes(sizes)
     machine = drivers.open(driver)
     machine.initialise()
-    return tuple(_surveyed(machine, i, sizes, fine=fine) for i in range(machine.device_count()))
+    return tuple(
+        _preview_device(machine, i, sizes, fine=fine) for i in range(machine.device_count())
+    )
 
 
-def _surveyed(
+def _preview_device(
     machine: Driver, ordinal: int, sizes: tuple[Size, ...], *, fine: bool
 ) -> SplitPreview:
     device = Device(ordinal, driver=machine)
     try:
-        return plan(device, split_device(device, fine=fine).cells, sizes)
+        return preview(device, split_device(device, fine=fine).cells, sizes)
     finally:
         device.close()
 
@@ -112,7 +114,7 @@ def _why(cells: DeviceCells, parts: tuple[SizeRange, ...]) -> str:
 
 
 def _nearest(cells: DeviceCells, parts: tuple[SizeRange, ...]) -> tuple[int, ...]:
-    """Takes cells from the largest part, then parts from the end, until it fits."""
+    """Take cells from the largest part, then parts from the end, until the rest fits."""
     trial = [
         SizeRange(min(part.least, cells.total), min(part.least, cells.total), part.named)
         for part in parts

@@ -1,7 +1,7 @@
-"""What holds for a whole process: one pool to a device, and none in a forked child.
+"""Facts of a whole process: one pool to a device, and no pool in a forked child.
 
-CUDA does not survive a fork, and a lock may be held by a thread that a child does not have: so in
-a child each pool is told at once, before anything else runs there.
+CUDA does not survive a fork, and a thread that the child does not have may hold a lock, so each
+pool is told in the child before anything else runs there.
 """
 
 from __future__ import annotations
@@ -17,37 +17,37 @@ from greensched.errors import DeviceTaken
 
 
 class Forkable(Protocol):
-    """A pool."""
+    """What is told about a fork: a pool's lifecycle."""
 
     def forked(self) -> None: ...
 
 
 _pools: weakref.WeakSet[Forkable] = weakref.WeakSet()
-_taken: dict[tuple[int, int], Driver] = {}
+_claimed: dict[tuple[int, int], Driver] = {}
 _lock = threading.Lock()
 
 
-def take_device(driver: Driver, ordinal: int) -> None:
-    """Notes that a pool has a device.
+def claim_device(driver: Driver, ordinal: int) -> None:
+    """Record that a pool uses a device.
 
     Raises:
-        DeviceTaken: another one has it.
+        DeviceTaken: another pool uses it.
     """
     with _lock:
-        if (id(driver), ordinal) in _taken:
+        if (id(driver), ordinal) in _claimed:
             raise DeviceTaken(ordinal)
-        _taken[id(driver), ordinal] = driver
+        _claimed[id(driver), ordinal] = driver
 
 
 def release_devices(driver: Driver, ordinals: Sequence[int]) -> None:
-    """Notes that nobody has them any more."""
+    """Record that no pool uses these devices any more."""
     with _lock:
         for ordinal in ordinals:
-            _taken.pop((id(driver), ordinal), None)
+            _claimed.pop((id(driver), ordinal), None)
 
 
 def on_fork(pool: Forkable) -> None:
-    """Has a pool told, by `forked`, in each forked child."""
+    """Call `forked` of a pool in each forked child."""
     _pools.add(pool)
 
 

@@ -1,129 +1,160 @@
-"""What users ask of a pool, read and checked before anything is queued."""
+"""What a caller asks a pool for: parsed and checked before anything is queued."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypedDict, Unpack
 
-from greensched._validation import as_float
+from greensched._validation import as_float, is_count
 from greensched.device.buffers import Buffer
 from greensched.errors import InvalidRequest
 from greensched.kernels import Kernel
-from greensched.leasing.wish import LeaseRequest
-from greensched.scheduling.cells import parse_sizes
+from greensched.scheduling.cells import SizeRange, parse_sizes
 from greensched.scheduling.requests import Duration
 from greensched.scheduling.services import ServiceClass
 from greensched.typing import Size
 
-#: Latencies told at once, at most: counts of them are still whole numbers as floats.
-MOST_AT_ONCE = 10**9
-#: Wishes that are kept: one for each size of each class, of which few are asked for.
-SHARED = 1024
+#: Latencies reported at once, at most: counts of them are still exact as floats.
+MAX_COUNT = 10**9
+#: Requests kept for reuse, at most: one for each size of each class, of which a service has few.
+MAX_REUSED = 1024
+
+
+class LeaseOptions(TypedDict, total=False):
+    """The options of `Pool.partition`, which describes them."""
+
+    device: int | None
+    service: str | None
+    deadline: float | None
+    duration: Duration | None
+    near: Buffer | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LeaseRequest:
+    """What one partition, or one group of partitions, asks for.
+
+    Attributes:
+        parts: the size ranges, all granted together on one device.
+        sizes: the same as the caller wrote them.
+        device: the ordinal of the only device allowed; None: any.
+        service: the name of its class; "": none.
+        deadline: seconds from the request until it expires.
+        duration: what the lease is expected to take.
+        near: the ordinal of the preferred device.
+        is_reused: whether this object stands for all requests for the same, one size of one class,
+            so that the lease cache may keep leases under it.
+    """
+
+    parts: tuple[SizeRange, ...]
+    sizes: tuple[Size, ...]
+    device: int | None = None
+    service: str = ""
+    deadline: float | None = None
+    duration: Duration | None = None
+    near: int | None = None
+    is_reused: bool = False
+
+    def __str__(self) -> str:
+        return "sms=" + ", ".join([repr(size) for size in self.sizes])
 
 
 class RequestParser:
-    """What a pool is asked for.
+    """Parses the arguments of `Pool.partition` and its relatives.
 
     Args:
-        services: its classes.
+        services: the classes of the pool.
     """
 
     def __init__(self, services: Sequence[ServiceClass]) -> None:
         self.services = services
-        #: What was asked for by a size, and a class or none, as most is: one wish for each.
-        self._shared: dict[tuple[int, str | None], LeaseRequest] = {}
+        #: Requests for one size, with a class or without: most requests are such.
+        self._reused: dict[tuple[int, str | None], LeaseRequest] = {}
 
-    def one(
-        self,
-        sms: Size,
-        service: str | None,
-        device: int | None,
-        deadline: float | None,
-        duration: Duration | None,
-        near: Buffer | None,
-    ) -> LeaseRequest:
-        """Reads what `Pool.partition` is given; a number of SMs and a class alone, only once.
+    def parse(self, sms: Size, **options: Unpack[LeaseOptions]) -> LeaseRequest:
+        """Parse a request for one partition; the same one object for the same size and class.
 
         Raises:
             InvalidSize, InvalidRequest: what can never be right.
         """
-        if not (
-            type(sms) is int  # True is no size
-            and (service is None or type(service) is str)
-            and device is None
-            and deadline is None
-            and duration is None
-            and near is None
-        ):
-            return self.several((sms,), service, device, deadline, duration, near)
-        found = self._shared.get((sms, service))
+        service = options.get("service")
+        is_plain = not options or (len(options) == 1 and type(service) is str)
+        if not is_plain or type(sms) is not int:  # True is not a size
+            return self.parse_many((sms,), **options)
+        found = self._reused.get((sms, service))
         if found is None:
-            found = self.several((sms,), service)
-            if len(self._shared) < SHARED:
-                found.is_shared = True
-                self._shared[sms, service] = found
+            may_keep = len(self._reused) < MAX_REUSED
+            found = self.parse_many((sms,), is_reused=may_keep, **options)
+            if may_keep:
+                self._reused[sms, service] = found
         return found
 
-    def several(
+    def parse_many(
         self,
         sizes: tuple[Size, ...],
-        service: str | None = None,
+        *,
         device: int | None = None,
+        service: str | None = None,
         deadline: float | None = None,
         duration: Duration | None = None,
         near: Buffer | None = None,
+        is_reused: bool = False,
     ) -> LeaseRequest:
-        """Reads what `Pool.partitions` is given. Raises as `one`."""
-        if device is not None and (type(device) is not int or device < 0):
-            raise InvalidRequest(f"device={device!r} is no ordinal of a device")
+        """Parse a request for several partitions. Raises as `parse`."""
+        if device is not None and not is_count(device):
+            raise InvalidRequest(f"device={device!r}: give the ordinal of a device, such as 0")
         if service is not None:
             self._check_known(service)
-        until = checked_deadline(deadline)
         if near is not None and not isinstance(near, Buffer):
-            raise InvalidRequest(
-                f"near={near!r}: give a Buffer, to be on its device where it can be"
-            )
-        where = None if near is None else near.device
+            raise InvalidRequest(f"near={near!r}: give a Buffer, whose device is preferred")
         return LeaseRequest(
-            parse_sizes(sizes),
-            sizes,
-            device,
-            service or "",
-            until,
-            checked_duration(duration),
-            where,
+            parts=parse_sizes(sizes),
+            sizes=sizes,
+            device=device,
+            service=service or "",
+            deadline=checked_deadline(deadline),
+            duration=checked_duration(duration),
+            near=None if near is None else near.device,
+            is_reused=is_reused,
         )
 
     def check_observed(self, service: object, latency: object, count: object) -> None:
-        """Checks what `Pool.observe` is told.
+        """Check the arguments of `Pool.observe`.
 
         Raises:
-            InvalidRequest: no such class, or what is no latency or count.
+            InvalidRequest: an unknown class, or a value that is not a latency or a count.
         """
         self._check_known(service)
         if not 0 <= as_float(latency) < math.inf:
             raise InvalidRequest(f"latency={latency!r}: give seconds, at least 0")
-        if type(count) is not int or not 1 <= count <= MOST_AT_ONCE:
+        if type(count) is not int or not 1 <= count <= MAX_COUNT:
             raise InvalidRequest(
-                f"count={count!r}: give how many had it, at least 1 and at most {MOST_AT_ONCE}"
+                f"count={count!r}: give how many requests had it, from 1 to {MAX_COUNT}"
             )
 
     def _check_known(self, service: object) -> None:
         names = [one.name for one in self.services]
-        if not (isinstance(service, str) and service in names):  # no array: that is no truth value
+        if not (isinstance(service, str) and service in names):  # an array has no truth value
             known = ", ".join(names) or "none"
             raise InvalidRequest(
-                f"no service {service!r}: this pool has {known} (name it in Pool(services=[...]))"
+                f"unknown service {service!r}: this pool has {known} "
+                "(name it in Pool(services=[...]))"
             )
 
 
 def checked_duration(duration: object) -> Duration | None:
-    """Seconds that the work takes, or a curve of them."""
+    """Check an expected duration: seconds, or a curve.
+
+    Raises:
+        InvalidRequest: it is neither.
+    """
     if duration is None:
         return None
     methods = (getattr(duration, method, None) for method in ("at", "observe"))
     if not isinstance(duration, type) and all(map(callable, methods)):
-        return duration  # type: ignore[return-value]  # what has both is a curve
+        return duration  # type: ignore[return-value]  # an object with both methods is a curve
     number = as_float(duration)
     if not 0 < number < math.inf:
         raise InvalidRequest(
@@ -133,37 +164,26 @@ def checked_duration(duration: object) -> Duration | None:
 
 
 def checked_deadline(deadline: object) -> float | None:
-    """Seconds from now."""
+    """Check a deadline: seconds from now.
+
+    Raises:
+        InvalidRequest: it is not a positive number.
+    """
     if deadline is None:
         return None
-    until = as_float(deadline)
-    if not until > 0:
+    seconds = as_float(deadline)
+    if not seconds > 0:
         raise InvalidRequest(f"deadline={deadline!r}: give the seconds from now, more than 0")
-    return until
+    return seconds
 
 
-def one_of(name: str, value: object, known: tuple[object, ...]) -> object:
-    """An option that is one of a few."""
-    if not any(value is one or (isinstance(value, str) and value == one) for one in known):
-        raise InvalidRequest(f"{name}={value!r}: give {' or '.join(map(repr, known))}")
-    return value
+def checked_kernels(prepare: object) -> tuple[Kernel, ...]:
+    """Check the kernels of `Pool(prepare=...)`; each is returned once.
 
-
-def kernels(prepare: object) -> tuple[Kernel, ...]:
-    """Kernels, each once."""
+    Raises:
+        InvalidRequest: a value that is not a kernel.
+    """
     given = tuple(prepare) if isinstance(prepare, Iterable) else (prepare,)
     if not all(isinstance(kernel, Kernel) for kernel in given):
         raise InvalidRequest(f"prepare={prepare!r}: give kernels, such as [kernels.saxpy]")
     return tuple(dict.fromkeys(given))
-
-
-def ordinals(devices: object) -> tuple[int, ...]:
-    """Ordinals of devices, each once; another library's device says its own."""
-    given = tuple(devices) if isinstance(devices, Iterable) else ()
-    chosen = tuple(getattr(device, "device_id", device) for device in given)
-    whole = all(type(ordinal) is int and ordinal >= 0 for ordinal in chosen)
-    if not chosen or not whole or len(set(chosen)) != len(chosen):
-        raise InvalidRequest(
-            f"devices={devices!r}: give the ordinals, each once and at least one, such as [0, 1]"
-        )
-    return chosen

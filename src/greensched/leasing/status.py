@@ -1,10 +1,11 @@
-"""Where a pool is in its life, what it has, and how it ended."""
+"""The state of a pool, its statistics, and the report of its end."""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from greensched.device.buffers import MemoryQuota
 from greensched.leasing.device_pool import DevicePool
@@ -14,7 +15,7 @@ from greensched.scheduling.statistics import SchedulerStatistics, ServiceStatist
 
 
 class PoolState(enum.Enum):
-    """Where a pool is in its life."""
+    """The state of a pool."""
 
     NEW = "not open"
     OPENING = "opening"
@@ -27,13 +28,13 @@ class PoolState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class PoolStatistics(SchedulerStatistics):
-    """What a pool has and did. SMs over all devices; counts since it was opened.
+    """What a pool has and did: SMs over all devices, counts since it was opened.
 
     Attributes:
         waiting, requested, granted, cancelled, expired, refused: requests.
         sms_free, sms_leased, sms_draining: of the `sms_total`.
-        completion: `"word"`: streams write tickets to memory; `"event"`: they cannot here.
-        services: of each class; "": of those who named none.
+        completion: `"word"` if streams write tickets to memory; `"event"` if they cannot here.
+        services: the statistics of each class; "": of requests that name none.
     """
 
     state: PoolState
@@ -45,11 +46,15 @@ class PoolStatistics(SchedulerStatistics):
     completion: str
     services: Mapping[str, ServiceStatistics]
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return the same as values that `json.dumps` takes."""
+        return {**asdict(self), "state": self.state.value}
+
 
 def collect_statistics(
     state: PoolState, sites: Sequence[DevicePool], leases: int, scheduler: Scheduler
 ) -> PoolStatistics:
-    """What a pool has and did, at one moment: its desk's lock is held."""
+    """Collect what a pool has and did, at one moment; the caller holds the manager's lock."""
     crews = [crew for site in sites for crew in site.crews.values()]
     return PoolStatistics(
         state=state,
@@ -65,7 +70,7 @@ def collect_statistics(
 
 
 def update_quotas(known: dict[str, MemoryQuota], services: Iterable[ServiceClass]) -> None:
-    """What each class may have of memory; what it has already counts, once it is counted."""
+    """Set the memory quota of each class; a class without one is counted only if it had one."""
     for service in services:
         if service.name in known:
             known[service.name].most = service.memory_bytes
@@ -75,6 +80,6 @@ def update_quotas(known: dict[str, MemoryQuota], services: Iterable[ServiceClass
 
 @dataclass(frozen=True, slots=True)
 class CloseReport:
-    """How a pool ended: what it had to leave behind, leased or at work after the grace."""
+    """How a pool ended: `abandoned` names what was leased or had work after the grace."""
 
     abandoned: tuple[str, ...] = ()

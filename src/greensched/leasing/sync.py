@@ -1,8 +1,8 @@
-"""The pool for threads that run no loop: scripts, notebooks' cells, servers that call a function.
+"""`pool.sync`: the pool for threads that run no loop: scripts, notebooks, synchronous servers.
 
-Nothing is scheduled here. A loop runs on a thread of anyio's (a blocking portal), everything is
-asked of the pool there, and the caller blocks until it is answered: so there is one semantics, and
-`await` is left out.
+Nothing is scheduled here. A loop runs on a thread of anyio's (a blocking portal), every call goes
+to the pool there, and the caller blocks until it has returned: so there is one semantics, without
+`await`.
 """
 
 from __future__ import annotations
@@ -11,24 +11,20 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager, suppress
-from functools import partial
-from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
+from functools import update_wrapper
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
 
 import anyio
-import numpy.typing as npt
 from anyio.from_thread import BlockingPortalProvider
 
 from greensched._asynclib import in_event_loop
-from greensched.device.buffers import Buffer, PinnedBuffer
-from greensched.device.launch import LaunchConfig
+from greensched.device.device import Device
 from greensched.errors import ForkedPool, LoopWouldBlock, PartitionClosed
 from greensched.execution.eventloop.adapters import asker, current_door
-from greensched.execution.jobs import Job, ProgressCallback
-from greensched.kernels import Kernel
-from greensched.leasing.partition import Array, Partition
+from greensched.leasing.partition import Partition
+from greensched.leasing.requests import LeaseOptions
 from greensched.leasing.status import CloseReport, PoolState
-from greensched.scheduling.requests import Duration
-from greensched.typing import DeviceArray, Size
+from greensched.typing import Size
 
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
@@ -42,21 +38,21 @@ V = TypeVar("V")
 
 
 class SyncPool:
-    """`pool.sync`: what a pool does, for threads without a loop. Made by its pool.
+    """The pool for threads without a loop. Made by `pool.sync`.
 
         with pool.sync, pool.sync.partition(16) as p:
             y = p.run(function, x)
 
-    `with pool.sync:` opens the pool and closes it. A pool that is open already, wherever, is used
-    as it is. Any number of threads may use it at once; each counts as one task does. While a block
-    of it is open a loop runs on a thread of its own.
+    `with pool.sync:` opens the pool and closes it. A pool that is open already is used as it is.
+    Any number of threads may use it at once; each counts as one task. While a block of it is open,
+    a loop runs on a thread of its own.
 
     Everything blocks until it is done, and raises what the `await` would. An interrupt (Ctrl-C) is
     a cancellation: it leaves behind what that does.
 
     Raises, everywhere:
         LoopWouldBlock: a loop runs on the calling thread: use the pool itself, with `await`.
-        ForkedPool: this is a forked child of the process that opened it.
+        ForkedPool: this is a forked child of the process that opened the pool.
     """
 
     def __init__(self, pool: Pool, new_loop: Callable[[], AbstractEventLoop] | None) -> None:
@@ -67,10 +63,10 @@ class SyncPool:
         #: Whether `open` keeps the portal.
         self._is_kept = False
 
-    # -- its life ----------------------------------------------------------------------------------
+    # -- opening and closing -----------------------------------------------------------------------
 
     def open(self) -> None:
-        """Opens the pool, and keeps a loop until `close`. Idempotent. Raises as `Pool.open`."""
+        """Open the pool, and keep a loop until `close`. Idempotent. Raises as `Pool.open`."""
         self._check()
         with self._lock:
             if not self._is_kept:
@@ -79,21 +75,21 @@ class SyncPool:
         try:
             self.call(self._pool.open)
         except BaseException:
-            self._let_go()
+            self._release_portal()
             raise
 
     def close(self, grace: float | None = None) -> CloseReport:
-        """Closes the pool. Idempotent. See `Pool.aclose`, whose grace it has unless one is given.
+        """Close the pool, within a grace, or the default one. Idempotent. See `Pool.aclose`.
 
         Raises:
-            InvalidRequest: the grace is no number of seconds; nothing is closed.
+            InvalidRequest: the grace is not a number of seconds; nothing is closed.
         """
         graces = () if grace is None else (grace,)
         report = self.call(self._pool.aclose, *graces)
-        self._let_go()
+        self._release_portal()
         return report
 
-    def _let_go(self) -> None:
+    def _release_portal(self) -> None:
         with self._lock:
             was_kept, self._is_kept = self._is_kept, False
         if was_kept:
@@ -109,42 +105,24 @@ class SyncPool:
     # -- asking for SMs ----------------------------------------------------------------------------
 
     def partition(
-        self,
-        sms: Size,
-        *,
-        device: int | None = None,
-        service: str | None = None,
-        deadline: float | None = None,
-        duration: Duration | None = None,
-        near: Buffer | None = None,
+        self, sms: Size, **options: Unpack[LeaseOptions]
     ) -> AbstractContextManager[SyncPartition]:
-        """A lease, to be used with `with`, which waits for it. See `Pool.partition`."""
-        lease = self._pool.partition(
-            sms, device=device, service=service, deadline=deadline, duration=duration, near=near
-        )
-        return self._block(lease, self._wrap)
+        """Ask for a lease, to be used with `with`, which waits for it. See `Pool.partition`."""
+        return self._block(self._pool.partition(sms, **options), self._wrap)
 
     def partitions(
-        self,
-        *sizes: Size,
-        device: int | None = None,
-        service: str | None = None,
-        deadline: float | None = None,
-        duration: float | None = None,
-        near: Buffer | None = None,
+        self, *sizes: Size, **options: Unpack[LeaseOptions]
     ) -> AbstractContextManager[tuple[SyncPartition, ...]]:
-        """Several leases granted together. See `Pool.partitions`."""
-        together = self._pool.partitions(
-            *sizes, device=device, service=service, deadline=deadline, duration=duration, near=near
-        )
-        return self._block(together, lambda granted: tuple(map(self._wrap, granted)))
+        """Ask for several leases granted together. See `Pool.partitions`."""
+        group = self._pool.partitions(*sizes, **options)
+        return self._block(group, lambda granted: tuple(map(self._wrap, granted)))
 
     def _wrap(self, partition: Partition) -> SyncPartition:
         return SyncPartition(self, partition)
 
     @contextmanager
     def _block(self, block: AbstractAsyncContextManager[E], wrap: Callable[[E], V]) -> Iterator[V]:
-        """An `async with` as a `with`; its loop runs as long as it is open."""
+        """Turn an `async with` into a `with`; its loop runs while the block is open."""
         self._check()
         with self._portals:
             try:
@@ -158,21 +136,21 @@ class SyncPool:
     # -- calling -----------------------------------------------------------------------------------
 
     def call(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
-        """Runs an async function on the pool's loop: for work that is to overlap within a lease.
+        """Run an async function on the pool's loop, for work that overlaps within a lease.
 
-        With `p.partition` of a `SyncPartition` it has all that the pool does for tasks. Tasks that
-        it starts count as tasks do; itself, it counts as the thread.
+        With `p.partition` of a `SyncPartition` it can do all that the pool offers to tasks. The
+        function counts as the calling thread; the tasks that it starts count as tasks.
         """
         self._check()
-        errand = _PortalCall(function, args)
+        call = _PortalCall(function, args)
         with self._portals as portal:
             try:
-                future: Future[T] = portal.start_task_soon(errand.run)
+                future: Future[T] = portal.start_task_soon(call.run)
                 return future.result()
             except Exception:
                 raise
             except BaseException:  # an interrupt, which may come at any line above
-                portal.call(errand.end)
+                portal.call(call.cancel)
                 raise
 
     def _check(self) -> None:
@@ -186,38 +164,55 @@ class SyncPool:
 
 
 class _PortalCall:
-    """A coroutine function called on the portal's loop, and how to end it there."""
+    """A call of a coroutine function on the portal's loop, which can be cancelled there."""
 
     def __init__(self, function: Callable[..., Awaitable[Any]], args: tuple[Any, ...]) -> None:
         self._function = function
         self._args = args
         self._thread = threading.current_thread()
         self._scope: anyio.CancelScope | None = None
-        self._over: anyio.Event
+        self._ended: anyio.Event
 
     async def run(self) -> Any:
-        self._over = anyio.Event()
+        self._ended = anyio.Event()
         asker.set((current_door().current_task(), self._thread))  # in a context of its own
         try:
             with anyio.CancelScope() as self._scope:
                 return await self._function(*self._args)
         finally:
-            self._over.set()
+            self._ended.set()
 
-    async def end(self) -> None:
-        """Cancels it, and waits until it has ended: a cancelled task is free at once.
+    async def cancel(self) -> None:
+        """Cancel the call, and wait until it has ended, which a cancelled task does at once.
 
-        Asked for behind it, so what has not begun by now was never handed over.
+        The portal runs this behind the call: if that has not begun by now, it never will.
         """
         if self._scope is not None:
             self._scope.cancel()
-            await self._over.wait()
+            await self._ended.wait()
+
+
+def _blocking(
+    method: Callable[Concatenate[Partition, P], Awaitable[T]],
+) -> Callable[Concatenate[SyncPartition, P], T]:
+    """Make the method of `SyncPartition` that waits for a method of `Partition`."""
+
+    def blocking(self: SyncPartition, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        async def call() -> T:
+            return await method(self.partition, *args, **kwargs)
+
+        return self._sync.call(call)
+
+    update_wrapper(blocking, method)
+    blocking.__doc__ = f"Call `Partition.{method.__name__}`, and wait for what it returns."
+    return blocking
 
 
 class SyncPartition:
     """A lease, for threads without a loop: where `Partition` returns a job, this waits for it.
 
-    For any thread, inside the block. Facts, arguments and errors are `Partition`'s.
+    For any thread, inside the block. Arguments, values and errors are those of the methods of
+    `Partition` with the same names. To overlap several: `SyncPool.call`.
 
     Attributes:
         partition: the lease itself, for `SyncPool.call`.
@@ -231,79 +226,43 @@ class SyncPartition:
 
     @property
     def sm_count(self) -> int:
-        """The SMs it was granted."""
+        """The SMs that were granted."""
         return self.partition.sm_count
 
     @property
-    def device(self) -> int:
-        """The ordinal of its device."""
+    def device(self) -> Device:
+        """Its device."""
         return self.partition.device
 
-    def _wait(self, submit: Callable[..., Job[T]], /, *args: Any, **kwargs: Any) -> T:
-        async def job() -> T:
-            return await submit(*args, **kwargs)
+    @property
+    def device_id(self) -> int:
+        """The ordinal of its device."""
+        return self.partition.device_id
 
-        return self._sync.call(job)
-
-    def checkpoint(self, duration: Duration | None = None, *, deadline: float | None = None) -> int:
-        """Waits for the lease's work, lets its SMs be changed, and says how many it has now."""
-        return self._sync.call(partial(self.partition.checkpoint, duration, deadline=deadline))
+    checkpoint = _blocking(Partition.checkpoint)
+    launch = _blocking(Partition.launch)
+    prepare = _blocking(Partition.prepare)
+    empty = _blocking(Partition.empty)
+    empty_like = _blocking(Partition.empty_like)
+    empty_pinned = _blocking(Partition.empty_pinned)
+    upload = _blocking(Partition.upload)
+    download = _blocking(Partition.download)
+    copy = _blocking(Partition.copy)
 
     def run(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Calls a blocking function on the partition's own thread, on these SMs."""
-        result: T = self._wait(self.partition.run, fn, *args, **kwargs)
+        """Call a blocking function on these SMs. See `Partition.run`."""
+        result: T = _run(self, fn, *args, **kwargs)
         return result
 
     def local(self, factory: Callable[[], T]) -> T:
-        """What a function makes for these SMs, once."""
-        result: T = self._wait(self.partition.local, factory)
+        """Return what a function makes for these SMs, once. See `Partition.local`."""
+        result: T = _local(self, factory)
         return result
-
-    def launch(self, config: LaunchConfig, kernel: Kernel, *args: object) -> None:
-        """Launches a kernel, and waits for it. For several behind each other: `SyncPool.call`."""
-        self._wait(self.partition.launch, config, kernel, *args)
-
-    def prepare(self, config: LaunchConfig, kernel: Kernel) -> None:
-        """Compiles and loads a kernel for these SMs."""
-        self._wait(self.partition.prepare, config, kernel)
-
-    def empty(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike = "float32") -> Buffer:
-        """An uninitialised buffer on the device."""
-        return self._wait(self.partition.empty, shape, dtype)
-
-    def empty_like(self, like: Buffer | Array) -> Buffer:
-        """An uninitialised buffer of the same shape and dtype."""
-        return self._wait(self.partition.empty_like, like)
-
-    def empty_pinned(
-        self, shape: int | tuple[int, ...], dtype: npt.DTypeLike = "float32"
-    ) -> PinnedBuffer:
-        """Zeroed host memory that the device reads and writes directly."""
-        return self._wait(self.partition.empty_pinned, shape, dtype)
-
-    def upload(self, array: npt.ArrayLike, *, progress: ProgressCallback | None = None) -> Buffer:
-        """Copies an array to new device memory."""
-        return self._wait(self.partition.upload, array, progress=progress)
-
-    def download(
-        self,
-        buffer: Buffer | DeviceArray,
-        out: Array | None = None,
-        *,
-        progress: ProgressCallback | None = None,
-    ) -> Array:
-        """Copies a buffer to a numpy array: a new one, or `out`."""
-        return self._wait(self.partition.download, buffer, out, progress=progress)
-
-    def copy(
-        self,
-        dst: Buffer | DeviceArray,
-        src: Buffer | DeviceArray | Array,
-        *,
-        progress: ProgressCallback | None = None,
-    ) -> None:
-        """Copies a buffer, or an array, into an existing buffer."""
-        self._wait(self.partition.copy, dst, src, progress=progress)
 
     def __repr__(self) -> str:
         return repr(self.partition)
+
+
+# Generic methods lose their type variables in `_blocking`.
+_run: Callable[..., Any] = _blocking(Partition.run)
+_local: Callable[..., Any] = _blocking(Partition.local)

@@ -107,7 +107,7 @@ class PoolActor:
             node=context.get_node_id(),
             pid=os.getpid(),
             uuid=device.uuid if device.driver.needs_binary else None,
-            most=self.pool.plan(ALL)[0].granted[0],
+            most=self.pool.preview(ALL)[0].granted[0],
             snapshot=self.snapshot(),
         )
 

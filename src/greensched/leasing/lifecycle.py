@@ -1,0 +1,255 @@
+"""Opening and closing a pool: the one place that starts it and the one place that ends it.
+
+A pool is NEW, then OPENING, OPEN, CLOSING and CLOSED; POISONED after a device fault; FORKED in a
+forked child. Everything that blocks happens on one thread, the builder.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass
+
+from greensched import driver as drivers
+from greensched.device.device import Device
+from greensched.driver.interface import Driver
+from greensched.errors import DriverUnavailable, PoolClosed
+from greensched.execution.background import BackgroundTask
+from greensched.execution.threads import WorkerThread
+from greensched.kernels import Kernel
+from greensched.leasing import asking, process
+from greensched.leasing.device_pool import MAX_EXTRA, DevicePool
+from greensched.leasing.manager import LeaseManager
+from greensched.leasing.status import CloseReport, PoolState
+from greensched.scheduling.placement import Placement
+from greensched.scheduling.policies import Order
+from greensched.scheduling.services import ServiceClass
+from greensched.typing import CaptureMode
+
+logger = logging.getLogger("greensched")
+
+
+@dataclass(frozen=True, slots=True)
+class PoolOptions:
+    """What a pool opens, and how: the checked arguments of `Pool`.
+
+    Attributes:
+        max_extra: executors of shapes that are not prebuilt, kept for each device at most.
+    """
+
+    driver: str | Driver | None
+    devices: tuple[int, ...] | None
+    services: tuple[ServiceClass, ...]
+    policy: Order
+    placement: Placement
+    max_waiting: int
+    fine: bool
+    balanced: bool
+    prepare: tuple[Kernel, ...]
+    reserve_bytes: int
+    max_extra: int = MAX_EXTRA
+
+
+class PoolLifecycle:
+    """Opens one pool, and closes it once.
+
+    While there is a manager, that has the state: a device fault changes it, too.
+    """
+
+    def __init__(self, options: PoolOptions) -> None:
+        self.options = options
+        #: Also the manager's lock.
+        self.lock = threading.Lock()
+        self._manager: LeaseManager | None = None
+        self._opening: BackgroundTask[None] | None = None
+        self._closing: BackgroundTask[CloseReport] | None = None
+        #: The devices are being closed, or will be as soon as the builder gets to it.
+        self._is_ending = False
+        process.on_fork(self)
+
+    @property
+    def state(self) -> PoolState:
+        """The state of the pool now."""
+        if self._manager is not None:
+            return self._manager.state
+        return PoolState.NEW if self._closing is None else PoolState.CLOSED
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The device fault that ended the pool, if one did."""
+        return None if self._manager is None else self._manager.fault
+
+    @property
+    def device_pools(self) -> tuple[DevicePool, ...]:
+        """The devices, in the order of the options; none before the pool is open."""
+        return () if self._manager is None else self._manager.sites
+
+    def manager(self) -> LeaseManager:
+        """Return the manager of the leases.
+
+        Raises:
+            PoolClosed: the pool is not open yet, or was closed before it was.
+        """
+        manager = self._manager
+        if manager is None or not manager.sites:
+            hint = ": use `async with pool:` or `await pool.open()`"
+            raise PoolClosed("this pool", self.state.value + hint)
+        return manager
+
+    # -- opening ---------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """Open the devices, split them, and make executors. Idempotent. See `Pool.open`."""
+        with self.lock:
+            if self._closing is not None:
+                raise PoolClosed("this pool")
+            if self._manager is not None:
+                self._manager.check()
+            if self._opening is None:
+                driver = drivers.open(self.options.driver)
+                builder = WorkerThread(driver, "greensched builder", is_relaxed=False)
+                manager = LeaseManager(driver, builder, self.lock)
+                opening = BackgroundTask(lambda: self._build(manager))
+                builder.submit(opening.do)  # raises RuntimeError where no thread can be started
+                self._manager, self._opening = manager, opening
+            opening = self._opening
+        try:
+            await opening.wait()
+        except DriverUnavailable as error:
+            # The message says what to install; the frames of the builder say nothing more.
+            raise error.with_traceback(None) from None
+
+    def _build(self, manager: LeaseManager) -> None:
+        """Do everything of the opening that blocks; a failed opening leaves nothing open.
+
+        On the builder.
+        """
+        options, driver = self.options, manager.driver
+        device_pools: list[DevicePool] = []
+        claimed: list[int] = []
+        try:
+            driver.initialise()
+            driver.exchange_capture_mode(CaptureMode.RELAXED)
+            every = range(driver.device_count())
+            for ordinal in every if options.devices is None else options.devices:
+                device = Device(ordinal, driver=driver)
+                process.claim_device(driver, ordinal)
+                claimed.append(ordinal)
+                device_pool = DevicePool(
+                    device,
+                    manager,
+                    options.prepare,
+                    options.reserve_bytes,
+                    fine=options.fine,
+                    balanced=options.balanced,
+                    max_extra=options.max_extra,
+                )
+                device_pools.append(device_pool)
+            for each in device_pools:
+                each.neighbours = {o.device.ordinal: o for o in device_pools if o is not each}
+            manager.start(
+                device_pools,
+                options.policy,
+                options.max_waiting,
+                options.services,
+                options.placement,
+            )
+        except BaseException:
+            for device_pool in device_pools:
+                device_pool.abandon()
+            process.release_devices(driver, claimed)
+            with self.lock:  # the next open() starts anew
+                self._opening = self._manager = None
+            manager.builder.dismiss()
+            raise
+
+    # -- closing ---------------------------------------------------------------------------------
+
+    async def close(self, grace: float) -> CloseReport:
+        """Stop granting, wait for the leases within a grace, then end all. See `Pool.aclose`."""
+        if self.state is PoolState.FORKED:
+            return CloseReport()
+        manager, closing = self._manager, self._begin_closing()
+        try:
+            if manager is not None:
+                manager.stop()
+                if manager.sites:
+                    await asking.wait_for_leases(manager, grace)
+        finally:
+            self._finish_closing(manager, closing)
+        return await closing.wait()
+
+    def abort(self) -> None:
+        """Have a thread close the pool, without a grace. Takes no lock and never waits.
+
+        For a block that the collector ends: it may interrupt a thread that holds the lock.
+        """
+        manager = self._manager
+        if manager is None or self._is_ending:
+            return
+
+        def close() -> None:
+            closing = self._begin_closing()
+            manager.stop()
+            self._finish_closing(manager, closing)
+
+        manager.builder.submit(close)
+
+    def _begin_closing(self) -> BackgroundTask[CloseReport]:
+        with self.lock:
+            if self._closing is None:
+                self._closing = BackgroundTask(self._end)
+            return self._closing
+
+    def _finish_closing(
+        self, manager: LeaseManager | None, closing: BackgroundTask[CloseReport]
+    ) -> None:
+        """Have the builder end everything; the first caller whose grace is over does.
+
+        The manager is the caller's: an opening that fails meanwhile resets the attribute.
+        """
+        with self.lock:
+            if self._is_ending:
+                return
+            self._is_ending = True
+        if manager is None:
+            closing.do()
+            return
+        builder = closer = manager.builder
+        if manager.is_held_up:
+            closer = WorkerThread(manager.driver, "greensched closer")
+        closer.submit(closing.do)
+        for thread in (closer, builder):
+            thread.dismiss()  # once that is done
+
+    def _end(self) -> CloseReport:
+        """Close every device. On the builder, or beside it where that is held up."""
+        manager = self._manager
+        if manager is None:
+            return CloseReport()
+        abandoned = manager.close()
+        ordinals = [device_pool.device.ordinal for device_pool in manager.sites]
+        process.release_devices(manager.driver, ordinals)
+        if abandoned:
+            logger.warning("the pool was closed over leases or work: %s", ", ".join(abandoned))
+        return CloseReport(tuple(abandoned))
+
+    def forked(self) -> None:
+        """In a forked child: use new locks, and refuse everything. See `process`."""
+        self.lock = threading.Lock()  # a thread that the child does not have may hold the old one
+        if self._manager is not None:
+            self._manager.forked(self.lock)
+
+    # -- for partitions --------------------------------------------------------------------------
+
+    def opened(self) -> LeaseManager:
+        """Return the manager."""
+        return self.manager()
+
+    def take(self, _: object) -> None:
+        """Nothing is cached before the pool is open."""
+
+    @property
+    def grantor(self) -> PoolLifecycle | LeaseManager:
+        """What a partition asks."""
+        return self if self._manager is None or not self._manager.sites else self._manager
