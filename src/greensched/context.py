@@ -315,7 +315,6 @@ class Context(ContextLimits):
         Raises:
             InvalidRequest: a blocking stream; what is no priority; or a primary context, whose
                 streams `Device.create_stream` makes, because they run on every SM.
-            NotSupported: it is green, and the driver is below CUDA 12.5.
         """
         self._check()
         if self.kind == "primary":

@@ -55,8 +55,6 @@ ExecutableHandle = NewType("ExecutableHandle", object)
 class Feature(enum.Enum):
     """What a driver may or may not have; the value says what it takes."""
 
-    COMBINED_RESOURCES = "several resources in one descriptor (CUDA 12.5)"
-    GREEN_STREAMS = "streams made from a green context (CUDA 12.5)"
     STRUCTURED_SPLIT = "a split into groups of different sizes (CUDA 13.1)"
     STREAM_RESOURCES = "asking a stream for its resources (CUDA 13.1)"
     WORKQUEUES = "work-queue resources (CUDA 13.1)"
@@ -140,7 +138,7 @@ class DeviceFacts:
 class ResourceFacts:
     """An SM resource: how many SMs, the smallest group, and the step between sizes.
 
-    `min_partition_size` and `coscheduled_alignment` are 0 where the driver does not say (12.x).
+    `min_partition_size` and `coscheduled_alignment` are 0 where the driver does not say.
     `flags` are those of the group (CUdevSmResourceGroup_flags); 0 below 13.1.
     """
 

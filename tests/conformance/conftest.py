@@ -1,7 +1,6 @@
 """The conformance suite: one suite, unchanged, on every driver and clock, and every version.
 
-The oldest driver has no pools: it runs the modules that say `BELOW_POOLS = True`. What is of loops
-and leases alone, `IS_VERSIONED = False`, runs on the newest.
+Modules that test loops and leases alone, `IS_VERSIONED = False`, run on the default driver only.
 """
 
 from __future__ import annotations
@@ -11,16 +10,14 @@ from importlib.util import find_spec
 
 import pytest
 
-from helpers.backend import CUDA, OLDER, OLDEST, SIMULATED, Backend, standin_library
+from helpers.backend import CUDA, NEWER, SIMULATED, Backend, standin_library
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "backend" in metafunc.fixturenames:
         everything: tuple[tuple[str, ...], ...] = SIMULATED
         if getattr(metafunc.module, "IS_VERSIONED", True):
-            everything += OLDER
-        if getattr(metafunc.module, "BELOW_POOLS", False):
-            everything += OLDEST
+            everything += NEWER
         if metafunc.config.getoption("--driver") == "cuda":
             everything = CUDA
         if metafunc.definition.get_closest_marker("real_time"):

@@ -22,10 +22,7 @@ from greensched import (
 )
 from greensched.device.thread_state import here
 from greensched.driver.interface import Driver
-from greensched.typing import Feature
-from helpers.backend import Backend, needs, opened
-
-BELOW_POOLS = True
+from helpers.backend import Backend, opened
 
 THREADS = 4
 TURNS = 50
@@ -501,7 +498,6 @@ def test_what_is_pushed_in_a_block_ends_with_it(backend: Backend) -> None:
 def test_a_green_context_on_a_second_thread_is_refused_with_both_named(backend: Backend) -> None:
     """However it became current; launching on its stream from there is fine."""
     with opened(backend) as (device,):
-        needs(device.driver, Feature.GREEN_STREAMS)
         green = green_of(device)
         stream = green.create_stream()
 
@@ -549,7 +545,6 @@ def test_a_thread_that_ends_gives_its_green_context_up(backend: Backend) -> None
 def test_streams_and_events_of_a_context_of_its_own_do_not_mix(backend: Backend) -> None:
     """With green ones they are refused, both named, before the driver hears of it."""
     with opened(backend) as (device,), ExitStack() as stack:
-        needs(device.driver, Feature.GREEN_STREAMS)
         own, other = (stack.enter_context(closing(Context.create(device))) for _ in range(2))
         green = stack.enter_context(closing(green_of(device)))
         mine, theirs = own.create_stream(), green.create_stream()
@@ -575,7 +570,6 @@ def test_streams_and_events_of_a_context_of_its_own_do_not_mix(backend: Backend)
 def test_what_outlives_its_context_says_so_and_names_both(backend: Backend) -> None:
     """A stream or event used after its context's end is our error, with the context in it."""
     with opened(backend) as (device,):
-        needs(device.driver, Feature.GREEN_STREAMS)
         for context in (Context.create(device), green_of(device)):
             stream, event = context.create_stream(), context.create_event()
             context.close()
@@ -637,7 +631,6 @@ def test_a_kernel_runs_in_a_context_of_its_own(backend: Backend) -> None:
 def test_pools_use_no_context_of_its_own(backend: Backend) -> None:
     """A pool opened and used inside a block of one has green contexts of the primary."""
     with opened(backend) as (device,), closing(Context.create(device)) as own:
-        needs(device.driver, Feature.COMBINED_RESOURCES)
         pool = greensched.Pool([0], driver=device.driver)
 
         def inside(context: Context) -> tuple[bool, bool]:

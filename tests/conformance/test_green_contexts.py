@@ -30,8 +30,6 @@ from greensched.kernels import fill
 from greensched.typing import ContextHandle, Feature, GreenHandle, HostMemory, StreamHandle
 from helpers.backend import Backend, needs, opened
 
-BELOW_POOLS = True
-
 N = 1000
 CONFIG = LaunchConfig(grid=8, block=64)
 
@@ -81,7 +79,6 @@ class Mapped:
 def test_a_kernel_of_a_green_context_does_its_work(backend: Backend) -> None:
     """A kernel on its stream writes what it should, and nothing is made current for it."""
     with opened(backend) as (device,):
-        needs(device.driver, Feature.GREEN_STREAMS)
         with (
             greens(device, 1) as (green,),
             closing(Mapped(device)) as memory,
@@ -97,7 +94,6 @@ def test_a_kernel_of_a_green_context_does_its_work(backend: Backend) -> None:
 def test_two_contexts_run_kernels_of_their_own(backend: Backend) -> None:
     """Two green contexts fill two buffers at once, each with its own value."""
     with opened(backend) as (device,), ExitStack() as stack:
-        needs(device.driver, Feature.GREEN_STREAMS)
         contexts = stack.enter_context(greens(device, 2))
         memory = [stack.enter_context(closing(Mapped(device))) for _ in contexts]
         streams = [stack.enter_context(closing(c.create_stream())) for c in contexts]
@@ -144,7 +140,6 @@ def test_two_contexts_have_no_more_than_the_device(backend: Backend) -> None:
 def test_an_event_recorded_on_a_green_stream_is_of_its_context(backend: Backend) -> None:
     """It says so, mixes with no context of its own, and ends with the green one."""
     with opened(backend) as (device,), closing(Context.create(device)) as own:
-        needs(device.driver, Feature.GREEN_STREAMS)
         with greens(device, 1) as (green,), closing(own.create_stream()) as other:
             stream = green.create_stream()
             event, kept = stream.record(), stream.record()

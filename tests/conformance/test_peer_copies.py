@@ -20,7 +20,7 @@ from helpers.waiting import still_waits
 IS_VERSIONED = False
 
 #: Two devices with a way between them, and two kinds of pair without one.
-PAIRS = ("h20x2", "h20x2@12.5", "h20x2@13.0", "rtx4090x2", "h200+l40s")
+PAIRS = ("h20x2", "h20x2@13.1", "rtx4090x2", "h200+l40s")
 RNG = np.random.default_rng(11)
 ONES = np.ones(CHUNK // 4 + 100, np.float32)
 

@@ -25,8 +25,6 @@ from greensched.kernels import spin
 from greensched.typing import Feature
 from helpers.backend import Backend, needs
 
-BELOW_POOLS = True
-
 
 @pytest.fixture
 def device(backend: Backend) -> Iterator[Device]:
@@ -283,7 +281,6 @@ def test_a_context_needs_resources(device: Device) -> None:
 
 def test_contexts_and_streams_say_what_they_were_given(device: Device) -> None:
     """Each has the SMs of its groups, and their streams the same; the primary has all."""
-    needs(device.driver, Feature.GREEN_STREAMS)
     least = step(device)
     groups = cut(device, least, least, least)
     one = device.create_context(ContextOptions(resources=groups[:1]))
@@ -352,16 +349,14 @@ def test_streams_of_a_green_context_are_non_blocking(device: Device) -> None:
         for maker in (context, device):
             with pytest.raises(InvalidRequest, match="priority="):
                 maker.create_stream(priority=wrong)  # type: ignore[arg-type]
-    if device.driver.supports(Feature.GREEN_STREAMS):
-        least, greatest = 0, -1
-        for priority in (least, greatest):
-            context.create_stream(priority=priority).close()
+    least, greatest = 0, -1
+    for priority in (least, greatest):
+        context.create_stream(priority=priority).close()
     context.close()
 
 
 def test_unsplit_sms_are_combined_with_nothing(device: Device) -> None:
     """The whole device beside a group of it is refused, and the reason is said."""
-    needs(device.driver, Feature.COMBINED_RESOURCES)
     with pytest.raises(greensched.InvalidCombination, match="unsplit"):
         device.create_context(
             ContextOptions(resources=[*cut(device, step(device)), device.resources.sm])

@@ -9,7 +9,7 @@ import pytest
 
 from greensched import driver
 from greensched.driver import simulated
-from greensched.driver.simulated import PRESETS, VERSIONS
+from greensched.driver.simulated import PRESETS
 from greensched.driver.simulated.device_models import even, parse
 from greensched.errors import CUDAError, InvalidRequest
 
@@ -62,13 +62,13 @@ def test_an_even_layout_is_even(sms: int, gpcs: int) -> None:
 @pytest.mark.parametrize(
     ("spec", "names", "version"),
     [
-        ("h200", ["H200"], VERSIONS[-1]),
-        ("H200 ", ["H200"], VERSIONS[-1]),
-        ("h200x2+l40s", ["H200", "H200", "L40S"], VERSIONS[-1]),
-        ("rtx4090", ["RTX 4090"], VERSIONS[-1]),
-        ("rtx4090x3", ["RTX 4090"] * 3, VERSIONS[-1]),
+        ("h200", ["H200"], (13, 0)),
+        ("H200 ", ["H200"], (13, 0)),
+        ("h200x2+l40s", ["H200", "H200", "L40S"], (13, 0)),
+        ("rtx4090", ["RTX 4090"], (13, 0)),
+        ("rtx4090x3", ["RTX 4090"] * 3, (13, 0)),
         ("h100@13.0", ["H100 SXM"], (13, 0)),
-        ("a100 + t4@12.4", ["A100 SXM", "T4"], (12, 4)),
+        ("a100 + t4@13.1", ["A100 SXM", "T4"], (13, 1)),
         ("h200x10@13.4", ["H200"] * 10, (13, 4)),
     ],
 )
@@ -92,7 +92,7 @@ def test_a_machine_by_its_name(spec: str, names: list[str], version: tuple[int, 
         ("h200@", "is no simulated device"),
         ("h200@13", "is no simulated device"),
         ("h200@13.0@13.1", "is no simulated device"),
-        ("h200@11.8", r"no simulated CUDA 11\.8: there is 12\.4"),
+        ("h200@11.8", r"no simulated CUDA 11\.8: there is 13\.0"),
     ],
 )
 def test_a_name_that_is_none_is_refused(spec: str, message: str) -> None:

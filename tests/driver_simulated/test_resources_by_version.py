@@ -29,8 +29,8 @@ from greensched.driver.simulated import Fail, Span
 from greensched.errors import CUDAError
 from greensched.kernels import spin
 
-VERSIONS = ("12.4", "12.5", "13.0", "13.1", "13.4")
-OLD, NEW = VERSIONS[:3], VERSIONS[3:]
+VERSIONS = ("13.0", "13.1", "13.4")
+OLD, NEW = VERSIONS[:1], VERSIONS[1:]
 Open = Callable[..., Device]
 
 
@@ -67,8 +67,7 @@ def test_equal_groups_on_every_version(opened: Open, version: str) -> None:
     assert sizes(device, count=16) == ([16], 116)
     assert sizes(device, count=(16, 16, 16)) == ([16] * 3, 84)
     assert sizes(device, count=(8,) * 15) == ([8] * 15, 12)
-    if version != "12.4":
-        assert sizes(device, count=(10, 10), coscheduled_sm_count=2) == ([10, 10], 112)
+    assert sizes(device, count=(10, 10), coscheduled_sm_count=2) == ([10, 10], 112)
 
 
 @pytest.mark.parametrize("version", OLD)
@@ -91,15 +90,7 @@ def test_what_needs_a_structured_split_says_so(
         sizes(opened(f"h200@{version}"), **options)
 
 
-def test_finer_groups_need_12_5(opened: Open) -> None:
-    """A 12.4 driver cannot give up co-scheduling, and says so."""
-    with pytest.raises(NotSupported, match=r"CUDA 12\.5; this is a simulated CUDA 12\.4"):
-        sizes(opened("h200@12.4"), count=10, coscheduled_sm_count=2)
-
-
-@pytest.mark.parametrize(
-    ("version", "largest"), [("12.4", 132), ("13.0", 132), ("13.1", 120), ("13.4", 132)]
-)
+@pytest.mark.parametrize(("version", "largest"), [("13.0", 132), ("13.1", 120), ("13.4", 132)])
 def test_the_largest_group_by_version(opened: Open, version: str, largest: int) -> None:
     """None finds what that version's driver gives at most."""
     assert sizes(opened(f"h200@{version}")) == ([largest], 132 - largest)
@@ -153,7 +144,6 @@ def test_preferred_sets_are_larger_where_there_is_room(opened: Open, version: st
         ("13.0", {"count": (72, 72)}, "together", (64, 64)),
         ("13.0", {"count": (4,) * 40, "coscheduled_sm_count": 2}, "together", (2,) * 40),
         ("13.0", {"count": 3, "coscheduled_sm_count": 2}, "odd", (4,)),
-        ("12.5", {"count": 12}, "groups of other sizes", (16,)),
         ("13.0", {"count": (None, None)}, "leaves nothing", (64, 64)),
     ],
 )
@@ -249,18 +239,14 @@ def test_one_resource_makes_a_context_on_every_version(opened: Open, version: st
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_outputs_of_one_split_combine_from_12_5_on(opened: Open, version: str) -> None:
-    """12.4 takes one resource, and says what it needs for more."""
+def test_outputs_of_one_split_combine(opened: Open, version: str) -> None:
+    """A context of several groups has the SMs of all of them."""
     device = opened(f"h200@{version}")
     groups, _ = device.resources.sm.split(SMResourceOptions(count=(8, 8, 8)))
-    if version == "12.4":
-        with pytest.raises(NotSupported, match=r"needs CUDA 12\.5; this is CUDA 12\.4"):
-            combine(device, *groups)
-    else:
-        assert combine(device, *groups) == 24
+    assert combine(device, *groups) == 24
 
 
-@pytest.mark.parametrize("version", VERSIONS[1:])
+@pytest.mark.parametrize("version", VERSIONS)
 def test_a_remainder_of_unequal_alignment_stays_alone_from_13_1_on(
     opened: Open, version: str
 ) -> None:
@@ -274,7 +260,7 @@ def test_a_remainder_of_unequal_alignment_stays_alone_from_13_1_on(
         assert combine(device, groups[0], rest) == 20
 
 
-@pytest.mark.parametrize("version", VERSIONS[1:])
+@pytest.mark.parametrize("version", VERSIONS)
 def test_outputs_of_several_splits_do_not_combine(opened: Open, version: str) -> None:
     """They overlap, and are refused with that reason, also where a driver would take them."""
     device = opened(f"h200@{version}")
@@ -314,22 +300,18 @@ def test_a_resource_of_another_device_is_refused(opened: Open) -> None:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_streams_of_green_contexts_need_12_5(opened: Open, version: str) -> None:
-    """12.4 says what it needs; later ones make a stream that says its SMs."""
+def test_streams_of_green_contexts_say_their_sms(opened: Open, version: str) -> None:
+    """A stream has the SMs of the context that made it."""
     device = opened(f"h200@{version}")
     (group,), _ = device.resources.sm.split(SMResourceOptions(count=16))
     context = device.create_context(ContextOptions(resources=[group]))
-    if version == "12.4":
-        with pytest.raises(NotSupported, match=r"CUDA 12\.5; this is a simulated CUDA 12\.4"):
-            context.create_stream()
-    else:
-        stream = context.create_stream()
-        assert stream.resources.sm.sm_count == 16
-        stream.close()
+    stream = context.create_stream()
+    assert stream.resources.sm.sm_count == 16
+    stream.close()
     context.close()
 
 
-@pytest.mark.parametrize("version", VERSIONS[1:])
+@pytest.mark.parametrize("version", VERSIONS)
 def test_two_contexts_run_on_sms_of_their_own(opened: Open, version: str) -> None:
     """Kernels on two contexts of one split overlap in time, and share no SM."""
     device = opened(f"h200@{version}", clock=simulated.VirtualClock())

@@ -66,14 +66,10 @@ def test_as_many_groups_as_there_can_be(make: Make) -> None:
     [("t4", 2, 2), ("a100", 4, 2), ("l40s", 4, 2), ("h200", 8, 8), ("rtx5090", 8, 8)],
 )
 def test_granularity(make: Make, spec: str, least: int, alignment: int) -> None:
-    """The least group and the alignment are those of the compute capability; 12.x says 0."""
+    """The least group and the alignment are those of the compute capability."""
     machine = make(f"{spec}@13.0")
     facts = machine.driver.resource_facts(machine.driver.device_resource(0))
     assert facts == ResourceFacts(PRESETS[spec].sm_count, least, alignment)
-    old = make(f"{spec}@12.5")
-    assert old.driver.resource_facts(old.driver.device_resource(0)) == ResourceFacts(
-        PRESETS[spec].sm_count, 0, 0
-    )
 
 
 @given(
@@ -165,7 +161,7 @@ def test_a_stream_has_the_sms_of_its_context(make: Make) -> None:
 
 def test_one_resource_makes_a_descriptor_in_every_version(make: Make) -> None:
     """A group, a remainder and the unsplit device each make a green context by themselves."""
-    for version in ("12.4", "12.5", "13.0", "13.1"):
+    for version in ("13.0", "13.1"):
         machine = make(f"h200@{version}")
         driver = machine.driver
         groups, rest = driver.split_by_count(driver.device_resource(0), None, 8)
@@ -176,25 +172,19 @@ def test_one_resource_makes_a_descriptor_in_every_version(make: Make) -> None:
             assert mask(own).bit_count() == sms
 
 
-@pytest.mark.parametrize(
-    ("version", "several", "with_remainder"),
-    [("12.4", False, False), ("12.5", True, True), ("13.0", True, True), ("13.1", True, False)],
-)
-def test_combining_by_version(
-    make: Make, version: str, several: bool, with_remainder: bool
-) -> None:
-    """12.4 takes one resource; 12.5 several of one split; 13.1 only those of equal alignment."""
+@pytest.mark.parametrize(("version", "with_remainder"), [("13.0", True), ("13.1", False)])
+def test_combining_by_version(make: Make, version: str, with_remainder: bool) -> None:
+    """13.0 takes a remainder beside groups; 13.1 only resources of equal alignment."""
     machine = make(f"h200@{version}")
     driver = machine.driver
     groups, rest = driver.split_by_count(driver.device_resource(0), None, 8)
     assert rest is not None
-    for resources, allowed in (([*groups[:3]], several), ([groups[0], rest], with_remainder)):
-        if allowed:
-            driver.describe(resources)
-        else:
-            with pytest.raises(CUDAError, match="INVALID_RESOURCE_CONFIGURATION"):
-                driver.describe(resources)
-    assert driver.supports(Feature.COMBINED_RESOURCES) is several
+    driver.describe(groups[:3])
+    if with_remainder:
+        driver.describe([groups[0], rest])
+    else:
+        with pytest.raises(CUDAError, match="INVALID_RESOURCE_CONFIGURATION"):
+            driver.describe([groups[0], rest])
 
 
 def test_a_remainder_of_whole_sets_joins(make: Make) -> None:
@@ -215,7 +205,7 @@ def test_combined_resources_are_their_union(machine: Machine) -> None:
     assert mask(driver.context_resource(driver.green_context(green))) == union
 
 
-@pytest.mark.parametrize("version", ["12.5", "13.0", "13.1", "13.4"])
+@pytest.mark.parametrize("version", ["13.0", "13.1", "13.4"])
 def test_outputs_of_two_splits(make: Make, version: str) -> None:
     """Only outputs of one split stand in one descriptor; the H200 of 13.0 took anything."""
     machine = make(f"h200@{version}")
@@ -267,19 +257,17 @@ def test_a_descriptor_needs_a_resource(machine: Machine) -> None:
 
 def test_features_can_be_taken_away(make: Make) -> None:
     """A machine made without a feature behaves as if its version lacked it."""
-    lacking = {Feature.COMBINED_RESOURCES, Feature.STREAM_RESOURCES, Feature.GREEN_STREAMS}
-    machine = make(without=lacking)
+    lacking = {Feature.STREAM_RESOURCES, Feature.WRITE_VALUE}
+    machine = make("h200@13.4", without=lacking)
     driver = machine.driver
     assert not any(driver.supports(feature) for feature in lacking)
-    with pytest.raises(CUDAError, match="INVALID_RESOURCE_CONFIGURATION"):
-        driver.describe(machine.cells(8)[:2])
-    with pytest.raises(NotSupported):
+    with pytest.raises(NotSupported, match="without it"):
         driver.stream_resource(machine.stream())
     with pytest.raises(NotSupported, match="without it"):
-        machine.stream(machine.green())
+        driver.bind_mark(machine.stream(), 0)
 
 
-@pytest.mark.parametrize("version", ["12.4", "12.5", "13.0", "13.1", "13.4"])
+@pytest.mark.parametrize("version", ["13.0", "13.1", "13.4"])
 def test_features_by_version(make: Make, version: str) -> None:
     """Each feature is there from the version in its description on."""
     driver = make(f"h200@{version}").driver

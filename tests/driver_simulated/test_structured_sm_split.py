@@ -18,7 +18,7 @@ from .machine import Machine
 
 Make = Callable[..., Machine]
 NEW = ("13.1", "13.3", "13.4")
-OLD = ("12.4", "12.5", "13.0")
+OLD = ("13.0",)
 
 
 def mask(resource: ResourceHandle) -> int:
@@ -167,14 +167,6 @@ def test_before_13_1_there_is_no_structured_split(make: Make, version: str) -> N
             ask()
 
 
-def test_12_4_has_no_finer_groups(make: Make) -> None:
-    """The flags of the split by count came with 12.5."""
-    old, new = make("h200@12.4").driver, make("h200@12.5").driver
-    with pytest.raises(NotSupported, match=r"CUDA 12\.5; this is a simulated CUDA 12\.4"):
-        old.split_by_count(old.device_resource(0), 1, 2, ignore_coscheduling=True)
-    assert new.split_by_count(new.device_resource(0), 1, 2, ignore_coscheduling=True)
-
-
 # -- descriptors --------------------------------------------------------------------------------
 
 
@@ -221,8 +213,9 @@ def test_a_workqueue_may_stand_beside_sms(make: Make, version: str) -> None:
     assert driver.workqueue_facts(shared) == WorkqueueFacts("device_ctx", 8)
 
 
-def test_a_workqueue_is_no_sm_resource(machine: Machine) -> None:
+def test_a_workqueue_is_no_sm_resource(make: Make) -> None:
     """Each kind of resource is refused where the other belongs."""
+    machine = make("h200@13.1")
     driver = machine.driver
     queue, cell = driver.device_workqueue(0), machine.cells()[0]
     with pytest.raises(DriverMisuse, match="expected a Resource"):
@@ -233,7 +226,7 @@ def test_a_workqueue_is_no_sm_resource(machine: Machine) -> None:
 
 def test_workqueues_can_be_taken_away(make: Make) -> None:
     """A machine without the features refuses as an older one, and says it lacks them."""
-    driver = make(without={Feature.WORKQUEUES, Feature.STRUCTURED_SPLIT}).driver
+    driver = make("h200@13.1", without={Feature.WORKQUEUES, Feature.STRUCTURED_SPLIT}).driver
     with pytest.raises(NotSupported, match="without it"):
         driver.device_workqueue(0)
     with pytest.raises(NotSupported, match="without it"):

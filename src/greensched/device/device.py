@@ -140,7 +140,6 @@ class Device:
             WrongDevice: resources of another device.
             InvalidCombination: outputs of different splits, or (from CUDA 13.1) of different
                 alignment; says which.
-            NotSupported: several resources below CUDA 12.5.
         """
         driver, primary = self.driver, self.primary
         green = driver.create_green(describe(driver, self.ordinal, options), self.ordinal)

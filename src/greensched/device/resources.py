@@ -13,13 +13,11 @@ from greensched.errors import (
     CUDAError,
     InvalidCombination,
     InvalidRequest,
-    NotSupported,
     WrongDevice,
 )
 from greensched.typing import (
     ContextHandle,
     DescriptorHandle,
-    Feature,
     ResourceHandle,
     SharingScope,
 )
@@ -298,9 +296,6 @@ def describe(driver: Driver, device: int, options: ContextOptions) -> Descriptor
     for resource in resources:
         if resource.device != device:
             raise WrongDevice("a resource", resource.device, device)
-    if len(resources) > 1 and not driver.supports(Feature.COMBINED_RESOURCES):
-        major, minor = driver.version
-        raise NotSupported("several resources in one context", "CUDA 12.5", f"CUDA {major}.{minor}")
     sms = [resource for resource in resources if isinstance(resource, SMResource)]
     overlap = _overlap(sms)
     if overlap is not None:

@@ -34,14 +34,12 @@ from greensched.errors import (
     CUDAError,
     InvalidCombination,
     InvalidRequest,
-    NotSupported,
     PoolClosed,
 )
 from greensched.execution.lane import Lane
 from greensched.execution.threads import Crew, ExecutorHost
 from greensched.kernels import Kernel
 from greensched.scheduling.cells import DeviceCells
-from greensched.typing import Feature
 
 logger = logging.getLogger("greensched")
 
@@ -270,14 +268,7 @@ def split_device(device: Device, *, fine: bool = False) -> DeviceSplit:
 
     Args:
         fine: the smallest there are when SMs need not be co-scheduled.
-
-    Raises:
-        NotSupported: a driver below CUDA 12.5, whose contexts have one resource and no streams.
     """
-    driver = device.driver
-    if not driver.supports(Feature.COMBINED_RESOURCES):
-        major, minor = driver.version
-        raise NotSupported("a pool", Feature.COMBINED_RESOURCES.value, f"CUDA {major}.{minor}")
     whole = device.resources.sm
     if fine:
         groups, remainder = whole.split_evenly(1, fine=True)

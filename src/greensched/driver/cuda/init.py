@@ -65,12 +65,10 @@ _WAYS_OUT: Final[dict[int, str]] = {
     ),
 }
 
-#: What tells that a feature is there: a symbol of the driver, the CUDA version of its signature,
-#: and what the wheel must have to use it. A resource *type* has no symbol of its own: combining
-#: came with 12.5 and work queues with 13.1, so a function of that release stands for it.
+#: How a feature is recognised: a symbol of the driver, the CUDA version of its signature, and the
+#: attribute that the wheel needs for it. A resource *type* has no symbol: work queues came with
+#: 13.1, so a function of that release stands for them.
 _SIGNS: Final[dict[Feature, tuple[str, int, str]]] = {
-    Feature.COMBINED_RESOURCES: ("cuGreenCtxStreamCreate", 12050, "cuDevResourceGenerateDesc"),
-    Feature.GREEN_STREAMS: ("cuGreenCtxStreamCreate", 12050, "cuGreenCtxStreamCreate"),
     Feature.STRUCTURED_SPLIT: ("cuDevSmResourceSplit", 13010, "cuDevSmResourceSplit"),
     Feature.STREAM_RESOURCES: ("cuStreamGetDevResource", 13010, "cuStreamGetDevResource"),
     Feature.WORKQUEUES: ("cuStreamGetDevResource", 13010, "CUdevWorkqueueConfigResource"),

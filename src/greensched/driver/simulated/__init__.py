@@ -72,7 +72,7 @@ def open(  # noqa: A001  the module is used by its name: simulated.open("h200")
     Raises:
         InvalidRequest: an unknown device or version; the message names those there are.
     """
-    devices, version = parse(spec) if isinstance(spec, str) else (list(spec), VERSIONS[-1])
+    devices, version = parse(spec) if isinstance(spec, str) else (list(spec), MEASURED)
     return SimulatedDriver(
         devices,
         version=version,

@@ -34,12 +34,10 @@ D = TypeVar("D", bound="type[Core]")
 
 #: The version from which a simulated driver has a feature.
 SINCE: dict[Feature, tuple[int, int]] = {
-    Feature.COMBINED_RESOURCES: (12, 5),
-    Feature.GREEN_STREAMS: (12, 5),
     Feature.STRUCTURED_SPLIT: (13, 1),
     Feature.STREAM_RESOURCES: (13, 1),
     Feature.WORKQUEUES: (13, 1),
-    Feature.WRITE_VALUE: (12, 4),
+    Feature.WRITE_VALUE: (13, 0),
 }
 
 

@@ -148,8 +148,6 @@ class Contexts(Stacks):
         """Cuts a resource into equal groups."""
         source = self._expect(resource, sm_split.Resource, "split_by_count")
         model = self.devices[source.device].model
-        if ignore_coscheduling and self.version < (12, 5):
-            raise self._lacks("a split that ignores co-scheduling", "CUDA 12.5")
         cut, rest = sm_split.split_by_count(
             model, source, groups, minimum, fine=ignore_coscheduling
         )
@@ -210,8 +208,7 @@ class Contexts(Stacks):
         def whole(device: int) -> sm_split.Resource:
             return sm_split.whole_device(self._device(device).model, device, self)
 
-        several = self.supports(Feature.COMBINED_RESOURCES)
-        return DescriptorHandle(sm_split.combine(parts, self.version, whole, several=several))
+        return DescriptorHandle(sm_split.combine(parts, self.version, whole))
 
     def create_green(self, descriptor: DescriptorHandle, device: int) -> GreenHandle:
         """A green context; retains the primary. Waits until nothing runs."""

@@ -215,10 +215,10 @@ PRESETS: dict[str, DeviceModel] = {
 }
 
 #: The CUDA versions a simulated driver can be, as in `simulated:h200@13.1`.
-VERSIONS = ((12, 4), (12, 5), (13, 0), (13, 1), (13, 2), (13, 3), (13, 4))
+VERSIONS = ((13, 0), (13, 1), (13, 2), (13, 3), (13, 4))
 
-#: The one whose driver was asked, and allowed more than is documented. What the others allow is
-#: known from their documentation alone.
+#: The version whose driver was measured, and the default. It allows more than is documented; what
+#: the others allow is known from their documentation alone.
 MEASURED = (13, 0)
 
 _SPEC = re.compile(r"(?P<devices>[^@]+?)(?:@(?P<major>\d+)\.(?P<minor>\d+))?")
@@ -234,7 +234,7 @@ def parse(spec: str) -> tuple[list[DeviceModel], tuple[int, int]]:
     whole = _SPEC.fullmatch(spec.strip().lower())
     if whole is None:
         raise InvalidRequest(f"{spec!r} is no simulated device: write h200, h200x2+l40s, h100@13.0")
-    version = (int(whole["major"]), int(whole["minor"])) if whole["major"] else VERSIONS[-1]
+    version = (int(whole["major"]), int(whole["minor"])) if whole["major"] else MEASURED
     if version not in VERSIONS:
         known = ", ".join(f"{major}.{minor}" for major, minor in VERSIONS)
         raise InvalidRequest(f"no simulated CUDA {version[0]}.{version[1]}: there is {known}")

@@ -9,9 +9,9 @@ The rules, as an H200 answered under CUDA 13.0 (docs/measurements/h200-580, `spl
 * Who asks for every SM gets every SM, also where that is no multiple (132, `resources.txt`).
 * Every split starts from the same first SMs: two independent ones overlap.
 * A group or a remainder cannot be split again; the resource of a context can.
-* 12.4: one resource to a descriptor. 12.5: several outputs of the *same* split. 13.0, as seen
-  (`combine`): of several splits too, documented or not. 13.1: of one, and of equal alignment, and
-  with a work-queue configuration, which may stand alone; 13.4: and of equal flags.
+* A descriptor takes several resources: under 13.0, as measured (`combine`), outputs of several
+  splits too, documented or not. From 13.1 on, outputs of one split and of equal alignment, and a
+  work-queue configuration, which may stand alone; from 13.4 on, of equal flags too.
 * A descriptor has every SM of its resources once, and counts one in two of them twice.
 
 The structured split (13.1) was not asked of a GPU. By its documentation (cuda.h, 13.1 to 13.5):
@@ -55,15 +55,13 @@ class Resource:
     flags: int = 0
 
     def facts(self, version: Version) -> ResourceFacts:
-        """What the driver's struct says; the last fields are declared since 13.0 and 13.1.
+        """What the driver's struct says.
 
-        Of a split's outputs the measured driver says nothing, of what is made of them it does
-        (docs/measurements/h200-580/resources.txt).
+        The measured driver says neither minimum nor alignment of a split's outputs, only of the
+        contexts made of them (docs/measurements/h200-580/resources.txt).
         """
-        said = (self.minimum, self.alignment)
-        output = self.origin in ("group", "remainder")
-        if version < (13, 0) or (version == MEASURED and output):
-            said = (0, 0)
+        is_output = self.origin in ("group", "remainder")
+        said = (0, 0) if version == MEASURED and is_output else (self.minimum, self.alignment)
         return ResourceFacts(self.sm_count or self.mask.bit_count(), *said, self.flags)
 
 
@@ -206,13 +204,9 @@ def combine(
     resources: Sequence[Resource | Workqueue],
     version: Version,
     whole: Callable[[int], Resource],
-    *,
-    several: bool,
 ) -> Descriptor:
     """One descriptor of several resources, where the driver allows it."""
     first = resources[0]
-    if len(resources) > 1 and not several:
-        raise _refused("this driver takes one resource to a descriptor (12.5 takes several)")
     if any(r.device != first.device for r in resources):
         raise _refused("resources of several devices")
     queues = [r for r in resources if isinstance(r, Workqueue)]

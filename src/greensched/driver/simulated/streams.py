@@ -50,8 +50,6 @@ class Streams(Contexts):
         """A stream of a green context, or of the current context."""
         context: Context = self._thread.stack[-1]
         if green is not None:
-            if not self.supports(Feature.GREEN_STREAMS):
-                raise self._lacks("a stream made from a green context", "CUDA 12.5")
             context = self._expect(green, Green, "create_stream").view
         device = self.devices[context.device]
         self._unfaulted(device, "create_stream")
