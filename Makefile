@@ -82,12 +82,12 @@ test-gpu:
 	$(GPU_TESTS) tests/conformance $(ARGS)
 	$(GPU_TESTS) tests/integrations/gpu_libraries tests/integrations/fleet tests/gpu $(ARGS)
 
-# Compiled, where there is a compiler; what was measured, the first line says.
+# Each row for the plain build, and where there is a C compiler for the compiled one, too.
 bench: $(VENV)/.ready $(if $(STANDIN),standin-built) $(if $(COMPILER),compiled)
-	$(if $(COMPILER),PYTHONPATH=$(COMPILED)/site) $(BIN)/python -m benchmarks $(if $(STANDIN),--standin $(BUILT)/build) $(ARGS)
+	$(BIN)/python -m benchmarks host $(if $(STANDIN),--standin $(BUILT)/build) $(if $(COMPILER),--compiled $(COMPILED)/site) $(ARGS)
 
 bench-gpu:
-	PYTHONPATH=src:$$PYTHONPATH $(or $(GPU_PYTHON),python3) -m benchmarks.suites $(ARGS)
+	PYTHONPATH=src:$$PYTHONPATH $(or $(GPU_PYTHON),python3) -m benchmarks gpu $(ARGS)
 
 bench-http: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.system.http $(ARGS)

@@ -3,7 +3,7 @@
 Each as its users can write it best; skipped where it is not installed, and on a simulated device:
 
 * **cuda.core**: `launch` of a kernel of its own, of the same code, on the stream that is launched
-  on by hand. It packs its arguments each time, as our `launch` does; `bind` did so once.
+  on by raw. It packs its arguments each time, as our `launch` does; `bind` did so once.
 * **A callback of the driver's**, which is how numba's `Stream.async_done` wakes the loop, behind a
   launch whose arguments were packed once. By hand: in numba-cuda 0.30.4 it raises `AttributeError`
   on every stream.
@@ -28,7 +28,7 @@ from collections.abc import Awaitable, Callable
 from time import perf_counter
 from typing import Any
 
-from benchmarks.lib.raw_calls import CONFIG, ITEMS, SMS, ByHand, arguments, by_hand
+from benchmarks.lib.raw_calls import CONFIG, ITEMS, SMS, RawCalls, arguments, raw_calls
 from benchmarks.lib.timing import Comparison, Row, Work, compare, table
 from benchmarks.micro.launch import BURST
 from greensched import Buffer, Partition, Pool
@@ -47,11 +47,11 @@ async def measure(driver: Driver) -> list[Row]:
         return []
     found: list[Comparison] = []
     async with Pool([0], driver=driver, prepare=[saxpy]) as pool:
-        async with by_hand(driver, pool) as hand, pool.partition(SMS) as p:
+        async with raw_calls(driver, pool) as raw, pool.partition(SMS) as p:
             with await p.empty(ITEMS) as buffer:
                 if (core := _library("cuda.core")) is not None:
-                    found += await _beside_cuda_core(core, p, buffer, hand)
-                found.append(await _beside_a_callback(p, buffer, hand))
+                    found += await _beside_cuda_core(core, p, buffer, raw)
+                found.append(await _beside_a_callback(p, buffer, raw))
         found.append(await _beside_a_split_per_call(driver, pool))
         if (torch := _library("torch")) is not None and torch.cuda.is_available():
             found.append(await _beside_torch(torch, pool))
@@ -75,7 +75,7 @@ def _once(step: Callable[[], Awaitable[object]]) -> Work:
 
 
 async def _beside_cuda_core(
-    core: Any, p: Partition, buffer: Buffer, hand: ByHand
+    core: Any, p: Partition, buffer: Buffer, raw: RawCalls
 ) -> list[Comparison]:
     device = core.Device(p.device_id)
     device.set_current()
@@ -83,7 +83,7 @@ async def _beside_cuda_core(
     code = core.ObjectCode.from_cubin(saxpy.program.compile(f"sm_{major}{minor}"))
     kernel = code.get_kernel(saxpy.name)
     config = core.LaunchConfig(grid=CONFIG.grid, block=CONFIG.block)
-    stream = core.Stream.from_handle(hand.stream)
+    stream = core.Stream.from_handle(raw.stream)
     number, items = ctypes.c_float(0.0), ctypes.c_size_t(ITEMS)
     values = arguments(buffer)
 
@@ -99,24 +99,24 @@ async def _beside_cuda_core(
         return work
 
     async def end() -> None:
-        hand.record()
-        await hand.poll()
+        raw.record()
+        await raw.poll()
 
     address = buffer.address
     theirs = burst(
         lambda: core.launch(stream, config, kernel, number, address, address, items), end
     )
     # First what is not bound: a launch on a buffer that a bound one uses must look after its order.
-    launches = burst(lambda: p.launch(CONFIG, saxpy, *values), p.keep)
+    launches = burst(lambda: p.launch(CONFIG, saxpy, *values), p.keep_alive)
     launched = await compare("launch | cuda.core launch", launches, theirs)
-    bound = burst(p.bind(CONFIG, saxpy, *values), p.keep)
+    bound = burst(p.bind(CONFIG, saxpy, *values), p.keep_alive)
     return [launched, await compare("bound launch | cuda.core launch", bound, theirs)]
 
 
-async def _beside_a_callback(p: Partition, buffer: Buffer, hand: ByHand) -> Comparison:
+async def _beside_a_callback(p: Partition, buffer: Buffer, raw: RawCalls) -> Comparison:
     values = arguments(buffer)
     driver = p.stream.context.driver
-    stream = driver.foreign_stream(hand.stream)
+    stream = driver.foreign_stream(raw.stream)
     loop = asyncio.get_running_loop()
 
     async def ours() -> None:
@@ -129,7 +129,7 @@ async def _beside_a_callback(p: Partition, buffer: Buffer, hand: ByHand) -> Comp
     address = ctypes.cast(wake, ctypes.c_void_p).value or 0
 
     async def theirs() -> None:
-        hand.launch()
+        raw.launch()
         waiting.append(loop.create_future())
         driver.host_function(stream, address, 0)
         await waiting[0]
@@ -158,7 +158,7 @@ async def _beside_a_split_per_call(driver: Driver, pool: Pool) -> Comparison:
         streams = split()
         stream = driver.foreign_stream(streams[0])
         driver.bind_launch(stream, kernel, *geometry)()
-        while not driver.query_stream(stream):  # noqa: ASYNC110  as in byhand.py
+        while not driver.query_stream(stream):  # noqa: ASYNC110  as in byraw.py
             await asyncio.sleep(0)
         took = perf_counter() - start
         _end(streams)
@@ -237,7 +237,7 @@ async def _beside_torch(torch: Any, pool: Pool) -> Comparison:
                 event.record()
             finally:
                 green.pop_context()
-            while not event.query():  # noqa: ASYNC110  as in byhand.py
+            while not event.query():  # noqa: ASYNC110  as in byraw.py
                 await asyncio.sleep(0)
 
     what = "lease, torch operation, await | torch green context, polled event"

@@ -54,7 +54,7 @@ from benchmarks.gpu.strategies import (
 )
 from benchmarks.gpu.workloads import KERNELS, WORKLOADS, Workload, Works
 from benchmarks.lib.report import Report, clocks
-from benchmarks.lib.timing import Bystanders, Comparison, Row, Samples, percentile, table
+from benchmarks.lib.timing import Comparison, MachineLoad, Row, Samples, percentile, table
 from greensched import Device, Pool, Stream
 from greensched import driver as drivers
 from greensched.driver.interface import Driver
@@ -513,7 +513,7 @@ def main() -> int:
 
 def run(spec: str | None, names: list[str], report: Report) -> int:
     """Measures the workloads of these names; 1 if a bar was missed, or anything failed."""
-    bystanders = Bystanders()
+    load = MachineLoad()
     driver = drivers.open(spec)
     driver.spin_budget = math.inf
     device = Device(0, driver=driver)
@@ -526,9 +526,9 @@ def run(spec: str | None, names: list[str], report: Report) -> int:
     rows = asyncio.run(_main(driver, device, names, report))
     device.close()
     driver.close()
-    report.put("machine", str(bystanders))
+    report.put("machine", str(load))
     failed = [row for row in rows if row.passed is False]
-    print(f"\n{bystanders}\n{len(rows)} rows, {len(failed)} bars missed, ", end="")
+    print(f"\n{load}\n{len(rows)} rows, {len(failed)} bars missed, ", end="")
     print(f"{len(report.found['errors'])} errors", flush=True)
     return int(bool(failed or report.found["errors"]))
 

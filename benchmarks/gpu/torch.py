@@ -41,7 +41,7 @@ from benchmarks.gpu.sharing import Seen, Slice
 from benchmarks.gpu.strategies import Done, Held, OnStream, Raw, blocking
 from benchmarks.gpu.workloads import KERNELS, Launch
 from benchmarks.lib.report import Report, clocks
-from benchmarks.lib.timing import Bystanders, Comparison, Row, Samples, table
+from benchmarks.lib.timing import Comparison, MachineLoad, Row, Samples, table
 from greensched import REST, Device, LaunchConfig, Partition, Pool
 from greensched import driver as drivers
 from greensched.driver.interface import Driver
@@ -503,7 +503,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="a file, written whenever something is found")
     options = parser.parse_args()
     report = Report(options.json, options.seconds)
-    bystanders = Bystanders()
+    load = MachineLoad()
     driver = drivers.open(options.driver)
     if isinstance(driver, SimulatedDriver):
         sys.setswitchinterval(100e-6)  # its GPU is a thread, which others would starve
@@ -515,10 +515,10 @@ def main() -> int:
         "device", f"{ours.name}, {ours.sm_count} SMs, {driver.name}, torch {torch.__version__}"
     )
     bench = asyncio.run(_main(driver, ours, report))
-    report.put("machine", str(bystanders))
+    report.put("machine", str(load))
     ours.close()
     driver.close()
-    print(report.found["device"], bystanders, sep="\n")
+    print(report.found["device"], load, sep="\n")
     print(table(bench.rows) if bench.rows else "no rows")
     print(*bench.verdicts, sep="\n")
     passed = [row.passed for row in bench.rows] + [each.passed for each in bench.verdicts]

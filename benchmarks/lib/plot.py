@@ -23,7 +23,7 @@ ROW, AROUND = 0.22, 1.1
 WIDTH = 11.0
 COLOURS = {None: "grey", True: "tab:green", False: "tab:red"}
 #: A bar of the table: a number, and whether it is a ratio, a time, or a time beyond theirs.
-_BAR = re.compile(r"<= (?P<more>\+ )?(?P<number>[\d.e+-]+) (?P<unit>x|s|ms|us)$")
+_BAR = re.compile(r"<= (?P<more>\+ )?(?P<number>[\d.e+-]+) (?P<unit>x|s|ms|us)(?: \(was .*\))?$")
 
 
 def save(found: Mapping[str, Sequence[Row]], machine: str, path: Path) -> None:

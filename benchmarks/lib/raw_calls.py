@@ -1,15 +1,19 @@
-"""What one writes without greensched: a launch and an event on a stream of one's own.
+"""What a user writes without greensched: launches and events on a stream, as tight as possible.
 
 On CUDA, real or stood in for, these are the raw calls of `cuda.bindings`; on a simulated device,
-which has no such thing, the verbs of the port underneath. Kernel, geometry and number of SMs are
-the same on both sides.
+which has none, the calls of the driver interface. Kernel, geometry and number of SMs are the same
+on both sides.
+
+Each call is a `functools.partial` of the driver's function, with every argument looked up and
+packed beforehand: no lambda, no method, no helper that checks a status. A failed launch shows at
+the end of a burst, where `poll` checks what the event answers.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
 from functools import partial
@@ -28,106 +32,111 @@ ITEMS = 128
 
 
 @dataclass(frozen=True, slots=True)
-class ByHand:
-    """One stream, one event, one kernel."""
+class RawCalls:
+    """Calls on one stream, one event and one kernel.
 
-    #: The stream's address, for libraries that take one.
+    Attributes:
+        stream: the stream's address, for libraries that take one.
+        launch: launches with arguments that were packed once.
+        pack_and_launch: packs the arguments and launches.
+        record: records the event behind what was launched.
+        mark: has the stream write a number behind what was launched, as a ticket is.
+        query: asks the driver about the event; its answer is not looked at.
+        poll: waits for the event: asks about it once in each turn of the loop.
+        sync: blocks until the event is reached.
+    """
+
     stream: int
-    #: Launches with arguments packed once.
     launch: Callable[[], object]
-    #: Packs the arguments and launches.
     pack_and_launch: Callable[[], object]
-    #: Records the event behind what was launched.
     record: Callable[[], object]
-    #: Has the stream write a number behind what was launched, as our tickets are.
     mark: Callable[[], object]
-    #: Asks the driver for the event; what it answers, nobody reads.
     query: Callable[[], object]
-    #: Whether the event has come.
-    is_done: Callable[[], bool]
-    #: Blocks until it has.
+    poll: Callable[[], Awaitable[None]]
     sync: Callable[[], object]
-
-    async def poll(self) -> None:
-        """Waits for the event by looking once in each turn of the loop."""
-        while not self.is_done():  # noqa: ASYNC110  this is how it is done without a library
-            await asyncio.sleep(0)
 
 
 def arguments(buffer: Buffer) -> tuple[object, ...]:
-    """What `saxpy` is launched with, on both sides: four arguments, two of them buffers."""
+    """Return what `saxpy` is launched with, on both sides: four arguments, two of them buffers."""
     return 0.0, buffer, buffer, ITEMS
 
 
 @asynccontextmanager
-async def by_hand(driver: Driver, pool: Pool) -> AsyncIterator[ByHand]:
-    """On SMs of its own, beside our side's."""
-    made = _cuda if driver.name == "cuda" else _on_the_port
+async def raw_calls(driver: Driver, pool: Pool) -> AsyncIterator[RawCalls]:
+    """Provide raw calls on SMs of their own."""
+    make = _on_cuda if driver.name == "cuda" else _on_the_interface
     async with pool.partition(SMS) as p:
         with await p.empty(ITEMS) as buffer, await p.empty_pinned(1, np.uint32) as word:
-            await p.launch(CONFIG, saxpy, *arguments(buffer))  # loads it
-            kernel = pool.devices[p.device_id].loader.loaded(saxpy)
+            await p.launch(CONFIG, saxpy, *arguments(buffer))  # loads the kernel
+            kernel = p.context.loader.loaded(saxpy)
             with closing(await p.run(p.context.create_event)) as event:
-                yield made(driver, p.stream.handle, kernel, event.handle, buffer, word.address)
+                values = packed(p.device_id, buffer)
+                yield make(driver, p.stream.handle, kernel, event.handle, buffer, values, word.address)
 
 
-def _packed(buffer: Buffer) -> KernelArguments:
-    packed = KernelArguments(saxpy, buffer.device)
-    packed.fill(arguments(buffer))
-    return packed
+def packed(device_id: int, buffer: Buffer) -> KernelArguments:
+    """Return the arguments in memory of their own: a launch reads them at their address."""
+    values = KernelArguments(saxpy, device_id)
+    values.fill(arguments(buffer))
+    return values
 
 
-def _on_the_port(
-    driver: Driver, stream: Any, kernel: Any, event: Any, buffer: Buffer, word: int
-) -> ByHand:
-    packed = _packed(buffer)
-    mark = driver.bind_mark(stream, word)
-    launch = driver.bind_launch(stream, kernel, CONFIG.grid3, CONFIG.block3, 0, packed.address)
+def _on_the_interface(
+    driver: Driver, stream: Any, kernel: Any, event: Any, buffer: Buffer, values: KernelArguments,
+    word: int,
+) -> RawCalls:
+    launch = driver.bind_launch(stream, kernel, CONFIG.grid3, CONFIG.block3, 0, values.address)
+    query = partial(driver.query_event, event)
 
     def pack_and_launch() -> None:
-        packed.fill(arguments(buffer))
+        values.fill((0.0, buffer, buffer, ITEMS))
         launch()
 
-    def ask() -> bool:
-        return driver.query_event(event)
+    async def poll() -> None:
+        while not query():  # noqa: ASYNC110  without a library there is nothing to wait for
+            await asyncio.sleep(0)
 
-    return ByHand(
+    return RawCalls(
         driver.stream_address(stream),
         launch,
         pack_and_launch,
-        lambda: driver.record_event(event, stream),
-        lambda: mark(1),
-        ask,
-        ask,
-        lambda: driver.synchronize_event(event),
+        partial(driver.record_event, event, stream),
+        partial(driver.bind_mark(stream, word), 1),
+        query,
+        poll,
+        partial(driver.synchronize_event, event),
     )
 
 
-def _cuda(_: Driver, stream: Any, kernel: Any, event: Any, buffer: Buffer, word: int) -> ByHand:
+def _on_cuda(
+    _: Driver, stream: Any, kernel: Any, event: Any, buffer: Buffer, values: KernelArguments,
+    word: int,
+) -> RawCalls:
     """As the examples of `cuda.bindings` do it: values and their types as tuples."""
     from cuda.bindings import driver as cuda  # type: ignore[import-untyped]  # ships no types
 
-    packed = _packed(buffer)
-    function = cuda.CUfunction(int(kernel))
-    geometry = (*CONFIG.grid3, *CONFIG.block3, 0, stream)
+    function, address = cuda.CUfunction(int(kernel)), buffer.address
+    launch = partial(cuda.cuLaunchKernel, function, *CONFIG.grid3, *CONFIG.block3, 0, stream)
     types = (ctypes.c_float, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-    address = cuda.CUdeviceptr(word)
+    query = partial(cuda.cuEventQuery, event)
+    not_ready = cuda.CUresult.CUDA_ERROR_NOT_READY
 
-    def pack_and_launch() -> None:
-        values = (0.0, buffer.address, buffer.address, ITEMS)
-        check(cuda.cuLaunchKernel(function, *geometry, (values, types), 0))
+    def pack_and_launch(keep: KernelArguments = values) -> None:  # noqa: ARG001  read at launches
+        launch(((0.0, address, address, ITEMS), types), 0)
 
-    def check(answer: tuple[Any, ...]) -> None:
-        if answer[0]:
-            raise RuntimeError(answer[0])
+    async def poll() -> None:
+        while status := query()[0]:
+            if status != not_ready:
+                raise RuntimeError(status)
+            await asyncio.sleep(0)
 
-    return ByHand(
+    return RawCalls(
         int(stream),
-        lambda: check(cuda.cuLaunchKernel(function, *geometry, packed.address, 0)),
+        partial(launch, values.address, 0),
         pack_and_launch,
-        lambda: check(cuda.cuEventRecord(event, stream)),
-        lambda: check(cuda.cuStreamWriteValue32(stream, address, 1, 0)),
-        partial(cuda.cuEventQuery, event),
-        lambda: not cuda.cuEventQuery(event)[0],
-        lambda: check(cuda.cuEventSynchronize(event)),
+        partial(cuda.cuEventRecord, event, stream),
+        partial(cuda.cuStreamWriteValue32, stream, cuda.CUdeviceptr(word), 1, 0),
+        query,
+        poll,
+        partial(cuda.cuEventSynchronize, event),
     )

@@ -1,9 +1,9 @@
-"""Measuring two things beside each other: rounds, percentiles, intervals, and the table.
+"""Measure two things in turns: rounds, percentiles, intervals, and the table.
 
-Ours and theirs are measured in turns, in the same process and the same minute, because a machine's
-speed changes from minute to minute. A *round* is a handful of samples of each. Samples of one
-round are alike, so the bootstrap resamples rounds, not samples: the interval is then as wide as
-the machine's moods make it.
+Ours and the reference are measured in turns, in the same process and the same minute, because a
+machine's speed changes from minute to minute. A *round* is a handful of samples of each. Samples of
+one round are alike, so the bootstrap resamples rounds, not samples: an interval is as wide as the
+machine's changes make it.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import numpy.typing as npt
 from greensched.scheduling import scheduler
 
 Samples = npt.NDArray[np.float64]
-#: Does the thing once; returns the seconds it took, by a stopwatch held as closely as can be.
+#: Does the thing once; returns the seconds it took, read as close to it as can be.
 Work = Callable[[], Awaitable[float]]
 
-#: Of each thing: so many rounds of so many samples, after a round that is thrown away.
+#: Rounds of each side, and samples in each, after a round that is thrown away.
 ROUNDS = 30
 PER_ROUND = 50
-#: Resamplings for an interval: the ends of a 95 % interval move by about 1 % of it from more.
+#: Resamplings for an interval: with more, the ends of a 95 % interval move by about 1 % of it.
 RESAMPLINGS = 1000
 
 SCALES = {"s": 1.0, "ms": 1e3, "us": 1e6, "x": 1.0}
@@ -49,33 +49,36 @@ class Row:
 
     @property
     def ratio(self) -> float:
-        """Ours over theirs."""
+        """Ours over the reference."""
         return self.ours / self.theirs
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON; `Row(**...)` of it less the ratio is the row again."""
-        return dataclasses.asdict(self) | {"ratio": self.ratio}
+        """Return the row for JSON, with its ratio."""
+        return dataclasses.asdict(self) | {"ratio": self.ratio if self.theirs else None}
 
     @classmethod
     def from_dict(cls, found: dict[str, Any]) -> Row:
-        """A row that another process measured."""
-        return cls(**{key: value for key, value in found.items() if key != "ratio"})
+        """Return a row that another process measured."""
+        values = {key: value for key, value in found.items() if key != "ratio"}
+        if values["interval"] is not None:
+            values["interval"] = tuple(values["interval"])
+        return cls(**values)
 
 
 @dataclass(slots=True)
 class Comparison:
-    """Seconds of ours and theirs, by rounds."""
+    """Seconds of ours and of the reference, by rounds."""
 
     what: str
     ours: list[Samples] = field(default_factory=list)
     theirs: list[Samples] = field(default_factory=list)
 
     def at(self, part: float) -> tuple[float, float]:
-        """A percentile of each."""
+        """Return a percentile of each."""
         return percentile(self.ours, part), percentile(self.theirs, part)
 
     def interval(self, part: float, of: Callable[[float, float], float]) -> tuple[float, float]:
-        """A 95 % bootstrap interval of something made of both percentiles."""
+        """Return a 95 % bootstrap interval of a function of both percentiles."""
         rng = np.random.default_rng(1)
         found = []
         for _ in range(RESAMPLINGS):
@@ -88,7 +91,7 @@ class Comparison:
         return float(low), float(high)
 
     def row(self, part: float, unit: str, *, most: float | None = None) -> Row:
-        """The row of a percentile; `most` is a bar on the ratio."""
+        """Return the row of a percentile; `most` is a bar on the ratio."""
         ours, theirs = self.at(part)
         return Row(
             f"{self.what}, {name_of(part)}",
@@ -102,17 +105,17 @@ class Comparison:
 
 
 def percentile(rounds: Sequence[Samples], part: float) -> float:
-    """Of all samples: the smallest that so large a part does not exceed."""
+    """Return the smallest sample that so large a part of all samples does not exceed."""
     return float(np.quantile(np.concatenate(rounds), part, method="inverted_cdf"))
 
 
 def name_of(part: float) -> str:
-    """As people say it: median, p99, p99.9, max."""
+    """Return a percentile's name: median, p99, p99.9, max."""
     return {0.5: "median", 1.0: "max"}.get(part, f"p{100 * part:g}")
 
 
 async def compare(what: str, ours: Work, theirs: Work) -> Comparison:
-    """Measures both in turns; who goes first changes from round to round."""
+    """Measure both in turns; the first of a round changes from round to round."""
     comparison = Comparison(what)
     await _round(ours)
     await _round(theirs)
@@ -130,8 +133,11 @@ async def _round(work: Work) -> Samples:
 # -- printing ---------------------------------------------------------------------------------
 
 
-class Bystanders:
-    """What other processes take of the machine meanwhile: it widens every figure here."""
+class MachineLoad:
+    """The interpreter, the build, and the cores that other processes use meanwhile.
+
+    Other processes widen every figure.
+    """
 
     def __init__(self) -> None:
         self._start = self._now()
@@ -146,23 +152,26 @@ class Bystanders:
 
     @staticmethod
     def _now() -> tuple[float, float, float]:
-        """Wall clock, all processes' seconds of CPU, and ours with our children's."""
+        """Return wall-clock seconds, CPU seconds of all processes, and of this one's tree."""
         ticks = [int(n) for n in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
         busy = sum(ticks) - ticks[3] - ticks[4]  # all but idle and waiting for I/O
         return time.monotonic(), busy / os.sysconf("SC_CLK_TCK"), sum(os.times()[:4])
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows, aligned."""
-    cells = [("what", "ours", "theirs", "ratio [95 %]", "bar"), *(_cells(row) for row in rows)]
-    widths = [max(len(line[i]) for line in cells) for i in range(5)]
-    lines = []
-    for line in cells:
-        first, *numbers, bar = line
-        right = (number.rjust(width) for number, width in zip(numbers, widths[1:], strict=False))
-        lines.append("  ".join((first.ljust(widths[0]), *right, bar)).rstrip())
-    lines.insert(1, "-" * max(map(len, lines)))
-    return "\n".join(lines)
+    """Return the rows, aligned."""
+    return columns([("what", "ours", "theirs", "ratio [95 %]", "bar"), *map(_cells, rows)])
+
+
+def columns(lines: Sequence[Sequence[str]]) -> str:
+    """Return lines of cells, aligned: the first and the last column left, the others right."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    aligned = []
+    for first, *numbers, last in lines:
+        right = (cell.rjust(width) for cell, width in zip(numbers, widths[1:], strict=False))
+        aligned.append("  ".join((first.ljust(widths[0]), *right, last)).rstrip())
+    aligned.insert(1, "-" * max(map(len, aligned)))
+    return "\n".join(aligned)
 
 
 def _cells(row: Row) -> tuple[str, str, str, str, str]:
@@ -172,6 +181,6 @@ def _cells(row: Row) -> tuple[str, str, str, str, str]:
         row.what,
         f"{row.ours:.3g} {row.unit}",
         f"{row.theirs:.3g} {row.unit}",
-        f"{row.ratio:.3g}{between}",
+        f"{row.ratio:.3g}{between}" if row.theirs else "",
         row.bar + verdict,
     )

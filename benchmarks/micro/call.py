@@ -1,34 +1,48 @@
-"""What `p.run` of nothing costs, beside `asyncio.to_thread`: alone, and eight at once."""
+"""What `p.run` of an empty function costs, beside `asyncio.to_thread` and a thread of one's own.
+
+A dedicated thread is the tightest reference: `loop.run_in_executor` of a `ThreadPoolExecutor` of
+one thread, where `to_thread` copies the context variables and picks one of several threads.
+`python -m benchmarks.micro.call` runs on the simulated driver.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from time import perf_counter
 
 from benchmarks.lib.raw_calls import SMS
-from benchmarks.lib.timing import Row, Work, compare
+from benchmarks.lib.timing import Row, Work, compare, table
 from greensched import Pool
+from greensched import driver as drivers
 from greensched.driver.interface import Driver
 
 Call = Callable[[], Awaitable[object]]
 
 CALLERS = 8
-#: Calls of each caller, to a stopwatch.
+#: Calls of each caller, for each reading of the clock.
 CALLS = 10
 
 
 async def measure(driver: Driver) -> list[Row]:
-    """Median and p99 of one caller and of several on one lane."""
-    async with Pool([0], driver=driver) as pool, pool.partition(SMS) as p:
-        ours, theirs = partial(p.run, _nothing), partial(asyncio.to_thread, _nothing)
-        comparisons = [
-            await compare(
-                f"run | to_thread, {many} at once", _calls(ours, many), _calls(theirs, many)
-            )
-            for many in (1, CALLERS)
-        ]
+    """Return the median and p99 of one caller, and of several on one partition."""
+    loop = asyncio.get_running_loop()
+    with ThreadPoolExecutor(1) as thread:
+        async with Pool([0], driver=driver) as pool, pool.partition(SMS) as p:
+            ours = partial(p.run, _nothing)
+            references = {
+                "to_thread": partial(asyncio.to_thread, _nothing),
+                "a thread of one's own": partial(loop.run_in_executor, thread, _nothing),
+            }
+            comparisons = [
+                await compare(
+                    f"run | {name}, {many} at once", _calls(ours, many), _calls(theirs, many)
+                )
+                for name, theirs in references.items()
+                for many in (1, CALLERS)
+            ]
     return [c.row(part, "us") for c in comparisons for part in (0.5, 0.99)]
 
 
@@ -37,7 +51,7 @@ def _nothing() -> None:
 
 
 def _calls(call: Call, callers: int) -> Work:
-    """The mean of a call."""
+    """Time the calls of so many callers at once; the mean of one call."""
 
     async def caller() -> None:
         for _ in range(CALLS):
@@ -49,3 +63,7 @@ def _calls(call: Call, callers: int) -> Work:
         return (perf_counter() - start) / (CALLS * callers)
 
     return work
+
+
+if __name__ == "__main__":
+    print(table(asyncio.run(measure(drivers.open("simulated:h200")))))

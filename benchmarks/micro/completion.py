@@ -1,12 +1,12 @@
-"""How soon a task hears that its job is done: on an idle loop, and behind one with other work.
+"""How soon a task learns that its job is done: on an idle loop, and on a busy one.
 
-`python -m benchmarks.micro.completion [--seconds S] [--waits N]`. Beside a thread that blocks,
-`asyncio.to_thread(event.synchronize)`, which is what one writes without a library. Jobs spin for
-`S` seconds, on a GPU and on a simulated one; a stand-in is told by its environment.
+`python -m benchmarks.micro.completion [--seconds S] [--waits N]` runs jobs that spin for `S`
+seconds, on a GPU or a simulated one; a stand-in takes the time from its environment. The reference
+is a thread that blocks in the driver, `asyncio.to_thread(event.synchronize)`.
 
-A busy loop has a task that works for so long in each of its turns. There the figures are how long
-after the job's own time its task ran again, and how long a call and an upload of 1 MiB took, whose
-reference is no upload, but an empty call in a thread.
+A busy loop has a task that computes for a given time in each turn of the loop. Measured there: the
+time from the job's end until its task runs, and the time of a call and of an upload of 1 MiB, whose
+reference is an empty call in a thread.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from time import perf_counter
 
 import numpy as np
 
-from benchmarks.lib.raw_calls import SMS, ByHand, by_hand
+from benchmarks.lib.raw_calls import SMS, RawCalls, raw_calls
 from benchmarks.lib.timing import SCALES, Comparison, Row, Work, compare, table
 from greensched import LaunchConfig, Partition, Pool
 from greensched import driver as drivers
@@ -32,13 +32,15 @@ from greensched.device.launch import KernelArguments
 from greensched.driver.interface import Driver
 from greensched.kernels import spin
 
-ONE = LaunchConfig(grid=1, block=32)
-#: A busy loop's turns, in seconds.
+CONFIG = LaunchConfig(grid=1, block=32)
+#: Seconds of a busy loop's turns.
 TURNS = 80e-6, 1e-3
-#: Waits behind a busy loop, in rounds of so many; of references a fiftieth as many, and none after
-#: so many seconds, which one took behind turns of 1 ms on an H200's host. Rows say how many were.
+#: Waits behind a busy loop, in rounds of `ROUND`. The reference gets a fiftieth as many, and none
+#: after `MOST_STARVED_S` seconds: behind turns of 1 ms on an H200's host one wait took that long.
+#: Each row says how many there were.
 WAITS, ROUND, MOST_STARVED_S = 10_000, 100, 20.0
-#: Most of p99 behind a busy loop: so many turns and seconds; and seconds of calls and uploads.
+#: The bars on the p99 behind a busy loop: so many turns and seconds; and seconds of a call and of
+#: an upload.
 MOST_TURNS, MOST_S, MOST_OTHERS_S = 3, 2e-3, 20e-3
 #: Jobs whose processor time is added up.
 JOBS = 200
@@ -46,13 +48,13 @@ MIB = np.zeros(2**20, np.uint8)
 
 
 async def measure(driver: Driver, seconds: float, waits: int = WAITS) -> list[Row]:
-    """Jobs of so many seconds: awaited on an idle loop, behind busy ones, and what they cost."""
+    """Await jobs of so many seconds on an idle loop and on busy ones; add up the processor time."""
     async with (
         Pool([0], driver=driver, prepare=[spin]) as pool,
-        by_hand(driver, pool) as hand,
+        raw_calls(driver, pool) as raw,
         pool.partition(SMS) as p,
     ):
-        bench = _Bench(p, hand, seconds, waits)
+        bench = _Bench(p, raw, seconds, waits)
         rows = [await bench.idle(), await bench.processor()]
         for turn in TURNS:
             rows += await bench.busy(turn)
@@ -60,44 +62,42 @@ async def measure(driver: Driver, seconds: float, waits: int = WAITS) -> list[Ro
 
 
 class _Bench:
-    def __init__(self, p: Partition, hand: ByHand, seconds: float, waits: int) -> None:
+    def __init__(self, p: Partition, raw: RawCalls, seconds: float, waits: int) -> None:
         self.p = p
         self.waits = waits
-        self.hand = hand
+        self.raw = raw
         self.seconds = seconds
         self.ns = int(seconds * 1e9)
-        self.loader = p.context.loader
         self.driver = p.context.driver
         self._values = KernelArguments(spin, p.device_id)
         self._values.fill((self.ns,))
-        kernel = self.loader.loaded(spin)
         self._launch = self.driver.bind_launch(
-            self.driver.foreign_stream(hand.stream), kernel, ONE.grid3, ONE.block3, 0,
-            self._values.address,
+            self.driver.foreign_stream(raw.stream), p.context.loader.loaded(spin),
+            CONFIG.grid3, CONFIG.block3, 0, self._values.address,
         )  # fmt: skip
 
     async def ours(self) -> None:
-        await self.p.launch(ONE, spin, self.ns)
+        await self.p.launch(CONFIG, spin, self.ns)
 
     async def theirs(self) -> None:
         self._launch()
-        self.hand.record()
-        await asyncio.to_thread(self.hand.sync)
+        self.raw.record()
+        await asyncio.to_thread(self.raw.sync)
 
     async def polled(self) -> None:
         self._launch()
-        self.hand.record()
-        await self.hand.poll()
+        self.raw.record()
+        await self.raw.poll()
 
     async def idle(self) -> Row:
-        """On a loop that has nothing else to do."""
+        """Await jobs on a loop that has nothing else to do."""
         is_long = self.seconds > self.driver.spin_budget
         what = f"a job of {self.seconds * 1e6:g} us, awaited | event in to_thread"
         found = await compare(what, _timed(self.ours), _timed(self.theirs))
         return found.row(0.5, "us", most=1.05 if is_long else None)
 
     async def processor(self) -> Row:
-        """How much of a processor waiting takes, beside a poll that never ends."""
+        """Compare the processor time of waiting with that of a poll in each turn of the loop."""
         shares = []
         for wait in (self.ours, self.polled):
             began, busy = perf_counter(), time.process_time()
@@ -108,10 +108,10 @@ class _Bench:
         return Row(what, 100 * shares[0], 100 * shares[1], "%")
 
     async def busy(self, turn: float) -> list[Row]:
-        """Behind a loop whose turns are so long."""
+        """Await jobs, calls and uploads on a loop whose turns take so many seconds."""
         name = f"turns of {turn * 1e6:g} us"
         thread = partial(asyncio.to_thread, _nothing)
-        behind = partial(_turns, self.waits)
+        behind = partial(_waited, self.waits)
         async with _busy(turn):
             what = f"{name}: awaited, beyond the job's time | event in to_thread"
             waits = await behind(what, self.ours, self.theirs, less=self.seconds)
@@ -147,13 +147,14 @@ def _bounded(row: Row, most: float) -> Row:
     return replace(row, bar=f"<= {limit:g} {row.unit}", passed=row.ours <= limit)
 
 
-async def _turns(
+async def _waited(
     waits: int,
     what: str,
     ours: Callable[[], Awaitable[object]],
     theirs: Callable[[], Awaitable[object]],
     less: float = 0.0,
 ) -> Comparison:
+    """Wait so many times for ours, and in every fifth round a few times for the reference."""
     found, starved = Comparison(what), 0.0
     work, reference = _timed(ours, less), _timed(theirs, less)
     for number in range(-(-waits // ROUND)):
@@ -171,7 +172,7 @@ async def _turns(
 
 @asynccontextmanager
 async def _busy(turn: float) -> AsyncIterator[None]:
-    """A loop with a task that works for so long in each turn."""
+    """Keep the loop busy: a task computes for so many seconds in each turn."""
 
     async def work() -> None:
         while True:
@@ -189,19 +190,27 @@ async def _busy(turn: float) -> AsyncIterator[None]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.micro.completion", description=__doc__
+        prog="python -m benchmarks.micro.completion",
+        description="Measure how soon a task learns that its job is done.",
     )
-    parser.add_argument("--driver", default="cuda", help="cuda, or a simulated one")
-    parser.add_argument("--seconds", type=float, default=_told(), help="of a job")
-    parser.add_argument("--waits", type=int, default=WAITS, help="behind each busy loop")
+    parser.add_argument("--driver", default="cuda", help="cuda, or a simulated one (default: cuda)")
+    parser.add_argument(
+        "--seconds", type=float, default=_kernel_seconds(), help="time of a job (default: 500 us)"
+    )
+    parser.add_argument(
+        "--waits",
+        type=int,
+        default=WAITS,
+        help="behind each busy loop (default: %(default)s)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args()
     found = asyncio.run(measure(drivers.open(options.driver), options.seconds, options.waits))
     print(json.dumps([row.as_dict() for row in found]) if options.json else table(found))
 
 
-def _told() -> float:
-    """What a stand-in was told of its kernels; else half a millisecond."""
+def _kernel_seconds() -> float:
+    """Return the time of a kernel as a stand-in was told it; else half a millisecond."""
     return float(os.environ.get("STUBCUDA_KERNEL_US", "500")) * 1e-6
 
 

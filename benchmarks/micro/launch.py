@@ -1,4 +1,7 @@
-"""What a launch in a partition costs, beside one by hand: submitted, asked for, and awaited."""
+"""What a launch in a partition costs, beside raw calls: submitted, asked about, and awaited.
+
+`python -m benchmarks.micro.launch` runs on the simulated driver.
+"""
 
 from __future__ import annotations
 
@@ -7,45 +10,45 @@ import itertools
 from collections import deque
 from collections.abc import Awaitable, Callable
 from functools import partial
+from itertools import repeat
 from time import perf_counter
-from typing import Any
 
-from benchmarks.lib.raw_calls import CONFIG, ITEMS, SMS, ByHand, arguments, by_hand
+from benchmarks.lib.raw_calls import CONFIG, ITEMS, SMS, RawCalls, arguments, raw_calls
 from benchmarks.lib.timing import Comparison, Row, Work, compare, table
 from greensched import Buffer, Job, Partition, Pool
 from greensched import driver as drivers
 from greensched.driver.interface import Driver
 from greensched.kernels import saxpy
 
-#: Launches to a stopwatch, where one takes about as long as starting and stopping it; well below
-#: what a driver's queue holds.
+#: Launches for each reading of the clock: one takes about as long as the reading. Well below what
+#: a driver's queue holds.
 BURST = 20
-#: Jobs in flight, and how many are submitted in all, for the rate of a full lane.
+#: Jobs in flight, and how many are submitted in all, for the rate of a full stream.
 IN_FLIGHT, JOBS = 64, 256
 
 
 async def measure(driver: Driver) -> list[Row]:
-    """Median and p99 of each."""
+    """Return the median and p99 of each."""
     async with (
         Pool([0], driver=driver) as pool,
-        by_hand(driver, pool) as hand,
+        raw_calls(driver, pool) as raw,
         pool.partition(SMS) as p,
     ):
         with await p.empty(ITEMS) as buffer, await p.empty(ITEMS) as other:
             await p.prepare(CONFIG, saxpy)
-            bench = _Bench(p, buffer, other, hand)
+            bench = _Bench(p, buffer, other, raw)
             comparisons = [
                 await bench.bound(),
-                await bench.patched(),
-                await bench.patched_with(other),
+                await bench.arguments_set(),
+                await bench.buffers_set(other),
                 await bench.submitted(),
                 await bench.launched(),
                 await bench.asked(),
-                await bench.done_already(),
-                await bench.full(),
+                await bench.awaited_each(),
+                await bench.in_flight(),
                 await bench.batched(),
-                await bench.awaited(hand.poll, "polled event"),
-                await bench.awaited(partial(asyncio.to_thread, hand.sync), "event in to_thread"),
+                await bench.awaited(raw.poll, "polled event"),
+                await bench.awaited(partial(asyncio.to_thread, raw.sync), "event in to_thread"),
             ]
     return [c.row(part, "us") for c in comparisons for part in (0.5, 0.99)]
 
@@ -53,49 +56,69 @@ async def measure(driver: Driver) -> list[Row]:
 class _Bench:
     """Both sides of each comparison."""
 
-    def __init__(self, p: Partition, buffer: Buffer, other: Buffer, hand: ByHand) -> None:
+    def __init__(self, p: Partition, buffer: Buffer, other: Buffer, raw: RawCalls) -> None:
         self.p = p
         self.bound_values = arguments(buffer)
         self.bind = p.bind(CONFIG, saxpy, *self.bound_values)
         #: Of launches that are not bound: a buffer that no bound launch uses.
         self.values = arguments(other)
-        self.hand = hand
+        self.raw = raw
 
-    def _ours(self, work: Callable[[], object]) -> Work:
-        """The mean of a burst; what it submitted is waited for beside the stopwatch."""
+    def _ours(self, call: Callable[[], object]) -> Work:
+        """Time a burst; what it submitted is awaited after the clock is read."""
 
         async def ours() -> float:
             start = perf_counter()
-            for _ in range(BURST):
-                work()
+            for _ in repeat(None, BURST):
+                call()
             took = perf_counter() - start
             await self.bind.submit()
             return took / BURST
 
         return ours
 
-    def _theirs(self, *steps: Callable[[], object]) -> Work:
+    def _launches(self) -> Work:
+        """Time a burst of raw launches."""
+        launch, record, poll = self.raw.launch, self.raw.record, self.raw.poll
+
         async def theirs() -> float:
             start = perf_counter()
-            for _ in range(BURST):
-                for step in steps:
-                    step()
+            for _ in repeat(None, BURST):
+                launch()
             took = perf_counter() - start
-            self.hand.record()
-            await self.hand.poll()
+            record()
+            await poll()
+            return took / BURST
+
+        return theirs
+
+    def _marked_launches(self) -> Work:
+        """Time a burst of raw launches, each with a mark behind it."""
+        launch, mark, record, poll = (
+            self.raw.launch, self.raw.mark, self.raw.record, self.raw.poll,
+        )  # fmt: skip
+
+        async def theirs() -> float:
+            start = perf_counter()
+            for _ in repeat(None, BURST):
+                launch()
+                mark()
+            took = perf_counter() - start
+            record()
+            await poll()
             return took / BURST
 
         return theirs
 
     async def bound(self) -> Comparison:
-        """Both packed once; the price of submitting alone."""
+        """Arguments packed once on both sides: the price of submitting alone."""
         what = "bound launch | raw launch, packed once"
-        return await compare(what, self._ours(self.bind), self._theirs(self.hand.launch))
+        return await compare(what, self._ours(self.bind), self._launches())
 
-    async def patched(self) -> Comparison:
-        """Four arguments set before each launch, the numbers new and the buffers the same.
+    async def arguments_set(self) -> Comparison:
+        """Four arguments set before each launch: new numbers, the same buffers.
 
-        Beside a launch that sets none: numbers are what changes from step to step, mostly.
+        The raw launch sets none.
         """
         numbers = itertools.count()
         _, x, y, items = self.bound_values
@@ -109,10 +132,10 @@ class _Bench:
             self.bind()
 
         what = "bound launch, 4 arguments set | raw launch, packed once"
-        return await compare(what, self._ours(launch), self._theirs(self.hand.launch))
+        return await compare(what, self._ours(launch), self._launches())
 
-    async def patched_with(self, other: Buffer) -> Comparison:
-        """The same, with two other buffers each time: whose order must be looked after."""
+    async def buffers_set(self, other: Buffer) -> Comparison:
+        """The same with two other buffers each time, whose order has to be kept."""
         turns = itertools.cycle([arguments(other), self.bound_values])
 
         def launch() -> None:
@@ -121,115 +144,130 @@ class _Bench:
             self.bind()
 
         what = "bound launch, 2 other buffers set | raw launch, packed once"
-        found = await compare(what, self._ours(launch), self._theirs(self.hand.launch))
+        found = await compare(what, self._ours(launch), self._launches())
         for index, value in enumerate(self.bound_values):
             self.bind.set(index, value)
         return found
 
     async def submitted(self) -> Comparison:
-        """Both are marked behind; ours is a job."""
+        """Both write a number behind the launch; ours returns a job."""
         what = "bound.submit | raw launch + mark"
-        theirs = self._theirs(self.hand.launch, self.hand.mark)
-        return await compare(what, self._ours(self.bind.submit), theirs)
+        return await compare(what, self._ours(self.bind.submit), self._marked_launches())
 
     async def launched(self) -> Comparison:
-        """With every check, beside a launch packed once and its mark."""
-
-        def launch() -> object:
-            return self.p.launch(CONFIG, saxpy, *self.values)
-
-        theirs = self._theirs(self.hand.launch, self.hand.mark)
-        return await compare("launch | raw launch + mark", self._ours(launch), theirs)
+        """A launch with every check, beside a raw launch that was packed once, and its mark."""
+        launch = partial(self.p.launch, CONFIG, saxpy, *self.values)
+        what = "launch | raw launch + mark"
+        return await compare(what, self._ours(launch), self._marked_launches())
 
     async def asked(self) -> Comparison:
-        """Whether something is done that is; no function of Python's around either."""
-        job, query = self.bind.submit(), self.hand.query
+        """Asking about a job that is done, beside asking about an event that is reached."""
+        job, query = self.bind.submit(), self.raw.query
         await job
-        self.hand.record()
-        await self.hand.poll()
+        self.raw.record()
+        await self.raw.poll()
 
         async def ours() -> float:
             start = perf_counter()
-            for _ in range(BURST):
+            for _ in repeat(None, BURST):
                 _ = job.is_done
             return (perf_counter() - start) / BURST
 
         async def theirs() -> float:
             start = perf_counter()
-            for _ in range(BURST):
-                _ = query()
+            for _ in repeat(None, BURST):
+                query()
             return (perf_counter() - start) / BURST
 
         return await compare("is_done | event query", ours, theirs)
 
-    async def done_already(self) -> Comparison:
-        """Submitted and awaited one at a time, beside a launch and a mark that nobody awaits."""
+    async def awaited_each(self) -> Comparison:
+        """Submitted and awaited one at a time, beside launches and marks that are not awaited."""
+        submit = self.bind.submit
 
         async def ours() -> float:
             start = perf_counter()
-            for _ in range(BURST):
-                await self.bind.submit()
+            for _ in repeat(None, BURST):
+                await submit()
             return (perf_counter() - start) / BURST
 
-        theirs = self._theirs(self.hand.launch, self.hand.mark)
-        return await compare("bound.submit, await | raw launch + mark", ours, theirs)
+        return await compare(
+            "bound.submit, await | raw launch + mark", ours, self._marked_launches()
+        )
 
     async def batched(self) -> Comparison:
-        """As many launches, and a job that is awaited behind so many of them; by hand as below."""
+        """Many launches, and a job that is awaited behind each 64; raw: an event at the end."""
+        launch, record, poll = self.raw.launch, self.raw.record, self.raw.poll
+        bound, submit = self.bind, self.bind.submit
 
         async def ours() -> float:
             start = perf_counter()
-            flying: Job[None] | None = None
+            last: Job[None] | None = None
             for _ in range(JOBS // IN_FLIGHT):
-                for _ in range(IN_FLIGHT - 1):
-                    self.bind()
-                before, flying = flying, self.bind.submit()
+                for _ in repeat(None, IN_FLIGHT - 1):
+                    bound()
+                before, last = last, submit()
                 if before is not None:
                     await before
-            assert flying is not None
-            await flying
+            assert last is not None
+            await last
             return (perf_counter() - start) / JOBS
 
-        what = f"bound launches, a job behind {IN_FLIGHT} | raw launches"
-        return await compare(what, ours, self._many_by_hand)
+        async def theirs() -> float:
+            start = perf_counter()
+            for _ in repeat(None, JOBS):
+                launch()
+            record()
+            await poll()
+            return (perf_counter() - start) / JOBS
 
-    async def _many_by_hand(self) -> float:
-        start = perf_counter()
-        for _ in range(JOBS):
-            self.hand.launch()
-        self.hand.record()
-        await self.hand.poll()
-        return (perf_counter() - start) / JOBS
+        return await compare(
+            f"bound launches, a job behind {IN_FLIGHT} | raw launches", ours, theirs
+        )
 
-    async def full(self) -> Comparison:
-        """Jobs of a lane that always has many, each awaited; by hand, one look at the end."""
+    async def in_flight(self) -> Comparison:
+        """Jobs of a stream that always has many, each awaited; raw: a mark each, an event last."""
+        launch, mark, record, poll = (
+            self.raw.launch, self.raw.mark, self.raw.record, self.raw.poll,
+        )  # fmt: skip
+        submit = self.bind.submit
 
         async def ours() -> float:
             start = perf_counter()
-            flying = deque[Any]()
-            for _ in range(JOBS):
-                flying.append(self.bind.submit())
-                if len(flying) == IN_FLIGHT:
-                    await flying.popleft()
-            for job in flying:
+            in_flight = deque[Job[None]]()
+            for _ in repeat(None, JOBS):
+                in_flight.append(submit())
+                if len(in_flight) == IN_FLIGHT:
+                    await in_flight.popleft()
+            for job in in_flight:
                 await job
             return (perf_counter() - start) / JOBS
 
-        what = f"a job, {IN_FLIGHT} in flight | raw launches"
-        return await compare(what, ours, self._many_by_hand)
+        async def theirs() -> float:
+            start = perf_counter()
+            for _ in repeat(None, JOBS):
+                launch()
+                mark()
+            record()
+            await poll()
+            return (perf_counter() - start) / JOBS
+
+        return await compare(f"a job, {IN_FLIGHT} in flight | raw launch + mark", ours, theirs)
 
     async def awaited(self, wait: Callable[[], Awaitable[object]], by: str) -> Comparison:
-        """One launch at a time; by hand its end is heard of by some way to wait for the event."""
+        """One launch at a time, awaited; raw: an event, waited for in one way or another."""
+        launch, values = self.p.launch, self.values
+        pack_and_launch, record = self.raw.pack_and_launch, self.raw.record
 
         async def ours() -> float:
             start = perf_counter()
-            await self.p.launch(CONFIG, saxpy, *self.values)
+            await launch(CONFIG, saxpy, *values)
             return perf_counter() - start
 
         async def theirs() -> float:
             start = perf_counter()
-            self.hand.pack_and_launch()
-            self.hand.record()
+            pack_and_launch()
+            record()
             await wait()
             return perf_counter() - start
 

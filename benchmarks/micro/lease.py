@@ -1,4 +1,7 @@
-"""What a lease of a warm lane costs, beside a semaphore; with a launch in it; and of a class."""
+"""What a lease costs, beside a semaphore: repeated, two sizes in turn, with a launch, of a class.
+
+`python -m benchmarks.micro.lease` runs on the simulated driver.
+"""
 
 from __future__ import annotations
 
@@ -8,43 +11,47 @@ from contextlib import AbstractAsyncContextManager
 from functools import partial
 from time import perf_counter
 
-from benchmarks.lib.raw_calls import CONFIG, ITEMS, SMS, arguments, by_hand
+from benchmarks.lib.raw_calls import CONFIG, ITEMS, SMS, arguments, raw_calls
 from benchmarks.lib.timing import Comparison, Row, compare, table
 from greensched import Pool, ServiceClass
 from greensched import driver as drivers
 from greensched.driver.interface import Driver
 from greensched.kernels import saxpy
 
+#: The second of two sizes that are taken in turn: a lease that is kept for one is none for the
+#: other.
+OTHER_SMS = 8
 CLASSES = (
     ServiceClass("critical", reserve=SMS, priority=10),
     ServiceClass("other", preemptible=True, checkpoint_interval=0.010),
 )
+Lease = Callable[[int], AbstractAsyncContextManager[object]]
 
 
 async def measure(driver: Driver) -> list[Row]:
-    """Median and p99 of both."""
+    """Return the median and p99 of each."""
     async with Pool([0], driver=driver) as pool:
         comparisons = [
-            await _bare("lease", pool.partition),
-            await _bare("lease at once (partition_nowait)", pool.partition_nowait),
+            await _repeated("lease", pool.partition),
+            await _repeated("lease at once (partition_nowait)", pool.partition_nowait),
+            await _in_turn("lease, two sizes in turn", pool.partition),
             await _with_launch(driver, pool),
         ]
     async with Pool([0], driver=driver, services=CLASSES) as pool:
-        leased = partial(pool.partition, service="critical")
-        comparisons.append(await _bare("lease of a class with a floor", leased))
+        of_a_class = partial(pool.partition, service="critical")
+        comparisons.append(await _repeated("lease of a class with a reserve", of_a_class))
+        comparisons.append(await _in_turn("lease of a class, two sizes in turn", of_a_class))
     return [c.row(part, "us") for c in comparisons for part in (0.5, 0.99)]
 
 
-async def _bare(
-    what: str, lease: Callable[[int], AbstractAsyncContextManager[object]]
-) -> Comparison:
-    semaphore = asyncio.Semaphore(1)
-
+async def _repeated(what: str, lease: Lease) -> Comparison:
     async def ours() -> float:
         start = perf_counter()
         async with lease(SMS):
             pass
         return perf_counter() - start
+
+    semaphore = asyncio.Semaphore(1)
 
     async def theirs() -> float:
         start = perf_counter()
@@ -55,24 +62,50 @@ async def _bare(
     return await compare(f"{what} | semaphore", ours, theirs)
 
 
+async def _in_turn(what: str, lease: Lease) -> Comparison:
+    """Each of two sizes once; the mean of both."""
+
+    async def ours() -> float:
+        start = perf_counter()
+        async with lease(SMS):
+            pass
+        async with lease(OTHER_SMS):
+            pass
+        return (perf_counter() - start) / 2
+
+    semaphore = asyncio.Semaphore(1)
+
+    async def theirs() -> float:
+        start = perf_counter()
+        async with semaphore:
+            pass
+        async with semaphore:
+            pass
+        return (perf_counter() - start) / 2
+
+    return await compare(f"{what} | semaphore", ours, theirs)
+
+
 async def _with_launch(driver: Driver, pool: Pool) -> Comparison:
     semaphore = asyncio.Semaphore(1)
-    async with by_hand(driver, pool) as hand:
+    async with raw_calls(driver, pool) as raw:
+        pack_and_launch, record, poll = raw.pack_and_launch, raw.record, raw.poll
         async with pool.partition(SMS) as p:
             buffer = await p.empty(ITEMS)
+        values = arguments(buffer)
 
         async def ours() -> float:
             start = perf_counter()
             async with pool.partition(SMS) as q:
-                await q.launch(CONFIG, saxpy, *arguments(buffer))
+                await q.launch(CONFIG, saxpy, *values)
             return perf_counter() - start
 
         async def theirs() -> float:
             start = perf_counter()
             async with semaphore:
-                hand.pack_and_launch()
-                hand.record()
-                await hand.poll()
+                pack_and_launch()
+                record()
+                await poll()
             return perf_counter() - start
 
         with buffer:

@@ -1,8 +1,10 @@
 """What a decision of the scheduler costs, beside a heap of the same size.
 
-No device and no loop: the head alone. A *cycle* gives one lease back, which grants to who waits,
-and takes one more request, which waits in its turn: so the queue keeps its length. The heap holds
-entries like the queue's, which are made beforehand.
+The scheduler alone, without a device and without a loop. A *cycle* returns one grant, which grants
+the next request, and adds one request that waits: the queue keeps its length. The heap holds
+entries like the queue's, which are made before the clock is read.
+
+`python -m benchmarks.micro.scheduler`.
 """
 
 from __future__ import annotations
@@ -22,9 +24,9 @@ from greensched.scheduling.requests import Grant, Request
 from greensched.scheduling.scheduler import Scheduler
 from greensched.scheduling.services import ServiceClass
 
-#: An H200, cut by eights.
+#: An H200, split into cells of 8 SMs.
 DEVICE = DeviceCells(size=8, count=16, remainder=4)
-#: Cycles in a sample: one takes some microseconds, a clock's reading a tenth of one.
+#: Cycles in a sample: one takes some microseconds, and reading the clock a tenth of one.
 CYCLES = 50
 #: A second of arrivals is 10,000 of these.
 STEP = 1e-4
@@ -39,7 +41,7 @@ CLASSES = (
 
 
 class Queue:
-    """A scheduler whose devices are full, and before which so many wait."""
+    """A scheduler whose device is full, with so many requests that wait."""
 
     def __init__(self, waiting: int, *, policy: str = "fifo", is_classed: bool = False) -> None:
         services = CLASSES if is_classed else ()
@@ -48,14 +50,14 @@ class Queue:
         self.scheduler = Scheduler([DEVICE], policy_named(policy), 10**9, services=services)
         self.now = 0.0
         self.running: deque[Grant] = deque()
-        self.asked = 0
+        self.requested = 0
         while self.scheduler.waiting < waiting:
-            self.ask()
+            self.request()
 
-    def ask(self) -> Request:
-        self.asked += 1
-        sms = self.sizes[self.asked % len(self.sizes)]
-        name = self.names[self.asked % len(self.names)]
+    def request(self) -> Request:
+        self.requested += 1
+        sms = self.sizes[self.requested % len(self.sizes)]
+        name = self.names[self.requested % len(self.names)]
         request = self.scheduler.request(self.now, (SizeRange(sms, sms),), service=name)
         self.running.extend(request.leases)
         return request
@@ -64,7 +66,7 @@ class Queue:
         self.now += STEP
         for granted in self.scheduler.drained(self.now, self.running.popleft()):
             self.running.extend(granted.leases)
-        self.ask()
+        self.request()
 
     async def sample(self) -> float:
         start = perf_counter()
@@ -74,7 +76,7 @@ class Queue:
 
 
 class Heap:
-    """A heap of so many entries: rank, order and what it is."""
+    """A heap of so many entries: rank, order and an object."""
 
     def __init__(self, size: int) -> None:
         self.random = random.Random(1)
@@ -88,15 +90,16 @@ class Heap:
 
     async def sample(self) -> float:
         entries, new = self.entries, [self.entry() for _ in range(CYCLES)]
+        push, pop = heapq.heappush, heapq.heappop
         start = perf_counter()
         for entry in new:
-            heapq.heappush(entries, entry)
-            heapq.heappop(entries)
+            push(entries, entry)
+            pop(entries)
         return (perf_counter() - start) / CYCLES
 
 
-class Learning:
-    """A curve that is told what a lease took, and asked what the next will take, on its way."""
+class Curve:
+    """A latency curve that records what a lease took, and predicts the next one."""
 
     def __init__(self) -> None:
         self.random = random.Random(1)
@@ -112,7 +115,7 @@ class Learning:
 
 
 def measure() -> list[Row]:
-    """The bars on decisions, and what classes and policies add."""
+    """Return the bars on decisions, and what classes and policies add."""
     return asyncio.run(_measure())
 
 
@@ -135,10 +138,10 @@ async def _measure() -> list[Row]:
     for name, queue in (("", classed), (", fair", fair), (", deadline", due)):
         what = f"the same, three classes and sizes{name} | heap push + pop"
         rows.append((await compare(what, queue.sample, heap)).row(0.5, "us", most=12))
-    learning = await compare(
-        "a curve learns, and is asked | heap push + pop", Learning().sample, heap
+    curve = await compare(
+        "a latency curve records and predicts | heap push + pop", Curve().sample, heap
     )
-    rows.append(learning.row(0.5, "us"))
+    rows.append(curve.row(0.5, "us"))
     few, many = Queue(100), Queue(MANY)
     grown = await compare(f"cycle, {MANY:,} waiting | 100 waiting", many.sample, few.sample)
     rows.append(grown.row(0.5, "us", most=2))
@@ -147,24 +150,24 @@ async def _measure() -> list[Row]:
 
 
 def _mass_cancellation(number: int) -> Row:
-    """The longest single call while so many that wait are cancelled, each by a call."""
+    """Return the longest of the calls that cancel so many waiting requests, one each."""
     queue = Queue(0)
     requests = []
     while len(requests) < number:
-        request = queue.ask()
+        request = queue.request()
         if not request.leases:
             requests.append(request)
     random.Random(1).shuffle(requests)
     longest = _longest(lambda request: queue.scheduler.cancel(1.0, request), requests)
     bar = 0.010
     return Row(
-        f"{number:,} cancelled, longest call | bar", longest * 1e3, bar * 1e3, "ms", bar="<= 1 x",
-        passed=longest <= bar,
+        f"{number:,} cancelled, longest call | allowed", longest * 1e3, bar * 1e3, "ms",
+        bar="<= 10 ms", passed=longest <= bar,
     )  # fmt: skip
 
 
 def _longest(call: Callable[[Request], object], requests: list[Request]) -> float:
-    """By this thread's own clock: on a machine that others use, any call may be interrupted."""
+    """Return the longest call in this thread's processor seconds: any call may be interrupted."""
     longest = 0.0
     for request in requests:
         start = thread_time()

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 from time import process_time
 
-from benchmarks.lib.timing import Bystanders, table
+from benchmarks.lib.timing import MachineLoad, table
 from benchmarks.micro import scheduler as deciding
 from benchmarks.micro import shares
 from greensched.capacity import experiment, metrics, results, validation
@@ -302,7 +302,7 @@ def main() -> int:
         "5": lambda: shared(seeds),
         "7": lambda: hour(seeds, options.trace),
     }
-    bystanders = Bystanders()
+    load = MachineLoad()
     print(f"seeds {', '.join(map(str, seeds))}")
     is_short = False
     for part in options.parts.split(","):
@@ -315,7 +315,7 @@ def main() -> int:
         for bar in parts[part]():
             print(bar, flush=True)
             is_short = is_short or bar.passed is False
-    print(f"\n{bystanders}")
+    print(f"\n{load}")
     return int(is_short)
 
 

@@ -28,7 +28,7 @@ import uvicorn
 
 from benchmarks.lib import clients
 from benchmarks.lib.server import serving
-from benchmarks.lib.timing import Bystanders, Row, table
+from benchmarks.lib.timing import MachineLoad, Row, table
 from greensched import Pool, WouldBlock
 from greensched.driver import simulated
 from greensched.kernels import reduce_sum
@@ -52,9 +52,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.system.http", description=__doc__)
     parser.add_argument("--seconds", type=float, default=60, help="at twice the capacity")
     seconds = parser.parse_args().seconds
-    bystanders = Bystanders()
+    machine = MachineLoad()
     rows = measure(seconds)
-    print(f"{bystanders}\n{table(rows)}")
+    print(f"{machine}\n{table(rows)}")
     return int(any(row.passed is False for row in rows))
 
 

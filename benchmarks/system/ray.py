@@ -31,7 +31,7 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from benchmarks.lib.timing import Bystanders, Row, table
+from benchmarks.lib.timing import MachineLoad, Row, table
 from greensched import GreenschedError, LaunchConfig, Partition, Pool
 from greensched.integrations.ray import Fleet
 from greensched.kernels import spin
@@ -320,12 +320,12 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=100_000)
     parser.add_argument("--loss", action="store_true", help="only the jobs that lose a node")
     options = parser.parse_args()
-    bystanders, rows = Bystanders(), list[Row]()
+    load, rows = MachineLoad(), list[Row]()
     with cluster() as made:
         if not options.loss:
             rows = asyncio.run(throughput())
         found = losing_a_node(made, options.jobs)
-    print(f"{bystanders}; Ray {ray.__version__}, {NODES} nodes")
+    print(f"{load}; Ray {ray.__version__}, {NODES} nodes")
     if rows:
         print(f"\n{table(rows)}\n")
     print(found)

@@ -11,35 +11,37 @@ from pathlib import Path
 import numpy as np
 import pytest
 from benchmarks.gpu import sharing
-from benchmarks.lib import plot
-from benchmarks.lib import timing as measure
+from benchmarks.lib import plot, timing
 from benchmarks.lib.report import Report
 from benchmarks.lib.timing import Comparison, Row
-from benchmarks.micro import call as calling
-from benchmarks.micro import executors as lanes
-from benchmarks.micro import launch as launching
-from benchmarks.micro import lease as leasing
-from benchmarks.micro import profile, traffic
-from benchmarks.micro import pytest_plugin as plugin
-from benchmarks.micro import scheduler as deciding
-from benchmarks.system import client_disconnect as leaving
-from benchmarks.system import http, soak
-from benchmarks.system.leases import KINDS
+from benchmarks.micro import (
+    call,
+    launch,
+    lease,
+    partitions,
+    profile,
+    pytest_plugin,
+    queue,
+    scheduler,
+    traffic,
+)
+from benchmarks.system import client_disconnect, http, soak
 
+from benchmarks import suites
 from greensched.driver import simulated
 from greensched.driver.interface import Driver
 
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "ROUNDS", 2)
-    monkeypatch.setattr(measure, "PER_ROUND", 2)
+    monkeypatch.setattr(timing, "ROUNDS", 2)
+    monkeypatch.setattr(timing, "PER_ROUND", 2)
 
 
 @pytest.mark.usefixtures("few")
-@pytest.mark.parametrize("benchmark", [leasing, launching, calling])
+@pytest.mark.parametrize("benchmark", [lease, launch, call])
 def test_both_sides_are_measured(benchmark: object) -> None:
-    """Each row has a time of ours, one of theirs, and an interval around their ratio."""
+    """Each row has a time of ours, one of the reference, and an interval of their ratio."""
     driver: Driver = simulated.open("h200")
     rows: list[Row] = asyncio.run(benchmark.measure(driver))  # type: ignore[attr-defined]  # a module
     driver.close()
@@ -51,37 +53,37 @@ def test_both_sides_are_measured(benchmark: object) -> None:
         assert Row.from_dict(row.as_dict()) == row
 
 
-def test_eight_lanes_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each lane has a row at once and one beside a lane that hangs, with a bar beside it alone."""
-    monkeypatch.setattr(lanes, "WINDOW_S", 0.0)
-    monkeypatch.setattr(lanes, "ROUNDS", 2)
-    rows = asyncio.run(lanes.measure("simulated:h200"))
-    assert len(rows) == 2 * len(lanes.LENGTHS_MS)
+def test_eight_partitions_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has two rows, with the others and with a ninth that hangs, beside it alone."""
+    monkeypatch.setattr(partitions, "WINDOW_S", 0.0)
+    monkeypatch.setattr(partitions, "ROUNDS", 2)
+    rows = asyncio.run(partitions.measure("simulated:h200"))
+    assert len(rows) == 2 * len(partitions.LENGTHS_MS)
     for row in rows:
         assert row.passed == (row.ours <= 1.2 * row.theirs)
         assert row.theirs > 0  # no job ends before its time
-    assert len([row for row in rows if "a ninth hangs" in row.what]) == len(lanes.LENGTHS_MS)
+    assert len([row for row in rows if "a ninth hangs" in row.what]) == len(partitions.LENGTHS_MS)
 
 
-def test_the_plugins_cost_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cost_of_the_pytest_plugin_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """The row has a suite's time with the plugin and with an empty one, and says what it adds."""
-    monkeypatch.setattr(plugin, "NUMBER", 2)
-    (row,) = plugin.measure()
+    monkeypatch.setattr(pytest_plugin, "NUMBER", 2)
+    (row,) = pytest_plugin.measure()
     assert row.ours > 0 < row.theirs
     assert "+ 5 ms" in row.bar
 
 
 def test_clients_that_hang_up_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a few clients, their SMs' lateness is told, and judged by the worst."""
-    monkeypatch.setattr(leaving, "NUMBER", 3)
-    median, worst = leaving.measure()
+    """The delay until a client's SMs are free is measured, and judged by the longest."""
+    monkeypatch.setattr(client_disconnect, "NUMBER", 3)
+    median, worst = client_disconnect.measure()
     assert median.passed is None
     assert 0 <= median.ours <= worst.ours
     assert worst.passed == (worst.ours <= 50)
 
 
 def test_a_service_under_load_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a second at twice the capacity: both kinds of answers, and each bar has a verdict."""
+    """A second at twice the capacity has both kinds of answers, and each bar a verdict."""
     monkeypatch.setattr(http, "SECONDS_EACH", 0.05)
     rows = http.measure(1.0)
     judged = {row.what.split(":")[0].split("(")[0].strip(): row for row in rows if row.bar}
@@ -90,13 +92,13 @@ def test_a_service_under_load_is_measured(monkeypatch: pytest.MonkeyPatch) -> No
     assert " x 200, " in answers.what
     assert " x 429)" in answers.what
     assert answers.ours == 0 < answers.theirs
-    for row in judged.values():  # the times are the machine's affair, what is left is not
+    for row in judged.values():  # the times depend on the machine, what is left does not
         assert row.passed is not None
         assert row.passed or row.unit == "ms", row
 
 
-def test_what_is_left_is_named() -> None:
-    """A row of what is open names what there is more of, and fails by it."""
+def test_what_is_still_open_is_named() -> None:
+    """A row fails if more is open than before, and names it."""
     row = http._held("open", {"files": 5, "threads": 2, "tasks": 1}, {"files": 3, "threads": 4})
     assert not row.passed
     assert row.bar == "2 files more, 1 tasks more"
@@ -104,11 +106,24 @@ def test_what_is_left_is_named() -> None:
 
 @pytest.mark.usefixtures("few")
 def test_decisions_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each bar on decisions has a row, and whatever waits is cancelled."""
-    monkeypatch.setattr(deciding, "MANY", 300)
-    rows = deciding.measure()
+    """Each bar on decisions has a row, and all that wait are cancelled."""
+    monkeypatch.setattr(scheduler, "MANY", 300)
+    rows = scheduler.measure()
     assert len([row for row in rows if row.bar]) == 6
     assert all(row.ours > 0 for row in rows)
+
+
+@pytest.mark.usefixtures("few")
+def test_a_queue_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the simulated driver: waiting, and cancelling one and all of those that wait."""
+    for name, value in {"MANY": 40, "MASS": 60, "CANCELLED": 5, "ROUNDS": 2}.items():
+        monkeypatch.setattr(queue, name, value)
+    driver: Driver = simulated.open("h200")
+    rows = asyncio.run(queue.measure(driver))
+    driver.close()
+    assert len([row for row in rows if row.bar]) == len(rows) == 5
+    assert all(row.ours > 0 for row in rows)
+    assert rows[0].bar.startswith("<= 2 x")
 
 
 def test_a_bar_is_judged() -> None:
@@ -117,7 +132,7 @@ def test_a_bar_is_judged() -> None:
     met, missed = comparison.row(0.5, "s", most=4), comparison.row(0.5, "s", most=3.9)
     assert (met.passed, missed.passed) == (True, False)
     assert met.ratio == 4
-    assert [line.split()[-1] for line in measure.table([met, missed]).splitlines()[2:]] == [
+    assert [line.split()[-1] for line in timing.table([met, missed]).splitlines()[2:]] == [
         "PASS",
         "FAIL",
     ]
@@ -128,6 +143,7 @@ def test_a_bar_is_judged() -> None:
     [
         ("<= 1.3 x", "us", 1.3),
         ("flat: <= 1.2 x", "us", 1.2),
+        ("<= 1.1 x (was 1.05 x)", "us", 1.1),
         ("<= 30 ms", "ms", 1.5),
         ("<= + 5 ms", "ms", 1.25),
         ("<= 30 ms", "us", None),
@@ -136,18 +152,18 @@ def test_a_bar_is_judged() -> None:
     ],
 )
 def test_a_bar_is_drawn_as_a_ratio(bar: str, unit: str, most: float | None) -> None:
-    """A bar on the ratio, on a time, or on a time beyond theirs has a place beside the ratio."""
+    """A bar on the ratio, on a time, or on a difference of times is drawn as a ratio."""
     assert plot.most(Row("a | b", 10.0, 20.0, unit, None, bar)) == most
 
 
 def test_what_has_no_ratio_is_not_drawn() -> None:
-    """Nothing of ours or theirs has no place on a logarithmic scale."""
+    """Zero has no place on a logarithmic scale."""
     rows = [Row("a", 1.0, 2.0, "us"), Row("b", 0.0, 2.0, ""), Row("c", 1.0, 0.0, "")]
     assert plot.drawable(rows) == rows[:1]
 
 
 def test_what_was_written_as_json_is_drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Where matplotlib is, the figures of another machine become a picture; else it says so."""
+    """With matplotlib a file of figures becomes a picture; without it, the program says so."""
     rows = [Row("a | b", 1.0, 2.0, "us", (0.4, 0.6), "<= 1 x", True), Row("c | d", 3.0, 2.0, "us")]
     found = {"machine": "some", "hot": [row.as_dict() for row in rows], "green contexts": {}}
     (tmp_path / "found.json").write_text(json.dumps(found))
@@ -163,7 +179,7 @@ def test_what_was_written_as_json_is_drawn(monkeypatch: pytest.MonkeyPatch, tmp_
 
 @pytest.mark.usefixtures("few")
 def test_the_hot_path_is_split_into_stages(tmp_path: Path) -> None:
-    """Each operation's stages end in its public call, and the table has a line for each."""
+    """The stages of an operation end in its public call, and each has a line in the table."""
     driver: Driver = simulated.open("h200")
     splits = asyncio.run(profile.measure_all(driver))
     driver.close()
@@ -184,37 +200,54 @@ def test_the_hot_path_is_split_into_stages(tmp_path: Path) -> None:
 
 
 def test_a_stage_is_what_a_prefix_takes_more() -> None:
-    """Of medians over rounds, less what comes before; the way by hand is no stage."""
+    """A stage is the difference of two medians over rounds; the raw calls are no stage."""
     rounds = np.array([[1.0, 3.0, 4.0, 9.0], [1.0, 3.0, 5.0, 9.0], [1.0, 3.0, 9.0, 9.0]])
     assert list(profile._steps(rounds)) == [2.0, 2.0]
 
 
 def test_the_percentile_is_a_sample() -> None:
-    """Of a thousand samples in two rounds, one lies beyond the p99.9."""
+    """One of a thousand samples in two rounds lies beyond the p99.9."""
     samples = np.arange(1000.0)
-    assert measure.percentile([samples[500:], samples[:500]], 0.999) == 998
-    assert measure.name_of(0.999) == "p99.9"
+    assert timing.percentile([samples[500:], samples[:500]], 0.999) == 998
+    assert timing.name_of(0.999) == "p99.9"
 
 
 def test_a_short_soak(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two rounds of leases of every kind leave nothing on the device, and are counted."""
     monkeypatch.setattr(soak, "ROUND", 160)
-    monkeypatch.setattr(soak, "WEIGHTS", [1] * len(KINDS))
+    monkeypatch.setattr(soak, "WEIGHTS", [1] * len(soak.KINDS))
     run = soak.Soak(seed=1)
-    looks = list(run.run(320))
-    assert [look.leases for look in looks] == [160, 320]
+    samples = list(run.run(320))
+    assert [sample.leases for sample in samples] == [160, 320]
     assert run.kinds.total() == 320
 
 
 def test_growth_is_seen() -> None:
-    """Whatever was more at any look after things had settled has grown."""
-    looks = [soak.Look(10_000, 9, 9, 9), soak.Look(20_000, 1, 2, 3), soak.Look(30_000, 5, 2, 4)]
-    looks.append(soak.Look(40_000, 1, 2, 3))
-    assert soak.grown(looks) == {
+    """What is more at any later sample than at the first settled one has grown."""
+    samples = [
+        soak.Sample(10_000, 9, 9, 9),
+        soak.Sample(20_000, 1, 2, 3),
+        soak.Sample(30_000, 5, 2, 4),
+        soak.Sample(40_000, 1, 2, 3),
+    ]
+    assert soak.grown(samples) == {
         "memory (bytes)": (4, soak.MOST_BYTES),
         "threads": (0, 0),
         "files": (1, 0),
     }
+
+
+@pytest.mark.parametrize(
+    ("names", "count"),
+    [
+        (["MainThread", "greensched 0:3 worker", "greensched 0:c worker"], 1),
+        (["MainThread", "greensched 0:3 worker", "greensched 0:3 worker"], 2),
+        (["MainThread", *(f"greensched 0:{n} worker" for n in range(4))], 3),
+    ],
+)
+def test_threads_that_did_not_end_are_seen(names: list[str], count: int) -> None:
+    """Threads of two executors are accounted for: a second of a name, or a third set, is not."""
+    assert soak.unexplained(names, executors=2) == count
 
 
 def test_two_users_are_measured_on_every_arm(
@@ -267,3 +300,31 @@ def test_bars_of_traffic_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
         value, low, high = bar.found
         assert not low > value
         assert not high < value
+
+
+def test_both_builds_stand_in_one_table() -> None:
+    """Each row of the plain build is followed by that of the compiled one, with the same bar."""
+    plain = [Row("a | b, median", 2.0, 1.0, "us"), Row("c | d, median", 1.0, 1.0, "us")]
+    compiled = [Row("a | b, median", 1.0, 1.0, "us"), Row("c | d, median", 0.5, 1.0, "us")]
+    rows = [
+        suites.judge(row, {"a | b": suites.Bar(1.5, "1.2 x")})
+        for row in suites.interleave(plain, compiled)
+    ]
+    assert [row.what for row in rows] == [
+        "a | b, median",
+        "compiled: a | b, median",
+        "c | d, median",
+        "compiled: c | d, median",
+    ]
+    assert [row.passed for row in rows] == [False, True, None, None]
+    assert rows[0].bar == "<= 1.5 x (was 1.2 x)"
+    assert not suites.passed({"part": rows})
+    assert suites.passed({"part": rows[1:]})
+    assert not suites.passed({"part": []})  # it failed
+
+
+def test_what_a_suite_found_is_read_again(tmp_path: Path) -> None:
+    """The rows of each part, with their intervals; what is no part is left out."""
+    found = {"part": [Row("a | b", 2.0, 1.0, "us", (1.9, 2.1), "<= 3 x", True)]}
+    suites.save(tmp_path / "found.json", found, "some", **{"green contexts": {"contexts": 3}})
+    assert suites.load(tmp_path / "found.json") == found
