@@ -144,7 +144,7 @@ async def _beside_a_split_per_call(driver: Driver, pool: Pool) -> Comparison:
         await p.launch(CONFIG, saxpy, *arguments(buffer))
         kernel = pool.devices[p.device_id].loader.loaded(saxpy)
         assert kernel is not None
-    packed = KernelArguments(saxpy, buffer.device)
+    packed = KernelArguments(saxpy, pool.devices[0].ordinal)
     packed.fill(arguments(buffer))
     geometry = (CONFIG.grid3, CONFIG.block3, 0, packed.address)
     split, whose = _flashinfer()

@@ -71,7 +71,9 @@ async def raw_calls(driver: Driver, pool: Pool) -> AsyncIterator[RawCalls]:
             kernel = p.context.loader.loaded(saxpy)
             with closing(await p.run(p.context.create_event)) as event:
                 values = packed(p.device_id, buffer)
-                yield make(driver, p.stream.handle, kernel, event.handle, buffer, values, word.address)
+                yield make(
+                    driver, p.stream.handle, kernel, event.handle, buffer, values, word.address
+                )
 
 
 def packed(device_id: int, buffer: Buffer) -> KernelArguments:
@@ -82,7 +84,12 @@ def packed(device_id: int, buffer: Buffer) -> KernelArguments:
 
 
 def _on_the_interface(
-    driver: Driver, stream: Any, kernel: Any, event: Any, buffer: Buffer, values: KernelArguments,
+    driver: Driver,
+    stream: Any,
+    kernel: Any,
+    event: Any,
+    buffer: Buffer,
+    values: KernelArguments,
     word: int,
 ) -> RawCalls:
     launch = driver.bind_launch(stream, kernel, CONFIG.grid3, CONFIG.block3, 0, values.address)
@@ -109,7 +116,12 @@ def _on_the_interface(
 
 
 def _on_cuda(
-    _: Driver, stream: Any, kernel: Any, event: Any, buffer: Buffer, values: KernelArguments,
+    _: Driver,
+    stream: Any,
+    kernel: Any,
+    event: Any,
+    buffer: Buffer,
+    values: KernelArguments,
     word: int,
 ) -> RawCalls:
     """As the examples of `cuda.bindings` do it: values and their types as tuples."""
