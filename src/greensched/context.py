@@ -24,6 +24,7 @@ from greensched.device.resources import DeviceResources
 from greensched.device.streams import Event, Stream, TicketedStream
 from greensched.device.thread_state import _ThreadToken, here
 from greensched.driver.interface import Driver
+from greensched.driver.types import ContextHandle, EventHandle, GreenHandle, StreamHandle
 from greensched.errors import (
     Closed,
     CUDAError,
@@ -32,14 +33,7 @@ from greensched.errors import (
     WrongThread,
 )
 from greensched.kernels import Loader
-from greensched.typing import (
-    ContextFlags,
-    ContextHandle,
-    DeviceFacts,
-    EventHandle,
-    GreenHandle,
-    StreamHandle,
-)
+from greensched.typing import ContextFlags, DeviceFacts
 
 if TYPE_CHECKING:
     from greensched.device.device import Device

@@ -1,11 +1,11 @@
-"""Public aliases, protocols, enums and small frozen values. Nothing here does anything."""
+"""Public aliases, enums, protocols and small frozen values, without behaviour."""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Final, Literal, NewType, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, Final, Literal, Protocol, TypeVar
 
 T = TypeVar("T")
 T_contra = TypeVar("T_contra", contravariant=True)
@@ -25,7 +25,7 @@ class NamedSize(enum.Enum):
         return self.name
 
 
-#: Every SM of one device, remainder included.
+#: Every SM of one device, including the remainder of its split.
 ALL: Final = NamedSize.ALL
 #: Every SM of the same device that is not in the same request.
 REST: Final = NamedSize.REST
@@ -36,24 +36,19 @@ Size = int | tuple[int, int | Literal[NamedSize.ALL]] | NamedSize
 #: A grid or block: blocks (threads) in x, y, z; an int stands for (n, 1, 1).
 Dim3 = tuple[int, int, int]
 
+#: How a pool cuts a device.
+Granularity = Literal["coscheduled", "fine"]
 
-# -- handles: opaque, each driver's own -------------------------------------------------------
+#: Which contexts share a work queue: all of the device, or, where possible, none of those that
+#: asked for this value. The names are cuda.core's, of CUdevWorkqueueConfigScope.
+SharingScope = Literal["device_ctx", "green_ctx_balanced"]
 
-ContextHandle = NewType("ContextHandle", object)
-GreenHandle = NewType("GreenHandle", object)
-ResourceHandle = NewType("ResourceHandle", object)
-DescriptorHandle = NewType("DescriptorHandle", object)
-StreamHandle = NewType("StreamHandle", object)
-EventHandle = NewType("EventHandle", object)
-MemoryPoolHandle = NewType("MemoryPoolHandle", object)
-LibraryHandle = NewType("LibraryHandle", object)
-KernelHandle = NewType("KernelHandle", object)
-GraphHandle = NewType("GraphHandle", object)
-ExecutableHandle = NewType("ExecutableHandle", object)
+
+# -- drivers and contexts ---------------------------------------------------------------------
 
 
 class Feature(enum.Enum):
-    """What a driver may or may not have; the value says what it takes."""
+    """A feature that a driver may lack; the value says what it is and what it needs."""
 
     STRUCTURED_SPLIT = "a split into groups of different sizes (CUDA 13.1)"
     STREAM_RESOURCES = "asking a stream for its resources (CUDA 13.1)"
@@ -62,10 +57,10 @@ class Feature(enum.Enum):
 
 
 class ContextFlags(enum.IntFlag):
-    """How a context is made (CUctx_flags of cuda.h): one way to wait, and what else is asked for.
+    """How a context is made (CUctx_flags of cuda.h): at most one way to wait, and options.
 
-    `MAP_HOST` is always so from CUDA 11 on; `LMEM_RESIZE_TO_MAX` keeps local memory as large as a
-    launch once needed it.
+    `MAP_HOST` is always set from CUDA 11 on; `LMEM_RESIZE_TO_MAX` keeps local memory at the largest
+    size that a launch has needed.
     """
 
     SCHED_AUTO = 0
@@ -77,7 +72,7 @@ class ContextFlags(enum.IntFlag):
 
 
 class Limit(enum.IntEnum):
-    """What a context has limits of (CUlimit of cuda.h), each in bytes."""
+    """A limit of a context (CUlimit of cuda.h), in bytes."""
 
     STACK = 0
     PRINTF_FIFO = 1
@@ -86,7 +81,7 @@ class Limit(enum.IntEnum):
 
 
 class CacheConfig(enum.IntEnum):
-    """What a kernel would rather have more of (CUfunc_cache of cuda.h): a hint.
+    """A kernel's preference for L1 cache or shared memory (CUfunc_cache of cuda.h): a hint.
 
     Hardware whose L1 cache and shared memory have fixed sizes ignores it.
     """
@@ -105,12 +100,9 @@ class CaptureMode(enum.IntEnum):
     RELAXED = 2
 
 
-# -- facts ------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceFacts:
-    """What never changes about a device. Sizes in bytes; limits as the driver reports them."""
+    """The constant properties of a device. Sizes in bytes; limits as the driver reports them."""
 
     ordinal: int
     name: str
@@ -134,77 +126,7 @@ class DeviceFacts:
         return f"sm_{major}{minor}"
 
 
-@dataclass(frozen=True, slots=True)
-class ResourceFacts:
-    """An SM resource: how many SMs, the smallest group, and the step between sizes.
-
-    `min_partition_size` and `coscheduled_alignment` are 0 where the driver does not say.
-    `flags` are those of the group (CUdevSmResourceGroup_flags); 0 below 13.1.
-    """
-
-    sm_count: int
-    min_partition_size: int
-    coscheduled_alignment: int
-    flags: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class SMGroup:
-    """One group of a structured split, as a driver is asked for it.
-
-    Attributes:
-        sm_count: how many SMs; 0: the largest group there can be.
-        coscheduled_sm_count: SMs that are co-scheduled at least; 0: the device's own number.
-        preferred_coscheduled_sm_count: as many, where that can be; 0: no more than the least.
-        backfill: constraints are wishes, so that any even `sm_count` can be met.
-    """
-
-    sm_count: int = 0
-    coscheduled_sm_count: int = 0
-    preferred_coscheduled_sm_count: int = 0
-    backfill: bool = False
-
-
-#: How a pool cuts a device.
-Granularity = Literal["coscheduled", "fine"]
-
-#: Who shares a work queue: everybody on the device, or, where that can be, nobody else who asked
-#: for the same. The names are cuda.core's, of CUdevWorkqueueConfigScope.
-SharingScope = Literal["device_ctx", "green_ctx_balanced"]
-
-
-@dataclass(frozen=True, slots=True)
-class WorkqueueFacts:
-    """A work-queue configuration: who shares it, and the work expected in it at once."""
-
-    sharing_scope: SharingScope
-    concurrency_limit: int
-
-
-@dataclass(frozen=True, slots=True)
-class HostMemory:
-    """Pinned host memory: its address for the host, for the device, and a view of its bytes."""
-
-    address: int
-    device_address: int
-    nbytes: int
-    view: memoryview
-
-
-@dataclass(frozen=True, slots=True)
-class KernelLimits:
-    """What one kernel needs of a device: most threads a block, static shared bytes, registers.
-
-    And `local_bytes` of each thread: arrays and registers that lie in device memory.
-    """
-
-    max_threads_per_block: int
-    static_shared_bytes: int
-    registers: int
-    local_bytes: int
-
-
-# -- code -------------------------------------------------------------------------------------
+# -- kernels ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +137,7 @@ class Parameter:
         name: as in the source.
         dtype: numpy's code of the scalar or of what a pointer points to (`"f4"`); `"V1"`: void.
         pointer: passed as a device address.
-        const: points to what the kernel only reads.
+        const: points to memory that the kernel only reads.
     """
 
     name: str
@@ -225,37 +147,37 @@ class Parameter:
 
     @property
     def size(self) -> int:
-        """Bytes it takes among the launch parameters; CUDA aligns scalars to their own size."""
+        """Bytes among the launch parameters; CUDA aligns scalars to their own size."""
         return 8 if self.pointer else int(self.dtype[1:])
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchFacts:
-    """What a reference or a cost function is told about the launch beside its arguments."""
+    """The launch, as a reference or a cost function sees it beside its arguments."""
 
     grid: Dim3
     block: Dim3
     shared_bytes: int
     device: DeviceFacts
-    #: The SMs the stream has; a simulated kernel occupies no other.
+    #: The SMs of the stream; a simulated kernel occupies no others.
     sms: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """What a kernel asks of a device, for the simulated clock.
+    """The work of a kernel, for the simulated clock.
 
-    Alone on S SMs it takes `fixed_ns + max(sm_ns / min(S, sms), dram_bytes / bandwidth)`, counted
-    from when its first blocks have room: those of earlier kernels on the same SMs may leave none.
+    Alone on S SMs a kernel takes `fixed_ns + max(sm_ns / min(S, sms), dram_bytes / bandwidth)`,
+    counted from when its first blocks have room, which earlier kernels on the same SMs can delay.
 
     Attributes:
-        sm_ns: work, in nanoseconds of one SM; infinite: it never ends.
-        sms: the most SMs it can use, and take up (None: as many as it has blocks).
-        dram_bytes: bytes it must move through device memory.
-        fixed_ns: what takes as long on any number of SMs.
-        until: instead of an end in time: it runs until this is true (looked at a few thousand
-            times a second of real time, and whenever virtual time would pass).
-        limit_ns: with `until`: so long after its start it ends at the latest.
+        sm_ns: work, in nanoseconds of one SM; infinite: the kernel never ends.
+        sms: the most SMs that it can use and occupy (None: as many as it has blocks).
+        dram_bytes: bytes that it must move through device memory.
+        fixed_ns: time that does not depend on the number of SMs.
+        until: instead of an end in time: the kernel runs until this is true (evaluated a few
+            thousand times a second of real time, and whenever virtual time would pass).
+        limit_ns: with `until`: the kernel ends this long after its start at the latest.
     """
 
     sm_ns: float = 0.0
@@ -273,29 +195,6 @@ Reference = Callable[..., None]
 CostModel = Callable[..., Cost]
 
 
-@dataclass(slots=True)
-class KernelSpec:
-    """What is known of a kernel without running it. Reference and cost may be added later."""
-
-    name: str
-    parameters: tuple[Parameter, ...]
-    reference: Reference | None = None
-    cost: CostModel | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class CodeImage:
-    """What `Driver.load_code` takes: machine code for a GPU, and its meaning for a simulation.
-
-    A real driver reads only `binary`; the simulated one reads only `kernels`, so simulating
-    needs no compiler.
-    """
-
-    name: str
-    kernels: Mapping[str, KernelSpec]
-    binary: bytes = field(default=b"", repr=False)
-
-
 # -- protocols --------------------------------------------------------------------------------
 
 
@@ -306,7 +205,7 @@ class SupportsCudaStream(Protocol):
 
 
 class SupportsDevice(Protocol):
-    """Another library's device, cuda.core's say."""
+    """Another library's device, such as cuda.core's."""
 
     @property
     def device_id(self) -> int: ...
@@ -321,24 +220,15 @@ class SupportsDLPack(Protocol):
 
 
 class SupportsCudaArray(Protocol):
-    """The same, by numba's `__cuda_array_interface__`."""
+    """An array that another library takes without a copy, by `__cuda_array_interface__`."""
 
     @property
     def __cuda_array_interface__(self) -> Mapping[str, Any]: ...
 
 
 #: An array of another library in device memory, in C order: torch's, CuPy's, numba's, Warp's,
-#: JAX's; a `Buffer` of cuda.core, which is so many bytes.
+#: JAX's; a `Buffer` of cuda.core, which is an array of bytes.
 DeviceArray = SupportsDLPack | SupportsCudaArray
-
-
-class Mailbox(Protocol[T]):
-    """How work reaches one of our threads: `put` never waits, `get` waits for the next item."""
-
-    def put(self, item: T, /) -> None: ...
-
-    def get(self) -> T: ...
-
 
 #: Anything numpy can make an array of without copying device memory.
 ArrayLike = Any

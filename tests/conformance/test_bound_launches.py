@@ -10,7 +10,7 @@ import pytest
 
 import greensched
 from greensched import BoundLaunch, Buffer, LaunchConfig, Partition, PinnedBuffer
-from greensched.device.launch import UNASKED_SHARED
+from greensched.driver.types import DEFAULT_MAX_SHARED_BYTES
 from greensched.execution.lease import BATCH, MOST
 from greensched.kernels import fill, saxpy, spin
 from greensched.typing import CaptureMode
@@ -118,7 +118,7 @@ def test_a_bound_launch_keeps_the_shared_memory_it_was_allowed(backend: Backend)
         async with backend.pool() as pool, pool.partition(8) as p:
             most = pool.devices[0].facts.max_shared_bytes
             much = LaunchConfig(grid=1, block=32, shmem_size=most)
-            less = LaunchConfig(grid=1, block=32, shmem_size=UNASKED_SHARED + 1)
+            less = LaunchConfig(grid=1, block=32, shmem_size=DEFAULT_MAX_SHARED_BYTES + 1)
             await p.prepare(much, spin)
             bound = p.bind(much, spin, 1000)
             await p.launch(less, spin, 1000)

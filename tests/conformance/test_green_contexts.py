@@ -26,8 +26,9 @@ from greensched import (
     WorkqueueResourceOptions,
     launch,
 )
+from greensched.driver.types import ContextHandle, GreenHandle, HostMemory, StreamHandle
 from greensched.kernels import fill
-from greensched.typing import ContextHandle, Feature, GreenHandle, HostMemory, StreamHandle
+from greensched.typing import Feature
 from helpers.backend import Backend, needs, opened
 
 N = 1000

@@ -19,7 +19,7 @@ import pytest
 
 from greensched.driver import cuda
 from greensched.driver.interface import Driver
-from greensched.typing import CodeImage, StreamHandle
+from greensched.driver.types import CodeImage, StreamHandle
 
 FOLDER = "GREENSCHED_STANDIN_LIB"
 

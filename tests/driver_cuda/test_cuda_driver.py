@@ -16,15 +16,8 @@ import pytest
 from greensched import errors
 from greensched.driver.cuda.bindings import cuda
 from greensched.driver.interface import Driver
-from greensched.typing import (
-    CacheConfig,
-    CaptureMode,
-    CodeImage,
-    ContextFlags,
-    Feature,
-    Limit,
-    StreamHandle,
-)
+from greensched.driver.types import CodeImage, StreamHandle
+from greensched.typing import CacheConfig, CaptureMode, ContextFlags, Feature, Limit
 
 if TYPE_CHECKING:
     from driver_cuda.conftest import Arguments, Standin

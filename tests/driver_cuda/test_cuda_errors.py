@@ -12,7 +12,8 @@ import pytest
 from greensched import errors
 from greensched.driver.cuda import errors as cuda_errors
 from greensched.driver.interface import Driver
-from greensched.typing import CaptureMode, CodeImage, StreamHandle
+from greensched.driver.types import CodeImage, StreamHandle
+from greensched.typing import CaptureMode
 
 if TYPE_CHECKING:
     from driver_cuda.conftest import Arguments, Standin
@@ -100,7 +101,7 @@ def test_a_device_fault_is_told_by_every_question(python: Callable[..., str]) ->
     answer = python(
         """
         import greensched.driver.cuda, greensched.errors
-        from greensched.typing import CodeImage
+        from greensched.driver.types import CodeImage
         driver = greensched.driver.cuda.open()
         driver.initialise()
         driver.set_current(driver.retain_primary(0))

@@ -8,7 +8,8 @@ import pytest
 
 from greensched import errors
 from greensched.driver.interface import Driver
-from greensched.typing import Feature, SMGroup, WorkqueueFacts
+from greensched.driver.types import SMGroup, WorkqueueFacts
+from greensched.typing import Feature
 
 
 def need(driver: Driver, feature: Feature) -> None:

@@ -12,20 +12,18 @@ import numpy as np
 
 from greensched.driver import simulated
 from greensched.driver.simulated import DeviceModel, SimulatedDriver, Span
-from greensched.typing import (
+from greensched.driver.types import (
     CodeImage,
-    Cost,
     EventHandle,
     GreenHandle,
     HostMemory,
     KernelHandle,
     KernelSpec,
-    LaunchFacts,
     MemoryPoolHandle,
-    Parameter,
     ResourceHandle,
     StreamHandle,
 )
+from greensched.typing import Cost, LaunchFacts, Parameter
 
 #: An H200 as the preset has it.
 SMS = 132

@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from greensched.driver.simulated import Crash
+from greensched.driver.types import ExecutableHandle, StreamHandle
 from greensched.errors import CUDAError, DriverMisuse
-from greensched.typing import CaptureMode, ExecutableHandle, StreamHandle
+from greensched.typing import CaptureMode
 
 from .machine import LAUNCH_NS, Machine, on_thread
 

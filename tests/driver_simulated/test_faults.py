@@ -100,7 +100,7 @@ def test_a_slow_verb_takes_longer(make: Make) -> None:
         *(
             lambda name=name: Slow(name, 1.0)  # type: ignore[misc]
             for name, mark in DRIVER_CALLS.items()
-            if mark.blocks is Blocking.NEVER
+            if mark.blocking is Blocking.NEVER
         ),
     ],
 )

@@ -11,8 +11,9 @@ import pytest
 from greensched.driver.simulated import Crash
 from greensched.driver.simulated.contention import bits
 from greensched.driver.simulated.sm_split import Resource
+from greensched.driver.types import ResourceHandle, StreamHandle
 from greensched.errors import CUDAError, DriverMisuse
-from greensched.typing import CaptureMode, Feature, ResourceHandle, StreamHandle
+from greensched.typing import CaptureMode, Feature
 
 from .h200 import PROBE
 from .machine import Machine

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from greensched.driver.simulated import Crash
+from greensched.driver.types import CodeImage, KernelHandle
 from greensched.errors import DeviceFault
-from greensched.typing import CaptureMode, CodeImage, KernelHandle, Limit
+from greensched.typing import CaptureMode, Limit
 
 from .h200 import FIRST_USE_HOLDS, PROBE, STUCK_AND_LOST
 from .machine import Machine

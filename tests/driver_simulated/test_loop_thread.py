@@ -18,13 +18,13 @@ from greensched.errors import GreenschedError, LoopWouldBlock
 
 from .machine import Machine
 
-MAY = [name for name, mark in DRIVER_CALLS.items() if mark.blocks is Blocking.MAY]
+MAY = [name for name, mark in DRIVER_CALLS.items() if mark.blocking is Blocking.MAY]
 #: Those of them that take no arguments.
 ALONE = {
     *("device_count", "current", "pop_current", "priority_range", "memory_info", "create_event"),
     *("context_flags", "cache_config"),
 }
-OTHERS = [name for name, mark in DRIVER_CALLS.items() if mark.blocks is not Blocking.MAY]
+OTHERS = [name for name, mark in DRIVER_CALLS.items() if mark.blocking is not Blocking.MAY]
 
 
 def on_asyncio(function: Callable[[], Any]) -> Any:

@@ -11,8 +11,8 @@ import pytest
 
 from greensched.driver.simulated import PRESETS
 from greensched.driver.simulated.address_space import POISON_LIMIT, POOL_STEP, STREAM_BYTES
+from greensched.driver.types import StreamHandle
 from greensched.errors import CUDAError, DriverMisuse, OutOfMemory
-from greensched.typing import StreamHandle
 
 from .machine import Machine, on_thread
 

@@ -13,6 +13,7 @@ import pytest
 
 from greensched import LaunchConfig, Pool, Program
 from greensched.driver.simulated import Crash, VirtualClock
+from greensched.driver.types import CodeImage, KernelSpec
 from greensched.errors import (
     CUDAError,
     DeviceLost,
@@ -21,7 +22,7 @@ from greensched.errors import (
     LoopWouldBlock,
     NotSimulable,
 )
-from greensched.typing import CodeImage, Cost, KernelSpec, LaunchFacts, Parameter
+from greensched.typing import Cost, LaunchFacts, Parameter
 
 from .machine import LAUNCH_NS, Machine, Packed, spin
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from greensched.driver.simulated import PRESETS
+from greensched.driver.types import ContextHandle, MemoryPoolHandle
 from greensched.errors import CUDAError, DriverMisuse
-from greensched.typing import ContextHandle, MemoryPoolHandle
 
 from .machine import Machine
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from greensched.driver import simulated
 from greensched.driver.simulated import PRESETS
 from greensched.driver.simulated.sm_split import Resource
+from greensched.driver.types import ResourceFacts, ResourceHandle
 from greensched.errors import CUDAError, DriverMisuse, NotSupported
-from greensched.typing import Feature, ResourceFacts, ResourceHandle
+from greensched.typing import Feature
 
 from .machine import Machine
 

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from greensched.driver import simulated
 from greensched.driver.simulated import PRESETS
+from greensched.driver.types import ResourceHandle, SMGroup, WorkqueueFacts
 from greensched.errors import CUDAError, DriverMisuse, NotSupported
-from greensched.typing import Feature, ResourceHandle, SMGroup, WorkqueueFacts
+from greensched.typing import Feature
 
 from .machine import Machine
 

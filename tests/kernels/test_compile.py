@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, cast
 import pytest
 
 from greensched.driver import nvrtc
+from greensched.driver.types import KernelHandle, KernelLimits, LibraryHandle
 from greensched.errors import ArgumentMismatch, CompileFailed
 from greensched.kernels import Kernel, Loader, Program
-from greensched.typing import KernelHandle, KernelLimits, LibraryHandle, Limit, Parameter
+from greensched.typing import Limit, Parameter
 
 from .builtin import BUILTIN
 from .cubin import layout
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from greensched.driver.interface import Driver
-    from greensched.typing import CodeImage, DeviceFacts
+    from greensched.driver.types import CodeImage
+    from greensched.typing import DeviceFacts
 
 ARCHITECTURES = {"sm_80": (8, 0), "sm_90": (9, 0), "sm_100": (10, 0), "sm_120": (12, 0)}
 

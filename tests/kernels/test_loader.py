@@ -8,20 +8,15 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 
-from greensched.errors import ArgumentMismatch, Closed, CUDAError, NotSupported, from_status
+from greensched.driver.status import from_status
+from greensched.driver.types import KernelHandle, KernelLimits, LibraryHandle
+from greensched.errors import ArgumentMismatch, Closed, CUDAError, NotSupported
 from greensched.kernels import Loader, Program, cache
-from greensched.typing import (
-    DeviceFacts,
-    KernelHandle,
-    KernelLimits,
-    LibraryHandle,
-    Limit,
-    Parameter,
-)
+from greensched.typing import DeviceFacts, Limit, Parameter
 
 if TYPE_CHECKING:
     from greensched.driver.interface import Driver
-    from greensched.typing import CodeImage
+    from greensched.driver.types import CodeImage
 
 SOURCE = """
 extern "C" __global__ void f(float *x, int n, double by) { }

@@ -16,9 +16,9 @@ from greensched import CUDAError, Device, LaunchConfig, Pool
 from greensched.device.tickets import LINE, PAGE, TicketMemory
 from greensched.driver import simulated
 from greensched.driver.simulated import Fail
+from greensched.driver.types import StreamHandle
 from greensched.execution.call_context import current_call
 from greensched.kernels import fill, spin
-from greensched.typing import StreamHandle
 from helpers.gate import Gate
 from helpers.small_executors import keeping, one_cell_lanes
 from helpers.waiting import turns, until

@@ -25,7 +25,7 @@ from greensched.driver import simulated
 from greensched.driver.blocking import DRIVER_CALLS
 from greensched.driver.simulated import Crash, Fail, Hang
 from greensched.driver.simulated.device_models import PRESETS, DeviceModel
-from greensched.errors import from_status
+from greensched.driver.status import from_status
 from greensched.kernels import fill, saxpy, spin
 from greensched.leasing.device_pool import DevicePool
 from greensched.typing import CaptureMode, Feature

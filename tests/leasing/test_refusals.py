@@ -12,9 +12,9 @@ import pytest
 import greensched
 from greensched import Pool, PoolState, ServiceClass
 from greensched.driver import simulated
+from greensched.driver.types import KernelLimits
 from greensched.kernels import spin
 from greensched.scheduling.policies import Fifo
-from greensched.typing import KernelLimits
 
 #: Its `repr` is another one in each process.
 OBJECT = pytest.param(object(), id="object")

@@ -30,8 +30,8 @@ from greensched.device.buffers import Buffer, MemoryQuota, PinnedBuffer, Use
 from greensched.device.streams import Stream, StreamOwner, TicketedStream
 from greensched.device.tickets import PAGE, TicketMemory
 from greensched.driver.interface import Driver
+from greensched.driver.types import HostMemory
 from greensched.errors import BufferClosed, CUDAError, OutOfMemory, too_late
-from greensched.typing import HostMemory
 
 logger = logging.getLogger("greensched")
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from greensched.device import dlpack
 from greensched.device.streams import TicketedStream
+from greensched.driver.types import HostMemory
 from greensched.errors import (
     BufferClosed,
     InvalidArray,
@@ -28,7 +29,6 @@ from greensched.errors import (
     WrongDevice,
     too_late,
 )
-from greensched.typing import HostMemory
 
 if TYPE_CHECKING:
     import numpy.typing as npt

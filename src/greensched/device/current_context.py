@@ -18,8 +18,8 @@ from typing import ClassVar, Protocol
 from greensched.device import await_guard
 from greensched.device.thread_state import _ThreadToken, here
 from greensched.driver.interface import Driver
+from greensched.driver.types import ContextHandle, Mailbox
 from greensched.errors import CurrentElsewhere, GreenschedError, InvalidRequest
-from greensched.typing import ContextHandle, Mailbox
 
 
 class Enterable(Protocol):

@@ -21,6 +21,7 @@ from greensched.device.foreign_arrays import ForeignArray, as_foreign_array
 from greensched.device.packing import FORMATS, packer
 from greensched.device.streams import Stream
 from greensched.driver.interface import Driver
+from greensched.driver.types import DEFAULT_MAX_SHARED_BYTES, KernelHandle
 from greensched.errors import (
     ArgumentMismatch,
     InvalidArray,
@@ -29,11 +30,7 @@ from greensched.errors import (
     NotSimulable,
 )
 from greensched.kernels import Kernel
-from greensched.typing import DeviceFacts, Dim3, KernelHandle, Parameter
-
-#: Shared memory of a block, static and dynamic, beyond which a kernel must be allowed it. Source:
-#: cuda.h, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES: its default is this less the static.
-UNASKED_SHARED = 48 * 1024
+from greensched.typing import DeviceFacts, Dim3, Parameter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -344,7 +341,7 @@ def check_limits(
     """
     limits = driver.kernel_limits(handle, facts.ordinal)
     config.check_threads(limits.max_threads_per_block, f"kernel {kernel.name!r}")
-    if config.shmem_size + limits.static_shared_bytes > UNASKED_SHARED:
+    if config.shmem_size + limits.static_shared_bytes > DEFAULT_MAX_SHARED_BYTES:
         most = facts.max_shared_bytes - limits.static_shared_bytes
         if config.shmem_size > most:
             raise InvalidLaunch("shmem_size", config.shmem_size, most)

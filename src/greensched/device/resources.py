@@ -9,18 +9,14 @@ from typing import get_args
 from greensched.device import splitting
 from greensched.device.splitting import SMResourceOptions
 from greensched.driver.interface import Driver
+from greensched.driver.types import ContextHandle, DescriptorHandle, ResourceHandle
 from greensched.errors import (
     CUDAError,
     InvalidCombination,
     InvalidRequest,
     WrongDevice,
 )
-from greensched.typing import (
-    ContextHandle,
-    DescriptorHandle,
-    ResourceHandle,
-    SharingScope,
-)
+from greensched.typing import SharingScope
 
 #: Blocks of the largest thread-block cluster that every device with clusters takes. Source:
 #: programming guide, "Thread Block Clusters".

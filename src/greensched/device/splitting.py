@@ -11,8 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 
 from greensched.driver.interface import Driver
-from greensched.errors import CUDAError, InvalidRequest, InvalidSplit, NotSupported, from_status
-from greensched.typing import Feature, ResourceFacts, ResourceHandle, SMGroup
+from greensched.driver.status import from_status
+from greensched.driver.types import ResourceFacts, ResourceHandle, SMGroup
+from greensched.errors import CUDAError, InvalidRequest, InvalidSplit, NotSupported
+from greensched.typing import Feature
 
 #: What a split gave: the groups, and what is left over (None: nothing).
 Cut = tuple[list[ResourceHandle], ResourceHandle | None]

@@ -23,7 +23,7 @@ from greensched._cleanup import run_all
 from greensched.device.allocators import allocate_pinned
 from greensched.device.staging_ring import Bytes, pieces
 from greensched.device.streams import Event, Stream, StreamOwner, TicketedStream
-from greensched.typing import HostMemory, StreamHandle
+from greensched.driver.types import HostMemory, StreamHandle
 
 #: A chunk of a large copy. 4 MiB take 70 us over PCIe 5.0, far above the cost of a copy.
 CHUNK = 4 << 20

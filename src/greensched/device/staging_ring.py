@@ -19,8 +19,8 @@ import numpy.typing as npt
 from greensched.device.buffers import dtype_of
 from greensched.device.foreign_arrays import DeviceOperand, is_on_device
 from greensched.device.streams import StreamOwner, TicketedStream
+from greensched.driver.types import HostMemory
 from greensched.errors import InvalidArray
-from greensched.typing import HostMemory
 
 #: A slot: what a loop may copy itself. 64 KiB take some 6 us at 10 GB/s.
 SLOT = 64 << 10

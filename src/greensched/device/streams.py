@@ -17,17 +17,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Protocol, TypeV
 
 from greensched._cleanup import run_all
 from greensched.driver.interface import Driver
+from greensched.driver.types import ContextHandle, EventHandle, GreenHandle, Mailbox, StreamHandle
 from greensched.errors import Closed, CUDAError, InvalidRequest, WrongContext
-from greensched.typing import (
-    CaptureMode,
-    ContextHandle,
-    DeviceFacts,
-    EventHandle,
-    GreenHandle,
-    Mailbox,
-    StreamHandle,
-    SupportsCudaStream,
-)
+from greensched.typing import CaptureMode, DeviceFacts, SupportsCudaStream
 
 if TYPE_CHECKING:  # they stand side by side, and neither needs the other to run
     from greensched.device.resources import DeviceResources

@@ -16,8 +16,9 @@ from greensched.device.streams import (
     StreamOwner,
     TicketedStream,
 )
+from greensched.driver.types import HostMemory
 from greensched.errors import CUDAError, DeviceFault
-from greensched.typing import Feature, HostMemory
+from greensched.typing import Feature
 
 #: A word for each ticket on a cache line of its own: 64 bytes on x86-64 and most of AArch64.
 LINE = 64

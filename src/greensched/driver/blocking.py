@@ -1,4 +1,4 @@
-"""Marks of the port's verbs: what each may do to the thread that calls it."""
+"""Traits of the driver calls: what each may do to the thread that makes it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Blocking(enum.Enum):
-    """What a verb may do to the thread that calls it."""
+    """Whether a driver call may block its thread."""
 
     NEVER = "returns at once"
     FIRST_USE = "may block once, where something is made lazily"
@@ -19,22 +19,22 @@ class Blocking(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
-    """A verb's mark: may it block, and does it need a current context on its thread?"""
+class CallTraits:
+    """Whether a driver call may block, and whether it needs a current context on its thread."""
 
-    blocks: Blocking
+    blocking: Blocking
     needs_context: bool
 
 
-#: Every verb of the port by name, for the simulated driver's checks and for the tests.
-DRIVER_CALLS: dict[str, Mark] = {}
+#: Every driver call by name, for the simulated driver's checks and for the tests.
+DRIVER_CALLS: dict[str, CallTraits] = {}
 
 
-def driver_call(blocks: Blocking, *, needs_context: bool = False) -> Callable[[F], F]:
-    """Marks an abstract method of `Driver` as a verb."""
+def driver_call(blocking: Blocking, *, needs_context: bool = False) -> Callable[[F], F]:
+    """Decorate an abstract method of `Driver` with its traits."""
 
     def register(function: F) -> F:
-        DRIVER_CALLS[function.__name__] = Mark(blocks, needs_context)
+        DRIVER_CALLS[function.__name__] = CallTraits(blocking, needs_context)
         return function
 
     return register

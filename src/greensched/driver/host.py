@@ -1,4 +1,4 @@
-"""The host's side of a driver: time and threads, so that a simulation can own them."""
+"""The host's side of a driver: time and threads, so that a simulation can replace them."""
 
 from __future__ import annotations
 
@@ -8,35 +8,36 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from greensched.typing import Mailbox
+from greensched.driver.types import Mailbox
 
 if TYPE_CHECKING:
     import asyncio
 
 
 class HostServices:
-    """Time and threads as the process has them."""
+    """Time and threads of the process."""
 
-    #: What makes a loop of asyncio on this driver's time, where it has a time of its own.
+    #: Makes an asyncio loop on this driver's time, where that is not the process's.
     new_event_loop: Callable[[], asyncio.AbstractEventLoop] | None = None
 
-    #: Seconds on the clock that deadlines, ageing and timers use. Monotonic; asked for each lease.
+    #: Seconds on the clock of deadlines, ageing and timers. Monotonic; read for each lease.
     time = staticmethod(time.monotonic)
 
     def create_mailbox(self) -> Mailbox[Any]:
-        """A queue to one of our own threads."""
+        """Make a queue to one of the library's threads."""
         return queue.SimpleQueue()
 
     def start_thread(self, target: Callable[[], None], name: str) -> threading.Thread:
-        """Starts one of our own threads: a daemon, so that exit never waits for a kernel."""
+        """Start one of the library's threads: a daemon, so that exit never waits for a kernel."""
         thread = threading.Thread(target=target, name=name, daemon=True)
         thread.start()
         return thread
 
     def subscribe(self, look: Callable[[], None]) -> Callable[[], None] | None:
-        """Asks that `look` be called on this loop's thread whenever the device progressed.
+        """Have `look` called on this loop's thread whenever the device progressed.
 
-        Only a driver that owns the loop's time can promise that (virtual time); it returns what
-        ends the subscription. Others return None: look yourself.
+        Returns:
+            A function that ends the subscription; None where the driver does not own the loop's
+            time, and the caller must poll.
         """
         return None

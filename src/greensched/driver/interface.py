@@ -1,18 +1,16 @@
-"""The port: the few dozen driver verbs in use, and what each may do to the thread that calls it.
+"""The driver interface: the CUDA driver calls in use, and what each may do to its thread.
 
-Two drivers stand behind it, `driver.cuda` and `driver.simulated`, and answer alike. Rules of
-the port, for both:
+Two drivers implement it, `driver.cuda` and `driver.simulated`, with the same behaviour. Its rules:
 
-1. A verb raises our exceptions (`errors`), never returns a status. A verb that asks a question
-   returns the answer; "not ready" is an answer.
-2. Handles are opaque and each driver's own. Who made one destroys it, in the order events,
-   streams, green context, primary context. Destroying is final; nothing here counts references
-   but `retain_primary` and `release_primary`.
-3. Every verb is marked with what it may do to its thread (`Blocks`) and whether it needs a
-   current context. A `MAY` verb is never called on an event-loop thread: the simulated driver
-   raises `LoopWouldBlock` if one is. Sources of the marks: CUDA driver API reference 13.5, and
-   the measurements in docs/completion.md.
-4. No verb runs Python on a driver thread.
+1. A call raises our exceptions (`errors`) and never returns a status. A query returns its answer;
+   "not ready" is an answer.
+2. Handles are opaque and each driver's own. The maker of a handle destroys it, in the order events,
+   streams, green context, primary context. Only `retain_primary` and `release_primary` count
+   references.
+3. Every call is marked with its `Blocking` and with whether it needs a current context. A `MAY`
+   call is never made on an event loop's thread: the simulated driver raises `LoopWouldBlock` there.
+   Sources of the marks: CUDA driver API reference 13.5, and the measurements in docs/completion.md.
+4. No call runs Python on a driver thread.
 
 Times are seconds unless a name says `_ns`; sizes are bytes; devices are ordinals.
 """
@@ -24,44 +22,47 @@ from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from greensched.driver.blocking import FIRST_USE, MAY, NEVER, driver_call
-from greensched.driver.graphs import Graphs
 from greensched.driver.host import HostServices
-from greensched.typing import (
-    CacheConfig,
+from greensched.driver.types import (
     CodeImage,
-    ContextFlags,
     ContextHandle,
     DescriptorHandle,
-    DeviceFacts,
-    Dim3,
     EventHandle,
-    Feature,
+    ExecutableHandle,
+    GraphHandle,
     GreenHandle,
     HostMemory,
     KernelHandle,
     KernelLimits,
     LibraryHandle,
-    Limit,
     MemoryPoolHandle,
     ResourceFacts,
     ResourceHandle,
-    SharingScope,
     SMGroup,
     StreamHandle,
     WorkqueueFacts,
 )
+from greensched.typing import (
+    CacheConfig,
+    CaptureMode,
+    ContextFlags,
+    DeviceFacts,
+    Dim3,
+    Feature,
+    Limit,
+    SharingScope,
+)
 
 
-class Driver(HostServices, Graphs):
-    """What CUDA is to the rest of greensched."""
+class Driver(HostServices, abc.ABC):
+    """CUDA, as the rest of greensched sees it."""
 
-    #: `"cuda"` or `"simulated"`: for people, never for decisions.
+    #: `"cuda"` or `"simulated"`: for messages, never for decisions.
     name: ClassVar[str]
     #: Whether a kernel must be compiled before `load_code` (a simulation runs its reference).
     needs_binary: ClassVar[bool]
-    #: Seconds of idle turns a loop spends looking at a ticket before a thread waits for it.
-    #: 50 us: a wake-up across threads costs 25-60 us (docs/completion.md). 0 where time does not
-    #: pass while one looks.
+    #: Seconds that a loop's idle turns poll a ticket before a thread waits for it. 50 us: a wake-up
+    #: across threads costs 25-60 us (docs/completion.md). 0 where no time passes while polling.
     spin_budget: float = 50e-6
 
     # -- process and devices ------------------------------------------------------------------
@@ -69,10 +70,10 @@ class Driver(HostServices, Graphs):
     @abc.abstractmethod
     @driver_call(MAY)
     def initialise(self) -> None:
-        """Makes the driver usable, once; later calls do nothing.
+        """Make the driver usable, once; later calls do nothing.
 
         Raises:
-            DriverUnavailable: no driver, a stub of it, no device, or a driver too old.
+            DriverUnavailable: no driver, a stub of it, no device, or a driver below CUDA 13.0.
         """
 
     @property
@@ -82,7 +83,7 @@ class Driver(HostServices, Graphs):
 
     @abc.abstractmethod
     def supports(self, feature: Feature) -> bool:
-        """Whether the driver has a feature: asked of its symbols, not guessed from a version."""
+        """Return whether the driver has a feature, by its symbols rather than its version."""
 
     @abc.abstractmethod
     @driver_call(NEVER)
@@ -97,61 +98,61 @@ class Driver(HostServices, Graphs):
     @abc.abstractmethod
     @driver_call(MAY)
     def retain_primary(self, device: int) -> ContextHandle:
-        """Makes the device's primary context, or counts one more user of it."""
+        """Make the device's primary context, or count one more user of it."""
 
     @abc.abstractmethod
     @driver_call(MAY)
     def release_primary(self, device: int) -> None:
-        """Counts one user less; the last one ends it and all that belongs to it."""
+        """Count one user less; the last one ends the context and all that belongs to it."""
 
     @abc.abstractmethod
     @driver_call(NEVER)
     def primary_state(self, device: int) -> tuple[int, bool]:
-        """(flags, whether it is active) of the primary context, without making it."""
+        """Return (flags, whether it is active) of the primary context, without making it."""
 
     @abc.abstractmethod
     @driver_call(MAY)
     def set_primary_flags(self, device: int, flags: ContextFlags) -> None:
-        """How the primary context is made, or is from here on where it is active."""
+        """Set how the primary context is made; an active one has the flags from here on."""
 
     @abc.abstractmethod
     @driver_call(MAY)
     def create_context(self, device: int, flags: ContextFlags) -> ContextHandle:
-        """A context of its own beside the primary one. It does not become current.
+        """Make a context beside the primary one. It does not become current.
 
         Raises:
-            NotSupported: the driver has one of the flags no more.
+            NotSupported: the driver no longer has one of the flags.
         """
 
     @abc.abstractmethod
     @driver_call(MAY)
     def destroy_context(self, context: ContextHandle) -> None:
-        """Ends a context that `create_context` made, whose children are gone."""
+        """End a context that `create_context` made, whose children are gone."""
 
     @abc.abstractmethod
     @driver_call(NEVER)
     def context_device(self, context: ContextHandle) -> int:
-        """The device of any context, whoever made it."""
+        """Return the device of any context, also of another library's."""
 
     @abc.abstractmethod
     @driver_call(NEVER)
     def current(self) -> ContextHandle | None:
-        """The calling thread's current context."""
+        """Return the calling thread's current context."""
 
     @abc.abstractmethod
     @driver_call(NEVER)
     def set_current(self, context: ContextHandle | None) -> None:
-        """Replaces the top of the calling thread's context stack; None pops it."""
+        """Replace the top of the calling thread's context stack; None pops it."""
 
     @abc.abstractmethod
     @driver_call(NEVER)
     def push_current(self, context: ContextHandle) -> None:
-        """Puts a context on the calling thread's stack: it is current until it is popped."""
+        """Push a context on the calling thread's stack: it is current until it is popped."""
 
     @abc.abstractmethod
     @driver_call(NEVER)
     def pop_current(self) -> ContextHandle:
-        """Takes the top off the calling thread's stack, and returns it.
+        """Pop the top of the calling thread's stack, and return it.
 
         Raises:
             CUDAError: INVALID_CONTEXT: nothing is current.
@@ -160,12 +161,12 @@ class Driver(HostServices, Graphs):
     @abc.abstractmethod
     @driver_call(NEVER, needs_context=True)
     def context_flags(self) -> ContextFlags:
-        """The flags of the current context."""
+        """Return the flags of the current context."""
 
     @abc.abstractmethod
     @driver_call(NEVER, needs_context=True)
     def limit(self, limit: Limit) -> int:
-        """A limit of the current context, in bytes.
+        """Return a limit of the current context, in bytes.
 
         Raises:
             NotSupported: the device has nothing that this limits.
@@ -174,7 +175,7 @@ class Driver(HostServices, Graphs):
     @abc.abstractmethod
     @driver_call(MAY, needs_context=True)
     def set_limit(self, limit: Limit, nbytes: int) -> None:
-        """Asks for a limit of the current context; the driver may round and clamp it.
+        """Request a limit of the current context; the driver may round and clamp it.
 
         Raises:
             NotSupported: the device has nothing that this limits.
@@ -191,29 +192,29 @@ class Driver(HostServices, Graphs):
     @abc.abstractmethod
     @driver_call(MAY)
     def synchronize_context(self, context: ContextHandle) -> None:
-        """Waits for all work of a context; of a primary, for its green contexts' too."""
+        """Wait for all work of a context; for a primary, of its green contexts too."""
 
     @abc.abstractmethod
     @driver_call(NEVER, needs_context=True)
     def priority_range(self) -> tuple[int, int]:
-        """(least, greatest) stream priority; the greater urgency is the smaller number."""
+        """Return (least, greatest) stream priority; a smaller number is more urgent."""
 
     # -- SM resources and green contexts --------------------------------------------------------
 
     @abc.abstractmethod
     @driver_call(NEVER)
     def device_resource(self, device: int) -> ResourceHandle:
-        """Every SM of a device."""
+        """Return every SM of a device."""
 
     @abc.abstractmethod
     @driver_call(NEVER)
     def context_resource(self, context: ContextHandle) -> ResourceHandle:
-        """The SMs a context was given. Of a green one, it can be split again."""
+        """Return the SMs of a context. A green context's can be split again."""
 
     @abc.abstractmethod
     @driver_call(NEVER)
     def stream_resource(self, stream: StreamHandle) -> ResourceHandle:
-        """The SMs a stream's context was given. Needs `Feature.STREAM_RESOURCES`."""
+        """Return the SMs of a stream's context. Needs `Feature.STREAM_RESOURCES`."""
 
     @abc.abstractmethod
     @driver_call(NEVER)
@@ -229,17 +230,17 @@ class Driver(HostServices, Graphs):
         *,
         ignore_coscheduling: bool = False,
     ) -> tuple[list[ResourceHandle], ResourceHandle | None]:
-        """Cuts a resource into equal groups of at least `minimum` SMs (rounded up).
+        """Cut a resource into equal groups of at least `minimum` SMs (rounded up).
 
         Args:
-            groups: how many are wanted; fewer may come. None: as many as there can be.
+            groups: the number wanted; fewer may come. None: as many as possible.
 
         Returns:
-            The groups, disjoint, and what is left over (None: nothing). Two calls on the same
+            The groups, disjoint, and the remainder (None: nothing left). Two calls on the same
             resource start from the same SMs: their outputs overlap.
 
         Raises:
-            CUDAError: INVALID_RESOURCE_CONFIGURATION where nothing can be cut so.
+            CUDAError: INVALID_RESOURCE_CONFIGURATION: no such group can be cut.
         """
 
     @abc.abstractmethod
@@ -247,26 +248,26 @@ class Driver(HostServices, Graphs):
     def split(
         self, resource: ResourceHandle, groups: Sequence[SMGroup]
     ) -> tuple[list[ResourceHandle], ResourceHandle | None]:
-        """Cuts a resource into the groups asked for, from left to right; nothing is rounded.
+        """Cut a resource into the requested groups, from left to right; nothing is rounded.
 
-        Needs `Feature.STRUCTURED_SPLIT`. Nothing is reserved by it.
+        Needs `Feature.STRUCTURED_SPLIT`. A split reserves nothing.
 
         Returns:
-            The groups, disjoint, as many as asked, and what is left over (None: nothing).
+            The groups, disjoint, as many as requested, and the remainder (None: nothing left).
 
         Raises:
-            CUDAError: INVALID_RESOURCE_CONFIGURATION where it cannot be cut so.
+            CUDAError: INVALID_RESOURCE_CONFIGURATION: the resource cannot be cut so.
         """
 
     @abc.abstractmethod
     @driver_call(NEVER)
     def device_workqueue(self, device: int) -> ResourceHandle:
-        """The device's work-queue configuration. Needs `Feature.WORKQUEUES`."""
+        """Return the device's work-queue configuration. Needs `Feature.WORKQUEUES`."""
 
     @abc.abstractmethod
     @driver_call(NEVER)
     def context_workqueue(self, context: ContextHandle) -> ResourceHandle:
-        """The work-queue configuration a context was given. Needs `Feature.WORKQUEUES`."""
+        """Return a context's work-queue configuration. Needs `Feature.WORKQUEUES`."""
 
     @abc.abstractmethod
     @driver_call(NEVER)
@@ -277,38 +278,38 @@ class Driver(HostServices, Graphs):
     def configure_workqueue(
         self, workqueue: ResourceHandle, sharing_scope: SharingScope, concurrency_limit: int
     ) -> ResourceHandle:
-        """A copy of a work-queue configuration, with other values; the given one stays."""
+        """Return a copy of a work-queue configuration with other values."""
 
     @abc.abstractmethod
     @driver_call(NEVER)
     def describe(self, resources: Sequence[ResourceHandle]) -> DescriptorHandle:
-        """One descriptor of several outputs of the same split. Lives as long as the process.
+        """Make one descriptor of several outputs of the same split. It is never freed.
 
-        A work-queue configuration may stand among them (`Feature.WORKQUEUES`), one at most; alone
-        it stands for every SM.
+        At most one work-queue configuration (`Feature.WORKQUEUES`) may be among them; alone it
+        stands for every SM.
         """
 
     @abc.abstractmethod
     @driver_call(MAY)
     def create_green(self, descriptor: DescriptorHandle, device: int) -> GreenHandle:
-        """A green context: retains the primary, does not become current."""
+        """Make a green context: it retains the primary, and does not become current."""
 
     @abc.abstractmethod
     @driver_call(MAY)
     def destroy_green(self, green: GreenHandle) -> None:
-        """Ends a green context whose streams are gone and whose work is done."""
+        """End a green context whose streams are gone and whose work is done."""
 
     @abc.abstractmethod
     @driver_call(NEVER)
     def green_context(self, green: GreenHandle) -> ContextHandle:
-        """The green context as something that can be made current. A view, not an object."""
+        """Return the green context as a context that can be current: a view, not an object."""
 
     @abc.abstractmethod
     @driver_call(NEVER)
     def record_green(self, green: GreenHandle, event: EventHandle) -> None:
-        """The event captures all work of the green context so far.
+        """Record all work of the green context so far in the event.
 
-        While a stream of it is capturing, this spoils that capture.
+        While a stream of the context is capturing, this invalidates that capture.
         """
 
     # -- streams --------------------------------------------------------------------------------
@@ -316,7 +317,7 @@ class Driver(HostServices, Graphs):
     @abc.abstractmethod
     @driver_call(MAY, needs_context=True)
     def create_stream(self, green: GreenHandle | None, priority: int = 0) -> StreamHandle:
-        """A non-blocking stream of a green context, or (None) of the current context."""
+        """Make a non-blocking stream of a green context, or (None) of the current context."""
 
     @abc.abstractmethod
     @driver_call(MAY)
@@ -325,12 +326,12 @@ class Driver(HostServices, Graphs):
     @abc.abstractmethod
     @driver_call(NEVER)
     def stream_address(self, stream: StreamHandle) -> int:
-        """The raw `CUstream`, for `__cuda_stream__`."""
+        """Return the raw `CUstream`, for `__cuda_stream__`."""
 
     @abc.abstractmethod
     @driver_call(NEVER)
     def foreign_stream(self, address: int) -> StreamHandle:
-        """A raw `CUstream` of anybody's, to order work behind it, or it behind ours.
+        """Return a handle of another library's raw `CUstream`, to order work before or behind it.
 
         1 and 2 are the legacy default stream and the thread's own (CU_STREAM_LEGACY,
         CU_STREAM_PER_THREAD): those of the context that is current at each use.
@@ -339,31 +340,31 @@ class Driver(HostServices, Graphs):
     @abc.abstractmethod
     @driver_call(NEVER)
     def query_stream(self, stream: StreamHandle) -> bool:
-        """Whether all work of the stream is done. Raises what its context suffered."""
+        """Return whether all work of the stream is done. Raises a fault of its context."""
 
     @abc.abstractmethod
     @driver_call(MAY)
     def synchronize_stream(self, stream: StreamHandle) -> None:
-        """Waits for all work of the stream."""
+        """Wait for all work of the stream."""
 
     @abc.abstractmethod
     @driver_call(NEVER)
     def wait_event(self, stream: StreamHandle, event: EventHandle) -> None:
-        """Later work of the stream waits for what the event captured; the host does not."""
+        """Make later work of the stream wait for an event; the host does not wait."""
 
     @abc.abstractmethod
     @driver_call(NEVER)
     def bind_mark(self, stream: StreamHandle, address: int) -> Callable[[int], None]:
-        """A function that writes a 32-bit number to a device address behind the stream's work.
+        """Return a function that writes a 32-bit number to a device address behind the work.
 
-        Needs `Feature.WRITE_VALUE`. Never blocks while fewer jobs are in flight than the lane
-        allows.
+        Needs `Feature.WRITE_VALUE`. The function never blocks while fewer jobs are in flight than
+        the executor allows.
         """
 
     @abc.abstractmethod
     @driver_call(NEVER)
     def wait_value(self, stream: StreamHandle, address: int, value: int) -> None:
-        """Later work of the stream waits until the 32-bit word at `address` is >= `value`.
+        """Make later work of the stream wait until the 32-bit word at `address` is >= `value`.
 
         The comparison is of the signed difference, so a counter may wrap.
         """
@@ -371,9 +372,9 @@ class Driver(HostServices, Graphs):
     @abc.abstractmethod
     @driver_call(NEVER)
     def host_function(self, stream: StreamHandle, function: int, data: int) -> None:
-        """Calls the native function at address `function` with `data`, on a driver thread.
+        """Have the native function at address `function` called with `data`, on a driver thread.
 
-        Never a Python function (promise 6). It is not called after a device fault.
+        Never a Python function (promise 6). After a device fault it is not called.
         """
 
     # -- events ---------------------------------------------------------------------------------
@@ -381,7 +382,7 @@ class Driver(HostServices, Graphs):
     @abc.abstractmethod
     @driver_call(NEVER, needs_context=True)
     def create_event(self, *, timing: bool = False, blocking: bool = False) -> EventHandle:
-        """An event of the current context.
+        """Make an event of the current context.
 
         Args:
             timing: it can be given to `elapsed`.
@@ -399,7 +400,7 @@ class Driver(HostServices, Graphs):
     @abc.abstractmethod
     @driver_call(NEVER)
     def query_event(self, event: EventHandle) -> bool:
-        """Whether what the event captured is done (true before it was ever recorded)."""
+        """Return whether the recorded work is done (true before the first record)."""
 
     @abc.abstractmethod
     @driver_call(MAY)
@@ -408,14 +409,67 @@ class Driver(HostServices, Graphs):
     @abc.abstractmethod
     @driver_call(NEVER)
     def elapsed(self, start: EventHandle, end: EventHandle) -> float:
-        """Seconds of device time between two timing events; about 0.5 us fine."""
+        """Return seconds of device time between two timing events; resolution about 0.5 us."""
+
+    # -- captures and graphs ----------------------------------------------------------------------
+    #
+    # Captured work keeps the context of the stream on which it was captured: it runs on those SMs,
+    # wherever the graph is launched (measured on an H200; cuGraphLaunch, programming guide 4.6.5).
+
+    @abc.abstractmethod
+    @driver_call(NEVER)
+    def begin_capture(self, stream: StreamHandle, mode: CaptureMode) -> None: ...
+
+    @abc.abstractmethod
+    @driver_call(NEVER)
+    def end_capture(self, stream: StreamHandle) -> GraphHandle:
+        """End a capture. It is over also where this raises because it was invalidated."""
+
+    @abc.abstractmethod
+    @driver_call(NEVER)
+    def is_capturing(self, stream: StreamHandle) -> bool: ...
+
+    @abc.abstractmethod
+    @driver_call(NEVER)
+    def exchange_capture_mode(self, mode: CaptureMode) -> CaptureMode:
+        """Set the calling thread's capture mode, and return the previous one."""
+
+    @abc.abstractmethod
+    @driver_call(NEVER)
+    def node_count(self, graph: GraphHandle) -> int:
+        """Return how many pieces of work were recorded."""
+
+    @abc.abstractmethod
+    @driver_call(MAY)
+    def instantiate_graph(self, graph: GraphHandle, stream: StreamHandle) -> ExecutableHandle:
+        """Make a graph executable; the graph itself may be destroyed afterwards.
+
+        It is uploaded behind the stream's work, so that no launch behind that waits for the upload.
+        """
+
+    @abc.abstractmethod
+    @driver_call(NEVER)
+    def launch_graph(self, executable: ExecutableHandle, stream: StreamHandle) -> None:
+        """Launch behind the stream's work, and behind the executable's own previous launch.
+
+        The stream gives the order, and not the SMs.
+        """
+
+    @abc.abstractmethod
+    @driver_call(MAY)
+    def destroy_executable(self, executable: ExecutableHandle) -> None:
+        """End an executable graph whose launches are done."""
+
+    @abc.abstractmethod
+    @driver_call(NEVER)
+    def destroy_graph(self, graph: GraphHandle) -> None: ...
 
     # -- memory ---------------------------------------------------------------------------------
 
     @abc.abstractmethod
     @driver_call(MAY)
     def create_memory_pool(self, device: int) -> MemoryPoolHandle:
-        """A stream-ordered pool of our own that keeps what it has."""
+        """Make a stream-ordered pool that keeps its memory."""
 
     @abc.abstractmethod
     @driver_call(MAY)
@@ -424,29 +478,29 @@ class Driver(HostServices, Graphs):
     @abc.abstractmethod
     @driver_call(NEVER)
     def can_access_peer(self, device: int, peer: int) -> bool:
-        """Whether a device can read and write the memory of another one itself."""
+        """Return whether a device can read and write the memory of another one directly."""
 
     @abc.abstractmethod
     @driver_call(MAY)
     def share_memory_pool(self, pool: MemoryPoolHandle, device: int) -> None:
-        """Lets another device read and write what the pool has and will have.
+        """Let another device read and write the pool's present and future memory.
 
-        Access to a pool is given by this alone, and not by cuCtxEnablePeerAccess (programming
-        guide, stream-ordered allocation, device accessibility).
+        This alone gives access to a pool; cuCtxEnablePeerAccess does not (programming guide,
+        stream-ordered allocation, device accessibility).
 
         Raises:
-            CUDAError: INVALID_DEVICE where `can_access_peer` says no.
+            CUDAError: INVALID_DEVICE: `can_access_peer` is false.
         """
 
     @abc.abstractmethod
     @driver_call(NEVER)
     def reserved_bytes(self, pool: MemoryPoolHandle) -> int:
-        """Bytes the pool holds of the device, in use or not."""
+        """Return the bytes of the device that the pool holds, in use or not."""
 
     @abc.abstractmethod
     @driver_call(FIRST_USE, needs_context=True)
     def allocate(self, pool: MemoryPoolHandle, nbytes: int, stream: StreamHandle) -> int:
-        """A device address usable behind the stream's work so far; blocks if the pool grows.
+        """Return a device address usable behind the stream's work; blocks if the pool grows.
 
         Raises:
             OutOfMemory: ordinary; nothing was allocated.
@@ -455,12 +509,12 @@ class Driver(HostServices, Graphs):
     @abc.abstractmethod
     @driver_call(NEVER, needs_context=True)
     def free(self, address: int, stream: StreamHandle) -> None:
-        """Gives memory back to its pool behind the stream's work so far."""
+        """Return memory to its pool behind the stream's work so far."""
 
     @abc.abstractmethod
     @driver_call(MAY, needs_context=True)
     def allocate_host(self, nbytes: int) -> HostMemory:
-        """Pinned, portable memory the device can address. Zeroed.
+        """Allocate pinned, portable, zeroed memory that the device can address.
 
         Raises:
             OutOfMemory: ordinary; nothing was allocated.
@@ -473,17 +527,17 @@ class Driver(HostServices, Graphs):
     @abc.abstractmethod
     @driver_call(NEVER, needs_context=True)
     def memory_info(self) -> tuple[int, int]:
-        """(free, total) bytes of the current context's device."""
+        """Return (free, total) bytes of the current context's device."""
 
     @abc.abstractmethod
     @driver_call(NEVER)
     def memory_device(self, address: int) -> int | None:
-        """The device whose memory an address lies in, whoever allocated it; None: no device's."""
+        """Return the device of the memory at an address, of any library; None: no device's."""
 
     @abc.abstractmethod
     @driver_call(NEVER, needs_context=True)
     def copy_to_device(self, address: int, host: int, nbytes: int, stream: StreamHandle) -> None:
-        """From pinned host memory; from pageable memory a real driver blocks."""
+        """Copy from pinned host memory; from pageable memory a real driver blocks."""
 
     @abc.abstractmethod
     @driver_call(NEVER, needs_context=True)
@@ -504,7 +558,7 @@ class Driver(HostServices, Graphs):
         nbytes: int,
         stream: StreamHandle,
     ) -> None:
-        """From one device to another, on a stream of either that was given access to both.
+        """Copy between devices, on a stream of either; it needs access to both pools.
 
         Without the access a real driver copies through host memory, and may block for that.
         """
@@ -512,7 +566,7 @@ class Driver(HostServices, Graphs):
     @abc.abstractmethod
     @driver_call(NEVER, needs_context=True)
     def set_bytes(self, address: int, value: int, nbytes: int, stream: StreamHandle) -> None:
-        """Fills with one byte value."""
+        """Fill with one byte value."""
 
     # -- code -----------------------------------------------------------------------------------
 
@@ -531,12 +585,12 @@ class Driver(HostServices, Graphs):
     @abc.abstractmethod
     @driver_call(MAY, needs_context=True)
     def load_kernel(self, kernel: KernelHandle) -> None:
-        """Loads a kernel for the current context's device now, not at its first launch."""
+        """Load a kernel for the current context's device now, not at its first launch."""
 
     @abc.abstractmethod
     @driver_call(FIRST_USE)
     def kernel_layout(self, kernel: KernelHandle) -> tuple[tuple[int, int], ...] | None:
-        """(offset, size) of each parameter as the code has it; None where it cannot be asked."""
+        """Return the code's (offset, size) of each parameter; None where it cannot be queried."""
 
     @abc.abstractmethod
     @driver_call(NEVER)
@@ -545,7 +599,7 @@ class Driver(HostServices, Graphs):
     @abc.abstractmethod
     @driver_call(NEVER)
     def allow_shared(self, kernel: KernelHandle, device: int, nbytes: int) -> None:
-        """Lets a kernel use so much dynamic shared memory (beyond 48 KiB it must be asked)."""
+        """Opt a kernel in to more dynamic shared memory than `DEFAULT_MAX_SHARED_BYTES`."""
 
     @abc.abstractmethod
     @driver_call(NEVER)
@@ -558,12 +612,12 @@ class Driver(HostServices, Graphs):
         shared_bytes: int,
         parameters: int,
     ) -> Callable[[], None]:
-        """A function that launches the kernel on the stream, whatever context is current.
+        """Return a function that launches the kernel on the stream, in any current context.
 
         Args:
-            parameters: host address of an array of pointers to the values (`void **`); the
-                values are read at each call, so they may be patched in between, and must live.
+            parameters: host address of an array of pointers to the values (`void **`); each call
+                reads the values, so they may be patched in between, and must stay alive.
         """
 
     def close(self) -> None:
-        """Ends what the driver itself runs (the simulated one's threads)."""
+        """End what the driver itself runs (the simulated one's threads)."""

@@ -15,6 +15,7 @@ from typing import Any
 
 from greensched.device.buffers import Buffer, Closable, PinnedBuffer
 from greensched.device.foreign_arrays import ForeignArray
+from greensched.driver.types import ExecutableHandle, GraphHandle
 from greensched.errors import (
     Closed,
     CUDAError,
@@ -28,7 +29,7 @@ from greensched.execution.completion import CAPTURE_STATUSES
 from greensched.execution.jobs import Job
 from greensched.execution.submission import Channel, Holder, ready
 from greensched.execution.threads import Crew
-from greensched.typing import CaptureMode, ExecutableHandle, GraphHandle
+from greensched.typing import CaptureMode
 
 #: What a graph uses, and whether it writes it.
 Used = tuple[Buffer | PinnedBuffer | ForeignArray, bool]

@@ -26,13 +26,14 @@ from greensched._cleanup import run_all
 from greensched.context import Context
 from greensched.device.streams import TicketedStream
 from greensched.driver.interface import Driver
+from greensched.driver.types import Mailbox
 from greensched.errors import CUDAError, DeviceFault
 from greensched.execution.call_context import CallContext, running_call
 from greensched.execution.completion import CAPTURE_STATUSES, CompletionPoller
 from greensched.execution.jobs import Job
 from greensched.execution.lane import Lane
 from greensched.execution.local_storage import ExecutorLocals
-from greensched.typing import CaptureMode, Mailbox, T
+from greensched.typing import CaptureMode, T
 
 logger = logging.getLogger("greensched")
 

@@ -18,9 +18,10 @@ from functools import partial
 
 from greensched._cleanup import run_all
 from greensched.driver.interface import Driver
+from greensched.driver.types import KernelHandle, LibraryHandle
 from greensched.errors import ArgumentMismatch, Closed
 from greensched.kernels.program import Kernel, Program
-from greensched.typing import DeviceFacts, KernelHandle, LibraryHandle, Limit, Parameter
+from greensched.typing import DeviceFacts, Limit, Parameter
 
 #: Between saying that a first use comes and asking for it: whoever looked just before that, and saw
 #: none, has made his call by then. A call takes microseconds (docs/completion.md).

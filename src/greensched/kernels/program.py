@@ -11,10 +11,11 @@ import re
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
 
+from greensched.driver.types import CodeImage, KernelSpec
 from greensched.errors import InvalidRequest, NotSupported
 from greensched.kernels import cache
 from greensched.kernels.signature import Signatures
-from greensched.typing import CodeImage, CostModel, KernelSpec, Parameter, Reference
+from greensched.typing import CostModel, Parameter, Reference
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Message
 import greensched
 from greensched import ALL, LaunchConfig, Pool, PoolState
 from greensched.driver.simulated import Crash, cost
-from greensched.errors import from_status
+from greensched.driver.status import from_status
 from greensched.integrations import asgi
 from greensched.integrations.testing import SimGPU, SimPool
 from greensched.kernels import spin

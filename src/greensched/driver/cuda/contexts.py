@@ -8,8 +8,9 @@ from greensched.driver.cuda.bindings import cuda
 from greensched.driver.cuda.devices import device_handle
 from greensched.driver.cuda.errors import NEWER, ask, failed, lacking, newer
 from greensched.driver.interface import Driver
+from greensched.driver.types import ContextHandle
 from greensched.errors import CUDAError, NotSupported
-from greensched.typing import CacheConfig, ContextFlags, ContextHandle, Limit
+from greensched.typing import CacheConfig, ContextFlags, Limit
 
 _get_current = cuda.cuCtxGetCurrent
 _set_current = cuda.cuCtxSetCurrent

@@ -23,6 +23,7 @@ from cuda.pathfinder import (  # type: ignore[import-untyped]  # the wheel ships
 
 from greensched import errors
 from greensched.driver.cuda.bindings import WHEEL_VERSION, cuda
+from greensched.driver.status import from_status
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,12 +59,12 @@ def failed(status: Any, call: str, detail: str = "", asked: int | None = None) -
     number = int(status)
     if number == 2 and asked is not None:
         return errors.OutOfMemory(call, asked=asked)
-    return errors.from_status(number, call, status.name, detail)
+    return from_status(number, call, status.name, detail)
 
 
 def numbered(number: int, call: str) -> errors.CUDAError:
     """The exception for a status as the driver has it, from a call that went past the wheel."""
-    return errors.from_status(number, call, _NAMES.get(number))
+    return from_status(number, call, _NAMES.get(number))
 
 
 def newer(error: Exception, call: str, detail: str = "") -> Exception:
@@ -81,7 +82,7 @@ def newer(error: Exception, call: str, detail: str = "") -> Exception:
         number = int(found[1]) if found else None
     if not isinstance(number, int) or number in _NAMES:
         return error
-    return errors.from_status(number, call, None, detail)
+    return from_status(number, call, None, detail)
 
 
 def missing(error: RuntimeError, call: str) -> Exception:

@@ -12,10 +12,10 @@ from greensched.driver.cuda.bindings import cuda
 from greensched.driver.cuda.devices import device_handle
 from greensched.driver.cuda.errors import NEWER, ask, failed, newer
 from greensched.driver.interface import Driver
-from greensched.typing import HostMemory, MemoryPoolHandle
+from greensched.driver.types import HostMemory, MemoryPoolHandle
 
 if TYPE_CHECKING:
-    from greensched.typing import ContextHandle, StreamHandle
+    from greensched.driver.types import ContextHandle, StreamHandle
 
 #: CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP: for every context, and addressable
 #: by the device, as `cuStreamWriteValue32` asks.

@@ -15,12 +15,14 @@ from greensched.driver.cuda.bindings import cuda, number
 from greensched.driver.cuda.devices import device_handle
 from greensched.driver.cuda.errors import NEWER, ask, failed, newer
 from greensched.driver.interface import Driver
-from greensched.typing import KernelHandle, KernelLimits, LibraryHandle
+from greensched.driver.status import from_status
+from greensched.driver.types import KernelHandle, KernelLimits, LibraryHandle
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from greensched.typing import CodeImage, Dim3, StreamHandle
+    from greensched.driver.types import CodeImage, StreamHandle
+    from greensched.typing import Dim3
 
 #: The status behind the last parameter of a kernel.
 _INVALID_VALUE: Final = 1
@@ -36,7 +38,7 @@ class Code(Driver):
         """`cuLibraryLoadData`; the driver keeps its own copy, and loads lazily."""
         if not image.binary:
             # The driver would read past the end of it.
-            raise errors.from_status(
+            raise from_status(
                 _INVALID_IMAGE, "cuLibraryLoadData", None, f"{image.name} has no machine code"
             )
         library = ask(cuda.cuLibraryLoadData, image.binary, [], [], 0, [], [], 0, detail=image.name)

@@ -12,20 +12,22 @@ from greensched.driver.cuda.devices import device_handle
 from greensched.driver.cuda.errors import NEWER, ask, failed, lacking, newer
 from greensched.driver.cuda.init import driver_version, has
 from greensched.driver.interface import Driver
-from greensched.typing import (
+from greensched.driver.status import from_status
+from greensched.driver.types import (
     ContextHandle,
     DescriptorHandle,
-    Feature,
     GreenHandle,
     ResourceFacts,
     ResourceHandle,
     WorkqueueFacts,
 )
+from greensched.typing import Feature
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from greensched.typing import EventHandle, SharingScope, SMGroup, StreamHandle
+    from greensched.driver.types import EventHandle, SMGroup, StreamHandle
+    from greensched.typing import SharingScope
 
 _SM: Final[Any] = cuda.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
 
@@ -185,7 +187,7 @@ class Resources(Driver):
             _, groups, _ = split(0)
         parts, made, rest = split(groups) if groups else ([], 0, None)
         if not made:
-            raise errors.from_status(
+            raise from_status(
                 _INVALID_RESOURCE_CONFIGURATION, "cuDevSmResourceSplitByCount", None, detail
             )
         return [_resource(part) for part in parts[:made]], _left(rest)

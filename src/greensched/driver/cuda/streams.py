@@ -10,18 +10,13 @@ from greensched.driver.cuda.bindings import cuda, number
 from greensched.driver.cuda.errors import NEWER, NOT_READY, ask, failed, lacking, newer, numbered
 from greensched.driver.cuda.init import symbol_address
 from greensched.driver.interface import Driver
-from greensched.typing import (
-    CaptureMode,
-    EventHandle,
-    ExecutableHandle,
-    GraphHandle,
-    StreamHandle,
-)
+from greensched.driver.types import EventHandle, ExecutableHandle, GraphHandle, StreamHandle
+from greensched.typing import CaptureMode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from greensched.typing import GreenHandle
+    from greensched.driver.types import GreenHandle
 
 #: CU_STREAM_NON_BLOCKING: compulsory for streams of a green context, and always wanted.
 _NON_BLOCKING: Final = 1

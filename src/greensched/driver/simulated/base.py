@@ -22,8 +22,10 @@ from greensched.driver.simulated.device_models import DeviceModel
 from greensched.driver.simulated.faults import Fault, Script
 from greensched.driver.simulated.handles import Capture, Handle, SimulatedStream, Thread
 from greensched.driver.simulated.timeline import Device, Span, Timeline
-from greensched.errors import CUDAError, DriverMisuse, LoopWouldBlock, NotSupported, from_status
-from greensched.typing import CaptureMode, DeviceFacts, Feature, Mailbox, StreamHandle
+from greensched.driver.status import from_status
+from greensched.driver.types import Mailbox, StreamHandle
+from greensched.errors import CUDAError, DriverMisuse, LoopWouldBlock, NotSupported
+from greensched.typing import CaptureMode, DeviceFacts, Feature
 
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
@@ -310,7 +312,9 @@ def checked(driver: D) -> D:
     """Puts the checks before every verb of a driver class."""
     for name, mark in DRIVER_CALLS.items():
         setattr(
-            driver, name, _with_checks(getattr(driver, name), name, mark.blocks, mark.needs_context)
+            driver,
+            name,
+            _with_checks(getattr(driver, name), name, mark.blocking, mark.needs_context),
         )
     return driver
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from greensched.driver.simulated.base import Core
 from greensched.driver.simulated.handles import Context
-from greensched.errors import CUDAError, DriverMisuse, NotSupported, from_status
-from greensched.typing import CacheConfig, ContextFlags, ContextHandle, Limit
+from greensched.driver.status import from_status
+from greensched.driver.types import ContextHandle
+from greensched.errors import CUDAError, DriverMisuse, NotSupported
+from greensched.typing import CacheConfig, ContextFlags, Limit
 
 #: Stands for the device of what contexts of their own are and have: a primary may end before them.
 OWN = -1

@@ -13,20 +13,19 @@ from greensched.driver.simulated.context_stack import Stacks, one_way_to_wait
 from greensched.driver.simulated.device_models import DeviceModel
 from greensched.driver.simulated.handles import Context, Green, SimulatedStream
 from greensched.driver.simulated.timeline import Device, Signal, Stream
-from greensched.errors import DriverMisuse, from_status
-from greensched.typing import (
-    ContextFlags,
+from greensched.driver.status import from_status
+from greensched.driver.types import (
     ContextHandle,
     DescriptorHandle,
-    Feature,
     GreenHandle,
     ResourceFacts,
     ResourceHandle,
-    SharingScope,
     SMGroup,
     StreamHandle,
     WorkqueueFacts,
 )
+from greensched.errors import DriverMisuse
+from greensched.typing import ContextFlags, Feature, SharingScope
 
 
 class Contexts(Stacks):

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from greensched.driver.blocking import DRIVER_CALLS, Blocking
-from greensched.errors import STATUS_NAMES, STICKY, InvalidRequest
+from greensched.driver.status import STATUS_NAMES, STICKY
+from greensched.errors import InvalidRequest
 
 #: What `bind_launch` and `bind_mark` return: each call of those counts and can fail too.
 BOUND = ("launch", "mark")
@@ -55,7 +56,7 @@ class Slow:
     seconds: float
 
     def __post_init__(self) -> None:
-        slow = [verb for verb, mark in DRIVER_CALLS.items() if mark.blocks is not Blocking.NEVER]
+        slow = [verb for verb, mark in DRIVER_CALLS.items() if mark.blocking is not Blocking.NEVER]
         _one_of(self.verb, slow, "driver verb that may block")
 
 

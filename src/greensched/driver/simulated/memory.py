@@ -11,8 +11,9 @@ from greensched.driver.simulated.handles import Context, SimulatedStream
 from greensched.driver.simulated.operations import Copy
 from greensched.driver.simulated.streams import Streams
 from greensched.driver.simulated.timeline import InstantOp
-from greensched.errors import DriverMisuse, OutOfMemory, from_status
-from greensched.typing import ContextHandle, HostMemory, MemoryPoolHandle, StreamHandle
+from greensched.driver.status import from_status
+from greensched.driver.types import ContextHandle, HostMemory, MemoryPoolHandle, StreamHandle
+from greensched.errors import DriverMisuse, OutOfMemory
 
 
 class Memories(Streams):

@@ -16,29 +16,19 @@ from greensched.driver.simulated.handles import Context, Handle, SimulatedStream
 from greensched.driver.simulated.memory import Memories
 from greensched.driver.simulated.operations import Kernel as KernelOperation
 from greensched.driver.simulated.timeline import Device, WaitOp
-from greensched.errors import (
-    CUDAError,
-    DriverMisuse,
-    InvalidRequest,
-    NotSimulable,
-    from_status,
-)
-from greensched.typing import (
+from greensched.driver.status import from_status
+from greensched.driver.types import (
+    DEFAULT_MAX_SHARED_BYTES,
     CodeImage,
-    Cost,
-    Dim3,
     GreenHandle,
     KernelHandle,
     KernelLimits,
     KernelSpec,
-    LaunchFacts,
     LibraryHandle,
-    Parameter,
     StreamHandle,
 )
-
-#: Dynamic shared memory a kernel may use without asking. Source: CUDA programming guide.
-UNASKED_SHARED = 48 * 1024
+from greensched.errors import CUDAError, DriverMisuse, InvalidRequest, NotSimulable
+from greensched.typing import Cost, Dim3, LaunchFacts, Parameter
 
 
 class Library(Handle):
@@ -300,6 +290,6 @@ def _check_shared(kernel: Kernel, device: int, nbytes: int) -> None:
 
     Source: cuda.h, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES.
     """
-    if not 0 <= nbytes <= kernel.shared.get(device, UNASKED_SHARED):
+    if not 0 <= nbytes <= kernel.shared.get(device, DEFAULT_MAX_SHARED_BYTES):
         name = kernel.spec.name
         raise from_status(1, f"launch of {name!r}", detail=f"{nbytes} bytes shared")

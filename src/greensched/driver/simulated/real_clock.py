@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from greensched.driver.host import HostServices
 from greensched.driver.simulated.timeline import Timeline
-from greensched.errors import from_status
+from greensched.driver.status import from_status
 
 #: How often a kernel or stream held up by a word in memory is looked at.
 HELD_POLL_S = 250e-6

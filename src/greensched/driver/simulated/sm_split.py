@@ -27,8 +27,10 @@ from itertools import chain, count, zip_longest
 from typing import Literal
 
 from greensched.driver.simulated.device_models import MEASURED, DeviceModel
-from greensched.errors import CUDAError, from_status
-from greensched.typing import ResourceFacts, SharingScope, SMGroup, WorkqueueFacts
+from greensched.driver.status import from_status
+from greensched.driver.types import ResourceFacts, SMGroup, WorkqueueFacts
+from greensched.errors import CUDAError
+from greensched.typing import SharingScope
 
 Version = tuple[int, int]
 _split_ids = count(1)

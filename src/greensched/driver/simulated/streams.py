@@ -26,16 +26,16 @@ from greensched.driver.simulated.timeline import (
     Signal,
     WaitOp,
 )
-from greensched.errors import DriverMisuse, from_status
-from greensched.typing import (
-    CaptureMode,
+from greensched.driver.status import from_status
+from greensched.driver.types import (
     EventHandle,
     ExecutableHandle,
-    Feature,
     GraphHandle,
     GreenHandle,
     StreamHandle,
 )
+from greensched.errors import DriverMisuse
+from greensched.typing import CaptureMode, Feature
 
 #: A real driver's launch queue holds about so many before a launch blocks.
 QUEUE_DEPTH = 1024

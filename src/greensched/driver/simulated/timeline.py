@@ -24,7 +24,8 @@ from itertools import count
 from typing import TYPE_CHECKING, Protocol
 
 from greensched.driver.simulated.device_models import DeviceModel
-from greensched.errors import CUDAError, from_status
+from greensched.driver.status import from_status
+from greensched.errors import CUDAError
 
 if TYPE_CHECKING:
     from greensched.driver.simulated.operations import Copy, Kernel

@@ -28,8 +28,8 @@ from contextlib import contextmanager
 from typing import Any, Literal, TypeVar, TypeVarTuple, Unpack
 
 from greensched.driver.simulated.timeline import Timeline
+from greensched.driver.types import Mailbox
 from greensched.errors import DriverMisuse
-from greensched.typing import Mailbox
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
