@@ -158,14 +158,14 @@ def names_in(path: Path) -> set[str]:
 
 def behaviours() -> list[str]:
     """The lines of the tables of behaviours, without their heads."""
-    page = (ROOT / "docs/behaviours.md").read_text()
+    page = (ROOT / "docs/internals/behaviours.md").read_text()
     _, *rows = re.split(r"^## ", page, flags=re.MULTILINE)
     tables = re.findall(r"^\|[-|]+\|\n((?:\|.*\n)+)", "\n".join(rows), re.MULTILINE)
     return [line for table in tables for line in table.splitlines()]
 
 
 def test_every_behaviour_has_a_test() -> None:
-    """Each line of docs/behaviours.md names tests, in its last column, and each of them exists."""
+    """Each line of docs/internals/behaviours.md names tests in its last column, and they exist."""
     lines = behaviours()
     assert len(lines) > 150
     for line in lines:

@@ -15,7 +15,13 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 #: Files and folders that are checked. Output that commands printed is kept as it was printed.
-CHECKED = ("examples", "src/greensched/cli", "src/greensched/kernels/builtin")
+CHECKED = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "examples",
+    "src/greensched/cli",
+    "src/greensched/kernels/builtin",
+)
 KEPT_OUTPUT = ROOT / "docs/measurements"
 SUFFIXES = {".py", ".md", ".toml", ".pbtxt", ".pyi"}
 

@@ -3,7 +3,7 @@
 Two kinds of rows. *Tokens*: so many to read, so many to write (a language model). *Plain*: a class
 and a cost, in seconds of a whole idle device.
 
-The generators are fitted to published figures of traces, not to any file: `docs/simulation.md` has
+The generators are fitted to published figures of traces, not to any file: `docs/capacity.md` has
 the table. Equal seeds give equal traffic.
 """
 
