@@ -36,8 +36,8 @@ async def untouched(pool: Pool, p: Partition | None = None) -> AsyncIterator[Non
 
 
 def _tickets(p: Partition) -> tuple[int, ...]:
-    lane = p._open().lane
-    return lane.launches.issued, lane.runs.issued
+    executor = p._open().executor
+    return executor.launch_stream.issued, executor.call_stream.issued
 
 
 # -- sizes ------------------------------------------------------------------------------------

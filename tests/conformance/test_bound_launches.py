@@ -11,7 +11,7 @@ import pytest
 import greensched
 from greensched import BoundLaunch, Buffer, LaunchConfig, Partition, PinnedBuffer
 from greensched.driver.types import DEFAULT_MAX_SHARED_BYTES
-from greensched.execution.lease import BATCH, MOST
+from greensched.execution.lease import BATCH, MAX_BOUND_LAUNCHES
 from greensched.kernels import fill, saxpy, spin
 from greensched.typing import CaptureMode
 from helpers.backend import Backend
@@ -293,12 +293,12 @@ def test_bound_launches_in_flight_are_bounded(backend: Backend, jobs_between: bo
         async with backend.pool() as pool, pool.partition(8) as p:
             with await p.empty(8) as b:
                 bound = await bound_fill(p, b)
-                for _ in range(3 * MOST):  # what is done counts no more
+                for _ in range(3 * MAX_BOUND_LAUNCHES):  # what is done counts no more
                     await p.drain()
                     bound()
                 await bound.submit()
                 with await Gate.closed(p) as gate:
-                    for number in range(MOST - BATCH):
+                    for number in range(MAX_BOUND_LAUNCHES - BATCH):
                         bound()
                         if jobs_between and number % (BATCH - 1) == 0:
                             bound.submit()

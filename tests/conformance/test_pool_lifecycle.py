@@ -107,7 +107,7 @@ def test_what_still_works_after_the_grace_is_abandoned_and_reported(backend: Bac
         assert "16 SMs" in report.abandoned[0]
         with gate:
             gate.open()
-            await until(lambda: p._channel is not None and p._channel.lane.is_idle)
+            await until(lambda: p._leased is not None and p._leased.executor.is_idle)
         _clean_up(pool)
 
     def _clean_up(pool: Pool) -> None:
@@ -175,7 +175,7 @@ def test_what_is_forgotten_comes_back_where_warnings_are_errors(
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:
-            site = p._open().site
+            site = p._open().device_memory
             held = [pool.partition_nowait(16), await p.empty(1), await p.empty_pinned(3000)]
             address = held[2].address
             held.clear()

@@ -153,7 +153,7 @@ def test_a_lease_drains_until_its_copies_are_done(backend: Backend) -> None:
             p = await pool.partition(8).__aenter__()
             feed = p.prefetch(batches())
             await feed.__anext__()
-            copies = p._open().lane.copies
+            copies = p._open().executor.copy_stream
             assert copies is not None
             word = await p.empty_pinned(1, np.uint32)
             await until(lambda: copies.is_idle)

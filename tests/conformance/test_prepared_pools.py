@@ -27,13 +27,13 @@ def test_every_lane_binds_and_launches_at_once(backend: Backend) -> None:
             for blocks, size in enumerate(sizes, start=1):
                 async with pool.partitions(size) as (p,):
                     with await p.empty(64) as buffer:
-                        await until(p._open().is_prompt)  # the mover made the pool grow
+                        await until(lambda: p._open().all_submitted)  # the pool grew
                         p.bind(LaunchConfig(grid=blocks, block=64), fill, buffer, 1.0, 64)()
-                        assert p._open().is_prompt()
+                        assert p._open().all_submitted
                         job = p.launch(
                             LaunchConfig(grid=blocks, block=32), saxpy, 1.0, *2 * (buffer,), 64
                         )
-                        assert p._open().is_prompt()
+                        assert p._open().all_submitted
                         await job
             async with pool.partitions(8, 24, 40, 16) as parts:  # of whatever cells
                 for p in parts:
@@ -53,10 +53,10 @@ def test_a_kernel_used_once_takes_any_geometry_at_once(backend: Backend) -> None
                     p.bind(LaunchConfig(grid=1, block=64), fill, buffer, 1.0, 64)
                 job = p.launch(LaunchConfig(grid=1, block=64), fill, buffer, 1.0, 64)
                 await job
-                await until(p._open().is_prompt)
+                await until(lambda: p._open().all_submitted)
                 for block in (32, 64, 96):
                     p.launch(LaunchConfig(grid=1, block=block), fill, buffer, 1.0, 64)
-                    assert p._open().is_prompt()
+                    assert p._open().all_submitted
                 p.bind(LaunchConfig(grid=2, block=64), fill, buffer, 2.0, 64)()
 
     backend.run(main)
@@ -68,10 +68,10 @@ def test_a_geometry_beyond_the_device_is_refused_on_a_prepared_lane(backend: Bac
     async def main() -> None:
         async with backend.pool(prepare=[fill]) as pool, pool.partition(8) as p:
             with await p.empty(64) as buffer:
-                issued = p._open().track.issued
+                issued = p._open().launch_stream.issued
                 with pytest.raises(InvalidLaunch, match="block"):
                     p.launch(LaunchConfig(grid=1, block=4096), fill, buffer, 1.0, 64)
-                assert p._open().track.issued == issued
+                assert p._open().launch_stream.issued == issued
 
     backend.run(main)
 

@@ -176,7 +176,7 @@ def test_what_is_no_callback_is_refused(backend: Backend) -> None:
             for wrong in (7, later):
                 with pytest.raises(greensched.InvalidRequest, match="bytes done"):
                     p.upload(SMALL, progress=wrong)  # type: ignore[arg-type]
-            assert p._open().track.issued == p._open().track.submitted
+            assert p._open().launch_stream.issued == p._open().launch_stream.submitted
 
     backend.run(main)
 

@@ -17,7 +17,7 @@ import pytest
 
 from greensched.driver import simulated
 from greensched.execution.completion import CompletionPoller
-from greensched.execution.eventloop.adapters import current_door
+from greensched.execution.eventloop import current_adapter
 from helpers.backend import DEVICE
 
 VARIABLE = ContextVar[Any]("VARIABLE")
@@ -48,7 +48,7 @@ def run(request: pytest.FixtureRequest) -> Callable[..., Any]:
 
 def looking() -> CompletionPoller:
     """The running loop's, of no pool."""
-    return CompletionPoller(current_door(), simulated.open(DEVICE), print, lambda: 0.0)
+    return CompletionPoller(current_adapter(), simulated.open(DEVICE), print, lambda: 0.0)
 
 
 async def waiting(waiter: Awaitable[None], log: list[str], name: str = "it") -> None:
@@ -67,7 +67,7 @@ def test_a_task_goes_on_where_it_is_found(run: Callable[..., Any], debug: bool) 
 
     async def main() -> list[str]:
         completion, log = looking(), list[str]()
-        door, waiter = completion.door, completion.door.create_resumable()
+        door, waiter = completion.loop, completion.loop.create_inline_waiter()
         task = asyncio.create_task(waiting(waiter, log))
 
         def look() -> None:
@@ -92,8 +92,8 @@ def test_it_goes_on_as_the_task_it_is(run: Callable[..., Any]) -> None:
     variable: ContextVar[str] = ContextVar("variable", default="nobody's")
 
     async def main() -> None:
-        door = current_door()
-        waiter = door.create_resumable()
+        door = current_adapter()
+        waiter = door.create_inline_waiter()
 
         async def one() -> tuple[object, str]:
             variable.set("the task's")
@@ -120,8 +120,8 @@ def test_who_is_woken_before_he_waits_does_not_wait(run: Callable[..., Any], how
     """A wake that comes first is not lost, by whichever way."""
 
     async def main() -> list[str]:
-        door, log = current_door(), list[str]()
-        waiter = door.create_resumable()
+        door, log = current_adapter(), list[str]()
+        waiter = door.create_inline_waiter()
         getattr(door, how)(waiter)
         await waiting(waiter, log)
         return log
@@ -134,8 +134,8 @@ def test_a_cancelled_task_goes_on_cancelled(run: Callable[..., Any], messages: A
     """It is cancelled in the next turn, with its message, and who resumes it then does nothing."""
 
     async def main() -> list[str]:
-        door, log = current_door(), list[str]()
-        waiter = door.create_resumable()
+        door, log = current_adapter(), list[str]()
+        waiter = door.create_inline_waiter()
         task = asyncio.create_task(waiting(waiter, log))
         await asyncio.sleep(0)
         task.cancel(*messages)
@@ -155,7 +155,7 @@ def test_who_was_cancelled_leaves_nothing_with_what_he_awaited(run: Callable[...
         """Of a request, say."""
 
     async def main() -> bool:
-        waiter, thing = current_door().create_resumable(), Thing()
+        waiter, thing = current_adapter().create_inline_waiter(), Thing()
         left = weakref.ref(thing)
         token = VARIABLE.set(thing)
         task = asyncio.create_task(waiting(waiter, []))
@@ -176,8 +176,8 @@ def test_a_callback_needs_no_context(run: Callable[..., Any]) -> None:
     """It is called in a copy of the one in which it was added, as a future's is."""
 
     async def main() -> list[Any]:
-        door, found = current_door(), list[Any]()
-        waiter: Any = door.create_resumable()
+        door, found = current_adapter(), list[Any]()
+        waiter: Any = door.create_inline_waiter()
         token = VARIABLE.set(3)
         waiter.add_done_callback(lambda _: found.append(VARIABLE.get()))
         VARIABLE.reset(token)
@@ -191,13 +191,13 @@ def test_a_cancellation_before_the_first_wait_arrives_there(run: Callable[..., A
     """A task that cancelled itself does not wait for anybody to resume it."""
 
     async def main() -> list[str]:
-        door, log = current_door(), list[str]()
+        door, log = current_adapter(), list[str]()
 
         async def one() -> None:
             task = asyncio.current_task()
             assert task is not None
             task.cancel()
-            await waiting(door.create_resumable(), log)
+            await waiting(door.create_inline_waiter(), log)
 
         with pytest.raises(asyncio.CancelledError):
             await asyncio.create_task(one())
@@ -210,8 +210,8 @@ def test_a_cancellation_behind_a_wake_is_not_lost(run: Callable[..., Any]) -> No
     """A task that was woken, and is cancelled before it had a turn, is cancelled."""
 
     async def main() -> list[str]:
-        door, log = current_door(), list[str]()
-        waiter = door.create_resumable()
+        door, log = current_adapter(), list[str]()
+        waiter = door.create_inline_waiter()
         task = asyncio.create_task(waiting(waiter, log))
         await asyncio.sleep(0)
         door.wake(waiter)
@@ -227,14 +227,14 @@ def test_scopes_and_timeouts_end_the_wait(run: Callable[..., Any]) -> None:
     """`asyncio.timeout`, `wait_for` and anyio's scopes end a wait that nobody else ends."""
 
     async def main() -> None:
-        door = current_door()
+        door = current_adapter()
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0):
-                await door.create_resumable()
+                await door.create_inline_waiter()
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(waiting(door.create_resumable(), []), 0)
+            await asyncio.wait_for(waiting(door.create_inline_waiter(), []), 0)
         with anyio.move_on_after(0) as scope:
-            await door.create_resumable()
+            await door.create_inline_waiter()
         assert scope.cancelled_caught
 
     run(main)
@@ -251,7 +251,7 @@ def test_a_task_that_ends_the_loop_keeps_nobody_waiting(kind: str) -> None:
 
     async def main() -> None:
         completion = looking()
-        first, second = (completion.door.create_resumable() for _ in range(2))
+        first, second = (completion.loop.create_inline_waiter() for _ in range(2))
         tasks = [asyncio.create_task(task) for task in (leave(first), waiting(second, log))]
         await asyncio.sleep(0)
         completion._reached.extend((first, second))

@@ -79,7 +79,7 @@ class Account:
 
 def sms_of(p: Partition) -> int:
     """The SMs a partition's stream has, as the driver has them: a bit mask."""
-    return p._open().track.stream.handle.sms  # type: ignore[attr-defined,no-any-return]
+    return p._open().launch_stream.stream.handle.sms  # type: ignore[attr-defined,no-any-return]
 
 
 async def lease(pool: Pool, account: Account, loop: str, rng: random.Random) -> None:
@@ -141,7 +141,7 @@ class Doomed:
         await until(lambda: bool(self._held))
         for _ in range(self.HELD):
             self._start(self._wait_for_all())
-        completion = pool._manager.completion()
+        completion = pool._manager.current_poller()
         await until(lambda: completion.waiting == self.HELD)
         self.queued = completion.waiting
         jobs = [p.launch(ONE, spin, LONG_NS) for p in self._held]

@@ -24,12 +24,12 @@ class Gate:
     async def closed(cls, p: Partition) -> Gate:
         """Closes the partition's stream, behind what was submitted before."""
         gate = cls(await p.empty_pinned(1, np.uint32))
-        channel = p._open()
-        track = channel.track
+        lease = p._open()
+        track = lease.launch_stream
         track.stream.context.driver.wait_value(track.stream.handle, gate._word.address, 1)
         gate._word.note(track, (track.issued + 1) & 0xFFFFFFFF, write=False)
-        channel.holding.is_involved = True
-        channel.holding.unmarked += 1  # as by a bound launch: on the stream, without a ticket
+        lease.reusable = False
+        lease.launches_without_ticket += 1  # as by a bound launch: on the stream, without a ticket
         return gate
 
     def open(self) -> None:

@@ -218,10 +218,10 @@ async def _checkpoint(stage: Stage) -> None:
             try:
                 await p.checkpoint()
             finally:  # what it had or what it has now: never both, never none
-                held = [holding for holding in stage.pool._manager.holdings if holding.is_open]
-                assert p._open().holding in held
-                assert p.sm_count == p._open().holding.lease.sms
-                assert p._open().lane.mask == p._open().holding.lease.mask
+                held = [lease for lease in stage.pool._manager.leases if lease.is_open]
+                assert p._open() in held
+                assert p.sm_count == p._open().grant.sms
+                assert p._open().executor.mask == p._open().grant.mask
             await p.run(lambda: None)
 
 
@@ -323,8 +323,8 @@ async def as_before(stage: Stage) -> None:
     report = await pool.aclose()
     if report.abandoned:  # a cancelled aclose has no grace: what it left ends when its work has
         stage.abandoned = pool._manager.sites
-        crews = [crew for site in stage.abandoned for crew in site.crews.values()]
-        await until(lambda: all(crew.lane.is_idle for crew in crews))
+        executors = [executor for site in stage.abandoned for executor in site.executors.values()]
+        await until(lambda: all(executor.is_idle for executor in executors))
     await turns()
 
 

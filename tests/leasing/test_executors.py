@@ -53,7 +53,7 @@ def test_what_outlives_its_lane_reads_a_word_of_its_own(monkeypatch: pytest.Monk
                 for number in range(20):
                     job = p.copy(buffer, np.full(8, number, np.float32))
                     await job
-                old = p._open().track
+                old = p._open().launch_stream
             for sms in (40, 48, 56):  # each a new lane, for which an old one goes
                 async with pool.partition(sms):
                     pass
@@ -144,7 +144,7 @@ def test_tickets_never_wrap(first: int) -> None:
         async with Pool(driver="simulated:h200") as pool, pool.partition(8) as p:
             old = p.upload(np.ones(8, np.float32))
             buffer = await old
-            track = p._open().track
+            track = p._open().launch_stream
             track.issued = track.submitted = first
             track.word[0] = first & 0xFFFFFFFF
             with buffer, await Gate.closed(p) as gate:
@@ -213,7 +213,7 @@ def test_who_awaits_hears_though_no_thread_can_sleep(monkeypatch: pytest.MonkeyP
     start, asked = driver.start_thread, list[str]()
 
     def refuse(body: Callable[[], None], name: str) -> None:
-        if "sleeper" in name:
+        if name.endswith(" wait"):
             asked.append(name)
             raise RuntimeError("can't start new thread")
         start(body, name)
@@ -327,7 +327,7 @@ def test_lanes_beside_the_menu_are_bounded(monkeypatch: pytest.MonkeyPatch) -> N
             assert pool.statistics().executors == made + 3
             site = pool._manager.sites[0]
             site._max_extra = 2
-            wanted = [mask for mask in site.crews if mask not in site.menu][:2]
+            wanted = [mask for mask in site.executors if mask not in site.menu][:2]
             assert len(site.surplus(keep=wanted)) == 1, "those that are kept count, too"
 
     clock.run(main)
@@ -349,7 +349,7 @@ def test_who_awaited_everything_finds_everything_submitted(monkeypatch: pytest.M
 
         def marked(value: int) -> None:
             mark(value)
-            if threading.current_thread().name.endswith("mover"):
+            if threading.current_thread().name.endswith("submit"):
                 driver.synchronize_stream(stream)
                 written.set()
                 go.wait(5)
@@ -366,7 +366,7 @@ def test_who_awaited_everything_finds_everything_submitted(monkeypatch: pytest.M
             assert not job.is_done
             go.set()
             (await job).close()
-            assert p._open().is_prompt()
+            assert p._open().all_submitted
 
     anyio.run(main)
 

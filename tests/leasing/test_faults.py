@@ -590,12 +590,12 @@ def test_an_array_that_cannot_be_ordered_is_refused(clock: Any) -> None:
                     "wait_event",
                 ):
                     before = driver.live()
-                    issued = p._open().track.issued
+                    issued = p._open().launch_stream.issued
                     driver.script.add(Fail(verb, driver.script.calls[verb] + 1, "OUT_OF_MEMORY"))
                     with pytest.raises(greensched.OutOfMemory):
                         p.download(array)
                     assert driver.live() == before
-                    assert p._open().track.issued == issued
+                    assert p._open().launch_stream.issued == issued
                     assert (await p.download(array)).tolist() == [0, 1, 2, 3]
             await p.run(theirs.close)
 
@@ -771,9 +771,9 @@ def test_statistics_are_told_while_lanes_are_made(monkeypatch: pytest.MonkeyPatc
     pool = Pool(driver="simulated:h200")
     add, held = DevicePool.add, list[bool]()
 
-    def watched(site: DevicePool, crew: Any) -> None:
+    def watched(site: DevicePool, executor: Any) -> None:
         held.append(pool._manager.lock.locked())
-        add(site, crew)
+        add(site, executor)
 
     async def main() -> None:
         async with pool:
@@ -793,7 +793,7 @@ def test_memory_that_is_not_taken_back_is_nobodys_fault(status: int) -> None:
 
     async def main() -> None:
         async with Pool(driver=driver) as pool, pool.partition(16) as p:
-            memory = p._open().site.memory
+            memory = p._open().device_memory.memory
             (await p.upload(np.ones(2**20, np.uint8))).close()
             with await p.upload(np.ones(10)):
                 pass

@@ -321,7 +321,7 @@ def test_a_fault_ends_what_is_parked() -> None:
     async def main() -> None:
         async with on_h200() as pool:
             await leased(pool)
-            pool._manager.lost(RuntimeError("the device is gone"))
+            pool._manager.device_failed(RuntimeError("the device is gone"))
             with pytest.raises(DeviceLost):
                 await leased(pool)
 

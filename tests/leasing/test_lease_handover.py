@@ -14,7 +14,6 @@ import pytest
 from greensched import ALL, LaunchConfig, Partition, PartitionClosed, Pool, ServiceClass
 from greensched.errors import DeadlineExceeded, DeviceLost, PoolClosed, WouldDeadlock
 from greensched.execution.lease import Lease
-from greensched.execution.submission import Channel
 from greensched.kernels import fill, spin
 from greensched.leasing.partition_group import PartitionGroup
 from helpers.waiting import turns, until
@@ -30,9 +29,9 @@ def on_h200(**options: object) -> Pool:
     return Pool(driver="simulated:h200", **options)  # type: ignore[arg-type]
 
 
-def holding(partition: Partition) -> Lease:
-    assert partition._channel is not None
-    return partition._channel.holding
+def lease_of(partition: Partition) -> Lease:
+    assert partition._leased is not None
+    return partition._leased
 
 
 class Taker:
@@ -68,12 +67,12 @@ def test_who_waits_has_the_lease_of_who_left(backend: str) -> None:
                 nonlocal left
                 async with pool.partition(MOST) as p:
                     order.append(number)
-                    handed.append(holding(p) is left)
+                    handed.append(lease_of(p) is left)
                     if number % 2:
                         with await p.upload(np.zeros(8, np.float32)) as x:
                             await p.launch(CONFIG, fill, x, number, 8)
                             assert list(await p.download(x)) == [number] * 8
-                    left = holding(p)
+                    left = lease_of(p)
 
             async with anyio.create_task_group() as group:
                 async with pool.partition(ALL):
@@ -96,12 +95,12 @@ def test_who_left_has_it_no_more() -> None:
         async with on_h200() as pool:
             first, second, third = Taker(pool), Taker(pool), Taker(pool)
             await turns()
-            old, lease = first.has, holding(first.has) if first.has else None
+            old, lease = first.has, lease_of(first.has) if first.has else None
             assert old is not None
             await first.go()
             await turns()
             assert third.has is not None
-            assert holding(third.has) is lease
+            assert lease_of(third.has) is lease
             with pytest.raises(PartitionClosed):
                 _ = old.sm_count
             assert third.has.sm_count == HALF
@@ -205,9 +204,9 @@ def test_who_was_served_is_not_kept() -> None:
 def test_what_fails_behind_a_claim_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who waits no more is tended no more, once: whoever waits next is tended."""
 
-    def fail(_: PartitionGroup, channels: tuple[Channel, ...]) -> None:
-        for channel in channels:
-            channel.holding.end()
+    def fail(_: PartitionGroup, leases: tuple[Lease, ...]) -> None:
+        for lease in leases:
+            lease.end()
         raise MemoryError
 
     async def main() -> None:
@@ -223,7 +222,7 @@ def test_what_fails_behind_a_claim_is_counted_once(monkeypatch: pytest.MonkeyPat
                 monkeypatch.setattr(PartitionGroup, "_have", fail)
             with pytest.raises(MemoryError):
                 await task
-            assert pool._manager.completion().waiting == 0
+            assert pool._manager.current_poller().waiting == 0
 
     asyncio.run(main())
 
@@ -238,7 +237,7 @@ def test_a_fault_before_he_has_it_is_his() -> None:
             first.may_go.set()
             await until(lambda: pool.statistics().waiting == 0)
             assert third.has is None
-            pool._manager.lost(RuntimeError("the device is gone"))
+            pool._manager.device_failed(RuntimeError("the device is gone"))
             for taker in (third, second):
                 taker.may_go.set()
                 with pytest.raises(DeviceLost):
@@ -377,7 +376,7 @@ def test_work_and_classes_are_decided_on(service: str | None) -> None:
 
             async def lease() -> None:
                 async with pool.partition(MOST, service=service) as p:
-                    holdings.append(holding(p))
+                    holdings.append(lease_of(p))
                     await turns(1)  # the others wait meanwhile
                     if service is None:
                         p.launch(CONFIG, spin, 100_000)
@@ -406,14 +405,14 @@ def test_who_waits_on_another_loop_has_a_lease_of_his_own() -> None:
     async def finish(takers: list[Taker]) -> None:
         await until(lambda: takers[1].has is not None)
         assert takers[1].has is not None
-        assert holding(takers[1].has) is not lease
+        assert lease_of(takers[1].has) is not lease
         with await takers[1].has.upload(np.zeros(8, np.float32)) as x:
             assert list(await takers[1].has.download(x)) == [0.0] * 8
         for taker in takers:
             await taker.go()
 
     here.run_until_complete(begin())
-    lease = holding(first)
+    lease = lease_of(first)
     takers = there.run_until_complete(ask())
     here.run_until_complete(first.__aexit__(None, None, None))
     there.run_until_complete(finish(takers))

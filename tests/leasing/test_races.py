@@ -263,7 +263,7 @@ def test_the_deadline_and_a_cancellation_in_one_turn(race: Any) -> None:
 
 
 def test_left_while_its_lane_is_made(race: Any) -> None:
-    """Cancelled while its lane is made, a request held nothing; the next one uses the lane."""
+    """Cancelled while its lane is made, a request held nothing; the next one uses the executor."""
 
     async def script(race: Race) -> None:
         pool = race.pool
@@ -317,7 +317,7 @@ def test_whatever_keeps_a_lane_from_being_made_is_told(
     async def script(race: Race) -> None:
         await race.all_free()
         with monkeypatch.context() as patch:
-            patch.setattr("greensched.leasing.device_pool.Lane", refuse)
+            patch.setattr("greensched.leasing.device_pool.Executor", refuse)
             with pytest.raises(MemoryError, match="no room"):
                 await race.ask("first", 24)
         await race.ask("second", 24)
@@ -345,7 +345,7 @@ def test_nobody_waits_for_cells_whose_lane_is_made(race: Any) -> None:
 
 
 def test_several_leave_while_one_lane_is_made(race: Any) -> None:
-    """Who is granted cells whose lane is being made for one who left uses that one lane."""
+    """Who is granted cells whose lane is being made for one who left uses that one executor."""
 
     async def script(race: Race) -> None:
         pool = race.pool

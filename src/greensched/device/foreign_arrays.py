@@ -116,7 +116,7 @@ class ForeignArray:
     def note(self, track: TicketedStream, ticket: int, *, write: bool) -> None:  # noqa: ARG002  as Buffer's
         """Work on `track` up to `ticket` uses it: it lives until then. On the holder's loop."""
         track.keep(ticket, self)
-        track.crew.home.completion().when_reached(track, ticket, track.let_go)
+        track.crew.notify_when(track, ticket, track.let_go)
 
     def bind(self, bound: BoundUser, *, write: bool) -> None:
         """A bound launch uses it, and has it, until `unbind`."""

@@ -6,7 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, Generic
 
-from greensched.execution.eventloop.adapters import LoopAdapter, Waiter, current_door
+from greensched.execution.eventloop import current_adapter
+from greensched.execution.eventloop.base import LoopAdapter, Waiter
 from greensched.typing import T
 
 
@@ -36,18 +37,18 @@ class BackgroundTask(Generic[T]):
         with self._lock:
             self._is_done = True
             waiting, self._waiting = self._waiting, []
-        for door, waiter in waiting:
-            door.wake_threadsafe(waiter)
+        for loop, waiter in waiting:
+            loop.wake_threadsafe(waiter)
 
     async def wait(self) -> T:
         """Its result, or what it raised."""
-        door = current_door()
-        waiter = door.create_waiter()
+        loop = current_adapter()
+        waiter = loop.create_waiter()
         with self._lock:
             if not self._is_done:
-                self._waiting.append((door, waiter))
+                self._waiting.append((loop, waiter))
             else:
-                door.wake(waiter)
+                loop.wake(waiter)
         await waiter
         if self._error is not None:
             raise self._error

@@ -1,7 +1,8 @@
-"""Bound launches: checked and packed once, then launched at the driver's own price."""
+"""Bound launches: checked and packed once, then launched at about the driver's own cost."""
 
 from __future__ import annotations
 
+import enum
 from typing import NoReturn
 
 from greensched._asynclib import get_ident
@@ -19,67 +20,83 @@ from greensched.errors import (
     wrong_thread,
 )
 from greensched.execution.jobs import Job
-from greensched.execution.submission import Channel, order_behind
+from greensched.execution.lease import Lease
+from greensched.execution.submission import Dependencies
+
+
+class Reason(enum.Enum):
+    """Why a launch cannot take the fast path."""
+
+    CLOSED = enum.auto()
+    #: Libraries have the stream: each launch checks whether it is capturing.
+    STREAM_SHARED = enum.auto()
+    #: Other streams have used a buffer since the last launch, which comes behind that.
+    USED_ELSEWHERE = enum.auto()
+    #: A bound launch on another stream uses a buffer: each launch asks what came before it.
+    BUFFERS_SHARED = enum.auto()
+    #: A buffer was closed: the next launch checks all of them.
+    BUFFER_CLOSED = enum.auto()
+    #: The executor has changed: the buffers are not registered on its stream yet.
+    MOVED = enum.auto()
+    #: The kernel is not loaded on this executor: the submit thread launches it.
+    NOT_LOADED = enum.auto()
 
 
 class BoundLaunch:
-    """A launch made ready by `Partition.bind`. Lives as long as its partition's block.
+    """A launch prepared by `Partition.bind`, usable until its partition's block ends.
 
-    `bound()` launches, at once and without a ticket: nothing tells when that one is done, but
-    whatever is submitted behind it. `bound.submit()` launches and returns a `Job`.
+    `bound()` launches at once and without a ticket: only what is submitted behind it tells when it
+    is done. `bound.submit()` launches and returns a `Job`.
 
-    It follows its partition over a checkpoint, with the values it has.
+    It follows its partition over a checkpoint, with its argument values.
 
-    An array of another library is ordered behind its producer once, when it is bound or set; what
-    writes it later, elsewhere, is for the user to order. It lives until the block has ended.
+    An array of another library is ordered behind its producer once, when it is bound or set; the
+    user orders later writes elsewhere. It lives until the block ends.
 
     Its buffers count as used by the partition until the block ends; work of other partitions on
     them is kept in order with it. So are bound launches of other partitions, where one of them
-    writes a buffer they share: but then each asks for the other every time, which costs about as
-    much as a launch that is not bound. Buffers that both only read cost nothing.
+    writes a buffer that they share: then each launch costs about as much as one that is not bound.
+    Buffers that both only read cost nothing.
     """
 
     __slots__ = (
         "__weakref__",
         "_arguments",
-        "_channel",
+        "_cache",
         "_elsewhere",
-        "_is_cold",
-        "_is_moved",
-        "_is_shared",
-        "_is_wary",
+        "_lease",
         "_name",
-        "_plan",
-        "is_closed",
+        "_prepared",
+        "_slow_reasons",
         "track",
     )
 
-    def __init__(self, channel: Channel, plan: PreparedLaunch, name: str) -> None:
-        self._channel = channel
-        self._plan = plan
-        self._arguments = plan.arguments
+    def __init__(self, lease: Lease, prepared: PreparedLaunch, name: str) -> None:
+        self._lease = lease
+        self._cache = lease.executor.cache
+        self.track = lease.launch_stream
+        self._prepared = prepared
+        self._arguments = prepared.arguments
         self._name = name
-        self.track = channel.track
-        self.is_closed = False
-        #: Bound launches elsewhere use its buffers, without telling.
-        self._is_shared = False
-        #: Its kernel was not loaded yet for the SMs it moved to: a thread loads it.
-        self._is_cold = False
-        #: It has other SMs since its last launch: nobody knows yet that its buffers are used there.
-        self._is_moved = False
-        #: Closed, shared or cold, used elsewhere, or somebody may capture: one thing to look at in
-        #: each launch.
-        self._is_wary = True
-        #: Uses of its buffers by others, since its last launch.
+        #: Empty: a launch has nothing to check. Other threads add to it.
+        self._slow_reasons: set[Reason] = set()
+        #: Uses of its buffers by other streams, since its last launch.
         self._elsewhere: dict[TicketedStream, int] = {}
-        uses = tuple(plan.arguments.buffers.values())
-        for buffer, write in uses:  # all of them before any: an array of others may be refused
-            self._elsewhere.update(buffer.before(self.track, write=write))
+        if lease.stream_shared:
+            self._slow_reasons.add(Reason.STREAM_SHARED)
+        uses = tuple(self._arguments.buffers.values())
+        for buffer, write in uses:  # all before any is bound: an array may be refused
+            self._add_uses(buffer, write=write)
         for buffer, write in uses:
             buffer.bind(self, write=write)
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether its partition's block has ended, or the pool."""
+        return Reason.CLOSED in self._slow_reasons
+
     def __call__(self) -> None:
-        """Launches. Never waits.
+        """Launch. Never waits.
 
         Raises:
             WouldBlock: too many launches are in flight; `await p.drain()` first.
@@ -88,45 +105,44 @@ class BoundLaunch:
             WrongThread: this is not the thread whose loop entered the partition.
             InvalidArray: its partition has other SMs since a checkpoint, and an array of another
                 library is refused there. The next launch asks again.
-            DeviceLost: a device fault.
+            DeviceLost: the device has failed.
         """
-        holding, track = self._channel.holding, self.track
-        if holding.thread != get_ident():
+        lease, stream = self._lease, self.track
+        if lease.thread != get_ident():
             raise wrong_thread()
         if (
-            self._is_wary
-            or holding.room <= 0
-            or track.submitted != track.issued
-            or track.first_uses
+            self._slow_reasons
+            or lease.launch_budget <= 0
+            or stream.submitted != stream.issued
+            or stream.first_uses
         ):
-            self._catch_up()
+            self._resolve()
             self._check_room()
-            if self._elsewhere or track.submitted != track.issued or track.first_uses:
-                self._launch_later()
+            if self._must_defer():
+                self._launch_deferred()
                 return
         try:
-            self._plan.fire()
+            self._prepared.fire()
         except CUDAError as error:
             self._failed(error)
-        holding.unmarked += 1
-        holding.room -= 1
+        lease.launches_without_ticket += 1
+        lease.launch_budget -= 1
 
     def submit(self) -> Job[None]:
-        """Launches, and returns a job to await. Raises as a call does."""
-        channel = self._channel
-        track, holding = self.track, channel.holding
-        if holding.thread != get_ident():
+        """Launch, and return a job to await. Raises as a call does."""
+        lease, stream = self._lease, self.track
+        if lease.thread != get_ident():
             raise wrong_thread()
-        if self._is_wary:
-            self._catch_up()
-        issued = track.issued
-        full = (issued - track.word[0]) & MASK >= channel.depth
-        if full or track.submitted != issued or self._elsewhere or track.first_uses:
-            return self._launch_later()
-        return channel.submit_now(self._plan.fire, self._name, issued + 1)
+        if self._slow_reasons:
+            self._resolve()
+        issued = stream.issued
+        full = (issued - stream.word[0]) & MASK >= lease.executor.depth
+        if full or stream.submitted != issued or stream.first_uses or self._must_defer():
+            return self._launch_deferred()
+        return lease.submit_now(self._prepared.fire, self._name, issued + 1)
 
     def set(self, index: int, value: object) -> None:
-        """Patches one argument, for the launches from here on.
+        """Patch one argument, for later launches.
 
         Raises:
             IndexError: there is no such argument.
@@ -138,7 +154,7 @@ class BoundLaunch:
         arguments = self._arguments
         buffers = arguments.buffers
         before = buffers.get(index)
-        if before is not None and before[0] is value and not value.is_closed:  # type: ignore[union-attr]  # what it is, `value` is: a buffer
+        if before is not None and before[0] is value and not value.is_closed:  # type: ignore[union-attr]  # `value` is a buffer, as `before` is
             return
         arguments.set(index, value)
         if before is not None:
@@ -151,128 +167,136 @@ class BoundLaunch:
             if all(kept is not before[0] for kept, _ in buffers.values()):
                 before[0].unbind(self, self._next_ticket())
 
-    # -- for its buffers and its partition ---------------------------------------------------------
+    # -- for its buffers and its lease -------------------------------------------------------------
 
     def last_use(self) -> Use:
-        """Its buffers are in use up to this ticket, issued already or the next to be."""
+        """Return up to which ticket, issued or the next, its buffers are in use."""
         return self.track, self._next_ticket()
 
     def use_elsewhere(self, track: TicketedStream, ticket: int) -> None:
-        """Others use a buffer: the next launch comes behind that."""
+        """Have the next launch come behind another stream's use of a buffer."""
         if track is not self.track:
             self._elsewhere[track] = ticket
-            self._is_wary = True
+            self._slow_reasons.add(Reason.USED_ELSEWHERE)
 
     def look_again(self) -> None:
-        """A buffer was closed: the next launch looks at all of them."""
-        self._elsewhere[self.track] = self.track.issued
-        self._is_wary = True
-
-    def be_wary(self) -> None:
-        """The partition's stream was handed out: each launch asks whether it is capturing."""
-        self._is_wary = True
+        """Have the next launch check all buffers: one was closed."""
+        self._slow_reasons.add(Reason.BUFFER_CLOSED)
 
     def share(self) -> None:
-        """A bound launch elsewhere uses a buffer too: each launch asks what came before it."""
-        self._is_shared = self._is_wary = True
+        """Have each launch ask what came before it: a bound launch elsewhere uses a buffer too."""
+        self._slow_reasons.add(Reason.BUFFERS_SHARED)
 
-    def move(self, channel: Channel) -> None:
-        """Its partition has other SMs from now on; nothing it launched still runs.
+    def stream_was_shared(self) -> None:
+        """Have each launch check whether the stream is capturing."""
+        self._slow_reasons.add(Reason.STREAM_SHARED)
 
-        Its next launch sees to its buffers: an array of another library may be refused there.
+    def move(self) -> None:
+        """Follow the lease to its executor; nothing that was launched still runs.
+
+        The next launch registers the buffers: an array of another library may be refused there.
         """
         ticket = self._next_ticket()
         for buffer, _ in self._arguments.buffers.values():
             buffer.unbind(self, ticket)
-        self._channel, self.track = channel, channel.track
+        self._cache, self.track = self._lease.executor.cache, self._lease.launch_stream
+        self._prepared = self._prepared.on(self.track.stream)
         self._elsewhere.clear()
-        self._is_shared = False
-        self._is_cold = self._plan.kernel not in channel.lane.loaded
-        self._is_moved = self._is_wary = True
-        self._plan = self._plan.on(channel.track.stream)
-        channel.holding.bind(self)
+        reasons = {Reason.MOVED}
+        if self._prepared.kernel not in self._cache.loaded:
+            reasons.add(Reason.NOT_LOADED)
+        self._slow_reasons = reasons
 
     def close(self) -> None:
-        """The lease ends, however it does: the last launch is up to the last ticket. Idempotent."""
+        """Refuse further launches. Idempotent."""
         if self.is_closed:
             return
-        self.is_closed = self._is_wary = True
+        self._slow_reasons.add(Reason.CLOSED)
         for buffer, _ in self._arguments.buffers.values():
             buffer.unbind(self, self._next_ticket())
-        self._channel.lane.keep(self._plan)
+        self._cache.recycle(self._prepared)
 
     def _use(self, buffer: Buffer | PinnedBuffer | ForeignArray, *, write: bool) -> None:
+        self._add_uses(buffer, write=write)
+        buffer.bind(self, write=write)
+
+    def _add_uses(self, buffer: Buffer | PinnedBuffer | ForeignArray, *, write: bool) -> None:
         self._elsewhere.update(buffer.before(self.track, write=write))
         if self._elsewhere:
-            self._is_wary = True
-        buffer.bind(self, write=write)
+            self._slow_reasons.add(Reason.USED_ELSEWHERE)
 
     def _next_ticket(self) -> int:
         issued = self.track.issued
-        return issued + 1 if self._channel.holding.unmarked else issued
+        return issued + 1 if self._lease.launches_without_ticket else issued
 
-    # -- the rarer ways ----------------------------------------------------------------------------
+    # -- the slow path -----------------------------------------------------------------------------
 
-    def _catch_up(self) -> None:
-        """Whatever must be seen to before the next launch."""
-        if self.is_closed:
+    def _resolve(self) -> None:
+        """See to every reason before the next launch; those that last are kept."""
+        reasons = self._slow_reasons
+        if Reason.CLOSED in reasons:
             if self.track.fault is not None:
                 raise too_late(self.track.fault)
             raise PartitionClosed("the partition of this bound launch")
-        self._channel.check_capture()
+        self._lease.check_capture()
         for buffer, write in self._arguments.buffers.values():
-            buffer.check(self._channel.ordinal)
-            if self._is_moved:
+            buffer.check(self._lease.ordinal)
+            if Reason.MOVED in reasons:
                 self._use(buffer, write=write)
-            elif self._is_shared:
-                self._elsewhere.update(buffer.before(self.track, write=write))
-        self._is_moved = False
-        track = self.track
-        elsewhere = {o: t for o, t in self._elsewhere.items() if o is not track}
-        is_there = all(other.has_submitted(ticket) for other, ticket in elsewhere.items())
-        if is_there and not track.first_uses:
-            behind = [other for other, ticket in elsewhere.items() if not other.reached(ticket)]
-            for other in behind:
-                other.check_capture()
-            self._elsewhere.clear()
-            order_behind(track, {}, behind)
-        if self._is_cold:
-            self._is_cold = self._plan.kernel not in self._channel.lane.loaded
-            if self._is_cold:  # a first launch may block: not here
-                self._elsewhere[track] = 0
-        self._is_wary = False  # before the look: other threads have reasons, and then say so
-        if self._has_reasons():
-            self._is_wary = True
+            elif Reason.BUFFERS_SHARED in reasons:
+                self._add_uses(buffer, write=write)
+        reasons -= {Reason.MOVED, Reason.BUFFER_CLOSED}
+        if Reason.USED_ELSEWHERE in reasons:
+            self._order_behind_uses()
+        if self._prepared.kernel in self._cache.loaded:
+            reasons.discard(Reason.NOT_LOADED)
 
-    def _has_reasons(self) -> bool:
-        always = self.is_closed or self._is_shared or self._is_cold or bool(self._elsewhere)
-        return always or self._channel.holding.is_lent
+    def _order_behind_uses(self) -> None:
+        """Order the stream behind other uses of the buffers, if these are on their streams."""
+        stream, elsewhere = self.track, dict(self._elsewhere)
+        is_submitted = all(other.has_submitted(ticket) for other, ticket in elsewhere.items())
+        if not is_submitted or stream.first_uses:
+            return
+        running = [other for other, ticket in elsewhere.items() if not other.reached(ticket)]
+        for other in running:
+            other.check_capture()
+        self._slow_reasons.discard(Reason.USED_ELSEWHERE)  # first: other threads may add it again
+        self._elsewhere.clear()
+        Dependencies({}, running).order_before(stream)
+
+    def _must_defer(self) -> bool:
+        """Whether the submit thread must launch it."""
+        reasons, stream = self._slow_reasons, self.track
+        blocked = Reason.USED_ELSEWHERE in reasons or Reason.NOT_LOADED in reasons
+        return bool(blocked or stream.submitted != stream.issued or stream.first_uses)
 
     def _check_room(self) -> None:
-        if not self._channel.holding.make_room():
+        if not self._lease.may_launch_bound():
             if self.track.fault is not None:
                 raise DeviceLost(self.track.fault)
             raise WouldBlock("too many launches are in flight: `await p.drain()` first")
 
-    def _launch_later(self) -> Job[None]:
-        """By the mover, with the values of now."""
-        channel = self._channel
-        channel.check()
+    def _launch_deferred(self) -> Job[None]:
+        """Launch from the submit thread, with the argument values of now."""
+        lease = self._lease
+        lease.check_room()
+        lease.check_capture()
         uses = tuple(self._arguments.buffers.values())
-        twin, lane = self._plan.copy(), channel.lane
+        twin, loaded = self._prepared.copy(), self._cache.loaded
         self._elsewhere.clear()
+        self._slow_reasons.discard(Reason.USED_ELSEWHERE)
 
-        def fire(_: int) -> None:
+        def step(_: int) -> None:
             twin.fire()
-            lane.loaded.add(twin.kernel)
+            loaded.add(twin.kernel)
 
-        return channel.submit(self._name, fire, uses, may_block=True)
+        return lease.submit(self._name, step, uses, may_block=True)
 
     def _failed(self, error: CUDAError) -> NoReturn:
         if isinstance(error, DeviceFault):
-            self._channel.holding.crew.home.lost(error)
+            self._lease.executor.host.device_failed(error)
             raise DeviceLost(error) from None
         raise error
 
     def __repr__(self) -> str:
-        return f"<Bound {self._name}{' (closed)' if self.is_closed else ''}>"
+        return f"<BoundLaunch {self._name}{' (closed)' if self.is_closed else ''}>"

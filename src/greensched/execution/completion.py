@@ -33,7 +33,7 @@ from typing import Final
 from greensched.device.streams import TicketedStream
 from greensched.driver.interface import Driver
 from greensched.errors import CUDAError, DeviceFault
-from greensched.execution.eventloop.adapters import LoopAdapter, Waiter
+from greensched.execution.eventloop.base import LoopAdapter, Waiter
 from greensched.typing import CaptureMode
 
 #: A turn of the loop shorter than this had nothing else to do, and counts against the budget.
@@ -90,9 +90,9 @@ class PendingStream:
             at -= 1
         entries.insert(at, entry)
 
-    def forget(self, door: LoopAdapter) -> None:
+    def forget(self, loop: LoopAdapter) -> None:
         """Who was cancelled is forgotten, each time that twice as many are here as were left."""
-        left = [e for e in self.entries if e[2] is None or door.is_waiting(e[2])]
+        left = [e for e in self.entries if e[2] is None or loop.is_waiting(e[2])]
         self.entries.clear()
         self.entries.extend(left)
         self.most = max(WAITERS, 2 * len(left))
@@ -102,7 +102,7 @@ class CompletionPoller:
     """What one loop knows of one pool's outstanding work.
 
     Args:
-        door: the loop.
+        loop: the loop.
         driver: the pool's.
         lost: told of a device fault, once or more often.
         tend: called while requests of this loop are queued; returns after how many seconds it
@@ -111,22 +111,22 @@ class CompletionPoller:
 
     def __init__(
         self,
-        door: LoopAdapter,
+        loop: LoopAdapter,
         driver: Driver,
         lost: Callable[[BaseException], None],
         tend: Callable[[], float],
     ) -> None:
-        self.door = door
-        self.tracks: dict[TicketedStream, PendingStream] = {}
+        self.loop = loop
+        self.pending: dict[TicketedStream, PendingStream] = {}
         #: Requests of this loop in the queue.
         self.waiting = 0
         self._driver = driver
         self._lost = lost
         self._tend = tend
-        self._errands = 0
+        self._thread_work = 0
         #: Somebody waits for what is on a stream already, as of the last look.
         self._on_device = False
-        self._ticker = door.create_ticker(self._step)
+        self._timer = loop.create_timer(self._step)
         self._unsubscribe = driver.subscribe(self._look_virtual)
         #: When the next look is agreed for, and how long after that was agreed: who needs none
         #: sooner than so long from now asks no clock.
@@ -147,7 +147,7 @@ class CompletionPoller:
 
     def wait(self, track: TicketedStream, ticket: int) -> Waiter:
         """Something to await until a ticket is reached or its track is lost; look again then."""
-        waiter = self.door.create_resumable()
+        waiter = self.loop.create_inline_waiter()
         self._add(track, (ticket, None, waiter))
         return waiter
 
@@ -156,9 +156,9 @@ class CompletionPoller:
         self._add(track, (ticket, wake, None))
 
     def _add(self, track: TicketedStream, entry: _Entry) -> None:
-        watch = self.tracks.get(track) or self._watched(track)
+        watch = self.pending.get(track) or self._watched(track)
         if len(watch.entries) >= watch.most:
-            watch.forget(self.door)
+            watch.forget(self.loop)
         watch.add(entry)
         if entry[0] <= track.submitted:
             self._hurry()
@@ -167,21 +167,21 @@ class CompletionPoller:
 
     def watch(self, track: TicketedStream) -> None:
         """Work is outstanding on a track: sweeps it until there is none, awaited or not."""
-        if track not in self.tracks:
+        if track not in self.pending:
             self._watched(track)
             if self._unsubscribe is None and self._within > SAFETY_S:
                 self._appoint(SAFETY_S)
 
-    def errand(self) -> None:
+    def thread_work_started(self) -> None:
         """A thread of ours has got something to do: it may need the GIL."""
-        self._errands += 1
+        self._thread_work += 1
         self._leave_to_threads()
 
-    def delivered(self) -> None:
+    def thread_work_done(self) -> None:
         """A thread of ours has done it."""
-        self._errands -= 1
+        self._thread_work -= 1
 
-    def queued(self, deadline: float | None = None) -> None:
+    def request_queued(self, deadline: float | None = None) -> None:
         """A request of this loop is in the queue, until `waiting` is counted down again.
 
         However many are, they are tended together, and once by each one's deadline.
@@ -193,7 +193,7 @@ class CompletionPoller:
             self._tend_at = deadline
             self._appoint(deadline - self._driver.time())
 
-    def deliver_threadsafe(self) -> None:
+    def thread_work_done_threadsafe(self) -> None:
         """From another thread of ours: it has done its errand, and there may be something to see.
 
         However many come before the loop's next turn, they wake it once.
@@ -205,7 +205,7 @@ class CompletionPoller:
         """From another thread: there may be something to see."""
         if not self._kicked:
             self._kicked = True
-            self.door.call_threadsafe(self._kick)
+            self.loop.call_threadsafe(self._kick)
 
     # -- looking ---------------------------------------------------------------------------------
 
@@ -226,7 +226,7 @@ class CompletionPoller:
             self._let_go = time.perf_counter()  # so one of them had the GIL just now
         while self._delivered:
             self._delivered.popleft()
-            self._errands -= 1
+            self._thread_work -= 1
         self._look()
         if self._on_device:
             self._hurry()
@@ -237,11 +237,11 @@ class CompletionPoller:
 
         Only where the loop itself calls.
         """
-        if self._reached and self.door.is_debugged:
+        if self._reached and self.loop.is_debugged:
             self._wake()
         try:
             while self._reached:
-                self.door.resume(self._reached.popleft())
+                self.loop.resume(self._reached.popleft())
         except BaseException:  # the loop ends over it: the others find what they waited for
             self._wake()
             raise
@@ -249,17 +249,17 @@ class CompletionPoller:
     def _wake(self) -> None:
         """Has them go on in the loop's next turn."""
         while self._reached:
-            self.door.wake(self._reached.popleft())
+            self.loop.wake(self._reached.popleft())
 
     def _watched(self, track: TicketedStream) -> PendingStream:
-        watch = self.tracks[track] = PendingStream()
+        watch = self.pending[track] = PendingStream()
         self._progress = self._driver.time()
         return watch
 
     def _look(self) -> bool:
         """Finds who waited for what is reached; forgets tracks with nothing outstanding."""
         progressed = self._on_device = False
-        for track, watch in tuple(self.tracks.items()):
+        for track, watch in tuple(self.pending.items()):
             entries = watch.entries
             while entries and (track.fault is not None or track.reached(entries[0][0])):
                 progressed = True
@@ -269,7 +269,7 @@ class CompletionPoller:
                 elif waiter is not None:
                     self._reached.append(waiter)
             if not entries and (track.fault is not None or track.reached(track.issued)):
-                self.tracks.pop(track, None)
+                self.pending.pop(track, None)
             elif entries and entries[0][0] <= track.submitted:
                 self._on_device = True
         if progressed:
@@ -299,18 +299,18 @@ class CompletionPoller:
         turn = began - self._left
         if not self._look() and turn < IDLE_TURN_S:
             self._spent += turn
-        if self._errands and began - self._let_go > LET_GO_EVERY_S:
+        if self._thread_work and began - self._let_go > LET_GO_EVERY_S:
             time.sleep(LET_GO_S)
             self._let_go = time.perf_counter()
         if self._unsubscribe is None:
             is_busy = turn >= IDLE_TURN_S
             if self._on_device and self._spent < self._driver.spin_budget:
                 self._look_soon(0.0)
-            elif self._errands and (is_busy or not at_once):
+            elif self._thread_work and (is_busy or not at_once):
                 # Whom a busy loop only lets go first, it need not look for in each turn; whether it
                 # is one, the turn behind a pause does not show.
                 self._look_soon(LET_GO_EVERY_S if at_once else 0.0)
-            elif self.tracks or self._errands:
+            elif self.pending or self._thread_work:
                 self._sleep()
         if self.waiting:
             if self._driver.time() < self._tend_at:
@@ -334,11 +334,11 @@ class CompletionPoller:
         due = 0.0 if delay <= 0 else self._driver.time() + delay
         if due < self._due:
             self._due, self._within = due, max(0.0, delay)
-            self._ticker.again(delay)
+            self._timer.schedule(delay)
 
     def _sleep(self) -> None:
         """Has threads wait in the driver, sweeps, and comes back for a safety look."""
-        for track, watch in tuple(self.tracks.items()):
+        for track, watch in tuple(self.pending.items()):
             self._record(track, watch)
             if watch.entries and watch.armed is None and watch.recorded is not None:
                 self._arm(track, watch)
@@ -349,7 +349,7 @@ class CompletionPoller:
 
     def _sweep(self) -> None:
         self._swept = time.perf_counter()
-        for track in tuple(self.tracks):
+        for track in tuple(self.pending):
             self._ask(track)
 
     def _record(self, track: TicketedStream, watch: PendingStream) -> None:
@@ -404,5 +404,5 @@ class CompletionPoller:
             if is_done:
                 self.kick_threadsafe()
 
-        if not track.crew.sleep_until_done(track, woken):
+        if not track.crew.wait_for_event(track, woken):
             watch.armed = None  # the safety look sees the ticket

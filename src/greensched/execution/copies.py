@@ -1,4 +1,4 @@
-"""Memory and copies of a lease: each a step, checked here and handed to the channel.
+"""Memory and copies of a lease: each a step, checked here and handed to the lease.
 
 Small arrays (at most a slot, `transfer.SLOT`) are staged on the caller's thread and copied without
 waiting; large ones are copied by the lane's mover, in chunks, so that the loop never does it. So
@@ -26,7 +26,7 @@ from greensched.device.staging import Moved
 from greensched.device.staging_ring import StagingSlot
 from greensched.errors import InvalidArray
 from greensched.execution.jobs import Job, ProgressCallback, ProgressReporter
-from greensched.execution.submission import Channel, Site
+from greensched.execution.lease import DeviceMemory, Lease
 from greensched.typing import DeviceArray, T
 
 Array = npt.NDArray[Any]
@@ -37,62 +37,60 @@ MOST_DIMENSIONS = 32 if np.__version__.startswith("1.") else 64
 MOST_BYTES = 2**63 - 1
 
 
-def empty(channel: Channel, shape: object, dtype: npt.DTypeLike) -> Job[Buffer]:
+def empty(lease: Lease, shape: object, dtype: npt.DTypeLike) -> Job[Buffer]:
     """See `Partition.empty`."""
     wanted, found = shape_and_dtype(shape, dtype)
-    memory, track, allowance = channel.site.memory, channel.track, channel.allowance
-    return channel.submit(
+    memory, track, allowance = lease.device_memory.memory, lease.launch_stream, lease.quota
+    return lease.submit(
         "empty",
         lambda ticket: memory.allocate(wanted, found, track, ticket, allowance),
         may_block=memory.would_grow(_nbytes(wanted, found)),
     )
 
 
-def empty_pinned(channel: Channel, shape: object, dtype: npt.DTypeLike) -> Job[PinnedBuffer]:
+def empty_pinned(lease: Lease, shape: object, dtype: npt.DTypeLike) -> Job[PinnedBuffer]:
     """See `Partition.empty_pinned`."""
     wanted, found = shape_and_dtype(shape, dtype)
-    pinned = channel.site.pinned
-    return channel.submit("empty_pinned", lambda _: pinned.allocate(wanted, found), may_block=True)
+    pinned = lease.device_memory.pinned
+    return lease.submit("empty_pinned", lambda _: pinned.allocate(wanted, found), may_block=True)
 
 
-def upload(channel: Channel, array: npt.ArrayLike, tell: ProgressCallback | None) -> Job[Buffer]:
+def upload(lease: Lease, array: npt.ArrayLike, tell: ProgressCallback | None) -> Job[Buffer]:
     """See `Partition.upload`."""
     if is_on_device(array):
-        return _duplicate(channel, _on_device(array, channel), tell)
-    memory, track, allowance = channel.site.memory, channel.track, channel.allowance
+        return _duplicate(lease, _on_device(array, lease), tell)
+    memory, track, allowance = lease.device_memory.memory, lease.launch_stream, lease.quota
     source = staging_ring.source_array(array)
-    progress = _progress(channel, tell, source.nbytes)
+    progress = _progress(lease, tell, source.nbytes)
     grows = memory.would_grow(source.nbytes)
-    slot, source = _staged(channel, source)
+    slot, source = _staged(lease, source)
 
     def step(ticket: int) -> Buffer:
         try:
             buffer = memory.allocate(source.shape, source.dtype, track, ticket, allowance)
         except BaseException:
             if slot is not None:
-                channel.site.slots.put_now(slot)
+                lease.device_memory.slots.put_now(slot)
             raise
         try:
-            _fill(channel, buffer, source, slot, ticket, _moved(progress))
+            _fill(lease, buffer, source, slot, ticket, _moved(progress))
         except BaseException:
             buffer.close()
             raise
         return buffer
 
     large = slot is None and source.nbytes > 0
-    job = channel.submit("upload", step, may_block=large or grows)
+    job = lease.submit("upload", step, may_block=large or grows)
     if progress is not None:
-        _finish(channel, job, lambda buffer: _told(progress, buffer))
+        _finish(lease, job, lambda buffer: _told(progress, buffer))
     return job
 
 
-def _duplicate(
-    channel: Channel, source: DeviceOperand, tell: ProgressCallback | None
-) -> Job[Buffer]:
+def _duplicate(lease: Lease, source: DeviceOperand, tell: ProgressCallback | None) -> Job[Buffer]:
     """A copy of a device array, made by the device."""
-    memory, track, allowance = channel.site.memory, channel.track, channel.allowance
-    progress = _progress(channel, tell, source.nbytes)
-    device = channel.lane.device
+    memory, track, allowance = lease.device_memory.memory, lease.launch_stream, lease.quota
+    progress = _progress(lease, tell, source.nbytes)
+    device = lease.executor.device
 
     def step(ticket: int) -> Buffer:
         buffer = memory.allocate(source.shape, source.dtype, track, ticket, allowance)
@@ -108,35 +106,35 @@ def _duplicate(
         return buffer
 
     grows = memory.would_grow(source.nbytes)
-    job = channel.submit("upload", step, [(source, False)], may_block=grows)
+    job = lease.submit("upload", step, [(source, False)], may_block=grows)
     if progress is not None:
-        _finish(channel, job, lambda buffer: _told(progress, buffer))
+        _finish(lease, job, lambda buffer: _told(progress, buffer))
     return job
 
 
 def download(
-    channel: Channel, given: Buffer | DeviceArray, out: Array | None, tell: ProgressCallback | None
+    lease: Lease, given: Buffer | DeviceArray, out: Array | None, tell: ProgressCallback | None
 ) -> Job[Array]:
     """See `Partition.download`."""
-    buffer = _on_device(given, channel)
+    buffer = _on_device(given, lease)
     target = staging_ring.target_array(buffer, out)
-    progress = _progress(channel, tell, target.nbytes)
-    slots, track = channel.site.slots, channel.track
+    progress = _progress(lease, tell, target.nbytes)
+    slots, track = lease.device_memory.slots, lease.launch_stream
     slot = slots.take() if 0 < target.nbytes <= staging_ring.SLOT else None
     if slot is None:
 
         def whole(_: int) -> Array:
             if target.nbytes:
-                channel.lane.chunks.download(buffer.address, target, _moved(progress))
+                lease.executor.chunks.download(buffer.address, target, _moved(progress))
             return target
 
-        job = channel.submit("download", whole, [(buffer, False)], may_block=target.nbytes > 0)
+        job = lease.submit("download", whole, [(buffer, False)], may_block=target.nbytes > 0)
         if progress is not None:
-            _finish(channel, job, lambda _: progress.finish())
+            _finish(lease, job, lambda _: progress.finish())
         return job
 
     def begin(_: int) -> Array:
-        device = channel.lane.device
+        device = lease.executor.device
         with device.primary.entered():
             device.driver.copy_to_host(
                 slot.address, buffer.address, target.nbytes, track.stream.handle
@@ -148,13 +146,13 @@ def download(
         if progress is not None:
             progress.finish()
 
-    job = channel.submit("download", begin, [(buffer, False)])
-    _finish(channel, job, end, lambda: slots.put_now(slot))
+    job = lease.submit("download", begin, [(buffer, False)])
+    _finish(lease, job, end, lambda: slots.put_now(slot))
     return job
 
 
 def copy(
-    channel: Channel,
+    lease: Lease,
     into: Buffer | DeviceArray,
     src: Buffer | DeviceArray | Array,
     tell: ProgressCallback | None,
@@ -164,22 +162,22 @@ def copy(
     if isinstance(dst, ForeignArray) and dst.is_read_only:
         raise InvalidArray(f"{dst!r} is read-only")
     if is_on_device(src):
-        progress = _progress(channel, tell, (near := _known(src)).nbytes)
-        job = _copy_buffer(channel, dst, near, progress)
+        progress = _progress(lease, tell, (near := _known(src)).nbytes)
+        job = _copy_buffer(lease, dst, near, progress)
     else:
-        dst.check(channel.ordinal)
+        dst.check(lease.ordinal)
         source = staging_ring.source_array(src)
         staging_ring.check_alike(source, dst, "src")
-        progress = _progress(channel, tell, source.nbytes)
-        slot, source = _staged(channel, source)
-        job = channel.submit(
+        progress = _progress(lease, tell, source.nbytes)
+        slot, source = _staged(lease, source)
+        job = lease.submit(
             "copy",
-            lambda ticket: _fill(channel, dst, source, slot, ticket, _moved(progress)),
+            lambda ticket: _fill(lease, dst, source, slot, ticket, _moved(progress)),
             [(dst, True)],
             may_block=slot is None and source.nbytes > 0,
         )
     if progress is not None:
-        _finish(channel, job, lambda _: progress.finish())
+        _finish(lease, job, lambda _: progress.finish())
     return job
 
 
@@ -222,21 +220,21 @@ def _known(array: object) -> DeviceOperand:
     return found
 
 
-def _on_device(array: object, channel: Channel) -> DeviceOperand:
+def _on_device(array: object, lease: Lease) -> DeviceOperand:
     """One that can be used here."""
     found = _known(array)
-    found.check(channel.ordinal)
+    found.check(lease.ordinal)
     return found
 
 
-def _staged(channel: Channel, source: Array) -> tuple[StagingSlot | None, Array]:
+def _staged(lease: Lease, source: Array) -> tuple[StagingSlot | None, Array]:
     """A small array in a slot, read here and now; where every slot is under way, a copy of it.
 
     A large one as it is: that is read while the job is done.
     """
     if not 0 < source.nbytes <= staging_ring.SLOT:
         return None, source
-    slot = channel.site.slots.take()
+    slot = lease.device_memory.slots.take()
     if slot is None:
         return None, source.copy()
     staging_ring.stage_in(slot, source)
@@ -244,7 +242,7 @@ def _staged(channel: Channel, source: Array) -> tuple[StagingSlot | None, Array]
 
 
 def _fill(
-    channel: Channel,
+    lease: Lease,
     buffer: DeviceOperand,
     source: Array,
     slot: StagingSlot | None,
@@ -253,9 +251,9 @@ def _fill(
 ) -> None:
     if slot is None:
         if source.nbytes:
-            channel.lane.chunks.upload(source, buffer.address, moved)
+            lease.executor.chunks.upload(source, buffer.address, moved)
         return
-    device, slots, track = channel.lane.device, channel.site.slots, channel.track
+    device, slots, track = lease.executor.device, lease.device_memory.slots, lease.launch_stream
     try:
         with device.primary.entered():
             device.driver.copy_to_device(
@@ -266,34 +264,35 @@ def _fill(
 
 
 def _copy_buffer(
-    channel: Channel, dst: DeviceOperand, src: DeviceOperand, progress: ProgressReporter | None
+    lease: Lease, dst: DeviceOperand, src: DeviceOperand, progress: ProgressReporter | None
 ) -> Job[None]:
-    far = _neighbour(channel, dst, src)
+    far = _neighbour(lease, dst, src)
     if dst.shape != src.shape or dst.dtype != src.dtype:
         raise InvalidArray(f"{src!r} does not fit {dst!r}")
     uses = [(src, False), (dst, True)]
     if not dst.nbytes or dst is src:
-        return channel.submit("copy", lambda _: None, uses)
+        return lease.submit("copy", lambda _: None, uses)
     may_block = progress is not None
     if far is not None:
-        may_block = may_block or not far.memory.admits(channel.ordinal)
-        far.memory.visit(channel.track, channel.track.issued + 1)  # what it is about to be given
+        may_block = may_block or not far.memory.admits(lease.ordinal)
+        stream = lease.launch_stream
+        far.memory.visit(stream, stream.issued + 1)  # the ticket that it will be given
     moved = _moved(progress)
 
     def step(_: int) -> None:
-        with channel.lane.device.primary.entered():
-            if far is not None and not far.memory.admit(channel.ordinal):
-                _copy_by_host(channel, far, dst, src, moved)
+        with lease.executor.device.primary.entered():
+            if far is not None and not far.memory.admit(lease.ordinal):
+                _copy_by_host(lease, far, dst, src, moved)
             elif progress is not None:
-                channel.lane.chunks.in_parts(copy_part, dst.nbytes, moved)
+                lease.executor.chunks.in_parts(copy_part, dst.nbytes, moved)
             else:
                 copy_part(0, dst.nbytes)
 
-    copy_part = _copier(channel, dst, src, far)
-    return channel.submit("copy", step, uses, may_block=may_block)
+    copy_part = _copier(lease, dst, src, far)
+    return lease.submit("copy", step, uses, may_block=may_block)
 
 
-def _neighbour(channel: Channel, *buffers: DeviceOperand) -> Site | None:
+def _neighbour(lease: Lease, *buffers: DeviceOperand) -> DeviceMemory | None:
     """The other device of the pool that one of two buffers belongs to; None: both are of this one.
 
     Raises:
@@ -301,30 +300,30 @@ def _neighbour(channel: Channel, *buffers: DeviceOperand) -> Site | None:
     """
     elsewhere: list[Buffer] = []
     for buffer in buffers:
-        if isinstance(buffer, ForeignArray) or buffer.device == channel.ordinal:
-            buffer.check(channel.ordinal)
+        if isinstance(buffer, ForeignArray) or buffer.device == lease.ordinal:
+            buffer.check(lease.ordinal)
         else:
             buffer.check(buffer.device)
             elsewhere.append(buffer)
     if not elsewhere:
         return None
-    far = channel.site.neighbours.get(elsewhere[0].device)
+    far = lease.device_memory.neighbours.get(elsewhere[0].device)
     if len(elsewhere) == 2 or far is None or not elsewhere[0].is_from(far.memory):
-        elsewhere[0].check(channel.ordinal)
+        elsewhere[0].check(lease.ordinal)
     return far
 
 
 def _copier(
-    channel: Channel, dst: DeviceOperand, src: DeviceOperand, far: Site | None
+    lease: Lease, dst: DeviceOperand, src: DeviceOperand, far: DeviceMemory | None
 ) -> Callable[[int, int], None]:
     """What submits a part of a copy that the device makes itself."""
-    driver, stream = channel.lane.device.driver, channel.track.stream.handle
+    driver, stream = lease.executor.device.driver, lease.launch_stream.stream.handle
     if far is None:
         return lambda offset, nbytes: driver.copy(
             dst.address + offset, src.address + offset, nbytes, stream
         )
-    near, other = (device.primary.handle for device in (channel.lane.device, far.device))
-    is_near = dst.device == channel.ordinal
+    near, other = (device.primary.handle for device in (lease.executor.device, far.device))
+    is_near = dst.device == lease.ordinal
     into, out_of = (near, other) if is_near else (other, near)
     return lambda offset, nbytes: driver.copy_peer(
         dst.address + offset, into, src.address + offset, out_of, nbytes, stream
@@ -332,21 +331,19 @@ def _copier(
 
 
 def _copy_by_host(
-    channel: Channel, far: Site, dst: DeviceOperand, src: DeviceOperand, moved: Moved
+    lease: Lease, far: DeviceMemory, dst: DeviceOperand, src: DeviceOperand, moved: Moved
 ) -> None:
     """Where the hardware has no way between the two."""
-    chunks = channel.lane.chunks
-    go = chunks.fetch if dst.device == channel.ordinal else chunks.send
+    chunks = lease.executor.chunks
+    go = chunks.fetch if dst.device == lease.ordinal else chunks.send
     go(far.staging, src.address, dst.address, dst.nbytes, moved)
 
 
 # -- telling how far it is ----------------------------------------------------------------------
 
 
-def _progress(
-    channel: Channel, tell: ProgressCallback | None, nbytes: int
-) -> ProgressReporter | None:
-    return None if tell is None else ProgressReporter(tell, nbytes, channel.holding.completion.door)
+def _progress(lease: Lease, tell: ProgressCallback | None, nbytes: int) -> ProgressReporter | None:
+    return None if tell is None else ProgressReporter(tell, nbytes, lease.poller.loop)
 
 
 def _moved(progress: ProgressReporter | None) -> Moved:
@@ -362,11 +359,11 @@ def _told(progress: ProgressReporter, buffer: Buffer) -> None:
 
 
 def _finish(
-    channel: Channel,
+    lease: Lease,
     job: Job[T],
     finish: Callable[[T], object],
     drop: Callable[[], object] = lambda: None,
 ) -> None:
     """What the host does when the device is done, before anybody has the job's value."""
     job.finish_with(finish, drop)
-    channel.holding.finish_later(job)
+    lease.finish_later(job)

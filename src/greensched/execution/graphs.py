@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from greensched.device.buffers import Buffer, Closable, PinnedBuffer
 from greensched.device.foreign_arrays import ForeignArray
@@ -26,13 +26,20 @@ from greensched.errors import (
 )
 from greensched.execution import calls
 from greensched.execution.completion import CAPTURE_STATUSES
+from greensched.execution.executor import Executor
 from greensched.execution.jobs import Job
-from greensched.execution.submission import Channel, Holder, ready
-from greensched.execution.threads import Crew
+from greensched.execution.lease import Lease
 from greensched.typing import CaptureMode
 
 #: What a graph uses, and whether it writes it.
 Used = tuple[Buffer | PinnedBuffer | ForeignArray, bool]
+
+
+class LaunchTarget(Protocol):
+    """A partition."""
+
+    def _ready(self) -> Lease:
+        """Return its lease, or raise what keeps it from submitting."""
 
 
 class Graph(Closable):
@@ -58,14 +65,14 @@ class Graph(Closable):
         self.device = device
         self._function, self._args, self._kwargs = function, args, kwargs
         #: Where it was captured so far.
-        self._captured: dict[Crew, _CapturedGraph] = {}
+        self._captured: dict[Executor, _CapturedGraph] = {}
         given = (*args, *kwargs.values())
         #: Known once it was captured; the same wherever it is.
         self._uses: tuple[Used, ...] = tuple(
             (a, True) for a in given if isinstance(a, (Buffer, PinnedBuffer))
         )
 
-    def launch(self, p: Holder) -> Job[None]:
+    def launch(self, p: LaunchTarget) -> Job[None]:
         """Launches it on a partition's SMs and returns at once; in order, as `Partition.launch`.
 
         Where it was not captured for these SMs yet, that is done first, once, by the partition's
@@ -86,17 +93,17 @@ class Graph(Closable):
         What capturing it anew fails with is the job's failure, and the next launch tries again.
         Cancelling who awaits it stops the waiting only.
         """
-        channel = _channel_of(p)
+        lease = _lease_of(p)
         if self.is_closed:
             raise Closed("this graph")
-        if channel.ordinal != self.device:
-            raise WrongDevice("this graph", self.device, channel.ordinal)
+        if lease.ordinal != self.device:
+            raise WrongDevice("this graph", self.device, lease.ordinal)
         for buffer, _ in self._uses:
             buffer.check(self.device)
-        captured = self._captured.get(channel.holding.crew)
+        captured = self._captured.get(lease.executor)
         if captured is None or captured.has_failed:
-            captured = self._capture_again(channel)
-        job = channel.submit("graph", captured.launch, self._uses, may_block=not captured.is_ready)
+            captured = self._capture_again(lease)
+        job = lease.submit("graph", captured.launch, self._uses, may_block=not captured.is_ready)
         captured.last = job.ticket
         return job
 
@@ -108,11 +115,11 @@ class Graph(Closable):
         """
         super().close()
         for captured in self._captured.values():
-            captured.crew.tidy()
+            captured.executor.close_released()
 
     def _give_back(self) -> None:
         for captured in self._captured.values():
-            captured.crew.belongings.let_go(captured)
+            captured.executor.locals.release(captured)
 
     @property
     def _is_over(self) -> bool:
@@ -120,27 +127,27 @@ class Graph(Closable):
 
     # -- capturing ---------------------------------------------------------------------------------
 
-    def capture(self, channel: Channel) -> Job[Graph]:
+    def capture(self, lease: Lease) -> Job[Graph]:
         """The first time: what it uses is known afterwards."""
 
         def capture(*args: Any, **kwargs: Any) -> Graph:
             captured.make(partial(self._function, *args, **kwargs), self._record_uses)
-            self._captured[captured.crew] = captured
+            self._captured[captured.executor] = captured
             return self
 
-        captured = _CapturedGraph(channel)
-        return calls.run(channel, capture, self._args, dict(self._kwargs))
+        captured = _CapturedGraph(lease)
+        return calls.submit_call(lease, capture, self._args, dict(self._kwargs))
 
-    def _capture_again(self, channel: Channel) -> _CapturedGraph:
+    def _capture_again(self, lease: Lease) -> _CapturedGraph:
         """For SMs it was not captured on yet."""
 
         def capture(*args: Any, **kwargs: Any) -> None:
             captured.make(partial(function, *args, **kwargs), self._check_uses)
 
-        function, captured = self._function, _CapturedGraph(channel)
-        captured.again = calls.run(channel, capture, self._args, dict(self._kwargs))
-        others = {crew: one for crew, one in self._captured.items() if not one.is_closed}
-        self._captured = {**others, captured.crew: captured}
+        function, captured = self._function, _CapturedGraph(lease)
+        captured.again = calls.submit_call(lease, capture, self._args, dict(self._kwargs))
+        others = {executor: one for executor, one in self._captured.items() if not one.is_closed}
+        self._captured = {**others, captured.executor: captured}
         return captured
 
     def _record_uses(self, recorded: Sequence[Used]) -> None:
@@ -177,17 +184,15 @@ class _CapturedGraph:
         "_executable",
         "_is_refused",
         "_kept",
-        "_lane",
         "again",
-        "crew",
+        "executor",
         "is_closed",
         "last",
     )
 
-    def __init__(self, channel: Channel) -> None:
-        self.crew = channel.holding.crew
-        self._lane = channel.lane
-        self._driver = channel.lane.device.driver
+    def __init__(self, lease: Lease) -> None:
+        self.executor = lease.executor
+        self._driver = lease.executor.driver
         self._executable: ExecutableHandle | None = None
         #: What the function returned, and what it used: memory that the graph works on.
         self._kept: object = None
@@ -210,8 +215,8 @@ class _CapturedGraph:
             InvalidCapture: it put nothing there, or spoilt the capture.
             Exception: what the function raised, or `accept`, which is told what it used.
         """
-        self.crew.belongings.tidy()
-        stream, driver = self._lane.runs.stream, self._driver
+        self.executor.locals.close_released()
+        stream, driver = self.executor.call_stream.stream, self._driver
         driver.begin_capture(stream.handle, CaptureMode.RELAXED)
         recorded: list[Used] = []
         stream.recorded = recorded
@@ -232,12 +237,12 @@ class _CapturedGraph:
                 )
             accept(recorded)
             self._executable = driver.instantiate_graph(graph, stream.handle)
-            self.crew.belongings.adopt(self)
+            self.executor.locals.adopt(self)
         finally:
             driver.destroy_graph(graph)
 
     def _end(self) -> GraphHandle:
-        stream = self._lane.runs.stream.handle
+        stream = self.executor.call_stream.stream.handle
         if not self._driver.is_capturing(stream):
             raise InvalidCapture("it ended the capture itself")
         try:
@@ -248,7 +253,7 @@ class _CapturedGraph:
             raise _spoilt(error) from error
 
     def _drop(self) -> None:
-        stream = self._lane.runs.stream.handle
+        stream = self.executor.call_stream.stream.handle
         with suppress(CUDAError):  # spoilt: it is over all the same
             if self._driver.is_capturing(stream):
                 self._driver.destroy_graph(self._driver.end_capture(stream))
@@ -277,17 +282,17 @@ class _CapturedGraph:
     @property
     def is_alive(self) -> bool:
         """Whether there is something to be closed, on a device that works."""
-        return not self.is_closed and self._lane.launches.fault is None
+        return not self.is_closed and self.executor.launch_stream.fault is None
 
     @property
     def is_idle(self) -> bool:
         """Whether nobody makes it, and all its launches are done."""
         is_made = self.again is None or self.again.is_done
-        return is_made and self._lane.launches.reached(self.last)
+        return is_made and self.executor.launch_stream.reached(self.last)
 
     def launch(self, _: int) -> None:
         """Puts it on the stream of launches; where it is still to be made, on the mover."""
-        launches = self._lane.launches
+        launches = self.executor.launch_stream
         if not self.is_ready:
             self._wait()
         assert self._executable is not None
@@ -295,7 +300,7 @@ class _CapturedGraph:
 
     def _wait(self) -> None:
         """Blocks until it is made, and has the device wait until it is there."""
-        runs, again = self._lane.runs, self.again
+        runs, again = self.executor.call_stream, self.again
         assert again is not None
         runs.wait_until_submitted(again.ticket)
         error = again.pass_on()
@@ -304,15 +309,15 @@ class _CapturedGraph:
             raise error
         if runs.fault is not None:
             raise too_late(runs.fault)
-        self._lane.launches.order_behind(runs)
+        self.executor.launch_stream.order_behind(runs)
 
 
 def capture(
-    channel: Channel, fn: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]
+    lease: Lease, fn: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Job[Graph]:
     """See `Partition.capture`."""
     calls.check_blocking(fn)
-    return Graph(channel.ordinal, fn, args, kwargs).capture(channel)
+    return Graph(lease.ordinal, fn, args, kwargs).capture(lease)
 
 
 def _spoilt(error: CUDAError) -> InvalidCapture:
@@ -321,7 +326,8 @@ def _spoilt(error: CUDAError) -> InvalidCapture:
     )
 
 
-def _channel_of(p: Any) -> Channel:
-    if not hasattr(p, "_channel"):
-        raise InvalidRequest(f"a graph is launched on a Partition, and {p!r} is none")
-    return ready(p)
+def _lease_of(p: Any) -> Lease:
+    if not hasattr(p, "_ready"):
+        raise InvalidRequest(f"Graph.launch takes a Partition, not {type(p).__name__}: {p!r}")
+    lease: Lease = p._ready()
+    return lease

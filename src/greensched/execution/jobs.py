@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Generic
 
-from greensched._asynclib import is_coroutine_function, running_asyncio, running_trio
+from greensched._asynclib import is_coroutine_function
 from greensched.device.buffers import Closable
 from greensched.device.streams import TicketedStream
 from greensched.errors import InvalidRequest, WouldBlock, WrongThread, too_late
-from greensched.execution.eventloop.adapters import LoopAdapter, Waiter
-from greensched.execution.eventloop.trio import until_done
+from greensched.execution.eventloop import current_trio
+from greensched.execution.eventloop.base import LoopAdapter, Waiter
 from greensched.typing import T
 
 if TYPE_CHECKING:  # what stands above: a track only knows that it has somebody's threads
-    from greensched.execution.threads import Crew
+    from greensched.execution.executor import Executor
 
 #: Told how far a copy is: bytes done, and bytes in all.
 ProgressCallback = Callable[[int, int], object]
@@ -31,19 +30,19 @@ class ProgressReporter:
     Args:
         tell: the caller's.
         nbytes: in all.
-        door: of the loop that the caller runs on.
+        loop: of the loop that the caller runs on.
     """
 
-    __slots__ = ("_done", "_door", "_error", "_is_posted", "_nbytes", "_owner", "_tell", "_told")
+    __slots__ = ("_done", "_error", "_is_posted", "_loop", "_nbytes", "_owner", "_tell", "_told")
 
-    def __init__(self, tell: object, nbytes: int, door: LoopAdapter) -> None:
+    def __init__(self, tell: object, nbytes: int, loop: LoopAdapter) -> None:
         if not callable(tell) or is_coroutine_function(tell):
             raise InvalidRequest(
                 f"progress={tell!r}: give a plain function of bytes done and in all"
             )
         self._tell = tell
         self._nbytes = nbytes
-        self._door = door
+        self._loop = loop
         self._owner = threading.get_ident()
         self._done = 0
         self._told = -1
@@ -59,7 +58,7 @@ class ProgressReporter:
         self._done += nbytes
         if not self._is_posted:
             self._is_posted = True
-            self._door.call_threadsafe(self._report)
+            self._loop.call_threadsafe(self._report)
         if self._error is not None:
             raise self._error
 
@@ -73,7 +72,7 @@ class ProgressReporter:
         if threading.get_ident() == self._owner:
             self._report()
         else:
-            self._door.call_threadsafe(self._report)
+            self._loop.call_threadsafe(self._report)
         if self._error is not None:
             raise self._error
 
@@ -157,25 +156,23 @@ class Job(Generic[T]):
         Raises:
             WrongThread: its partition's context is current here, which a call may be waiting for.
         """
-        trio = running_trio() if "trio" in sys.modules and running_asyncio() is None else None
-        return self._until_done() if trio is None else until_done(self, trio)
-
-    def _until_done(self) -> Generator[Any, Any, T]:
-        """On asyncio, whose tasks are given what they wait for as it is."""
-        waiter = self.next_look()
+        waiter = self._next_waiter()
+        trio = current_trio() if waiter is None else None
+        if trio is not None:
+            yield from trio.lowlevel.checkpoint().__await__()
         while waiter is not None:
-            yield waiter
-            waiter = self.next_look()
+            yield from waiter.__await__()
+            waiter = self._next_waiter()
         return self.result()
 
-    def next_look(self) -> Waiter | None:
-        """For who awaits it: something to await, then look again; None: it is done."""
+    def _next_waiter(self) -> Waiter | None:
+        """Make something to await, and then to call this again; None once the job is done."""
         if self.is_done:
             return None
-        crew: Crew = self.track.crew
-        if crew.is_entered:
+        executor: Executor = self.track.crew
+        if executor.is_entered:
             raise WrongThread("no `await` inside `with p.context:`: leave that block first")
-        return crew.home.completion().wait(self.track, self.ticket)
+        return executor.host.current_poller().wait(self.track, self.ticket)
 
     # -- for the partition -----------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
-"""Launches of a lease: checked here, and submitted at once, or left to a thread of ours.
+"""Launches of a lease: checked here, then submitted at once, or by the submit thread.
 
-A kernel's first use on some SMs compiles and loads it, which blocks: the lane's mover does that,
-and submits whatever comes behind it until then.
+A kernel's first use on a set of SMs compiles and loads it, which blocks: the submit thread does
+that, and submits whatever comes behind it until then.
 """
 
 from __future__ import annotations
@@ -9,79 +9,81 @@ from __future__ import annotations
 from greensched.device.launch import KernelArguments, LaunchConfig, PreparedLaunch, check_launch
 from greensched.errors import GreenschedError, WouldBlock
 from greensched.execution.jobs import Job
-from greensched.execution.submission import Channel, order_behind
+from greensched.execution.lease import Lease
 from greensched.kernels import Kernel
 
 
 def launch(
-    channel: Channel, config: LaunchConfig, kernel: Kernel, args: tuple[object, ...]
+    lease: Lease, config: LaunchConfig, kernel: Kernel, args: tuple[object, ...]
 ) -> Job[None]:
     """See `Partition.launch`."""
+    executor = lease.executor
     try:
-        plan = channel.lane.plans.get((kernel, config))
-    except TypeError:  # of a kind that cannot even be looked up; refused below, by name
-        plan = None
-    if plan is None:
-        plan = _first_plan(channel, config, kernel)
-    track = channel.track
-    issued = track.issued
-    if plan is None or track.submitted != issued or track.first_uses:
-        return _launch_later(channel, config, kernel, args)
-    arguments, ticket = plan.arguments, issued + 1
-    if arguments.pack(args, track, ticket):
-        return channel.submit_now(plan.fire, kernel.name, ticket)
+        prepared = executor.cache.launches.get((kernel, config))
+    except TypeError:  # not hashable: refused below, with its type
+        prepared = None
+    if prepared is None:
+        prepared = _prepare_first(lease, config, kernel)
+    stream = executor.launch_stream
+    issued = stream.issued
+    if prepared is None or stream.submitted != issued or stream.first_uses:
+        return _launch_deferred(lease, config, kernel, args)
+    arguments, ticket = prepared.arguments, issued + 1
+    if arguments.pack(args, stream, ticket):
+        return lease.submit_now(prepared.fire, kernel.name, ticket)
     arguments.fill(args)
     uses = tuple(arguments.buffers.values())
     arguments.buffers.clear()
-    lagging, behind = channel.others(track, uses)
-    if lagging:
-        return _launch_later(channel, config, kernel, args)
+    dependencies = lease.dependencies(stream, uses)
+    if dependencies.unsubmitted:
+        return _launch_deferred(lease, config, kernel, args)
     for buffer, write in uses:
-        buffer.note(track, ticket, write=write)
+        buffer.note(stream, ticket, write=write)
+    if not dependencies.streams:
+        return lease.submit_now(prepared.fire, kernel.name, ticket)
 
-    def fire() -> None:
-        order_behind(track, lagging, behind)
-        plan.fire()
+    def launch_in_order() -> None:
+        dependencies.order_before(stream)
+        prepared.fire()
 
-    return channel.submit_now(fire if behind else plan.fire, kernel.name, ticket)
+    return lease.submit_now(launch_in_order, kernel.name, ticket)
 
 
-def prepare(channel: Channel, config: LaunchConfig, kernel: Kernel) -> Job[None]:
+def prepare(lease: Lease, config: LaunchConfig, kernel: Kernel) -> Job[None]:
     """See `Partition.prepare`."""
-    device = channel.lane.device
-    check_launch(config, kernel, device.facts, device.driver)
-    runs, holding = channel.lane.runs, channel.holding
-    job: Job[None] = Job(runs, runs.issue(), f"prepare {kernel.name}", holding.failed)
+    executor = lease.executor
+    check_launch(config, kernel, executor.device.facts, executor.driver)
+    stream = executor.call_stream
+    job: Job[None] = Job(stream, stream.issue(), f"prepare {kernel.name}", lease.failed)
 
-    def get_ready() -> None:
-        channel.lane.load(kernel)
-        channel.lane.plan(kernel, config)
+    def load() -> None:
+        executor.cache.load(kernel)
+        executor.cache.get(kernel, config)
 
-    holding.is_involved = True
-    holding.completion.watch(runs)
-    holding.crew.run(get_ready, job, holding.completion)
+    lease.reusable = False
+    lease.poller.watch(stream)
+    executor.call(load, job, lease.poller)
     return job
 
 
-def packed(
-    channel: Channel, config: LaunchConfig, kernel: Kernel, args: tuple[object, ...]
+def prepare_bound(
+    lease: Lease, config: LaunchConfig, kernel: Kernel, args: tuple[object, ...]
 ) -> PreparedLaunch:
-    """A launch of one's own with these values, for `Partition.bind`. Raises what that does.
+    """Prepare a launch with its own arguments, for `Partition.bind`. Raises as that does.
 
-    Most of what is bound was bound before on these SMs, by a lease that is over: what that left is
-    checked and packed already, but for the values.
+    An earlier lease of these SMs may have left one of the same kind, which lacks only the values.
     """
-    lane = channel.lane
+    cache = lease.executor.cache
     try:
-        left = lane.spare.get((kernel, config)) if kernel in lane.loaded else None
-    except TypeError:  # of a kind that cannot even be looked up; refused below, by name
-        left = None
-    if left:
-        plan = left.pop()
-        plan.arguments.fill(args)
-        return plan
-    arguments = checked(channel, config, kernel, args)
-    first = lane.plan(kernel, config)
+        spare = cache.spare.get((kernel, config)) if kernel in cache.loaded else None
+    except TypeError:  # not hashable: refused below, with its type
+        spare = None
+    if spare:
+        prepared = spare.pop()
+        prepared.arguments.fill(args)
+        return prepared
+    arguments = pack_arguments(lease, config, kernel, args)
+    first = cache.get(kernel, config)
     if first is None:
         raise WouldBlock(
             f"kernel {kernel.name!r} was not used on these SMs yet: "
@@ -90,42 +92,42 @@ def packed(
     return first.having(arguments)
 
 
-def checked(
-    channel: Channel, config: LaunchConfig, kernel: Kernel, args: tuple[object, ...]
+def pack_arguments(
+    lease: Lease, config: LaunchConfig, kernel: Kernel, args: tuple[object, ...]
 ) -> KernelArguments:
-    """The arguments of a launch, packed. Raises what `Partition.launch` does."""
-    device = channel.lane.device
+    """Check a launch and pack its arguments. Raises as `Partition.launch`."""
+    device = lease.executor.device
     check_launch(config, kernel, device.facts, device.driver)
     arguments = KernelArguments(kernel, device.ordinal)
     arguments.fill(args)
     return arguments
 
 
-def _launch_later(
-    channel: Channel, config: LaunchConfig, kernel: Kernel, args: tuple[object, ...]
+def _launch_deferred(
+    lease: Lease, config: LaunchConfig, kernel: Kernel, args: tuple[object, ...]
 ) -> Job[None]:
-    """By the mover: it must be loaded first, or something else submitted first."""
-    arguments = checked(channel, config, kernel, args)
+    """Launch from the submit thread: the kernel must be loaded, or other work submitted, first."""
+    arguments = pack_arguments(lease, config, kernel, args)
     uses = tuple(arguments.buffers.values())
+    cache, loader = lease.executor.cache, lease.executor.device.loader
 
     def step(_: int) -> None:
-        lane = channel.lane
-        if kernel not in lane.loaded:
-            lane.device.loader.load(kernel)  # it has its handle then; the launch does the rest
-        lane.new_plan(kernel, config, arguments).fire()
-        lane.loaded.add(kernel)
+        if kernel not in cache.loaded:
+            loader.load(kernel)  # gives it its handle; the launch does the rest
+        cache.create(kernel, config, arguments).fire()
+        cache.loaded.add(kernel)
 
-    return channel.submit(kernel.name, step, uses, may_block=True)
+    return lease.submit(kernel.name, step, uses, may_block=True)
 
 
-def _first_plan(channel: Channel, config: LaunchConfig, kernel: Kernel) -> PreparedLaunch | None:
-    """Another geometry of a kernel that was loaded here is made ready at once.
+def _prepare_first(lease: Lease, config: LaunchConfig, kernel: Kernel) -> PreparedLaunch | None:
+    """Prepare a new geometry of a kernel that is loaded here; None if it is not.
 
-    What the driver has against it is the job's failure, as of any launch.
+    The driver's refusal is the job's failure, as of any launch, and not raised here.
     """
-    device = channel.lane.device
-    check_launch(config, kernel, device.facts, device.driver)
+    executor = lease.executor
+    check_launch(config, kernel, executor.device.facts, executor.driver)
     try:
-        return channel.lane.plan(kernel, config)
+        return executor.cache.get(kernel, config)
     except GreenschedError:
         return None

@@ -1,353 +1,635 @@
-"""A lane in somebody's hands: from its grant until the last of its work is done.
+"""Leases: an executor in use by one loop, from the grant until the last of its work is done.
 
-Tickets own cells, not tasks: a lease may end while its work runs, by an exception or a
-cancellation or a loop that closed; the cells go back when the device is done and not before.
-Whoever ends a lease calls `end` and need not wait; `over` is called exactly once.
+Submission: tickets are issued in the order of the calls. While everything issued is submitted, work
+is submitted at once, on the caller's thread. Work that may block (a kernel's first use, memory that
+must grow, a large copy) goes to the executor's submit thread, and so does everything after it until
+that thread has caught up: the order of submission is always the order of the calls.
+
+The end: tickets hold cells, tasks do not. A lease may end while its work runs, by an exception, a
+cancellation or a loop that closed; the cells become free when the device is done. `end` does not
+wait; the listener's `lease_closed` is called exactly once.
 """
 
 from __future__ import annotations
 
+import enum
 import logging
-import threading
 from collections import deque
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
-from greensched.errors import CUDAError
+from greensched._asynclib import get_ident
+from greensched.device.allocators import DeviceAllocator, PinnedAllocator
+from greensched.device.buffers import MemoryQuota
+from greensched.device.device import Device
+from greensched.device.staging import StagingPool
+from greensched.device.staging_ring import StagingRing
+from greensched.device.streams import MASK, TicketedStream
+from greensched.errors import (
+    CUDAError,
+    DeviceFault,
+    DeviceLost,
+    InvalidRequest,
+    PartitionClosed,
+    WouldBlock,
+    wrong_thread,
+)
+from greensched.execution.call_context import CallContext
 from greensched.execution.completion import CompletionPoller
-from greensched.execution.eventloop.adapters import Waiter
+from greensched.execution.eventloop.base import Waiter
+from greensched.execution.executor import Executor
 from greensched.execution.jobs import Job
-from greensched.execution.threads import Crew
+from greensched.execution.submission import Dependencies, Uses, find_dependencies
 from greensched.scheduling.requests import Grant
+
+T = TypeVar("T")
 
 logger = logging.getLogger("greensched")
 
-#: Bound launches after which a ticket must lie behind them, so that they can be counted.
+#: Bound launches after which a ticket is written behind them, so that they can be counted.
 BATCH: Final = 64
-#: Bound launches in flight at most: with the jobs' own entries (2 for each of lane.DEPTH) below
-#: the thousand or so that a driver's queue holds.
-MOST: Final = 4 * BATCH
+#: Bound launches in flight at most: with the entries of the jobs (2 for each of `executor.DEPTH`)
+#: below the 1,000 or so that a driver's queue holds.
+MAX_BOUND_LAUNCHES: Final = 4 * BATCH
+
+
+class LeaseState(enum.Enum):
+    """Where a lease is in its life: may submit; ended, and its work is not done; done."""
+
+    OPEN = "open"
+    DRAINING = "draining"
+    CLOSED = "closed"
 
 
 class LeaseListener(Protocol):
-    """Who is told how a holding ends: the pool."""
+    """The pool, as its leases see it."""
 
-    def draining(self, holding: Lease) -> None: ...
+    def check(self) -> None:
+        """Raise if the pool does not work: closed, lost, forked."""
 
-    def over(self, holding: Lease) -> None: ...
+    def lease_draining(self, lease: Lease) -> None:
+        """Told once, if the lease has ended before its work."""
+
+    def lease_closed(self, lease: Lease) -> None:
+        """Told once, when all work is done; on the thread of the loop that then polls it."""
+
+
+class DeviceMemory(Protocol):
+    """Memory that all partitions of one device share: the pool's side of that device."""
+
+    device: Device
+    memory: DeviceAllocator
+    pinned: PinnedAllocator
+    slots: StagingRing
+    staging: StagingPool
+
+    @property
+    def neighbours(self) -> Mapping[int, DeviceMemory]:
+        """The other devices of the pool, by ordinal."""
 
 
 class BoundHandle(Protocol):
-    """A bound launch: over with the lease."""
+    """A bound launch, which is closed with the lease."""
 
     def close(self) -> None: ...
 
-    def be_wary(self) -> None: ...
+    def stream_was_shared(self) -> None: ...
 
-    def move(self, channel: Any) -> None: ...
+    def move(self) -> None: ...
 
 
 class Lease:
-    """One lease of a crew, by one loop.
+    """One lease of an executor, by one loop. All methods are for that loop's thread.
 
     Args:
-        lease: the cells.
-        crew: the lane over them, and its threads.
-        completion: the loop that holds it, until that loop closes.
-        keeper: told once that the lease has ended and its work has not (unless it has), and once
-            that all work is done; on the thread of whatever loop then looks after it.
+        grant: the cells.
+        executor: over these cells.
+        poller: of the loop that holds the lease, until that loop closes.
+        device_memory: of the executor's device.
+        listener: told of its end.
+        quota: its buffers count against it.
     """
 
     def __init__(
-        self, lease: Grant, crew: Crew, completion: CompletionPoller, keeper: LeaseListener
+        self,
+        grant: Grant,
+        executor: Executor,
+        poller: CompletionPoller,
+        device_memory: DeviceMemory,
+        listener: LeaseListener,
+        quota: MemoryQuota | None = None,
     ) -> None:
-        self.lease = lease
-        self.crew = crew
-        self.completion = completion
-        #: The thread of the loop it was granted to: the only one that may submit.
-        self.thread = threading.get_ident()
-        #: Who took it while it was parked: the scheduler has not heard of him yet.
-        self.taker: object = None
-        self.is_open = True
-        self.is_over = False
-        #: Something beyond our own tickets may have work on the lane: `run`, `stream`, `context`.
-        self.is_exposed = False
-        #: Its end has more to see to than the work on its launches.
-        self.is_involved = False
-        #: The stream of its launches was handed out: somebody may capture on it.
-        self.is_lent = False
-        #: What is bound, and must not launch once the cells are somebody else's.
-        self.bound: list[BoundHandle] = []
-        #: Open, in a pool that works, and its stream never handed out: one thing to look at in
-        #: each submission.
-        self.is_plain = True
-        #: Bound launches since the last ticket.
-        self.unmarked = 0
-        #: Bound launches until they must be counted again, by `make_room`.
-        self.room = BATCH
-        #: Jobs that failed and nobody saw, for the end of the block.
+        self.grant = grant
+        self.poller = poller
+        self.device_memory = device_memory
+        self.quota = quota
+        self.ordinal = executor.device.ordinal
+        #: The thread of the loop that it was granted to: the only one that may submit.
+        self.thread = get_ident()
+        #: The holder of a lease taken from the cache, of which the scheduler is yet to be told.
+        self.pending_holder: object = None
+        #: Failed jobs whose failure was not retrieved, for the end of the block.
         self.failed: list[Job[Any]] = []
-        #: Jobs for which the host has something left to do once the device is done.
-        self.unfinished: deque[Job[Any]] = deque()
-        self._keeper = keeper
-        self._waiters: list[Waiter] = []
+        self.bound_launches: list[BoundHandle] = []
+        self.state = LeaseState.OPEN
+        self._listener = listener
+        self._close_waiters: list[Waiter] = []
+        #: The last ticket of all, once it is known.
+        self._last_ticket: int | None = None
+        self._start_on(executor)
+
+    def _start_on(self, executor: Executor) -> None:
+        """Begin on an executor on which the lease has no work yet."""
+        self.executor = executor
+        #: Libraries may have work on the green context that has no ticket: `run`, `stream`,
+        #: `context`.
+        self.foreign_work = False
+        #: The launch stream was given away: a library may capture on it.
+        self.stream_shared = False
+        #: Its end has nothing to do but wait for its launches: it may be cached.
+        self.reusable = True
+        #: Bound launches since the last ticket.
+        self.launches_without_ticket = 0
+        #: Bound launches allowed until they must be counted again, by `may_launch_bound`.
+        self.launch_budget = BATCH
+        self._budget_used = False
         #: Tickets behind bound launches in flight, one for each batch of them.
         self._batches: deque[int] = deque()
-        #: The last ticket of all, once it is known.
-        self._last: int | None = None
+        #: Jobs that have a host's part to do once the device is done.
+        self._unfinished: deque[Job[Any]] = deque()
+        #: What is current in its calls; made for the first.
+        self._call_context: CallContext | None = None
+        self._update_fast_path()
 
-    # -- while it is held --------------------------------------------------------------------------
+    def _update_fast_path(self) -> None:
+        """Set the one flag that each submission reads: nothing but thread and room to check."""
+        works = self.executor.launch_stream.fault is None
+        self.fast_path_ok = self.state is LeaseState.OPEN and works and not self.stream_shared
 
-    def expose(self) -> None:
-        """Something beyond our own tickets may have work on the lane from here on."""
-        self.is_exposed = self.is_involved = True
+    @property
+    def is_open(self) -> bool:
+        """Whether work may be submitted."""
+        return self.state is LeaseState.OPEN
 
-    def bind(self, bound: BoundHandle) -> None:
-        """A bound launch is made on it, or moves to it."""
-        self.bound.append(bound)
+    @property
+    def is_closed(self) -> bool:
+        """Whether it has ended, and all its work."""
+        return self.state is LeaseState.CLOSED
 
-    def lend(self) -> None:
-        """The stream of its launches goes to others."""
-        self.expose()
-        self.is_lent = True
-        self.is_plain = False
-        for bound in self.bound:
-            bound.be_wary()
+    @property
+    def launch_stream(self) -> TicketedStream:
+        """The stream of its launches and copies."""
+        return self.executor.launch_stream
+
+    # -- checks ------------------------------------------------------------------------------------
+
+    def check_ready(self) -> None:
+        """Raise what keeps a job from being submitted now.
+
+        Raises:
+            PartitionClosed, WrongThread, PoolClosed, DeviceLost, ForkedPool: it is too late, or
+                this is the wrong thread.
+            WouldBlock: the bound of jobs in flight is reached.
+            InvalidRequest: the stream is capturing.
+        """
+        executor = self.executor
+        stream = executor.launch_stream
+        if (
+            self.fast_path_ok
+            and self.thread == get_ident()
+            and (stream.issued - stream.word[0]) & MASK < executor.depth
+        ):
+            return
+        self.check_thread()
+        self.check_pool()
+        self.check_room()
+        self.check_capture()
+
+    def check_open(self) -> None:
+        """Raise PartitionClosed if it has ended."""
+        if self.state is not LeaseState.OPEN:
+            raise PartitionClosed("this partition")
+
+    def check_thread(self) -> None:
+        """Raise PartitionClosed if it has ended, WrongThread if this is not its loop's thread."""
+        self.check_open()
+        if self.thread != get_ident():
+            raise wrong_thread()
+
+    def check_pool(self) -> None:
+        """Raise PoolClosed, DeviceLost or ForkedPool if the pool does not work."""
+        self._listener.check()
+
+    def check_room(self) -> None:
+        """Raise WouldBlock at the bound of jobs in flight."""
+        if not self.has_room(self.executor.launch_stream):
+            raise WouldBlock("too many jobs are in flight: `await p.drain()` first")
+
+    def check_capture(self) -> None:
+        """Refuse to submit into a capture: its ticket would be written when the graph runs.
+
+        Raises:
+            InvalidRequest: the stream was given away, and is capturing.
+        """
+        if self.stream_shared:
+            handle = self.executor.launch_stream.stream.handle
+            if self.executor.driver.is_capturing(handle):
+                raise InvalidRequest("the partition's stream is capturing: end the capture first")
+
+    def has_room(self, stream: TicketedStream) -> bool:
+        """Whether one more job can be in flight on a stream."""
+        depth = self.executor.depth
+        return (stream.issued - stream.word[0]) & MASK < depth or stream.is_idle
+
+    @property
+    def all_submitted(self) -> bool:
+        """Whether everything issued is submitted, so that new work can be submitted at once."""
+        stream = self.executor.launch_stream
+        return stream.submitted == stream.issued
+
+    # -- submitting --------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        what: str,
+        step: Callable[[int], T],
+        uses: Uses = (),
+        *,
+        may_block: bool = False,
+        on_copy_stream: bool = False,
+    ) -> Job[T]:
+        """Submit one piece of work.
+
+        Args:
+            what: describes the job in its `repr`.
+            step: gives the work to the driver, and returns the job's value. It is passed its
+                ticket. The submit thread calls it, with the primary context current, if it may
+                block or must wait its turn.
+            uses: the buffers that it uses.
+            may_block: see `step`.
+            on_copy_stream: use the stream for copies beside the launches, by the submit thread:
+                only buffers order it and launches.
+        """
+        executor = self.executor
+        stream = executor.launch_stream
+        if on_copy_stream:
+            assert executor.copy_stream is not None
+            stream = executor.copy_stream
+        dependencies = self.dependencies(stream, uses)
+        must_wait = may_block or on_copy_stream or dependencies.unsubmitted or stream.first_uses
+        inline = self.all_submitted and not must_wait
+        ticket = stream.issue()
+        for buffer, write in uses:
+            buffer.note(stream, ticket, write=write)
+
+        def ordered_step() -> T:
+            dependencies.order_before(stream)
+            return step(ticket)
+
+        if inline:
+            return self.submit_now(ordered_step, what, ticket)
+        job: Job[T] = Job(stream, ticket, what, self.failed)
+        self.poller.watch(stream)
+        executor.submit_deferred(ordered_step, job, self.poller)
+        if not on_copy_stream:
+            self.launches_without_ticket = 0
+        return job
+
+    def submit_now(self, step: Callable[[], T], what: str, ticket: int) -> Job[T]:
+        """Submit on this thread. What the driver refuses is the job's failure.
+
+        The ticket is the next one, or was issued just now. It is written whatever happens, or
+        everything after it would never be reached.
+
+        Raises:
+            DeviceLost: the device has failed.
+        """
+        executor = self.executor
+        stream = executor.launch_stream
+        stream.issued = ticket
+        job: Job[T] = Job(stream, ticket, what, self.failed)
+        try:
+            try:
+                value = step()
+                if value is not None:
+                    job.succeed(value)
+            except DeviceFault:
+                raise
+            except Exception as error:
+                job.fail(error)
+            finally:
+                stream.mark(ticket)
+        except CUDAError as error:
+            executor.host.device_failed(error)
+            raise DeviceLost(error) from None
+        self.launches_without_ticket = 0
+        poller = self.poller
+        if stream not in poller.pending:
+            poller.watch(stream)
+        return job
+
+    def dependencies(self, stream: TicketedStream, uses: Uses) -> Dependencies:
+        """Find what must come before work on a stream. Raises as `find_dependencies`."""
+        return find_dependencies(stream, uses, self.executor.copy_stream)
 
     def finish_later(self, job: Job[Any]) -> None:
-        """The host's part of a job is done when the device is done, and before the lease is over.
+        """Have the host's part of a job done once the device is done, and before the lease closes.
 
-        Also where the loop has closed that would have done it.
+        Also where the loop has closed on which that would have happened.
         """
-        self.is_involved = True
-        unfinished = self.unfinished
+        self.reusable = False
+        unfinished = self._unfinished
         while unfinished and unfinished[0].is_finished:
             unfinished.popleft()
         unfinished.append(job)
-        self.completion.when_reached(self.crew.lane.launches, job.ticket, job.finish)
+        self.poller.when_reached(self.executor.launch_stream, job.ticket, job.finish)
 
-    def make_room(self) -> bool:
-        """Whether one more bound launch can be in flight."""
-        if self.room == 0:
-            self.mark_unmarked()
-            self._batches.append(self.crew.lane.launches.issued)
-            self.room = -1  # counted, and not granted yet
-        if self.room < 0 and self._batches_in_flight() < MOST // BATCH:
-            self.room = BATCH
-        return self.room > 0
+    @property
+    def call_context(self) -> CallContext:
+        """What `current_call()` returns in its calls."""
+        found = self._call_context
+        if found is None:
+            found = self._call_context = self.context_on(self.executor.call_stream)
+        return found
 
-    def next_room(self) -> Waiter:
-        """Something to await until bound launches have ended; look again then."""
-        return self.completion.wait(self.crew.lane.launches, self._batches[0])
+    def context_on(self, stream: TicketedStream) -> CallContext:
+        """Describe the lease and one of its streams to integrations."""
+        executor = self.executor
+        simulated = not executor.driver.needs_binary
+        return CallContext(stream.stream, self.ordinal, executor.sm_count, simulated)
+
+    def expect_foreign_work(self) -> None:
+        """From here on libraries may have work on the green context that has no ticket."""
+        self.foreign_work = True
+        self.reusable = False
+
+    def share_stream(self) -> None:
+        """From here on libraries use the launch stream, and may capture on it."""
+        self.expect_foreign_work()
+        self.stream_shared = True
+        self._update_fast_path()
+        for bound in self.bound_launches:
+            bound.stream_was_shared()
+
+    # -- bound launches, which have no tickets -----------------------------------------------------
+
+    def may_launch_bound(self) -> bool:
+        """Whether one more bound launch can be in flight; renews the budget if it can."""
+        if self.launch_budget == 0 and not self._budget_used:
+            self.ticket_bound_launches()
+            self._batches.append(self.executor.launch_stream.issued)
+            self._budget_used = True  # its batch is counted, and the next not yet allowed
+        if self._budget_used and self._batches_in_flight() < MAX_BOUND_LAUNCHES // BATCH:
+            self.launch_budget, self._budget_used = BATCH, False
+        return self.launch_budget > 0
+
+    async def wait_for_bound_launches(self) -> None:
+        """Wait until a bound launch can be submitted, or never can."""
+        stream = self.executor.launch_stream
+        while not self.may_launch_bound() and stream.fault is None:
+            await self.poller.wait(stream, self._batches[0])
 
     def _batches_in_flight(self) -> int:
-        batches, launches = self._batches, self.crew.lane.launches
-        while batches and launches.reached(batches[0]):
+        batches, stream = self._batches, self.executor.launch_stream
+        while batches and stream.reached(batches[0]):
             batches.popleft()
         return len(batches)
 
-    def mark_unmarked(self) -> None:
-        """Puts a ticket behind bound launches, if there are any: they have none of their own."""
-        if not self.unmarked:
+    def ticket_bound_launches(self) -> None:
+        """Write a ticket behind the bound launches that have none, if there are any."""
+        if not self.launches_without_ticket:
             return
-        launches = self.crew.lane.launches
-        at_once = launches.submitted == launches.issued and not launches.first_uses
-        ticket = launches.issue()
-        self.unmarked = 0
-        self.completion.watch(launches)
-        if at_once:
-            self._mark(ticket)
+        stream = self.executor.launch_stream
+        inline = stream.submitted == stream.issued and not stream.first_uses
+        ticket = stream.issue()
+        self.launches_without_ticket = 0
+        self.poller.watch(stream)
+        if inline:
+            self._write_ticket(ticket)
         else:
-            job: Job[None] = Job(launches, ticket, "mark", self.failed)
-            self.crew.defer(lambda: None, job, launches, ticket, self.completion)
+            job: Job[None] = Job(stream, ticket, "ticket", self.failed)
+            self.executor.submit_deferred(lambda: None, job, self.poller)
 
-    def _mark(self, ticket: int) -> None:
-        """A ticket that cannot be written would be waited for for ever: that ends everything."""
+    def _write_ticket(self, ticket: int) -> None:
+        """Write a ticket; one that cannot be written would never be reached: the device is lost."""
         try:
-            self.crew.lane.launches.mark(ticket)
+            self.executor.launch_stream.mark(ticket)
         except CUDAError as error:
-            self.crew.home.lost(error)
+            self.executor.host.device_failed(error)
 
-    # -- its checkpoints ---------------------------------------------------------------------------
+    def close_bound_launches(self) -> None:
+        """Refuse further launches of what is bound: the lease ends, or the pool, or is cached."""
+        for bound in self.bound_launches:
+            bound.close()
+        self.bound_launches.clear()
+        self._update_fast_path()
 
-    def whole_so_far(self) -> Job[None]:
-        """Done once the whole green context is: what libraries put on streams of their own, too."""
-        launches = self.crew.lane.launches
-        job: Job[None] = Job(launches, launches.issue(), "checkpoint", self.failed)
-        self.completion.watch(launches)
-        self.crew.defer(self._record_whole, job, launches, job.ticket, self.completion)
+    # -- checkpoints -------------------------------------------------------------------------------
+
+    async def wait_idle(self) -> None:
+        """Wait until none of its work runs or is queued, also what is submitted meanwhile.
+
+        A cancellation changes nothing.
+        """
+        executor, stream = self.executor, self.executor.launch_stream
+        while stream.fault is None:
+            self.ticket_bound_launches()
+            for one in executor.streams:
+                last = one.issued
+                while not (one.reached(last) or one.fault is not None):
+                    await self.poller.wait(one, last)
+            last = stream.issued
+            if self.foreign_work:
+                await self._ticket_whole_context()
+                last += 1
+            if not self.launches_without_ticket and last == stream.issued and executor.is_idle:
+                return
+
+    def _ticket_whole_context(self) -> Job[None]:
+        """Submit a job that is done once the green context is, with the work of libraries on it."""
+        stream = self.executor.launch_stream
+        job: Job[None] = Job(stream, stream.issue(), "checkpoint", self.failed)
+        self.poller.watch(stream)
+        self.executor.submit_deferred(self._order_behind_context, job, self.poller)
         return job
 
-    def moved(self, crew: Crew) -> Lease:
-        """The same lease on another lane, from now on; this lane has no work, and is let go."""
-        for job in self.unfinished:
-            job.finish()
-        self.lapse()
-        moved = Lease(self.lease, crew, self.completion, self._keeper)
-        moved.failed = self.failed
-        return moved
+    def move_to(self, executor: Executor) -> None:
+        """Go on with another executor; `move_bound_launches` follows, outside the pool's lock.
 
-    def hand_over(self, channel: Any) -> None:
-        """What is bound launches where the lease is now, and nothing of it is kept here."""
-        bounds, self.bound = self.bound, []
-        for bound in bounds:
-            bound.move(channel)
-        self.crew.lane.launches.let_go()
+        The executor that it has so far has no work of the lease any more.
+        """
+        for job in self._unfinished:
+            job.finish()
+        self._start_on(executor)
+
+    def move_bound_launches(self, before: Executor) -> None:
+        """Have its bound launches follow from the executor that it had."""
+        for bound in self.bound_launches:
+            bound.move()
+        before.launch_stream.let_go()
 
     # -- its end -----------------------------------------------------------------------------------
 
-    def lapse(self) -> None:
-        """It is over at once: nothing is left of it here."""
-        self.is_open = self.is_plain = False
-        self.is_over = True
+    def is_unused(self) -> bool:
+        """Whether nothing of its work is left, so that the lease could as well go on."""
+        stream = self.executor.launch_stream
+        issued = stream.issued
+        return (
+            self.fast_path_ok
+            and self.reusable
+            and not self.failed
+            and (issued == stream.known or issued & MASK == stream.word[0])
+            and issued == stream.submitted
+            and not stream.kept
+            and self.thread == get_ident()
+            # Bound launches behind the last ticket may still run.
+            and not (self.bound_launches and self.launches_without_ticket)
+        )
+
+    def close_now(self) -> None:
+        """Close it at once: none of its work is left."""
+        self.state = LeaseState.CLOSED
+        self._update_fast_path()
 
     def end(self) -> None:
-        """Nothing more is submitted; the cells go back when the work is done. Does not wait."""
-        if not self.is_open:
+        """Submit nothing more; the cells become free when the work is done. Does not wait."""
+        if self.state is not LeaseState.OPEN:
             return
-        self.is_open = False
-        self.taker = None
-        self.end_bound()
-        launches = self.crew.lane.launches
-        if launches.fault is None:
-            self._leave_stream()
-        if launches.fault is not None:
-            self._finish()
+        self.state = LeaseState.DRAINING
+        self.pending_holder = None
+        self.close_bound_launches()
+        stream = self.executor.launch_stream
+        if stream.fault is None:
+            self._end_stream()
+        if stream.fault is not None:
+            self._close()
         elif self._has_last_ticket():
-            self._await_last()
+            self._await_last_ticket()
         else:
-            self.completion.errand()
-            self.crew.after_runs(partial(self._settle, self.completion))
-        if not self.is_over:
-            self._keeper.draining(self)
+            self.poller.thread_work_started()
+            self.executor.after_calls(partial(self._write_last_ticket, self.poller))
+        if self.state is LeaseState.DRAINING:
+            self._listener.lease_draining(self)
+
+    def _end_stream(self) -> None:
+        """End an open capture, and write a ticket behind bound launches."""
+        if self.stream_shared:
+            try:
+                self.executor.drop_capture(self.executor.launch_stream)
+            except CUDAError as error:
+                self.executor.host.device_failed(error)
+                return
+        self.ticket_bound_launches()
 
     def _has_last_ticket(self) -> bool:
-        """Whether a ticket is behind everything of the lease, or could be put there here and now.
+        """Whether a ticket is behind all work of the lease, or could be written there now.
 
-        Where a thread of ours has something left to do it comes first, and then puts it there.
+        Where a thread has something left to do, that comes first, and the thread writes it.
         """
-        lane = self.crew.lane
-        launches = lane.launches
-        if any(not track.is_idle for track in lane.tracks[1:]):
+        stream = self.executor.launch_stream
+        if any(not one.is_idle for one in self.executor.streams[1:]):
             return False
-        if self.is_exposed:
-            if launches.submitted != launches.issued or launches.first_uses:
+        if self.foreign_work:
+            if stream.submitted != stream.issued or stream.first_uses:
                 return False
             try:
-                self._order_whole()
-            except CUDAError:  # somebody captures on a stream of his own: a thread waits for that
+                self._order_behind_green_context()
+            except CUDAError:  # a library captures on a stream of its own: a thread waits for that
                 return False
-            self._mark(launches.issue())
-        self._last = launches.issued
+            self._write_ticket(stream.issue())
+        self._last_ticket = stream.issued
         return True
 
-    def _leave_stream(self) -> None:
-        """Sees to it that a last ticket is, or will be, behind everything on the stream."""
-        launches = self.crew.lane.launches
-        if self.is_lent:
-            try:
-                self.crew.drop_capture(launches)
-            except CUDAError as error:
-                self.crew.home.lost(error)
-                return
-        self.mark_unmarked()
+    def _write_last_ticket(self, poller: CompletionPoller) -> None:
+        """On the submit thread, after all else of the lease: order behind the whole green context.
 
-    def end_bound(self) -> None:
-        """No bound launch is fired any more: the lease is over, or the pool under it."""
-        self.is_plain = False
-        self.close_bound()
-
-    def close_bound(self) -> None:
-        """What is bound so far is not launched any more."""
-        for bound in self.bound:
-            bound.close()
-        self.bound.clear()
-
-    def adopt(self, completion: CompletionPoller) -> None:
-        """The loop that held it is closed: another looks after it, and an open lease ends."""
-        self.completion = completion
-        self._waiters.clear()  # who waited was of the closed one, and does not go on
-        if self.is_open:
-            logger.warning("a loop closed while it held %r: the lease ends", self.crew.lane)
-            self.end()
-        elif self._last is not None:
-            self._await_last()
-
-    def let_go(self) -> None:
-        """Its pool is closed over it: an ended lease waits for nothing. An open one may still end.
-
-        On its loop's thread. What it waited for may be a call that never returns.
-        """
-        if not self.is_open:
-            self._finish()
-
-    def next_over(self) -> Waiter:
-        """Something to await until it is over; look again then."""
-        waiter = self.completion.door.create_waiter()
-        self._waiters.append(waiter)
-        return waiter
-
-    def _settle(self, asked: CompletionPoller) -> None:
-        """On the mover, after everything else of the lease: the whole green context's last ticket.
-
-        Libraries put work on streams of their own; only the context knows them all. `asked` is
+        Libraries put work on streams of their own; only the context knows them all. `poller` is
         of the loop that ended the lease, which may be closed by now.
         """
-        launches = self.crew.lane.launches
+        stream = self.executor.launch_stream
         try:
-            self._record_whole()
-            copies = self.crew.lane.copies
+            self._order_behind_context()
+            copies = self.executor.copy_stream
             if copies is not None and not copies.is_idle:
-                launches.order_behind(copies)
-            ticket = launches.issue()
-            launches.mark(ticket)
-            self._last = ticket
+                stream.order_behind(copies)
+            ticket = stream.issue()
+            stream.mark(ticket)
+            self._last_ticket = ticket
         except CUDAError as error:
-            self.crew.home.lost(error)
-        asked.door.call_threadsafe(asked.delivered)
-        self.completion.door.call_threadsafe(self._await_last)
+            self.executor.host.device_failed(error)
+        poller.loop.call_threadsafe(poller.thread_work_done)
+        self.poller.loop.call_threadsafe(self._await_last_ticket)
 
-    def _record_whole(self) -> None:
-        lane = self.crew.lane
+    def _order_behind_context(self) -> None:
+        """Order the launch stream behind the green context, or block until the context is done."""
         try:
-            self._order_whole()
+            self._order_behind_green_context()
         except CUDAError as error:
-            if lane.launches.fault is not None:
+            if self.executor.launch_stream.fault is not None:
                 raise
-            # A capture left open on a stream we do not know: wait for what is not captured.
+            # A capture is open on a stream of a library: the work outside it can be waited for.
             logger.warning(
-                "the lane's work could not be marked (%s): waiting for it instead", error
+                "an event cannot capture the green context's work (%s): waiting for it instead",
+                error,
             )
-            self.crew.driver.synchronize_context(lane.context.handle)
+            self.executor.driver.synchronize_context(self.executor.context.handle)
 
-    def _order_whole(self) -> None:
-        """What comes on the stream of the launches is behind all of the green context."""
-        lane, driver = self.crew.lane, self.crew.driver
-        green = lane.context.green
+    def _order_behind_green_context(self) -> None:
+        executor = self.executor
+        green = executor.context.green
         assert green is not None
-        driver.record_green(green, lane.whole.handle)
-        driver.wait_event(lane.launches.stream.handle, lane.whole.handle)
+        executor.driver.record_green(green, executor.context_event.handle)
+        executor.driver.wait_event(
+            executor.launch_stream.stream.handle, executor.context_event.handle
+        )
 
-    def _await_last(self) -> None:
-        launches = self.crew.lane.launches
-        if launches.fault is not None or (self._last is not None and launches.reached(self._last)):
-            self._finish()
-        elif self._last is not None:
-            self.completion.when_reached(launches, self._last, self._finish)
+    def _await_last_ticket(self) -> None:
+        stream, last = self.executor.launch_stream, self._last_ticket
+        if stream.fault is not None or (last is not None and stream.reached(last)):
+            self._close()
+        elif last is not None:
+            self.poller.when_reached(stream, last, self._close)
 
-    def _finish(self) -> None:
-        if not self.is_over:
-            self.is_over = True
-            self.crew.lane.launches.let_go()
-            for job in self.unfinished:
-                job.finish()
-            self._keeper.over(self)
-            waiters, self._waiters, door = self._waiters, [], self.completion.door
-            for waiter in waiters:
-                door.wake(waiter)
+    def _close(self) -> None:
+        if self.state is LeaseState.CLOSED:
+            return
+        self.state = LeaseState.CLOSED
+        self.executor.launch_stream.let_go()
+        for job in self._unfinished:
+            job.finish()
+        self._listener.lease_closed(self)
+        waiters, self._close_waiters = self._close_waiters, []
+        for waiter in waiters:
+            self.poller.loop.wake(waiter)
+
+    async def wait_closed(self) -> None:
+        """Wait until all its work is done. A cancellation stops the waiting only."""
+        while self.state is not LeaseState.CLOSED:
+            waiter = self.poller.loop.create_waiter()
+            self._close_waiters.append(waiter)
+            await waiter
+
+    def take_over(self, poller: CompletionPoller) -> None:
+        """Have another loop poll it: its own has closed. An open lease ends."""
+        self.poller = poller
+        self._close_waiters.clear()  # tasks of the closed loop, which do not go on
+        if self.state is LeaseState.OPEN:
+            logger.warning("a loop closed while it held %r: the lease ends", self.executor)
+            self.end()
+        elif self._last_ticket is not None:
+            self._await_last_ticket()
+
+    def pool_closed(self) -> None:
+        """Wait for nothing any more if it has ended; an open lease may still end.
+
+        What it waited for may be a call that never returns.
+        """
+        if self.state is not LeaseState.OPEN:
+            self._close()
 
     @property
-    def unseen_error(self) -> BaseException | None:
-        """The first failure of a job that nobody has been told."""
+    def unretrieved_error(self) -> BaseException | None:
+        """The first failure of a job that was not retrieved."""
         errors = (job.unseen_error for job in tuple(self.failed))
         return next((error for error in errors if error is not None), None)

@@ -66,11 +66,11 @@ class ExecutorLocals:
         """Something that is closed with the lane, unless its owner lets go of it before."""
         self._adopted[thing] = None
 
-    def let_go(self, thing: Disposable) -> None:
-        """It is closed by the next `tidy` that finds it idle. From any thread; takes no lock."""
+    def release(self, thing: Disposable) -> None:
+        """Have the next `close_released` that finds it idle close it. From any thread."""
         self._released.append(thing)
 
-    def tidy(self) -> None:
+    def close_released(self) -> None:
         """Closes what was let go of, and is idle."""
         for _ in range(len(self._released)):
             thing = self._released.popleft()

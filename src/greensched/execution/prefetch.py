@@ -18,7 +18,7 @@ from greensched.device.buffers import Buffer
 from greensched.errors import InvalidRequest
 from greensched.execution.background import BackgroundTask
 from greensched.execution.jobs import Job
-from greensched.execution.submission import Channel
+from greensched.execution.lease import Lease
 
 Array = npt.NDArray[Any]
 
@@ -27,11 +27,11 @@ class Prefetcher:
     """What `Partition.feed` gives: an asynchronous iterator of buffers; for one task.
 
     Args:
-        ready: gives the partition's channel, or raises what keeps it from submitting.
+        ready: gives the partition's lease, or raises what keeps it from submitting.
         arrays: what is uploaded, in this order.
     """
 
-    def __init__(self, ready: Callable[[], Channel], arrays: Iterable[npt.ArrayLike]) -> None:
+    def __init__(self, ready: Callable[[], Lease], arrays: Iterable[npt.ArrayLike]) -> None:
         if not isinstance(arrays, Iterable):
             raise InvalidRequest(f"feed takes arrays one after another, and {arrays!r} are none")
         self._ready = ready
@@ -63,17 +63,16 @@ class Prefetcher:
 
     async def _open_copies(self) -> None:
         """The lane has its track for copies. A cancellation stops the waiting only."""
-        channel = self._ready()
-        holding = channel.holding
-        holding.is_involved = True
-        if channel.lane.copies is None:
-            errand = BackgroundTask(holding.crew.make_copies)
-            holding.completion.errand()
-            holding.crew.do_in_order(errand.do)
+        lease = self._ready()
+        lease.reusable = False
+        if lease.executor.copy_stream is None:
+            errand = BackgroundTask(lease.executor.create_copy_stream)
+            lease.poller.thread_work_started()
+            lease.executor.submit_in_order(errand.do)
             try:
                 await errand.wait()
             finally:
-                holding.completion.delivered()
+                lease.poller.thread_work_done()
 
     def _upload(self) -> Job[Buffer] | None:
         """The next array is on its way; None: there is none."""
@@ -84,13 +83,13 @@ class Prefetcher:
 
     async def _make_room(self) -> None:
         """Waits for the work on all but the buffer that was given last."""
-        channel = self._ready()
-        holding, tracks = channel.holding, channel.lane.tracks
-        holding.mark_unmarked()  # else bound launches have no ticket to wait for
+        lease = self._ready()
+        tracks = lease.executor.streams
+        lease.ticket_bound_launches()  # else bound launches have no ticket to wait for
         for buffer in tuple(self._given)[:-1]:
             for track, ticket in buffer.uses():
                 while track in tracks and not (track.reached(ticket) or track.fault is not None):
-                    await holding.completion.wait(track, ticket)
+                    await lease.poller.wait(track, ticket)
         self._close(keep=1)
 
     def _close(self, keep: int) -> None:
@@ -98,9 +97,10 @@ class Prefetcher:
             self._given.popleft().close()
 
 
-def _upload(channel: Channel, source: Array) -> Job[Buffer]:
-    memory, copies, chunks = channel.site.memory, channel.lane.copies, channel.lane.beside
-    allowance = channel.allowance
+def _upload(lease: Lease, source: Array) -> Job[Buffer]:
+    memory = lease.device_memory.memory
+    copies, chunks = lease.executor.copy_stream, lease.executor.copy_chunks
+    allowance = lease.quota
     assert copies is not None
     assert chunks is not None
 
@@ -114,4 +114,4 @@ def _upload(channel: Channel, source: Array) -> Job[Buffer]:
             raise
         return buffer
 
-    return channel.submit("feed", step, may_block=True, beside=copies)
+    return lease.submit("feed", step, may_block=True, on_copy_stream=True)

@@ -11,8 +11,8 @@ from typing import Any, Generic, NoReturn, Protocol, TypeVar
 import anyio
 
 from greensched.execution.completion import CompletionPoller
-from greensched.execution.eventloop.adapters import Waiter
-from greensched.execution.submission import Channel
+from greensched.execution.eventloop.base import Waiter
+from greensched.execution.lease import Lease
 from greensched.scheduling.requests import Request
 
 H = TypeVar("H")
@@ -22,32 +22,32 @@ class Grantor(Protocol):
     """Who grants leases: a pool, which says its desk once it is open, or the desk itself."""
 
     def opened(self) -> Asked: ...
-    def take(self, wish: Any) -> Channel | None: ...
+    def take(self, wish: Any) -> Lease | None: ...
 
 
 class Asked(Grantor, Protocol):
     """What a desk answers, at once."""
 
-    def completion(self) -> CompletionPoller: ...
-    def park(self, wish: Any, channel: Channel) -> bool: ...
-    def ask(self, wish: Any, completion: CompletionPoller) -> tuple[Channel, ...] | Request: ...
-    def claim(self, request: Request) -> tuple[Channel, ...]: ...
+    def current_poller(self) -> CompletionPoller: ...
+    def park(self, wish: Any, lease: Lease) -> bool: ...
+    def ask(self, wish: Any, completion: CompletionPoller) -> tuple[Lease, ...] | Request: ...
+    def claim(self, request: Request) -> tuple[Lease, ...]: ...
     def leave(self, request: Request) -> None: ...
     def forsake(self, request: Request) -> None: ...
-    def checkpoint(self, channel: Channel, duration: Any, deadline: Any) -> Channel: ...
+    def checkpoint(self, lease: Lease, duration: Any, deadline: Any) -> None: ...
     def until_none(self, completion: CompletionPoller) -> Waiter | None: ...
 
 
 class Asker(ABC, Generic[H]):
     """What is entered once its SMs are granted: a partition, or several together."""
 
-    __slots__ = ("_channel", "_desk", "_is_entered", "_wish")
+    __slots__ = ("_desk", "_is_entered", "_leased", "_wish")
 
     #: Whom it asks: a grantor; once it has asked, the desk.
     _desk: Any
     _wish: Any
     #: What a partition has, perhaps before it is entered.
-    _channel: Channel | None
+    _leased: Lease | None
     #: Somebody's block is entered, or about to be.
     _is_entered: bool
 
@@ -56,7 +56,7 @@ class Asker(ABC, Generic[H]):
         """It is entered already: raises what says so."""
 
     @abstractmethod
-    def _have(self, channels: tuple[Channel, ...]) -> H:
+    def _have(self, leases: tuple[Lease, ...]) -> H:
         """What its block gets of a grant."""
 
     async def __aenter__(self) -> H:
@@ -76,16 +76,16 @@ class Asker(ABC, Generic[H]):
         if self._is_entered:
             self._refuse()
         self._is_entered = True
-        if self._channel is None:  # else it was granted by partition_nowait
-            self._channel = self._desk.take(self._wish)
-        if self._channel is not None:  # of several together nothing is
+        if self._leased is None:  # else it was granted by partition_nowait
+            self._leased = self._desk.take(self._wish)
+        if self._leased is not None:  # of several together nothing is
             return self  # type: ignore[return-value]  # so it is a partition, and its own H
         try:
             desk: Asked = self._desk.opened()
             self._desk = desk
-            completion = desk.completion()
-            if completion.door.always_yields:
-                await completion.door.checkpoint()
+            completion = desk.current_poller()
+            if completion.loop.always_yields:
+                await completion.loop.checkpoint()
             asked: Any = desk.ask(self._wish, completion)
         except BaseException:
             self._is_entered = False  # it may be tried again
@@ -94,7 +94,7 @@ class Asker(ABC, Generic[H]):
             return self._have(asked)
         try:
             await asked.waiter
-            channels = desk.claim(asked)
+            leases = desk.claim(asked)
         except GeneratorExit:
             self._is_entered = False
             desk.forsake(asked)
@@ -103,13 +103,13 @@ class Asker(ABC, Generic[H]):
             self._is_entered = False
             desk.leave(asked)
             raise
-        return self._have(channels)
+        return self._have(leases)
 
 
 async def wait_for_leases(desk: Asked, grace: float) -> None:
     """Waits until no lease is granted, held or draining, or the grace has passed."""
-    completion = desk.completion()
-    completion.queued()  # so that it tends: a loop may close meanwhile
+    completion = desk.current_poller()
+    completion.request_queued()  # so that it tends: a loop may close meanwhile
     try:
         with anyio.move_on_after(grace):
             while (waiter := desk.until_none(completion)) is not None:

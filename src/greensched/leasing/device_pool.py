@@ -1,13 +1,13 @@
-"""One device as a pool uses it: how it is cut, the lanes over it, its memory and its staging.
+"""One device as a pool uses it: how it is cut, the executors over it, its memory and its staging.
 
-The device is cut once, by one split, so its cells are disjoint by construction; a lane is a
-green context over a set of them. Lanes are made beforehand from a menu (aligned blocks and their
-complements), or when a request lacks one; those that are no longer wanted go least recently
+The device is cut once, by one split, so its cells are disjoint by construction; an executor is a
+green context over a set of them. Executors are made beforehand from a menu (aligned blocks and
+their complements), or when a request lacks one; those that are no longer wanted go least recently
 used first, and never with work in flight.
 
-Making and ending lanes blocks: it happens on the pool's builder thread, and is entered by it
+Making and ending executors blocks: it happens on the pool's builder thread, and is entered by it
 alone. `add`, `take` and `surplus` are entered under the pool's lock, once it is open: others look
-through the lanes under it.
+through the executors under it.
 """
 
 from __future__ import annotations
@@ -36,23 +36,22 @@ from greensched.errors import (
     InvalidRequest,
     PoolClosed,
 )
-from greensched.execution.lane import Lane
-from greensched.execution.threads import Crew, ExecutorHost
+from greensched.execution.executor import Executor, ExecutorHost
 from greensched.kernels import Kernel
 from greensched.scheduling.cells import DeviceCells
 
 logger = logging.getLogger("greensched")
 
-#: Lanes made beforehand at most, some 5 MiB and 1 ms each on an H200: the first lease of any size
-#: then makes none. By eights it has 87, and by twos 131 that begin or end where the device does, so
-#: that two who share it can move the border. What a driver can hold is not documented, so the menu
-#: ends quietly where the driver says it is enough.
+#: Executors made beforehand at most, some 5 MiB and 1 ms each on an H200: the first lease of any
+#: size then makes none. By eights it has 87, and by twos 131 that begin or end where the device
+#: does, so that two who share it can move the border. What a driver can hold is not documented, so
+#: the menu ends quietly where the driver says it is enough.
 MENU = 132
-#: Lanes of other shapes kept at most, some 5 MiB each on an H200. Generous, because making one
+#: Executors of other shapes kept at most, some 5 MiB each on an H200. Generous, because making one
 #: waits there until nothing runs on the device, and driver 580 takes 4 of the 5 MiB back only with
 #: the primary context (docs/measurements/h200-580/stuck-and-lost.json).
 MAX_EXTRA = 96
-#: Streams of a lane that have work at once: one of launches, one of calls (`lane`).
+#: Streams of an executor that have work at once: one of launches, one of calls (`executor`).
 STREAMS = 2
 
 
@@ -72,12 +71,12 @@ class DevicePool:
     Args:
         device: opened by the pool, closed here.
         home: the pool.
-        kernels: loaded for every lane as it is made. Where there are any, everything else that a
-            lease may need is made beforehand, too.
+        kernels: loaded for every executor as it is made. Where there are any, everything else that
+            a lease may need is made beforehand, too.
         reserve_bytes: of device memory, taken beforehand.
         fine: cut it as finely as can be, without large thread-block clusters.
-        balanced: every lane asks for work queues that it does not share.
-        max_extra: lanes of other shapes than the menu's, kept at most.
+        balanced: every executor asks for work queues that it does not share.
+        max_extra: executors of other shapes than the menu's, kept at most.
     """
 
     def __init__(
@@ -97,7 +96,7 @@ class DevicePool:
         self._max_extra = max_extra
         #: The other devices of the pool, by ordinal; known once all are opened.
         self.neighbours: Mapping[int, DevicePool] = {}
-        self.crews: OrderedDict[int, Crew] = OrderedDict()
+        self.executors: OrderedDict[int, Executor] = OrderedDict()
         self.executors_made = 0
         try:
             self._queues = [_balanced(device)] if balanced else []
@@ -110,7 +109,7 @@ class DevicePool:
             self.memory = DeviceAllocator(device.primary, self.words)
             self.pinned = PinnedAllocator(device.primary)
             self.memory.reserve(reserve_bytes)
-            if kernels:  # at most so many lanes are leased at once
+            if kernels:  # at most so many executors are leased at once
                 self.staging.prepare(self.cells.count + bool(self.cells.leftover))
             self._make_menu()
         except BaseException:
@@ -123,7 +122,7 @@ class DevicePool:
         return self.cut.cells
 
     def _try_words(self) -> None:
-        """On a green context, as the lanes are."""
+        """On a green context, as the executors are."""
         context = self.device.create_context(ContextOptions(resources=self.cut.groups[:1]))
         try:
             self.words.try_writing(context)
@@ -135,57 +134,57 @@ class DevicePool:
             try:
                 self.add(self.make(mask))
             except CUDAError as error:
-                if not self.crews:
+                if not self.executors:
                     raise
-                logger.info("%r holds %d lanes: %s", self.device, len(self.crews), error)
+                logger.info("%r holds %d executors: %s", self.device, len(self.executors), error)
                 return
 
-    # -- lanes -------------------------------------------------------------------------------------
+    # -- executors ---------------------------------------------------------------------------------
 
-    def take(self, mask: int) -> Crew:
-        """The lane over a set of cells, which is made; leased and used from now on."""
-        crew = self.crews[mask]
-        crew.is_leased = True
-        self.crews.move_to_end(mask)
-        return crew
+    def take(self, mask: int) -> Executor:
+        """The executor over a set of cells, which is made; leased and used from now on."""
+        executor = self.executors[mask]
+        executor.is_leased = True
+        self.executors.move_to_end(mask)
+        return executor
 
-    def make(self, mask: int) -> Crew:
-        """Makes a lane, to be added, unless there is one. Blocks.
+    def make(self, mask: int) -> Executor:
+        """Makes an executor, to be added, unless there is one. Blocks.
 
         Raises:
             CUDAError: the driver could not.
         """
-        crew = self.crews.get(mask)
-        if crew is None:
-            lane = Lane(self.device, self._resources(mask), mask, self.words, self.staging)
-            crew = Crew(lane, self._home)
-            self._prepare(crew)
+        executor = self.executors.get(mask)
+        if executor is None:
+            executor = Executor(
+                self.device, self._resources(mask), mask, self.words, self.staging, self._home
+            )
+            self._prepare(executor)
             self.executors_made += 1
-        return crew
+        return executor
 
-    def _prepare(self, crew: Crew) -> None:
-        """What a launch would have to wait for is done before anybody has the lane."""
-        lane = crew.lane
+    def _prepare(self, executor: Executor) -> None:
+        """What a launch would have to wait for is done before anybody has the executor."""
         try:
             for kernel in self._kernels:
                 check_runnable(kernel, self.device.driver)
-                with lane.context.entered():
-                    lane.load(kernel)
+                with executor.context.entered():
+                    executor.cache.load(kernel)
             if self._kernels:
-                crew.make_copies()
+                executor.create_copy_stream()
         except BaseException:
-            crew.close()
+            executor.close()
             raise
 
-    def add(self, crew: Crew) -> None:
-        """A lane that was made can be taken from here on."""
-        self.crews[crew.lane.mask] = crew
+    def add(self, executor: Executor) -> None:
+        """An executor that was made can be taken from here on."""
+        self.executors[executor.mask] = executor
 
     def surplus(self, keep: Collection[int]) -> list[int]:
-        """Lanes to end, least recently used first: beside the menu, not leased, too many."""
-        extra = [m for m in self.crews if m not in self.menu]
-        spare = [m for m in extra if m not in keep and not self.crews[m].is_leased]
-        idle = [m for m in spare if self.crews[m].lane.is_idle]
+        """Executors to end, least recently used first: beside the menu, not leased, too many."""
+        extra = [m for m in self.executors if m not in self.menu]
+        spare = [m for m in extra if m not in keep and not self.executors[m].is_leased]
+        idle = [m for m in spare if self.executors[m].is_idle]
         return idle[: max(0, len(extra) - self._max_extra)]
 
     def _resources(self, mask: int) -> list[SMResource | WorkqueueResource]:
@@ -200,34 +199,34 @@ class DevicePool:
     # -- its end -----------------------------------------------------------------------------------
 
     @property
-    def busy(self) -> list[Lane]:
-        """The lanes that are leased, or have work."""
-        crews = self.crews.values()
-        return [crew.lane for crew in crews if crew.is_leased or not crew.lane.is_idle]
+    def busy(self) -> list[Executor]:
+        """The executors that are leased, or have work."""
+        executors = self.executors.values()
+        return [executor for executor in executors if executor.is_leased or not executor.is_idle]
 
     def close(self, *, is_held: bool = False) -> list[str]:
         """Ends everything, if nothing works any more; else leaves all as it is. Blocks.
 
         Beside work that does not end, much of it would wait for that: cuMemHostUnregister and
-        cuLibraryUnload do, on an H200 with driver 580. A leased lane counts as one that works:
+        cuLibraryUnload do, on an H200 with driver 580. A leased executor counts as one that works:
         what its holder put there without a ticket shows nowhere.
 
         Args:
-            is_held: a lane is being made here meanwhile; it counts as one that works.
+            is_held: an executor is being made here meanwhile; it counts as one that works.
 
         Returns:
             What still is leased or has work, or could not be ended.
         """
-        busy = [repr(lane) for lane in self.busy]
+        busy = [repr(executor) for executor in self.busy]
         if is_held:
-            busy.append(f"{self.device!r}: a lane is being made")
+            busy.append(f"{self.device!r}: an executor is being made")
         if self.memory.is_visited:
             busy.append(f"{self.device!r}: another device uses its memory")
         if busy:
             self.fail(PoolClosed("this pool"))
             self.forget()
             return busy
-        steps: list[Callable[[], object]] = [crew.close for crew in self.crews.values()]
+        steps: list[Callable[[], object]] = [executor.close for executor in self.executors.values()]
         parts = self.memory, self.pinned, self.staging, self.slots, self.words, self.device
         steps += [part.close for part in parts]
         try:
@@ -239,7 +238,7 @@ class DevicePool:
 
     def abandon(self) -> None:
         """Ends what was made of it, when opening failed half way. Blocks."""
-        steps = [crew.close for crew in self.crews.values()]
+        steps = [executor.close for executor in self.executors.values()]
         names = "memory", "pinned", "staging", "slots", "words"
         made = [getattr(self, name, None) for name in names]
         steps += [part.close for part in made if part is not None]
@@ -251,13 +250,13 @@ class DevicePool:
     def forget(self) -> None:
         """Leaves all as it is, dead or at work, until the process ends. Never waits."""
         self.device.primary.is_abandoned = True
-        for crew in self.crews.values():
-            crew.abandon()
+        for executor in self.executors.values():
+            executor.abandon()
 
     def fail(self, fault: BaseException) -> None:
         """After what ends its use: no ticket is waited for any more, and no memory comes back."""
-        for crew in self.crews.values():
-            crew.lane.fail(fault)
+        for executor in self.executors.values():
+            executor.fail(fault)
         self.memory.fault = self.pinned.fault = fault
 
 
@@ -281,7 +280,7 @@ def split_device(device: Device, *, fine: bool = False) -> DeviceSplit:
 
 
 def _balanced(device: Device) -> WorkqueueResource:
-    """What every lane asks for: work queues of its own, where that can be."""
+    """What every executor asks for: work queues of its own, where that can be."""
     queue = device.resources.workqueue
     queue.configure(
         WorkqueueResourceOptions(sharing_scope="green_ctx_balanced", concurrency_limit=STREAMS)

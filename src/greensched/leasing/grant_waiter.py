@@ -8,20 +8,20 @@ from __future__ import annotations
 from contextlib import suppress
 
 from greensched.execution.completion import CompletionPoller
-from greensched.execution.submission import Channel
+from greensched.execution.lease import Lease
 from greensched.scheduling.requests import Request
 
 
 def expect(request: Request, completion: CompletionPoller) -> None:
     """Somebody on the running loop is going to wait for a request."""
     request.owner = completion
-    request.waiter = completion.door.create_waiter()
+    request.waiter = completion.loop.create_waiter()
 
 
 def heard(request: Request) -> CompletionPoller:
     """His loop's view of the work, if he was not told an error: that is raised."""
     answer = request.answer
-    if answer is not None and not isinstance(answer, Channel):
+    if answer is not None and not isinstance(answer, Lease):
         assert isinstance(answer, Exception)
         raise answer
     assert isinstance(request.owner, CompletionPoller)
@@ -49,7 +49,7 @@ def let_go(request: Request) -> None:
 
 def is_left(request: Request) -> bool:
     """Whether nobody is going to claim it any more, since his loop is closed."""
-    return isinstance(request.owner, CompletionPoller) and request.owner.door.is_closed
+    return isinstance(request.owner, CompletionPoller) and request.owner.loop.is_closed
 
 
 def tell(request: Request, error: Exception | None = None) -> bool:
@@ -64,7 +64,7 @@ def tell(request: Request, error: Exception | None = None) -> bool:
         return True
     if error is not None:
         request.answer = error
-    return completion.door.wake_threadsafe(waiter)
+    return completion.loop.wake_threadsafe(waiter)
 
 
 def tell_all(refused: list[tuple[Request, Exception]]) -> None:
@@ -74,10 +74,10 @@ def tell_all(refused: list[tuple[Request, Exception]]) -> None:
             tell(*refused.pop())
 
 
-def take_handed(request: Request) -> Channel | None:
+def take_handed(request: Request) -> Lease | None:
     """What one that waited was handed; it is not kept, or lease and request would be a circle."""
     handed = request.answer
-    if not isinstance(handed, Channel):
+    if not isinstance(handed, Lease):
         return None
     request.answer = None
     return handed

@@ -16,9 +16,7 @@ from collections.abc import Callable
 from threading import Lock
 
 from greensched._asynclib import get_ident
-from greensched.device.streams import MASK
 from greensched.execution.lease import Lease
-from greensched.execution.submission import Channel
 from greensched.leasing.requests import LeaseRequest
 from greensched.scheduling.requests import Request
 from greensched.scheduling.scheduler import Scheduler
@@ -47,7 +45,7 @@ class LeaseCache:
         self._tell = tell
         self._time = time
         #: Where something is parked, or was since all was given back last, by thread of its loop.
-        self._spots: dict[tuple[LeaseRequest, int], list[Channel]] = {}
+        self._spots: dict[tuple[LeaseRequest, int], list[Lease]] = {}
         #: Who decides, while the pool is open; None: nothing is parked or handed over.
         self.scheduler: Scheduler | None = None
         #: Who is told of each lease; None: there are no classes to be charged.
@@ -63,10 +61,10 @@ class LeaseCache:
         self.scheduler = scheduler
         self._charges = scheduler if scheduler.ground.is_classed else None
 
-    def take(self, wish: LeaseRequest) -> Channel | None:
+    def take(self, wish: LeaseRequest) -> Lease | None:
         """A lease of the running loop that was parked; None: there is none.
 
-        Whoever pops a channel has it, without a lock. While it was parked it stayed open and plain,
+        Whoever pops a lease has it, without a lock. While it was parked it stayed open and plain,
         unless the pool stopped.
         """
         spot = self._spots.get((wish, get_ident()))
@@ -74,78 +72,65 @@ class LeaseCache:
             return None
         try:
             # All here are of one loop: another on this thread asks the desk, which clears it first.
-            taker = spot[-1].holding.completion.door.asks()
+            taker = spot[-1].poller.loop.current_holder()
             if taker is None:  # nobody's task, or that other loop's
                 return None
-            channel = spot.pop()
+            lease = spot.pop()
         except IndexError:  # another thread cleared it meanwhile
             return None
-        channel.holding.taker = taker
+        lease.pending_holder = taker
         self.is_taken = True
         charges = self._charges
         if charges is not None:
             with self.lock:
-                charges.resume(self._time(), channel.holding.lease)
-        return channel
+                charges.resume(self._time(), lease.grant)
+        return lease
 
-    def park(self, wish: LeaseRequest, channel: Channel) -> bool:
+    def park(self, wish: LeaseRequest, lease: Lease) -> bool:
         """Parks a lease that its holder has left, or ends it; False: it has more to see to."""
-        holding, track = channel.holding, channel.track
-        issued = track.issued
-        if not (  # of what it did nothing is left: it could as well go on
-            holding.is_plain
-            and not holding.is_involved
-            and not holding.failed
-            and (issued == track.known or issued & MASK == track.word[0])
-            and issued == track.submitted
-            and not track.kept
-            and holding.thread == get_ident()
-        ):
+        if not lease.is_unused():
             return False
-        if holding.bound:
-            if holding.unmarked:  # launches behind the last ticket may still run
-                return False
-            holding.close_bound()
-            track.let_go()  # of what was bound: it is done
+        if lease.bound_launches:
+            lease.close_bound_launches()
+            lease.launch_stream.let_go()  # of what was bound: it is done
         granted: list[Request] = []
         with self.lock:
-            scheduler, charges, lease = self.scheduler, self._charges, holding.lease
-            holding.taker = None  # a task that is kept is not collected
+            scheduler, charges, grant = self.scheduler, self._charges, lease.grant
+            lease.pending_holder = None  # a task that is kept is not collected
             if scheduler is not None and scheduler.waiting:
-                granted = self._hand_over(channel, scheduler)
+                granted = self._hand_over(lease, scheduler)
             elif scheduler is not None:
-                spot = self._spots.get((wish, holding.thread))
+                spot = self._spots.get((wish, lease.thread))
                 # Not what nobody else asks for, nor on trio, where to ask is a turn anyway.
-                if spot is None and wish.is_reused and not holding.completion.door.always_yields:
-                    spot = self._spots[wish, holding.thread] = []
-                if spot is not None and (charges is None or charges.pause(self._time(), lease)):
-                    if lease.holder is not None:
-                        scheduler.pass_on(lease, None)
+                if spot is None and wish.is_reused and not lease.poller.loop.always_yields:
+                    spot = self._spots[wish, lease.thread] = []
+                if spot is not None and (charges is None or charges.pause(self._time(), grant)):
+                    if grant.holder is not None:
+                        scheduler.pass_on(grant, None)
                     self.put += 1
-                    spot.append(channel)
+                    spot.append(lease)
                     return True
             if not granted:
-                holding.lapse()
-                granted = self._free(holding)
+                lease.close_now()
+                granted = self._free(lease)
         self._tell(granted)
         return True
 
-    def _hand_over(self, channel: Channel, scheduler: Scheduler) -> list[Request]:
+    def _hand_over(self, lease: Lease, scheduler: Scheduler) -> list[Request]:
         """Gives a lease to who is next, if he waits for just that on the same loop.
 
         Returns him. Whoever calls holds the lock.
         """
-        holding = channel.holding
-        first = scheduler.next_for(holding.lease)
+        first = scheduler.next_for(lease.grant)
         if first is None:
             return []
-        if first.owner is not holding.completion:
+        if first.owner is not lease.poller:
             return []
-        first.answer = channel
-        scheduler.hand_over(self._time(), holding.lease, first)
+        first.answer = lease
+        scheduler.hand_over(self._time(), lease.grant, first)
         return [first]
 
-    def clear(self) -> tuple[list[Channel], int]:
+    def clear(self) -> tuple[list[Lease], int]:
         """All that is parked: it is over, and to be given back. Whoever calls holds the lock.
 
         And how often one was taken, of which the scheduler is to be told now.
@@ -159,7 +144,7 @@ class LeaseCache:
                 except IndexError:
                     break
         self._spots.clear()  # wishes end, with their classes
-        for channel in found:
-            channel.holding.lapse()
+        for lease in found:
+            lease.close_now()
         taken, self.put = self.put - len(found), 0
         return found, taken

@@ -107,7 +107,7 @@ class PoolLifecycle:
                 self._manager.check()
             if self._opening is None:
                 driver = drivers.open(self.options.driver)
-                builder = WorkerThread(driver, "greensched builder", is_relaxed=False)
+                builder = WorkerThread(driver, "greensched builder", relaxed=False)
                 manager = LeaseManager(driver, builder, self.lock)
                 opening = BackgroundTask(lambda: self._build(manager))
                 builder.submit(opening.do)  # raises RuntimeError where no thread can be started

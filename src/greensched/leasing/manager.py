@@ -30,10 +30,11 @@ from greensched.errors import (
     PoolClosed,
 )
 from greensched.execution.completion import CompletionPoller
-from greensched.execution.eventloop.adapters import LoopAdapter, Waiter, current_door
+from greensched.execution.eventloop import current_adapter
+from greensched.execution.eventloop.base import LoopAdapter, Waiter
+from greensched.execution.executor import Executor
 from greensched.execution.lease import Lease
-from greensched.execution.submission import Channel
-from greensched.execution.threads import Crew, WorkerThread
+from greensched.execution.threads import WorkerThread
 from greensched.leasing.device_pool import DevicePool, index_of
 from greensched.leasing.grant_waiter import (
     expect,
@@ -79,13 +80,13 @@ class LeaseManager:
         self.fault: BaseException | None = None
         self.sites: tuple[DevicePool, ...] = ()
         self.scheduler: Scheduler
-        self.holdings: set[Lease] = set()
+        self.leases: set[Lease] = set()
         #: Of classes whose memory is bounded, or was.
         self._allowances: dict[str, MemoryQuota] = {}
         self._completions: dict[LoopAdapter, CompletionPoller] = {}
         #: Who asked last.
         self._latest: CompletionPoller | None = None
-        #: Lanes the builder is to make, by device and cells.
+        #: Executors the builder is to make, by device and cells.
         self._making: set[tuple[int, int]] = set()
         #: Where it makes one right now.
         self._making_at: DevicePool | None = None
@@ -113,12 +114,12 @@ class LeaseManager:
             [site.cells for site in sites],
             policy,
             max_waiting,
-            lambda index, mask: mask in sites[index].crews,
+            lambda index, mask: mask in sites[index].executors,
             services=services,
             placement=placement,
         )
         for site, warm in zip(sites, scheduler.warm, strict=True):
-            for mask in site.crews:
+            for mask in site.executors:
                 warm.setdefault(mask.bit_count(), {})[mask] = None
         update_quotas(self._allowances, services)
         with self.lock:
@@ -134,9 +135,7 @@ class LeaseManager:
         """Itself. A pool says its desk by that."""
         return self
 
-    def ask(
-        self, wish: LeaseRequest, completion: CompletionPoller
-    ) -> tuple[Channel, ...] | Request:
+    def ask(self, wish: LeaseRequest, completion: CompletionPoller) -> tuple[Lease, ...] | Request:
         """A grant at once, or a request that is queued, whose owner is told when to `claim`.
 
         Whoever does not wait for it any more has it `leave`.
@@ -150,16 +149,16 @@ class LeaseManager:
         with self.lock:
             request = self._request(wish, completion, wait=True)
             others = self.scheduler.resized(request)
-            channels = self._claim(request, completion) if request.leases else ()
-            if not channels:
+            leases = self._claim(request, completion) if request.leases else ()
+            if not leases:
                 expect(request, completion)
         self._deliver(others)
-        if channels:
-            return channels
-        completion.queued(request.deadline)
+        if leases:
+            return leases
+        completion.request_queued(request.deadline)
         return request
 
-    def claim(self, request: Request) -> tuple[Channel, ...]:
+    def claim(self, request: Request) -> tuple[Lease, ...]:
         """What was granted to one that was told.
 
         Raises:
@@ -169,38 +168,38 @@ class LeaseManager:
         completion = heard(request)
         with self.lock:
             self.check()
-            channels = self._claim(request, completion)
+            leases = self._claim(request, completion)
         let_go(request)
-        return channels
+        return leases
 
-    def acquire_nowait(self, wish: LeaseRequest) -> tuple[Channel, ...]:
-        """A grant at once, on lanes that are made; raises `WouldBlock` and what `ask` does."""
-        completion = self.completion()
+    def acquire_nowait(self, wish: LeaseRequest) -> tuple[Lease, ...]:
+        """A grant at once, on executors that are made; raises `WouldBlock` and what `ask` does."""
+        completion = self.current_poller()
         self._adopt(completion)  # nobody else may come by to do it
         self._give_up_forsaken()
         with self.lock:
             request = self._request(wish, completion, wait=False)
             others = self.scheduler.resized(request)
-            channels = self._claim(request, completion)
+            leases = self._claim(request, completion)
         self._deliver(others)
-        return channels
+        return leases
 
     def unpark(self) -> None:
         """The scheduler knows again who holds what, and what is free. Holds the lock."""
         parking = self._parking
         if not (parking.put or parking.is_taken):
             return
-        channels, taken = parking.clear()
+        leases, taken = parking.clear()
         self.scheduler.count_again(taken)
-        for channel in channels:
-            channel.holding.crew.is_leased = False
-            self.holdings.discard(channel.holding)
-            granted = self.scheduler.drained(self._time(), channel.holding.lease)
+        for lease in leases:
+            lease.executor.is_leased = False
+            self.leases.discard(lease)
+            granted = self.scheduler.drained(self._time(), lease.grant)
             assert not granted, "something was parked while somebody waited"
-        for holding in self.holdings:
-            if holding.taker is not None:
-                self.scheduler.pass_on(holding.lease, holding.taker)
-                holding.taker = None
+        for lease in self.leases:
+            if lease.pending_holder is not None:
+                self.scheduler.pass_on(lease.grant, lease.pending_holder)
+                lease.pending_holder = None
 
     def _request(self, wish: LeaseRequest, completion: CompletionPoller, *, wait: bool) -> Request:
         """Asks the scheduler. Holds the lock."""
@@ -216,7 +215,7 @@ class LeaseManager:
             near=None if wish.near is None else index_of(self.sites, wish.near),
             deadline=None if wish.deadline is None else now + wish.deadline,
             duration=wish.duration,
-            holder=completion.door.asks(),
+            holder=completion.loop.current_holder(),
             wait=wait,
         )
 
@@ -230,16 +229,16 @@ class LeaseManager:
                     self.builder.submit(partial(self._make, index, mask))
 
     def _make(self, index: int, mask: int) -> None:
-        """On the builder: makes a lane, and tells who is granted by that, or why it cannot be."""
+        """On the builder: makes an executor; tells who is granted by that, or why it cannot be."""
         failure: Exception | None = None
-        surplus: list[Crew] = []
+        surplus: list[Executor] = []
         site = self.sites[index]
         with self.lock:
             if not self._works:  # any more
                 return
             self._making_at = site
         try:
-            crew = site.make(mask)
+            executor = site.make(mask)
         except Exception as error:  # whatever it is: somebody waits to be told
             failure = error
         with self.lock:
@@ -247,10 +246,10 @@ class LeaseManager:
             self._making.discard((index, mask))
             if self.state is PoolState.CLOSED:  # meanwhile: this is left with all else there
                 if failure is None:
-                    crew.abandon()
+                    executor.abandon()
                 return
             if failure is None:
-                surplus = self._add(index, crew)
+                surplus = self._add(index, executor)
                 granted = self.scheduler.made(self._time())
             else:
                 lacking = [r for r in self.scheduler.queued() if (index, mask) in r.lacks]
@@ -262,64 +261,60 @@ class LeaseManager:
         for old in surplus:
             old.close()
 
-    def _add(self, index: int, crew: Crew) -> list[Crew]:
-        """A lane can be granted from here on; returns those to end. Holds the lock."""
-        site, warm, mask = self.sites[index], self.scheduler.warm[index], crew.lane.mask
-        site.add(crew)
+    def _add(self, index: int, executor: Executor) -> list[Executor]:
+        """An executor can be granted from here on; returns those to end. Holds the lock."""
+        site, warm, mask = self.sites[index], self.scheduler.warm[index], executor.mask
+        site.add(executor)
         warm.setdefault(mask.bit_count(), {})[mask] = None
         leases = [lease for request in self._unclaimed() for lease in request.leases]
         keep = {mask} | {lease.mask for lease in leases if lease.device == index}
         surplus = []
         for other in site.surplus(keep):
-            surplus.append(site.crews.pop(other))
+            surplus.append(site.executors.pop(other))
             del warm[other.bit_count()][other]
         return surplus
 
-    def _claim(self, request: Request, completion: CompletionPoller) -> tuple[Channel, ...]:
-        """The lanes of a grant are in this loop's hands from here on. Holds the lock."""
-        leases, request.leases = request.leases, ()  # no circle, which the collector would free
+    def _claim(self, request: Request, completion: CompletionPoller) -> tuple[Lease, ...]:
+        """The executors of a grant are in this loop's hands from here on. Holds the lock."""
+        grants, request.leases = request.leases, ()  # no circle, which the collector would free
         handed = take_handed(request)
         if handed is not None:
-            handed.holding.thread = get_ident()  # where this loop runs by now
+            handed.thread = get_ident()  # where this loop runs by now
             return (handed,)
-        channels = []
-        for lease in leases:
-            site = self.sites[lease.device]
-            holding = Lease(lease, site.take(lease.mask), completion, self)
-            self.holdings.add(holding)
-            allowance = self._allowances.get(request.flow.name)
-            channels.append(Channel(holding, site, self.check, allowance))
-        return tuple(channels)
+        leases = []
+        for grant in grants:
+            site = self.sites[grant.device]
+            quota = self._allowances.get(request.flow.name)
+            lease = Lease(grant, site.take(grant.mask), completion, site, self, quota)
+            self.leases.add(lease)
+            leases.append(lease)
+        return tuple(leases)
 
     def _unclaimed(self) -> list[Request]:
         """Whose requests are granted, and they had no turn to claim that. Holds the lock."""
         held = [lease.request for live in self.scheduler.ground.live for lease in live]
         return [request for request in dict.fromkeys(held) if request.leases]
 
-    def checkpoint(self, channel: Channel, duration: object, deadline: object) -> Channel:
-        """A lease without work gives cells back, or takes some up. Returns where it is now.
+    def checkpoint(self, lease: Lease, duration: object, deadline: object) -> None:
+        """A lease without work gives cells back, or takes some up.
 
         Raises:
             PoolClosed, DeviceLost, ForkedPool: it is over. InvalidRequest: no duration, or no
             deadline.
         """
-        holding, told = channel.holding, (checked_duration(duration), checked_deadline(deadline))
+        told = (checked_duration(duration), checked_deadline(deadline))
         with self.lock:
             self.check()
             self.unpark()
-            lease, before = holding.lease, holding.lease.mask
-            granted = self.scheduler.checkpoint(self._time(), lease, *told)
-            if lease.mask != before:
-                site = self.sites[lease.device]
-                holding.crew.is_leased = False
-                moved = holding.moved(site.take(lease.mask))
-                self.holdings.discard(holding)
-                self.holdings.add(moved)
-                channel = Channel(moved, site, self.check, channel.allowance)
+            executor, grant = lease.executor, lease.grant
+            before = grant.mask
+            granted = self.scheduler.checkpoint(self._time(), grant, *told)
+            if grant.mask != before:
+                executor.is_leased = False
+                lease.move_to(self.sites[grant.device].take(grant.mask))
         self._deliver(granted)
-        if channel.holding is not holding:
-            holding.hand_over(channel)
-        return channel
+        if lease.executor is not executor:
+            lease.move_bound_launches(executor)
 
     def reconfigure(self, services: Sequence[ServiceClass] | None, policy: Order | None) -> None:
         """Other classes, or another policy; whoever can be granted because of that is.
@@ -349,7 +344,7 @@ class LeaseManager:
         """What the pool has and did, at one moment."""
         with self.lock:
             self.unpark()
-            return collect_statistics(self.state, self.sites, len(self.holdings), self.scheduler)
+            return collect_statistics(self.state, self.sites, len(self.leases), self.scheduler)
 
     # -- giving back -----------------------------------------------------------------------------
 
@@ -390,29 +385,29 @@ class LeaseManager:
         leases, request.leases = request.leases, ()
         handed = take_handed(request)
         if handed is not None:
-            return self._free(handed.holding)
+            return self._free(handed)
         for lease in leases:
             granted += self.scheduler.drained(now, lease)
         return granted
 
-    def draining(self, holding: Lease) -> None:
+    def lease_draining(self, lease: Lease) -> None:
         """A lease has ended, and its work has not: nobody holds it, and nobody gets it yet."""
         with self.lock:
-            self.scheduler.release(holding.lease)
+            self.scheduler.release(lease.grant)
 
-    def over(self, holding: Lease) -> None:
+    def lease_closed(self, lease: Lease) -> None:
         """All work of a lease is done: its cells are free."""
         if self.state is FORKED:  # nobody asks
             return
         with self.lock:
-            granted = self._free(holding)
+            granted = self._free(lease)
         self._tell_freed(granted)
 
-    def _free(self, holding: Lease) -> list[Request]:
+    def _free(self, lease: Lease) -> list[Request]:
         """The cells of a lease are free; who is granted by that. Holds the lock."""
-        holding.crew.is_leased = False
-        self.holdings.discard(holding)
-        return self.scheduler.drained(self._time(), holding.lease)
+        lease.executor.is_leased = False
+        self.leases.discard(lease)
+        return self.scheduler.drained(self._time(), lease.grant)
 
     def _tell_freed(self, granted: list[Request]) -> None:
         self._deliver(granted)
@@ -436,7 +431,7 @@ class LeaseManager:
 
     def _tend(self) -> float:
         """While requests wait: passed deadlines, and loops that closed with leases in hand."""
-        self._adopt(self.completion())
+        self._adopt(self.current_poller())
         self._give_up_forsaken()
         with self.lock:
             now = self._time()
@@ -448,7 +443,7 @@ class LeaseManager:
         return TEND_S if deadline is None else max(0.0, min(TEND_S, deadline - now))
 
     def _adopt(self, completion: CompletionPoller) -> None:
-        """Takes over what closed loops left: requests go, leases end, lanes drain."""
+        """Takes over what closed loops left: requests go, leases end, executors drain."""
         granted: list[Request] = []
         with self.lock:
             closed = [door for door in self._completions if door.is_closed]
@@ -461,33 +456,33 @@ class LeaseManager:
             asked = [*self.scheduler.queued(), *self._unclaimed()] if self.sites else []
             for request in filter(is_left, asked):
                 granted += self._drop(request)
-            orphans = [h for h in self.holdings if h.completion.door.is_closed]
+            orphans = [h for h in self.leases if h.poller.loop.is_closed]
         self._deliver(granted)
-        for holding in orphans:
-            holding.adopt(completion)
+        for lease in orphans:
+            lease.take_over(completion)
 
-    # -- for lanes and their threads -------------------------------------------------------------
+    # -- for executors and their threads ---------------------------------------------------------
 
-    def completion(self) -> CompletionPoller:
+    def current_poller(self) -> CompletionPoller:
         """The running loop's view of the outstanding work.
 
         Raises:
             NoLoop: no loop is running on this thread.
         """
         latest = self._latest
-        if latest is not None and latest.door.is_current():
+        if latest is not None and latest.loop.is_current():
             return latest
-        door = current_door()
+        door = current_adapter()
         completion = self._completions.get(door)
         if completion is None:
-            completion = CompletionPoller(door, self.driver, self.lost, self._tend)
+            completion = CompletionPoller(door, self.driver, self.device_failed, self._tend)
             with self.lock:
                 self._completions[door] = completion
             self._adopt(completion)
         self._latest = completion
         return completion
 
-    def lost(self, fault: BaseException) -> None:
+    def device_failed(self, fault: BaseException) -> None:
         """A device fault, met by anybody, on any thread: the first one ends everything."""
         with self.lock:
             if self.fault is not None or self.state is PoolState.CLOSED:
@@ -498,8 +493,8 @@ class LeaseManager:
             completions = list(self._completions.values())
             for site in self.sites:
                 site.fail(fault)
-            for holding in self.holdings:
-                holding.end_bound()
+            for lease in self.leases:
+                lease.close_bound_launches()
         logger.error("the GPU is unusable until this process is replaced: %s", fault)
         for request in waiting:
             tell(request, DeviceLost(fault))
@@ -533,8 +528,8 @@ class LeaseManager:
         self._parking.clear()
         for site in self.sites:
             site.fail(ForkedPool("this pool"))
-        for holding in tuple(self.holdings):
-            holding.end_bound()
+        for lease in tuple(self.leases):
+            lease.close_bound_launches()
 
     def _stop_granting(self) -> list[Request]:
         """Nothing is parked or queued any more. Returns who was queued."""
@@ -556,13 +551,13 @@ class LeaseManager:
         with self.lock:
             if self.scheduler.is_idle or self.state is not PoolState.CLOSING:
                 return None
-            waiter = completion.door.create_waiter()
-            self._waiting_for_none.append((completion.door, waiter))
+            waiter = completion.loop.create_waiter()
+            self._waiting_for_none.append((completion.loop, waiter))
             return waiter
 
     @property
     def is_held_up(self) -> bool:
-        """Whether the builder makes a lane, or is to, on a device that works.
+        """Whether the builder makes an executor, or is to, on a device that works.
 
         A driver may hold that up until the work ends, which it may never do. The site is to be left
         as it is anyway, so the closing need not wait for the builder.
@@ -591,12 +586,12 @@ class LeaseManager:
     def _let_go(self) -> None:
         """Whoever waits for work that was left behind hears of the end instead."""
         with self.lock:
-            holdings, completions = tuple(self.holdings), tuple(self._completions.values())
+            leases, completions = tuple(self.leases), tuple(self._completions.values())
             told, self._waiting_for_none = self._waiting_for_none, []
         for door, waiter in told:
             door.wake_threadsafe(waiter)
-        for holding in holdings:
-            holding.end_bound()
-            holding.completion.door.call_threadsafe(holding.let_go)
+        for lease in leases:
+            lease.close_bound_launches()
+            lease.poller.loop.call_threadsafe(lease.pool_closed)
         for completion in completions:
             completion.kick_threadsafe()

@@ -1,11 +1,9 @@
-"""The lease of a lane: what `async with pool.partition(...)` yields."""
+"""The lease of an executor: what `async with pool.partition(...)` yields."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
-from functools import partial
-from threading import get_ident
 from types import TracebackType
 from typing import Any, Literal, NoReturn, ParamSpec, Self, TypeVar
 
@@ -23,15 +21,14 @@ from greensched.errors import (
     PartitionClosed,
     WouldBlock,
     too_late,
-    wrong_thread,
 )
-from greensched.execution import calls, copies, graphs, launches, settling
+from greensched.execution import calls, copies, graphs, launches
 from greensched.execution.bound_launch import BoundLaunch
 from greensched.execution.call_context import CallContext
 from greensched.execution.graphs import Graph
 from greensched.execution.jobs import Job, ProgressCallback
+from greensched.execution.lease import Lease
 from greensched.execution.prefetch import Prefetcher
-from greensched.execution.submission import Channel, ready
 from greensched.kernels import Kernel
 from greensched.leasing.asking import Asker, Grantor
 from greensched.typing import DeviceArray
@@ -65,38 +62,34 @@ class Partition(Asker["Partition"]):
         self,
         grantor: Grantor,
         wish: Any,
-        granted: Channel | None = None,
+        granted: Lease | None = None,
         is_entered: bool = False,
     ) -> None:
         self._desk = grantor
         self._wish = wish
         self._is_entered = is_entered
-        self._channel = granted
+        self._leased = granted
         #: Its block was left, and its lease may be somebody else's by now.
         self._is_left = False
 
     # -- being leased ------------------------------------------------------------------------------
 
     def _refuse(self) -> NoReturn:
-        if self._channel is not None or self._is_left:
+        if self._leased is not None or self._is_left:
             self._open()
         raise InvalidRequest("this partition is entered already: ask for another")
 
-    def _have(self, channels: tuple[Channel, ...]) -> Self:
-        (self._channel,) = channels
+    def _have(self, leases: tuple[Lease, ...]) -> Self:
+        (self._leased,) = leases
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         """Ends the lease; see the class. A cancellation while it waits only stops the waiting."""
-        channel = self._channel
-        if (
-            channel is not None
-            and kind is not GeneratorExit
-            and self._desk.park(self._wish, channel)
-        ):
-            self._channel, self._is_left = None, True
+        lease = self._leased
+        if lease is not None and kind is not GeneratorExit and self._desk.park(self._wish, lease):
+            self._leased, self._is_left = None, True
             return
         self.leave(kind)
         if kind is None:
@@ -110,69 +103,68 @@ class Partition(Asker["Partition"]):
         while a lock is held that the end needs. Then its loop ends it in a turn of its own, or
         whichever loop takes over from a closed one.
         """
-        channel = self._channel or self._granted()
+        lease = self._leased or self._granted()
         if kind is GeneratorExit:
             self._is_left = True
-            channel.holding.completion.door.call_threadsafe(channel.holding.end)
+            lease.poller.loop.call_threadsafe(lease.end)
         else:
-            channel.holding.end()
+            lease.end()
 
     def end(self) -> None:
         """Nothing more is submitted; the SMs go back when the work is done. Does not wait.
 
         Idempotent: the lease may have ended already, with its loop.
         """
-        if not self._is_left and self._granted().holding.is_open:
-            self._mine().holding.end()
+        if not self._is_left and self._granted().is_open:
+            self._mine().end()
 
     async def finish(self) -> None:
         """Waits until all work of an ended lease is done."""
-        channel = self._channel
-        if channel is not None and not channel.holding.is_over:
-            await settling.wait_until_over(channel.holding)
+        lease = self._leased
+        if lease is not None and not lease.is_closed:
+            await lease.wait_closed()
 
     def raise_unseen(self) -> None:
         """Raises the first failure of a job that nobody has seen, or what ended everything."""
-        channel = self._channel
-        if channel is None:
+        lease = self._leased
+        if lease is None:
             return
-        unseen = channel.holding.unseen_error
+        unseen = lease.unretrieved_error
         if unseen is not None:
             raise unseen
-        if channel.track.fault is not None:
-            raise too_late(channel.track.fault)
+        if lease.launch_stream.fault is not None:
+            raise too_late(lease.launch_stream.fault)
 
-    def _granted(self) -> Channel:
-        if self._channel is None:
+    def _granted(self) -> Lease:
+        if self._leased is None:
             state = "closed" if self._is_left else "not granted: use it with `async with`"
             raise PartitionClosed("this partition", state)
-        return self._channel
+        return self._leased
 
-    def _open(self) -> Channel:
-        channel = self._granted()
-        if not channel.holding.is_open:
-            raise PartitionClosed("this partition")
-        return channel
+    def _open(self) -> Lease:
+        lease = self._granted()
+        lease.check_open()
+        return lease
 
-    def _ready(self) -> Channel:
-        """For `channel.ready`, where it does not see at once that all is well: says what is not."""
-        channel = self._mine()
-        channel.check_pool()
-        channel.check()
-        return channel
+    def _ready(self) -> Lease:
+        """The lease, where a job can be submitted now; raises what is in the way."""
+        lease = self._leased
+        if lease is None:
+            lease = self._open()
+        lease.check_ready()
+        return lease
 
-    def _mine(self) -> Channel:
-        channel = self._open()
-        if channel.holding.thread != get_ident():
-            raise wrong_thread()
-        return channel
+    def _mine(self) -> Lease:
+        lease = self._granted()
+        lease.check_thread()
+        return lease
 
     def __del__(self) -> None:
-        channel = self._channel
-        if channel is not None and channel.holding.is_open and not self._is_left:
+        lease = self._leased
+        if lease is not None and lease.is_open and not self._is_left:
             said = f"{self!r} was never left: use it with `async with`"
             # First: where warnings are errors, nothing after one is done.
-            channel.holding.completion.door.call_threadsafe(channel.holding.end)
+            lease.poller.loop.call_threadsafe(lease.end)
             warnings.warn(said, ResourceWarning, stacklevel=2, source=self)
 
     # -- between two pieces of work ----------------------------------------------------------------
@@ -195,33 +187,33 @@ class Partition(Asker["Partition"]):
             PartitionClosed, PoolClosed, DeviceLost: there is nothing to change any more.
             InvalidRequest: the partition's stream is capturing, or that is no duration or deadline.
         """
-        channel = self._mine()
-        channel.check_capture()
-        channel.check_pool()
-        door = channel.holding.completion.door
+        lease = self._mine()
+        lease.check_capture()
+        lease.check_pool()
+        door = lease.poller.loop
         if door.always_yields:
             await door.checkpoint()
-        await settling.settle(channel.holding)
-        if self._open() is channel:  # else another task's checkpoint was first
-            channel.check_capture()
-            self._channel = self._desk.checkpoint(channel, duration, deadline)
-            if (
-                duration is not None
-            ):  # the lease has it, and no other that asked for none may have it
-                self._channel.holding.is_involved = True
-        return self._open().lane.sm_count
+        executor = lease.executor
+        await lease.wait_idle()
+        self._open()
+        if lease.executor is executor:  # else another task's checkpoint was first
+            lease.check_capture()
+            self._desk.checkpoint(lease, duration, deadline)
+            if duration is not None:  # this lease has it, and no later one that gives none
+                lease.reusable = False
+        return self._open().executor.sm_count
 
     # -- facts -------------------------------------------------------------------------------------
 
     @property
     def sm_count(self) -> int:
         """The SMs it was granted: never fewer than were asked for, often a few more."""
-        return self._open().lane.sm_count
+        return self._open().executor.sm_count
 
     @property
     def is_shared(self) -> bool:
         """Whether it has all SMs beside others that have them, too: see `ServiceClass.shared`."""
-        return self._open().holding.lease.is_seat
+        return self._open().grant.is_seat
 
     @property
     def max_cluster_size(self) -> int:
@@ -230,12 +222,12 @@ class Partition(Asker["Partition"]):
         1: no clusters: the device has none (below compute capability 9.0). 2 where the pool cuts
         finely, or on what a device's cut left over.
         """
-        return self._open().lane.max_cluster_size
+        return self._open().executor.max_cluster_size
 
     @property
     def device(self) -> Device:
         """Its device."""
-        return self._open().lane.device
+        return self._open().executor.device
 
     @property
     def device_id(self) -> int:
@@ -254,20 +246,20 @@ class Partition(Asker["Partition"]):
             WouldBlock: something was submitted that is not on the stream yet (a first use, a large
                 copy): what others put there now would go before it. Await that first.
         """
-        channel = self._open()
-        channel.check_pool()
-        if not (channel.is_prompt() or channel.track.is_idle):
+        lease = self._open()
+        lease.check_pool()
+        if not (lease.all_submitted or lease.launch_stream.is_idle):
             raise WouldBlock("not all that was submitted is on the stream yet: await it first")
-        channel.holding.lend()
-        return channel.track.stream
+        lease.share_stream()
+        return lease.launch_stream.stream
 
     @property
     def context(self) -> Context:
         """Its green context. Current on one thread at a time; no `await` while it is."""
-        channel = self._open()
-        channel.check_pool()
-        channel.holding.expose()
-        return channel.lane.context
+        lease = self._open()
+        lease.check_pool()
+        lease.expect_foreign_work()
+        return lease.executor.context
 
     def __cuda_stream__(self) -> tuple[Literal[0], int]:
         """The partition stands for its stream wherever libraries take one."""
@@ -299,7 +291,7 @@ class Partition(Asker["Partition"]):
 
         What shows only later (a compile error, the driver's refusal) is the job's failure.
         """
-        return launches.launch(ready(self), config, kernel, args)
+        return launches.launch(self._ready(), config, kernel, args)
 
     def prepare(self, config: LaunchConfig, kernel: Kernel) -> Job[None]:
         """Compiles and loads a kernel for these SMs, so that no later launch waits for that.
@@ -312,7 +304,7 @@ class Partition(Asker["Partition"]):
         Raises:
             InvalidLaunch, NotSimulable: as `launch`.
         """
-        return launches.prepare(ready(self), config, kernel)
+        return launches.prepare(self._ready(), config, kernel)
 
     def bind(self, config: LaunchConfig, kernel: Kernel, *args: object) -> BoundLaunch:
         """Checks and packs a launch once, for launching often at the driver's own price.
@@ -321,9 +313,9 @@ class Partition(Asker["Partition"]):
             WouldBlock: the kernel was not loaded for these SMs: `await prepare(kernel, config)`.
             ArgumentMismatch, InvalidLaunch, NotSimulable: as `launch`.
         """
-        channel = ready(self)
-        bound = BoundLaunch(channel, launches.packed(channel, config, kernel, args), kernel.name)
-        channel.holding.bind(bound)
+        lease = self._ready()
+        bound = BoundLaunch(lease, launches.prepare_bound(lease, config, kernel, args), kernel.name)
+        lease.bound_launches.append(bound)
         return bound
 
     # -- memory ------------------------------------------------------------------------------------
@@ -336,7 +328,7 @@ class Partition(Asker["Partition"]):
 
         The job fails with `OutOfMemory` where there is no room.
         """
-        return copies.empty(ready(self), shape, dtype)
+        return copies.empty(self._ready(), shape, dtype)
 
     def empty_like(self, like: Buffer | Array) -> Job[Buffer]:
         """An uninitialised buffer of the same shape and dtype. Raises and fails as `empty`."""
@@ -348,7 +340,7 @@ class Partition(Asker["Partition"]):
         self, shape: int | tuple[int, ...], dtype: npt.DTypeLike = np.float32
     ) -> Job[PinnedBuffer]:
         """Zeroed host memory that the device reads and writes directly. Fails as `empty`."""
-        return copies.empty_pinned(ready(self), shape, dtype)
+        return copies.empty_pinned(self._ready(), shape, dtype)
 
     def upload(
         self, array: npt.ArrayLike, *, progress: ProgressCallback | None = None
@@ -372,7 +364,7 @@ class Partition(Asker["Partition"]):
         waiting only: the copy goes on, and the array is in use until `job.is_done`. To stop the
         copy itself, raise in `progress`.
         """
-        return copies.upload(ready(self), array, progress)
+        return copies.upload(self._ready(), array, progress)
 
     def download(
         self,
@@ -396,7 +388,7 @@ class Partition(Asker["Partition"]):
             InvalidArray: `out` is read-only, or of another shape or dtype; or a device array that
                 cannot be used, see `launch`.
         """
-        return copies.download(ready(self), buffer, out, progress)
+        return copies.download(self._ready(), buffer, out, progress)
 
     def copy(
         self,
@@ -423,7 +415,7 @@ class Partition(Asker["Partition"]):
             InvalidArray: they differ in shape or dtype; or a device array that cannot be used.
             WrongDevice: neither is of this device, or one is of a device outside the pool.
         """
-        return copies.copy(ready(self), dst, src, progress)
+        return copies.copy(self._ready(), dst, src, progress)
 
     def prefetch(self, arrays: Iterable[npt.ArrayLike]) -> Prefetcher:
         """Uploads arrays one after another, each while work on the one before it runs.
@@ -448,7 +440,7 @@ class Partition(Asker["Partition"]):
         Asking for the next buffer raises what `upload` does, and what the copy failed with. A
         cancellation stops the waiting only: the copy that is under way goes on, and ends.
         """
-        return Prefetcher(partial(ready, self), arrays)
+        return Prefetcher(self._ready, arrays)
 
     # -- blocking callables ------------------------------------------------------------------------
 
@@ -465,7 +457,7 @@ class Partition(Asker["Partition"]):
         Libraries with a current stream have it set where their integration was imported
         (`greensched.integrations.torch`, say); `current_call()` says there what SMs there are.
         """
-        return calls.run(ready(self), fn, args, kwargs)
+        return calls.submit_call(self._ready(), fn, args, kwargs)
 
     def capture(self, fn: Callable[P, object], /, *args: P.args, **kwargs: P.kwargs) -> Job[Graph]:
         """Captures the work of a function as a CUDA graph, to be launched again and again.
@@ -485,7 +477,7 @@ class Partition(Asker["Partition"]):
         or the capture was spoilt, by waiting for the device, say; nothing is left of it then.
         Cancelling who awaits it stops the waiting only; the graph is closed when it is made.
         """
-        return graphs.capture(ready(self), fn, args, kwargs)
+        return graphs.capture(self._ready(), fn, args, kwargs)
 
     def keep_alive(self, *things: object) -> Job[None]:
         """Keeps things alive until the device has done what it was given here so far.
@@ -498,9 +490,9 @@ class Partition(Asker["Partition"]):
             PartitionClosed, PoolClosed, DeviceLost, WrongThread: as `launch`.
             InvalidRequest: the partition's stream is capturing.
         """
-        channel = self._mine()
-        channel.check_pool()
-        return calls.keep(channel, things)
+        lease = self._mine()
+        lease.check_pool()
+        return calls.keep_alive(lease, things)
 
     @property
     def call(self) -> CallContext:
@@ -509,7 +501,8 @@ class Partition(Asker["Partition"]):
         Raises:
             WouldBlock: as `stream`.
         """
-        return calls.call_on(self._open(), self.stream)
+        lease, _ = self._open(), self.stream
+        return lease.context_on(lease.launch_stream)
 
     def local(self, factory: Callable[[], T]) -> Job[T]:
         """What a function makes for these SMs: once, then the same to every lease of them.
@@ -529,7 +522,7 @@ class Partition(Asker["Partition"]):
         stops the waiting only: the value is made, and kept. After a device fault, or over work that
         does not end, nothing is closed.
         """
-        return calls.local(ready(self), factory)
+        return calls.local(self._ready(), factory)
 
     # -- room --------------------------------------------------------------------------------------
 
@@ -540,19 +533,18 @@ class Partition(Asker["Partition"]):
             PartitionClosed, PoolClosed, DeviceLost: there is nothing to wait for any more.
             InvalidRequest: the partition's stream is capturing.
         """
-        channel = self._mine()
-        channel.check_capture()
-        for track in (channel.track, channel.lane.runs):
-            while not channel.has_room(track) and track.fault is None:
-                oldest = track.issued - channel.depth + 1
-                await channel.holding.completion.wait(track, oldest)
-        await settling.wait_for_room(channel.holding)
-        channel.check_pool()
+        lease = self._mine()
+        lease.check_capture()
+        for track in (lease.launch_stream, lease.executor.call_stream):
+            while not lease.has_room(track) and track.fault is None:
+                oldest = track.issued - lease.executor.depth + 1
+                await lease.poller.wait(track, oldest)
+        await lease.wait_for_bound_launches()
+        lease.check_pool()
 
     def __repr__(self) -> str:
-        channel = self._channel
-        if channel is None:
+        lease = self._leased
+        if lease is None:
             return f"<Partition: {self._wish}, {'closed' if self._is_left else 'not granted'}>"
-        holding, lane = channel.holding, channel.lane
-        state = "open" if holding.is_open else "closed" if holding.is_over else "draining"
-        return f"<Partition: {lane.sm_count} SMs of device {channel.ordinal}, {state}>"
+        sms, state = lease.executor.sm_count, lease.state.value
+        return f"<Partition: {sms} SMs of device {lease.ordinal}, {state}>"

@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from greensched.errors import InvalidRequest
-from greensched.execution.submission import Channel
+from greensched.execution.lease import Lease
 from greensched.leasing.asking import Asker, Grantor
 from greensched.leasing.partition import Partition
 
@@ -18,15 +18,15 @@ class PartitionGroup(Asker[tuple[Partition, ...]]):
         self._desk = grantor
         self._wish = wish
         self._is_entered = False
-        self._channel = None
+        self._leased = None
         self._partitions: tuple[Partition, ...] = ()
 
     def _refuse(self) -> NoReturn:
         raise InvalidRequest("these partitions were entered already: ask for others")
 
-    def _have(self, channels: tuple[Channel, ...]) -> tuple[Partition, ...]:
+    def _have(self, leases: tuple[Lease, ...]) -> tuple[Partition, ...]:
         self._partitions = tuple(
-            Partition(self._desk, self._wish, channel, is_entered=True) for channel in channels
+            Partition(self._desk, self._wish, lease, is_entered=True) for lease in leases
         )
         return self._partitions
 

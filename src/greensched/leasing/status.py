@@ -55,15 +55,15 @@ def collect_statistics(
     state: PoolState, sites: Sequence[DevicePool], leases: int, scheduler: Scheduler
 ) -> PoolStatistics:
     """Collect what a pool has and did, at one moment; the caller holds the manager's lock."""
-    crews = [crew for site in sites for crew in site.crews.values()]
+    executors = [executor for site in sites for executor in site.executors.values()]
     return PoolStatistics(
         state=state,
         devices=len(sites),
         sms_total=sum(site.cells.total for site in sites),
         leases=leases,
-        executors=len(crews),
+        executors=len(executors),
         executors_made=sum(site.executors_made for site in sites),
-        completion="event" if crews and crews[0].lane.uses_events else "word",
+        completion="event" if executors and executors[0].uses_events else "word",
         services=scheduler.services(),
         **asdict(scheduler.statistics()),
     )

@@ -20,7 +20,8 @@ from anyio.from_thread import BlockingPortalProvider
 from greensched._asynclib import in_event_loop
 from greensched.device.device import Device
 from greensched.errors import ForkedPool, LoopWouldBlock, PartitionClosed
-from greensched.execution.eventloop.adapters import asker, current_door
+from greensched.execution.eventloop import current_adapter
+from greensched.execution.eventloop.base import holder_override
 from greensched.leasing.partition import Partition
 from greensched.leasing.requests import LeaseOptions
 from greensched.leasing.status import CloseReport, PoolState
@@ -175,7 +176,7 @@ class _PortalCall:
 
     async def run(self) -> Any:
         self._ended = anyio.Event()
-        asker.set((current_door().current_task(), self._thread))  # in a context of its own
+        holder_override.set((current_adapter().current_task(), self._thread))  # in its own context
         try:
             with anyio.CancelScope() as self._scope:
                 return await self._function(*self._args)

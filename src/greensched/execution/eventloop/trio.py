@@ -1,73 +1,100 @@
-"""What awaits on trio, for its door: a task that waits for one wake, and system tasks.
-
-A room of its own, because what awaits is Python in a compiled build, too.
-"""
+"""The adapter of a run of trio."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Generator
+from typing import Any
 
-from greensched.typing import T
+from greensched.execution.eventloop.base import LoopAdapter, Timer, Waiter
 
-if TYPE_CHECKING:
-    from greensched.execution.jobs import Job
+
+class TrioAdapter(LoopAdapter):
+    """A run of trio."""
+
+    def __init__(self, trio: Any) -> None:
+        super().__init__(always_yields=True, current_task=trio.lowlevel.current_task)
+        self._trio = trio
+        self._token = trio.lowlevel.current_trio_token()
+        self._is_closed = False
+        trio.lowlevel.spawn_system_task(
+            notify_on_exit, trio, self._close, name="greensched adapter"
+        )
+
+    def _close(self) -> None:
+        self._is_closed = True
+
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
+
+    def create_waiter(self) -> Waiter:
+        return TaskWaiter(self._trio)
+
+    def is_waiting(self, waiter: Any) -> bool:
+        return not waiter.is_done
+
+    def wake(self, waiter: Any) -> bool:
+        if not self._is_closed:
+            waiter.wake()
+        return not self._is_closed
+
+    def create_timer(self, callback: Callable[[], None]) -> Timer:
+        return _TaskTimer(self._trio, callback)
+
+    def call_threadsafe(self, function: Callable[[], object]) -> bool:
+        try:
+            self._token.run_sync_soon(function)
+        except self._trio.RunFinishedError:
+            return False
+        return True
+
+    def checkpoint(self) -> Awaitable[None]:
+        checkpoint: Awaitable[None] = self._trio.lowlevel.checkpoint()
+        return checkpoint
 
 
 class TaskWaiter:
     """One task waiting for one wake, on the loop's thread; woken any number of times."""
 
-    __slots__ = ("_task", "_trio", "is_over")
+    __slots__ = ("_task", "_trio", "is_done")
 
     def __init__(self, trio: Any) -> None:
         self._trio = trio
         self._task: Any = None
-        #: He was woken, or cancelled.
-        self.is_over = False
+        #: The task was woken, or cancelled.
+        self.is_done = False
 
     def wake(self) -> None:
-        self.is_over = True
+        self.is_done = True
         if self._task is not None:
             task, self._task = self._task, None
             self._trio.lowlevel.reschedule(task)
 
     def __await__(self) -> Generator[Any, None, None]:
         lowlevel = self._trio.lowlevel
-        if self.is_over:
+        if self.is_done:
             yield from lowlevel.checkpoint().__await__()
             return
 
         def abort(_: object) -> Any:
-            self._task, self.is_over = None, True
+            self._task, self.is_done = None, True
             return lowlevel.Abort.SUCCEEDED
 
         self._task = lowlevel.current_task()
         yield from lowlevel.wait_task_rescheduled(abort).__await__()
 
 
-def until_done(job: Job[T], trio: Any) -> Generator[Any, Any, T]:
-    """Awaits a job: that is a checkpoint, wait or not."""
-    waiter = job.next_look()
-    if waiter is None:
-        yield from trio.lowlevel.checkpoint().__await__()
-    while waiter is not None:
-        yield from waiter.__await__()
-        waiter = job.next_look()
-    return job.result()
+class _TaskTimer:
+    """A system task that sleeps until its next call."""
 
-
-class TaskTicker:
-    """A system task that sleeps until its next appointment."""
-
-    def __init__(self, trio: Any, step: Callable[[], None]) -> None:
+    def __init__(self, trio: Any, callback: Callable[[], None]) -> None:
         self._trio = trio
-        self._step = step
+        self._callback = callback
         self._due: float | None = None
         self._changed = trio.Event()
-        trio.lowlevel.spawn_system_task(self._run, name="greensched ticker")
+        trio.lowlevel.spawn_system_task(self._run, name="greensched timer")
 
-    def again(self, delay: float) -> None:
-        """See `loops.Ticker`."""
+    def schedule(self, delay: float) -> None:
         self._due = self._trio.current_time() + max(0.0, delay)
         self._changed.set()
 
@@ -80,12 +107,12 @@ class TaskTicker:
             if self._due is not None and self._due <= trio.current_time():
                 self._due = None
                 await trio.lowlevel.checkpoint()
-                self._step()
+                self._callback()
 
 
-async def outlast(trio: Any, over: Callable[[], None]) -> None:
-    """System tasks outlive the main task: when this one ends, the run is over."""
+async def notify_on_exit(trio: Any, callback: Callable[[], None]) -> None:
+    """Call a function when the run ends: system tasks outlive the main task."""
     try:
         await trio.sleep_forever()
     finally:
-        over()
+        callback()
