@@ -38,7 +38,7 @@ MODULES = [
 ]
 #: System tasks of trio, which only the end of the run cancels; and `Pool.measure`, which delegates
 #: to `measure`, of which a scenario asks for fewer repetitions.
-EXCLUDED = {"outlast", "TaskTicker._run", "Pool.measure"}
+EXCLUDED = {"notify_on_exit", "_TaskTimer._run", "Pool.measure"}
 
 Backend = Literal["asyncio", "trio"]
 
