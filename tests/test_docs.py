@@ -185,7 +185,7 @@ def test_the_versions_are_those_that_are_promised() -> None:
     assert run_standin.VERSIONS == (13000, 13010)
 
 
-# -- the house --------------------------------------------------------------------------------
+# -- the sources ----------------------------------------------------------------------------
 
 
 def test_places_the_sources_refer_to_exist() -> None:
