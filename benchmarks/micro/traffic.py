@@ -104,16 +104,16 @@ def prefill_and_decode(seeds: Sequence[int], traces: Sequence[Path]) -> Iterator
         )
         is_file = isinstance(traffic, Path)
         asked = replace(asked, trace=traffic) if is_file else replace(asked, generator=traffic)
-        at_saturation = experiment._Source(asked, services(asked.services)).offered(1.0)
+        at_saturation = experiment._TrafficSource(asked, services(asked.services)).offered(1.0)
         asked = replace(asked, seconds=max(SECONDS, REQUESTS / at_saturation))
         named = f"{traffic.name if is_file else traffic}, {asked.seconds:.0f} s"
-        yield from _against(named, experiment.ask(asked))
+        yield from _against(named, experiment.run_experiment(asked))
 
 
 def _against(traffic: str, answer: results.Results) -> Iterator[Bar]:
-    good, told = results.goodputs(answer, None), results.against(answer)
-    for arm, found in good.items():
-        yield Bar(f"{traffic}: {arm}, requests/s", metrics.interval(found), "", None)
+    good, told = results.goodputs(answer, None), results.compare_policies(answer)
+    for strategy, found in good.items():
+        yield Bar(f"{traffic}: {strategy}, requests/s", metrics.interval(found), "", None)
     ours = told[OURS]
     yield at_least(f"{traffic}: x plain streams", ours["streams"], 1.5)
     yield at_least(f"{traffic}: of the gap to the bound", ours["recovered"], 0.6)
@@ -134,10 +134,10 @@ def _least(found: Sequence[float]) -> metrics.Interval:
 
 def _over_best(answer: results.Results) -> metrics.Interval:
     """The least of the bound over an arm that has its tokens in time, of all runs of a seed."""
-    decode = next(n for n, s in answer.setting.services.items() if s.role == "decode")
+    decode = next(n for n, s in answer.scenario.services.items() if s.role == "decode")
     latency = results.targets(answer, None)[decode]
-    least = [math.inf] * answer.question.repeats
-    for cell in answer.cells:
+    least = [math.inf] * answer.experiment.repeats
+    for cell in answer.groups:
         for i, worst in enumerate(results.attained(answer, cell, None)):
             if worst and cell.latencies[i][decode].attained(latency) >= metrics.MUST_MEET:
                 least[i] = min(least[i], answer.bounds[cell.rate][i][None] / worst)
@@ -154,8 +154,8 @@ def beside_training(seeds: Sequence[int]) -> Iterator[Bar]:
             services="w2", generator="paced", policies=("elastic",), rates=(rate,), seconds=4.0,
             seed=seeds[0], repeats=len(seeds), check=False,
         )  # fmt: skip
-        answer = experiment.ask(asked)
-        (cell,) = answer.cells
+        answer = experiment.run_experiment(asked)
+        (cell,) = answer.groups
         alone = answer.alone_p99["inference"]
         curve, sms = W2[0].curve, W2[0].reserve
         p99 = [each["inference"].whole.percentile(0.99) for each in cell.latencies]
@@ -204,7 +204,7 @@ def lending(seeds: Sequence[int]) -> Iterator[Bar]:
         yield at_most(f"{loan.what}: the lender's longest, of what it may wait", waited, 1.0)
 
 
-def _lent(loan: Loan, arm: Strategy, seed: int) -> tuple[float, float, float]:
+def _lent(loan: Loan, strategy: Strategy, seed: int) -> tuple[float, float, float]:
     """p99 of the lender and its longest latency in seconds; what the other did in a second."""
     classes = pair(work(108), work(108))
     classes["critical"] = replace(
@@ -215,18 +215,20 @@ def _lent(loan: Loan, arm: Strategy, seed: int) -> tuple[float, float, float]:
     found: list[float] = []
     done: list[int] = []
 
-    async def critical(seat: Client) -> None:
+    async def critical(client: Client) -> None:
         for _ in range(TURNS):
             await asyncio.sleep(loan.pause_s * rng.uniform(0.9, 1.1))
             for _ in range(AT_ONCE):
                 began = machine.now()
-                await seat.run((loan.request_ns,))
+                await client.run((loan.request_ns,))
                 found.append((machine.now() - began) / 1e9)
 
-    async def drive(_: Machine, seat: Callable[[str], Client]) -> None:
-        await beside(critical(seat("critical")), forever(seat("other"), same(loan.piece_ns), done))
+    async def drive(_: Machine, client: Callable[[str], Client]) -> None:
+        await beside(
+            critical(client("critical")), forever(client("other"), same(loan.piece_ns), done)
+        )
 
-    play(machine, arm, drive)
+    play(machine, strategy, drive)
     return percentile(found, 0.99), max(found), sum(done) / machine.now()
 
 
@@ -263,11 +265,11 @@ def hour(seeds: Sequence[int], traces: Sequence[Path]) -> Iterator[Bar]:
     """An hour of a language model's traffic, as fast as it is, under the arm that decides most."""
     seed, seconds = seeds[0], 3600.0
     asked = Experiment(trace=traces[0] if traces else None, seconds=seconds)
-    source = experiment._Source(asked, services("llm"))
+    source = experiment._TrafficSource(asked, services("llm"))
     classes = {n: replace(s, latency=1.0) for n, s in services("llm").items()}
-    setting = Scenario(gpus="h200", services=classes, seconds=seconds)
+    scenario = Scenario(gpus="h200", services=classes, seconds=seconds)
     began = process_time()
-    simulate(experiment.arms()[OURS], setting, source.traffic(0.0, seed), seed)
+    simulate(experiment.all_strategies()[OURS], scenario, source.traffic(0.0, seed), seed)
     took = process_time() - began
     yield at_most("seconds of one core for an hour of traffic", (took, took, took), 60.0)
     printed = {_printed(order) for order in ("1", "2")}

@@ -7,7 +7,7 @@ from statistics import median
 
 import pytest
 
-from greensched.capacity.experiment import arms
+from greensched.capacity.experiment import all_strategies
 from greensched.capacity.latency_tables import CURVES
 from greensched.capacity.run import Outcome, Scenario, simulate
 from greensched.capacity.traffic import Arrival, generate
@@ -17,8 +17,8 @@ from greensched.capacity.workload import LLM, W2, ServiceProfile
 def w2(name: str) -> Outcome:
     """Paced requests beside training, at half of the device's time."""
     services = {service.name: replace(service, latency=0.0052) for service in W2}
-    setting = Scenario(gpus="h200", services=services, seconds=1.0)
-    return simulate(arms()[name], setting, generate("paced", 1.0, 1), 1)
+    scenario = Scenario(gpus="h200", services=services, seconds=1.0)
+    return simulate(all_strategies()[name], scenario, generate("paced", 1.0, 1), 1)
 
 
 @pytest.mark.parametrize("name", ["classes", "elastic"])
@@ -33,10 +33,10 @@ def test_a_floor_is_lent_and_comes_back(name: str) -> None:
 def test_who_is_alone_has_everything() -> None:
     """A prompt with nobody beside it takes what it takes on the whole device."""
     services = {service.name: replace(service, latency=1.0) for service in LLM}
-    setting = Scenario(gpus="h200", services=services, seconds=2.0)
+    scenario = Scenario(gpus="h200", services=services, seconds=2.0)
     for name in ("sized", "elastic", "classes"):
         expected = 0.138 if name == "sized" else 0.137 * 1.7  # the floor is not lent
-        outcome = simulate(arms()[name], setting, [Arrival(0.0, 2048, 1)], 1)
+        outcome = simulate(all_strategies()[name], scenario, [Arrival(0.0, 2048, 1)], 1)
         assert outcome.samples["prefill"].latency[0] <= expected
 
 
@@ -47,14 +47,18 @@ def test_devices_are_split_only_where_that_is_needed() -> None:
         "scan": ServiceProfile(name="scan", role="loop", curve=CURVES["ssm-b8"], segment=0.002),
     }
     traffic = generate("paced", 1.0, 1)
-    setting = Scenario(gpus="a100", services=small, seconds=1.0)
-    ours, theirs = (simulate(arms()[name], setting, traffic, 1) for name in ("shared", "streams"))
+    scenario = Scenario(gpus="a100", services=small, seconds=1.0)
+    ours, theirs = (
+        simulate(all_strategies()[name], scenario, traffic, 1) for name in ("shared", "streams")
+    )
     found, expected = ours.samples["inference"], theirs.samples["inference"]
     assert max(found.latency[1:]) <= 1.01 * max(expected.latency)  # the first has lanes made
     assert ours.samples["scan"].done >= 0.99 * theirs.samples["scan"].done
 
     large = small | {"scan": replace(small["scan"], curve=CURVES["gemm"], segment=0.001)}
-    setting = replace(setting, services=large)
-    ours, theirs = (simulate(arms()[name], setting, traffic, 1) for name in ("shared", "streams"))
+    scenario = replace(scenario, services=large)
+    ours, theirs = (
+        simulate(all_strategies()[name], scenario, traffic, 1) for name in ("shared", "streams")
+    )
     found, expected = ours.samples["inference"], theirs.samples["inference"]
     assert median(found.latency) < 0.5 * median(expected.latency)

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from greensched.capacity.baselines import baselines
-from greensched.capacity.experiment import arms
+from greensched.capacity.experiment import all_strategies
 from greensched.capacity.latency_tables import CURVES
-from greensched.capacity.machine import DeviceTrace
+from greensched.capacity.machine import KernelRun
 from greensched.capacity.run import Outcome, Scenario, alone, occupied, simulate
 from greensched.capacity.servers import Samples, passes
 from greensched.capacity.strategies import Alone, Split, Strategy
@@ -28,11 +28,11 @@ REQUESTS = {service.name: replace(service, latency=0.01) for service in W2}
 
 
 def run(
-    arm: Strategy, seconds: float = 4.0, services: dict[str, ServiceProfile] = TOKENS
+    strategy: Strategy, seconds: float = 4.0, services: dict[str, ServiceProfile] = TOKENS
 ) -> Outcome:
     name = "azure-conv" if services is TOKENS else "requests"
-    setting = Scenario(gpus="h200", services=services, seconds=seconds)
-    return simulate(arm, setting, generate(name, seconds, 1), 1)
+    scenario = Scenario(gpus="h200", services=services, seconds=seconds)
+    return simulate(strategy, scenario, generate(name, seconds, 1), 1)
 
 
 def test_published_times() -> None:
@@ -45,8 +45,8 @@ def test_published_times() -> None:
 
 def test_one_request_alone() -> None:
     """Its first token takes its prompt, its other tokens a step each; nothing waits."""
-    setting = Scenario(gpus="h200", services=TOKENS, seconds=5.0)
-    outcome = simulate(Split(64), setting, [Arrival(0.0, 512, 11)], 1)
+    scenario = Scenario(gpus="h200", services=TOKENS, seconds=5.0)
+    outcome = simulate(Split(64), scenario, [Arrival(0.0, 512, 11)], 1)
     (first,) = outcome.samples["prefill"].latency
     gaps = outcome.samples["decode"].latency
     assert first == pytest.approx(0.054 * CURVES["gemm"].slowdown(68), rel=0.01)
@@ -61,10 +61,10 @@ def test_saturation_is_arithmetic() -> None:
     assert saturation(traffic, REQUESTS, 2) == pytest.approx(7.92, rel=0.01)
 
 
-@pytest.mark.parametrize("name", [*arms(), "split"])
+@pytest.mark.parametrize("name", [*all_strategies(), "split"])
 def test_every_arm_serves(name: str) -> None:
     """Each of them has requests done, fills no more SMs than there are, and waits for nobody."""
-    outcome = run(arms().get(name) or Split(48))
+    outcome = run(all_strategies().get(name) or Split(48))
     assert 0 < outcome.busy <= 1
     assert outcome.seconds == pytest.approx(4.0)
     assert outcome.samples["decode"].weight
@@ -74,7 +74,7 @@ def test_every_arm_serves(name: str) -> None:
 @pytest.mark.parametrize("name", ["streams", "fifo", "sized"])
 def test_the_same_seed_gives_the_same_run(name: str) -> None:
     """To the last digit."""
-    first, second = (run(arms()[name], 3.0) for _ in range(2))
+    first, second = (run(all_strategies()[name], 3.0) for _ in range(2))
     assert first == second
 
 
@@ -87,10 +87,10 @@ def test_a_split_shields_and_streams_do_not() -> None:
 
 def test_best_effort_counts_by_its_work() -> None:
     """Alone a loop uses the device always; behind a gate it keeps about what requests leave."""
-    setting = Scenario(gpus="h200", services=REQUESTS, seconds=1.0)
+    scenario = Scenario(gpus="h200", services=REQUESTS, seconds=1.0)
     traffic = generate("requests", 1.0, 1)
-    by_itself = alone(Alone(), setting, traffic, 1)["training"]
-    gated = simulate(baselines()["gate"], setting, traffic, 1)
+    by_itself = alone(Alone(), scenario, traffic, 1)["training"]
+    gated = simulate(baselines()["gate"], scenario, traffic, 1)
     assert by_itself.samples["training"].done == pytest.approx(1.0, rel=0.02)
     asked = sum(arrival.cost for arrival in traffic)
     assert gated.samples["training"].done == pytest.approx(1 - asked, abs=0.15)
@@ -98,26 +98,26 @@ def test_best_effort_counts_by_its_work() -> None:
 
 def test_who_is_served_alone_is_waited_for() -> None:
     """Else the longest of those that come last would be missing in what all are held to."""
-    setting = Scenario(gpus="h200", services=REQUESTS, seconds=1.0)
+    scenario = Scenario(gpus="h200", services=REQUESTS, seconds=1.0)
     traffic = [Arrival(0.9, service="inference", cost=0.5)]
-    (latency,) = alone(Alone(), setting, traffic, 1)["inference"].samples["inference"].latency
+    (latency,) = alone(Alone(), scenario, traffic, 1)["inference"].samples["inference"].latency
     assert latency > 0.5
 
 
-@pytest.mark.parametrize("by_target", [False, True])
-def test_who_is_late_anyway_goes_last(by_target: bool) -> None:
+@pytest.mark.parametrize("target_aware", [False, True])
+def test_who_is_late_anyway_goes_last(target_aware: bool) -> None:
     """Where the arm says so, a prompt that cannot be in time lets those pass that can."""
     long, short = Arrival(0.0, 8192, 1), Arrival(0.0, 256, 1)
     services = {name: replace(service, latency=0.5) for name, service in TOKENS.items()}
-    setting = Scenario(gpus="h200", services=services, seconds=5.0)
-    outcome = simulate(Split(64, by_target=by_target), setting, [long, short, short], 1)
-    assert sum(latency < 0.5 for latency in outcome.samples["prefill"].latency) == 2 * by_target
+    scenario = Scenario(gpus="h200", services=services, seconds=5.0)
+    outcome = simulate(Split(64, target_aware=target_aware), scenario, [long, short, short], 1)
+    assert sum(latency < 0.5 for latency in outcome.samples["prefill"].latency) == 2 * target_aware
 
 
 def test_two_devices_share_the_requests() -> None:
     """Whoever has less to do gets the next request, and both are used."""
-    setting = Scenario(gpus="h200x2", services=REQUESTS, seconds=1.0)
-    outcome = simulate(Split(64), setting, generate("requests", 1.0, 1), 1)
+    scenario = Scenario(gpus="h200x2", services=REQUESTS, seconds=1.0)
+    outcome = simulate(Split(64), scenario, generate("requests", 1.0, 1), 1)
     one = run(Split(64), 1.0, REQUESTS)
     assert len(outcome.samples["inference"].latency) >= len(one.samples["inference"].latency)
     assert outcome.samples["training"].done == pytest.approx(
@@ -127,7 +127,7 @@ def test_two_devices_share_the_requests() -> None:
 
 def test_what_overlaps_counts_once() -> None:
     """Of two kernels on the same SMs at the same time, those SMs are busy once."""
-    a, b = DeviceTrace("a", 0, 100, 0b1111), DeviceTrace("b", 50, 150, 0b0011)
+    a, b = KernelRun("a", 0, 100, 0b1111), KernelRun("b", 50, 150, 0b0011)
     assert occupied([a, b]) == pytest.approx((100 * 4 + 50 * 2) / 1e9)
 
 
@@ -135,7 +135,7 @@ def test_what_overlaps_counts_once() -> None:
 def test_first_tokens_are_given_out_when_a_step_begins(seed: int) -> None:
     """By target no token waits for a step that it is not in; the first pays for that, by a step."""
     traffic = generate("azure-code", 8.0, seed)
-    plain, ours = (_split(by_target, 60.0, traffic) for by_target in (False, True))
+    plain, ours = (_split(target_aware, 60.0, traffic) for target_aware in (False, True))
     longest = max(plain["decode"].latency)
     assert max(ours["decode"].wait) < 1e-4 < max(plain["decode"].wait)
     assert max(ours["decode"].latency) < longest
@@ -152,13 +152,13 @@ def test_first_tokens_do_not_wait_where_they_would_be_late(latency: float, waits
     assert (max(found["decode"].wait) > 0.01) != waits
 
 
-def _split(by_target: bool, latency: float, traffic: list[Arrival]) -> dict[str, Samples]:
+def _split(target_aware: bool, latency: float, traffic: list[Arrival]) -> dict[str, Samples]:
     """On a fixed split, to the end; a token may take 0.4 s, a first one `latency`."""
     services = {
         "decode": replace(TOKENS["decode"], latency=0.4),
         "prefill": replace(TOKENS["prefill"], latency=latency),
     }
-    setting = Scenario(gpus="h200", services=services, seconds=60.0)
-    found = simulate(Split(16, by_target=by_target), setting, traffic, 1).samples
+    scenario = Scenario(gpus="h200", services=services, seconds=60.0)
+    found = simulate(Split(16, target_aware=target_aware), scenario, traffic, 1).samples
     assert len(found["prefill"].latency) == len(traffic)
     return found

@@ -18,20 +18,20 @@ from typing import Any, get_args
 import pytest
 
 from greensched.capacity import experiment, plot, text_report, upper_bound, validation
-from greensched.capacity.experiment import ask
+from greensched.capacity.experiment import run_experiment
 from greensched.capacity.interference import PUBLISHED
 from greensched.capacity.latency_tables import CURVES
 from greensched.capacity.machine import Machine
 from greensched.capacity.metrics import (
     Latencies,
-    Weighed,
+    WeightedValues,
     goodput,
     interval,
     jain,
     ratio,
     recovered,
 )
-from greensched.capacity.results import Experiment, against, as_dict, attained
+from greensched.capacity.results import Experiment, as_dict, attained, compare_policies
 from greensched.capacity.servers import Samples
 from greensched.capacity.strategies import Split, pool_of
 from greensched.capacity.traffic import Arrival
@@ -54,10 +54,10 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_percentiles_have_weights() -> None:
     """A value that a hundred tokens had counts a hundred times."""
-    found = Weighed.of([2.0, 1.0, 3.0], [1, 98, 1])
+    found = WeightedValues.of([2.0, 1.0, 3.0], [1, 98, 1])
     assert [found.percentile(p) for p in (0.5, 0.98, 0.99, 1.0)] == [1.0, 1.0, 2.0, 3.0]
     assert [found.below(v) for v in (0.5, 1.0, 2.5, 3.0)] == [0, 98, 99, 100]
-    assert math.isnan(Weighed.of([], []).percentile(0.5))
+    assert math.isnan(WeightedValues.of([], []).percentile(0.5))
 
 
 def test_who_was_never_served_is_late() -> None:
@@ -79,14 +79,14 @@ def test_what_is_behind_the_traffic_does_not_count() -> None:
 def test_of_everybody_it_is_known_whether_he_is_late(target: float) -> None:
     """A run goes on until then, at every target that is told of; all else is of its traffic."""
     asked = replace(SMALL, generator="bursty", policies=("split-16", "sized"), rates=(5.0,))
-    answer = ask(replace(asked, seconds=8.0, target=target))
-    (split,), (sized,) = (cell.latencies for cell in answer.cells)
-    latest = max(target, 5.0) * answer.alone_p99["prefill"]
+    results = run_experiment(replace(asked, seconds=8.0, target=target))
+    (split,), (sized,) = (group.latencies for group in results.groups)
+    latest = max(target, 5.0) * results.alone_p99["prefill"]
     assert split["prefill"].left
     assert all(age >= latest for age in (*split["prefill"].left, *sized["prefill"].left))
     served = [found["prefill"].whole.total for found in (split, sized)]
     assert served[0] + len(split["prefill"].left) == served[1] + len(sized["prefill"].left)
-    for outcome in (cell.outcomes[0] for cell in answer.cells):
+    for outcome in (group.outcomes[0] for group in results.groups):
         assert outcome.busy <= 1
         assert 0 < outcome.drained <= latest
         assert sum(each.done for each in outcome.samples.values()) < 1.2 * outcome.seconds
@@ -95,8 +95,8 @@ def test_of_everybody_it_is_known_whether_he_is_late(target: float) -> None:
 def test_a_run_in_which_nobody_waits_ends_with_its_traffic() -> None:
     """However long its targets are, and whatever works on beside it."""
     asked = Experiment(services="w2", generator="paced", policies=("gate",), rates=(0.25,))
-    (cell,) = ask(replace(asked, seconds=0.5, target=1e9, check=False)).cells
-    assert cell.outcomes[0].drained < 0.1
+    (group,) = run_experiment(replace(asked, seconds=0.5, target=1e9, check=False)).groups
+    assert group.outcomes[0].drained < 0.1
 
 
 def test_who_starves_does_not_hold_a_run_up(tmp_path: Path) -> None:
@@ -109,9 +109,9 @@ def test_who_starves_does_not_hold_a_run_up(tmp_path: Path) -> None:
     asked = Experiment(
         services=str(path), trace=trace, policies=("gate",), seconds=0.1, check=False
     )
-    (cell,) = ask(asked).cells
-    assert cell.outcomes[0].drained == pytest.approx(0.1, abs=0.001)
-    assert cell.latencies[0]["last"].left
+    (group,) = run_experiment(asked).groups
+    assert group.outcomes[0].drained == pytest.approx(0.1, abs=0.001)
+    assert group.latencies[0]["last"].left
 
 
 def test_traffic_is_what_comes_within_a_runs_seconds(tmp_path: Path) -> None:
@@ -125,9 +125,9 @@ def test_traffic_is_what_comes_within_a_runs_seconds(tmp_path: Path) -> None:
     asked = Experiment(
         services=str(path), trace=trace, policies=("streams",), seconds=5, check=False
     )
-    answer = ask(asked)
-    assert attained(answer, answer.cells[0], None) == [1.0]
-    assert answer.bounds[0.0][0][None] == 1.0
+    results = run_experiment(asked)
+    assert attained(results, results.groups[0], None) == [1.0]
+    assert results.bounds[0.0][0][None] == 1.0
 
 
 def test_a_run_is_no_longer_than_its_trace(tmp_path: Path) -> None:
@@ -136,13 +136,13 @@ def test_a_run_is_no_longer_than_its_trace(tmp_path: Path) -> None:
     rows = [f"{second},inference,0.004" for second in (*(i / 10 for i in range(21)), 2.05)]
     trace.write_text("\n".join(["arrival,class,cost", *rows]))
     asked = Experiment(services="w2", trace=trace, policies=("gate",), seconds=120.0, check=False)
-    answer = ask(asked)
-    assert answer.question.seconds == pytest.approx(2.05)
-    assert answer.cells[0].latencies[0]["inference"].whole.total == 19, "all but the first tenth"
-    assert answer.cells[0].latencies[0]["training"].rate > 0.9
+    results = run_experiment(asked)
+    assert results.experiment.seconds == pytest.approx(2.05)
+    assert results.groups[0].latencies[0]["inference"].whole.total == 19, "all but the first tenth"
+    assert results.groups[0].latencies[0]["training"].rate > 0.9
     rates = (0.1, 0.2)
-    faster = ask(replace(asked, rates=rates))
-    assert faster.question.seconds == pytest.approx(2.05 / (0.2 * faster.saturation))
+    faster = run_experiment(replace(asked, rates=rates))
+    assert faster.experiment.seconds == pytest.approx(2.05 / (0.2 * faster.saturation))
     nobody = Latencies.of(Samples(), 10.0)
     assert math.isnan(nobody.attained(1.0))
 
@@ -159,10 +159,10 @@ def test_a_multiple_of_nothing_is_met_by_nobody_knows_whom(tmp_path: Path) -> No
     asked = Experiment(
         services=str(path), trace=trace, policies=("gate",), seconds=0.1, check=False
     )
-    answer = ask(asked)
-    assert attained(answer, answer.cells[0], None) == [1.0]
-    assert math.isnan(attained(answer, answer.cells[0], 2.0)[0])
-    assert "nan" not in text_report.table(answer)
+    results = run_experiment(asked)
+    assert attained(results, results.groups[0], None) == [1.0]
+    assert math.isnan(attained(results, results.groups[0], 2.0)[0])
+    assert "nan" not in text_report.table(results)
 
 
 def test_goodput_is_between_rates() -> None:
@@ -193,7 +193,7 @@ def test_gaps_are_recovered_in_parts() -> None:
 
 def test_a_question_compares_with_doing_without() -> None:
     """At their targets: over plain streams, and nowhere worse where those do well enough."""
-    said = against(ask(replace(SMALL, rates=(0.2, 0.4), target=20.0)))
+    said = compare_policies(run_experiment(replace(SMALL, rates=(0.2, 0.4), target=20.0)))
     assert said["sized"]["streams"][0] >= 0.98
     assert said["sized"]["where streams do"][0] >= 0.98
     assert "bound" in said
@@ -204,11 +204,15 @@ def test_a_question_compares_with_doing_without() -> None:
 def test_pools_cut_as_finely_as_was_asked(granularity: Granularity, sms: int) -> None:
     """Those of every arm, and the fixed splits that are tried lie as close; the answer says so."""
     asked = replace(SMALL, granularity=granularity, policies=("best-split",), rates=(0.5,))
-    answer = ask(replace(asked, seconds=0.5))
-    firsts = [arm.first for arm in experiment._arms("best-split", answer) if isinstance(arm, Split)]
+    results = run_experiment(replace(asked, seconds=0.5))
+    firsts = [
+        strategy.first
+        for strategy in experiment._candidates("best-split", results)
+        if isinstance(strategy, Split)
+    ]
     assert (12 in firsts) is (granularity == "fine")
-    assert as_dict(answer)["granularity"] == granularity
-    assert ("cut finely" in text_report.table(answer)) is (granularity == "fine")
+    assert as_dict(results)["granularity"] == granularity
+    assert ("cut finely" in text_report.table(results)) is (granularity == "fine")
     machine = Machine("h200", services("llm"), PUBLISHED, granularity=granularity)
 
     async def granted() -> int:
@@ -224,7 +228,7 @@ def test_pools_cut_as_finely_as_was_asked(granularity: Granularity, sms: int) ->
 def test_a_run_in_which_nothing_is_done_is_refused() -> None:
     """It says of which class, and what to do."""
     with pytest.raises(InvalidRequest, match="'decode' was done alone: give more seconds"):
-        ask(replace(SMALL, seconds=0.02))
+        run_experiment(replace(SMALL, seconds=0.02))
 
 
 def bounded(prompts: list[Arrival], seconds: float = 10.0) -> float:
@@ -254,28 +258,30 @@ def test_what_classes_do_side_by_side_is_the_hull_of_splits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arm", "granularity"),
+    ("strategy", "granularity"),
     [("streams", "coscheduled"), ("split-24", "coscheduled"), *product(["sized"], GRANULARITIES)],
 )
-def test_nobody_is_above_the_bound(arm: str, granularity: Granularity) -> None:
+def test_nobody_is_above_the_bound(strategy: str, granularity: Granularity) -> None:
     """In no run has anybody more prompts in time than the bound, all tokens being in time."""
-    asked = replace(SMALL, seconds=20.0, generator="bursty", policies=(arm,), rates=(1.0, 1.3))
-    answer = ask(replace(asked, repeats=2, granularity=granularity))
-    for cell in answer.cells:
-        for mine, most in zip(attained(answer, cell, None), answer.bounds[cell.rate], strict=True):
+    asked = replace(SMALL, seconds=20.0, generator="bursty", policies=(strategy,), rates=(1.0, 1.3))
+    results = run_experiment(replace(asked, repeats=2, granularity=granularity))
+    for group in results.groups:
+        for mine, most in zip(
+            attained(results, group, None), results.bounds[group.rate], strict=True
+        ):
             assert mine <= most[None]
 
 
 def test_a_question_is_answered_the_same_each_time() -> None:
     """The same bytes, as text and as JSON; and the figures an operator needs are in them."""
-    first, second = ask(SMALL), ask(SMALL)
+    first, second = run_experiment(SMALL), run_experiment(SMALL)
     text = text_report.table(first)
     assert text == text_report.table(second)
     said = as_dict(first)
     assert json.dumps(said) == json.dumps(as_dict(second))
-    assert {cell["arm"] for cell in said["cells"]} == {"streams", "sized"}
+    assert {group["policy"] for group in said["runs"]} == {"streams", "sized"}
     assert set(said["goodput"]) == {"1.2", "1.5", "2.0", "5.0", "target"}
-    decode = said["cells"][0]["classes"]["decode"]
+    decode = said["runs"][0]["classes"]["decode"]
     assert set(decode) >= {"attained", "whole", "wait", "service", "p99_of_alone"}
 
 
@@ -284,7 +290,7 @@ def test_another_process_gives_the_same_bytes() -> None:
     program = (
         "from greensched.capacity import experiment, results, text_report\n"
         "asked = results.Experiment(policies=('streams', 'elastic'), seconds=1.0, check=False)\n"
-        "print(text_report.table(experiment.ask(asked)))"
+        "print(text_report.table(experiment.run_experiment(asked)))"
     )
     printed = {
         subprocess.run(
@@ -320,7 +326,7 @@ def test_another_process_gives_the_same_bytes() -> None:
 def test_a_question_without_sense_is_refused(wrong: dict[str, Any]) -> None:
     """Before anything is simulated, by an error of ours."""
     with pytest.raises(InvalidRequest):
-        ask(Experiment(**({"policies": ("streams",), "check": False} | wrong)))
+        run_experiment(Experiment(**({"policies": ("streams",), "check": False} | wrong)))
 
 
 @pytest.mark.parametrize(
@@ -352,7 +358,7 @@ def test_a_floor_that_no_device_has_is_refused(tmp_path: Path) -> None:
     request = {"role": "request", "curve": "gemm", "reserve": 133}
     path.write_text(json.dumps({"classes": {"a": request}}))
     with pytest.raises(InvalidRequest, match="class 'a': reserve=133: a device has 132 SMs"):
-        ask(Experiment(services=str(path), generator="paced", check=False))
+        run_experiment(Experiment(services=str(path), generator="paced", check=False))
 
 
 def test_traffic_without_end_is_refused(tmp_path: Path) -> None:
@@ -360,7 +366,7 @@ def test_traffic_without_end_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     path.write_text("arrival,class,cost\n0,inference,5e-324\n1e9,inference,5e-324\n")
     with pytest.raises(InvalidRequest, match="no load"):
-        ask(Experiment(policies=("streams",), check=False, trace=path, services="w2"))
+        run_experiment(Experiment(policies=("streams",), check=False, trace=path, services="w2"))
 
 
 def test_a_plot_says_what_to_install(
@@ -376,8 +382,8 @@ def test_a_plot_says_what_to_install(
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(MissingPackage, match=r"greensched\[plot\]"):
-        plot.save(ask(SMALL), tmp_path / "a.png")
-    monkeypatch.setattr(experiment, "ask", None)  # it would not get so far
+        plot.save(run_experiment(SMALL), tmp_path / "a.png")
+    monkeypatch.setattr(experiment, "run_experiment", None)  # it would not get so far
     assert cli.main(["simulate", "--plot", str(tmp_path / "a.png")]) == 2
     assert "greensched[plot]" in capsys.readouterr().err
 

@@ -71,7 +71,7 @@ def test_a_plain_trace(tmp_path: Path, name: str, lines: Sequence[str]) -> None:
         (("arrival,cost", "1,2"), "no column"),
         (("arrival,class,cost", "1,a,-2"), "a.csv:2"),
         (("arrival,class,cost", "soon,a,2"), "a.csv:2"),
-        (("TIMESTAMP,ContextTokens,GeneratedTokens", "1,0,2"), "reads nothing"),
+        (("TIMESTAMP,ContextTokens,GeneratedTokens", "1,0,2"), "at least 1 token"),
         (("arrival,class,cost",), "no request"),
     ],
 )

@@ -1,5 +1,4 @@
-"""What if: traffic against the real scheduler and pool, on simulated GPUs, in virtual time.
+"""Capacity planning: traffic against the real scheduler and pool, in virtual time.
 
-`greensched simulate` is its door. It stands above the pool and uses what anybody can use; nothing
-but the command line uses it.
+The command `greensched simulate` uses it. It uses the pool as any program does.
 """

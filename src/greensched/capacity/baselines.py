@@ -1,4 +1,4 @@
-"""What one does without a pool: plain streams on the primary context, and gates before them."""
+"""Strategies without a pool: plain streams on the primary context, and gates before them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from greensched.capacity.machine import Launch, Machine
-from greensched.capacity.strategies import Client, Fifo, Pieces, Seats, Strategy
+from greensched.capacity.strategies import Client, Clients, Fifo, Pieces, Strategy
 from greensched.device.device import Device
 from greensched.device.resources import ContextOptions
 from greensched.device.splitting import SMResourceOptions
 from greensched.driver.simulated import Span
 
 
-class StreamSeat:
-    """A stream of one's own, and nothing that keeps others off."""
+class StreamClient:
+    """Submits to a stream of its own; nothing protects it from other streams."""
 
     def __init__(self, machine: Machine, launch: Launch, device: int, service: str) -> None:
         self._machine = machine
@@ -26,7 +26,7 @@ class StreamSeat:
         machine.listen(device, service, self._ended)
 
     async def run(self, pieces: Pieces) -> None:
-        """Submits all of it at once."""
+        """Submit all pieces at once."""
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._left.append((len(pieces), ended))
         for ns in pieces:
@@ -43,57 +43,57 @@ class StreamSeat:
 
 @dataclass
 class Streams:
-    """B1, B2, B5: a stream for each class; all SMs for all, or a cap for the lower classes.
+    """B1, B2, B5: a stream for each class, on all SMs, or with a cap for the lower classes.
 
-    The simulated driver knows no priority among streams: with one stream for each class there is
-    nothing that it could reorder, and a kernel that runs is never taken off its SMs.
+    The simulated driver ignores stream priorities: with one stream for each class there is nothing
+    to reorder, and a running kernel is never preempted.
     """
 
     name: str = "streams"
     about: str = "B1 plain streams"
-    #: The part of the SMs that classes below the highest may use, as MPS's active threads.
+    #: The fraction of the SMs for classes below the highest, as MPS's active thread percentage.
     cap: float = 1.0
     _launches: dict[tuple[int, str], Launch] = field(default_factory=dict, repr=False)
 
     def prepare(self, machine: Machine) -> None:
-        """Makes the streams."""
+        """Make the streams."""
         top = max(service.priority for service in machine.services.values())
         for ordinal in machine.devices:
             device = Device(ordinal, driver=machine.driver)
-            machine.keep(device)
+            machine.close_at_end(device)
             lower = device.create_stream
             if self.cap < 1:
                 count = int(device.sm_count * self.cap) // 8 * 8
                 ((sm, *_), _rest) = device.resources.sm.split(SMResourceOptions(count=count))
                 context = device.create_context(ContextOptions(resources=[sm]))
-                machine.keep(context)
+                machine.close_at_end(context)
                 lower = context.create_stream
             for name, service in machine.services.items():
                 stream = device.create_stream() if service.priority == top else lower()
-                machine.keep(stream)
+                machine.close_at_end(stream)
                 config = machine.configs[name][ordinal]
                 launch = Launch(device, stream, machine.kernels[name], config)
                 self._launches[ordinal, name] = launch
 
     @asynccontextmanager
-    async def open(self, machine: Machine) -> AsyncIterator[Seats]:
-        """Seats on the streams."""
-        seats = {
-            (ordinal, name): StreamSeat(machine, launch, ordinal, name)
+    async def open(self, machine: Machine) -> AsyncIterator[Clients]:
+        """Open clients on the streams."""
+        clients = {
+            (ordinal, name): StreamClient(machine, launch, ordinal, name)
             for (ordinal, name), launch in self._launches.items()
         }
-        yield lambda device, service: seats[device, service.name]
+        yield lambda device, service: clients[device, service.name]
 
 
-class Semaphored:
-    """Whoever has a permit runs; the others stand in line, first in, first out."""
+class SemaphoreClient:
+    """Waits for a permit before each pass, first come, first served."""
 
     def __init__(self, inner: Client, permits: asyncio.Semaphore) -> None:
         self._inner = inner
         self._permits = permits
 
     async def run(self, pieces: Pieces) -> None:
-        """A pass for a permit."""
+        """Run a pass under one permit."""
         async with self._permits:
             await self._inner.run(pieces)
 
@@ -105,15 +105,15 @@ class Permits(Streams):
     permits: int = 1
 
     @asynccontextmanager
-    async def open(self, machine: Machine) -> AsyncIterator[Seats]:
-        """Seats behind the semaphores."""
+    async def open(self, machine: Machine) -> AsyncIterator[Clients]:
+        """Open clients behind a semaphore for each device."""
         gates = [asyncio.Semaphore(self.permits) for _ in machine.devices]
-        async with super().open(machine) as seats:
-            yield lambda device, service: Semaphored(seats(device, service), gates[device])
+        async with super().open(machine) as clients:
+            yield lambda device, service: SemaphoreClient(clients(device, service), gates[device])
 
 
 class Gate:
-    """Who is at work on a device, by priority; the lower ones begin nothing meanwhile."""
+    """Counts the passes at work on a device by priority; lower ones wait for higher ones."""
 
     def __init__(self, highest: int) -> None:
         self.busy: dict[int, int] = {}
@@ -121,11 +121,11 @@ class Gate:
         self._changed: list[asyncio.Future[None]] = []
 
     def enter(self, priority: int) -> None:
-        """Somebody of this priority wants the device."""
+        """Count a pass of this priority."""
         self.busy[priority] = self.busy.get(priority, 0) + 1
 
     def leave(self, priority: int) -> None:
-        """He is done."""
+        """Count it out, and wake the waiting passes."""
         self.busy[priority] -= 1
         waiting, self._changed = self._changed, []
         for future in waiting:
@@ -133,19 +133,19 @@ class Gate:
                 future.set_result(None)
 
     def is_highest(self, priority: int) -> bool:
-        """Whether there is no class above."""
+        """Say whether no class has a higher priority."""
         return priority >= self._highest
 
     async def wait(self, priority: int) -> None:
-        """Until nobody above is at work."""
+        """Wait until no pass of a higher priority is at work."""
         while any(number for above, number in self.busy.items() if above > priority):
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._changed.append(future)
             await future
 
 
-class Gated:
-    """Begins no piece while a higher class is at work."""
+class GatedClient:
+    """Submits no piece while a higher class is at work."""
 
     def __init__(self, inner: Client, gate: Gate, priority: int) -> None:
         self._inner = inner
@@ -153,7 +153,7 @@ class Gated:
         self._priority = priority
 
     async def run(self, pieces: Pieces) -> None:
-        """At work from the first piece to the last; each begins when it may."""
+        """Run a pass; each piece waits for the higher classes."""
         self._gate.enter(self._priority)
         try:
             if self._gate.is_highest(self._priority):
@@ -174,21 +174,21 @@ class PriorityGate(Streams):
     about: str = "B7 priority gate on plain streams"
 
     @asynccontextmanager
-    async def open(self, machine: Machine) -> AsyncIterator[Seats]:
-        """Seats behind the gates."""
+    async def open(self, machine: Machine) -> AsyncIterator[Clients]:
+        """Open clients behind a gate for each device."""
         highest = max(service.priority for service in machine.services.values())
         gates = [Gate(highest) for _ in machine.devices]
-        async with super().open(machine) as seats:
-            yield lambda device, service: Gated(
-                seats(device, service), gates[device], service.priority
+        async with super().open(machine) as clients:
+            yield lambda device, service: GatedClient(
+                clients(device, service), gates[device], service.priority
             )
 
 
 def baselines() -> dict[str, Strategy]:
-    """The arms that are one object each; splits are found by a sweep."""
+    """Return the baselines by name; fixed splits are made separately."""
     return {
-        arm.name: arm
-        for arm in (
+        strategy.name: strategy
+        for strategy in (
             Streams(),
             Streams("priority", "B2 priority streams (no other than B1 in this model)"),
             Permits("mutex", "B4 in-process FIFO mutex", permits=1),

@@ -1,7 +1,7 @@
-"""What kernels do to each other though their SMs are disjoint: a guard by (victim, aggressor).
+"""Interference of kernels on disjoint SMs, by (victim, aggressor).
 
-Memory, L2 and power are everybody's. The blame is not symmetric (a GEMM beside a mixture of
-experts is up to 1.46 x slower, which itself is hardly touched), so one number would not do.
+Memory, L2 and power are shared. The effect is not symmetric: a GEMM beside a mixture of experts is
+up to 1.46 x slower, while the latter hardly changes.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 
 from greensched.capacity.latency_tables import MOE, MOE_BESIDE_GEMM
 
-#: Factor by the SMs the victim computes with.
+#: Slowdown factors by the SMs of the victim.
 Factors = tuple[tuple[int, ...], tuple[float, ...]]
-#: By (victim, aggressor), named as curves are.
+#: Factors by (victim, aggressor), which are names of curves.
 Guard = Mapping[tuple[str, str], Factors]
 
-#: GEMM: its time beside the fused MoE kernel over that beside MLA decoding, as published; 132: it
-#: has no neighbour. MoE: the ratio of its two columns. Pairs that nobody measured do nothing to
-#: each other here, and a report says which those are.
+#: GEMM: its time beside the fused MoE kernel over that beside MLA decoding, as published; on 132
+#: SMs it is alone. MoE: the ratio of its two columns. Pairs without measurements have no effect
+#: here, and a report lists them.
 PUBLISHED: Guard = {
     ("gemm", "moe"): (
         (16, 24, 32, 48, 64, 80, 96, 112, 120, 132),
@@ -32,7 +32,7 @@ PUBLISHED: Guard = {
 
 
 def factor(factors: Factors, sms: float) -> float:
-    """On so many SMs: linear between those measured, and as at the nearest beyond them."""
+    """Interpolate the factor at this many SMs; beyond the measured sizes it is constant."""
     sizes, values = factors
     if sms <= sizes[0]:
         return values[0]
@@ -46,11 +46,11 @@ def factor(factors: Factors, sms: float) -> float:
 def slowdowns(
     guard: Guard, kinds: Mapping[str, str]
 ) -> Callable[[Sequence[tuple[str, float]]], list[float]]:
-    """What a device model takes as `interference`: the worst of each one's neighbours counts.
+    """Make the `interference` of a device model: each kernel's worst aggressor counts.
 
     Args:
-        guard: by kinds.
-        kinds: the kind of each kernel, by its name.
+        guard: the factors.
+        kinds: the kind of work of each kernel, by the kernel's name.
     """
 
     def slowed(at_work: Sequence[tuple[str, float]]) -> list[float]:

@@ -1,9 +1,8 @@
-"""How long work takes on so many SMs: published tables, or a measured one.
+"""The time of work by SMs: published tables, or measured ones.
 
-A table is what was seen, steps included (multi-head latent attention is flat from 64 to 120 SMs
-and then nearly halves), and no formula; between two sizes time is linear in 1/SMs. A formula
-a/SMs + b serves for one thing only: to say which part of the time, `b`, is the same however many
-SMs there are, because a neighbour on the same SMs cannot stretch that part.
+A table keeps the measured steps (multi-head latent attention is flat from 64 to 120 SMs and then
+nearly halves); between two sizes time is linear in 1/SMs. A fit a/SMs + b gives `b`, the part of
+the time that does not depend on SMs and that work on the same SMs cannot stretch.
 """
 
 from __future__ import annotations
@@ -18,24 +17,26 @@ from greensched.device.launch import LaunchConfig
 from greensched.errors import InvalidRequest
 from greensched.typing import Cost
 
-#: More SMs than give so much of the best time are no use to a kernel (LithOS's slip is 1.05 - 1.1).
+#: A kernel has no use for more SMs than bring it within this factor of its best time (LithOS's slip
+#: is 1.05 to 1.1).
 USEFUL = 1.05
-#: A kernel that fills a device: two blocks of 1024 threads take all 2048 of an SM, or all 1536.
+#: The block of a kernel that fills a device, and its blocks for each SM: four blocks of 512 threads
+#: take all 2048 threads of an SM, or all 1536.
 FULL_BLOCK, FULL_WAVES = 512, 4
-#: One that leaves room: a block of 256 threads for each SM it can use.
+#: The block of a kernel that leaves room on each SM: one block for each SM that it can use.
 SLIM_BLOCK = 256
 
 
 @dataclass(frozen=True)
 class SpeedupCurve:
-    """Milliseconds of one kind of work by SMs; only ratios of them are used.
+    """Milliseconds of one kind of work by SMs; only their ratios are used.
 
     Attributes:
-        name: as services name it.
-        sms: sizes, rising.
+        name: its name in services.
+        sms: the sizes, rising.
         ms: the time on each.
-        fills: its grids are as large as the room on the device, so that later kernels wait; else
-            it leaves room on every SM.
+        fills: whether its grids fill the device, so that later kernels wait; otherwise it leaves
+            room on every SM.
         source: where the figures come from.
     """
 
@@ -49,12 +50,15 @@ class SpeedupCurve:
     def __post_init__(self) -> None:
         rising = all(a < b for a, b in zip(self.sms, self.sms[1:], strict=False))
         if not self.sms or len(self.sms) != len(self.ms) or not rising or self.sms[0] < 1:
-            raise InvalidRequest(f"curve {self.name!r}: give rising sizes, and a time for each")
+            raise InvalidRequest(
+                f"curve {self.name!r}: sms={self.sms!r}, ms={self.ms!r}: give rising sizes of at "
+                "least 1, and a time for each"
+            )
         if not all(0 < ms < float("inf") for ms in self.ms):
-            raise InvalidRequest(f"curve {self.name!r}: a time is no positive number")
+            raise InvalidRequest(f"curve {self.name!r}: ms={self.ms!r}: give finite times above 0")
 
     def at(self, sms: float) -> float:
-        """Milliseconds on so many SMs: below the smallest size of the table work is divided."""
+        """Return the milliseconds on this many SMs; below the smallest size time is a/SMs."""
         if sms <= self.sms[0]:
             return self.ms[0] * self.sms[0] / sms
         if sms >= self.sms[-1]:
@@ -65,7 +69,7 @@ class SpeedupCurve:
         return self.ms[high - 1] + part * (self.ms[high] - self.ms[high - 1])
 
     def slowdown(self, sms: int) -> float:
-        """How many times longer than on the whole device."""
+        """Return how many times longer it takes than on the whole device."""
         found = self._slower.get(sms)
         if found is None:
             found = self._slower[sms] = self.at(sms) / self.ms[-1]
@@ -73,9 +77,9 @@ class SpeedupCurve:
 
     @cached_property
     def flat(self) -> float:
-        """The part of its time on the whole device that more SMs do not shorten."""
+        """The fraction of its time on the whole device that more SMs do not shorten."""
         n, x = len(self.sms), [1 / s for s in self.sms]
-        # Least squares of the relative error, as the published fits are.
+        # Least squares of the relative error, as in the published fits.
         weights = [1 / ms**2 for ms in self.ms]
         w, wx = sum(weights), sum(a * b for a, b in zip(weights, x, strict=True))
         wxx = sum(a * b * b for a, b in zip(weights, x, strict=True))
@@ -88,22 +92,22 @@ class SpeedupCurve:
 
     @cached_property
     def width(self) -> int:
-        """The SMs it can make use of."""
+        """The SMs that it can use."""
         return next(
             s for s, ms in zip(self.sms, self.ms, strict=True) if ms <= USEFUL * self.ms[-1]
         )
 
     def config(self, sms: int) -> LaunchConfig:
-        """The grid of one piece of work, on a device of so many SMs."""
+        """Return the launch configuration of one piece of work on a device of this many SMs."""
         if self.fills:
             return LaunchConfig(grid=FULL_WAVES * sms, block=FULL_BLOCK)
         return LaunchConfig(grid=min(self.width, sms), block=SLIM_BLOCK)
 
     def cost(self, seconds: float, sms: int) -> Cost:
-        """What a piece of work of so many seconds on the whole device costs on so many SMs.
+        """Return the cost on this many SMs of work that takes `seconds` on the whole device.
 
-        Alone there it takes just the table's time; what more SMs would shorten is shared with
-        whoever computes on the same SMs.
+        Alone it takes the table's time. The part that more SMs would shorten is shared with other
+        work on the same SMs.
         """
         whole = seconds * 1e9
         fixed = self.flat * whole
@@ -111,24 +115,26 @@ class SpeedupCurve:
         return Cost(fixed_ns=fixed, sm_ns=(self.slowdown(sms) * whole - fixed) * able)
 
     def least(self, slowdown: float, sizes: tuple[int, ...]) -> int:
-        """The least of some sizes on which it is at most so much slower; else the largest."""
+        """Return the least size with at most this slowdown, or the last size if there is none."""
         return next((size for size in sizes if self.slowdown(size) <= slowdown), sizes[-1])
 
 
 def load(path: Path) -> dict[str, SpeedupCurve]:
-    """Reads measured curves.
+    """Read measured curves.
 
-    A JSON object of `{name: {"sms": [...], "ms": [...], "fills": true}}`; or one curve as
-    `LatencyCurve.save` writes it, which is named as its file is.
+    The file is a JSON object `{name: {"sms": [...], "ms": [...], "fills": true}}`, or one curve
+    that `LatencyCurve.save` wrote, which gets the name of the file.
 
     Raises:
-        InvalidRequest: it cannot be read, or a curve is none.
+        InvalidRequest: the file cannot be read, or a curve is invalid.
     """
     try:
-        said = json.loads(path.read_text())
-        if "latency" in said:  # what a pool measured; the median counts
-            rows = sorted((int(row["sms"]), 1e3 * float(row["median"])) for row in said["latency"])
-            said = {path.stem: {"sms": [r[0] for r in rows], "ms": [r[1] for r in rows]}}
+        loaded = json.loads(path.read_text())
+        if "latency" in loaded:  # a pool's measurement, of which the median is used
+            rows = sorted(
+                (int(row["sms"]), 1e3 * float(row["median"])) for row in loaded["latency"]
+            )
+            loaded = {path.stem: {"sms": [r[0] for r in rows], "ms": [r[1] for r in rows]}}
         return {
             name: SpeedupCurve(
                 name,
@@ -137,12 +143,15 @@ def load(path: Path) -> dict[str, SpeedupCurve]:
                 bool(curve.get("fills", True)),
                 str(curve.get("source", path)),
             )
-            for name, curve in said.items()
+            for name, curve in loaded.items()
         }
     except (
         OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError,
     ) as error:  # fmt: skip
-        raise InvalidRequest(f"{path}: no table of curves: {error!r}") from error
+        raise InvalidRequest(
+            f"{path} is not a table of curves, such as "
+            f'{{"mine": {{"sms": [8, 16], "ms": [2, 1]}}}}: {error!r}'
+        ) from error
 
 
 # -- published --------------------------------------------------------------------------------
@@ -161,8 +170,8 @@ def _ampere(name: str, *ms: float) -> SpeedupCurve:
     return SpeedupCurve(name, _A, ms, False, _AMPERE)
 
 
-#: Read off labelled bars: the kernel on S SMs, another on the other 128 - S (132: alone). The
-#: first of each pair is the one with the neighbour that disturbs less.
+#: Read off labelled bars: the kernel on S SMs, another kernel on the other 128 - S (132: alone).
+#: The first of a pair is the measurement with the less disturbing other kernel.
 MLA = _hopper(
     "mla-decode", 1.040, 0.523, 0.388, 0.262, 0.260, 0.197, 0.197, 0.135,
     0.134, 0.134, 0.134, 0.135, 0.136, 0.137, 0.137, 0.075,
@@ -180,8 +189,9 @@ GEMM = _hopper(
     6.81, 6.24, 5.70, 5.26, 4.85, 4.54, 4.15, 3.85,
 )  # fmt: skip
 
-#: Small batches: the second half of each curve is nearly flat, so its grids leave room (and two
-#: streams ran side by side at no cost on such a model). 27 and 81 SMs asked for, 28 and 82 granted.
+#: Small batches: the second half of each curve is nearly flat, so the grids leave room (and two
+#: streams ran side by side at no cost on such a model). Of 27 and 81 SMs requested, 28 and 82 were
+#: granted.
 CURVES: dict[str, SpeedupCurve] = {
     curve.name: curve
     for curve in (

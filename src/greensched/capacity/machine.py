@@ -1,7 +1,7 @@
-"""The simulated machine of one run: its devices, a kernel for each class, and what happened.
+"""The simulated machine of one run: its devices, a kernel for each class, and the kernels' trace.
 
-A kernel of ours does nothing and costs what its class's curve says; the driver's timeline tells
-when each one ran, which no slowness of the host can lengthen.
+A kernel does nothing and costs what its class's curve says. The driver's timeline says when each
+one ran; a slow host cannot lengthen it.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from greensched.driver.simulated import (
 from greensched.kernels import Kernel, Program
 from greensched.typing import Cost, Granularity, LaunchFacts
 
-#: The driver whose rules apply unless others are asked for: the one that an H200 was asked under.
+#: The driver version to simulate by default: the one under which an H200 was measured.
 VERSION = "13.0"
 
 
 def models(spec: str) -> tuple[list[DeviceModel], tuple[int, int]]:
-    """The devices of `h200x2`, and the version to open them with."""
+    """Return the device models of a spec such as `h200x2`, and the driver version to simulate."""
     return device_models.parse(spec if "@" in spec else f"{spec}@{VERSION}")
 
 
 class Closable(Protocol):
-    """A device, a context, a stream."""
+    """A device, a context or a stream."""
 
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceTrace:
-    """One kernel as it ran, in nanoseconds."""
+class KernelRun:
+    """One kernel as it ran: times in nanoseconds, and the SMs as a mask."""
 
     service: str
     start: int
@@ -57,10 +57,10 @@ class Machine:
     """Devices, kernels and streams under a virtual clock.
 
     Args:
-        spec: as `--gpus`.
+        spec: devices, as `--gpus`.
         services: the classes.
-        guard: what kinds do to each other on disjoint SMs.
-        seed: of the order in which runnable threads go.
+        guard: interference between kinds of work on disjoint SMs.
+        seed: determines the order of runnable threads.
         granularity: how finely pools cut the devices.
     """
 
@@ -93,62 +93,66 @@ class Machine:
             name: [service.curve.config(sms) for sms in self.sms]
             for name, service in services.items()
         }
-        #: What ran on each device, in the order of its end.
-        self.ran: list[list[DeviceTrace]] = [[] for _ in found]
-        #: How many leases the arm's pool has granted.
+        #: The kernels that ran on each device, in the order of their ends.
+        self.traces: list[list[KernelRun]] = [[] for _ in found]
+        #: Return the number of leases that the strategy's pool has granted.
         self.granted: Callable[[], int] = lambda: 0
         self._listeners: dict[tuple[int, str], Callable[[Span], None]] = {}
         self._done: list[asyncio.Future[None]] = []
         self._made: list[Closable] = []
-        self.driver.on_span(self._hear)
+        self.driver.on_span(self._record)
 
     @property
     def devices(self) -> range:
-        """Ordinals."""
+        """The devices' ordinals."""
         return range(len(self.sms))
 
     def now(self) -> int:
-        """Nanoseconds of the virtual clock."""
+        """Return the virtual time in nanoseconds."""
         return self.clock.now()
 
     def listen(self, device: int, service: str, listener: Callable[[Span], None]) -> None:
-        """Calls somebody with each kernel of a class on a device, as it ends."""
+        """Call a listener with each kernel of a class on a device when it ends."""
         self._listeners[device, service] = listener
 
     def finish(self, future: asyncio.Future[None]) -> None:
-        """Gives a future its result on the loop's thread, before time goes on."""
+        """Complete a future on the loop's thread before virtual time advances."""
         self._done.append(future)
 
-    def keep(self, *made: Closable) -> None:
-        """Ends something of an arm's when the machine is closed; what came last goes first."""
+    def close_at_end(self, *made: Closable) -> None:
+        """Close these objects with the machine, the last ones first."""
         self._made += made
 
     def close(self) -> None:
-        """Ends everything; it may block, so no loop runs any more."""
+        """Close everything. Call it after the loop has ended: it may block."""
         for made in reversed(self._made):
             made.close()
         self.driver.close()
 
     def begin(self) -> Callable[[], None]:
-        """On the loop's thread: hears of what the devices did. Returns what ends that."""
-        return self.clock.subscribe(self._look)
+        """Start to complete futures as kernels end. Call it on the loop's thread.
 
-    def _look(self) -> None:
+        Returns:
+            A function that stops it.
+        """
+        return self.clock.subscribe(self._complete)
+
+    def _complete(self) -> None:
         done, self._done = self._done, []
         for future in done:
             if not future.done():
                 future.set_result(None)
 
-    def _hear(self, span: Span) -> None:
+    def _record(self, span: Span) -> None:
         if span.kind == "kernel" and span.name in self.services:
-            self.ran[span.device].append(DeviceTrace(span.name, span.start, span.end, span.sms))
+            self.traces[span.device].append(KernelRun(span.name, span.start, span.end, span.sms))
             listener = self._listeners.get((span.device, span.name))
             if listener is not None:
                 listener(span)
 
 
 def kernels(services: Iterable[ServiceProfile]) -> dict[str, Kernel]:
-    """A kernel for each class: it does nothing, and takes what its curve says."""
+    """Make a kernel for each class: it does nothing, and takes the time of its class's curve."""
     named = list(services)
     source = "".join(
         f'extern "C" __global__ void {each.name}(unsigned long long ns) {{}}\n' for each in named
@@ -163,7 +167,7 @@ def kernels(services: Iterable[ServiceProfile]) -> dict[str, Kernel]:
 
 
 def _nothing(_launch: LaunchFacts, _ns: Any) -> None:
-    """All that is to be seen of it is its time."""
+    """Do nothing: only the kernel's time matters."""
 
 
 def _cost(curve: SpeedupCurve, launch: LaunchFacts, ns: Any) -> Cost:
@@ -171,9 +175,9 @@ def _cost(curve: SpeedupCurve, launch: LaunchFacts, ns: Any) -> Cost:
 
 
 class Launch:
-    """A class's launch on a plain stream, made ready: call it with nanoseconds on the whole device.
+    """A prepared launch of a class on a plain stream: call it with nanoseconds on the whole device.
 
-    It blocks where it is made, so that is done before a loop runs.
+    Making one may block, so it is made before a loop runs.
     """
 
     def __init__(

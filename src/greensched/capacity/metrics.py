@@ -1,7 +1,6 @@
-"""What runs gave, in numbers: attainment, goodput, percentiles, fairness; intervals over seeds.
+"""Metrics of runs: attainment, goodput, percentiles, fairness; intervals over seeds.
 
-Everything printed here is a function of the arguments and seeds: the same command gives the same
-bytes. How long the host took is not among it.
+All of them are functions of the arguments and seeds: the same command prints the same bytes.
 """
 
 from __future__ import annotations
@@ -16,73 +15,73 @@ from greensched.capacity.run import Outcome
 from greensched.capacity.servers import Samples
 from greensched.capacity.workload import ServiceProfile
 
-#: Targets as multiples of the alone-p99; 1 / part of all that must meet them for goodput.
+#: Targets as multiples of the alone-p99; the fraction that must meet them for goodput.
 MULTIPLES = (1.2, 1.5, 2.0, 5.0)
 MUST_MEET = 0.99
-#: The first tenth of the traffic fills queues and batches, and is left out.
+#: The first tenth of the traffic fills queues and batches and does not count.
 WARM_UP = 0.1
-#: Resamples of a bootstrap interval, and its width.
+#: Resamples of a bootstrap interval, and its coverage.
 RESAMPLES, INTERVAL = 1000, 0.95
 
 
 @dataclass(frozen=True, slots=True)
-class Weighed:
-    """Sorted values with weights: percentiles, and the part below a value."""
+class WeightedValues:
+    """Sorted values with cumulative weights: percentiles, and the weight below a value."""
 
     values: tuple[float, ...]
-    upto: tuple[int, ...]
+    cumulative: tuple[int, ...]
 
     @staticmethod
-    def of(values: Sequence[float], weights: Sequence[int]) -> Weighed:
-        """From unsorted ones."""
+    def of(values: Sequence[float], weights: Sequence[int]) -> WeightedValues:
+        """Make it from unsorted values."""
         pairs = sorted(zip(values, weights, strict=True))
-        total, upto = 0, []
+        total, cumulative = 0, []
         for _, weight in pairs:
             total += weight
-            upto.append(total)
-        return Weighed(tuple(value for value, _ in pairs), tuple(upto))
+            cumulative.append(total)
+        return WeightedValues(tuple(value for value, _ in pairs), tuple(cumulative))
 
     @property
     def total(self) -> int:
-        """All weight."""
-        return self.upto[-1] if self.upto else 0
+        """The total weight."""
+        return self.cumulative[-1] if self.cumulative else 0
 
     def percentile(self, part: float) -> float:
-        """The least value that so much of the weight is at or below; nan: there is none."""
+        """Return the least value with this fraction of the weight at or below it; nan if empty."""
         wanted = part * self.total
-        for value, upto in zip(self.values, self.upto, strict=True):
-            if upto >= wanted - 1e-9:
+        for value, cumulative in zip(self.values, self.cumulative, strict=True):
+            if cumulative >= wanted - 1e-9:
                 return value
         return math.nan
 
     def below(self, value: float) -> int:
-        """The weight at or below a value."""
+        """Return the weight at or below a value."""
         found = 0
-        for each, upto in zip(self.values, self.upto, strict=True):
+        for each, cumulative in zip(self.values, self.cumulative, strict=True):
             if each > value:
                 break
-            found = upto
+            found = cumulative
         return found
 
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
-    """One class in one run: all latencies, the parts of them, and what was never served."""
+    """One class in one run: latencies, their waiting and running parts, and unserved requests."""
 
-    whole: Weighed
-    wait: Weighed
-    service: Weighed
+    whole: WeightedValues
+    wait: WeightedValues
+    service: WeightedValues
     left: tuple[float, ...]
     rate: float
 
     @staticmethod
     def of(samples: Samples, seconds: float, drained: float = 0.0) -> Latencies:
-        """What began while there was traffic, served or not, but in the warm-up.
+        """Make it from what began during the traffic after the warm-up, served or not.
 
         Args:
-            samples: of a run.
-            seconds: of its traffic.
-            drained: for how long it went on after that.
+            samples: the samples of a run.
+            seconds: the length of its traffic.
+            drained: how long the run continued after its traffic.
         """
 
         def counts(at: float) -> bool:
@@ -95,17 +94,17 @@ class Latencies:
         service = [a - b for a, b in zip(whole, wait, strict=True)]
         left = tuple(age for age in samples.left if counts(seconds + drained - age))
         return Latencies(
-            Weighed.of(whole, weights),
-            Weighed.of(wait, weights),
-            Weighed.of(service, weights),
+            WeightedValues.of(whole, weights),
+            WeightedValues.of(wait, weights),
+            WeightedValues.of(service, weights),
             left,
             samples.done / seconds,
         )
 
     def attained(self, target: float) -> float:
-        """The part within a target; who was never served counts once he is late.
+        """Return the fraction within a target; an unserved request counts once it is late.
 
-        nan: nobody came, or the target is nan, as a multiple of what nobody had alone is.
+        nan if there were no requests, or if the target is nan (no request was served alone).
         """
         if math.isnan(target):
             return math.nan
@@ -115,7 +114,7 @@ class Latencies:
 
 
 def of_outcome(outcome: Outcome) -> dict[str, Latencies]:
-    """Each class's."""
+    """Return the latencies of each class."""
     return {
         name: Latencies.of(samples, outcome.seconds, outcome.drained)
         for name, samples in outcome.samples.items()
@@ -125,21 +124,21 @@ def of_outcome(outcome: Outcome) -> dict[str, Latencies]:
 # -- over seeds -------------------------------------------------------------------------------
 
 
-#: A value, and the bounds of its interval; nan: there is none.
+#: A value and the bounds of its interval; nan where there is none.
 Interval = tuple[float, float, float]
 
 
 def interval(values: Sequence[float]) -> Interval:
-    """Mean, and the bounds of a bootstrap interval over seeds."""
+    """Return the mean and the bounds of its bootstrap interval over seeds."""
     right = [value for value in values if not math.isnan(value)]
     return bootstrap(len(right), lambda some: _mean([right[i] for i in some]))
 
 
 def bootstrap(seeds: int, of: Callable[[Sequence[int]], float]) -> Interval:
-    """A statistic of seeds, and its interval when seeds are drawn again. The same each time."""
+    """Return a statistic of seeds and its bootstrap interval; equal arguments, equal results."""
     if not seeds:
         return math.nan, math.nan, math.nan
-    rng = random.Random(0)  # the values alone decide
+    rng = random.Random(0)  # the result depends on the values alone
     drawn = (of(rng.choices(range(seeds), k=seeds)) for _ in range(RESAMPLES if seeds > 1 else 1))
     found = sorted(value for value in drawn if not math.isnan(value))
     if not found:
@@ -153,7 +152,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def ratio(above: Sequence[float], below: Sequence[float]) -> Interval:
-    """Of two means, seed by seed the same traffic; nan where there is nothing below."""
+    """Return the ratio of two means over the same seeds; nan where the denominator is 0."""
 
     def of(some: Sequence[int]) -> float:
         under = sum(below[i] for i in some)
@@ -163,7 +162,7 @@ def ratio(above: Sequence[float], below: Sequence[float]) -> Interval:
 
 
 def recovered(found: Sequence[float], least: Sequence[float], most: Sequence[float]) -> Interval:
-    """The part of the gap between two means that a third one covers; nan where there is none."""
+    """Return the fraction of the gap between two means that a third covers; nan without a gap."""
 
     def of(some: Sequence[int]) -> float:
         gap = sum(most[i] - least[i] for i in some)
@@ -173,21 +172,21 @@ def recovered(found: Sequence[float], least: Sequence[float], most: Sequence[flo
 
 
 def jain(shares: Sequence[float]) -> float:
-    """1: all have the same; 1/n: one has everything."""
+    """Return Jain's index: 1 for equal shares, 1/n where one of n has everything."""
     squares = sum(share * share for share in shares)
     return sum(shares) ** 2 / (len(shares) * squares) if squares else 1.0
 
 
 def shares(outcome: Outcome, services: Mapping[str, ServiceProfile]) -> list[float]:
-    """SM-seconds of each class for a unit of its weight."""
+    """Return the SM-seconds of each class per unit of its weight."""
     return [outcome.sm_seconds[name] / service.weight for name, service in services.items()]
 
 
 def goodput(by_rate: Mapping[float, float]) -> float:
-    """The highest rate up to which enough of all met their targets, between the rates tried.
+    """Return the highest rate up to which enough requests met their targets.
 
-    Linear between the last rate at which it held and the first at which it did not. nan: there is
-    no saying who met them.
+    Linear between the last rate at which enough did and the first at which they did not. nan if an
+    attainment is nan.
     """
     if any(map(math.isnan, by_rate.values())):
         return math.nan
@@ -203,7 +202,7 @@ def goodput(by_rate: Mapping[float, float]) -> float:
 
 
 def rounded(value: Any, digits: int = 6) -> Any:
-    """For JSON: what is no number is null, and digits that mean nothing are not printed."""
+    """Prepare a value for JSON: nan and inf become None, and floats keep significant digits."""
     if isinstance(value, float):
         return None if math.isnan(value) or math.isinf(value) else float(f"{value:.{digits}g}")
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""A picture of a report: attainment over the rate, where matplotlib is installed."""
+"""Plots of results with matplotlib: attainment over the rate."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from greensched.capacity.results import Results, attained
 from greensched.errors import InvalidRequest, MissingPackage
 
 
-def save(answer: Results, path: Path) -> None:
-    """Draws, for each multiple of the alone-p99, each arm's attainment over the offered rate.
+def save(results: Results, path: Path) -> None:
+    """Draw each strategy's attainment over the offered rate, for each multiple of the alone-p99.
 
     Raises:
         MissingPackage: matplotlib is not installed; says what to install.
@@ -20,11 +20,11 @@ def save(answer: Results, path: Path) -> None:
     multiples = metrics.MULTIPLES
     figure, axes = pyplot().subplots(1, len(multiples), figsize=(4 * len(multiples), 3.5))
     for axis, multiple in zip(axes, multiples, strict=True):
-        for arm in dict.fromkeys(cell.arm for cell in answer.cells):
-            cells = [cell for cell in answer.cells if cell.arm == arm]
-            found = [metrics.interval(attained(answer, cell, multiple)) for cell in cells]
-            x = [answer.offered[cell.rate] for cell in cells]
-            axis.plot(x, [mean for mean, _, _ in found], marker="o", label=arm)
+        for strategy in dict.fromkeys(group.strategy for group in results.groups):
+            groups = [group for group in results.groups if group.strategy == strategy]
+            found = [metrics.interval(attained(results, group, multiple)) for group in groups]
+            x = [results.offered[group.rate] for group in groups]
+            axis.plot(x, [mean for mean, _, _ in found], marker="o", label=strategy)
             axis.fill_between(x, [f[1] for f in found], [f[2] for f in found], alpha=0.2)
         axis.axhline(metrics.MUST_MEET, color="grey", linewidth=0.5)
         axis.set(title=f"within {multiple:g} x alone-p99", xlabel="requests/s", ylim=(0, 1.02))
@@ -34,7 +34,7 @@ def save(answer: Results, path: Path) -> None:
 
 
 def pyplot() -> Any:
-    """What draws, without a screen.
+    """Import matplotlib's pyplot with a backend that needs no screen.
 
     Raises:
         MissingPackage: matplotlib is not installed; says what to install.
@@ -50,7 +50,7 @@ def pyplot() -> Any:
 
 
 def write(figure: Any, path: Path) -> None:
-    """Writes a figure of `pyplot` in the format that the name ends in, and lets go of it.
+    """Write a figure of `pyplot` in the format of the file's suffix, and close it.
 
     Raises:
         InvalidRequest: the file cannot be written.

@@ -1,8 +1,8 @@
-"""Our arms: what a program asks of a pool with service classes.
+"""Strategies that use a pool with service classes.
 
-`classes` asks for a lease for each pass or piece, `elastic` for leases that last, with a checkpoint
-between pieces. What is kept for whom, who may borrow it, whether a device is split, and how many
-SMs are enough for a target, is the pool's to say.
+`classes` takes a lease for each pass or piece; `elastic` keeps its leases, with a checkpoint
+between pieces. The pool decides what is reserved, which class borrows it, whether a device is
+split, and how many SMs meet a target.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from greensched.capacity.machine import Machine
-from greensched.capacity.strategies import Fifo, GrantSeat, Pieces
+from greensched.capacity.strategies import Fifo, LeaseClient, Pieces
 from greensched.capacity.workload import ServiceProfile
 from greensched.leasing.latency import LatencyCurve, ScaledCurve
 from greensched.leasing.partition import Partition
@@ -20,36 +20,33 @@ from greensched.pool import Pool
 from greensched.scheduling.services import ServiceClass
 from greensched.typing import ALL
 
-#: SMs that a pool hands out together, at least; and where it cuts as finely as can be.
+#: SMs of a cell of a pool, and of one with the finest granularity.
 CELL, FINEST = 8, 2
 
 
 def size_of(machine: Machine, device: int, service: ServiceProfile) -> tuple[int, int]:
-    """Its floor, up to its cap. Who has none asks for what the floors of others leave, at least.
+    """Return the least and the most SMs of a class's requests: its reserve and its cap.
 
-    A smaller least would be granted, too, and nobody has to give it any more after that.
+    Without a reserve the least is what the reserves of the others leave: a smaller request would
+    be granted at that size and never grow.
     """
     total = machine.sms[device]
-    floors = sum(other.reserve for other in machine.services.values())
-    least = service.reserve or max(CELL, (total - floors) // CELL * CELL)
+    reserved = sum(other.reserve for other in machine.services.values())
+    least = service.reserve or max(CELL, (total - reserved) // CELL * CELL)
     most = service.cap or total
     return min(least, most), most
 
 
-class ClassSeat(GrantSeat):
-    """A lease for each pass of a class with a target, and for each piece of another, by class.
-
-    Who is next, what is kept for whom and who may borrow it is the pool's.
-    """
+class ClassClient(LeaseClient):
+    """Takes a lease of the class for each pass, or for each piece if it has no reserve."""
 
     def __init__(self, machine: Machine, pool: Pool, device: int, service: ServiceProfile) -> None:
         self._least, most = size_of(machine, device, service)
         super().__init__(machine, pool, device, service, (self._least, most))
-        # Whoever has a floor keeps a lease for the pass; others give theirs back at each piece.
         self.whole = bool(service.reserve)
 
-    def asked(self, ns: int) -> dict[str, Any]:
-        """Its size, and what it will take on the least of it."""
+    def lease_options(self, ns: int) -> dict[str, Any]:
+        """Return its size, its class, and how long the work takes on the least size."""
         service = self._service
         cost = ns * service.curve.slowdown(self._least) / 1e9
         return {"sms": self._size, "service": service.name, "duration": cost}
@@ -57,21 +54,23 @@ class ClassSeat(GrantSeat):
 
 @dataclass
 class Classes(Fifo):
-    """The pool with service classes, as an operator would write them down from the services."""
+    """The pool with service classes, as an operator would declare them for the services."""
 
     name: str = "classes"
-    about: str = "the pool with service classes: floors, and loans of what is idle of them"
+    about: str = "the pool with service classes: reserves, of which idle SMs are lent"
 
     def options(self, machine: Machine) -> dict[str, Any]:
-        """The classes."""
-        return {"services": [self.written(service) for service in machine.services.values()]}
+        """Return the classes."""
+        return {"services": [self.service_class(service) for service in machine.services.values()]}
 
-    def seat(self, machine: Machine, pool: Pool, device: int, service: ServiceProfile) -> GrantSeat:
-        """On a lease for each pass or piece."""
-        return ClassSeat(machine, pool, device, service)
+    def client(
+        self, machine: Machine, pool: Pool, device: int, service: ServiceProfile
+    ) -> LeaseClient:
+        """Make a client with a lease for each pass or piece."""
+        return ClassClient(machine, pool, device, service)
 
-    def written(self, service: ServiceProfile) -> ServiceClass:
-        """What the operator says. Who has no floor gives back at each piece, and may borrow."""
+    def service_class(self, service: ServiceProfile) -> ServiceClass:
+        """Return the class: without a reserve it is preemptible at each piece, and may borrow."""
         wait = service.max_wait_for_reserve
         return ServiceClass(
             service.name,
@@ -80,13 +79,13 @@ class Classes(Fifo):
             priority=service.priority,
             weight=service.weight,
             preemptible=not service.reserve,
-            # Not its latency: a lease here is a pass, and a request is refused by nobody.
+            # Not the class's latency: a lease is a pass here, and no request may be refused.
             max_wait_for_reserve=service.latency / 2 if wait < 0 else wait,
         )
 
 
-class ElasticSeat(ClassSeat):
-    """An elastic lease for as long as there is work; a checkpoint before each pass or piece."""
+class ElasticClient(ClassClient):
+    """Keeps a lease while there is work, with a checkpoint before each pass or piece."""
 
     def __init__(self, machine: Machine, pool: Pool, device: int, service: ServiceProfile) -> None:
         super().__init__(machine, pool, device, service)
@@ -94,19 +93,19 @@ class ElasticSeat(ClassSeat):
         self._runs = 0
 
     async def run(self, pieces: Pieces) -> None:
-        """Whoever has a floor keeps its SMs for a pass; the others look at each piece."""
+        """Run a pass; a class without a reserve has a checkpoint before each piece."""
         self._runs += 1
         while pieces:
-            pieces = await self._some(await self._leased(), pieces)
-        self._leaving = asyncio.ensure_future(self._leave_unless_more(self._runs))
+            pieces = await self._run_some(await self._ensure_lease(), pieces)
+        self._leaving = asyncio.ensure_future(self._release_if_idle(self._runs))
 
-    async def _some(self, lease: Partition, pieces: Pieces) -> Pieces:
-        """Does what is done between two checkpoints; returns what is left."""
+    async def _run_some(self, lease: Partition, pieces: Pieces) -> Pieces:
+        """Run what lies between two checkpoints; return the rest."""
         some = len(pieces) if self.whole else 1
         await lease.launch(self._config, self._kernel, sum(pieces[:some]))
         return pieces[some:]
 
-    async def _leased(self) -> Partition:
+    async def _ensure_lease(self) -> Partition:
         if self._lease is not None:
             await self._lease.checkpoint()
             return self._lease
@@ -115,8 +114,8 @@ class ElasticSeat(ClassSeat):
         self._lease = lease
         return lease
 
-    async def _leave_unless_more(self, runs: int) -> None:
-        """Gives the lease back once its server has found nothing more to do in its next turn."""
+    async def _release_if_idle(self, runs: int) -> None:
+        """Release the lease if the server submits nothing more in its next turn of the loop."""
         for _ in range(3):
             await asyncio.sleep(0)
         lease = self._lease
@@ -125,7 +124,7 @@ class ElasticSeat(ClassSeat):
             await lease.__aexit__(None, None, None)
 
     async def close(self) -> None:
-        """Gives the lease back."""
+        """Release the lease."""
         self._runs += 1
         if self._lease is not None:
             await self._lease.__aexit__(None, None, None)
@@ -138,70 +137,73 @@ class Elastic(Classes):
     name: str = "elastic"
     about: str = "the pool with service classes and elastic leases: a checkpoint between pieces"
 
-    def seat(self, machine: Machine, pool: Pool, device: int, service: ServiceProfile) -> GrantSeat:
-        """On a lease that lasts."""
-        return ElasticSeat(machine, pool, device, service)
+    def client(
+        self, machine: Machine, pool: Pool, device: int, service: ServiceProfile
+    ) -> LeaseClient:
+        """Make a client with a lasting lease."""
+        return ElasticClient(machine, pool, device, service)
 
 
-class SharedSeat(ElasticSeat):
-    """The same, and the pool is told what became of it. All at once where there is no split."""
+class SharedClient(ElasticClient):
+    """As `ElasticClient`; reports latencies to the pool, and submits whole passes when shared."""
 
-    async def _some(self, lease: Partition, pieces: Pieces) -> Pieces:
-        """On all SMs it is a stream beside others, and there is nothing to give back meanwhile."""
+    async def _run_some(self, lease: Partition, pieces: Pieces) -> Pieces:
+        """On a shared device run the whole pass: there is nothing to give back in between."""
         if not lease.is_shared:
-            return await super()._some(lease, pieces)
+            return await super()._run_some(lease, pieces)
         jobs = [lease.launch(self._config, self._kernel, ns) for ns in pieces]
         await jobs[-1]
         return ()
 
-    def told(self, latency: float, weight: int) -> None:
-        """So many requests or tokens had this latency."""
+    def record_latency(self, latency: float, weight: int) -> None:
+        """Report the latency of a number of requests or tokens to the pool."""
         self._pool.observe(self._service.name, latency, weight)
 
 
 @dataclass
 class Shared(Elastic):
-    """Service classes with elastic leases, on devices that are split only where that is needed."""
+    """Service classes with elastic leases, on devices that are split only when necessary."""
 
     name: str = "shared"
-    about: str = "as elastic, and all SMs for all as long as every class has its target so"
+    about: str = "as elastic; devices are shared as long as every class meets its target so"
 
-    def seat(self, machine: Machine, pool: Pool, device: int, service: ServiceProfile) -> GrantSeat:
-        """On a lease that lasts."""
-        return SharedSeat(machine, pool, device, service)
+    def client(
+        self, machine: Machine, pool: Pool, device: int, service: ServiceProfile
+    ) -> LeaseClient:
+        """Make a client with a lasting lease."""
+        return SharedClient(machine, pool, device, service)
 
-    def written(self, service: ServiceProfile) -> ServiceClass:
-        """Nobody minds neighbours on his SMs while he has his target."""
-        said = super().written(service)
-        return replace(said, shared=True, cap=ALL, latency=service.latency or None)
+    def service_class(self, service: ServiceProfile) -> ServiceClass:
+        """Return a class that may share SMs while it meets its target."""
+        base = super().service_class(service)
+        return replace(base, shared=True, cap=ALL, latency=service.latency or None)
 
 
-class SizedSeat(ElasticSeat):
-    """An elastic lease of whatever size the pool's policy says, which is told what is to come.
+class SizedClient(ElasticClient):
+    """Keeps an elastic lease that the pool's policy sizes from the duration of the next pass.
 
-    A class with a floor is one with a target for each pass: the pool is told what a pass takes on
-    each size, by a table that learns. The others have what it leaves.
+    A class with a reserve has a target for each pass, and gives the pool a latency curve. The
+    other classes get the rest.
     """
 
-    #: Its server minds targets: see `serving.Prefill`.
-    by_target = True
+    target_aware = True
 
     def __init__(self, machine: Machine, pool: Pool, device: int, service: ServiceProfile) -> None:
         super().__init__(machine, pool, device, service)
         self._size = (CELL, machine.sms[device])
         sizes = range(FINEST, machine.sms[device] + 1, FINEST)
-        #: Of a second of work on the whole device.
+        #: The time of a second of work on the whole device, by SMs.
         self._curve = LatencyCurve({sms: [service.curve.slowdown(sms)] for sms in sizes})
         self._cost: ScaledCurve | None = None
-        #: Of a step all tokens are due together: whoever is new begins with it.
+        #: All tokens of a step of decoding are due together: new requests join at its beginning.
         self._deadline = service.latency or None if service.role == "decode" else None
 
     async def run(self, pieces: Pieces) -> None:
-        """A pass or piece on SMs for just that."""
+        """Run a pass or piece on SMs sized for it."""
         self._cost = self._curve.times(sum(pieces) / 1e9) if self.whole else None
         await super().run(pieces)
 
-    async def _leased(self) -> Partition:
+    async def _ensure_lease(self) -> Partition:
         if self._lease is not None:
             await self._lease.checkpoint(self._cost, deadline=self._deadline)
             return self._lease
@@ -213,29 +215,31 @@ class SizedSeat(ElasticSeat):
         self._lease = lease
         return lease
 
-    def told(self, latency: float, weight: int) -> None:
-        """So many requests or tokens had this latency."""
+    def record_latency(self, latency: float, weight: int) -> None:
+        """Report the latency of a number of requests or tokens to the pool."""
         if self.whole:
             self._pool.observe(self._service.name, latency, weight)
 
 
 @dataclass
 class Sized(Elastic):
-    """Service classes with elastic leases, sized by the pool as their targets and curves say."""
+    """Service classes with elastic leases, sized by the pool from targets and curves."""
 
     name: str = "sized"
-    about: str = "as elastic, sized by table and target (policy sized); minds targets"
+    about: str = "as elastic, sized by curve and target (policy sized); target-aware"
 
     def options(self, machine: Machine) -> dict[str, Any]:
-        """The classes, and the policy."""
+        """Return the classes and the policy."""
         return super().options(machine) | {"policy": "sized"}
 
-    def seat(self, machine: Machine, pool: Pool, device: int, service: ServiceProfile) -> GrantSeat:
-        """On a lease that lasts."""
-        return SizedSeat(machine, pool, device, service)
+    def client(
+        self, machine: Machine, pool: Pool, device: int, service: ServiceProfile
+    ) -> LeaseClient:
+        """Make a client with a lasting lease."""
+        return SizedClient(machine, pool, device, service)
 
-    def written(self, service: ServiceProfile) -> ServiceClass:
-        """No floors: who has a target has SMs for it."""
-        said = super().written(service)
+    def service_class(self, service: ServiceProfile) -> ServiceClass:
+        """Return a class without a reserve: the policy gives it SMs for its target."""
+        base = super().service_class(service)
         latency = service.latency if service.reserve else None
-        return replace(said, reserve=0, cap=ALL, preemptible=False, latency=latency or None)
+        return replace(base, reserve=0, cap=ALL, preemptible=False, latency=latency or None)

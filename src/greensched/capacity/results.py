@@ -1,4 +1,4 @@
-"""Questions and answers in numbers: attainment, goodput, what stands against what."""
+"""Experiments and their results: attainment, goodput, and the comparison of policies."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from greensched.capacity.run import Outcome, Scenario
 from greensched.capacity.validation.scenarios import Check
 from greensched.typing import Granularity
 
-#: The name under which the best of all fixed splits goes: an oracle, found by trying them all.
+#: The best of all fixed splits: an oracle, found by trying them all.
 BEST_SPLIT = "best-split"
-#: The same, and its servers mind targets as ours do: how much of what our arms gain is that.
+#: The same with target-aware servers, as `sized` has: it shows how much of the gain is due to them.
 BEST_LATE = "best-split-late"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """What an operator asks.
+    """What to simulate.
 
     Attributes:
-        gpus: such as `h200x2`.
-        granularity: how finely pools cut them, as `Pool(granularity=...)`.
+        gpus: devices, such as `h200x2`.
+        granularity: as `Pool(granularity=...)`.
         services: a built-in set, or a file.
-        policies: names of arms; `all`.
-        trace: a file; None: `generator`.
-        generator: the name of one.
-        tables: a file of measured curves, which go before the published ones.
-        seconds: of traffic in each run; at most what a trace lasts at the highest rate.
-        rates: multiples of saturation; empty: as fast as the traffic is.
-        seed: the first one.
-        repeats: how many seeds.
-        target: of every class, in multiples of its alone-p99; 0: as the services say.
-        check: whether what is known is simulated, too.
+        policies: names of strategies, or `all`.
+        trace: a file of traffic; None to use `generator`.
+        generator: the name of a traffic generator.
+        tables: a file of measured curves, which replace published ones of the same names.
+        seconds: the length of the traffic in each run, at most that of a trace at the highest rate.
+        rates: load factors, as multiples of saturation; empty for the traffic's own rate.
+        seed: the first seed.
+        repeats: the number of seeds.
+        target: the target of every class as a multiple of its alone-p99; 0 for the services' own.
+        check: whether to simulate the published figures, too.
     """
 
     gpus: str = "h200"
@@ -57,9 +57,9 @@ class Experiment:
 
 @dataclass
 class RunGroup:
-    """One arm at one rate: an outcome for each seed, and each class's latencies."""
+    """The runs of one strategy at one rate: for each seed, the outcome and the latencies."""
 
-    arm: str
+    strategy: str
     rate: float
     outcomes: list[Outcome] = field(default_factory=list)
     latencies: list[dict[str, Latencies]] = field(default_factory=list)
@@ -67,151 +67,159 @@ class RunGroup:
 
 @dataclass
 class Results:
-    """What came out: cells by arm and rate, and what they are measured against."""
+    """Runs by strategy and rate, and what they are compared with."""
 
-    question: Experiment
-    setting: Scenario
+    experiment: Experiment
+    scenario: Scenario
     saturation: float
     offered: dict[float, float]
     alone_p99: dict[str, float]
     alone_rate: dict[str, float]
-    cells: list[RunGroup]
+    groups: list[RunGroup]
     bounds: dict[float, list[dict[float | None, float]]]
     checks: tuple[Check, ...]
-    #: Seconds of virtual time that were played, all in all.
+    #: Seconds of virtual time of all runs together.
     simulated: float
 
 
-def targets(answer: Results, multiple: float | None) -> dict[str, float]:
-    """Seconds, of each class but best effort: a multiple of its alone-p99; None: its own target."""
+def targets(results: Results, multiple: float | None) -> dict[str, float]:
+    """Return the targets in seconds: multiples of the alone-p99, or with None the classes' own."""
     return {
-        name: service.latency if multiple is None else multiple * answer.alone_p99[name]
-        for name, service in answer.setting.services.items()
+        name: service.latency if multiple is None else multiple * results.alone_p99[name]
+        for name, service in results.scenario.services.items()
         if not service.is_best_effort
     }
 
 
-def attained(answer: Results, cell: RunGroup, multiple: float | None) -> list[float]:
-    """For each seed, the attainment of the class that does worst; nan: one has no such target."""
-    wanted = targets(answer, multiple)
-    return [worst_attained(found, wanted) for found in cell.latencies]
+def attained(results: Results, group: RunGroup, multiple: float | None) -> list[float]:
+    """Return the worst class's attainment for each seed; nan where a class has no such target."""
+    wanted = targets(results, multiple)
+    return [worst_attained(found, wanted) for found in group.latencies]
 
 
 def worst_attained(found: Mapping[str, Latencies], wanted: Mapping[str, float]) -> float:
-    """The attainment of the class that does worst, of those that came; nan: one has no target."""
+    """Return the least attainment of the classes with requests; nan if a class has no target."""
     if any(map(math.isnan, wanted.values())):
         return math.nan
-    told = (found[name].attained(latency) for name, latency in wanted.items())
-    return min((each for each in told if not math.isnan(each)), default=1.0)
+    report = (found[name].attained(latency) for name, latency in wanted.items())
+    return min((each for each in report if not math.isnan(each)), default=1.0)
 
 
-def goodputs(answer: Results, multiple: float | None) -> dict[str, list[float]]:
-    """Of each arm and of the bound, for each seed: requests a second."""
+def goodputs(results: Results, multiple: float | None) -> dict[str, list[float]]:
+    """Return the goodput of each strategy and of the bound for each seed, in requests a second."""
     found: dict[str, list[float]] = {}
-    seeds = range(answer.question.repeats)
-    offered = answer.offered
-    for arm in dict.fromkeys(cell.arm for cell in answer.cells):
-        by_rate = {c.rate: attained(answer, c, multiple) for c in answer.cells if c.arm == arm}
-        found[arm] = [
+    seeds = range(results.experiment.repeats)
+    offered = results.offered
+    for strategy in dict.fromkeys(group.strategy for group in results.groups):
+        by_rate = {
+            g.rate: attained(results, g, multiple) for g in results.groups if g.strategy == strategy
+        }
+        found[strategy] = [
             metrics.goodput({offered[r]: each[i] for r, each in by_rate.items()}) for i in seeds
         ]
-    if answer.bounds:
-        bounds = answer.bounds.items()
+    if results.bounds:
+        bounds = results.bounds.items()
         found["bound"] = [
             metrics.goodput({offered[r]: each[i][multiple] for r, each in bounds}) for i in seeds
         ]
     return found
 
 
-def against(answer: Results) -> dict[str, dict[str, metrics.Interval]]:
-    """Each arm's goodput at its targets over what stands for doing without: [value, low, high].
+def compare_policies(results: Results) -> dict[str, dict[str, metrics.Interval]]:
+    """Compare each strategy's goodput at its targets with that of the baselines.
 
-    `streams` and `best-split`: over theirs. `recovered`: of the gap between the best split and the
-    bound. `where streams do`: the least of its attainment over theirs, of all rates at which plain
-    streams have enough of every class in time.
+    `streams`, `best-split`: the ratio to theirs. `recovered`: the fraction of the gap between the
+    best split and the bound. `where streams do`: the least ratio of its attainment to that of plain
+    streams, over the rates at which enough of every class is in time on plain streams.
     """
-    good = goodputs(answer, None)
-    told: dict[str, dict[str, metrics.Interval]] = {}
-    for arm, found in good.items():
-        rows = told[arm] = {}
+    good = goodputs(results, None)
+    report: dict[str, dict[str, metrics.Interval]] = {}
+    for strategy, found in good.items():
+        rows = report[strategy] = {}
         for other in ("streams", BEST_SPLIT, BEST_LATE):
-            if other in good and other != arm:
+            if other in good and other != strategy:
                 rows[other] = metrics.ratio(found, good[other])
-        if BEST_SPLIT in good and "bound" in good and arm not in (BEST_SPLIT, "bound"):
+        if BEST_SPLIT in good and "bound" in good and strategy not in (BEST_SPLIT, "bound"):
             rows["recovered"] = metrics.recovered(found, good[BEST_SPLIT], good["bound"])
-        if "streams" in good and arm not in ("streams", "bound"):
-            rows["where streams do"] = metrics.interval(beside_streams(answer, arm))
-    return told
+        if "streams" in good and strategy not in ("streams", "bound"):
+            rows["where streams do"] = metrics.interval(beside_streams(results, strategy))
+    return report
 
 
-def beside_streams(answer: Results, arm: str) -> list[float]:
-    """For each seed the least of its attainment over that of plain streams, where those do."""
-    by = {(cell.arm, cell.rate): attained(answer, cell, None) for cell in answer.cells}
+def beside_streams(results: Results, strategy: str) -> list[float]:
+    """Return for each seed the least ratio of attainment to plain streams', where those suffice."""
+    attainments = {
+        (group.strategy, group.rate): attained(results, group, None) for group in results.groups
+    }
     found = []
-    for i in range(answer.question.repeats):
-        pairs = [(by[arm, rate][i], by["streams", rate][i]) for rate in answer.offered]
+    for i in range(results.experiment.repeats):
+        pairs = [
+            (attainments[strategy, rate][i], attainments["streams", rate][i])
+            for rate in results.offered
+        ]
         beside = [mine / theirs for mine, theirs in pairs if theirs >= metrics.MUST_MEET]
         found.append(min(beside) if beside else float("nan"))
     return found
 
 
-def as_dict(answer: Results) -> dict[str, Any]:
-    """For JSON. Times in seconds; intervals are [mean, low, high]."""
-    question = answer.question
-    told: dict[str, Any] = {
-        "gpus": question.gpus,
-        "granularity": question.granularity,
-        "traffic": question.trace.name if question.trace else question.generator,
-        "seconds": question.seconds,
-        "seeds": [*range(question.seed, question.seed + question.repeats)],
-        "saturation": answer.saturation,
-        "alone_p99": answer.alone_p99,
-        "targets": targets(answer, None),
-        "cells": [_cell(answer, cell) for cell in answer.cells],
+def as_dict(results: Results) -> dict[str, Any]:
+    """Convert to JSON types. Times are in seconds; intervals are [mean, low, high]."""
+    experiment = results.experiment
+    report: dict[str, Any] = {
+        "gpus": experiment.gpus,
+        "granularity": experiment.granularity,
+        "traffic": experiment.trace.name if experiment.trace else experiment.generator,
+        "seconds": experiment.seconds,
+        "seeds": [*range(experiment.seed, experiment.seed + experiment.repeats)],
+        "saturation": results.saturation,
+        "alone_p99": results.alone_p99,
+        "targets": targets(results, None),
+        "runs": [_group(results, group) for group in results.groups],
         "goodput": {
             str(multiple or "target"): {
-                arm: metrics.interval(each) for arm, each in goodputs(answer, multiple).items()
+                strategy: metrics.interval(each)
+                for strategy, each in goodputs(results, multiple).items()
             }
-            for multiple in ((*metrics.MULTIPLES, None) if len(answer.offered) > 1 else ())
+            for multiple in ((*metrics.MULTIPLES, None) if len(results.offered) > 1 else ())
         },
-        "against": against(answer) if len(answer.offered) > 1 else {},
-        "known": [asdict(c) | {"is_reproduced": c.is_reproduced} for c in answer.checks],
+        "comparison": compare_policies(results) if len(results.offered) > 1 else {},
+        "checks": [asdict(c) | {"is_reproduced": c.is_reproduced} for c in results.checks],
     }
-    return {key: metrics.rounded(value) for key, value in told.items()}
+    return {key: metrics.rounded(value) for key, value in report.items()}
 
 
-def _cell(answer: Results, cell: RunGroup) -> dict[str, Any]:
-    classes = answer.setting.services
-    shares = [metrics.shares(outcome, classes) for outcome in cell.outcomes]
-    seconds = answer.question.seconds
+def _group(results: Results, group: RunGroup) -> dict[str, Any]:
+    classes = results.scenario.services
+    shares = [metrics.shares(outcome, classes) for outcome in group.outcomes]
+    seconds = results.experiment.seconds
     return {
-        "arm": cell.arm,
-        "rate": cell.rate,
-        "offered": answer.offered[cell.rate],
-        "classes": {name: _class(answer, cell, name) for name in classes},
-        "sm_utilisation": metrics.interval([outcome.busy for outcome in cell.outcomes]),
+        "policy": group.strategy,
+        "rate": group.rate,
+        "offered": results.offered[group.rate],
+        "classes": {name: _class(results, group, name) for name in classes},
+        "sm_utilisation": metrics.interval([outcome.busy for outcome in group.outcomes]),
         "jain": metrics.interval([metrics.jain(each) for each in shares]),
         "pair_gap_sm_seconds": metrics.interval([max(each) - min(each) for each in shares]),
-        "decisions_per_s": metrics.interval([o.decisions / seconds for o in cell.outcomes]),
+        "decisions_per_s": metrics.interval([o.decisions / seconds for o in group.outcomes]),
     }
 
 
-def _class(answer: Results, cell: RunGroup, name: str) -> dict[str, Any]:
-    found = [latencies[name] for latencies in cell.latencies]
+def _class(results: Results, group: RunGroup, name: str) -> dict[str, Any]:
+    found = [latencies[name] for latencies in group.latencies]
     done = metrics.interval([each.rate for each in found])
-    told: dict[str, Any] = {"work_per_s": done}
-    if answer.setting.services[name].is_best_effort:
-        told["of_alone"] = metrics.interval([e.rate / answer.alone_rate[name] for e in found])
-        return told
-    p99 = answer.alone_p99[name]
-    told["attained"] = {
+    report: dict[str, Any] = {"work_per_s": done}
+    if results.scenario.services[name].is_best_effort:
+        report["of_alone"] = metrics.interval([e.rate / results.alone_rate[name] for e in found])
+        return report
+    p99 = results.alone_p99[name]
+    report["attained"] = {
         str(k): metrics.interval([each.attained(k * p99) for each in found])
         for k in metrics.MULTIPLES
     }
     for what in ("whole", "wait", "service"):
-        told[what] = {
+        report[what] = {
             f"p{100 * part:g}": metrics.interval([getattr(e, what).percentile(part) for e in found])
             for part in (0.5, 0.95, 0.99, 0.999)
         }
-    told["p99_of_alone"] = metrics.interval([e.whole.percentile(0.99) / p99 for e in found])
-    return told
+    report["p99_of_alone"] = metrics.interval([e.whole.percentile(0.99) / p99 for e in found])
+    return report

@@ -1,4 +1,4 @@
-"""One run: traffic, classes and an arm on simulated devices, from the first request to the last."""
+"""One run: traffic, classes and a strategy on simulated devices, from first to last request."""
 
 from __future__ import annotations
 
@@ -8,29 +8,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from greensched.capacity.interference import PUBLISHED, Guard
-from greensched.capacity.machine import DeviceTrace, Machine
+from greensched.capacity.machine import KernelRun, Machine
 from greensched.capacity.servers import Decode, Loop, Prefill, Requests, Samples, Server
-from greensched.capacity.strategies import Seats, Strategy
+from greensched.capacity.strategies import Clients, Strategy
 from greensched.capacity.traffic import Arrival, Traffic
 from greensched.capacity.workload import ServiceProfile
 from greensched.typing import Granularity
 
-#: Seconds of virtual time between two looks at whether anybody waits, once traffic has ended.
-LOOK_S = 0.01
+#: Seconds of virtual time between two checks for waiting requests after the traffic's end.
+POLL_S = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """What stays the same while arms are compared.
+    """What stays the same while strategies are compared.
 
     Attributes:
         gpus: as `--gpus`.
-        granularity: how finely pools cut them.
+        granularity: as `Pool(granularity=...)`.
         services: the classes.
-        seconds: of traffic.
-        guard: interference.
-        late_after: seconds, for each class, after which whoever waits is late, whatever he is held
-            to. A run goes on without traffic until all who wait are, at most as long again.
+        seconds: the length of the traffic.
+        guard: interference between kinds of work.
+        late_after: for each class, the seconds after which a waiting request has missed every
+            target. A run continues after its traffic until that is so of every waiting request,
+            for at most `seconds`.
     """
 
     gpus: str
@@ -43,18 +44,18 @@ class Scenario:
 
 @dataclass
 class Outcome:
-    """What one run gave. All but samples' latencies and `drained` is of the time of the traffic.
+    """The outcome of one run. All but latencies and `drained` covers the time of the traffic only.
 
     Attributes:
-        samples: of each class; what was done in them is of that time, too.
-        seconds: of traffic.
-        drained: seconds of virtual time after that.
-        sm_seconds: that each class had SMs for, over all devices, in kernels that ended by then.
-        busy: the part of all SM-seconds in which some kernel was on them.
+        samples: the latencies of each class.
+        seconds: the length of the traffic.
+        drained: seconds of virtual time after the traffic.
+        sm_seconds: SM-seconds of each class on all devices, of kernels that ended in that time.
+        busy: the fraction of all SM-seconds in which a kernel ran.
         decisions: leases granted.
     """
 
-    arm: str
+    strategy: str
     seed: int
     seconds: float
     drained: float
@@ -64,43 +65,45 @@ class Outcome:
     decisions: int = 0
 
 
-def simulate(arm: Strategy, setting: Scenario, traffic: Traffic, seed: int) -> Outcome:
-    """Runs an arm. The same arguments give the same outcome, to the last digit.
+def simulate(strategy: Strategy, scenario: Scenario, traffic: Traffic, seed: int) -> Outcome:
+    """Run a strategy. Equal arguments give equal outcomes, to the last digit.
 
-    All of the traffic comes within the setting's seconds.
+    All of the traffic must come within the scenario's seconds.
     """
     machine = Machine(
-        setting.gpus, setting.services, setting.guard, seed, granularity=setting.granularity
+        scenario.gpus, scenario.services, scenario.guard, seed, granularity=scenario.granularity
     )
     try:
-        arm.prepare(machine)
-        return machine.clock.run(_run, machine, arm, setting, traffic, seed)
+        strategy.prepare(machine)
+        return machine.clock.run(_run, machine, strategy, scenario, traffic, seed)
     finally:
         machine.close()
 
 
-def alone(arm: Strategy, setting: Scenario, traffic: Traffic, seed: int) -> dict[str, Outcome]:
-    """Each class by itself: as if the others took no time.
+def alone(
+    strategy: Strategy, scenario: Scenario, traffic: Traffic, seed: int
+) -> dict[str, Outcome]:
+    """Run each class by itself, as if the others took no time.
 
-    Nobody is late there: a run goes on until all are served, at most as long again.
+    Such a run continues until all requests are served, for at most the scenario's seconds.
     """
-    setting = replace(setting, late_after=dict.fromkeys(setting.services, math.inf))
+    scenario = replace(scenario, late_after=dict.fromkeys(scenario.services, math.inf))
     found = {}
-    for name, service in setting.services.items():
-        single = replace(setting, services={name: service})
-        found[name] = simulate(arm, single, traffic, seed)
+    for name, service in scenario.services.items():
+        single = replace(scenario, services={name: service})
+        found[name] = simulate(strategy, single, traffic, seed)
     return found
 
 
 async def _run(
-    machine: Machine, arm: Strategy, setting: Scenario, traffic: Traffic, seed: int
+    machine: Machine, strategy: Strategy, scenario: Scenario, traffic: Traffic, seed: int
 ) -> Outcome:
-    async with arm.open(machine) as seats:
+    async with strategy.open(machine) as clients:
         end = machine.begin()
-        house = _Recorder(machine, seats)
-        servers = [asyncio.ensure_future(server.serve()) for server in house.servers]
-        played = asyncio.ensure_future(_play(machine, house, arm, setting, traffic, seed))
-        # A server ends only by failing.
+        group = _ServerGroup(machine, clients)
+        servers = [asyncio.ensure_future(server.serve()) for server in group.servers]
+        played = asyncio.ensure_future(_play(machine, group, strategy, scenario, traffic, seed))
+        # A server ends only when it fails.
         await asyncio.wait([*servers, played], return_when=asyncio.FIRST_COMPLETED)
         for task in (*servers, played):
             task.cancel()
@@ -114,67 +117,68 @@ async def _run(
 
 async def _play(
     machine: Machine,
-    house: _Recorder,
-    arm: Strategy,
-    setting: Scenario,
+    group: _ServerGroup,
+    strategy: Strategy,
+    scenario: Scenario,
     traffic: Traffic,
     seed: int,
 ) -> Outcome:
-    """Sends the traffic, and waits until everybody is served or late.
+    """Send the traffic, and wait until every request is served or late.
 
-    If runs ended with their traffic, there would be the fewer late ones the more are left waiting.
+    If a run ended with its traffic, a strategy would have fewer late requests the more it left
+    waiting.
     """
-    began, seconds = machine.now() / 1e9, setting.seconds
+    began, seconds = machine.now() / 1e9, scenario.seconds
     end = began + seconds
-    await house.feed(traffic, began)
+    await group.dispatch(traffic, began)
     await asyncio.sleep(end - machine.now() / 1e9)
-    ended, decisions, done = machine.now(), machine.granted(), house.done()
-    for _ in range(math.ceil(seconds / LOOK_S)):
-        if not house.is_undecided(end, setting.late_after):
+    ended, decisions, done = machine.now(), machine.granted(), group.done()
+    for _ in range(math.ceil(seconds / POLL_S)):
+        if not group.is_undecided(end, scenario.late_after):
             break
-        await asyncio.sleep(LOOK_S)
-    spans = [[r for r in ran if r.end <= ended] for ran in machine.ran]
+        await asyncio.sleep(POLL_S)
+    spans = [[r for r in trace if r.end <= ended] for trace in machine.traces]
     return Outcome(
-        arm=arm.name,
+        strategy=strategy.name,
         seed=seed,
         seconds=seconds,
         drained=machine.now() / 1e9 - end,
-        samples=house.samples(began, done),
-        sm_seconds=_sm_seconds(spans, setting.services),
+        samples=group.samples(began, done),
+        sm_seconds=_sm_seconds(spans, scenario.services),
         busy=sum(map(occupied, spans)) / (sum(machine.sms) * seconds),
         decisions=decisions,
     )
 
 
-class _Recorder:
-    """Every class's servers, and who sends requests to which of them."""
+class _ServerGroup:
+    """The servers of every class on every device, and the dispatch of requests to them."""
 
-    def __init__(self, machine: Machine, seats: Seats) -> None:
+    def __init__(self, machine: Machine, clients: Clients) -> None:
         self._machine = machine
         self._by: dict[str, list[Server]] = {}
         self._decoders: dict[int, Decode] = {}
         roles = {service.role: service for service in machine.services.values()}
         self._prefill, self._decode = roles.get("prefill"), roles.get("decode")
         for service in sorted(machine.services.values(), key=lambda s: s.role != "decode"):
-            self._by[service.name] = [self._server(d, service, seats) for d in machine.devices]
+            self._by[service.name] = [self._server(d, service, clients) for d in machine.devices]
 
     @property
     def servers(self) -> list[Server]:
-        """All of them."""
+        """All servers."""
         return [server for each in self._by.values() for server in each]
 
-    def _server(self, device: int, service: ServiceProfile, seats: Seats) -> Server:
-        machine, seat = self._machine, seats(device, service)
+    def _server(self, device: int, service: ServiceProfile, clients: Clients) -> Server:
+        machine, client = self._machine, clients(device, service)
         if service.role == "prefill":
-            return Prefill(machine, device, service, seat, self._decoders.get(device))
+            return Prefill(machine, device, service, client, self._decoders.get(device))
         if service.role == "decode":
-            decode = self._decoders[device] = Decode(machine, device, service, seat)
+            decode = self._decoders[device] = Decode(machine, device, service, client)
             return decode
         kind = Requests if service.role == "request" else Loop
-        return kind(machine, device, service, seat)
+        return kind(machine, device, service, client)
 
-    async def feed(self, traffic: Traffic, began: float) -> None:
-        """Sends each request when it comes, to the device with the least to do."""
+    async def dispatch(self, traffic: Traffic, began: float) -> None:
+        """Send each request at its time to the device with the least load."""
         for arrival in traffic:
             due = began + arrival.at
             delay = due - self._machine.now() / 1e9
@@ -184,22 +188,22 @@ class _Recorder:
 
     def _send(self, arrival: Arrival) -> None:
         if arrival.service:
-            if arrival.service in self._by:  # else another class is alone
+            if arrival.service in self._by:  # otherwise another class runs by itself
                 self._least([arrival.service]).take(arrival)
         elif self._prefill is not None:
             names = [self._prefill.name] + ([self._decode.name] if self._decode else [])
             self._least(names).take(arrival)
-        elif self._decode is not None and arrival.generated > 1:  # alone: as if read at once
+        elif self._decode is not None and arrival.generated > 1:  # decode by itself
             self._least([self._decode.name]).take(arrival)
 
     def _least(self, names: Sequence[str]) -> Server:
-        """The first class's server on the device where they all have the least to do."""
+        """Return the first class's server on the device where these classes have the least load."""
         devices = self._machine.devices
         where = min(devices, key=lambda d: (sum(self._by[name][d].load for name in names), d))
         return self._by[names[0]][where]
 
     def is_undecided(self, until: float, late_after: Mapping[str, float]) -> bool:
-        """Whether anybody waits who came until then, and is not late by now."""
+        """Say whether a request that came before `until` waits and is not late yet."""
         now = self._machine.now() / 1e9
         return any(
             at <= until and now - at <= late_after.get(name, 0.0)
@@ -209,11 +213,11 @@ class _Recorder:
         )
 
     def done(self) -> dict[str, float]:
-        """Seconds of whole-device work that each class had done until now."""
+        """Return the seconds of whole-device work that each class has done."""
         return {name: sum(s.samples.done for s in each) for name, each in self._by.items()}
 
     def samples(self, began: float, done: Mapping[str, float]) -> dict[str, Samples]:
-        """Of each class, over all devices, by the time at which the run began."""
+        """Return each class's samples over all devices, with times since the run began."""
         now = self._machine.now() / 1e9
         found = {}
         for name, servers in self._by.items():
@@ -233,19 +237,19 @@ class _Recorder:
 
 
 def _sm_seconds(
-    spans: Sequence[Sequence[DeviceTrace]], services: Mapping[str, ServiceProfile]
+    spans: Sequence[Sequence[KernelRun]], services: Mapping[str, ServiceProfile]
 ) -> dict[str, float]:
     found = dict.fromkeys(services, 0.0)
-    for ran in spans:
-        for each in ran:
+    for trace in spans:
+        for each in trace:
             found[each.service] += (each.end - each.start) * each.sms.bit_count() / 1e9
     return found
 
 
-def occupied(ran: Sequence[DeviceTrace]) -> float:
-    """SM-seconds of one device in which some kernel was there: what overlaps counts once."""
+def occupied(trace: Sequence[KernelRun]) -> float:
+    """Return the SM-seconds of one device in which a kernel ran; overlaps count once."""
     turns = sorted(
-        [(each.start, 1, each.sms) for each in ran] + [(each.end, -1, each.sms) for each in ran]
+        [(each.start, 1, each.sms) for each in trace] + [(each.end, -1, each.sms) for each in trace]
     )
     on: dict[int, int] = {}
     total, last, there = 0, 0, 0

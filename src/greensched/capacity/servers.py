@@ -1,7 +1,7 @@
-"""Servers: what a program does with requests, on whatever seats an arm gives it.
+"""Servers: how a program handles requests, one server for each class on each device.
 
-One for each class on each device. Times are of the virtual clock; a piece's waiting and running
-are told apart by the device's own timeline.
+Times are of the virtual clock. The device's timeline separates the waiting of a piece from its
+running.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from greensched.capacity.strategies import Client
 from greensched.capacity.traffic import Arrival
 from greensched.capacity.workload import ServiceProfile, prompt_seconds, step_seconds
 
-#: Tokens of a prompt that are read in one pass at most: what engines call chunked prefill.
+#: The most tokens of a prompt in one pass: chunked prefill.
 CHUNK = 2_048
-#: Weight of the newest prompt in how long prompts take: the last ten or so count.
+#: Weight of the newest prompt in the average stretch: about the last ten count.
 SMOOTHING = 0.1
 
 
@@ -29,12 +29,12 @@ class Samples:
     """Latencies of one class in seconds, and how many requests or tokens had each.
 
     Attributes:
-        latency: of each sample.
-        wait: the part of it in which nothing of it ran.
-        weight: how many had it.
-        at: when it began, on a server's clock; of a whole run, since that began.
-        left: ages of what was not served at the end.
-        done: seconds of whole-device work that was done.
+        latency: the latency of each sample.
+        wait: the part of the latency in which none of its work ran.
+        weight: the number of requests or tokens of the sample.
+        at: when it began, on the virtual clock; in a run's outcome, since the run began.
+        left: the ages of requests that were not served at the end.
+        done: seconds of whole-device work.
     """
 
     latency: list[float] = field(default_factory=list)
@@ -45,100 +45,102 @@ class Samples:
     done: float = 0.0
 
     def add(self, at: float, latency: float, served: float, weight: int = 1) -> None:
-        """One more."""
+        """Add a sample."""
         self.at.append(at)
         self.latency.append(latency)
         self.wait.append(max(0.0, latency - served))
         self.weight.append(weight)
 
 
-def _nobody(_latency: float, _weight: int) -> None:
-    """Most arms plan without looking back."""
+def _ignore_latency(_latency: float, _weight: int) -> None:
+    """Do nothing: most strategies do not use latencies."""
 
 
 class Server(abc.ABC):
-    """Takes work, and runs it on a seat until it is cancelled."""
+    """Queues requests and runs them on a client until it is cancelled."""
 
     def __init__(
-        self, machine: Machine, device: int, service: ServiceProfile, seat: Client
+        self, machine: Machine, device: int, service: ServiceProfile, client: Client
     ) -> None:
         self.service = service
         self.samples = Samples()
-        #: Requests taken and not done.
+        #: Requests that are queued or in progress.
         self.load = 0
-        #: Since when each of those waits whose turn it is now.
-        self._current: list[float] = []
+        #: Since when each request in progress waits.
+        self._in_progress: list[float] = []
         self._machine = machine
-        self._seat = seat
-        self._ran = machine.ran[device]
+        self._client = client
+        self._trace = machine.traces[device]
         self._queue: deque[Arrival] = deque()
-        self._came: asyncio.Future[None] | None = None
-        #: An arm that learns from what became of its plans is told of each latency.
-        self._tell: Callable[[float, int], None] = getattr(seat, "told", _nobody)
+        self._arrived: asyncio.Future[None] | None = None
+        #: Called with each latency and its weight.
+        self._on_latency: Callable[[float, int], None] = getattr(
+            client, "record_latency", _ignore_latency
+        )
 
     def take(self, arrival: Arrival) -> None:
-        """One more request."""
+        """Queue a request."""
         self.load += 1
         self._queue.append(arrival)
         self._wake()
 
     def waiting(self) -> list[float]:
-        """Since when each waits who is not served, or is being served."""
-        return [*self._current, *(arrival.at for arrival in self._queue)]
+        """Return since when each queued request, and each in progress, waits."""
+        return [*self._in_progress, *(arrival.at for arrival in self._queue)]
 
     @abc.abstractmethod
     async def serve(self) -> None:
-        """Serves, for ever."""
+        """Serve until cancelled."""
 
     def _now(self) -> float:
         return self._machine.now() / 1e9
 
     def _wake(self) -> None:
-        if self._came is not None and not self._came.done():
-            self._came.set_result(None)
+        if self._arrived is not None and not self._arrived.done():
+            self._arrived.set_result(None)
 
     async def _next(self) -> Arrival:
         while not self._queue:
-            await self._anybody()
+            await self._wait_for_work()
         return self._queue.popleft()
 
-    async def _anybody(self) -> None:
-        """Until it is woken."""
-        self._came = asyncio.get_running_loop().create_future()
-        await self._came
+    async def _wait_for_work(self) -> None:
+        """Wait until woken."""
+        self._arrived = asyncio.get_running_loop().create_future()
+        await self._arrived
 
     async def _run(self, pieces: list[int], since: list[float]) -> float:
-        """A pass for those that wait since then; returns the seconds for which it ran."""
-        before = len(self._ran)
-        self._current = since
-        await self._seat.run(pieces)
-        self._current = []
+        """Run a pass for requests that wait since these times; return the seconds it ran."""
+        before = len(self._trace)
+        self._in_progress = since
+        await self._client.run(pieces)
+        self._in_progress = []
         name = self.service.name
-        own = (ran for ran in self._ran[before:] if ran.service == name)
-        return sum(ran.end - ran.start for ran in own) / 1e9
+        own = (run for run in self._trace[before:] if run.service == name)
+        return sum(run.end - run.start for run in own) / 1e9
 
 
 class Requests(Server):
-    """Requests of a known cost, one after another."""
+    """Serves requests of a known cost one after another."""
 
     async def serve(self) -> None:
-        """Each in pieces of at most the class's segment."""
+        """Serve each request in pieces of at most the class's segment."""
         while True:
             arrival = await self._next()
             number = max(1, round(arrival.cost / self.service.segment))
             served = await self._run([round(arrival.cost / number * 1e9)] * number, [arrival.at])
             latency = self._now() - arrival.at
             self.samples.add(arrival.at, latency, served)
-            self._tell(latency, 1)
+            self._on_latency(latency, 1)
             self.samples.done += arrival.cost
             self.load -= 1
 
 
 class Loop(Server):
-    """Best effort: the next piece is there as soon as the last is done."""
+    """Best effort: the next piece follows as soon as the last is done."""
 
     async def serve(self) -> None:
-        """Counts what was done."""
+        """Run pieces, and count the work."""
         piece = round(self.service.segment * 1e9)
         pieces = [piece] * self.service.depth
         while True:
@@ -147,12 +149,12 @@ class Loop(Server):
 
 
 class Prefill(Server):
-    """Prompts, in the order they came; the first token of each is its latency.
+    """Reads prompts in the order of arrival; a prompt's latency ends with its first token.
 
-    Where the arm's seat says so (`by_target`), it minds its target and that of the tokens. Who
-    makes others late waits for all others. And the first token is given out when the step of
-    decoding begins that writes the next: after one given out in the midst of a step there would be
-    the rest of it and another, and steps would have to be half as long, twice as many, on more SMs.
+    With a `target_aware` client it schedules by targets. A prompt that would make others late waits
+    for all others. And a first token is released when the next step of decoding begins: a token
+    released in the middle of a step would wait for its rest and another step, so steps would have
+    to be half as long, twice as many, on more SMs.
     """
 
     def __init__(
@@ -160,21 +162,21 @@ class Prefill(Server):
         machine: Machine,
         device: int,
         service: ServiceProfile,
-        seat: Client,
+        client: Client,
         decode: Decode | None,
     ) -> None:
-        super().__init__(machine, device, service, seat)
+        super().__init__(machine, device, service, client)
         self._decode = decode
-        self._by_target = getattr(seat, "by_target", False)
-        #: Prompts that are read, whose first token is not given out; and for how long each ran.
-        self._read: list[tuple[Arrival, float]] = []
-        if decode is not None and self._by_target:
-            decode.before_step = self._give_all_out
-        #: How many times longer than alone prompts took of late.
+        self._target_aware = getattr(client, "target_aware", False)
+        #: Prompts that were read and whose first token is not released, and how long each ran.
+        self._pending_tokens: list[tuple[Arrival, float]] = []
+        if decode is not None and self._target_aware:
+            decode.before_step = self._release_tokens
+        #: How many times longer than alone recent prompts took.
         self._stretch = 1.0
 
     async def serve(self) -> None:
-        """Each in passes of at most CHUNK tokens."""
+        """Read each prompt in passes of at most CHUNK tokens."""
         while True:
             arrival = await self._next()
             pieces = passes(arrival.context, self.service.blocks)
@@ -183,41 +185,41 @@ class Prefill(Server):
             now = self._now()
             self._stretch += SMOOTHING * ((now - began) * 1e9 / sum(pieces) - self._stretch)
             self.samples.done += sum(pieces) / 1e9
-            if self._by_target and self._may_wait(arrival, now):
-                self._read.append((arrival, served))
+            if self._target_aware and self._may_delay_token(arrival, now):
+                self._pending_tokens.append((arrival, served))
             else:
-                self._give_out(arrival, served)
+                self._release_token(arrival, served)
 
-    def _may_wait(self, arrival: Arrival, now: float) -> bool:
-        """Whether a step follows, and its first token is in time when that begins."""
+    def _may_delay_token(self, arrival: Arrival, now: float) -> bool:
+        """Say whether a first token is still in time at the next step of decoding."""
         decode = self._decode
         if decode is None or arrival.generated <= 1:
             return False
-        decode.look()
+        decode.wake()
         return now + decode.service.latency <= arrival.at + self.service.latency
 
-    def _give_all_out(self) -> None:
-        for arrival, served in self._read:
-            self._give_out(arrival, served)
-        self._read.clear()
+    def _release_tokens(self) -> None:
+        for arrival, served in self._pending_tokens:
+            self._release_token(arrival, served)
+        self._pending_tokens.clear()
 
-    def _give_out(self, arrival: Arrival, served: float) -> None:
-        """Its first token; the next one counts from now."""
+    def _release_token(self, arrival: Arrival, served: float) -> None:
+        """Release a prompt's first token; the gap to the next one begins now."""
         now = self._now()
         self.samples.add(arrival.at, now - arrival.at, served)
-        self._tell(now - arrival.at, 1)
+        self._on_latency(now - arrival.at, 1)
         self.load -= 1
         if self._decode is not None and arrival.generated > 1:
             self._decode.take(replace(arrival, at=now))
 
     def waiting(self) -> list[float]:
-        """Whose first token was not given out has none."""
-        return [*super().waiting(), *(arrival.at for arrival, _ in self._read)]
+        """Return since when each prompt waits whose first token is not released."""
+        return [*super().waiting(), *(arrival.at for arrival, _ in self._pending_tokens)]
 
     async def _next(self) -> Arrival:
-        """In their order; by target, whoever makes others late waits for all others."""
+        """Return the next prompt: the oldest, or if target-aware, the oldest that fits in time."""
         first = await super()._next()
-        if not self._by_target or not self._queue:
+        if not self._target_aware or not self._queue:
             return first
         found = self._first_in_time([first, *self._queue]) or first
         if found is not first:
@@ -226,10 +228,10 @@ class Prefill(Server):
         return found
 
     def _first_in_time(self, waiting: list[Arrival]) -> Arrival | None:
-        """The first of those that can all be in time; None: nobody can.
+        """Return the first prompt of a largest set that can all be in time; None if none can.
 
-        Where somebody would be late the longest of those up to him is left out, which leaves the
-        most of them (Moore 1968), if all take as much longer than alone as those of late did.
+        Where a prompt would be late, the longest of the set so far is left out, which leaves the
+        most of them (Moore 1968), provided that all are stretched as recent prompts were.
         """
         kept: list[Arrival] = []
         end = now = self._now()
@@ -250,7 +252,7 @@ class Prefill(Server):
 
 
 def passes(tokens: int, blocks: int) -> list[int]:
-    """The pieces of a prompt: each pass over so many tokens, in blocks of layers."""
+    """Return the pieces of a prompt: passes of at most CHUNK tokens, cut into blocks of layers."""
     pieces, read = [], 0
     while read < tokens:
         end = min(tokens, read + CHUNK)
@@ -261,27 +263,27 @@ def passes(tokens: int, blocks: int) -> list[int]:
 
 
 class Decode(Server):
-    """Continuous batching: each step is a token of every running request.
+    """Continuous batching: each step writes a token of every running request.
 
-    A latency is the gap between two tokens of a request; those of a step that a request did not
-    join in are the same for all, so they are counted at once.
+    A latency is the gap between two tokens of a request. In a step it is the same for all requests
+    that did not join in that step, so these are one sample.
     """
 
-    #: Called before each step: who is to join gives himself in then.
+    #: Called before each step; it may queue requests that join in the step.
     before_step: Callable[[], None] = staticmethod(lambda: None)
 
-    def look(self) -> None:
-        """Somebody may join."""
+    def wake(self) -> None:
+        """Check again whether a request can join."""
         self._wake()
 
     async def serve(self) -> None:
-        """Steps, as long as anybody runs."""
+        """Run steps while there are requests."""
         ends: list[int] = []  # the steps after which requests are done
         step, last = 0, 0.0
         while True:
             self.before_step()
             if not ends and not self._queue:
-                await self._anybody()
+                await self._wait_for_work()
                 continue
             joined = self._join(ends, step)
             began = self._now()
@@ -293,10 +295,10 @@ class Decode(Server):
             now, step = self._now(), step + 1
             for at in joined:
                 self.samples.add(at, now - at, served)
-                self._tell(now - at, 1)
+                self._on_latency(now - at, 1)
             if batch > len(joined):
                 self.samples.add(began, now - last, served, batch - len(joined))
-                self._tell(now - last, batch - len(joined))
+                self._on_latency(now - last, batch - len(joined))
             self.samples.done += seconds
             last = now
             while ends and ends[0] <= step:
@@ -304,7 +306,7 @@ class Decode(Server):
                 self.load -= 1
 
     def _join(self, ends: list[int], step: int) -> list[float]:
-        """Whoever waits joins the batch, up to its bound; returns when each had its last token."""
+        """Let queued requests join, up to the batch bound; return when each had its last token."""
         joined = []
         while self._queue and len(ends) < self.service.batch:
             arrival = self._queue.popleft()

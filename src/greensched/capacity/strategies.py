@@ -1,12 +1,10 @@
-"""Arms: the ways to put classes on devices that are compared.
+"""Strategies: the ways to share devices among classes that are compared.
 
-Each is a few lines of what a program would do.
-
-An arm gives each class a *seat* on each device, and a seat runs passes: pieces of work, one behind
-another. What it may do between two pieces is what tells the arms apart.
+A strategy gives each class a client on each device. A client runs passes: sequences of pieces of
+work. Strategies differ in what may happen between two pieces.
 
 Plain streams, gates and mutexes use the device's primary context, as a program without this
-library would; the others use the pool, by its public door.
+library does; the others use the public interface of the pool.
 """
 
 from __future__ import annotations
@@ -28,14 +26,18 @@ Pieces = Sequence[int]
 
 
 class Client(Protocol):
-    """A class's place on one device."""
+    """Runs the work of one class on one device.
+
+    A client may have two more members: `target_aware` (its server schedules by targets, see
+    `servers.Prefill`) and `record_latency(seconds, weight)`, called with each latency.
+    """
 
     async def run(self, pieces: Pieces) -> None:
-        """Runs a pass to its end."""
+        """Run a pass to its end."""
 
 
-#: The seat of a class on a device.
-Seats = Callable[[int, ServiceProfile], Client]
+#: Return the client of a class on a device.
+Clients = Callable[[int, ServiceProfile], Client]
 
 
 class Strategy(Protocol):
@@ -43,24 +45,24 @@ class Strategy(Protocol):
 
     @property
     def name(self) -> str:
-        """What `--policy` calls it."""
+        """Its name in `--policy`."""
 
     @property
     def about(self) -> str:
-        """A line for people."""
+        """A line that describes it in the report."""
 
     def prepare(self, machine: Machine) -> None:
-        """Whatever blocks, before a loop runs."""
+        """Do what may block, before a loop runs."""
 
-    def open(self, machine: Machine) -> AbstractAsyncContextManager[Seats]:
-        """A block in which its seats can be used."""
+    def open(self, machine: Machine) -> AbstractAsyncContextManager[Clients]:
+        """Open a block in which its clients can be used."""
 
 
 # -- the pool ---------------------------------------------------------------------------------
 
 
 def pool_of(machine: Machine, **options: object) -> Pool:
-    """A pool over all devices, with every class's kernel loaded wherever it may run."""
+    """Make a pool over all devices, with every class's kernel loaded wherever it may run."""
     kernels = list(machine.kernels.values())
     common = {"driver": machine.driver, "prepare": kernels, "granularity": machine.granularity}
     pool = Pool(**common, **options)  # type: ignore[arg-type]  # as the pool checks
@@ -68,20 +70,25 @@ def pool_of(machine: Machine, **options: object) -> Pool:
     return pool
 
 
-class LeaseSeat:
-    """A lease that is held all the time."""
+class HeldLeaseClient:
+    """Runs all passes in one lease that is held throughout."""
 
     def __init__(
-        self, machine: Machine, p: Partition, device: int, service: str, *, by_target: bool = False
+        self,
+        machine: Machine,
+        p: Partition,
+        device: int,
+        service: str,
+        *,
+        target_aware: bool = False,
     ) -> None:
-        #: Its server minds targets: see `serving.Prefill`.
-        self.by_target = by_target
+        self.target_aware = target_aware
         self._bound: BoundLaunch = p.bind(
             machine.configs[service][device], machine.kernels[service], 0
         )
 
     async def run(self, pieces: Pieces) -> None:
-        """All of it at once: on SMs of its own a pass takes as long in one piece."""
+        """Run a pass as one piece: on SMs of its own that takes as long."""
         self._bound.set(0, sum(pieces))
         await self._bound.submit()
 
@@ -90,23 +97,23 @@ class LeaseSeat:
 class Split:
     """B3: a fixed split of each device, held from beginning to end.
 
-    `first` SMs are for the highest class; the others share the rest evenly.
+    The highest class has `first` SMs; the others share the rest evenly.
     """
 
     first: int
     name: str = ""
     about: str = ""
-    by_target: bool = False
+    target_aware: bool = False
 
     def __post_init__(self) -> None:
         self.name = self.name or f"split-{self.first}"
         self.about = self.about or f"B3 fixed split, {self.first} SMs for the first class"
 
     def prepare(self, machine: Machine) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def sizes(self, machine: Machine, device: int) -> dict[str, int]:
-        """SMs of each class: whole cells."""
+        """Return the SMs of each class, in whole cells."""
         ranked = sorted(machine.services.values(), key=lambda s: -s.priority)
         if len(ranked) == 1:
             return {ranked[0].name: machine.sms[device]}
@@ -115,9 +122,9 @@ class Split:
         return {s.name: self.first if s is ranked[0] else each for s in ranked}
 
     @asynccontextmanager
-    async def open(self, machine: Machine) -> AsyncIterator[Seats]:
-        """Seats on leases that are granted together."""
-        seats: dict[tuple[int, str], Client] = {}
+    async def open(self, machine: Machine) -> AsyncIterator[Clients]:
+        """Open clients on leases that are granted together."""
+        clients: dict[tuple[int, str], Client] = {}
         async with AsyncExitStack() as stack:
             pool = await stack.enter_async_context(pool_of(machine))
             for device in machine.devices:
@@ -126,10 +133,10 @@ class Split:
                     pool.partitions(*sizes.values(), device=device)
                 )
                 for name, p in zip(sizes, parts, strict=True):
-                    seats[device, name] = LeaseSeat(
-                        machine, p, device, name, by_target=self.by_target
+                    clients[device, name] = HeldLeaseClient(
+                        machine, p, device, name, target_aware=self.target_aware
                     )
-            yield lambda device, service: seats[device, service.name]
+            yield lambda device, service: clients[device, service.name]
 
 
 @dataclass
@@ -141,22 +148,21 @@ class Alone(Split):
     about: str = "B0 each class alone on the whole device"
 
     @asynccontextmanager
-    async def open(self, machine: Machine) -> AsyncIterator[Seats]:
-        """Its seats on everything."""
-        seats: dict[tuple[int, str], Client] = {}
+    async def open(self, machine: Machine) -> AsyncIterator[Clients]:
+        """Open the class's clients on whole devices."""
+        clients: dict[tuple[int, str], Client] = {}
         (service,) = machine.services
         async with AsyncExitStack() as stack:
             pool = await stack.enter_async_context(pool_of(machine))
             for device in machine.devices:
                 p = await stack.enter_async_context(pool.partition(ALL, device=device))
-                seats[device, service] = LeaseSeat(machine, p, device, service)
-            yield lambda device, service: seats[device, service.name]
+                clients[device, service] = HeldLeaseClient(machine, p, device, service)
+            yield lambda device, service: clients[device, service.name]
 
 
-class GrantSeat:
-    """A lease for each piece, or each pass, of whatever size is needed then."""
+class LeaseClient:
+    """Takes a lease for each piece, or for each pass if `whole`."""
 
-    #: Whether a pass keeps its lease.
     whole = False
 
     def __init__(
@@ -169,50 +175,52 @@ class GrantSeat:
         self._service = service
         self._size = size
 
-    def asked(self, ns: int) -> dict[str, Any]:  # noqa: ARG002  others go by it
-        """What is asked of the pool for so much work."""
+    def lease_options(self, ns: int) -> dict[str, Any]:  # noqa: ARG002  for subclasses
+        """Return the options of the lease for this much work."""
         return {"sms": self._size}
 
     async def run(self, pieces: Pieces) -> None:
-        """Piece by piece, each in its turn; or the whole pass in one lease."""
+        """Run each piece, or the whole pass, in a lease of its own."""
         for some in (pieces,) if self.whole else ((ns,) for ns in pieces):
-            asked = self.asked(sum(some))
-            async with self._pool.partition(device=self._device, **asked) as p:
+            options = self.lease_options(sum(some))
+            async with self._pool.partition(device=self._device, **options) as p:
                 await p.launch(self._config, self._kernel, sum(some))
 
     async def close(self) -> None:
-        """Nothing is left."""
+        """Return what is held; here nothing is."""
 
 
 @dataclass
 class Fifo:
-    """The pool as it is without classes: a lease for each piece, first in, first out."""
+    """The pool without classes: a lease for each piece, first come, first served."""
 
     name: str = "fifo"
     about: str = "the pool, first come, first served"
 
     def prepare(self, machine: Machine) -> None:
-        """Nothing."""
+        """Do nothing."""
 
-    def options(self, machine: Machine) -> dict[str, Any]:  # noqa: ARG002  others do
-        """What else the pool is told."""
+    def options(self, machine: Machine) -> dict[str, Any]:  # noqa: ARG002  for subclasses
+        """Return further options of the pool."""
         return {}
 
     @asynccontextmanager
-    async def open(self, machine: Machine) -> AsyncIterator[Seats]:
-        """A seat for each class on each device."""
+    async def open(self, machine: Machine) -> AsyncIterator[Clients]:
+        """Open a client for each class on each device."""
         async with pool_of(machine, **self.options(machine)) as pool:
-            seats = {
-                (device, name): self.seat(machine, pool, device, service)
+            clients = {
+                (device, name): self.client(machine, pool, device, service)
                 for device in machine.devices
                 for name, service in machine.services.items()
             }
-            yield lambda device, service: seats[device, service.name]
-            for seat in seats.values():
-                await seat.close()
+            yield lambda device, service: clients[device, service.name]
+            for client in clients.values():
+                await client.close()
 
-    def seat(self, machine: Machine, pool: Pool, device: int, service: ServiceProfile) -> GrantSeat:
-        """It asks for its floor, and takes what is free up to all."""
+    def client(
+        self, machine: Machine, pool: Pool, device: int, service: ServiceProfile
+    ) -> LeaseClient:
+        """Make a client that requests the class's reserve, up to its cap."""
         total = machine.sms[device]
         size = (service.reserve or 8, min(total, service.cap or total))
-        return GrantSeat(machine, pool, device, service, size)
+        return LeaseClient(machine, pool, device, service, size)

@@ -1,10 +1,10 @@
-"""Traffic: requests and when they come, from a file or from a seeded generator.
+"""Traffic: requests and their arrival times, from a file or from a seeded generator.
 
-Two kinds of rows. *Tokens*: so many to read, so many to write (a language model). *Plain*: a class
-and a cost, in seconds of a whole idle device.
+A request has token counts to read and to write (a language model), or a class and a cost in seconds
+of a whole idle device (a plain request).
 
-The generators are fitted to published figures of traces, not to any file: `docs/capacity.md` has
-the table. Equal seeds give equal traffic.
+The generators are fitted to published figures of traces: `docs/capacity.md` has the table. Equal
+seeds give equal traffic.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Arrival:
     """One request.
 
     Attributes:
-        at: seconds from the beginning.
-        context: tokens to read; 0: it is a plain one.
+        at: seconds since the beginning.
+        context: tokens to read; 0 for a plain request.
         generated: tokens to write.
-        service: the class of a plain one.
-        cost: of a plain one, in seconds of a whole idle device.
+        service: the class of a plain request.
+        cost: the cost of a plain request, in seconds of a whole idle device.
     """
 
     at: float
@@ -47,12 +47,12 @@ Traffic = Sequence[Arrival]
 
 
 def read(path: Path) -> list[Arrival]:
-    """Reads `TIMESTAMP,ContextTokens,GeneratedTokens`, `arrival,class,cost`, or JSONL of either.
+    """Read `TIMESTAMP,ContextTokens,GeneratedTokens`, `arrival,class,cost`, or JSONL of either.
 
-    Names of columns count, whatever their case; times are seconds or ISO dates, and begin at 0.
+    Columns are found by name, in any case. Times are seconds or ISO dates; the first becomes 0.
 
     Raises:
-        InvalidRequest: it cannot be read; says which line and why.
+        InvalidRequest: the file cannot be read; the message says which line and why.
     """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
@@ -64,7 +64,7 @@ def read(path: Path) -> list[Arrival]:
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise InvalidRequest(f"{path}: {error}") from error
     if not found:
-        raise InvalidRequest(f"{path}: no request in it")
+        raise InvalidRequest(f"{path} has no request: give a trace with at least one")
     found.sort(key=lambda arrival: arrival.at)
     return [replace(arrival, at=arrival.at - found[0].at) for arrival in found]
 
@@ -79,7 +79,7 @@ def _object(path: Path, number: int, line: str) -> Mapping[str, object]:
 
 def _arrival(path: Path, line: int, row: Mapping[str, object]) -> Arrival:
     if not isinstance(row, dict):
-        raise InvalidRequest(f"{path}:{line}: {row!r} is no object")
+        raise InvalidRequest(f"{path}:{line}: {row!r} is not a JSON object")
     known = {str(key).strip().lower(): value for key, value in row.items()}
     try:
         if "contexttokens" in known:
@@ -103,14 +103,14 @@ def _checked(arrival: Arrival) -> Arrival:
     if arrival.service:
         return arrival
     if arrival.context < 1 or arrival.generated < 0:
-        raise ValueError(f"{arrival} reads nothing or writes less than nothing")
+        raise ValueError(f"{arrival} needs at least 1 token to read and 0 to write")
     return arrival
 
 
 def _time(value: object) -> float:
-    """Seconds, or a date; one with seven digits of a second, too, as the Azure traces have.
+    """Parse seconds or an ISO date, also with seven digits of a second as in the Azure traces.
 
-    A date without a zone is of UTC: of this machine's own zone it would not be the same anywhere.
+    A date without a zone is UTC, so that it means the same on every machine.
     """
     try:
         return float(str(value))
@@ -123,11 +123,11 @@ def _time(value: object) -> float:
         return (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp() + part
 
 
-# -- what is done to traffic ------------------------------------------------------------------
+# -- transformations --------------------------------------------------------------------------
 
 
 def window(traffic: Traffic, seconds: float, seed: int) -> list[Arrival]:
-    """So many seconds of it, from a place that the seed draws; all of it where it is no longer."""
+    """Return a window of the traffic, at a place drawn by the seed; all of it if it is shorter."""
     end = traffic[-1].at
     if end <= seconds:
         return list(traffic)
@@ -137,7 +137,7 @@ def window(traffic: Traffic, seconds: float, seed: int) -> list[Arrival]:
 
 
 def faster(traffic: Traffic, factor: float) -> list[Arrival]:
-    """The same requests at so many times the rate, in the same order and shape."""
+    """Return the same requests at `factor` times the rate."""
     return [replace(arrival, at=arrival.at / factor) for arrival in traffic]
 
 
@@ -146,10 +146,10 @@ def faster(traffic: Traffic, factor: float) -> list[Arrival]:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """A distribution of token counts that has the published quantiles and the published mean.
+    """A distribution of token counts with the published quantiles and mean.
 
-    Between two quantiles it is a straight line, of the count (`log=False`) or of its logarithm,
-    whichever can have the mean; the smallest count is what the mean then asks for.
+    Between two quantiles the count (`log=False`) or its logarithm is linear, whichever can have
+    the mean; `least`, the smallest count, follows from the mean.
     """
 
     p50: float
@@ -159,10 +159,10 @@ class Lengths:
     log: bool
 
     def at(self, part: float) -> int:
-        """The count below which this part of all requests is."""
+        """Return the count below which this fraction of all requests lies."""
         marks = ((0.0, self.least), (0.5, self.p50), (0.9, self.p90), (0.99, self.p99))
         low = max(i for i, (q, _) in enumerate(marks) if q <= part)
-        # Beyond the last quantile that was published: as steep again, for the last hundredth.
+        # Beyond the last published quantile, the last hundredth: 1.2 times that quantile at most.
         (q0, v0), (q1, v1) = (
             (marks[low], marks[low + 1]) if low < 3 else (marks[3], (1.0, 1.2 * self.p99))
         )
@@ -172,8 +172,8 @@ class Lengths:
 
 
 #: Tokens read and written in the Azure conversation trace, the Azure code trace and the Mooncake
-#: conversation trace: p50, p90, p99 and mean as published (means
-#: 1155 and 211; 2048 and 28; 12035 and 343). `least` makes the mean right (tests check it).
+#: conversation trace: p50, p90 and p99 as published, and `least` so that the means are as
+#: published, which tests check (1155 and 211; 2048 and 28; 12035 and 343).
 CONVERSATION = Lengths(1020, 2734, 4142, 11, True), Lengths(129, 424, 601, 62, False)
 CODE = Lengths(1469, 5188, 7436, 64, True), Lengths(13, 55, 251, 1, True)
 LONG = Lengths(6909, 27367, 85400, 35, True), Lengths(350, 597, 1119, 39, True)
@@ -181,38 +181,38 @@ LONG = Lengths(6909, 27367, 85400, 35, True), Lengths(350, 597, 1119, 39, True)
 
 # -- generators -------------------------------------------------------------------------------
 
-#: Seconds between arrivals, one after another, for ever.
+#: Seconds between arrivals, without end.
 Gaps = Iterator[float]
 
 
 def poisson(rng: random.Random, rate: float) -> Gaps:
-    """Memoryless."""
+    """Yield exponential gaps."""
     while True:
         yield rng.expovariate(rate)
 
 
 def paced(rng: random.Random, rate: float) -> Gaps:
-    """One after another, hardly varied: nobody waits for another request where there is room."""
+    """Yield nearly equal gaps: below saturation no request waits for another."""
     while True:
         yield rng.uniform(0.9, 1.1) / rate
 
 
 def lognormal(rng: random.Random, rate: float, sigma: float) -> Gaps:
-    """Bursts: gaps whose logarithm is normal, as Paella's (SOSP'23) arrivals are."""
+    """Yield lognormal gaps, which come in bursts, as Paella's (SOSP'23) arrivals do."""
     mu = -math.log(rate) - sigma * sigma / 2
     while True:
         yield rng.lognormvariate(mu, sigma)
 
 
 def gamma(rng: random.Random, rate: float, variation: float) -> Gaps:
-    """Bursts: gamma gaps of a coefficient of variation."""
+    """Yield gamma gaps with a coefficient of variation, which come in bursts."""
     shape = 1 / variation**2
     while True:
         yield rng.gammavariate(shape, 1 / (rate * shape))
 
 
 def breathing(rng: random.Random, rate: float, variation: float, period: float) -> Gaps:
-    """Poisson at a rate that is drawn anew each period: crowds come and go."""
+    """Yield exponential gaps at a rate that is drawn anew in each period."""
     shape = 1 / variation**2
     now, last, until, current = 0.0, 0.0, 0.0, rate
     while True:
@@ -220,7 +220,7 @@ def breathing(rng: random.Random, rate: float, variation: float, period: float) 
             until += period
             current = rate * max(0.05, rng.gammavariate(shape, 1 / shape))
         gap = rng.expovariate(current)
-        if now + gap >= until:  # memoryless: drawn again at the new rate
+        if now + gap >= until:  # exponential gaps are memoryless: draw again at the new rate
             now = until
             continue
         now += gap
@@ -230,7 +230,7 @@ def breathing(rng: random.Random, rate: float, variation: float, period: float) 
 
 @dataclass(frozen=True, slots=True)
 class Generator:
-    """A shape of traffic: its rate as published, its gaps, and its tokens or costs."""
+    """A kind of traffic: its published rate, its gaps, and its tokens or costs."""
 
     rate: float
     gaps: Callable[[random.Random, float], Gaps]
@@ -239,11 +239,11 @@ class Generator:
     cost: float = 0.004
 
 
-#: By name. Rates are those of the traces. Conversation: the variance of its counts in a minute is
-#: 20.6 x their mean, which a rate that varies by 24 % from minute to minute gives. Code: gaps of
-#: coefficient of variation 13.2, which is a lognormal's of sigma = sqrt(ln(1 + 13.2^2)) = 2.27.
-#: Bursty: sigma 1.5, Paella's milder setting. Requests: 4 ms at load 0.5, which is
-#: Tally's; paced, as its requests must be, whose p99 alone is 1.01 of their mean.
+#: Generators by name, with the rates of the traces. Conversation: the variance of its counts in a
+#: minute is 20.6 x their mean, as with a rate that varies by 24 % from minute to minute. Code: gaps
+#: with a coefficient of variation of 13.2, a lognormal's with sigma = sqrt(ln(1 + 13.2^2)) = 2.27.
+#: Bursty: sigma 1.5, Paella's milder setting. Requests: 4 ms at load 0.5 as in Tally; paced, as
+#: Tally's p99 alone is 1.01 of the mean.
 GENERATORS: dict[str, Generator] = {
     "poisson": Generator(5.53, poisson, CONVERSATION),
     "bursty": Generator(5.53, lambda rng, rate: lognormal(rng, rate, 1.5), CONVERSATION),
@@ -260,14 +260,16 @@ GENERATORS: dict[str, Generator] = {
 
 
 def generate(name: str, seconds: float, seed: int) -> list[Arrival]:
-    """So many seconds of a generator's traffic.
+    """Generate this many seconds of traffic.
 
     Raises:
-        InvalidRequest: no such generator; names those there are.
+        InvalidRequest: there is no such generator; the message lists them.
     """
     shape = GENERATORS.get(name)
     if shape is None:
-        raise InvalidRequest(f"no generator {name!r}: there is {', '.join(GENERATORS)}")
+        raise InvalidRequest(
+            f"generator {name!r} does not exist: give one of {', '.join(GENERATORS)}"
+        )
     rng = random.Random(f"{name} {seed}")
     found, at = [], 0.0
     for gap in shape.gaps(rng, shape.rate):
@@ -281,5 +283,5 @@ def generate(name: str, seconds: float, seed: int) -> list[Arrival]:
 def _drawn(rng: random.Random, shape: Generator, at: float) -> Arrival:
     if shape.tokens is None:
         return Arrival(at, service=shape.service, cost=shape.cost)
-    read, written = (lengths.at(rng.random()) for lengths in shape.tokens)
-    return Arrival(at, read, written)
+    read, service_class = (lengths.at(rng.random()) for lengths in shape.tokens)
+    return Arrival(at, read, service_class)

@@ -1,32 +1,30 @@
-"""What nobody could beat, for prefill and decode: a clairvoyant fluid on the same devices.
+"""An upper bound for prefill and decode: a clairvoyant fluid on the same devices.
 
-It knows every request beforehand, has no launch costs and no grains of work, and all devices of a
-pool are one. Why no server of these classes does better, part by part:
+The fluid knows every request beforehand, has no launch costs and no granularity of work, and all
+devices of a pool are one. Why no server of these classes does better:
 
 *Speed.* At each moment a device computes on some SMs for one class and on others for the other, or
-on all for one; on average over a time it is at a point of the concave hull of those (`Frontier`),
-interference as published. So whoever decodes at a speed reads prompts at the hull's speed at most;
-of several devices the same holds on average, the hull being concave.
+on all of them for one. Its average is a point of the concave hull of these (`Frontier`), with
+interference as published. So at a given decoding speed, prompts are read at the hull's speed at
+most. The hull is concave, so the same holds on average for several devices.
 
-*Decoding* takes the least work that keeps its target: one step for each gap of the target, all
-together in as few batches as can be, and who finds no place in one waits. A step costs less for
-each of its tokens the more there are of them, and whoever goes slower is together with more: so
-less work is not possible by any moment either, unless tokens come late. One in a hundred may; the
-fluid goes so much slower. It begins to decode a prompt when its first token is due, and before that
-only with what no prompt wants.
+*Decoding* takes the least work that keeps its target: one step for each gap of the target, of all
+requests together in as few batches as possible; requests without a place in a batch wait. A step
+costs less for each token the more tokens it has, and slower decoding has more requests together, so
+no other way has done less work at any moment, unless tokens are late. One in a hundred may be late;
+the fluid is slower by as much. It decodes a prompt from the time its first token is due, and before
+that only with capacity that no prompt needs.
 
-*Which prompts.* All prompts have the same target, so they are due in the order in which they came,
-and reading them in that order is best. Who cannot be in time is found when he is due; then that
-prompt is given up, also one that was read already, without which the others are done soonest, from
-where all that waited began to wait. That leaves the most of them: Kise, Ibaraki and Mine, A
-solvable case of the one-machine scheduling problem with ready and due times (Operations Research
-26, 1978).
-What is given up is not decoded; nor was it, from the moment it is given up.
+*Which prompts.* All prompts have the same target, so they are due in the order of arrival, and
+reading them in that order is best. A prompt that cannot be in time is found when it is due. Then
+the fluid gives up the prompt without which the others are done soonest, possibly one that was read
+already, among those since the queue was last empty. That leaves the most of them: Kise, Ibaraki and
+Mine, A solvable case of the one-machine scheduling problem with ready and due times (Operations
+Research 26, 1978). A prompt that was given up is not decoded any more.
 
-Two things it does not do, because no user would want them, though what is counted allows them: to
-stop all decoding for seconds, which makes each running request's next token late and none of the
-others (or for good once the traffic ends, tokens after which do not count); and to refuse everybody
-in the warm-up, which is left out.
+The fluid does not do two things that the metrics allow but no user wants: stop all decoding for
+seconds, which makes one token of each running request late (or for good after the traffic's end,
+where tokens do not count); and refuse all requests of the warm-up, which does not count.
 """
 
 from __future__ import annotations
@@ -45,27 +43,27 @@ from greensched.capacity.metrics import MUST_MEET, WARM_UP
 from greensched.capacity.traffic import Arrival, Traffic
 from greensched.capacity.workload import ServiceProfile, prompt_seconds, step_seconds
 
-#: Seconds of fluid that are worked out at once.
+#: Seconds of one step of the fluid.
 STEP = 0.010
-#: SMs by which splits differ: no device is cut more finely, so none is missed.
+#: SMs between two splits: no device is cut more finely, so no split is missed.
 GRAIN = 2
 
 
 class Frontier:
-    """How fast one class can go beside the other, in whole devices: a concave hull of splits.
+    """The speed of one class by the speed of another, in whole devices: a concave hull of splits.
 
     Args:
         first: the curve of the class whose speed is given.
-        second: of the other.
-        sms: of each device.
-        guard: what they do to each other.
+        second: the curve of the other class.
+        sms: the SMs of each device.
+        guard: interference between the two.
     """
 
     def __init__(
         self, first: SpeedupCurve, second: SpeedupCurve, sms: Sequence[int], guard: Guard
     ) -> None:
         hulls = [_hull(first, second, each, guard) for each in sms]
-        # The sum of hulls is made of all their edges, the flattest first.
+        # The sum of the hulls consists of all their edges, the flattest first.
         edges = sorted(
             (
                 ((y1 - y0) / (x1 - x0), x1 - x0)
@@ -80,7 +78,7 @@ class Frontier:
             self._y.append(self._y[-1] + slope * length)
 
     def beside(self, speed: float) -> float:
-        """The most of the second class while the first has this speed; 0: it has no more."""
+        """Return the highest speed of the second class at this speed of the first."""
         if speed >= self._x[-1]:
             return 0.0
         high = bisect_right(self._x, speed)
@@ -89,7 +87,7 @@ class Frontier:
 
     @property
     def most(self) -> float:
-        """The first class by itself."""
+        """The speed of the first class by itself."""
         return self._x[-1]
 
 
@@ -130,15 +128,15 @@ def attainment(
     guard: Guard,
     seconds: float,
 ) -> float:
-    """The most prompts, as a part of those counted, of which anybody has the first token in time.
+    """Return the largest fraction of prompts that can have their first token in time.
 
     Args:
-        traffic: requests. All of them are to be served.
-        services: a class that reads prompts, and one that decodes.
-        sms: of each device.
+        traffic: the requests.
+        services: a class of role prefill, and one of role decode.
+        sms: the SMs of each device.
         latency: the target of each class, in seconds.
-        guard: what they do to each other.
-        seconds: of the traffic: who comes in the first tenth of that does not count.
+        guard: interference between the classes.
+        seconds: the length of the traffic; requests in its first tenth do not count.
     """
     roles = {service.role: service for service in services.values()}
     decode, prefill = roles["decode"], roles["prefill"]
@@ -167,9 +165,9 @@ def attainment(
 
 @dataclass(slots=True, eq=False)
 class _Prompt:
-    """One that is to be read: when it came and what it takes, in seconds of a whole device.
+    """A prompt to be read, with its work in seconds of a whole device.
 
-    `came` is of the capacity there was for prompts until then, as `done` is: when it is read.
+    `came` and `done` are its arrival and end on the scale of the capacity for prompts until then.
     """
 
     arrival: Arrival
@@ -181,25 +179,25 @@ class _Prompt:
 
 
 class _Prompts:
-    """Those that can be in time, in the order in which they came and are due."""
+    """The prompts that can be in time, in the order of arrival, in which they are due."""
 
     def __init__(self, target: float) -> None:
         self._target = target
-        #: What could have been read until now.
+        #: The capacity for prompts until now.
         self._capacity = 0.0
-        #: Since nobody waited: who came, and in the same order those whose due is to come, and
-        #: those that decode not yet.
+        #: In the order of arrival: prompts since the queue was last empty, those that are not due
+        #: yet, and those that are not decoded yet.
         self._since: list[_Prompt] = []
         self._due: deque[_Prompt] = deque()
         self._read: deque[_Prompt] = deque()
 
     @property
     def is_waiting(self) -> bool:
-        """Whether there is anything to be read."""
+        """Say whether a prompt is to be read."""
         return bool(self._since) and self._since[-1].done > self._capacity
 
     def take(self, arrival: Arrival) -> None:
-        """One more."""
+        """Queue a prompt."""
         if not self.is_waiting:
             self._since.clear()
         one = _Prompt(arrival, self._capacity, prompt_seconds(arrival.context))
@@ -209,11 +207,11 @@ class _Prompts:
         self._read.append(one)
 
     def work(self, capacity: float) -> None:
-        """So much can be read."""
+        """Add capacity for prompts."""
         self._capacity += capacity
 
     def look(self, now: float) -> list[Arrival]:
-        """Gives up whom others cannot be in time with, of those that are due by now."""
+        """Give up prompts until those that are due by now are in time; return the given up."""
         given_up = []
         while self._due and self._due[0].arrival.at + self._target <= now:
             one = self._due[0]
@@ -230,9 +228,9 @@ class _Prompts:
         return given_up
 
     def _worst(self, number: int) -> _Prompt:
-        """Without whom the first so many are done soonest."""
+        """Return the prompt without which the first `number` ones are done soonest."""
         some = self._since[:number]
-        # They are done when the last to begin a time without a pause is, with all after it.
+        # Their end is the largest, over all prompts, of its arrival and the work from it on.
         ends, total = [0.0] * number, 0.0
         for i in range(number - 1, -1, -1):
             total += some[i].work
@@ -249,7 +247,7 @@ class _Prompts:
         return found
 
     def to_decode(self, now: float, *, is_late: bool) -> list[Arrival]:
-        """Those of which tokens must be written now; if not `is_late`, may be."""
+        """Return the prompts whose tokens must be written now, or may be if not `is_late`."""
         found = []
         while self._read:
             one = self._read[0]
@@ -263,12 +261,12 @@ class _Prompts:
 
 
 class _Tokens:
-    """Requests that are decoded, all at one pace: each ends so many tokens after it joined."""
+    """Requests that are decoded, all at one pace."""
 
     def __init__(self, devices: int, batch: int, gap: float) -> None:
         self._ends: list[tuple[float, int]] = []
         self._running: dict[int, Arrival] = {}
-        #: Those for whom there is no place in a batch: of each one token is late, and none runs.
+        #: Requests without a place in a batch: one token of each is late.
         self._waiting: deque[Arrival] = deque()
         self._written = 0.0
         self._devices = devices
@@ -276,7 +274,7 @@ class _Tokens:
         self._gap = gap
 
     def _step(self) -> float:
-        """Work of one token of everybody, in as few batches as is best."""
+        """Return the work of one token of each request, in the best number of batches."""
         number = len(self._running)
         if not number:
             return 0.0
@@ -285,11 +283,11 @@ class _Tokens:
         return min(used * step_seconds(number / used) for used in range(least, most + 1))
 
     def least(self) -> float:
-        """The speed that keeps them in time."""
+        """Return the least speed that keeps them in time."""
         return MUST_MEET * self._step() / self._gap
 
     def work(self, seconds: float, more: float) -> None:
-        """So many seconds at that pace, and faster by what nobody else wanted."""
+        """Advance by seconds at that speed, and by further work that no prompt needed."""
         step = self._step()
         if step:
             self._written += MUST_MEET * seconds / self._gap + more / step
@@ -298,7 +296,7 @@ class _Tokens:
         self._fill()
 
     def join(self, arrival: Arrival) -> None:
-        """One more."""
+        """Add a request."""
         if arrival.generated > 1:
             self._waiting.append(arrival)
             self._fill()
@@ -311,7 +309,7 @@ class _Tokens:
             heapq.heappush(self._ends, (end, id(arrival)))
 
     def leave(self, arrival: Arrival) -> None:
-        """It was given up."""
+        """Remove a request that was given up."""
         self._running.pop(id(arrival), None)
         if arrival in self._waiting:
             self._waiting.remove(arrival)

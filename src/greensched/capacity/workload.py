@@ -1,10 +1,10 @@
-"""What a service does with a request: segments of GPU work, and what an operator says of a class.
+"""Classes of work: what a service does with a request, and how it is configured.
 
-Four roles. *prefill* reads the prompts of a language model, one at a time; *decode* writes their
-tokens, all running requests together, one token each a step; *request* is work of a given cost;
+There are four roles. *prefill* reads the prompts of a language model one at a time; *decode* writes
+their tokens, one token of each running request in each step; *request* is work of a given cost;
 *loop* is best effort without end. A pass of prefill or decode is cut by layers into `blocks`
-segments, the places where SMs can change hands. On plain streams both take turns block by block,
-as the kernels of their layers would.
+segments, between which SMs can move. On plain streams both take turns block by block, as the
+kernels of their layers would.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -26,24 +26,24 @@ Role = Literal["prefill", "decode", "request", "loop"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceProfile:
-    """A class of work, as the operator would tell the pool, and how it behaves.
+    """A class of work: its configuration in the pool, and its behaviour.
 
     Attributes:
-        name: of the class.
-        role: see the module.
+        name: the name of the class.
+        role: one of the roles of this module.
         curve: its time against SMs.
-        reserve: SMs that are its own, of each device.
-        cap: SMs it may have at most; 0: all.
-        priority: larger first.
-        weight: its share against others.
-        target: what its latency is held to, as a multiple of its alone-p99.
-        latency: the same in seconds; 0: by `target`.
-        max_wait_for_reserve: seconds it waits at most for what is lent of its reserve; below 0:
+        reserve: SMs of each device that are reserved for it.
+        cap: the most SMs it may have; 0 for all.
+        priority: larger goes first.
+        weight: its share, relative to other classes.
+        target: its latency target as a multiple of its alone-p99.
+        latency: its latency target in seconds; 0 to use `target`.
+        max_wait_for_reserve: the longest wait in seconds for lent SMs of its reserve; negative for
             half its latency.
-        segment: seconds on the whole device of one piece of work of a request or loop.
+        segment: seconds on the whole device of one piece of a request or loop.
         blocks: segments of a pass of prefill or decode.
-        batch: requests decoded together at most.
-        depth: pieces a loop keeps in flight.
+        batch: the most requests decoded together.
+        depth: pieces that a loop keeps in flight.
     """
 
     name: str
@@ -63,40 +63,40 @@ class ServiceProfile:
 
     @property
     def is_best_effort(self) -> bool:
-        """Whether only its throughput counts."""
+        """Say whether only its throughput counts."""
         return self.role == "loop"
 
 
-#: Seconds to read a prompt, and for a step of decoding, of Llama-2-70B on a group of 8 H100:
+#: Seconds of prompts and of steps of decoding by size, for Llama-2-70B on a group of 8 H100:
 #: Splitwise's perf_model.csv (MIT, Mutinifni/splitwise-sim). A simulated device stands for such a
 #: group: in tensor parallelism all GPUs do the same at the same time.
 PROMPT = ((0, 0.0), (512, 0.054), (2_048, 0.137), (8_192, 0.845))
-#: Beyond 64 the last slope goes on: an extrapolation.
+#: Beyond 64 the last slope continues: an extrapolation.
 STEP = ((1, 0.0306), (32, 0.0386), (64, 0.0502))
 
 
 def _through(points: Sequence[tuple[int, float]], x: float) -> float:
-    """Straight lines through points, the last one going on."""
+    """Interpolate linearly between points; the last segment continues."""
     high = min(max(1, bisect_left([p[0] for p in points], x)), len(points) - 1)
     (x0, y0), (x1, y1) = points[high - 1], points[high]
     return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
 
 
 def prompt_seconds(tokens: int) -> float:
-    """Seconds on the whole device to read a prompt."""
+    """Return the seconds on the whole device to read a prompt."""
     return _through(PROMPT, tokens)
 
 
 def step_seconds(batch: float) -> float:
-    """Seconds on the whole device for one token of each of so many requests."""
+    """Return the seconds on the whole device of one token for each of `batch` requests."""
     return _through(STEP, batch)
 
 
 def saturation(traffic: Traffic, services: Mapping[str, ServiceProfile], devices: int) -> float:
-    """How many times faster the traffic may come before the devices cannot keep up. Arithmetic.
+    """Return how many times faster the traffic may come before the devices cannot keep up.
 
-    All of a device's time is used, by one class at a time, and decoding is at its largest batch:
-    what plain time sharing can do at the very most.
+    Computed as if one class at a time used all of each device's time, and decoding ran at its
+    largest batch: the most that plain time sharing can do.
     """
     seconds = traffic[-1].at or 1.0
     decode = next((s for s in services.values() if s.role == "decode"), None)
@@ -161,67 +161,79 @@ W8 = (
 SERVICES: dict[str, tuple[ServiceProfile, ...]] = {"llm": LLM, "w2": W2, "w8": W8}
 
 
-def services(said: str, tables: Mapping[str, SpeedupCurve] = CURVES) -> dict[str, ServiceProfile]:
-    """Classes by the name of a built-in set, or from a JSON file.
+def services(given: str, tables: Mapping[str, SpeedupCurve] = CURVES) -> dict[str, ServiceProfile]:
+    """Return the classes of a built-in set, or read them from a JSON file.
 
-    The file: `{"classes": {name: {"role": ..., "curve": ..., ...}}}`, with `ServiceProfile`'s
+    The file is `{"classes": {name: {"role": ..., "curve": ..., ...}}}`, with `ServiceProfile`'s
     attributes.
 
     Raises:
-        InvalidRequest: it cannot be read, or says what makes no sense.
+        InvalidRequest: the file cannot be read, or a value is invalid.
     """
-    built_in = SERVICES.get(said)
+    built_in = SERVICES.get(given)
     if built_in is not None:
         return {s.name: replace(s, curve=tables.get(s.curve.name, s.curve)) for s in built_in}
     try:
-        classes = json.loads(Path(said).read_text())["classes"]
+        classes = json.loads(Path(given).read_text())["classes"]
         found = {name: _service(name, dict(each), tables) for name, each in classes.items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise InvalidRequest(
-            f"services {said!r}: neither {' nor '.join(SERVICES)}, nor a file of "
+            f"services {given!r}: neither {' nor '.join(SERVICES)}, nor a file of "
             f'{{"classes": {{name: {{"role": ..., "curve": ...}}}}}}: {error!r}'
         ) from error
-    return _sensible(found)
+    return _validate(found)
 
 
-def _service(name: str, said: dict[str, Any], tables: Mapping[str, SpeedupCurve]) -> ServiceProfile:
+def _service(
+    name: str, given: dict[str, Any], tables: Mapping[str, SpeedupCurve]
+) -> ServiceProfile:
     known = {f.name for f in fields(ServiceProfile)} - {"name"}
-    unknown = sorted(said.keys() - known)
+    unknown = sorted(given.keys() - known)
     if unknown:
-        raise InvalidRequest(f"class {name!r} has no {', '.join(unknown)}: it has {sorted(known)}")
-    curve = tables.get(str(said.get("curve")))
+        raise InvalidRequest(
+            f"class {name!r}: {', '.join(unknown)} is no attribute: give some of {sorted(known)}"
+        )
+    curve = tables.get(str(given.get("curve")))
     if curve is None:
-        raise InvalidRequest(f"class {name!r}: no curve {said.get('curve')!r}: {', '.join(tables)}")
-    if said.get("role") not in get_args(Role):
-        raise InvalidRequest(f"class {name!r}: its role is one of {', '.join(get_args(Role))}")
-    return ServiceProfile(**(said | {"name": name, "curve": curve}))
+        raise InvalidRequest(
+            f"class {name!r}: curve {given.get('curve')!r} does not exist: give one of "
+            f"{', '.join(tables)}"
+        )
+    if given.get("role") not in get_args(Role):
+        raise InvalidRequest(
+            f"class {name!r}: role={given.get('role')!r}: give one of {', '.join(get_args(Role))}"
+        )
+    return ServiceProfile(**(given | {"name": name, "curve": curve}))
 
 
-#: What a class is told, by what it is.
-WHOLE = ("reserve", "cap", "priority", "blocks", "batch", "depth")
-REAL = ("weight", "target", "latency", "max_wait_for_reserve", "segment")
 #: Seconds of a piece of work, at least: no kernel is shorter.
 LEAST_SEGMENT = 1e-6
+#: Fields of a class, their types, and the values that they may have.
+RULES: tuple[tuple[tuple[str, ...], tuple[type, ...], Callable[[float], bool], str], ...] = (
+    (("priority",), (int,), lambda _: True, "a whole number"),
+    (("reserve", "cap"), (int,), lambda n: n >= 0, "a whole number of at least 0"),
+    (("blocks", "batch", "depth"), (int,), lambda n: n >= 1, "a whole number of at least 1"),
+    (("max_wait_for_reserve",), (int, float), lambda _: True, "a number"),
+    (("latency",), (int, float), lambda x: x >= 0, "a number of at least 0"),
+    (("weight", "target"), (int, float), lambda x: x > 0, "a number above 0"),
+    (("segment",), (int, float), lambda x: x >= LEAST_SEGMENT, f"at least {LEAST_SEGMENT:g} s"),
+)
 
 
-def _sensible(found: dict[str, ServiceProfile]) -> dict[str, ServiceProfile]:
+def _validate(found: dict[str, ServiceProfile]) -> dict[str, ServiceProfile]:
     roles = [service.role for service in found.values()]
     if roles.count("prefill") != roles.count("decode") or roles.count("prefill") > 1:
-        raise InvalidRequest("a language model is one class that prefills and one that decodes")
+        raise InvalidRequest(
+            f"roles of the classes: {', '.join(roles)}: a language model is one class of role "
+            "prefill and one of role decode"
+        )
     for service in found.values():
-        for name, kinds, what in ((WHOLE, int, "a whole number"), (REAL, (int, float), "a number")):
-            for field in name:
+        for names, kinds, is_valid, wanted in RULES:
+            for field in names:
                 value = getattr(service, field)
-                is_one = isinstance(value, kinds) and not isinstance(value, bool)
-                if not is_one or not -math.inf < value < math.inf:
-                    raise InvalidRequest(f"class {service.name!r}: {field}={value!r}: give {what}")
-        if service.reserve < 0 or service.cap < 0 or service.latency < 0:
-            raise InvalidRequest(f"class {service.name!r}: reserve, cap, latency are not below 0")
-        if not (service.segment >= LEAST_SEGMENT and service.blocks >= 1 and service.batch >= 1):
-            raise InvalidRequest(
-                f"class {service.name!r}: segment is a microsecond or more, blocks and "
-                "batch are above 0"
-            )
-        if not (service.target > 0 and service.depth >= 1 and service.weight > 0):
-            raise InvalidRequest(f"class {service.name!r}: target, depth, weight are above 0")
+                is_number = isinstance(value, kinds) and not isinstance(value, bool)
+                if not is_number or not -math.inf < value < math.inf or not is_valid(value):
+                    raise InvalidRequest(
+                        f"class {service.name!r}: {field}={value!r}: give {wanted}"
+                    )
     return found

@@ -201,7 +201,7 @@ def _simulate(options: argparse.Namespace) -> int:
     """Print the results; the time taken goes to standard error, as it differs between runs."""
     from greensched.capacity import experiment, plot, results, text_report
 
-    question = results.Experiment(
+    chosen = results.Experiment(
         gpus=options.gpus,
         granularity=options.granularity,
         services=options.services,
@@ -219,21 +219,21 @@ def _simulate(options: argparse.Namespace) -> int:
         plot.pyplot()  # raise without matplotlib before minutes of simulation, not after
     bar = _ProgressBar()
     began = time.perf_counter()
-    answer = experiment.ask(question, bar.show)
+    found = experiment.run_experiment(chosen, bar.show)
     bar.end()
     took = time.perf_counter() - began
     if options.json:
-        print(json.dumps(results.as_dict(answer), indent=1))
+        print(json.dumps(results.as_dict(found), indent=1))
     else:
-        print(text_report.table(answer))
-    hours = answer.simulated / 3600
+        print(text_report.table(found))
+    hours = found.simulated / 3600
     print(
         f"{hours:.2f} hours of traffic in {took:.1f} s: {took / hours:.0f} s per hour of traffic, "
         "validation included",
         file=sys.stderr,
     )
     if options.plot:
-        plot.save(answer, options.plot)
+        plot.save(found, options.plot)
     return 0
 
 

@@ -1,9 +1,8 @@
-"""Before any claim: does the simulation show what is known? Printed with every report.
+"""Validation: does the simulation reproduce published figures? Printed with every report.
 
-Each check says which figures went in (*calibration*: lengths of kernels, latencies of an idle
-partition, time slices) and what came out (*prediction*: what residency, sharing and service times
-make of them). Nothing is fitted to a result. What does not come out within a quarter of what was
-published is printed as not reproduced.
+Each check names its inputs (lengths of kernels, latencies of an idle partition, time slices) and
+its prediction, which follows from residency, sharing and service times. Nothing is fitted to a
+result. A prediction that is off by more than a quarter is printed as not reproduced.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from greensched.capacity.validation.scenarios import Check
 
 @functools.cache
 def checks(seed: int = 1) -> tuple[Check, ...]:
-    """All of them; a few seconds of the host."""
+    """Run all checks; they take a few seconds."""
     return (
         *start_latency(seed),
         *inversion(seed),
@@ -28,12 +27,12 @@ def checks(seed: int = 1) -> tuple[Check, ...]:
 
 
 def lines(found: Sequence[Check]) -> list[str]:
-    """A table, with what went in below each."""
-    told = [f"{'Does it show what is known?':60} {'known':>8} {'here':>8}"]
+    """Format the checks as a table, each group under its inputs."""
+    rows = [f"{'Are published figures reproduced?':60} {'known':>8} {'here':>8}"]
     given = ""
     for check in found:
         if check.given != given:
             given = check.given
-            told.append(f"  given: {given}")
-        told.append(f"    {check}")
-    return told
+            rows.append(f"  given: {given}")
+        rows.append(f"    {check}")
+    return rows

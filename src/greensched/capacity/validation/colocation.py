@@ -1,4 +1,4 @@
-"""What is known of SMs that two share: where that is bad, and where nothing is better."""
+"""Published figures on shared SMs: where sharing is bad, and where nothing is better."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from greensched.capacity.validation.scenarios import (
 #: BERT inference of 4.05 ms, one each 8.1 ms (load 0.5; latencies are of requests by themselves:
 #: alone their p99 is 1.01 of their mean). Its kernels: the median of BERT's in Orion's profile.
 REQUEST_NS, KERNEL_NS, PERIOD_S = 4_050_000, 34_000, 0.0081
-#: A step of each of six training jobs: 16 stretches of equal time, and how many kernels of how many
-#: microseconds on average are in each. Kernels as they follow each other matter: a request falls
-#: into the large ones of a step, or among its small ones. From Orion's profiles of a V100 (MIT,
-#: eth-easl/orion at aded65d, benchmarking/model_kernels/*_fb1), each kernel as much shorter on an
-#: A100 as that computes faster (15.7 to 19.5 TFLOPS) or reads faster (900 to 1555 GB/s), whichever
-#: the profile says bounds it; the geometric mean of both where it does not say.
+#: A step of each of six training jobs: 16 stretches of equal time, each with a count of kernels and
+#: their average microseconds. The order of kernels matters: a request meets the large kernels of a
+#: step, or its small ones. From Orion's profiles of a V100 (MIT, eth-easl/orion at aded65d,
+#: benchmarking/model_kernels/*_fb1). Each kernel is as much shorter on an A100 as that computes
+#: faster (15.7 to 19.5 TFLOPS) or reads faster (900 to 1555 GB/s), whichever bounds it by the
+#: profile; the geometric mean of both where the profile does not say.
 Stretch = tuple[int, int]
 STEPS: dict[str, tuple[Stretch, ...]] = {
     "BERT, batch 8": (
@@ -64,14 +64,14 @@ STEPS: dict[str, tuple[Stretch, ...]] = {
         (119, 47), (128, 42), (127, 43), (113, 49), (98, 61), (8, 755), (988, 4), (1875, 3),
     ),
 }  # fmt: skip
-#: What TGS lets best effort have in those runs; Tally's bound on a turn.
+#: The fraction that TGS leaves to best effort in those runs; Tally's bound on a turn.
 TGS_RATE, TURN_NS = 0.79, 31_600
-#: Of each of so many runs; a training step is as long as about ten.
+#: Requests of a run; about ten take as long as a training step.
 REQUESTS = 40
 
 
 def check_colocation(seed: int) -> Iterator[Check]:
-    """Short requests beside training, in four ways."""
+    """Check short requests beside training, in four ways."""
     given = (
         "119 kernels of 34 us a request; kernels of six training steps, in their order; 2 ms "
         "slices; TGS's published rate; turns of 31.6 us"
@@ -90,38 +90,38 @@ def check_colocation(seed: int) -> Iterator[Check]:
 
 
 def _training(step: tuple[Stretch, ...], seed: int) -> Iterator[int]:
-    """Nanoseconds of its kernels, step after step, from a stretch that the seed draws."""
+    """Yield the nanoseconds of a job's kernels without end, from a stretch drawn by the seed."""
     first = random.Random(f"training {seed}").randrange(len(step))
     for number, us in itertools.cycle(step[first:] + step[:first]):
         yield from itertools.repeat(1000 * us, number)
 
 
-def _beside_training(arm: Strategy, lengths: Iterator[int], rate: float, seed: int) -> float:
-    """p99 of a request over what it takes alone."""
+def _beside_training(strategy: Strategy, lengths: Iterator[int], rate: float, seed: int) -> float:
+    """Return a request's p99 over its time alone."""
     machine = Machine("a100", pair(work(108), work(108)), {}, seed)
     number = REQUEST_NS // KERNEL_NS
     pieces = (KERNEL_NS,) * number
     found: list[float] = []
 
-    async def critical(seat: Client) -> None:
+    async def critical(client: Client) -> None:
         due = 0.0
         for _ in range(REQUESTS):
             due += PERIOD_S
             await asyncio.sleep(max(0.0, due - machine.now() / 1e9))
             began = machine.now()
-            await seat.run(pieces)
+            await client.run(pieces)
             found.append((machine.now() - began) / (number * KERNEL_NS))
 
-    async def training(seat: Client) -> None:
+    async def training(client: Client) -> None:
         for ns in lengths:
-            await seat.run((ns,))
+            await client.run((ns,))
             if rate < 1:
                 await asyncio.sleep(ns * (1 / rate - 1) / 1e9)
 
-    async def drive(_: Machine, seat: Callable[[str], Client]) -> None:
-        await beside(critical(seat("critical")), training(seat("other")))
+    async def drive(_: Machine, client: Callable[[str], Client]) -> None:
+        await beside(critical(client("critical")), training(client("other")))
 
-    play(machine, arm, drive)
+    play(machine, strategy, drive)
     return percentile(found, 0.99)
 
 
@@ -135,13 +135,13 @@ PUBLISHED_SPLITS = {(32, 76): (8.57, 1.07), (44, 64): (8.33, 0.96), (76, 32): (8
 
 
 def nothing_saturates(seed: int) -> Iterator[Check]:
-    """Small kernels that leave room: splits lose against plain streams, and our pool does not."""
+    """Check small kernels that leave room: splits are worse than plain streams, the pool is not."""
     given = "alone 8.15 and 0.89 ms; curves of ssm-b8 and attention-b8 of another model"
     prefill, decode = _side_by_side(Streams(), seed)
     yield Check("small kernels on two streams: prefill, ms", 8.16, prefill, given)
     yield Check("small kernels on two streams: decode, ms", 0.87, decode, given)
     _, ours = _side_by_side(Shared(), seed)
-    yield Check("the same, classes of our pool that are shared, ms", 0.87, ours, given)
+    yield Check("the same, shared classes of the pool, ms", 0.87, ours, given)
     split = {}
     for (a, b), (p, d) in PUBLISHED_SPLITS.items():
         split[a, b] = _side_by_side(_Halves({"other": a, "critical": b}), seed)
@@ -160,24 +160,24 @@ class _Halves(Split):
         self.given = given
 
     def sizes(self, _machine: Machine, _device: int) -> dict[str, int]:
-        """As published."""
+        """Return the published sizes."""
         return self.given
 
 
-def _side_by_side(arm: Strategy, seed: int) -> tuple[float, float]:
-    """Milliseconds of prefill and decode, both in a loop."""
+def _side_by_side(strategy: Strategy, seed: int) -> tuple[float, float]:
+    """Return the milliseconds of prefill and decode, both in a loop."""
     machine = Machine("a100", pair(CURVES["ssm-b8"], CURVES["attention-b8"]), {}, seed)
 
-    async def decode(seat: Client) -> None:
+    async def decode(client: Client) -> None:
         for _ in range(200):
-            await seat.run((DECODE_NS,))
+            await client.run((DECODE_NS,))
 
-    async def drive(_: Machine, seat: Callable[[str], Client]) -> None:
-        await beside(decode(seat("critical")), forever(seat("other"), same(PREFILL_NS)))
+    async def drive(_: Machine, client: Callable[[str], Client]) -> None:
+        await beside(decode(client("critical")), forever(client("other"), same(PREFILL_NS)))
 
-    play(machine, arm, drive)
+    play(machine, strategy, drive)
     lengths: dict[str, list[float]] = {"other": [], "critical": []}
-    for ran in machine.ran[0]:
+    for ran in machine.traces[0]:
         if ran.end - ran.start > 1000:
             lengths[ran.service].append((ran.end - ran.start) / 1e6)
     other, critical = (sum(each) / len(each) for each in lengths.values())

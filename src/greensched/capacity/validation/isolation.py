@@ -1,4 +1,4 @@
-"""What is known of SMs of one's own: when a kernel starts, and what lending does to that."""
+"""Published figures on separate SMs: start latencies, and the effects of lending."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from greensched.capacity.baselines import Streams
 from greensched.capacity.machine import Machine
 from greensched.capacity.pool_strategies import Classes
-from greensched.capacity.strategies import Client, Fifo, GrantSeat, Split, Strategy
+from greensched.capacity.strategies import Client, Fifo, LeaseClient, Split, Strategy
 from greensched.capacity.validation.scenarios import (
     TINY,
     Check,
@@ -35,8 +35,8 @@ STARTS = 1_000
 
 
 def start_latency(seed: int) -> Iterator[Check]:
-    """How long a kernel takes to start beside a load, on its SMs and on others."""
-    shared, apart = (_starts(arm, seed) for arm in (Streams(), Split(72, name="halves")))
+    """Check how long a kernel takes to start beside a load, on the same SMs and on others."""
+    shared, apart = (_starts(strategy, seed) for strategy in (Streams(), Split(72, name="halves")))
     given = "start in an idle partition (p50 3.9, p99 14.0 us), a load of 513 us kernels"
     yield Check("start beside a load, p50, us", 272.0, percentile(shared, 0.5), given)
     yield Check("start beside a load, p99, us", 478.5, percentile(shared, 0.99), given)
@@ -44,36 +44,36 @@ def start_latency(seed: int) -> Iterator[Check]:
     yield Check("shared over partition, p99 of the start", 34.0, ratio, given)
 
 
-def _starts(arm: Strategy, seed: int) -> list[float]:
+def _starts(strategy: Strategy, seed: int) -> list[float]:
     machine = Machine("l40s", pair(work(142), TINY), {}, seed)
     rng = random.Random(f"starts {seed}")
-    sigma = math.log(IDLE_P99_US / IDLE_US) / 2.3263  # of a normal's 99th part
+    sigma = math.log(IDLE_P99_US / IDLE_US) / 2.3263  # the 99th percentile of a normal
     found: list[float] = []
 
-    async def critical(seat: Client) -> None:
+    async def critical(client: Client) -> None:
         for _ in range(STARTS):
             await asyncio.sleep(rng.uniform(0.001, 0.003))
             began = machine.now()
-            await seat.run((SHORT_NS,))
+            await client.run((SHORT_NS,))
             waited = (machine.now() - began - SHORT_NS) / 1e3
             found.append(waited - IDLE_US + rng.lognormvariate(math.log(IDLE_US), sigma))
 
-    async def drive(_: Machine, seat: Callable[[str], Client]) -> None:
-        await beside(critical(seat("critical")), forever(seat("other"), same(LOAD_NS)))
+    async def drive(_: Machine, client: Callable[[str], Client]) -> None:
+        await beside(critical(client("critical")), forever(client("other"), same(LOAD_NS)))
 
-    play(machine, arm, drive)
+    play(machine, strategy, drive)
     return found
 
 
 # -- 2: lending without the rule, on an A100 ----------------------------------------------------
 
-#: The critical tenant by itself: p99 62.5 us, asked for every 5 ms. What it waited for, unless it
-#: was protected, was one kernel of the borrower: 1609 us in the median of the same experiment.
+#: The critical tenant by itself: p99 62.5 us, one request every 5 ms. Unless it was protected it
+#: waited for one kernel of the borrower: 1609 us in the median of the same experiment.
 OWN_NS, EVERY_S, BORROWER_NS = 62_500, 0.005, 1_609_000
 
 
 def inversion(seed: int) -> Iterator[Check]:
-    """What lending does to the lender, without a rule and by ours, and to the borrower."""
+    """Check the effect of lending on the lender, without a rule and with reserves, and its gain."""
     strict, strict_done = _lent(seed, _Sized({"critical": 52, "other": 52}))
     lent, lent_done = _lent(seed, _Sized({"critical": 52, "other": (52, 104)}))
     ruled, _ = _lent(seed, Classes())
@@ -87,8 +87,8 @@ def inversion(seed: int) -> Iterator[Check]:
     yield Check("what lending gives to the borrower", 1.92, lent_done / strict_done, given)
 
 
-def _lent(seed: int, arm: Strategy) -> tuple[list[float], float]:
-    """Latencies of the critical tenant, and work done by the other a second. On the real pool."""
+def _lent(seed: int, strategy: Strategy) -> tuple[list[float], float]:
+    """Return the critical tenant's latencies, and the work that the other does in a second."""
     services = pair(work(108), TINY)
     services["critical"] = replace(
         services["critical"], reserve=52, cap=52, max_wait_for_reserve=0.0
@@ -98,26 +98,26 @@ def _lent(seed: int, arm: Strategy) -> tuple[list[float], float]:
     found: list[float] = []
     done: list[int] = []
     latency = machine.driver.devices[0].model.launch_latency_ns
-    # On all it may be lent a kernel takes BORROWER_NS; its work is the same when it is not lent.
+    # A kernel takes BORROWER_NS on all SMs that may be lent; elsewhere its work is the same.
     kernel = round(BORROWER_NS / work(108).slowdown(104))
 
-    async def critical(seat: Client) -> None:
+    async def critical(client: Client) -> None:
         for _ in range(400):
             await asyncio.sleep(EVERY_S * rng.uniform(0.9, 1.1))
             began = machine.now()
-            await seat.run((OWN_NS - latency,))
+            await client.run((OWN_NS - latency,))
             found.append((machine.now() - began) / 1e3)
 
-    async def drive(_: Machine, seat: Callable[[str], Client]) -> None:
-        await beside(critical(seat("critical")), forever(seat("other"), same(kernel), done))
+    async def drive(_: Machine, client: Callable[[str], Client]) -> None:
+        await beside(critical(client("critical")), forever(client("other"), same(kernel), done))
 
-    play(machine, arm, drive)
+    play(machine, strategy, drive)
     return found, sum(done) / machine.now()
 
 
 @dataclass
 class _Sized(Fifo):
-    """A lease for each kernel, of a size for each class."""
+    """A lease for each kernel, of a given size for each class."""
 
     sizes: dict[str, int | tuple[int, int]] = None  # type: ignore[assignment]  # always given
 
@@ -125,6 +125,8 @@ class _Sized(Fifo):
         super().__init__()
         self.sizes = sizes
 
-    def seat(self, machine: Machine, pool: Pool, device: int, service: ServiceProfile) -> GrantSeat:
-        """A seat that asks for its size."""
-        return GrantSeat(machine, pool, device, service, self.sizes[service.name])
+    def client(
+        self, machine: Machine, pool: Pool, device: int, service: ServiceProfile
+    ) -> LeaseClient:
+        """Make a client that requests the class's size."""
+        return LeaseClient(machine, pool, device, service, self.sizes[service.name])

@@ -1,4 +1,4 @@
-"""Two kinds of work on one device, put there on purpose, for the checks of what is known."""
+"""Scenarios for the checks: two kinds of work on one device."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import dataclass
 
 from greensched.capacity.latency_tables import SpeedupCurve
 from greensched.capacity.machine import Machine
-from greensched.capacity.metrics import Weighed
+from greensched.capacity.metrics import WeightedValues
 from greensched.capacity.strategies import Client, Strategy
 from greensched.capacity.workload import ServiceProfile
 
-#: What counts as reproduced.
+#: The relative error up to which a figure counts as reproduced.
 WITHIN = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One published figure and what the simulation makes of the same situation."""
+    """A published figure and the simulation's prediction of it."""
 
     what: str
     published: float
@@ -27,7 +27,7 @@ class Check:
 
     @property
     def is_reproduced(self) -> bool:
-        """Whether it is within a quarter."""
+        """Say whether the prediction is within a quarter of the figure."""
         return abs(self.found / self.published - 1) <= WITHIN
 
     def __str__(self) -> str:
@@ -35,28 +35,28 @@ class Check:
         return f"{self.what:56} {self.published:8.2f} {self.found:8.2f}  {verdict}"
 
 
-#: One kernel that needs a fraction of a device and always takes as long.
+#: A kernel that needs a fraction of a device and always takes the same time.
 TINY = SpeedupCurve("tiny", (1, 144), (1.0, 1.0), fills=False, source="by definition")
 
 
 def work(sms: int) -> SpeedupCurve:
-    """Work that twice the SMs do in half the time, on a device of so many."""
+    """Return the curve of work that scales linearly with SMs, on a device of this many."""
     return SpeedupCurve("work", (1, sms), (float(sms), 1.0), source="by definition")
 
 
 Drive = Callable[[Machine, Callable[[str], Client]], Awaitable[None]]
 
 
-def play(machine: Machine, arm: Strategy, drive: Drive) -> None:
-    """Runs a coroutine on an arm's seats of device 0, until it ends."""
+def play(machine: Machine, strategy: Strategy, drive: Drive) -> None:
+    """Run a coroutine on a strategy's clients of device 0 to its end."""
 
     async def main() -> None:
-        async with arm.open(machine) as seats:
+        async with strategy.open(machine) as clients:
             end = machine.begin()
-            await drive(machine, lambda name: seats(0, machine.services[name]))
+            await drive(machine, lambda name: clients(0, machine.services[name]))
             end()
 
-    arm.prepare(machine)
+    strategy.prepare(machine)
     try:
         machine.clock.run(main)
     finally:
@@ -64,29 +64,29 @@ def play(machine: Machine, arm: Strategy, drive: Drive) -> None:
 
 
 async def beside(work: Awaitable[None], loop: Awaitable[None]) -> None:
-    """The work, and a loop that ends with it."""
+    """Run the work, and beside it a loop that is cancelled at its end."""
     task = asyncio.ensure_future(loop)
     await work
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 
 
-async def forever(seat: Client, lengths: Iterator[int], done: list[int] | None = None) -> None:
-    """One piece after another; what is done is noted."""
+async def forever(client: Client, lengths: Iterator[int], done: list[int] | None = None) -> None:
+    """Run one piece after another, and record each in `done`."""
     for ns in lengths:
-        await seat.run((ns,))
+        await client.run((ns,))
         if done is not None:
             done.append(ns)
 
 
 def same(ns: int) -> Iterator[int]:
-    """The same length for ever."""
+    """Yield the same length without end."""
     while True:
         yield ns
 
 
 def pair(low: SpeedupCurve, high: SpeedupCurve, **more: int) -> dict[str, ServiceProfile]:
-    """A class of requests before one that loops."""
+    """Return a class of requests, and one of lower priority that loops."""
     return {
         "critical": ServiceProfile(name="critical", role="request", curve=high, priority=1, **more),
         "other": ServiceProfile(name="other", role="loop", curve=low),
@@ -94,5 +94,5 @@ def pair(low: SpeedupCurve, high: SpeedupCurve, **more: int) -> dict[str, Servic
 
 
 def percentile(values: Sequence[float], part: float) -> float:
-    """The smallest that so large a part does not exceed."""
-    return Weighed.of(values, [1] * len(values)).percentile(part)
+    """Return the least value with this fraction of all values at or below it."""
+    return WeightedValues.of(values, [1] * len(values)).percentile(part)
