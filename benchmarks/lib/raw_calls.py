@@ -5,8 +5,8 @@ which has none, the calls of the driver interface. Kernel, geometry and number o
 on both sides.
 
 Each call is a `functools.partial` of the driver's function, with every argument looked up and
-packed beforehand: no lambda, no method, no helper that checks a status. A failed launch shows at
-the end of a burst, where `poll` checks what the event answers.
+packed beforehand: no lambda, no method, no helper that checks a status. A loop over such calls
+checks each status in place, as `if launch()[0]: raise RuntimeError`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from greensched.device.launch import KernelArguments
 from greensched.driver.interface import Driver
 from greensched.kernels import saxpy
 
+Call = Callable[[], tuple[Any, ...]]
+
 SMS = 16
 CONFIG = LaunchConfig(grid=1, block=128)
 ITEMS = 128
@@ -33,7 +35,7 @@ ITEMS = 128
 
 @dataclass(frozen=True, slots=True)
 class RawCalls:
-    """Calls on one stream, one event and one kernel.
+    """Calls on one stream, one event and one kernel. The first item of an answer is the status.
 
     Attributes:
         stream: the stream's address, for libraries that take one.
@@ -47,13 +49,13 @@ class RawCalls:
     """
 
     stream: int
-    launch: Callable[[], object]
-    pack_and_launch: Callable[[], object]
-    record: Callable[[], object]
-    mark: Callable[[], object]
-    query: Callable[[], object]
+    launch: Call
+    pack_and_launch: Call
+    record: Call
+    mark: Call
+    query: Call
     poll: Callable[[], Awaitable[None]]
-    sync: Callable[[], object]
+    sync: Call
 
 
 def arguments(buffer: Buffer) -> tuple[object, ...]:
@@ -95,6 +97,12 @@ def _on_the_interface(
     launch = driver.bind_launch(stream, kernel, CONFIG.grid3, CONFIG.block3, 0, values.address)
     query = partial(driver.query_event, event)
 
+    def answering(call: Callable[[], object]) -> Call:
+        def answer() -> tuple[int, object]:
+            return 0, call()
+
+        return answer
+
     def pack_and_launch() -> None:
         values.fill((0.0, buffer, buffer, ITEMS))
         launch()
@@ -105,13 +113,13 @@ def _on_the_interface(
 
     return RawCalls(
         driver.stream_address(stream),
-        launch,
-        pack_and_launch,
-        partial(driver.record_event, event, stream),
-        partial(driver.bind_mark(stream, word), 1),
-        query,
+        answering(launch),
+        answering(pack_and_launch),
+        answering(partial(driver.record_event, event, stream)),
+        answering(partial(driver.bind_mark(stream, word), 1)),
+        answering(query),
         poll,
-        partial(driver.synchronize_event, event),
+        answering(partial(driver.synchronize_event, event)),
     )
 
 
@@ -133,8 +141,9 @@ def _on_cuda(
     query = partial(cuda.cuEventQuery, event)
     not_ready = cuda.CUresult.CUDA_ERROR_NOT_READY
 
-    def pack_and_launch(keep: KernelArguments = values) -> None:  # noqa: ARG001  read at launches
-        launch(((0.0, address, address, ITEMS), types), 0)
+    def pack_and_launch(keep: KernelArguments = values) -> tuple[Any, ...]:  # noqa: ARG001  read
+        status: tuple[Any, ...] = launch(((0.0, address, address, ITEMS), types), 0)
+        return status
 
     async def poll() -> None:
         while status := query()[0]:

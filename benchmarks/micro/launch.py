@@ -84,7 +84,8 @@ class _Bench:
         async def theirs() -> float:
             start = perf_counter()
             for _ in repeat(None, BURST):
-                launch()
+                if launch()[0]:
+                    raise RuntimeError("launch failed")
             took = perf_counter() - start
             record()
             await poll()
@@ -101,8 +102,10 @@ class _Bench:
         async def theirs() -> float:
             start = perf_counter()
             for _ in repeat(None, BURST):
-                launch()
-                mark()
+                if launch()[0]:
+                    raise RuntimeError("launch failed")
+                if mark()[0]:
+                    raise RuntimeError("mark failed")
             took = perf_counter() - start
             record()
             await poll()
@@ -216,7 +219,8 @@ class _Bench:
         async def theirs() -> float:
             start = perf_counter()
             for _ in repeat(None, JOBS):
-                launch()
+                if launch()[0]:
+                    raise RuntimeError("launch failed")
             record()
             await poll()
             return (perf_counter() - start) / JOBS
@@ -246,8 +250,10 @@ class _Bench:
         async def theirs() -> float:
             start = perf_counter()
             for _ in repeat(None, JOBS):
-                launch()
-                mark()
+                if launch()[0]:
+                    raise RuntimeError("launch failed")
+                if mark()[0]:
+                    raise RuntimeError("mark failed")
             record()
             await poll()
             return (perf_counter() - start) / JOBS
