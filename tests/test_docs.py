@@ -193,3 +193,18 @@ def test_places_the_sources_refer_to_exist() -> None:
     for source in [*ROOT.glob("src/**/*.py"), *ROOT.glob("tests/**/*.py")]:
         for named in re.findall(r"docs/[\w./-]+\.\w+", source.read_text()):
             assert (ROOT / named).exists(), f"{name_of(source)}: {named}"
+
+
+def test_every_package_is_in_the_architecture() -> None:
+    """The drawing and the table of docs/architecture.md have each package and module once."""
+    page = ROOT / "docs/architecture.md"
+    (drawing,) = blocks(page, "text")
+    rows = re.findall(r"^\| `(\w+)` \|", page.read_text(), re.MULTILINE)
+    found = {
+        path.stem
+        for path in (ROOT / "src/greensched").iterdir()
+        if path.is_dir() or path.suffix == ".py"
+    } - {"__init__", "__main__", "__pycache__"}
+    assert set(rows) >= found, "the table"
+    assert set(re.findall(r"\w+", drawing)) >= found, "the drawing"
+    assert len(rows) == len(set(rows))
