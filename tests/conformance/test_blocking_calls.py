@@ -11,7 +11,7 @@ import pytest
 
 import greensched
 from greensched import ALL, Partition
-from greensched.execution.completion import WAITERS
+from greensched.execution.completion import MAX_WAITERS
 from helpers.backend import Backend
 from helpers.gate import Gate
 from helpers.waiting import turns, until
@@ -174,13 +174,13 @@ def test_who_no_longer_waits_is_forgotten(backend: Backend) -> None:
 
                     async with anyio.create_task_group() as tasks:
                         tasks.start_soon(wait)
-                        for _ in range(5 * WAITERS):
+                        for _ in range(5 * MAX_WAITERS):
                             async with anyio.create_task_group() as cancelled:
                                 cancelled.start_soon(wait)
                                 await turns(2)
                                 cancelled.cancel_scope.cancel()
                         watch = lease.poller.pending[lease.executor.call_stream]
-                        assert 1 <= len(watch.entries) <= WAITERS
+                        assert 1 <= len(watch.entries) <= MAX_WAITERS
                         gate.open()
             assert values == [7]
 

@@ -1,0 +1,145 @@
+"""The policy of polling, without a loop: it never hangs, never burns a core, and checks in time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from greensched.execution.polling import (
+    GIL_YIELD_EVERY_S,
+    IDLE_TURN_S,
+    MAX_SAFETY_S,
+    SAFETY_S,
+    Action,
+    PollPolicy,
+)
+
+BUDGET = 50e-6
+IDLE, BUSY = IDLE_TURN_S / 2, IDLE_TURN_S * 10
+
+polls = st.lists(
+    st.fixed_dictionaries(
+        {
+            "turn": st.sampled_from([0.0, IDLE, BUSY, SAFETY_S, MAX_SAFETY_S, 1.0]),
+            "progressed": st.booleans(),
+            "on_device": st.booleans(),
+            "outstanding": st.booleans(),
+            "threads_busy": st.booleans(),
+        }
+    ),
+    max_size=200,
+)
+
+
+class Loop:
+    """A loop that does what the policy says, on a clock of its own."""
+
+    def __init__(self, budget: float = BUDGET) -> None:
+        self.now = 1.0
+        self.policy = PollPolicy(budget)
+        self.policy.work_began(self.now)
+        self.policy.checked_failures(self.now)
+        self.policy.turn_began(self.now)
+        self.last = Action(0.0)
+
+    def poll(self, turn: float = IDLE, **facts: Any) -> Action:
+        """Poll after a turn of some length, and after the delay of the last action."""
+        immediate = self.last.delay == 0.0
+        self.now += turn + (self.last.delay or 0.0)
+        known = dict.fromkeys(("progressed", "on_device", "outstanding", "threads_busy"), False)
+        self.last = self.policy.next(self.now, immediate=immediate, **{**known, **facts})
+        if self.last.check_failures:
+            self.policy.checked_failures(self.now)
+        self.policy.turn_began(self.now)
+        return self.last
+
+
+@given(polls)
+def test_outstanding_work_is_always_polled_again(steps: list[dict[str, Any]]) -> None:
+    """With work outstanding the next poll is at most 50 ms away; with none there is none."""
+    loop = Loop()
+    for step in steps:
+        action = loop.poll(**step)
+        if step["outstanding"] or step["threads_busy"] or step["on_device"]:
+            assert action.delay is None or 0.0 <= action.delay <= MAX_SAFETY_S
+            assert action.delay is not None or not (step["outstanding"] or step["threads_busy"])
+        else:
+            assert action == Action(None)
+
+
+@given(polls)
+def test_failures_are_checked_in_time(steps: list[dict[str, Any]]) -> None:
+    """A poll later than 50 ms after the last check asks the driver, however busy the loop is."""
+    loop = Loop()
+    checked = loop.now
+    for step in steps:
+        action = loop.poll(**{**step, "outstanding": True})
+        assert action.check_failures or loop.now - checked <= MAX_SAFETY_S
+        if action.check_failures:
+            assert loop.now - checked > SAFETY_S
+            checked = loop.now
+
+
+@given(polls)
+def test_the_gil_is_yielded_once_in_a_millisecond(steps: list[dict[str, Any]]) -> None:
+    """It is yielded while a thread has work to do, and then once in each interval."""
+    loop = Loop()
+    yielded = 0.0
+    for step in steps:
+        action = loop.poll(**step)
+        due = loop.now - yielded > GIL_YIELD_EVERY_S
+        assert action.yield_gil == (step["threads_busy"] and due)
+        if action.yield_gil:
+            yielded = loop.now
+
+
+@given(st.floats(0, 1e-3), st.integers(1, 20))
+def test_an_idle_loop_spins_no_longer_than_its_budget(budget: float, restarts: int) -> None:
+    """Without progress an idle loop goes to sleep once the budget is spent, after each wait."""
+    loop = Loop(budget)
+    for _ in range(restarts):
+        loop.policy.wait_began()
+        spun = 0
+        while loop.poll(on_device=True, outstanding=True).delay == 0.0:
+            spun += 1
+        assert loop.last.sleep
+        assert (spun - 1) * IDLE <= budget
+
+
+def test_a_busy_loop_polls_in_each_turn() -> None:
+    """Its turns cost nothing, so they do not count against the budget."""
+    loop = Loop()
+    for _ in range(1000):
+        action = loop.poll(BUSY, on_device=True, outstanding=True)
+        assert action.delay == 0.0
+        assert not action.sleep
+
+
+def test_progress_renews_the_budget() -> None:
+    """A loop that sees tickets reached in time never sleeps."""
+    loop = Loop()
+    for turn in range(1000):
+        action = loop.poll(progressed=turn % 5 == 0, on_device=True, outstanding=True)
+        assert action.delay == 0.0
+
+
+def test_the_safety_poll_backs_off() -> None:
+    """It comes after 1 ms, later the longer nothing has happened, and at once after progress."""
+    loop = Loop()
+    delays = [loop.poll(outstanding=True).delay or 0.0 for _ in range(60)]
+    assert delays[0] == SAFETY_S
+    assert delays == sorted(delays)
+    assert delays[-1] == MAX_SAFETY_S
+    assert loop.poll(outstanding=True, progressed=True).delay == SAFETY_S
+
+
+def test_a_loop_beside_a_thread_alternates() -> None:
+    """An idle loop polls behind each pause once, and sleeps; a busy one pauses a millisecond."""
+    idle = Loop()
+    idle.poll(threads_busy=True)
+    assert idle.last.sleep
+    busy = Loop()
+    assert busy.poll(BUSY, threads_busy=True).delay == GIL_YIELD_EVERY_S
+    assert busy.poll(BUSY, threads_busy=True).delay == 0.0
