@@ -8,9 +8,9 @@ Figures and reasons are in docs/internals/completion.md.
 2. *Sleep.* Then a thread blocks in the driver, and the loop sleeps. A safety poll comes after 1 ms,
    and later the longer nothing has happened: a wake-up that is late or lost costs little, and never
    hangs. While any ticket is outstanding, awaited or not, there is a next poll.
-3. *Check for failures.* After a device fault no ticket is written, and only a question to the driver
+3. *Check for failures.* After a device fault no ticket is written, and only asking the driver
    tells. A sleeping loop asks at each safety poll, once in 1 ms at most; a busy one every 50 ms.
-4. *Yield the GIL.* Beside a busy loop a thread that wants the GIL can starve for seconds. While one
+4. *Yield the GIL.* Beside a busy loop a thread that needs the GIL can starve for seconds. While one
    has work to do, the loop lets go of the GIL for 50 us each millisecond.
 """
 
