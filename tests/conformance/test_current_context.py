@@ -157,7 +157,7 @@ def test_two_devices_nest_four_deep(backend: Backend) -> None:
         assert now() is None
 
 
-def test_what_somebody_else_makes_current_inside_a_block_is_undone(backend: Backend) -> None:
+def test_a_context_set_by_other_code_inside_a_block_is_undone(backend: Backend) -> None:
     """The driver's own calls in a block, of whatever library, change nothing of what is after."""
     with opened(backend) as (device,):
         driver, own = device.driver, Context.create(device)
@@ -264,7 +264,7 @@ def test_flags_of_a_context_of_its_own(backend: Backend) -> None:
                 Context.create(device, wrong)  # type: ignore[arg-type]
 
 
-def test_flags_of_the_primary_are_for_whoever_makes_it(backend: Backend) -> None:
+def test_flags_of_the_primary_are_set_before_it_is_active(backend: Backend) -> None:
     """Asked for before its first use they hold; an active one is left as it is, and refused."""
     with opened(backend) as (device,):
         device.set_flags(ContextFlags.SCHED_BLOCKING_SYNC)

@@ -420,7 +420,7 @@ def test_statistics_and_repr_tell_the_truth(backend: Backend) -> None:
     backend.run(main)
 
 
-def test_the_first_lease_of_any_size_makes_no_lane(backend: Backend) -> None:
+def test_the_first_lease_of_any_size_makes_no_executor(backend: Backend) -> None:
     """Whatever size is asked for first, alone or beside the rest, its lane is there already."""
 
     async def main() -> None:

@@ -18,7 +18,7 @@ from helpers.waiting import until
 LARGE = np.ones(3_000_000, np.float32)
 
 
-def test_every_lane_binds_and_launches_at_once(backend: Backend) -> None:
+def test_every_executor_binds_and_launches_at_once(backend: Backend) -> None:
     """On lanes nobody used yet, of the menu and made later, with any geometry, by no thread."""
 
     async def main() -> None:

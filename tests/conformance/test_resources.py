@@ -62,7 +62,7 @@ def test_a_device_says_its_sms(device: Device) -> None:
     assert not hasattr(sm, "memory_node_id")  # of CUDA 13.4's locality domains, which are not here
 
 
-def test_what_nobody_gave_is_no_resource() -> None:
+def test_resources_cannot_be_constructed() -> None:
     """Resources come from a device, a context, a stream or a split: by hand there are none."""
     for kind in (greensched.DeviceResources, greensched.SMResource, greensched.WorkqueueResource):
         with pytest.raises(TypeError, match="driver"):

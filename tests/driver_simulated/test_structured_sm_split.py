@@ -80,7 +80,7 @@ def test_what_cannot_be_cut_is_refused(
         counts(make(f"h200@{version}"), *groups)
 
 
-def test_backfill_makes_the_constraints_wishes(make: Make) -> None:
+def test_backfill_makes_the_constraints_optional(make: Make) -> None:
     """With backfill any even count is met that holds one co-scheduled set, across GPCs too."""
     machine = make("h200@13.1")
     assert counts(machine, SMGroup(12, backfill=True)) == ([12], 120)
