@@ -152,6 +152,18 @@ class NotSimulable(GreenschedError):
         )
 
 
+class ReferenceFailed(GreenschedError):
+    """A kernel's numpy reference raised an exception, which is the `__cause__`.
+
+    Only the simulated driver runs references. The job fails; the device stays usable.
+    """
+
+    def __init__(self, kernel: str, cause: Exception, part: str = "reference") -> None:
+        self.kernel = kernel
+        super().__init__(f"the {part} of kernel {kernel!r} raised {type(cause).__name__}: {cause}")
+        self.__cause__ = cause
+
+
 class WrongDevice(InvalidRequest):
     """An object of one device was used with another device."""
 

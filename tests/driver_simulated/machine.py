@@ -129,7 +129,7 @@ class Machine:
         library = self.driver.load_code(CodeImage("test", {name: spec}))
         kernel = self.driver.get_kernel(library, name)
         if loaded:
-            kernel.library.loaded.update(p.ident for p in self.driver._primaries.values())  # type: ignore[attr-defined]
+            kernel.library.loaded.update(p.ident for p in self.driver.machine.primaries.values())  # type: ignore[attr-defined]
         return kernel
 
     def launch(

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from greensched.driver.simulated.contention import fair, settle, speeds
 from greensched.driver.simulated.device_models import PRESETS
-from greensched.driver.simulated.operations import Kernel
-from greensched.driver.simulated.timeline import Device, Span, Stream, Timeline
+from greensched.driver.simulated.operations import KernelOp
+from greensched.driver.simulated.timeline import DeviceState, Span, StreamQueue, Timeline
 from greensched.typing import Cost
 
 from .machine import LAUNCH_NS, SMS, Machine
@@ -269,12 +269,12 @@ def test_a_host_that_looks_late_moves_no_limit() -> None:
             pass
 
     clock, spans, all_sms = Late(), list[Span](), (1 << SMS) - 1
-    timeline, device = Timeline(clock), Device(0, PRESETS["h200"])
+    timeline, device = Timeline(clock), DeviceState(0, PRESETS["h200"])
     timeline.on_span = spans.append
     cost = Cost(until=lambda: clock.time >= 5_000, limit_ns=1_000)
-    kernel = Kernel("latch", cost, 1, 0.5, all_sms, lambda: None)
+    kernel = KernelOp("latch", cost, 1, 0.5, all_sms, lambda: None)
     with timeline.lock:
-        timeline.submit(Stream(1, device, 0, all_sms), kernel)
+        timeline.submit(StreamQueue(1, device, 0, all_sms), kernel)
         timeline.run(0)
         clock.time = 6_000
         timeline.run(6_000)

@@ -10,7 +10,7 @@ import pytest
 from greensched import Context
 from greensched.driver import simulated
 from greensched.driver.blocking import DRIVER_CALLS
-from greensched.driver.simulated.context_stack import LIMITS
+from greensched.driver.simulated.contexts import LIMITS
 from greensched.errors import CUDAError, DriverMisuse, NotSupported
 from greensched.typing import CacheConfig, CaptureMode, ContextFlags, Limit
 
@@ -149,7 +149,7 @@ def test_a_verb_that_needs_a_current_context_says_so(machine: Machine, name: str
 def test_no_verb_works_before_initialise_or_after_close(make: Make, name: str) -> None:
     """Before it is initialised a driver answers NOT_INITIALIZED, and DEINITIALIZED in the end."""
     machine = make()
-    machine.driver._initialised = False
+    machine.driver.machine.initialised = False
     with pytest.raises(CUDAError, match="NOT_INITIALIZED"):
         getattr(machine.driver, name)()
     machine.driver.initialise()

@@ -11,7 +11,7 @@ import pytest
 
 from greensched.driver.blocking import DRIVER_CALLS, Blocking
 from greensched.driver.simulated import Crash, Fail, Hang, Slow
-from greensched.driver.simulated.faults import BOUND, Script
+from greensched.driver.simulated.faults import BOUND, FaultScript
 from greensched.errors import CUDAError, DeviceFault, InvalidRequest, OutOfMemory
 from greensched.typing import CaptureMode, Cost, LaunchFacts
 
@@ -112,7 +112,7 @@ def test_a_script_that_makes_no_sense_is_refused(fault: Callable[[], object]) ->
 
 def test_scripts_count_from_many_threads() -> None:
     """Each call has a number of its own: the nth fails, whoever makes it, and no other."""
-    script = Script([Fail("mark", nth) for nth in range(1, 400, 2)])
+    script = FaultScript([Fail("mark", nth) for nth in range(1, 400, 2)])
 
     def count() -> int:
         return sum(script.call("mark")[0] is not None for _ in range(100))
@@ -332,29 +332,57 @@ def test_the_first_fault_is_the_fault(machine: Machine, status: int | str) -> No
     assert status in (caught.value.status, caught.value.name)
 
 
-def test_a_reference_that_raises_is_a_fault_with_its_cause(machine: Machine) -> None:
-    """A bug in a reference is what a wild pointer is to a kernel, and can be found."""
+def test_a_reference_that_raises_fails_its_stream_once(machine: Machine) -> None:
+    """The next wait for the stream raises it, with its cause; the device stays usable."""
 
     def reference(launch: LaunchFacts) -> None:
         raise ZeroDivisionError("on purpose")
 
-    machine.launch(machine.stream(), machine.kernel("buggy", reference=reference))
-    with pytest.raises(DeviceFault, match="LAUNCH_FAILED") as caught:
-        machine.finish()
-    first = caught.value.__cause__
-    assert isinstance(first, DeviceFault)
-    assert "kernel 'buggy'" in str(first)
-    assert "on purpose" in str(first)
-    assert isinstance(first.__cause__, ZeroDivisionError)
+    driver, stream, event = machine.driver, machine.stream(), machine.event()
+    kernel = machine.kernel("buggy", reference=reference)
+    for wait in (
+        lambda: driver.synchronize_stream(stream),
+        lambda: driver.synchronize_event(event),
+    ):
+        machine.launch(stream, kernel)
+        driver.record_event(event, stream)
+        with pytest.raises(ReferenceFailed, match="'buggy' raised ZeroDivisionError") as caught:
+            wait()
+        assert isinstance(caught.value.__cause__, ZeroDivisionError)
+        driver.synchronize_stream(stream)
+        driver.synchronize_event(event)
+    machine.run(machine.stream(), "next", fixed_ns=10)
+    machine.finish()
+    assert machine.times()["next"]
 
 
-def test_a_condition_that_raises_is_a_fault_with_its_cause(machine: Machine) -> None:
-    """So is a bug in what a kernel runs until."""
-    machine.run(machine.stream(), "latch", until=lambda: bool(1 // 0))
-    with pytest.raises(DeviceFault, match="LAUNCH_FAILED") as caught:
-        machine.finish()
-    assert isinstance(caught.value.__cause__, DeviceFault)
-    assert isinstance(caught.value.__cause__.__cause__, ZeroDivisionError)
+def test_failed_references_are_reported_to_the_owner_of_a_stream(machine: Machine) -> None:
+    """Instead of being raised by a wait, also where a graph launched the kernel."""
+
+    def reference(launch: LaunchFacts) -> None:
+        raise ZeroDivisionError("on purpose")
+
+    driver, stream = machine.driver, machine.stream()
+    failures: list[Exception] = []
+    driver.report_reference_errors(stream, failures.append)
+    kernel = machine.kernel("buggy", reference=reference)
+    machine.launch(stream, kernel)
+    driver.begin_capture(stream, CaptureMode.RELAXED)
+    machine.launch(stream, kernel)
+    graph = driver.end_capture(stream)
+    executable = driver.instantiate_graph(graph, stream)
+    driver.launch_graph(executable, stream)
+    driver.synchronize_stream(stream)
+    assert [type(error.__cause__) for error in failures] == [ZeroDivisionError] * 2
+
+
+def test_a_condition_that_raises_fails_its_stream(machine: Machine) -> None:
+    """So does a bug in the condition that a kernel runs until."""
+    stream = machine.stream()
+    machine.run(stream, "latch", until=lambda: bool(1 // 0))
+    with pytest.raises(ReferenceFailed, match=r"the cost\.until of kernel 'latch'") as caught:
+        machine.driver.synchronize_stream(stream)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
 def test_a_cost_that_raises_is_the_callers(machine: Machine) -> None:

@@ -81,7 +81,7 @@ def test_setting_bytes(machine: Machine) -> None:
     machine.driver.set_bytes(address + 4, 0xAB, 8, stream)
     assert download(machine, address, 16, stream) == bytes(4) + b"\xab" * 8 + bytes(4)
     for wrong in (-1, 256):
-        with pytest.raises(DriverMisuse, match="no byte"):
+        with pytest.raises(DriverMisuse, match="not a byte"):
             machine.driver.set_bytes(address, wrong, 16, stream)
 
 

@@ -99,7 +99,7 @@ def test_what_a_reference_is_given(machine: Machine) -> None:
     assert len(launch.sms) == 16
 
 
-def test_a_kernel_that_writes_to_what_it_only_reads_is_a_fault(machine: Machine) -> None:
+def test_a_reference_that_writes_to_a_const_parameter_fails(machine: Machine) -> None:
     """A const parameter cannot be written, by mistake or otherwise."""
 
     def reference(launch: LaunchFacts, x: Any) -> None:
@@ -107,9 +107,10 @@ def test_a_kernel_that_writes_to_what_it_only_reads_is_a_fault(machine: Machine)
 
     x, data = array(machine, np.zeros(4, np.float32))
     kernel = machine.kernel("writes", [Parameter("x", "f4", pointer=True, const=True)], reference)
-    machine.launch(machine.stream(), kernel, x)
-    with pytest.raises(CUDAError, match="LAUNCH_FAILED"):
-        machine.finish()
+    stream = machine.stream()
+    machine.launch(stream, kernel, x)
+    with pytest.raises(ReferenceFailed, match="kernel 'writes' raised ValueError"):
+        machine.driver.synchronize_stream(stream)
     assert data[0] == 0
 
 
@@ -419,8 +420,8 @@ def test_a_cost_that_is_none_is_refused(cost: Any) -> None:
     asyncio.run(main())
 
 
-def test_a_reference_that_fails_is_told_in_the_fault() -> None:
-    """Whoever meets the fault of a wrong reference reads which kernel it was, and why."""
+def test_a_reference_that_fails_fails_its_job_alone() -> None:
+    """The job raises ReferenceFailed with its cause; other jobs and the pool are unharmed."""
     kernel = Program('extern "C" __global__ void k(int n) {}').kernel("k")
     kernel.cost(lambda launch, n: Cost())
 
@@ -430,9 +431,43 @@ def test_a_reference_that_fails_is_told_in_the_fault() -> None:
 
     async def main() -> None:
         async with Pool(driver="simulated:h200") as pool, pool.partition(8) as p:
-            job = p.launch(LaunchConfig(grid=1, block=1), kernel, 3)
-            with pytest.raises(DeviceLost, match=r"kernel 'k'.*beyond the end"):
+            config = LaunchConfig(grid=1, block=1)
+            before = p.launch(config, fill, x := await p.empty(4, "f4"), 1.0, 4)
+            job = p.launch(config, kernel, 3)
+            after = p.launch(config, fill, x, 2.0, 4)
+            with pytest.raises(ReferenceFailed, match=r"kernel 'k' raised IndexError: beyond"):
                 await job
+            with pytest.raises(ReferenceFailed) as again:
+                await job
+            assert isinstance(again.value.__cause__, IndexError)
+            await before
+            await after
+            assert (await p.download(x)).tolist() == [2.0] * 4
+            assert pool.is_ready
 
-    with pytest.raises(DeviceLost):
-        asyncio.run(main())
+    asyncio.run(main())
+
+
+def test_a_failed_reference_that_no_task_awaited_is_raised_at_the_end_of_the_block() -> None:
+    """It is raised once: the next lease of the same executor has none of it."""
+    kernel = Program('extern "C" __global__ void k() {}').kernel("k")
+    kernel.cost(lambda launch: Cost())
+
+    @kernel.reference
+    def wrong(launch: Any) -> None:
+        raise IndexError("beyond the end")
+
+    async def main() -> None:
+        config = LaunchConfig(grid=1, block=1)
+        async with Pool(driver="simulated:h200") as pool:
+            with pytest.raises(ReferenceFailed, match="kernel 'k'"):
+                async with pool.partition(8) as p:
+                    p.launch(config, kernel)
+            with pytest.raises(KeyError):
+                async with pool.partition(8) as p:
+                    p.launch(config, kernel)
+                    raise KeyError
+            async with pool.partition(8) as p:
+                await p.launch(config, fill, await p.empty(4, "f4"), 1.0, 4)
+
+    asyncio.run(main())

@@ -11,7 +11,7 @@ import pytest
 
 from greensched.driver import simulated
 from greensched.driver.simulated import Crash, cost, real_clock
-from greensched.driver.simulated.base import current_driver
+from greensched.driver.simulated.driver import current_driver
 from greensched.errors import CUDAError, DeviceFault
 from greensched.typing import Cost, LaunchFacts, Parameter
 
@@ -41,7 +41,7 @@ def test_modelled_time_does_not_depend_on_references(machine: Machine) -> None:
     gate = machine.hold(stream)
     for name in ("one", "two", "three"):
         machine.launch(stream, machine.kernel(name, (), slow, Cost(fixed_ns=10_000)))
-    spin(lambda: driver.timeline.held)  # the device has come to the gate
+    spin(lambda: driver.machine.timeline.held)  # the device has come to the gate
     gate.value = 1
     driver.synchronize_stream(stream)
     one, two, three = machine.spans
@@ -100,7 +100,7 @@ def test_a_word_written_by_the_device_is_seen_at_once(machine: Machine) -> None:
     machine.run(waiter, "after", fixed_ns=10)
     machine.run(writer, "before", fixed_ns=5_000_000)
     driver.bind_mark(writer, word.address)(1)
-    spin(lambda: len(driver.timeline.held) == 2)
+    spin(lambda: len(driver.machine.timeline.held) == 2)
     gate.value = 1
     machine.finish()
     assert machine.times()["after"][0] == machine.times()["before"][1]
@@ -268,7 +268,7 @@ def test_each_driver_has_a_clock_of_its_own() -> None:
     """Two machines on real time are two timelines; one ends without the other."""
     one, two = (Machine(clock=None) for _ in range(2))
     assert one.driver.clock is not two.driver.clock
-    assert one.driver.timeline is not two.driver.timeline
+    assert one.driver.machine.timeline is not two.driver.machine.timeline
     one.close()
     two.driver.set_current(two.primary)
     two.run(two.stream(), "k", fixed_ns=10)
@@ -289,7 +289,7 @@ def test_kernels_share_as_on_the_virtual_clock(machine: Machine) -> None:
         stream = machine.stream(green)
         driver.wait_value(stream, gate.address, 1)
         machine.run(stream, name, blocks=blocks, sm_ns=work)
-    spin(lambda: len(driver.timeline.held) == 3)
+    spin(lambda: len(driver.machine.timeline.held) == 3)
     gate.value = 1
     machine.finish()
     begin = machine.times()["long"][0]
@@ -308,7 +308,7 @@ def test_a_limit_is_kept_to_the_nanosecond(machine: Machine) -> None:
         stream = machine.stream(green)
         driver.wait_value(stream, gate.address, 1)
         machine.run(stream, name, **kernel_cost)
-    spin(lambda: len(driver.timeline.held) == 2)
+    spin(lambda: len(driver.machine.timeline.held) == 2)
     gate.value = 1
     machine.finish()
     times = machine.times()

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from greensched.driver import simulated
-from greensched.driver.simulated.streams import QUEUE_DEPTH
+from greensched.driver.simulated.machine import QUEUE_DEPTH
 from greensched.errors import CUDAError, DriverMisuse, NotSupported
 from greensched.typing import Feature
 
@@ -396,6 +396,6 @@ def test_events_and_words_leave_nothing_behind(machine: Machine) -> None:
         if i % 100 == 0:
             machine.finish()
     machine.finish()
-    timeline = driver.timeline
+    timeline = driver.machine.timeline
     assert (timeline.held, timeline._due, list(timeline._ended)) == ({}, [], [])
     assert Word(machine.pinned()).value == 0

@@ -619,5 +619,14 @@ class Driver(HostServices, abc.ABC):
                 reads the values, so they may be patched in between, and must stay alive.
         """
 
+    def report_reference_errors(
+        self, stream: StreamHandle, report: Callable[[Exception], None]
+    ) -> None:
+        """Have `ReferenceFailed` of kernels on a stream reported; a GPU runs no references.
+
+        Args:
+            report: called before work behind the kernel begins, on any thread; must not block.
+        """
+
     def close(self) -> None:
         """End what the driver itself runs (the simulated one's threads)."""

@@ -495,8 +495,8 @@ async def test_a_gpu_that_dies_idle_is_seen(sim_gpu: SimGPU, make_app: Any) -> N
     async with serving(make_app(Pool(driver=driver), spin_for_10_ms)) as client:
         assert await probes(client) == (200, 200)
         second = driver.devices[1]
-        with driver.timeline.lock:  # as another library's kernel would have it
-            driver.timeline.fail(second, from_status(700, "somebody else's kernel"))
+        with driver.machine.timeline.lock:  # as another library's kernel would have it
+            driver.machine.timeline.fail(second, from_status(700, "somebody else's kernel"))
         assert await probes(client) == (503, 503)
         assert "somebody else" in (await client.get("/readyz")).json()["detail"]
 

@@ -1,7 +1,7 @@
 """Memory of the simulated machine: blocks with bounds, at addresses that are never used twice.
 
-Device addresses start above what a host address can be, so the two are never taken for each
-other; pinned host memory has the same address on both sides, as under unified addressing.
+Device addresses start above what a host address can be, so the two cannot be mistaken for
+each other; pinned host memory has the same address on both sides, as under unified addressing.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 FIRST_DEVICE_ADDRESS = 1 << 50
 #: cuMemAlloc aligns to at least 256 bytes; 512 is what cuMemAllocAsync is seen to give.
 ALIGNMENT = 512
-#: A stream-ordered pool grows by so much: an assumption, of the size seen on real drivers.
+#: The step by which a stream-ordered pool grows: an assumption, of the size seen on real drivers.
 POOL_STEP = 32 << 20
-#: Up to this size fresh device memory is filled with 0xFF (NaN, -1), so that reading what was
-#: never written shows; beyond, the host would pay for pages nobody touches.
+#: Up to this size fresh device memory is filled with 0xFF (NaN, -1), so that a read of unwritten
+#: memory shows; beyond it, the host would pay for pages that are never touched.
 POISON_LIMIT = 1 << 20
 
-#: What a green context takes of device memory, and what of it comes back with the primary context
-#: only; and what a stream takes. Measured on an H200: 4.93, 4.0, and 0.53 or 0.47 MiB
+#: The device memory of a green context, the part of it that only the primary context's end frees,
+#: and the memory of a stream. Measured on an H200: 4.93, 4.0, and 0.53 or 0.47 MiB
 #: (docs/measurements/h200-580/stuck-and-lost.json).
 GREEN_BYTES = int(4.93 * 2**20)
 LOST_BYTES = 4 << 20
@@ -36,7 +36,7 @@ STREAM_BYTES = 1 << 19
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """So many bytes at an address; `device` is None for pinned host memory."""
+    """Bytes at an address; `device` is None for pinned host memory."""
 
     base: int
     nbytes: int
@@ -47,9 +47,9 @@ class Block:
 
 @dataclass(slots=True, eq=False)
 class MemoryPool:
-    """A stream-ordered pool: what is freed stays reserved until the pool ends.
+    """A stream-ordered pool: freed memory stays reserved until the pool ends.
 
-    `guests` are the other devices that were given access to it.
+    `peers` are the other devices that have access to it.
     """
 
     device: int
@@ -57,12 +57,12 @@ class MemoryPool:
     used: int = 0
     reserved: int = 0
     alive: bool = True
-    guests: set[int] = field(default_factory=set)
+    peers: set[int] = field(default_factory=set)
 
 
 @dataclass(slots=True)
 class DeviceMemory:
-    """The account of one device's memory: what pools have of it, and what contexts have."""
+    """The account of one device's memory: the bytes of pools, and those of contexts."""
 
     total: int
     pools: int = 0
@@ -70,26 +70,26 @@ class DeviceMemory:
 
     @property
     def free(self) -> int:
-        """Bytes that nobody has."""
+        """Bytes of neither pools nor contexts."""
         return self.total - self.pools - self.contexts
 
     def check(self, nbytes: int, call: str, asked: int) -> None:
-        """Raises OutOfMemory where there are not so many."""
+        """Raise OutOfMemory where fewer bytes are free."""
         if nbytes > self.free:
             raise OutOfMemory(call, asked, self.free, self.total)
 
     def take(self, nbytes: int, call: str, asked: int) -> None:
-        """Takes bytes for a pool, or raises OutOfMemory and takes nothing."""
+        """Take bytes for a pool, or raise OutOfMemory and take nothing."""
         self.check(nbytes, call, asked)
         self.pools += nbytes
 
     def open(self, nbytes: int, call: str) -> None:
-        """Takes bytes for a context or a stream, or raises OutOfMemory and takes nothing."""
+        """Take bytes for a context or a stream, or raise OutOfMemory and take nothing."""
         self.check(nbytes, call, nbytes)
         self.contexts += nbytes
 
     def close(self, nbytes: int) -> None:
-        """A context or a stream has ended; with its primary it had all been given back."""
+        """Return the bytes of a context or a stream; its primary's end returned them all."""
         self.contexts = max(0, self.contexts - nbytes)
 
 
@@ -103,7 +103,7 @@ class AddressSpace:
     _next: int = FIRST_DEVICE_ADDRESS
 
     def new_device_block(self, nbytes: int, device: int, pool: MemoryPool) -> Block:
-        """A block at a fresh device address."""
+        """Make a block at a fresh device address."""
         try:
             data: Bytes = np.zeros(nbytes, np.uint8)
         except MemoryError:
@@ -116,7 +116,7 @@ class AddressSpace:
             return self._add(block)
 
     def new_host_block(self, nbytes: int) -> Block:
-        """A block of pinned host memory, zeroed."""
+        """Make a block of pinned host memory, zeroed."""
         try:
             data: Bytes = np.zeros(nbytes, np.uint8)
         except MemoryError:
@@ -130,7 +130,7 @@ class AddressSpace:
         return block
 
     def remove(self, address: int, what: str, *, pinned: bool) -> Block:
-        """Forgets the block that starts at an address: of pinned memory, or of a pool."""
+        """Remove the block that starts at an address: of pinned memory, or of a pool."""
         with self._lock:
             block = self._blocks.get(address)
             if block is None:
@@ -143,7 +143,7 @@ class AddressSpace:
         return block
 
     def find(self, address: int, nbytes: int, what: str) -> Block:
-        """The live block that holds all of [address, address + nbytes)."""
+        """Return the live block that holds all of [address, address + nbytes)."""
         with self._lock:
             at = bisect_right(self._bases, address)
             block = self._blocks[self._bases[at - 1]] if at else None
@@ -155,13 +155,13 @@ class AddressSpace:
         return block
 
     def bytes_at(self, address: int, nbytes: int, what: str) -> Bytes:
-        """A writable view of bytes."""
+        """Return a writable view of bytes."""
         block = self.find(address, nbytes, what)
         offset = address - block.base
         return block.data[offset : offset + nbytes]
 
     def to_end(self, address: int, device: int, what: str) -> Bytes:
-        """A writable view from an address to the end of its allocation, for a device's kernel."""
+        """Return a writable view from an address to the end of its allocation, for a kernel."""
         block = self.find(address, 0, what)
         if block.device not in (None, device):
             raise DriverMisuse(f"{what}: {address:#x} is memory of device {block.device}")

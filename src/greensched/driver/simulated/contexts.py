@@ -1,305 +1,192 @@
-"""Contexts of the simulated driver: primary and green ones, and SM resources."""
+"""Primary contexts, contexts of `create_context`, and the state of contexts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from typing import Unpack
-
-from greensched.driver.simulated import sm_split
-from greensched.driver.simulated.address_space import GREEN_BYTES, LOST_BYTES
-from greensched.driver.simulated.base import Options
-from greensched.driver.simulated.context_stack import Stacks, one_way_to_wait
-from greensched.driver.simulated.device_models import DeviceModel
-from greensched.driver.simulated.handles import Context, Green, SimulatedStream
-from greensched.driver.simulated.timeline import Device, Signal, Stream
+from greensched.driver.simulated.handles import Context
+from greensched.driver.simulated.machine import OWN, Component, check_fault
+from greensched.driver.simulated.timeline import DeviceState
 from greensched.driver.status import from_status
-from greensched.driver.types import (
-    ContextHandle,
-    DescriptorHandle,
-    GreenHandle,
-    ResourceFacts,
-    ResourceHandle,
-    SMGroup,
-    StreamHandle,
-    WorkqueueFacts,
-)
-from greensched.errors import DriverMisuse
-from greensched.typing import ContextFlags, Feature, SharingScope
+from greensched.driver.types import ContextHandle
+from greensched.errors import CUDAError, DriverMisuse, NotSupported
+from greensched.typing import CacheConfig, ContextFlags, Limit
+
+#: The limits of a new context, in bytes. Sources: CUDA programming guide, "Formatted Output" (1 MB)
+#: and "Dynamic Global Memory Allocation" (8 MB); the stack's 1 KB as an H100 answers.
+LIMITS = {
+    Limit.STACK: 1 << 10,
+    Limit.PRINTF_FIFO: 1 << 20,
+    Limit.MALLOC_HEAP: 8 << 20,
+}
+#: The first compute capability with a persisting part of L2, and the largest part of L2 that it can
+#: be. Sources: CUDA programming guide, "Device Memory L2 Access Management"; the part: 30 of the
+#: 40 MB of an A100 (best practices guide, "L2 Persisting Cache").
+PERSISTING_SINCE = (8, 0)
+PERSISTING_PART = 0.75
+#: The persisting part is set in sixteenths of L2, and a new context has three of them, as an H200
+#: answers (docs/measurements/h200-580/resources.txt).
+PERSISTING_STEPS = 16
+PERSISTING_AT_FIRST = 3
 
 
-class Contexts(Stacks):
-    """The verbs for contexts and resources."""
-
-    def __init__(self, devices: Iterable[DeviceModel], **options: Unpack[Options]) -> None:
-        super().__init__(devices, **options)
-        self._primaries: dict[int, Context] = {}
-        self._users: dict[int, int] = {}
-        self._flags: dict[int, ContextFlags] = {}
+class Contexts(Component):
+    """Driver calls for contexts that can be current."""
 
     # -- primary contexts ----------------------------------------------------------------------
 
     def retain_primary(self, device: int) -> ContextHandle:
-        """Makes the primary context, or counts one more user."""
-        return self._retain(device)
+        """Make the primary context, or count one more user."""
+        machine = self.machine
+        machine.usable_device(device, "retain_primary")
+        with machine.timeline.lock:
+            if not machine.primary_users.get(device):
+                primary = Context(machine.register(device, "primary"), device)
+                primary.flags |= machine.primary_flags.get(device, ContextFlags.SCHED_AUTO)
+                machine.primaries[device] = machine.own(primary)
+            machine.primary_users[device] = machine.primary_users.get(device, 0) + 1
+            return ContextHandle(machine.primaries[device])
 
     def release_primary(self, device: int) -> None:
-        """Counts one user less; the last must have destroyed what it made."""
-        self._release(device)
-
-    def _retain(self, device: int) -> ContextHandle:
-        self._unfaulted(self._device(device), "retain_primary")
-        with self.timeline.lock:
-            if not self._users.get(device):
-                primary = Context(self._born(device, "primary"), device)
-                primary.flags |= self._flags.get(device, ContextFlags.SCHED_AUTO)
-                self._primaries[device] = self._own(primary)
-            self._users[device] = self._users.get(device, 0) + 1
-            return ContextHandle(self._primaries[device])
-
-    def _release(self, device: int) -> None:
-        with self.timeline.lock:
-            if not self._users.get(device):
+        """Count one user less; refuse the last while what it made is alive."""
+        machine = self.machine
+        with machine.timeline.lock:
+            if not machine.primary_users.get(device):
                 raise from_status(201, "release_primary")
-            self._users[device] -= 1
-            if self._users[device]:
+            machine.primary_users[device] -= 1
+            if machine.primary_users[device]:
                 return
-            primary = self._primaries.pop(device)
-            self.memory[device].contexts = 0
-            self._died(device, "primary")
+            primary = machine.primaries.pop(device)
+            machine.memory[device].contexts = 0
+            machine.unregister(device, "primary")
             primary.alive = False
-        left = {kind: n for (dev, kind), n in self._live.items() if dev == device and n}
-        if left and self.devices[device].fault is None:
+            left = machine.live_on(device)
+        if left and machine.devices[device].fault is None:
             raise DriverMisuse(f"the primary context of device {device} ended with {left} alive")
         if primary.threads:
             raise DriverMisuse(f"{primary!r} ended while current on {list(primary.threads)}")
 
     def primary_state(self, device: int) -> tuple[int, bool]:
-        """(flags, active)."""
-        self._device(device)
-        return int(self._flags.get(device, 0)), bool(self._users.get(device))
+        """Return (flags, whether it is active)."""
+        machine = self.machine
+        machine.device(device)
+        return int(machine.primary_flags.get(device, 0)), bool(machine.primary_users.get(device))
 
     def set_primary_flags(self, device: int, flags: ContextFlags) -> None:
-        """How the primary context is made; one that is active has them from here on."""
-        self._unfaulted(self._device(device), "set_primary_flags")
-        one_way_to_wait(flags, "set_primary_flags")
-        self._flags[device] = flags
-        primary = self._primaries.get(device)
+        """Set how the primary context is made; an active one has the flags from here on."""
+        self.machine.usable_device(device, "set_primary_flags")
+        _check_flags(flags, "set_primary_flags")
+        self.machine.primary_flags[device] = flags
+        primary = self.machine.primaries.get(device)
         if primary is not None:
             primary.flags = flags | ContextFlags.MAP_HOST
 
-    # -- waiting for a context -------------------------------------------------------------------
+    # -- contexts beside the primary -------------------------------------------------------------
+
+    def create_context(self, device: int, flags: ContextFlags) -> ContextHandle:
+        """Make a context beside the primary one."""
+        self.machine.usable_device(device, "create_context")
+        _check_flags(flags, "create_context")
+        context = Context(self.machine.register(OWN, "context"), device, own=True)
+        context.flags = flags | ContextFlags.MAP_HOST  # always set from CUDA 11 on
+        return ContextHandle(self.machine.own(context))
+
+    def destroy_context(self, context: ContextHandle) -> None:
+        """End a context of `create_context` that has no children and is not current anywhere.
+
+        A real driver ends its streams and events with it; the interface forbids that.
+        """
+        gone = self.machine.expect(context, Context, "destroy_context")
+        if not gone.own:
+            raise DriverMisuse(
+                f"{gone!r} is not one of its own, made by create_context: release a primary "
+                "context, or destroy the green one"
+            )
+        device = self.machine.devices[gone.device]
+        if gone.threads:
+            raise DriverMisuse(f"{gone!r} destroyed while current on {list(gone.threads)}")
+        if gone.children and device.fault is None:
+            raise DriverMisuse(f"{gone!r} ended with {gone.children} streams and events alive")
+        gone.alive = False
+        self.machine.unregister(OWN, "context")
+        check_fault(device, "destroy_context")
+
+    def context_device(self, context: ContextHandle) -> int:
+        """Return the device of any context."""
+        return self.machine.expect(context, Context, "context_device").device
+
+    # -- state -----------------------------------------------------------------------------------
+
+    def context_flags(self) -> ContextFlags:
+        """Return the flags of the current context."""
+        return self._owner("context_flags")[0].flags
+
+    def limit(self, limit: Limit) -> int:
+        """Return a limit of the current context."""
+        context, device = self._owner("limit")
+        self.machine.wait_for_code_changes(device, "limit")
+        _check_limit(limit, device)
+        if limit is Limit.PERSISTING_L2:
+            step = device.model.l2_bytes // PERSISTING_STEPS
+            return context.limits.get(limit, PERSISTING_AT_FIRST * step)
+        return context.limits.get(limit, LIMITS[limit])
+
+    def set_limit(self, limit: Limit, nbytes: int) -> None:
+        """Set a limit of the current context; the persisting part of L2 is rounded up."""
+        context, device = self._owner("set_limit")
+        self.machine.wait_for_code_changes(device, "set_limit")
+        _check_limit(limit, device)
+        if limit is Limit.PERSISTING_L2:
+            if nbytes > device.model.l2_bytes * PERSISTING_PART:
+                raise from_status(1, "set_limit", detail=f"{limit.name}, {nbytes} bytes")
+            step = device.model.l2_bytes // PERSISTING_STEPS
+            nbytes = -(-nbytes // step) * step
+        context.limits[limit] = nbytes
+
+    def cache_config(self) -> CacheConfig:
+        """Return the cache preference of the current context."""
+        return self._owner("cache_config")[0].cache_config
+
+    def set_cache_config(self, config: CacheConfig) -> None:
+        """Set the cache preference; it changes no time."""
+        self._owner("set_cache_config")[0].cache_config = config
 
     def synchronize_context(self, context: ContextHandle) -> None:
-        """Waits for all its streams; of a primary, for its green contexts' too."""
-        ctx = self._expect(context, Context, "synchronize_context")
-        device = self.devices[ctx.device]
-        self._refuse_capture("synchronize_context")
-        self._wait_for(self._work_so_far(device, ctx), device, "synchronize_context")
+        """Wait for all streams of a context; for a primary, of its green contexts too."""
+        found = self.machine.expect(context, Context, "synchronize_context")
+        device = self.machine.devices[found.device]
+        self.machine.refuse_during_capture("synchronize_context")
+        work = self.machine.work_so_far(device, found)
+        self.machine.wait_for(work, device, "synchronize_context")
 
     def priority_range(self) -> tuple[int, int]:
-        """(least, greatest), as an H200 said (`device`)."""
-        self._unfaulted(self.devices[self._thread.stack[-1].device], "priority_range")
+        """Return (least, greatest), as an H200 answers (`device` of the probe)."""
+        self.machine.current_device("priority_range")
         return 0, -5
 
-    # -- resources -------------------------------------------------------------------------------
+    def _owner(self, what: str) -> tuple[Context, DeviceState]:
+        """Return the context that has the current context's state, and its device.
 
-    def device_resource(self, device: int) -> ResourceHandle:
-        """Every SM of a device."""
-        return ResourceHandle(sm_split.whole_device(self._device(device).model, device, self))
-
-    def context_resource(self, context: ContextHandle) -> ResourceHandle:
-        """The SMs a context was given."""
-        ctx = self._expect(context, Context, "context_resource")
-        whole = sm_split.whole_device(self.devices[ctx.device].model, ctx.device, self)
-        if ctx.green is None:
-            return ResourceHandle(whole)
-        green = ctx.green
-        return ResourceHandle(
-            replace(
-                whole,
-                mask=green.mask,
-                origin="green",
-                sm_count=green.sm_count,
-                minimum=green.grain[0],
-                alignment=green.grain[1],
-            )
-        )
-
-    def stream_resource(self, stream: StreamHandle) -> ResourceHandle:
-        """The SMs a stream's context was given."""
-        if not self.supports(Feature.STREAM_RESOURCES):
-            raise self._lacks("asking a stream for its SMs", "CUDA 13.1")
-        return self.context_resource(ContextHandle(self._stream(stream, "stream_resource").context))
-
-    def resource_facts(self, resource: ResourceHandle) -> ResourceFacts:
-        """Size, least group and alignment."""
-        return self._expect(resource, sm_split.Resource, "resource_facts").facts(self.version)
-
-    def split_by_count(
-        self,
-        resource: ResourceHandle,
-        groups: int | None,
-        minimum: int,
-        *,
-        ignore_coscheduling: bool = False,
-    ) -> tuple[list[ResourceHandle], ResourceHandle | None]:
-        """Cuts a resource into equal groups."""
-        source = self._expect(resource, sm_split.Resource, "split_by_count")
-        model = self.devices[source.device].model
-        cut, rest = sm_split.split_by_count(
-            model, source, groups, minimum, fine=ignore_coscheduling
-        )
-        return _handles(cut, rest)
-
-    def split(
-        self, resource: ResourceHandle, groups: Sequence[SMGroup]
-    ) -> tuple[list[ResourceHandle], ResourceHandle | None]:
-        """Cuts a resource into the groups asked for."""
-        if not self.supports(Feature.STRUCTURED_SPLIT):
-            raise self._lacks("a structured split", "CUDA 13.1")
-        source = self._expect(resource, sm_split.Resource, "split")
-        if not groups:
-            raise from_status(1, "split")
-        model = self.devices[source.device].model
-        return _handles(*sm_split.split(model, source, groups, self.version))
-
-    def device_workqueue(self, device: int) -> ResourceHandle:
-        """The device's work-queue configuration."""
-        self._need_workqueues()
-        return ResourceHandle(sm_split.Workqueue(self._device(device).ordinal, self))
-
-    def context_workqueue(self, context: ContextHandle) -> ResourceHandle:
-        """What a context was given; else its device's."""
-        self._need_workqueues()
-        ctx = self._expect(context, Context, "context_workqueue")
-        given = ctx.green.workqueue if ctx.green is not None else None
-        return ResourceHandle(given or sm_split.Workqueue(ctx.device, self))
-
-    def workqueue_facts(self, workqueue: ResourceHandle) -> WorkqueueFacts:
-        """Who shares it, and how much work it expects."""
-        return self._expect(workqueue, sm_split.Workqueue, "workqueue_facts").facts
-
-    def configure_workqueue(
-        self, workqueue: ResourceHandle, sharing_scope: SharingScope, concurrency_limit: int
-    ) -> ResourceHandle:
-        """A copy with other values."""
-        given = self._expect(workqueue, sm_split.Workqueue, "configure_workqueue")
-        return ResourceHandle(
-            replace(given, sharing_scope=sharing_scope, concurrency_limit=concurrency_limit)
-        )
-
-    def _need_workqueues(self) -> None:
-        if not self.supports(Feature.WORKQUEUES):
-            raise self._lacks("a work-queue resource", "CUDA 13.1")
-
-    def describe(self, resources: Sequence[ResourceHandle]) -> DescriptorHandle:
-        """One descriptor of several resources."""
-        parts = [
-            self._expect(r, sm_split.Workqueue, "describe")
-            if isinstance(r, sm_split.Workqueue)
-            else self._expect(r, sm_split.Resource, "describe")
-            for r in resources
-        ]
-        if not parts:
-            raise from_status(1, "describe")
-
-        def whole(device: int) -> sm_split.Resource:
-            return sm_split.whole_device(self._device(device).model, device, self)
-
-        return DescriptorHandle(sm_split.combine(parts, self.version, whole))
-
-    def create_green(self, descriptor: DescriptorHandle, device: int) -> GreenHandle:
-        """A green context; retains the primary. Waits until nothing runs."""
-        made_of = self._expect(descriptor, sm_split.Descriptor, "create_green")
-        if made_of.device != device:
-            raise from_status(101, "create_green")
-        self._settle(self._device(device))
-        with self.timeline.lock:
-            self.memory[device].open(GREEN_BYTES, "create_green")
-        self._retain(device)
-        ident = self._born(device, "green context")
-        primary = self._primaries[device]
-        green = self._own(Green(ident, primary, made_of))
-        self._own(green.view)
-        return GreenHandle(green)
-
-    def destroy_green(self, green: GreenHandle) -> None:
-        """Ends a green context: its streams first, and nothing in flight.
-
-        An H200 ends one also while it is current, or with work in flight (`driver_edges`,
-        `destroy_in_flight`), and its streams can never be ended then. That is refused here: the
-        port forbids it, and nothing good comes of it. After a device fault it does not answer
-        that (`poison`).
+        A green context's state is its primary's: NVIDIA documents nothing else of green contexts,
+        and they are views of the primary in all else.
         """
-        gone = self._expect(green, Green, "destroy_green")
-        device = self.devices[gone.device]
-        faulty = device.fault is not None
-        if gone.view.threads:
-            raise DriverMisuse(f"{gone!r} destroyed while current on {list(gone.view.threads)}")
-        with self.timeline.lock:
-            busy = [s for s in device.streams.values() if s.green == gone.ident and not s.idle]
-        if busy and not faulty:
-            raise DriverMisuse(f"{gone!r} destroyed with work in flight")
-        for stream in gone.streams:
-            stream.detached = True
-            self._end_capture(stream)
-        gone.alive = gone.view.alive = False
-        with self.timeline.lock:
-            self.memory[gone.device].close(GREEN_BYTES - LOST_BYTES)
-        self._died(gone.device, "green context")
-        self._release(gone.device)
-
-    def green_context(self, green: GreenHandle) -> ContextHandle:
-        """The same view each time."""
-        return ContextHandle(self._expect(green, Green, "green_context").view)
-
-    # -- waiting ---------------------------------------------------------------------------------
-
-    def _work_so_far(self, device: Device, context: Context | None) -> Signal:
-        """What the streams of a context, or (None) of the whole device, have now."""
-        with self.timeline.lock:
-            streams = device.streams.values()
-            return self.timeline.follow([s for s in streams if _covers(context, s)])
-
-    def _wait_for(self, marker: Signal, device: Device, what: str) -> None:
-        """Blocks until it has come to pass, or never can."""
-        self.clock.wait(lambda: marker.done or device.fault is not None)
-        self._unfaulted(device, what)
-
-    def _settle(self, device: Device) -> None:
-        """Blocks until all work that the device has now is done, or never can be.
-
-        Making a green context waits for that, and giving back pinned memory, unloading code, and a
-        kernel's first use; every other verb that an H200 was asked beside a stream stuck in a
-        kernel, or in a wait for a word, returned (docs/measurements/h200-580/stuck-and-lost.json).
-        """
-        if device.fault is None:
-            marker = self._work_so_far(device, None)
-            self.clock.wait(lambda: marker.done or device.fault is not None)
-
-    def _settle_code(self, device: Device) -> None:
-        """The same, to change the code there; much else waits for that, too."""
-        with self.timeline.lock:
-            device.changes += 1
-        try:
-            self._settle(device)
-        finally:
-            with self.timeline.lock:
-                device.changes -= 1
-                self.clock.changed()
+        context = self.machine.expect(self.machine.current, Context, what)
+        device = self.machine.usable_device(context.device, what)
+        return (context if context.green is None else context.green.primary), device
 
 
-def _handles(
-    cut: list[sm_split.Resource], rest: sm_split.Resource | None
-) -> tuple[list[ResourceHandle], ResourceHandle | None]:
-    return [ResourceHandle(r) for r in cut], None if rest is None else ResourceHandle(rest)
+def _check_limit(limit: Limit, device: DeviceState) -> None:
+    capability = device.model.compute_capability
+    if limit is Limit.PERSISTING_L2 and capability < PERSISTING_SINCE:
+        raise NotSupported(
+            "a persisting part of L2",
+            "compute capability {}.{}".format(*PERSISTING_SINCE),
+            "one of {}.{}".format(*capability),
+        )
 
 
-def _covers(context: Context | None, stream: Stream) -> bool:
-    """Whether the work of a context includes a stream's: a primary's that of its green ones."""
-    if context is None:
-        return True
-    if context.own or context.green is not None:
-        return stream.green == context.ident
-    return not (isinstance(stream, SimulatedStream) and stream.context.own)
+def _check_flags(flags: ContextFlags, what: str) -> None:
+    """Answer INVALID_VALUE to two ways to wait at once.
+
+    Source: cuda.h, cuCtxCreate and cuDevicePrimaryCtxSetFlags.
+    """
+    if (flags & 7).bit_count() > 1 or flags & ~31:
+        raise CUDAError(1, "INVALID_VALUE", what, f"flags {int(flags):#x}")

@@ -1,4 +1,4 @@
-"""Fault scripts: what shall go wrong, and when. Each counts from 1, over the driver's life."""
+"""Fault scripts: which calls and kernels fail. Counts start at 1, over the driver's life."""
 
 from __future__ import annotations
 
@@ -11,53 +11,54 @@ from greensched.driver.blocking import DRIVER_CALLS, Blocking
 from greensched.driver.status import STATUS_NAMES, STICKY
 from greensched.errors import InvalidRequest
 
-#: What `bind_launch` and `bind_mark` return: each call of those counts and can fail too.
+#: The functions that `bind_launch` and `bind_mark` return: their calls are counted and can fail.
 BOUND = ("launch", "mark")
 
 
 def _status(status: int | str) -> int:
-    """A status by number, or by name (`"OUT_OF_MEMORY"`)."""
+    """Return a status given by number, or by name (`"OUT_OF_MEMORY"`)."""
     if isinstance(status, int):
         return status
     for number, name in STATUS_NAMES.items():
         if name == status:
             return number
-    raise InvalidRequest(f"no status {status!r}: there is {', '.join(STATUS_NAMES.values())}")
+    known = ", ".join(STATUS_NAMES.values())
+    raise InvalidRequest(f"status {status!r} does not exist: give a number, or one of {known}")
 
 
-def _one_of(verb: str, verbs: Iterable[str], what: str) -> None:
-    if verb not in verbs:
-        raise InvalidRequest(f"no {what} {verb!r}: there is {', '.join(verbs)}")
+def _check_name(call: str, calls: Iterable[str], what: str) -> None:
+    if call not in calls:
+        raise InvalidRequest(f"{call!r} is not a {what}: give one of {', '.join(calls)}")
 
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """The `nth` call of a verb does nothing and answers a status (`last`: up to which call).
+    """The `nth` call of a driver call, up to the `last`, does nothing and returns a status.
 
-    Beside the verbs of the port there is `launch` and `mark`: a call of what `bind_launch` and
-    `bind_mark` return.
+    `call` is a method of `Driver`, or `launch` or `mark`: a call of the function that `bind_launch`
+    or `bind_mark` returned.
     """
 
-    verb: str
+    call: str
     nth: int = 1
     status: int | str = "INVALID_VALUE"
     last: int | None = None
 
     def __post_init__(self) -> None:
-        _one_of(self.verb, (*DRIVER_CALLS, *BOUND), "driver verb")
+        _check_name(self.call, (*DRIVER_CALLS, *BOUND), "driver call")
         _status(self.status)
 
 
 @dataclass(frozen=True, slots=True)
 class Slow:
-    """Every call of a verb that may block takes so many seconds more."""
+    """Every call of a driver call that may block takes this many seconds longer."""
 
-    verb: str
+    call: str
     seconds: float
 
     def __post_init__(self) -> None:
-        slow = [verb for verb, mark in DRIVER_CALLS.items() if mark.blocking is not Blocking.NEVER]
-        _one_of(self.verb, slow, "driver verb that may block")
+        slow = [c for c, traits in DRIVER_CALLS.items() if traits.blocking is not Blocking.NEVER]
+        _check_name(self.call, slow, "driver call that may block")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ class Hang:
 
 @dataclass(frozen=True, slots=True)
 class Crash:
-    """The `nth` start of a kernel ends in a device fault (a sticky one: nothing works after it)."""
+    """The `nth` start of a kernel ends in a sticky device fault: the device is lost."""
 
     kernel: str
     nth: int = 1
@@ -78,14 +79,17 @@ class Crash:
 
     def __post_init__(self) -> None:
         if _status(self.status) not in STICKY:
-            raise InvalidRequest(f"a kernel cannot end in {self.status!r}: it is not sticky")
+            raise InvalidRequest(
+                f"a kernel cannot crash with {self.status!r}: give a sticky status, such as "
+                "ILLEGAL_ADDRESS"
+            )
 
 
 Fault = Fail | Slow | Hang | Crash
 
 
-class Script:
-    """The faults of one driver, and the counts they go by."""
+class FaultScript:
+    """The faults of one driver, and its counts of calls and kernel starts."""
 
     def __init__(self, faults: Iterable[Fault] = ()) -> None:
         self.calls: Counter[str] = Counter()
@@ -98,27 +102,27 @@ class Script:
             self.add(fault)
 
     def add(self, fault: Fault) -> None:
-        """Adds one more fault; its count includes what has happened already."""
+        """Add a fault; its count includes the calls and starts so far."""
         match fault:
-            case Fail(verb=verb):
-                self._fails.setdefault(verb, []).append(fault)
-            case Slow(verb=verb, seconds=seconds):
-                self._slow[verb] = seconds
+            case Fail(call=call):
+                self._fails.setdefault(call, []).append(fault)
+            case Slow(call=call, seconds=seconds):
+                self._slow[call] = seconds
             case Hang(kernel=kernel, nth=nth) | Crash(kernel=kernel, nth=nth):
                 self._kernels[kernel, nth] = fault
 
-    def call(self, verb: str) -> tuple[int | None, float]:
-        """Counts a call; (the status it must answer or None, the seconds it must take)."""
+    def call(self, name: str) -> tuple[int | None, float]:
+        """Count a call; return (the status it must return or None, the seconds it must take)."""
         with self._lock:
-            self.calls[verb] += 1
-            nth = self.calls[verb]
-        for fail in self._fails.get(verb, ()):
+            self.calls[name] += 1
+            nth = self.calls[name]
+        for fail in self._fails.get(name, ()):
             if fail.nth <= nth <= (fail.last or fail.nth):
-                return _status(fail.status), self._slow.get(verb, 0.0)
-        return None, self._slow.get(verb, 0.0)
+                return _status(fail.status), self._slow.get(name, 0.0)
+        return None, self._slow.get(name, 0.0)
 
     def start(self, kernel: str) -> Hang | int | None:
-        """Counts a kernel's start: a hang, the status it crashes with, or None."""
+        """Count a kernel's start; return a hang, the status it crashes with, or None."""
         with self._lock:
             self.starts[kernel] += 1
             fault = self._kernels.get((kernel, self.starts[kernel]))

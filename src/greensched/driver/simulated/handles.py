@@ -1,4 +1,4 @@
-"""What the simulated driver's handles are: contexts, streams, events, captures, graphs."""
+"""The simulated driver's handles: contexts, streams, events, captures, graphs."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from collections.abc import Callable
 from weakref import WeakSet
 
 from greensched.driver.simulated.sm_split import Descriptor
-from greensched.driver.simulated.timeline import Device, Operation, Signal, Stream
+from greensched.driver.simulated.timeline import DeviceState, Operation, Signal, StreamQueue
 from greensched.typing import CacheConfig, CaptureMode, ContextFlags, Limit
 
-#: A piece of work that was recorded: makes the operation, anew at each launch of its graph.
+#: A recorded piece of work: makes the operation, anew at each launch of its graph.
 Node = Callable[[], Operation]
 
 
 class Handle:
-    """What a driver gave out: refused by every other driver, and after its end."""
+    """A handle of one machine: refused by every other machine, and after its end."""
 
     owner: object = None
     alive = True
 
 
-class Thread:
-    """Stands for a thread, as long as it lives."""
+class ThreadToken:
+    """Stands for a thread, as long as the thread lives."""
 
     def __init__(self) -> None:
         self.name = threading.current_thread().name
@@ -32,10 +32,10 @@ class Thread:
 
 
 class Context(Handle):
-    """What can be current on a thread: a primary context, one of its own, the view of a green one.
+    """A context that can be current: primary, of `create_context` (`own`), or a green one's view.
 
-    `children` counts the streams and events of one of its own; those of the others are counted
-    with the device.
+    `children` counts the streams and events of an own context; those of the others are counted with
+    the device.
     """
 
     def __init__(
@@ -49,8 +49,8 @@ class Context(Handle):
         self.flags = ContextFlags.MAP_HOST
         self.limits: dict[Limit, int] = {}
         self.cache_config = CacheConfig.PREFER_NONE
-        #: Threads it is current on; a thread that ends takes its stack with it.
-        self.threads: WeakSet[Thread] = WeakSet()
+        #: Threads on which it is current. Weak: a thread that ends takes its stack with it.
+        self.threads: WeakSet[ThreadToken] = WeakSet()
 
     def __repr__(self) -> str:
         kind = "green" if self.green else "own" if self.own else "primary"
@@ -60,7 +60,7 @@ class Context(Handle):
 class Green(Handle):
     """A green context: some SMs of a device, and the streams made from it.
 
-    `sm_count` is what the driver says they are.
+    `sm_count` is what the driver reports, which can differ from the SMs in `mask`.
     """
 
     def __init__(self, ident: int, primary: Context, made_of: Descriptor) -> None:
@@ -79,7 +79,7 @@ class Green(Handle):
 
 
 class Capture:
-    """A capture in progress: who began it, how strict it is, and what it recorded."""
+    """A capture in progress: its thread, how strict it is, and its recorded nodes."""
 
     def __init__(self, mode: CaptureMode) -> None:
         self.mode = mode
@@ -89,7 +89,7 @@ class Capture:
 
 
 class Graph(Handle):
-    """What a capture recorded, and on which stream."""
+    """The nodes of a capture, and the stream on which they were captured."""
 
     def __init__(self, stream: SimulatedStream, nodes: list[Node]) -> None:
         self.stream = stream
@@ -105,16 +105,16 @@ class Executable(Handle):
         self.last: Signal | None = None
 
 
-class SimulatedStream(Handle, Stream):
+class SimulatedStream(Handle, StreamQueue):
     """A stream of a context."""
 
-    def __init__(self, ident: int, device: Device, context: Context, priority: int) -> None:
+    def __init__(self, ident: int, device: DeviceState, context: Context, priority: int) -> None:
         sms = context.green.mask if context.green else (1 << device.model.sm_count) - 1
         apart = context.green is not None or context.own
         super().__init__(ident, device, context.ident if apart else 0, sms)
         self.context = context
         self.priority = priority
-        #: Its green context ended before it.
+        #: Whether its green context ended before it.
         self.detached = False
         self.capture: Capture | None = None
 
@@ -123,14 +123,20 @@ class SimulatedStream(Handle, Stream):
 
 
 class Event(Handle):
-    """An event of a context, and what it captured last."""
+    """An event of a context, and its last record."""
 
     def __init__(self, context: Context, timing: bool) -> None:
         self.context = context
         self.timing = timing
-        self.marker: Signal | None = None
-        #: The capture that took it in, if that was its last record.
+        self.signal: Signal | None = None
+        self.stream: SimulatedStream | None = None
+        #: The capture that recorded it, if that was its last record.
         self.captured: Capture | None = None
+
+    def raise_error(self) -> None:
+        """Raise a failed reference of the recorded stream, once."""
+        if self.stream is not None:
+            self.stream.raise_error()
 
     def __repr__(self) -> str:
         return f"<event of {self.context!r}>"

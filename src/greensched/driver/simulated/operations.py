@@ -1,8 +1,8 @@
-"""What takes time on a simulated device: kernels on its SMs, copies on its copy engines.
+"""Operations that take time on a simulated device: kernels, copies, and launches of graphs.
 
-Kernels share SMs and memory bandwidth as `sharing` says; copies share one engine for each
-direction, one copy at a time. SMs are all that a green context isolates: the copy engines and the
-memory system belong to everybody.
+Kernels share SMs and memory bandwidth by the model in `contention`; copies share one engine for
+each direction, one copy at a time. A green context isolates SMs alone: all contexts share the copy
+engines and the memory system.
 """
 
 from __future__ import annotations
@@ -10,25 +10,26 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
+from typing import cast
 
 from greensched.driver.simulated.contention import settle, speeds
 from greensched.driver.simulated.timeline import (
-    Device,
+    DeviceState,
     InstantOp,
     Operation,
     StartResult,
-    Stream,
+    StreamQueue,
     Timeline,
 )
 from greensched.errors import CUDAError
 from greensched.typing import Cost
 
 
-class Kernel(Operation):
-    """A kernel: it stands in line for its SMs, and from its start on takes room on them.
+class KernelOp(Operation):
+    """A kernel: it queues for room on its SMs, and occupies the room from its start on.
 
-    First comes its fixed time (or it runs until something is true), then its work, shared with
-    whoever runs there too. `start` is when its first blocks had room.
+    Its fixed time comes first (or it runs until its `until` is true), then its work, which shares
+    SMs and bandwidth. `start` is when its first blocks had room.
     """
 
     kind = "kernel"
@@ -57,13 +58,13 @@ class Kernel(Operation):
         self.version = 0  # of its scheduled end: a change of speed makes the older one void
 
     def begin(self, timeline: Timeline) -> StartResult:
-        """Stands in line: it starts as soon as those before it leave room."""
+        """Queue for room: the kernel starts as soon as those before it leave some."""
         self.stream.device.kernels[self] = None
         _share(timeline, self.stream.device)
         return StartResult.RUNNING
 
     def go(self, timeline: Timeline) -> None:
-        """There is room, now: its time begins."""
+        """Start its time: it has room."""
         self.started = True
         self.start = timeline.now
         if self.cost.until is not None:
@@ -76,15 +77,15 @@ class Kernel(Operation):
 
     @property
     def limit(self) -> float:
-        """When it ends at the latest, though what it waits for has not come."""
+        """When it ends at the latest, though its `until` is still false."""
         return self.start + (math.inf if self.cost.limit_ns is None else self.cost.limit_ns)
 
     def resume(self, timeline: Timeline, when: int) -> None:
-        """What it ran until is true. The host may have seen that later than its limit."""
+        """End: its `until` is true. The host may have seen that later than its limit."""
         timeline.at(math.ceil(min(when, self.limit)), lambda: self._leave(timeline))
 
     def advance(self, timeline: Timeline, speed: float) -> None:
-        """From now on it does its work at this speed."""
+        """Continue its work at this speed."""
         if speed == self.speed:
             return
         self.done += self.speed * (timeline.now - self.since)
@@ -98,7 +99,7 @@ class Kernel(Operation):
         timeline.at(timeline.now + left, lambda: self._worked(timeline, version))
 
     def _work(self, timeline: Timeline) -> None:
-        """The part begins that more SMs would make shorter."""
+        """Begin the part that more SMs would make shorter."""
         if self.cost.sm_ns <= 0 and self.cost.dram_bytes <= 0:
             self._leave(timeline)
         elif self in self.stream.device.kernels:  # else its device failed meanwhile
@@ -111,7 +112,7 @@ class Kernel(Operation):
             self._leave(timeline)
 
     def _leave(self, timeline: Timeline) -> None:
-        """It has ended, and whoever waits for its room may have it. Once."""
+        """End, and give its room to the kernels that wait for it. Once."""
         device = self.stream.device
         if self in device.kernels:
             del device.kernels[self]
@@ -120,9 +121,9 @@ class Kernel(Operation):
             _share(timeline, device)
 
 
-def _share(timeline: Timeline, device: Device) -> None:
-    """Gives every kernel on a device its room and its speed, now that who is there has changed."""
-    kernels = list(device.kernels)
+def _share(timeline: Timeline, device: DeviceState) -> None:
+    """Give every kernel on a device its room and its speed, after the set of kernels changed."""
+    kernels = cast("list[KernelOp]", list(device.kernels))
     runs, shares = settle(kernels)
     for kernel, run in zip(kernels, runs, strict=True):
         if run and not kernel.started:
@@ -140,7 +141,7 @@ def _share(timeline: Timeline, device: Device) -> None:
 
 
 class Copy(Operation):
-    """Bytes over one of the device's engines, one copy at a time."""
+    """A copy over one of the device's engines, which makes one copy at a time."""
 
     kind = "copy"
 
@@ -152,48 +153,49 @@ class Copy(Operation):
         self.effect = body  # type: ignore[method-assign]  # as for kernels
 
     def begin(self, timeline: Timeline) -> StartResult:
-        """Joins the queue of its engine."""
-        line = self.stream.device.engines.setdefault(self.path, deque())
-        line.append(self)
-        if len(line) == 1:
+        """Join the queue of its engine."""
+        queue = self.stream.device.engines.setdefault(self.path, deque())
+        queue.append(self)
+        if len(queue) == 1:
             self._move(timeline)
         return StartResult.RUNNING
 
     def _move(self, timeline: Timeline) -> None:
-        """Its turn on the engine has come."""
+        """Start on the engine."""
         self.start = timeline.now
         took = math.ceil(self.nbytes / self.bandwidth * 1e9)
         timeline.at(self.start + took, lambda: self._moved(timeline))
 
     def _moved(self, timeline: Timeline) -> None:
-        line = self.stream.device.engines[self.path]
-        line.popleft()
+        queue = cast("deque[Copy]", self.stream.device.engines[self.path])
+        queue.popleft()
         timeline.end(self)
-        if line:
-            line[0]._move(timeline)
+        if queue:
+            queue[0]._move(timeline)
 
 
-class Graph(Operation):
-    """What a graph has, one after another, on the SMs of the stream it was captured on.
+class GraphLaunch(Operation):
+    """The operations of a graph, one after another, on the SMs of the stream of their capture.
 
-    Its stream only says when it begins. On a stream it is one operation, however many it has.
+    The stream of the launch only says when it begins, and holds one operation for all of them.
     """
 
     kind = "graph"
 
-    def __init__(self, captured_on: Stream, operations: list[Operation]) -> None:
+    def __init__(self, captured_on: StreamQueue, operations: list[Operation]) -> None:
         super().__init__("graph")
         self.sms = captured_on.sms
         self._green = captured_on.green
         self._operations = operations
 
     def begin(self, timeline: Timeline) -> StartResult:
-        """They have a line of their own, behind which it ends."""
+        """Run the operations on a queue of their own, behind which the launch ends."""
         self.start = timeline.now
-        line = Stream(self.stream.ident, self.stream.device, self._green, self.sms)
+        queue = StreamQueue(self.stream.ident, self.stream.device, self._green, self.sms)
+        queue.on_error = self.stream.report_error
         for operation in (*self._operations, InstantOp("end", lambda _: timeline.end(self))):
-            operation.stream = line
+            operation.stream = queue
             operation.enqueued, operation.ready = self.enqueued, timeline.now
-            line.queue.append(operation)
-        timeline.pump(line)
+            queue.queue.append(operation)
+        timeline.pump(queue)
         return StartResult.RUNNING

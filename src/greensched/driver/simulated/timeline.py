@@ -1,12 +1,11 @@
 """The simulated device's timeline: streams, and the work on them, in modelled nanoseconds.
 
-A discrete-event simulation. Each stream is a FIFO; its head begins when everything before it is
-done and what it waits for has come. Here is what holds for any work; what takes time, kernels and
-copies, is in `engines`.
+A discrete-event simulation. Each stream is a FIFO; its first operation begins when everything
+before it is done and what it waits for has come. This module has the rules of all operations; those
+that take time, kernels and copies, are in `operations`.
 
-Two times are never mixed: the *modelled* time of an event decides what follows on the timeline;
-how long the host takes to compute a kernel's reference does not, it only delays when the host
-can see the result (`Span.seen`).
+Two times are never mixed: the *modelled* time of an event decides what follows on the timeline; the
+host's time to compute a kernel's reference only delays when the host sees the result (`Span.seen`).
 
 `Timeline.lock` guards everything here. An operation's effect (a kernel's reference, a copy's
 bytes) runs outside the lock, between its modelled end and its being seen.
@@ -21,18 +20,14 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from greensched.driver.simulated.device_models import DeviceModel
-from greensched.driver.status import from_status
-from greensched.errors import CUDAError
-
-if TYPE_CHECKING:
-    from greensched.driver.simulated.operations import Copy, Kernel
+from greensched.errors import CUDAError, ReferenceFailed
 
 
 class Clock(Protocol):
-    """What tells the timeline the time, and runs it when something is due."""
+    """Tells the timeline the time, and runs it when something is due."""
 
     def now(self) -> int: ...
 
@@ -40,11 +35,11 @@ class Clock(Protocol):
 
 
 class StartResult(enum.Enum):
-    """How an operation answers when its turn has come."""
+    """The state of an operation after its `begin`."""
 
     DONE = "done at once"
     RUNNING = "ends later"
-    WAITING = "its stream is looked at again when what it waits for comes"
+    WAITING = "begins again when what it waits for comes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,19 +64,19 @@ class Span:
 
 
 class Signal:
-    """Something that comes to pass on the timeline once: what an event captured."""
+    """A point on the timeline that is done once `missing` records have completed."""
 
-    __slots__ = ("lacks", "time", "waiting")
+    __slots__ = ("missing", "time", "waiting")
 
-    def __init__(self, lacks: int = 1) -> None:
-        self.lacks = lacks
+    def __init__(self, missing: int = 1) -> None:
+        self.missing = missing
         self.time = 0
-        self.waiting: list[Stream] = []
+        self.waiting: list[StreamQueue] = []
 
     @property
     def done(self) -> bool:
-        """Whether it has come to pass."""
-        return self.lacks <= 0
+        """Whether every record has completed."""
+        return self.missing <= 0
 
 
 class Operation:
@@ -94,55 +89,71 @@ class Operation:
     def __init__(self, name: str) -> None:
         self.name = name
         self.enqueued = self.ready = self.start = 0
-        self.stream: Stream
+        self.stream: StreamQueue
 
     def begin(self, timeline: Timeline) -> StartResult:
-        """Its turn has come, at `timeline.now`."""
+        """Begin, at `timeline.now`."""
         raise AssertionError(self)
 
     def resume(self, timeline: Timeline, when: int) -> None:
-        """What held it up (`Timeline.held`) has come to pass, at `when`."""
+        """Continue: its condition in `Timeline.held` was true at `when`."""
         raise AssertionError(self)
 
     def effect(self) -> CUDAError | None:
-        """What it does to memory, without the lock, once it has ended; or the fault it ends in."""
+        """Change memory, without the lock, after its end; or return the fault it ends in."""
 
 
-class Stream:
+class StreamQueue:
     """A FIFO of operations on one device. `green` is 0 on the primary context."""
 
-    def __init__(self, ident: int, device: Device, green: int, sms: int) -> None:
+    def __init__(self, ident: int, device: DeviceState, green: int, sms: int) -> None:
         self.ident = ident
         self.device = device
         self.green = green
         self.sms = sms
         self.queue: deque[Operation] = deque()
         self.current: Operation | None = None
-        #: Destroyed: its device forgets it when its work is done.
+        #: Whether it was destroyed: its device forgets it when its work is done.
         self.ended = False
+        #: Is told of failed references; None: the next wait for the stream raises the first.
+        self.on_error: Callable[[Exception], None] | None = None
+        self._error: Exception | None = None
 
     @property
     def idle(self) -> bool:
         """Whether nothing is queued or running."""
         return self.current is None and not self.queue
 
+    def report_error(self, error: Exception) -> None:
+        """Report a failed reference, or keep it for `raise_error`."""
+        if self.on_error is not None:
+            self.on_error(error)
+        elif self._error is None:
+            self._error = error
 
-class Device:
-    """What shares one device: its streams, kernels (as they came), copy engines, and its fault."""
+    def raise_error(self) -> None:
+        """Raise the failed reference that was kept, once."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+
+class DeviceState:
+    """One device: its streams, kernels in the order they came, copy engines, and its fault."""
 
     def __init__(self, ordinal: int, model: DeviceModel) -> None:
         self.ordinal = ordinal
         self.model = model
-        self.streams: dict[int, Stream] = {}
-        self.kernels: dict[Kernel, None] = {}
-        self.engines: dict[str, deque[Copy]] = {}
+        self.streams: dict[int, StreamQueue] = {}
+        self.kernels: dict[Operation, None] = {}
+        self.engines: dict[str, deque[Operation]] = {}
         self.fault: CUDAError | None = None
-        #: Threads that wait to load or unload code of it.
+        #: How many threads wait to load or unload code.
         self.changes = 0
 
 
 class InstantOp(Operation):
-    """Something that takes no time: a mark, a record, a free. Its action is told the time."""
+    """An operation that takes no time: a mark, a record, a free. Its action gets the time."""
 
     kind = "instant"
 
@@ -151,25 +162,25 @@ class InstantOp(Operation):
         self.action = action
 
     def begin(self, timeline: Timeline) -> StartResult:
-        """Does it."""
+        """Run the action."""
         self.action(timeline.now)
         return StartResult.DONE
 
 
 class WaitOp(Operation):
-    """Holds its stream until a marker has come to pass."""
+    """Holds its stream until a signal is done."""
 
     kind = "wait"
 
-    def __init__(self, marker: Signal) -> None:
+    def __init__(self, signal: Signal) -> None:
         super().__init__("wait")
-        self.marker = marker
+        self.signal = signal
 
     def begin(self, timeline: Timeline) -> StartResult:
-        """Passes, or is looked at again when the marker comes."""
-        if self.marker.done:
+        """Pass, or have the stream pumped again when the signal is done."""
+        if self.signal.done:
             return StartResult.DONE
-        self.marker.waiting.append(self.stream)
+        self.signal.waiting.append(self.stream)
         return StartResult.WAITING
 
 
@@ -183,7 +194,7 @@ class PollOp(Operation):
         self.until = until
 
     def begin(self, timeline: Timeline) -> StartResult:
-        """Passes, or is looked at again whenever memory may have changed."""
+        """Pass, or have the condition evaluated whenever memory may have changed."""
         if self.until():
             timeline.held.pop(self, None)
             return StartResult.DONE
@@ -191,7 +202,7 @@ class PollOp(Operation):
         return StartResult.WAITING
 
     def resume(self, timeline: Timeline, when: int) -> None:
-        """Its stream is looked at again."""
+        """Pump its stream again."""
         timeline.at(when, lambda: timeline.pump(self.stream))
 
 
@@ -203,7 +214,7 @@ class Timeline:
         #: Re-entrant: a finaliser may submit work on a thread that is in here.
         self.lock = threading.RLock()
         self.now = 0
-        #: What only a word in memory holds up: nobody says when it changes, so it is looked at.
+        #: Operations held by a condition in memory. Nothing says when it changes, so it is polled.
         self.held: dict[Operation, Callable[[], bool]] = {}
         self.on_span: Callable[[Span], None] | None = None
         self._due: list[tuple[int, int, Callable[[], None]]] = []
@@ -212,8 +223,8 @@ class Timeline:
 
     # Everything below is called with the lock held.
 
-    def submit(self, stream: Stream, operation: Operation, latency: int = 0) -> None:
-        """Puts an operation on a stream, now."""
+    def submit(self, stream: StreamQueue, operation: Operation, latency: int = 0) -> None:
+        """Put an operation on a stream, now."""
         operation.stream = stream
         operation.enqueued = self.clock.now()
         operation.ready = operation.enqueued + latency
@@ -222,22 +233,22 @@ class Timeline:
             self.at(operation.ready, lambda: self.pump(stream))
             self.clock.poke()
 
-    def follow(self, streams: Iterable[Stream]) -> Signal:
-        """A marker behind all the work that the streams have now."""
+    def follow(self, streams: Iterable[StreamQueue]) -> Signal:
+        """Return a signal behind all present work of the streams."""
         busy = [stream for stream in streams if not stream.idle]
-        marker = Signal(len(busy))
-        marker.time = self.clock.now()
+        signal = Signal(len(busy))
+        signal.time = self.clock.now()
         for stream in busy:
-            self.submit(stream, InstantOp("record", lambda _: self.complete(marker)))
-        return marker
+            self.submit(stream, InstantOp("record", lambda _: self.complete(signal)))
+        return signal
 
     def next_time(self) -> int | None:
-        """When the next thing is due, in modelled time."""
+        """Return when the next thing is due, in modelled time."""
         return self._due[0][0] if self._due else None
 
     def run(self, until: int) -> bool:
-        """Brings the timeline up to `until`; true if anything happened."""
-        happened = self._look_at_held(by_host=True)
+        """Bring the timeline up to `until`; return whether anything happened."""
+        happened = self._poll_held(by_host=True)
         while self._due and self._due[0][0] <= until:
             time, _, action = heapq.heappop(self._due)
             self.now = max(self.now, time)
@@ -246,53 +257,53 @@ class Timeline:
                 self._finish(self._ended.popleft())
             happened = True
             if self.held:  # the device itself may have written the word
-                self._look_at_held(by_host=False)
+                self._poll_held(by_host=False)
         return happened
 
     def at(self, time: int, action: Callable[[], None]) -> None:
-        """Does something at a modelled time."""
+        """Schedule an action at a modelled time."""
         heapq.heappush(self._due, (time, next(self._order), action))
 
-    def pump(self, stream: Stream) -> None:
-        """Begins whatever can begin at the head of a stream."""
+    def pump(self, stream: StreamQueue) -> None:
+        """Begin the operations of a stream that can begin."""
         while stream.queue and stream.current is None and stream.device.fault is None:
             operation = stream.queue[0]
             if operation.ready > self.now:
                 self.at(operation.ready, lambda: self.pump(stream))
                 return
-            answer = operation.begin(self)
-            if answer is StartResult.WAITING:
+            result = operation.begin(self)
+            if result is StartResult.WAITING:
                 return
             stream.queue.popleft()
-            if answer is StartResult.RUNNING:
+            if result is StartResult.RUNNING:
                 stream.current = operation
         if stream.ended and stream.idle:
             stream.device.streams.pop(stream.ident, None)
 
     def end(self, operation: Operation) -> None:
-        """An operation that takes time has ended, now."""
+        """End an operation that takes time, now."""
         self._ended.append(operation)
 
-    def complete(self, marker: Signal) -> None:
-        """One thing less that a marker lacks; the last one lets its waiters go."""
-        marker.lacks -= 1
-        if marker.done:
-            marker.time = self.now
-            waiting, marker.waiting = marker.waiting, []
+    def complete(self, signal: Signal) -> None:
+        """Complete one record of a signal; the last one resumes the waiting streams."""
+        signal.missing -= 1
+        if signal.done:
+            signal.time = self.now
+            waiting, signal.waiting = signal.waiting, []
             for stream in waiting:
                 self.at(self.now, lambda stream=stream: self.pump(stream))  # type: ignore[misc]  # a lambda's default is not inferred
 
-    def fail(self, device: Device, fault: CUDAError) -> None:
-        """A device fault: what is queued or running never ends, and nothing begins again."""
+    def fail(self, device: DeviceState, fault: CUDAError) -> None:
+        """Fail a device: its queued and running work never ends, and nothing begins again."""
         device.fault = device.fault or fault
         device.kernels.clear()
         for stream in device.streams.values():
             stream.queue.clear()
         self.held = {op: until for op, until in self.held.items() if op.stream.device is not device}
 
-    def _look_at_held(self, *, by_host: bool) -> bool:
+    def _poll_held(self, *, by_host: bool) -> bool:
         free = [operation for operation in tuple(self.held) if self._is_free(operation)]
-        # The host's time is read after its words: nothing goes on before somebody let it.
+        # The host's time is read after its words: nothing continues before it was released.
         when = max(self.now, self.clock.now()) if by_host else self.now
         for operation in free:
             if self.held.pop(operation, None) is not None:  # else its device failed meanwhile
@@ -303,11 +314,11 @@ class Timeline:
         try:
             return operation in self.held and self.held[operation]()
         except Exception as error:
-            self.fail(operation.stream.device, _own_bug(operation, "condition", error))
+            operation.stream.report_error(ReferenceFailed(operation.name, error, "cost.until"))
             return True
 
     def _finish(self, operation: Operation) -> None:
-        """An operation has ended, now: its effect, its trace, and whatever follows it."""
+        """Finish an operation that has ended, now: its effect, its trace, and what follows it."""
         stream, end = operation.stream, self.now
         if stream.device.fault is not None:
             return
@@ -335,18 +346,13 @@ class Timeline:
         self.pump(stream)
 
     def _effect(self, operation: Operation) -> CUDAError | None:
+        """Run an effect without the lock; a reference's exception fails its stream alone."""
         self.lock.release()
         try:
             return operation.effect()
         except Exception as error:
-            return _own_bug(operation, "reference", error)
+            failed = ReferenceFailed(operation.name, error)
         finally:
             self.lock.acquire()
-
-
-def _own_bug(operation: Operation, part: str, error: Exception) -> CUDAError:
-    """A bug of a reference is what a wild pointer is to a real kernel."""
-    what = f"{operation.kind} {operation.name!r}"
-    fault = from_status(719, what, detail=f"its {part} failed: {error!r}")
-    fault.__cause__ = error
-    return fault
+        operation.stream.report_error(failed)
+        return None

@@ -1,0 +1,87 @@
+"""Captures of streams, and graphs."""
+
+from __future__ import annotations
+
+from greensched.driver.simulated.handles import Capture, Executable, Graph
+from greensched.driver.simulated.machine import Component
+from greensched.driver.simulated.operations import GraphLaunch
+from greensched.driver.simulated.timeline import InstantOp, Signal, WaitOp
+from greensched.driver.status import from_status
+from greensched.driver.types import ExecutableHandle, GraphHandle, StreamHandle
+from greensched.typing import CaptureMode
+
+
+class Captures(Component):
+    """Driver calls for captures and graphs."""
+
+    def begin_capture(self, stream: StreamHandle, mode: CaptureMode) -> None:
+        """Record the stream's work from here on, instead of running it."""
+        found = self.machine.stream(stream, "begin_capture")
+        if found.capture is not None:
+            raise from_status(1, "begin_capture", detail="the stream is capturing already")
+        found.capture = Capture(mode)
+        self.machine.captures.add(found.capture)
+
+    def end_capture(self, stream: StreamHandle) -> GraphHandle:
+        """Return the recorded work; raises if the capture was invalidated."""
+        found = self.machine.stream(stream, "end_capture")
+        capture = self.machine.end_capture(found)
+        if capture is None:
+            raise from_status(1, "end_capture", detail="the stream is not capturing")
+        if capture.spoilt:
+            raise from_status(901, "end_capture")
+        self.machine.register(found.device.ordinal, "graph")
+        return GraphHandle(self.machine.own(Graph(found, capture.nodes)))
+
+    def is_capturing(self, stream: StreamHandle) -> bool:
+        """Return whether a capture is in progress, invalidated or not."""
+        return self.machine.stream(stream, "is_capturing").capture is not None
+
+    def exchange_capture_mode(self, mode: CaptureMode) -> CaptureMode:
+        """Set the thread's mode, and return the previous one."""
+        thread = self.machine.thread
+        previous, thread.capture_mode = thread.capture_mode, mode
+        return previous
+
+    def destroy_graph(self, graph: GraphHandle) -> None:
+        """End a graph."""
+        gone = self.machine.expect(graph, Graph, "destroy_graph")
+        gone.alive = False
+        self.machine.unregister(gone.stream.device.ordinal, "graph")
+
+    def node_count(self, graph: GraphHandle) -> int:
+        """Count the recorded nodes."""
+        return len(self.machine.expect(graph, Graph, "node_count").nodes)
+
+    def instantiate_graph(self, graph: GraphHandle, stream: StreamHandle) -> ExecutableHandle:
+        """Make the present nodes executable. An upload takes no time here."""
+        source = self.machine.expect(graph, Graph, "instantiate_graph")
+        found = self.machine.stream(stream, "instantiate_graph")
+        self.machine.refuse_on_capturing(found, "instantiate_graph")
+        self.machine.register(source.stream.device.ordinal, "executable graph")
+        return ExecutableHandle(self.machine.own(Executable(source)))
+
+    def launch_graph(self, executable: ExecutableHandle, stream: StreamHandle) -> None:
+        """Submit one operation, as long as its nodes take; they run where they were captured."""
+        machine = self.machine
+        found = machine.stream(stream, "launch_graph")
+        target = machine.expect(executable, Executable, "launch_graph")
+        if found.device is not target.stream.device:
+            raise from_status(400, "launch_graph", detail=f"{target!r} on {found!r}")
+        machine.refuse_on_capturing(found, "launch_graph")
+        machine.wait_for_code_changes(found.device, "launch_graph")
+        done, previous = Signal(), target.last
+        if previous is not None:
+            machine.enqueue(found, lambda: WaitOp(previous), "launch_graph")
+        launch = GraphLaunch(target.stream, [make() for make in target.nodes])
+        latency = found.device.model.launch_latency_ns
+        machine.enqueue(found, lambda: launch, "launch_graph", latency)
+        finish = InstantOp("record", lambda _: machine.timeline.complete(done))
+        machine.enqueue(found, lambda: finish, "launch_graph")
+        target.last = done
+
+    def destroy_executable(self, executable: ExecutableHandle) -> None:
+        """End an executable graph; its launches still run."""
+        gone = self.machine.expect(executable, Executable, "destroy_executable")
+        gone.alive = False
+        self.machine.unregister(gone.stream.device.ordinal, "executable graph")

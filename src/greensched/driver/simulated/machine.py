@@ -1,0 +1,376 @@
+"""The state of one simulated machine, and the checks that its driver calls share.
+
+A call is refused with an exception where a real driver would crash or block: a wrong or closed
+handle (`DriverMisuse`), a call that may block on an event loop's thread (`LoopWouldBlock`). Where
+a real driver returns a status, the simulated one does too.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable
+from itertools import count
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from greensched._asynclib import in_event_loop
+from greensched.driver.blocking import Blocking, CallTraits
+from greensched.driver.simulated.address_space import AddressSpace, DeviceMemory
+from greensched.driver.simulated.device_models import DeviceModel
+from greensched.driver.simulated.faults import Fault, FaultScript
+from greensched.driver.simulated.handles import (
+    Capture,
+    Context,
+    Handle,
+    Node,
+    SimulatedStream,
+    ThreadToken,
+)
+from greensched.driver.simulated.timeline import DeviceState, Signal, StreamQueue, Timeline
+from greensched.driver.status import from_status
+from greensched.driver.types import Mailbox, StreamHandle
+from greensched.errors import DriverMisuse, LoopWouldBlock, NotSupported
+from greensched.typing import CaptureMode, ContextFlags, Feature
+
+if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop
+
+T = TypeVar("T")
+H = TypeVar("H", bound=Handle)
+
+#: The version from which a simulated driver has a feature.
+SINCE: dict[Feature, tuple[int, int]] = {
+    Feature.STRUCTURED_SPLIT: (13, 1),
+    Feature.STREAM_RESOURCES: (13, 1),
+    Feature.WORKQUEUES: (13, 1),
+    Feature.WRITE_VALUE: (13, 0),
+}
+
+#: Number of queued operations at which a launch blocks, as the launch queue of a real driver does.
+QUEUE_DEPTH = 1024
+#: Stands for the device of contexts made by `create_context` and of their children: a primary
+#: context may end before them, so its leak check must not count them.
+OWN = -1
+
+
+class DriverClock(Protocol):
+    """What the simulated driver needs of its clock: `RealClock` or `VirtualClock`."""
+
+    virtual: bool
+
+    @property
+    def new_event_loop(self) -> Callable[[], AbstractEventLoop] | None: ...
+    def attach(self) -> Timeline: ...
+    def detach(self, timeline: Timeline) -> None: ...
+    def now(self) -> int: ...
+    def poke(self) -> None: ...
+    def changed(self) -> None: ...
+    def wait(self, ready: Callable[[], bool]) -> None: ...
+    def sleep(self, nanoseconds: int) -> None: ...
+    def create_mailbox(self) -> Mailbox[Any]: ...
+    def start_thread(self, target: Callable[[], None], name: str) -> threading.Thread: ...
+    def subscribe(self, look: Callable[[], None]) -> Callable[[], None] | None: ...
+
+
+class PerThread(threading.local):
+    """What the driver keeps for each thread: its context stack and its capture mode."""
+
+    def __init__(self) -> None:
+        self.token = ThreadToken()
+        self.stack: list[Context] = []
+        self.capture_mode = CaptureMode.GLOBAL
+
+
+class Machine:
+    """Devices, memory, contexts and captures of one simulated driver.
+
+    Args:
+        devices: the models of its devices, in the order of their ordinals.
+        version: the CUDA version whose rules apply.
+        clock: a real or a virtual clock.
+        faults: the faults to inject.
+        without: features that the driver lacks.
+        strict_events: an event can be recorded only on streams of the context it was made in.
+    """
+
+    def __init__(
+        self,
+        devices: Iterable[DeviceModel],
+        *,
+        version: tuple[int, int],
+        clock: DriverClock,
+        faults: Iterable[Fault] = (),
+        without: Iterable[Feature] = (),
+        strict_events: bool = False,
+    ) -> None:
+        self.version = version
+        self.clock = clock
+        self.timeline = clock.attach()
+        self.script = FaultScript(faults)
+        self.devices = [DeviceState(i, model) for i, model in enumerate(devices)]
+        self.memory = [DeviceMemory(device.model.memory_bytes) for device in self.devices]
+        self.space = AddressSpace()
+        self.strict_events = strict_events
+        self.thread = PerThread()
+        #: Captures in progress.
+        self.captures: set[Capture] = set()
+        #: By device: the primary context, its number of users, and the flags set for it.
+        self.primaries: dict[int, Context] = {}
+        self.primary_users: dict[int, int] = {}
+        self.primary_flags: dict[int, ContextFlags] = {}
+        #: The device whose account has each piece of pinned memory, by address.
+        self.pinned: dict[int, int] = {}
+        self.initialised = False
+        self._closed = False
+        self._without = frozenset(without)
+        self._idents = count(1)
+        self._live: Counter[tuple[int, str]] = Counter()
+
+    def close(self) -> None:
+        """End the clock's work for this machine: queued work never runs. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self.clock.detach(self.timeline)
+
+    # -- checks --------------------------------------------------------------------------------
+
+    def check_call(self, name: str, traits: CallTraits) -> None:
+        """Count a driver call, and refuse it where a real driver would crash or block."""
+        if self._closed:
+            raise from_status(4, name)
+        if not self.initialised and name != "initialise":
+            raise from_status(3, name)
+        if traits.blocking is Blocking.MAY:
+            self.refuse_on_event_loop(name)
+        self.count_call(name)
+        if traits.needs_context and not self.thread.stack:
+            raise from_status(201, name, detail="no context is current on this thread")
+
+    def count_call(self, name: str) -> None:
+        """Count a call for the fault script; delay it or fail it as the script says."""
+        status, seconds = self.script.call(name)
+        if seconds:
+            self.clock.sleep(int(seconds * 1e9))
+        if status is not None:
+            raise from_status(status, name)
+
+    def refuse_on_event_loop(self, what: str) -> None:
+        """Raise `LoopWouldBlock` on an event loop's thread."""
+        if in_event_loop():
+            raise LoopWouldBlock(what)
+
+    def supports(self, feature: Feature) -> bool:
+        """Return whether this version has a feature and `without` does not name it."""
+        return feature not in self._without and self.version >= SINCE[feature]
+
+    def require(self, feature: Feature, what: str, needs: str) -> None:
+        """Raise `NotSupported` where a feature is missing."""
+        if not self.supports(feature):
+            major, minor = self.version
+            without = " without it" if self._without else ""
+            raise NotSupported(what, needs, f"a simulated CUDA {major}.{minor}{without}")
+
+    def device(self, ordinal: int) -> DeviceState:
+        """Return the device of an ordinal; INVALID_DEVICE where there is none."""
+        if not 0 <= ordinal < len(self.devices):
+            raise from_status(101, f"device {ordinal}")
+        return self.devices[ordinal]
+
+    def usable_device(self, ordinal: int, what: str) -> DeviceState:
+        """Return the device of an ordinal; raise its fault, if it had one."""
+        device = self.device(ordinal)
+        check_fault(device, what)
+        return device
+
+    @property
+    def current(self) -> Context:
+        """The context that is current on this thread; there is one."""
+        return self.thread.stack[-1]
+
+    def current_device(self, what: str) -> DeviceState:
+        """Return the device of the current context; raise its fault, if it had one."""
+        return self.usable_device(self.current.device, what)
+
+    # -- handles -------------------------------------------------------------------------------
+
+    def own(self, handle: H) -> H:
+        """Mark a new handle as this machine's, and return it."""
+        handle.owner = self
+        return handle
+
+    def expect(self, handle: object, kind: type[T], what: str) -> T:
+        """Return the handle, checked: of the right kind, of this machine, and not closed."""
+        if not isinstance(handle, kind):
+            raise DriverMisuse(f"{what}: expected a {kind.__name__}, got {handle!r}")
+        if getattr(handle, "owner", self) is not self:
+            raise DriverMisuse(f"{what}: {handle!r} is of another driver")
+        if not getattr(handle, "alive", True):
+            raise DriverMisuse(f"{what}: {handle!r} was used after its end")
+        return handle
+
+    def stream(self, handle: StreamHandle, what: str) -> SimulatedStream:
+        """Return the stream of a handle, usable: its context exists and its device has no fault."""
+        stream = self.expect(handle, SimulatedStream, what)
+        if stream.detached:
+            raise from_status(917 if self.version >= (13, 1) else 709, what)
+        check_fault(stream.device, what)
+        return stream
+
+    # -- leak accounts -------------------------------------------------------------------------
+
+    def live(self) -> Counter[str]:
+        """Return how many objects of each kind exist, over all devices."""
+        total: Counter[str] = Counter()
+        with self.timeline.lock:
+            for (_, kind), number in self._live.items():
+                total[kind] += number
+        return +total
+
+    def live_on(self, device: int) -> dict[str, int]:
+        """Return how many objects of each kind a device has. The caller holds the lock."""
+        return {kind: n for (owner, kind), n in self._live.items() if owner == device and n}
+
+    def register(self, device: int, kind: str) -> int:
+        """Count a new object of a device, and return a fresh number for it."""
+        with self.timeline.lock:
+            self._live[device, kind] += 1
+            return next(self._idents)
+
+    def unregister(self, device: int, kind: str) -> None:
+        """Count an object of a device as gone."""
+        with self.timeline.lock:
+            self._live[device, kind] -= 1
+
+    def register_child(self, context: Context, kind: str) -> int:
+        """Count a stream or event with its owner: the device, or a context of `create_context`."""
+        if not context.own:
+            return self.register(context.device, kind)
+        context.children += 1
+        return self.register(OWN, kind)
+
+    def unregister_child(self, context: Context, kind: str) -> None:
+        """Count a stream or event as gone."""
+        context.children -= context.own
+        self.unregister(OWN if context.own else context.device, kind)
+
+    # -- captures ------------------------------------------------------------------------------
+
+    def refuse_during_capture(self, what: str) -> None:
+        """Refuse a call that is unsafe in a capture, and invalidate the captures it affects.
+
+        The thread's capture mode decides which those are, on every device: the rule is one of
+        threads. Source: cuThreadExchangeStreamCaptureMode in the driver API's manual.
+        """
+        mode, thread = self.thread.capture_mode, threading.get_ident()
+        if mode is CaptureMode.RELAXED:
+            return
+        hit = False
+        for capture in tuple(self.captures):
+            if capture.mode is CaptureMode.RELAXED:
+                continue
+            own = capture.thread == thread
+            if own or (mode is CaptureMode.GLOBAL and capture.mode is CaptureMode.GLOBAL):
+                capture.spoilt = hit = True
+        if hit:
+            raise from_status(900, what, detail="a capture is in progress")
+
+    @staticmethod
+    def refuse_on_capturing(stream: SimulatedStream, what: str) -> None:
+        """Refuse a call on a stream that is capturing, and invalidate that capture."""
+        if stream.capture is not None:
+            stream.capture.spoilt = True
+            raise from_status(900, what, detail=f"{stream!r} is capturing")
+
+    def end_capture(self, stream: SimulatedStream) -> Capture | None:
+        """End the stream's capture, if it has one."""
+        capture, stream.capture = stream.capture, None
+        if capture is not None:
+            self.captures.discard(capture)
+        return capture
+
+    # -- work and waiting ----------------------------------------------------------------------
+
+    def enqueue(self, stream: SimulatedStream, make: Node, what: str, latency: int = 0) -> None:
+        """Submit an operation to a stream, or record `make` where the stream is capturing."""
+        if stream.capture is not None:
+            stream.capture.nodes.append(make)
+            return
+        operation = make()
+        if len(stream.queue) >= QUEUE_DEPTH:
+            self.refuse_on_event_loop(f"{what} behind {QUEUE_DEPTH} others")
+            self.clock.wait(
+                lambda: len(stream.queue) < QUEUE_DEPTH or stream.device.fault is not None
+            )
+            check_fault(stream.device, what)
+        with self.timeline.lock:
+            self.timeline.submit(stream, operation, latency)
+
+    def wait_for_code_changes(self, device: DeviceState, what: str) -> None:
+        """Wait while a thread waits to load or unload code of a device.
+
+        Launches, copies, records, limits, and making events, streams and pinned memory wait so, on
+        any stream; marks, waits, queries and a pool's memory do not. Source: an H200, driver 580,
+        asked while `cuKernelGetParamInfo`, `cuFuncLoad`, a first launch and `cuLibraryUnload`
+        waited beside a stuck stream (docs/measurements/h200-580/first-use-holds.json).
+        """
+        if device.changes:
+            self.refuse_on_event_loop(f"{what}, while code is loaded or unloaded,")
+            self.clock.wait(lambda: not device.changes or device.fault is not None)
+
+    def work_so_far(self, device: DeviceState, context: Context | None) -> Signal:
+        """Return a signal behind the present work of a context, or (None) of the whole device."""
+        with self.timeline.lock:
+            streams = device.streams.values()
+            return self.timeline.follow([s for s in streams if _covers(context, s)])
+
+    def wait_for(self, signal: Signal, device: DeviceState, what: str) -> None:
+        """Block until a signal is done; raise the device's fault where it never will be."""
+        self.clock.wait(lambda: signal.done or device.fault is not None)
+        check_fault(device, what)
+
+    def wait_until_idle(self, device: DeviceState) -> None:
+        """Block until all present work of a device is done, or the device has a fault.
+
+        Making a green context waits so, giving back pinned memory, unloading code, and a kernel's
+        first use; every other call that an H200 was asked beside a stream stuck in a kernel, or in
+        a wait for a word, returned (docs/measurements/h200-580/stuck-and-lost.json).
+        """
+        if device.fault is None:
+            signal = self.work_so_far(device, None)
+            self.clock.wait(lambda: signal.done or device.fault is not None)
+
+    def wait_to_change_code(self, device: DeviceState) -> None:
+        """Wait as `wait_until_idle`; meanwhile `wait_for_code_changes` blocks other calls."""
+        with self.timeline.lock:
+            device.changes += 1
+        try:
+            self.wait_until_idle(device)
+        finally:
+            with self.timeline.lock:
+                device.changes -= 1
+                self.clock.changed()
+
+
+class Component:
+    """A group of driver calls. Its state is the machine's."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+
+
+def check_fault(device: DeviceState, what: str) -> None:
+    """Raise a device's fault again, as every call after it does; the first is its cause."""
+    fault = device.fault
+    if fault is not None:
+        again = from_status(fault.status, what, fault.name, f"after {fault}")
+        again.__cause__ = fault
+        raise again
+
+
+def _covers(context: Context | None, stream: StreamQueue) -> bool:
+    """Return whether the work of a context includes a stream's; a primary has its green ones'."""
+    if context is None:
+        return True
+    if context.own or context.green is not None:
+        return stream.green == context.ident
+    return not (isinstance(stream, SimulatedStream) and stream.context.own)
