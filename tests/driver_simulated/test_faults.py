@@ -12,7 +12,7 @@ import pytest
 from greensched.driver.blocking import DRIVER_CALLS, Blocking
 from greensched.driver.simulated import Crash, Fail, Hang, Slow
 from greensched.driver.simulated.faults import BOUND, FaultScript
-from greensched.errors import CUDAError, DeviceFault, InvalidRequest, OutOfMemory
+from greensched.errors import CUDAError, DeviceFault, InvalidRequest, OutOfMemory, ReferenceFailed
 from greensched.typing import CaptureMode, Cost, LaunchFacts
 
 from .machine import LAUNCH_NS, Machine, on_thread

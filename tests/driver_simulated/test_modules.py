@@ -16,12 +16,13 @@ from greensched.driver.simulated import Crash, VirtualClock
 from greensched.driver.types import CodeImage, KernelSpec
 from greensched.errors import (
     CUDAError,
-    DeviceLost,
     DriverMisuse,
     InvalidRequest,
     LoopWouldBlock,
     NotSimulable,
+    ReferenceFailed,
 )
+from greensched.kernels import fill
 from greensched.typing import Cost, LaunchFacts, Parameter
 
 from .machine import LAUNCH_NS, Machine, Packed, spin
@@ -468,6 +469,8 @@ def test_a_failed_reference_that_no_task_awaited_is_raised_at_the_end_of_the_blo
                     p.launch(config, kernel)
                     raise KeyError
             async with pool.partition(8) as p:
-                await p.launch(config, fill, await p.empty(4, "f4"), 1.0, 4)
+                x = await p.empty(4, "f4")
+                await p.launch(config, fill, x, 1.0, 4)
+                x.close()
 
     asyncio.run(main())

@@ -305,6 +305,7 @@ class TicketedStream:
         "issued",
         "kept",
         "known",
+        "launch_errors",
         "stream",
         "submitted",
         "word",
@@ -339,7 +340,11 @@ class TicketedStream:
         self._lagging: list[tuple[int, Mailbox[None]]] = []
         #: (up to which ticket, what): memory of others that work here uses.
         self.kept: deque[tuple[int, object]] = deque()
+        #: Failed references of simulated kernels, each with the ticket behind its launch. Those of
+        #: jobs that are never asked stay, so their number is bounded.
+        self.launch_errors: deque[tuple[int, Exception]] = deque(maxlen=64)
         self._write = self._bind(address)
+        stream.context.driver.report_reference_errors(stream.handle, self._launch_failed)
         stream.context.primary.tracks[stream.address] = self
 
     def _bind(self, address: int) -> Callable[[int], None]:
@@ -404,6 +409,23 @@ class TicketedStream:
                 with suppress(ValueError):  # another thread was here at the same time
                     self._lagging.remove(entry)
                     entry[1].put(None)
+
+    def _launch_failed(self, error: Exception) -> None:
+        """Keep a failed reference for the job whose ticket is written next."""
+        written = self.word[0]  # before `issued`, which it then cannot be ahead of
+        issued = self.issued
+        self.launch_errors.append((issued - ((issued - written) & MASK) + 1, error))
+
+    def take_launch_error(self, ticket: int) -> Exception | None:
+        """Return the failed reference behind which a reached ticket was written, once."""
+        for entry in tuple(self.launch_errors):
+            if self._is_behind(ticket, entry[0]):
+                self.launch_errors.remove(entry)
+                return entry[1]
+        return None
+
+    def _is_behind(self, ticket: int, next_ticket: int) -> bool:
+        return ticket == next_ticket
 
     @property
     def is_idle(self) -> bool:
@@ -518,6 +540,9 @@ class EventTicketedStream(TicketedStream):
                     self.word[0] = self._pending.popleft()
         finally:
             driver.exchange_capture_mode(before)
+
+    def _is_behind(self, ticket: int, next_ticket: int) -> bool:
+        return ticket >= next_ticket  # the word is only as new as the last look
 
     def _event_of(self, ticket: int) -> Event:
         return self._ring[ticket % self.DEPTH]

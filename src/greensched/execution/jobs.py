@@ -178,6 +178,10 @@ class Job(Generic[T]):
 
     def outcome(self) -> T:
         """What it gave, or failed with; its ticket is reached."""
+        if self.track.launch_errors and self._error is None:
+            error = self.track.take_launch_error(self.ticket)
+            if error is not None:
+                self.fail(error)
         if self._finish is not None:
             self.finish()
         if self._error is not None:

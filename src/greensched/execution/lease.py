@@ -142,6 +142,7 @@ class Lease:
     def _start_on(self, executor: Executor) -> None:
         """Begin on an executor on which the lease has no work yet."""
         self.executor = executor
+        self._first_ticket = executor.launch_stream.issued
         #: Libraries may have work on the green context that has no ticket: `run`, `stream`,
         #: `context`.
         self.foreign_work = False
@@ -479,6 +480,7 @@ class Lease:
             self.fast_path_ok
             and self.reusable
             and not self.failed
+            and not stream.launch_errors
             and (issued == stream.known or issued & MASK == stream.word[0])
             and issued == stream.submitted
             and not stream.kept
@@ -631,5 +633,8 @@ class Lease:
     @property
     def unretrieved_error(self) -> BaseException | None:
         """The first failure of a job that was not retrieved."""
-        errors = (job.unseen_error for job in tuple(self.failed))
+        errors = [job.unseen_error for job in tuple(self.failed)]
+        for ticket, error in tuple(self.executor.launch_stream.launch_errors):
+            if ticket > self._first_ticket:  # the others are of earlier leases
+                errors.append(error)
         return next((error for error in errors if error is not None), None)

@@ -25,7 +25,7 @@ from greensched.driver.simulated.resources import Resources
 from greensched.driver.simulated.streams import Streams, address_of
 from greensched.driver.simulated.timeline import Span
 from greensched.driver.types import GreenHandle, Mailbox, StreamHandle
-from greensched.typing import Cost, DeviceFacts, Feature
+from greensched.typing import Cost, Feature
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -88,8 +88,8 @@ class SimulatedDriver(Driver):
         self._streams = Streams(machine, contexts, events)
         self._modules = Modules(machine)
         components = (
-            *(Devices(machine), contexts, ContextStack(machine), Resources(machine, contexts), self._streams),
-            *(events, Captures(machine), Memory(machine), self._modules),
+            *(Devices(machine), contexts, ContextStack(machine), Resources(machine, contexts)),
+            *(self._streams, events, Captures(machine), Memory(machine), self._modules),
         )
         self._components: dict[str, Any] = {type(part).__name__: part for part in components}
 
