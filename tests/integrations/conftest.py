@@ -19,7 +19,7 @@ from helpers.backend import standin_library
 def ray_cluster(request: pytest.FixtureRequest) -> Iterator[Any]:
     """A Ray cluster of three nodes, with two simulated GPUs, one, and one."""
     pytest.importorskip("ray", reason="ray is not installed: make test-integrations")
-    from benchmarks import ray as bench
+    from benchmarks.system import ray as bench
 
     if request.config.getoption("--driver") != "simulated":
         pytest.skip("simulated GPUs alone")

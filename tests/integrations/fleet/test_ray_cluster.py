@@ -149,9 +149,9 @@ def the_fleet(run: Any) -> Iterator[Fleet]:
 @pytest.fixture
 def fleet(the_fleet: Fleet, run: Any) -> Iterator[Fleet]:
     """The shared one; after the test all its pools are there, with all of their SMs free."""
-    run(until(lambda: is_idle(the_fleet)))
+    run(remaining(lambda: is_idle(the_fleet)))
     yield the_fleet
-    run(until(lambda: is_idle(the_fleet)))
+    run(remaining(lambda: is_idle(the_fleet)))
 
 
 def is_idle(fleet: Fleet) -> bool:
@@ -165,7 +165,7 @@ def waiting(fleet: Fleet) -> int:
     return sum(pool.waiting for pool in fleet.pools().values())
 
 
-async def until(holds: Callable[[], bool]) -> None:
+async def remaining(holds: Callable[[], bool]) -> None:
     """Looks until something holds, for ten seconds at most."""
     async with asyncio.timeout(SOON):
         while not holds():  # noqa: ASYNC110  another process's doing
@@ -296,11 +296,11 @@ def test_large_arrays_go_by_reference(fleet: Fleet, run: Any) -> None:
     async def main() -> None:
         large = np.arange(1 << 19, dtype=np.float64)
 
-        def look(x: Any, y: Any) -> tuple[bool, bool]:
+        def update(x: Any, y: Any) -> tuple[bool, bool]:
             return x.flags.writeable, bool((x == y).all())
 
         ref = ray.put(large)
-        assert await fleet.submit(look, large, ref, sms=8) == (False, True)
+        assert await fleet.submit(update, large, ref, sms=8) == (False, True)
         got = await fleet.submit(double, ref, sms=8, deadline=20, idempotent=True)
         np.testing.assert_array_equal(got, 2 * large)
 
@@ -339,15 +339,15 @@ def test_a_cancellation_reaches_the_gpu(fleet: Fleet, run: Any, tmp_path: Path) 
         jobs = [
             asyncio.create_task(fleet.submit(held, tmp_path, str(n), sms=ALL)) for n in range(9)
         ]
-        await until(lambda: waiting(fleet) == 6)
+        await remaining(lambda: waiting(fleet) == 6)
         running = {int(one.name) for one in runs(tmp_path)}
         assert len(running) == 3
         for n in {*range(9)} - running:
             jobs[n].cancel()
-        await until(lambda: waiting(fleet) == 0)
+        await remaining(lambda: waiting(fleet) == 0)
         for n in running:
             jobs[n].cancel()
-        await until(lambda: len([*tmp_path.glob("* ended")]) == 3)
+        await remaining(lambda: len([*tmp_path.glob("* ended")]) == 3)
         assert len(runs(tmp_path)) == 6
 
     run(main())
@@ -360,10 +360,10 @@ def test_a_deadline_reaches_the_gpu(fleet: Fleet, run: Any, tmp_path: Path) -> N
         with pytest.raises(greensched.FleetTimeout) as caught:
             await fleet.submit(held, tmp_path, sms=8, deadline=0.2)
         assert caught.value.deadline == 0.2
-        await until((tmp_path / "job ended").exists)
+        await remaining((tmp_path / "job ended").exists)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(fleet.submit(held, tmp_path, "again", sms=8), 0.2)
-        await until((tmp_path / "again ended").exists)
+        await remaining((tmp_path / "again ended").exists)
 
     run(main())
 
@@ -474,13 +474,13 @@ def test_a_killed_actor_is_back(fleet: Fleet, run: Any, tmp_path: Path) -> None:
 
     async def main() -> None:
         job = asyncio.create_task(fleet.submit(held, tmp_path, sms=8))
-        await until((tmp_path / "job").exists)
+        await remaining((tmp_path / "job").exists)
         victim = int((tmp_path / "job").read_text())
         (name,) = [n for n, one in (await fleet.health()).items() if one and one.pid == victim]
         await asyncio.to_thread(ray.kill, ray.get_actor(name, "greensched"), no_restart=False)
         with pytest.raises(greensched.PoolLost):
             await job
-        await until(lambda: len(fleet.pools()) == 3)
+        await remaining(lambda: len(fleet.pools()) == 3)
         health = (await fleet.health())[name]
         assert health is not None
         assert health.pid != victim
@@ -493,12 +493,12 @@ def test_a_blocked_pool_is_seen(fleet: Fleet, run: Any, tmp_path: Path) -> None:
 
     async def main() -> None:
         job = asyncio.create_task(fleet.submit(blocks, tmp_path, sms=8))
-        await until((tmp_path / "began").exists)
+        await remaining((tmp_path / "began").exists)
         async with asyncio.timeout(SOON):
             while True:
                 looks = (await fleet.health()).values()
-                assert all(look is not None for look in looks)
-                if max(look.stalled for look in looks if look) > connection.STALE + LATE:
+                assert all(update is not None for update in looks)
+                if max(update.stalled for update in looks if update) > connection.STALE + LATE:
                     break
                 await asyncio.sleep(0.05)
         for _ in range(20):
@@ -518,7 +518,7 @@ def test_a_session_keeps_its_sms(fleet: Fleet, run: Any) -> None:
     async def main() -> None:
         async with fleet.partition(32, deadline=5) as session:
             assert session.sm_count == 32
-            await until(lambda: fleet.pools()[session.pool].sms_free == SMS - 32)
+            await remaining(lambda: fleet.pools()[session.pool].sms_free == SMS - 32)
             assert len({*await asyncio.gather(*(session.run(pid) for _ in range(5)))}) == 1
             assert await session.run(double, 4, deadline=5) == 8
             with pytest.raises(ZeroDivisionError):
@@ -536,10 +536,10 @@ def test_a_session_ends_with_its_block(fleet: Fleet, run: Any, tmp_path: Path) -
         with pytest.raises(ZeroDivisionError):
             async with fleet.partition(16) as session:
                 job = asyncio.create_task(session.run(held, tmp_path))
-                await until((tmp_path / "job").exists)
+                await remaining((tmp_path / "job").exists)
                 raise ZeroDivisionError
         job.cancel()
-        await until((tmp_path / "job ended").exists)
+        await remaining((tmp_path / "job ended").exists)
 
     run(main())
 
@@ -632,11 +632,11 @@ def test_a_new_gpu_gets_a_pool(fleet: Fleet, run: Any, monkeypatch: pytest.Monke
         async with Fleet("shared", make) as mine:
             assert len(mine.pools()) == 3
             monkeypatch.setattr(gpus, "count", lambda: 4)
-            await until(lambda: len(mine.pools()) == 4)
-            await until(lambda: len(fleet.pools()) == 4)  # and other programs hear of it
+            await remaining(lambda: len(mine.pools()) == 4)
+            await remaining(lambda: len(fleet.pools()) == 4)  # and other programs hear of it
             ray.kill(ray.get_actor("shared/3", "greensched"))
             monkeypatch.setattr(gpus, "count", lambda: 3)
-            await until(lambda: len(fleet.pools()) == 3)
+            await remaining(lambda: len(fleet.pools()) == 3)
 
     run(main())
 

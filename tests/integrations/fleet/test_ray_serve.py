@@ -83,9 +83,9 @@ def test_it_sums_and_refuses(example: ModuleType, address: str) -> None:
                 done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
                 answers += [task.result() for task in done]
             left.pop().cancel()
-            assert {answer.status_code for answer in answers} == {429, 504}
-            for answer in answers:
-                assert ("retry-after" in answer.headers) == (answer.status_code == 429)
+            assert {reply.status_code for reply in answers} == {429, 504}
+            for reply in answers:
+                assert ("retry-after" in reply.headers) == (reply.status_code == 429)
 
     serve.run(example.Sums.bind(pool_maker(Hang("reduce_sum", 2), ONE)))
     asyncio.run(main())
@@ -100,11 +100,11 @@ def test_a_dead_gpu_is_replaced(example: ModuleType, address: str) -> None:
             assert first.status_code == 200
             assert (await client.post(address, json=[1])).status_code == 503
             async with asyncio.timeout(REPLACED):
-                while (answer := await client.post(address, json=[2])).status_code != 200:
-                    assert answer.status_code in (500, 503)  # Serve's own, or the pool's
+                while (reply := await client.post(address, json=[2])).status_code != 200:
+                    assert reply.status_code in (500, 503)  # Serve's own, or the pool's
                     await asyncio.sleep(0.05)
-            assert answer.json()["sum"] == 2
-            assert answer.json()["process"] != first.json()["process"]
+            assert reply.json()["sum"] == 2
+            assert reply.json()["process"] != first.json()["process"]
 
     serve.run(example.Sums.bind(pool_maker(Crash("reduce_sum", 2), 132)))
     asyncio.run(main())

@@ -22,7 +22,7 @@ from greensched import ALL, REST, InvalidRequest, InvalidSize, Pool, TooManySMs
 pytest.importorskip("ray", reason="ray is not installed: make test-integrations")
 from greensched.integrations import asgi
 from greensched.integrations.ray import balancing, gpus, pool_actor, protocol
-from greensched.integrations.ray import connection as lines
+from greensched.integrations.ray import connection as connections
 from greensched.integrations.ray.connection import CALLS, PoolConnection
 from greensched.integrations.ray.remote_client import RemoteClient
 
@@ -107,7 +107,7 @@ def test_a_failure_tells_what_and_where() -> None:
         raise KeyError("k")
     except KeyError as error:
         outcome = protocol.failure(3, error, has_begun=True)
-    got = protocol.raised(outcome, "f/0")
+    got = protocol.unpack_error(outcome, "f/0")
     assert isinstance(got, KeyError)
     assert "test_a_failure_tells" in got.__notes__[0]
     assert "f/0" in got.__notes__[0]
@@ -123,7 +123,7 @@ class Unsendable(Exception):
 @pytest.mark.parametrize("error", [Unsendable(1, 2), SystemExit(3), asyncio.CancelledError()])
 def test_what_cannot_be_raised_here_is_told(error: BaseException) -> None:
     """An error that cannot be pickled, or would end the caller's task or program, is JobFailed."""
-    got = protocol.raised(protocol.failure(3, error, has_begun=True), "f/0")
+    got = protocol.unpack_error(protocol.failure(3, error, has_begun=True), "f/0")
     assert isinstance(got, greensched.JobFailed)
     assert type(error).__name__ in str(got)
 
@@ -132,9 +132,9 @@ def test_results_fail_alone() -> None:
     """A result that cannot be packed is its own job's failure."""
     generator = (n for n in ())  # not a lock: other libraries teach pickle those
     outcome = asyncio.run(protocol.success(3, generator))
-    assert isinstance(protocol.raised(outcome, "f/0"), InvalidRequest)
-    assert protocol.unpacked(asyncio.run(protocol.success(3, {"x": 1})).value) == {"x": 1}
-    assert protocol.unpacked(asyncio.run(protocol.success(3, None)).value) is None
+    assert isinstance(protocol.unpack_error(outcome, "f/0"), InvalidRequest)
+    assert protocol.unpack_value(asyncio.run(protocol.success(3, {"x": 1})).value) == {"x": 1}
+    assert protocol.unpack_value(asyncio.run(protocol.success(3, None)).value) is None
 
 
 def test_functions_are_packed_once() -> None:
@@ -163,10 +163,10 @@ def test_functions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_sizes() -> None:
     """The least of a size is told, and what is none is refused."""
-    assert [protocol.least(one) for one in (16, (8, 64), ALL, REST)] == [16, 8, 1, 1]
+    assert [protocol.least_sms(one) for one in (16, (8, 64), ALL, REST)] == [16, 8, 1, 1]
     for wrong in (0, -1, "16", 1.5, True, (0, 8), None):
         with pytest.raises(InvalidSize):
-            protocol.least(wrong)
+            protocol.least_sms(wrong)
 
 
 def test_services_answer_for_a_fleet() -> None:
@@ -187,35 +187,35 @@ class Actor:
     """Ray's handle of a pool's actor, played: letters come here, and are answered by hand."""
 
     def __init__(self) -> None:
-        self.letters: list[protocol.MessageBatch] = []
+        self.batches: list[protocol.MessageBatch] = []
         self.answers: list[asyncio.Future[protocol.ReplyBatch]] = []
         self.gone = False
         self.exchange = types.SimpleNamespace(remote=self._exchange)
         self.goodbye = types.SimpleNamespace(remote=self._goodbye)
 
     def _exchange(
-        self, _key: str, letter: protocol.MessageBatch
+        self, _key: str, batch: protocol.MessageBatch
     ) -> asyncio.Future[protocol.ReplyBatch]:
-        self.letters.append(letter)
+        self.batches.append(batch)
         self.answers.append(asyncio.get_running_loop().create_future())
         return self.answers[-1]
 
     def _goodbye(self, _key: str) -> None:
         self.gone = True
 
-    def answer(self, place: int, *numbers: int, snapshot: protocol.Snapshot = SNAPSHOT) -> None:
+    def reply(self, place: int, *numbers: int, snapshot: protocol.Snapshot = SNAPSHOT) -> None:
         outcomes = [protocol.Outcome(number) for number in numbers]
         self.answers[place].set_result(
-            protocol.ReplyBatch(self.letters[place].number, outcomes, snapshot)
+            protocol.ReplyBatch(self.batches[place].number, outcomes, snapshot)
         )
 
 
 def job(
-    line: PoolConnection, digest: bytes = b"d", sms: int = 16
+    connection: PoolConnection, digest: bytes = b"d", sms: int = 16
 ) -> asyncio.Task[protocol.Outcome]:
-    wish = protocol.LeaseSpec(sms, None, None, None)
-    message = protocol.Run(line.next_number(), protocol.Packed(digest, b"", ()), wish)
-    return asyncio.ensure_future(line.ask(message, sms))
+    lease = protocol.LeaseSpec(sms, None, None, None)
+    message = protocol.Run(connection.next_number(), protocol.Packed(digest, b"", ()), lease)
+    return asyncio.ensure_future(connection.request(message, sms))
 
 
 async def turn() -> None:
@@ -225,19 +225,19 @@ async def turn() -> None:
 
 def on_a_line(test: Callable[[PoolConnection, Actor], Any]) -> None:
     async def main() -> None:
-        patched.setattr(lines, "IDLE", 1000)
+        patched.setattr(connections, "IDLE", 1000)
         actor = Actor()
-        line = PoolConnection(actor, "key", FACTS, {b"d": b"code", b"e": b"more"})
+        connection = PoolConnection(actor, "key", FACTS, {b"d": b"code", b"e": b"more"})
         await turn()
-        assert [len(letter.messages) for letter in actor.letters] == [0]  # a new line listens
-        actor.answer(0)
+        assert [len(batch.messages) for batch in actor.batches] == [0]  # a new line listens
+        actor.reply(0)
         await turn()
-        actor.letters.clear()
+        actor.batches.clear()
         actor.answers.clear()
         try:
-            await test(line, actor)
+            await test(connection, actor)
         finally:
-            line.hang_up()
+            connection.close()
             await turn()
 
     with pytest.MonkeyPatch.context() as patched:
@@ -247,8 +247,8 @@ def on_a_line(test: Callable[[PoolConnection, Actor], Any]) -> None:
 def test_a_new_line_listens() -> None:
     """Though nothing is asked: else its pool would not hear of it, nor it of its pool."""
 
-    async def test(line: PoolConnection, actor: Actor) -> None:
-        assert line.is_fresh
+    async def test(connection: PoolConnection, actor: Actor) -> None:
+        assert connection.is_fresh
         assert not actor.gone
 
     on_a_line(test)
@@ -257,16 +257,16 @@ def test_a_new_line_listens() -> None:
 def test_what_is_asked_in_one_turn_goes_together() -> None:
     """Jobs of one turn are one letter; code is in the first that needs it, and in no other."""
 
-    async def test(line: PoolConnection, actor: Actor) -> None:
-        jobs = [job(line) for _ in range(5)]
+    async def test(connection: PoolConnection, actor: Actor) -> None:
+        jobs = [job(connection) for _ in range(5)]
         await turn()
-        assert [len(letter.messages) for letter in actor.letters] == [5]
-        assert dict(actor.letters[0].code) == {b"d": b"code"}
-        actor.answer(0, 1, 2, 3, 4, 5)
+        assert [len(batch.messages) for batch in actor.batches] == [5]
+        assert dict(actor.batches[0].code) == {b"d": b"code"}
+        actor.reply(0, 1, 2, 3, 4, 5)
         await asyncio.gather(*jobs)
-        jobs = [job(line), job(line, b"e")]
+        jobs = [job(connection), job(connection, b"e")]
         await turn()
-        assert dict(actor.letters[1].code) == {b"e": b"more"}
+        assert dict(actor.batches[1].code) == {b"e": b"more"}
         for one in jobs:
             one.cancel()
 
@@ -276,15 +276,15 @@ def test_what_is_asked_in_one_turn_goes_together() -> None:
 def test_calls_of_ray_are_bounded() -> None:
     """Beyond so many calls at once, jobs wait here for an answer, and then go together."""
 
-    async def test(line: PoolConnection, actor: Actor) -> None:
+    async def test(connection: PoolConnection, actor: Actor) -> None:
         jobs = []
         for _ in range(CALLS + 4):
-            jobs.append(job(line))
+            jobs.append(job(connection))
             await turn()
-        assert len(actor.letters) == CALLS
-        actor.answer(0, 1)
+        assert len(actor.batches) == CALLS
+        actor.reply(0, 1)
         await turn()
-        assert [len(letter.messages) for letter in actor.letters] == [1] * CALLS + [4]
+        assert [len(batch.messages) for batch in actor.batches] == [1] * CALLS + [4]
         for one in jobs:
             one.cancel()
 
@@ -294,14 +294,14 @@ def test_calls_of_ray_are_bounded() -> None:
 def test_while_something_is_awaited_a_call_listens() -> None:
     """An answer without the outcome is followed by an empty letter that waits for it."""
 
-    async def test(line: PoolConnection, actor: Actor) -> None:
-        one = job(line)
+    async def test(connection: PoolConnection, actor: Actor) -> None:
+        one = job(connection)
         await turn()
-        actor.answer(0)
+        actor.reply(0)
         await asyncio.sleep(0.001)
         await turn()
-        assert [len(letter.messages) for letter in actor.letters] == [1, 0]
-        actor.answer(1, 1)
+        assert [len(batch.messages) for batch in actor.batches] == [1, 0]
+        actor.reply(1, 1)
         await one
 
     on_a_line(test)
@@ -310,18 +310,18 @@ def test_while_something_is_awaited_a_call_listens() -> None:
 def test_a_cancellation_is_sent_at_once() -> None:
     """Cancelled unsent, a job never goes; sent, the pool is told, beyond the bound of calls too."""
 
-    async def test(line: PoolConnection, actor: Actor) -> None:
+    async def test(connection: PoolConnection, actor: Actor) -> None:
         jobs = []
         for _ in range(CALLS + 1):
-            jobs.append(job(line))
+            jobs.append(job(connection))
             await turn()
-        assert len(actor.letters) == CALLS
+        assert len(actor.batches) == CALLS
         jobs[-1].cancel()
         await turn()
-        assert len(actor.letters) == CALLS
+        assert len(actor.batches) == CALLS
         jobs[0].cancel()
         await turn()
-        assert [list(letter.messages) for letter in actor.letters[CALLS:]] == [[protocol.Cancel(1)]]
+        assert [list(batch.messages) for batch in actor.batches[CALLS:]] == [[protocol.Cancel(1)]]
         for one in jobs:
             one.cancel()
 
@@ -331,22 +331,22 @@ def test_a_cancellation_is_sent_at_once() -> None:
 def test_a_broken_line_says_what_was_sent() -> None:
     """What was sent is lost, what was not has not begun, and later jobs are not sent at all."""
 
-    async def test(line: PoolConnection, actor: Actor) -> None:
+    async def test(connection: PoolConnection, actor: Actor) -> None:
         sent = []
         for _ in range(CALLS):
-            sent.append(job(line))
+            sent.append(job(connection))
             await turn()
-        unsent = job(line)
+        unsent = job(connection)
         await turn()
         actor.answers[0].set_exception(OSError("gone"))
         await turn()
         for one in sent:
             with pytest.raises(greensched.PoolLost, match="gone"):
                 await one
-        for outcome in (await unsent, await job(line)):
+        for outcome in (await unsent, await job(connection)):
             assert not outcome.has_begun
-            assert isinstance(protocol.raised(outcome, "f/0"), greensched.PoolLost)
-        assert not line.is_open
+            assert isinstance(protocol.unpack_error(outcome, "f/0"), greensched.PoolLost)
+        assert not connection.is_open
 
     on_a_line(test)
 
@@ -354,14 +354,14 @@ def test_a_broken_line_says_what_was_sent() -> None:
 def test_load_has_what_the_pool_has_not_seen() -> None:
     """SMs that were asked for since the pool's word count, and no longer once it has seen them."""
 
-    async def test(line: PoolConnection, actor: Actor) -> None:
-        assert line.load == (0, 0)
-        jobs = [job(line, sms=66), job(line, sms=66)]
+    async def test(connection: PoolConnection, actor: Actor) -> None:
+        assert connection.load == (0, 0)
+        jobs = [job(connection, sms=66), job(connection, sms=66)]
         await turn()
-        assert line.load == (1, 0)
-        actor.answer(0, snapshot=SNAPSHOT._replace(wanted=132, wait=0.5))
+        assert connection.load == (1, 0)
+        actor.reply(0, snapshot=SNAPSHOT._replace(wanted=132, wait=0.5))
         await turn()
-        assert line.load == (1, 0.5)
+        assert connection.load == (1, 0.5)
         for one in jobs:
             one.cancel()
 
@@ -373,18 +373,18 @@ def test_load_has_what_the_pool_has_not_seen() -> None:
 
 def with_a_caller(test: Callable[[RemoteClient, pool_actor.PoolActor], Any]) -> None:
     async def main() -> None:
-        house = pool_actor.PoolActor("f/0", Pool)
+        actor = pool_actor.PoolActor("f/0", Pool)
         async with Pool(driver="simulated:h200") as pool:
-            house._pool = pool
-            caller = RemoteClient(house)
-            await test(caller, house)
-            caller.end()
+            actor._pool = pool
+            caller = RemoteClient(actor)
+            await test(caller, actor)
+            caller.close()
             await turn()
 
     asyncio.run(main())
 
 
-def letter(number: int, *messages: protocol.Message, **code: Any) -> protocol.MessageBatch:
+def batch(number: int, *messages: protocol.Message, **code: Any) -> protocol.MessageBatch:
     return protocol.MessageBatch(number, messages, {k.encode(): v for k, v in code.items()})
 
 
@@ -401,14 +401,14 @@ async def three(p: Any) -> int:
 def test_letters_are_taken_in_their_order() -> None:
     """A letter that overtook another waits for it: a cancellation never comes before its job."""
 
-    async def test(caller: RemoteClient, house: pool_actor.PoolActor) -> None:
+    async def test(caller: RemoteClient, actor: pool_actor.PoolActor) -> None:
         code = protocol.cloudpickle.dumps(three)
-        late = asyncio.ensure_future(caller.answer(letter(1, run_of(2, b"d"))))
+        late = asyncio.ensure_future(caller.reply(batch(1, run_of(2, b"d"))))
         await turn()
         assert not late.done()
-        first = asyncio.ensure_future(caller.answer(letter(0, run_of(1, b"d"), d=code)))
+        first = asyncio.ensure_future(caller.reply(batch(0, run_of(1, b"d"), d=code)))
         answers = await asyncio.wait_for(asyncio.gather(first, late), 10)
-        assert sorted(o.number for answer in answers for o in answer.outcomes) == [1, 2]
+        assert sorted(o.number for reply in answers for o in reply.outcomes) == [1, 2]
 
     with_a_caller(test)
 
@@ -416,11 +416,11 @@ def test_letters_are_taken_in_their_order() -> None:
 def test_a_newer_letter_releases_the_older() -> None:
     """One letter waits at most, so that a caller can always send another."""
 
-    async def test(caller: RemoteClient, house: pool_actor.PoolActor) -> None:
-        first = asyncio.ensure_future(caller.answer(letter(0)))
+    async def test(caller: RemoteClient, actor: pool_actor.PoolActor) -> None:
+        first = asyncio.ensure_future(caller.reply(batch(0)))
         await turn()
         assert not first.done()
-        second = asyncio.ensure_future(caller.answer(letter(1)))
+        second = asyncio.ensure_future(caller.reply(batch(1)))
         assert not (await asyncio.wait_for(first, 10)).outcomes
         assert not second.done()
         second.cancel()
@@ -431,18 +431,18 @@ def test_a_newer_letter_releases_the_older() -> None:
 def test_a_caller_is_told_what_is_new_of_the_pool() -> None:
     """A letter is answered when the pool is another than he was told, and not before."""
 
-    async def test(caller: RemoteClient, house: pool_actor.PoolActor) -> None:
-        first = asyncio.ensure_future(caller.answer(letter(0)))
+    async def test(caller: RemoteClient, actor: pool_actor.PoolActor) -> None:
+        first = asyncio.ensure_future(caller.reply(batch(0)))
         await turn()
-        caller.look(house.snapshot())
+        caller.update(actor.snapshot())
         assert (await asyncio.wait_for(first, 10)).snapshot.sms_free == 132
-        second = asyncio.ensure_future(caller.answer(letter(1)))
+        second = asyncio.ensure_future(caller.reply(batch(1)))
         await turn()
-        caller.look(house.snapshot())
+        caller.update(actor.snapshot())
         await turn()
         assert not second.done()
-        async with house.pool.partition(16):
-            caller.look(house.snapshot())
+        async with actor.pool.partition(16):
+            caller.update(actor.snapshot())
             assert (await asyncio.wait_for(second, 10)).snapshot.sms_free == 116
 
     with_a_caller(test)
@@ -452,10 +452,10 @@ def test_jobs_of_one_pool_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond the bound a job is refused at once, and has not begun."""
     monkeypatch.setattr(pool_actor, "MOST_JOBS", 0)
 
-    async def test(caller: RemoteClient, house: pool_actor.PoolActor) -> None:
-        (outcome,) = (await caller.answer(letter(0, run_of(1, b"d")))).outcomes
+    async def test(caller: RemoteClient, actor: pool_actor.PoolActor) -> None:
+        (outcome,) = (await caller.reply(batch(0, run_of(1, b"d")))).outcomes
         assert not outcome.has_begun
-        assert isinstance(protocol.raised(outcome, "f/0"), greensched.QueueFull)
+        assert isinstance(protocol.unpack_error(outcome, "f/0"), greensched.QueueFull)
 
     with_a_caller(test)
 
@@ -470,11 +470,11 @@ def test_callers_of_one_pool_are_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_another_version_is_refused() -> None:
     """A caller of another version is told both, before the pool is opened for him."""
-    house = pool_actor.PoolActor("f/0", Pool)
+    actor = pool_actor.PoolActor("f/0", Pool)
     with pytest.raises(greensched.VersionSkew) as caught:
-        asyncio.run(house.hello("key", protocol.PROTOCOL + 1))
+        asyncio.run(actor.hello("key", protocol.PROTOCOL + 1))
     assert (caught.value.theirs, caught.value.ours) == (protocol.PROTOCOL, protocol.PROTOCOL + 1)
-    assert house._pool is None
+    assert actor._pool is None
 
 
 def test_a_spoilt_process_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -485,12 +485,12 @@ def test_a_spoilt_process_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
         pool_actor, "fault_of", lambda pool: greensched.DeviceFault(700, "X", "look")
     )
 
-    async def test(caller: RemoteClient, house: pool_actor.PoolActor) -> None:
-        house._callers["key"] = caller
-        answer = asyncio.ensure_future(house.exchange("key", letter(0)))
-        await asyncio.wait_for(house._watch(), 10)
+    async def test(caller: RemoteClient, actor: pool_actor.PoolActor) -> None:
+        actor._clients["key"] = caller
+        reply = asyncio.ensure_future(actor.exchange("key", batch(0)))
+        await asyncio.wait_for(actor._watch(), 10)
         assert left == [pool_actor.EXIT]
-        assert not (await answer).snapshot.is_open
+        assert not (await reply).snapshot.is_open
 
     with_a_caller(test)
 
@@ -561,8 +561,8 @@ def test_nothing_of_cuda_is_touched_before_the_first_caller() -> None:
     program = """
 import sys
 from greensched import Pool
-from greensched.integrations.ray.pool_actor import PoolHost
-host = PoolHost("f/0", Pool)
+from greensched.integrations.ray.pool_actor import PoolActor
+host = PoolActor("f/0", Pool)
 assert not [m for m in sys.modules if m.split(".")[0] == "cuda"]
 assert host._pool is None
 """
@@ -573,7 +573,7 @@ def test_arrays_are_measured_by_bytes() -> None:
     """What is as large as the bound goes by reference; what is below goes with its job."""
     functions = protocol.Functions()
     small = np.zeros(protocol.LARGE - 1, np.uint8)
-    packed = asyncio.run(protocol.packed(functions, three, [small, 2]))
-    assert packed.refs == ()
-    got, two = asyncio.run(protocol.arguments(packed))
+    pack_job = asyncio.run(protocol.pack_job(functions, three, [small, 2]))
+    assert pack_job.refs == ()
+    got, two = asyncio.run(protocol.load_arguments(pack_job))
     assert (got.nbytes, two) == (protocol.LARGE - 1, 2)

@@ -6,8 +6,8 @@
         async with fleet.partition(32) as session:
             y = await session.run(job, x)
 
-Ray places one actor on each GPU, starts it again where it ends, and carries what is sent; its pool
-decides over the SMs. docs/ray.md has the rest.
+Ray places one actor on each GPU, restarts it after a failure, and transports the messages; the
+actor's pool decides over the SMs. docs/ray.md describes it.
 """
 
 from __future__ import annotations

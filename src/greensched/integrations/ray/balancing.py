@@ -1,4 +1,4 @@
-"""Which pool of a fleet a job goes to. Pure: of what pools last said of themselves."""
+"""The choice of a pool for a job, from the pools' last snapshots. Pure."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Protocol, TypeVar
 from greensched.errors import InvalidRequest, TooManySMs
 
 
-class Known(Protocol):
-    """Who a pool is; see `wire.Facts`."""
+class PoolIdentity(Protocol):
+    """The identity of a pool; see `protocol.PoolInfo`."""
 
     @property
     def name(self) -> str: ...
@@ -22,8 +22,8 @@ class Known(Protocol):
     def uuid(self) -> str | None: ...
 
 
-class Choice(Known, Protocol):
-    """How a pool is; see `line.Line`."""
+class PoolCandidate(PoolIdentity, Protocol):
+    """The state of a pool; see `connection.PoolConnection`."""
 
     @property
     def most(self) -> int: ...
@@ -35,25 +35,25 @@ class Choice(Known, Protocol):
     def load(self) -> tuple[float, float]: ...
 
 
-C = TypeVar("C", bound=Choice)
+C = TypeVar("C", bound=PoolCandidate)
 
 
 def check_feasible(sms: int, most: Iterable[int]) -> None:
-    """Refuses what no pool of the fleet can ever grant, those that are away just now included.
+    """Refuse a size that no pool of the fleet can ever grant, including pools that are away.
 
     Raises:
-        TooManySMs: it says what the largest can.
+        TooManySMs: the size exceeds that of the largest pool.
     """
     largest = max(most, default=sms)
     if sms > largest:
         raise TooManySMs(sms, largest)
 
 
-def check_apart(new: Known, others: Iterable[Known]) -> None:
-    """Refuses a second process's pool on one GPU, whatever ordinal it has there.
+def check_apart(new: PoolIdentity, others: Iterable[PoolIdentity]) -> None:
+    """Refuse a second process's pool on one GPU, whatever its ordinal there.
 
     Raises:
-        InvalidRequest: its GPU has a pool; both processes would get it in turns.
+        InvalidRequest: the GPU has a pool already; both processes would get it in turns.
     """
     for other in others:
         if other.pid != new.pid and other.uuid == new.uuid is not None and other.node == new.node:
@@ -66,19 +66,19 @@ def check_apart(new: Known, others: Iterable[Known]) -> None:
 def choose(
     pools: Sequence[C], sms: int, held: Mapping[str, int], chance: random.Random
 ) -> C | None:
-    """The pool for a job: where its data is; of those, of two by chance, the one with less to do.
+    """Choose a pool: of those with most of the job's data, the less loaded of two random ones.
 
-    Two by chance spread callers who know the same: all of them on the best one would make it the
-    worst. Pools that were not heard of lately come last.
+    Two random choices spread programs that see the same snapshots: if all chose the best pool, it
+    would become the worst. Pools with stale snapshots come last.
 
     Args:
-        pools: those that may be chosen.
-        sms: the least the job needs.
-        held: of nodes, the bytes of the job's arguments that they have.
-        chance: what decides.
+        pools: the candidates.
+        sms: the least SMs that the job needs.
+        held: the bytes of the job's arguments on each node.
+        chance: the source of randomness.
 
     Returns:
-        None: none of them is open and large enough.
+        None if no candidate is open and large enough.
     """
     fit = [pool for pool in pools if pool.is_open and pool.most >= sms]
     fit = [pool for pool in fit if pool.is_fresh] or fit

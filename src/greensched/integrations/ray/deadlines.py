@@ -1,4 +1,4 @@
-"""Answers: what they hold, and by when they must be here."""
+"""The results of jobs, and the deadlines for their replies."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from greensched.integrations.ray import protocol
 from greensched.integrations.ray.protocol import Outcome
 
 
-async def value_of(outcome: Outcome, pool: str) -> Any:
-    """What a job returned, fetched if it is large, or what it raised.
+async def result_of(outcome: Outcome, pool: str) -> Any:
+    """Return a job's result, fetched if it is large, or raise its error.
 
     Raises:
-        PoolLost: it is large, and went away with its pool.
+        PoolLost: a large result was lost with its pool.
     """
     if outcome.error:
-        raise protocol.raised(outcome, pool)
+        raise protocol.unpack_error(outcome, pool)
     if outcome.handle is not None:
         return outcome.handle
     if outcome.ref is not None:
         try:
             return await outcome.ref
         except RayError as error:
-            raise PoolLost(pool, f"its result is gone: {error}") from error
-    return protocol.unpacked(outcome.value)
+            raise PoolLost(pool, f"the job's result was lost: {error}") from error
+    return protocol.unpack_value(outcome.value)
 
 
 @asynccontextmanager
-async def answered_within(deadline: float | None) -> AsyncIterator[None]:
-    """A block that ends by `FleetTimeout` after so many seconds."""
+async def reply_within(deadline: float | None) -> AsyncIterator[None]:
+    """Open a block that raises `FleetTimeout` after this many seconds."""
     scope = asyncio.timeout(deadline)
     try:
         async with scope:
@@ -45,16 +45,16 @@ async def answered_within(deadline: float | None) -> AsyncIterator[None]:
         raise FleetTimeout(deadline) from None
 
 
-def until(deadline: float | None) -> Callable[[], float | None]:
-    """A deadline as seconds that are left, whenever it is asked.
+def remaining(deadline: float | None) -> Callable[[], float | None]:
+    """Start a deadline now; return a function for the seconds that remain.
 
     Raises:
-        InvalidRequest: it is no number of seconds.
+        InvalidRequest: it is not a number of seconds above 0.
     """
     if deadline is None:
         return lambda: None
     if type(deadline) not in (int, float) or not deadline > 0:
-        raise InvalidRequest(f"deadline={deadline!r}: seconds, more than 0, or None")
+        raise InvalidRequest(f"deadline={deadline!r}: give seconds from now, above 0, or None")
     loop = asyncio.get_running_loop()
     ends = loop.time() + deadline
     return lambda: max(0.0, ends - loop.time())

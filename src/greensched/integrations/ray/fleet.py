@@ -1,4 +1,4 @@
-"""A fleet: one pool for each GPU of a Ray cluster, and jobs that go to one of them."""
+"""A fleet: a pool for each GPU of a Ray cluster, and jobs that run on one of them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from greensched.errors import (
 from greensched.integrations.ray import protocol
 from greensched.integrations.ray.balancing import check_feasible, choose
 from greensched.integrations.ray.connection import PoolConnection
-from greensched.integrations.ray.deadlines import answered_within, until, value_of
+from greensched.integrations.ray.deadlines import remaining, reply_within, result_of
 from greensched.integrations.ray.pool_actor import Health
 from greensched.integrations.ray.protocol import LeaseSpec
 from greensched.integrations.ray.registry import PoolRegistry
@@ -35,27 +35,27 @@ from greensched.typing import Size
 
 T = TypeVar("T")
 
-#: Seconds for a pool's process to say how it is.
-ANSWER = 1.0
-#: Milliseconds for the owner of an object to say where it is.
-LOCATING_MS = 200
-#: A job that so many pools were lost with is not tried again: it may be what ends them.
+#: Seconds for a pool's process to report its health.
+HEALTH_TIMEOUT = 1.0
+#: Milliseconds for Ray to locate objects.
+LOCATE_MS = 200
+#: A job with which this many pools were lost is not retried: it may be the cause.
 MOST_LOSSES = 3
-#: What a pool says when it can do no more; another may.
-SPOILT = (DeviceLost, DeviceFault, PoolClosed, PoolLost)
+#: Errors of a pool that is lost; another pool may take the job.
+POOL_LOST = (DeviceLost, DeviceFault, PoolClosed, PoolLost)
 
 
 class Fleet:
     """The pools of a Ray cluster, for one program on one asyncio loop. Use it with `async with`.
 
-    Making one touches neither Ray nor a loop. `ray.init` is the program's.
+    Making one touches neither Ray nor a loop. The program calls `ray.init` itself.
 
     Args:
-        name: the fleet's: every program that gives the same uses the same pools.
-        make: makes a pool in the process of each GPU, given `devices=`: a `functools.partial` of
-            `Pool` with options, or a function of yours. None: the pools must be there already.
-        pools: how many; None: one for each GPU of the cluster, and for each that joins.
-        detached: they outlive this program, until `stop`. Else they end with it.
+        name: the name of the fleet: all programs that give it use the same pools.
+        make: makes a pool in the process of each GPU from `devices=`: a `functools.partial` of
+            `Pool` with options, or a function. None to use existing pools only.
+        pools: the number of pools; None for one on each GPU of the cluster, including new ones.
+        detached: whether the pools outlive this program, until `stop`.
     """
 
     def __init__(
@@ -67,43 +67,43 @@ class Fleet:
         detached: bool = False,
     ) -> None:
         if type(name) is not str or not name or "/" in name:
-            raise InvalidRequest(f"name={name!r}: a word, without slashes")
+            raise InvalidRequest(f"name={name!r}: give a non-empty str without slashes")
         if pools is not None and (type(pools) is not int or pools < 1):
-            raise InvalidRequest(f"pools={pools!r}: a number of pools, at least 1, or None")
+            raise InvalidRequest(f"pools={pools!r}: give a whole number of at least 1, or None")
         self.name = name
         self._functions = protocol.Functions()
         self._chance = random.Random()
-        self._members = PoolRegistry(name, make, pools, detached, self._functions.code)
+        self._registry = PoolRegistry(name, make, pools, detached, self._functions.code)
         self._is_entered = False
 
-    # -- its life ----------------------------------------------------------------------------------
+    # -- open and close ----------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
-        """Starts the pools that are not there, and waits until each is open.
+        """Start missing pools, and wait until each is open.
 
-        Cancelled meanwhile, pools that it began are ended with this program, or stay if detached.
+        After a cancellation, pools that it started end with this program, or stay if detached.
 
         Raises:
-            NoPool: there are not enough free GPUs, or none; or `make=None`, and no pools.
-            VersionSkew: the pools there are speak another version.
-            InvalidRequest: two pools are on one GPU, or Ray gave one no whole GPU.
-            Others: as `Pool.open`, of the first pool that cannot be.
+            NoPool: there are not enough free GPUs; or `make=None`, and there are no pools.
+            VersionSkew: existing pools speak another version.
+            InvalidRequest: two pools are on one GPU, or Ray assigned a pool no whole GPU.
+            Others: as `Pool.open`, from the first pool that fails.
         """
         if self._is_entered:
-            raise InvalidRequest("this fleet was entered already: make another")
+            raise InvalidRequest("this fleet was entered already: make another Fleet")
         self._is_entered = True
-        await self._members.open()
+        await self._registry.open()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        """Leaves the fleet: this program's jobs are cancelled. Pools that it began end with it."""
-        self._members.close()
+        """Leave the fleet: this program's jobs are cancelled, and its pools end unless detached."""
+        self._registry.close()
 
     async def stop(self, grace: float = 5.0) -> None:
-        """Ends the pools, for every program: who waits is told, what runs has the grace to end."""
-        await self._members.stop(grace)
+        """Close the pools for every program: queued jobs fail, running ones have the grace."""
+        await self._registry.stop(grace)
 
     # -- jobs --------------------------------------------------------------------------------------
 
@@ -142,51 +142,51 @@ class Fleet:
         service: str | None = None,
         duration: float | None = None,
     ) -> Any:
-        """Runs a job on SMs of one GPU of the fleet, and waits for its result.
+        """Run a job on SMs of one GPU of the fleet, and wait for its result.
 
-        The pool is chosen here: where the arguments are, else where less is to do. A cancellation
-        reaches it: what is queued leaves the queue, what runs is left to its end as in a pool, and
-        so does the end of this process, some seconds later.
+        The job goes to the pool that has most of its arguments, else to one with less load. A
+        cancellation reaches the pool: a queued job leaves the queue, and kernels that run are left
+        to their end. The end of this process has the same effect, some seconds later.
 
         Args:
-            job: a coroutine function, awaited with the partition first (`async def job(p, x)`), on
-                the loop of its pool, which it must not block; or a blocking one, called as by
+            job: a coroutine function, awaited with the partition first (`async def job(p, x)`) on
+                the loop of the pool, which it must not block; or a blocking function, called as by
                 `p.run`. It is sent to each pool once.
-            args: arrays, and whatever can be pickled. Arrays from 1 MiB on, and `ObjectRef`s, go
-                by Ray's object store, and are read-only there.
-            sms, service, duration: as of `Pool.partition`.
-            deadline: seconds until the answer is here. Where there is none, nothing is waited for
-                but the job: without a pool that could take it, it is refused at once.
-            idempotent: it may run more than once: tried again if its pool is lost, until the
-                deadline, which it needs. Else it runs once at most.
+            args: arrays and other picklable objects. Arrays from 1 MiB on, and `ObjectRef`s, go
+                through Ray's object store, and are read-only there.
+            sms, service, duration: as for `Pool.partition`.
+            deadline: seconds until the result must be here. Without one, a job that no pool can
+                take now is refused at once.
+            idempotent: whether the job may run more than once: it is retried if its pool is lost,
+                until the deadline, which is required. Otherwise it runs at most once.
 
         Returns:
-            What the job returned; arrays from 1 MiB on are read-only. A job that returns an
-            `ObjectRef`, by `ray.put`, leaves the value where it is: await it, or give it to
-            another job, which then goes there.
+            The job's result; arrays from 1 MiB on are read-only. A job that returns an `ObjectRef`
+            made by `ray.put` leaves the value where it is: await it, or pass it to another job,
+            which then goes there.
 
         Raises:
             TooManySMs: no pool of the fleet is as large. Nothing was sent.
             QueueFull: every pool that could take it is full; `retry_after` is the shortest.
-            NoPool: none is there now.
-            NotAnswered: the deadline passed; it may have run.
+            NoPool: no pool can take it now.
+            FleetTimeout: the deadline passed; it may have run.
             PoolLost, DeviceLost: its pool was lost with it, and it may have run.
-            InvalidRequest: what can never be, or cannot be sent.
-            Others: what the job raised, and what `Pool.partition` does.
+            InvalidRequest: an argument is invalid, or cannot be sent.
+            Others: as the job, and as `Pool.partition`.
         """
-        needed, left = protocol.least(sms), until(deadline)
+        needed, left = protocol.least_sms(sms), remaining(deadline)
         if idempotent and deadline is None:
-            raise InvalidRequest("idempotent=True is tried again until its deadline: give one")
-        async with answered_within(deadline):
-            work = await protocol.packed(self._functions, job, args)
+            raise InvalidRequest("idempotent=True retries until the deadline: give deadline=")
+        async with reply_within(deadline):
+            work = await protocol.pack_job(self._functions, job, args)
             held = await _held(work)
 
-            def letter(line: PoolConnection) -> protocol.Run:
+            def message(connection: PoolConnection) -> protocol.Run:
                 return protocol.Run(
-                    line.next_number(), work, LeaseSpec(sms, left(), service, duration)
+                    connection.next_number(), work, LeaseSpec(sms, left(), service, duration)
                 )
 
-            _, value = await self._serve(letter, needed, held, left, may_repeat=idempotent)
+            _, value = await self._serve(message, needed, held, left, may_repeat=idempotent)
             return value
 
     def partition(
@@ -197,109 +197,114 @@ class Fleet:
         service: str | None = None,
         duration: float | None = None,
     ) -> Session:
-        """A lease of SMs of one pool for several jobs, to be used with `async with`.
+        """Lease SMs of one pool for several jobs; use it with `async with`.
 
-        Its SMs are this program's until the block ends, the program does, or the pool is lost.
-        Arguments as of `submit`; `deadline` is for the grant alone.
+        The lease lasts until the block or the program ends, or the pool is lost. Arguments are as
+        for `submit`; `deadline` is for the grant.
 
         Raises:
-            InvalidSize: what can never be right.
+            InvalidSize: `sms` is not a size.
         """
-        needed = protocol.least(sms)
+        needed = protocol.least_sms(sms)
 
         async def opened() -> tuple[PoolConnection, int, int]:
-            left = until(deadline)
+            left = remaining(deadline)
             number = 0
 
-            def letter(line: PoolConnection) -> protocol.Open:
+            def message(connection: PoolConnection) -> protocol.Open:
                 nonlocal number
-                number = line.next_number()
+                number = connection.next_number()
                 return protocol.Open(number, LeaseSpec(sms, left(), service, duration))
 
-            async with answered_within(deadline):
-                line, count = await self._serve(letter, needed, {}, left, may_repeat=True)
-            return line, number, count
+            async with reply_within(deadline):
+                connection, count = await self._serve(message, needed, {}, left, may_repeat=True)
+            return connection, number, count
 
         return Session(opened, self._functions)
 
     async def _serve(
         self,
-        letter: Callable[[PoolConnection], protocol.Run | protocol.Open],
+        message: Callable[[PoolConnection], protocol.Run | protocol.Open],
         sms: int,
         held: dict[str, int],
         left: Callable[[], float | None],
         *,
         may_repeat: bool,
     ) -> tuple[PoolConnection, Any]:
-        """Asks one pool after another, until one has done it or no other may be asked."""
+        """Send a message to one pool after another until one has handled it."""
         full: dict[str, QueueFull] = {}
         losses = 0
         while True:
-            line = await self._choose(sms, held, full, waits=left() is not None)
+            connection = await self._choose(sms, held, full, waits=left() is not None)
             has_begun = True
             try:
-                outcome = await line.ask(letter(line), sms)
+                outcome = await connection.request(message(connection), sms)
                 has_begun = outcome.has_begun
-                return line, await value_of(outcome, line.name)
+                return connection, await result_of(outcome, connection.name)
             except QueueFull as error:
                 if has_begun:
                     raise
-                full[line.name] = error
-            except SPOILT:
+                full[connection.name] = error
+            except POOL_LOST:
                 losses += has_begun
                 if (has_begun and not may_repeat) or losses >= MOST_LOSSES:
                     raise
-                line.is_spoilt = True
+                connection.is_lost = True
 
     async def _choose(
         self, sms: int, held: dict[str, int], full: dict[str, QueueFull], *, waits: bool
     ) -> PoolConnection:
-        """A pool, now or once there is one."""
+        """Choose a pool; with `waits`, wait until there is one."""
         while True:
-            if not self._members.is_open:
+            if not self._registry.is_open:
                 raise PoolClosed("this fleet", "not open: use it with `async with`")
-            check_feasible(sms, self._members.most.values())
-            lines = [one for name, one in self._members.lines.items() if name not in full]
-            if (line := choose(lines, sms, held, self._chance)) is not None:
-                return line
+            check_feasible(sms, self._registry.most.values())
+            connections = [
+                one for name, one in self._registry.connections.items() if name not in full
+            ]
+            if (connection := choose(connections, sms, held, self._chance)) is not None:
+                return connection
             if full:
                 raise min(full.values(), key=lambda error: error.retry_after)
             if not waits:
                 raise NoPool(
-                    f"no pool of the fleet {self.name!r} with {sms} SMs is there now: Ray may be "
-                    "replacing it. With a deadline, jobs wait for it"
+                    f"no pool of the fleet {self.name!r} can grant {sms} SMs now; Ray may be "
+                    "replacing it: give a deadline, and the job waits for a pool"
                 )
-            await self._members.change()
+            await self._registry.wait_for_change()
 
-    # -- questions ---------------------------------------------------------------------------------
+    # -- state -------------------------------------------------------------------------------------
 
     def pools(self) -> dict[str, protocol.Snapshot]:
-        """What each pool that is there last said of itself, by name. Never waits."""
-        lines = self._members.lines.items()
-        return {name: line.snapshot._replace(is_open=line.is_open) for name, line in lines}
+        """Return the last snapshot of each connected pool, by name. Never waits."""
+        connections = self._registry.connections.items()
+        return {
+            name: connection.snapshot._replace(is_open=connection.is_open)
+            for name, connection in connections
+        }
 
     async def health(self) -> dict[str, Health | None]:
-        """How each pool's process is, by name; None: it does not answer within a second."""
+        """Return the health of each pool's process, by name; None without a reply in a second."""
 
-        async def ask(handle: Any) -> Health | None:
+        async def request(handle: Any) -> Health | None:
             with suppress(RayError, TimeoutError):
-                async with asyncio.timeout(ANSWER):
+                async with asyncio.timeout(HEALTH_TIMEOUT):
                     asked = handle.health.options(concurrency_group="control").remote()
                     return await asked  # type: ignore[no-any-return]  # Ray's
             return None
 
-        handles = dict(self._members.handles)
-        found = await asyncio.gather(*map(ask, handles.values()))
+        handles = dict(self._registry.handles)
+        found = await asyncio.gather(*map(request, handles.values()))
         return dict(zip(handles, found, strict=True))
 
 
 async def _held(work: protocol.Packed) -> dict[str, int]:
-    """Bytes of a job's arguments by the node that has them, of those in Ray's object store."""
+    """Return the bytes of a job's arguments in Ray's object store, by node."""
     held: Counter[str] = Counter()
     if work.refs:
         refs = [ref for _, ref in work.refs]
-        with suppress(RayError):  # its owner is gone: the job will tell
-            found = await asyncio.to_thread(get_object_locations, refs, LOCATING_MS)
+        with suppress(RayError):  # an object was lost: the job will raise that
+            found = await asyncio.to_thread(get_object_locations, refs, LOCATE_MS)
             for where in found.values():
                 for node in where["node_ids"]:
                     held[node] += where["object_size"] or 0

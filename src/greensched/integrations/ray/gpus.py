@@ -1,4 +1,4 @@
-"""Which GPU is whose: what Ray gave this process, and what there is in the cluster."""
+"""GPUs: the one that Ray assigned to this process, and those of the cluster."""
 
 from __future__ import annotations
 
@@ -13,41 +13,44 @@ import ray
 
 from greensched.errors import InvalidRequest, NoPool
 
-#: Where MPS has its control pipe, unless told otherwise. Source: MPS manual, "Environment
-#: Variables", CUDA_MPS_PIPE_DIRECTORY.
+#: The default directory of MPS's control pipe. Source: MPS manual, "Environment Variables",
+#: CUDA_MPS_PIPE_DIRECTORY.
 MPS = Path("/", "tmp", "nvidia-mps")
-#: Seconds until what was given back shows: nodes tell the head of it every now and then.
+#: Seconds until released resources show: nodes report them to the head node periodically.
 SETTLED_S = 3.0
 #: Seconds for a node to take a connection: many times what a network needs.
 ANSWER_S = 0.5
 
 
 def own_gpu() -> int:
-    """The ordinal, in this process, of the one GPU that Ray gave its actor.
+    """Return the ordinal, in this process, of the one GPU that Ray assigned to its actor.
 
-    Ray sets `CUDA_VISIBLE_DEVICES` where it gives a GPU, before any code of ours, unless it was
-    told not to. Either way this is the GPU it meant. Nothing of CUDA is touched.
+    Unless it was told not to, Ray sets `CUDA_VISIBLE_DEVICES` before this code runs; either way
+    this is the assigned GPU. CUDA is not touched.
 
     Raises:
-        InvalidRequest: it gave none, a part of one, several, or one that is not visible here.
+        InvalidRequest: Ray assigned no GPU, part of one, several, or one that is not visible here.
     """
     context = ray.get_runtime_context()
     share = context.get_assigned_resources().get("GPU", 0)
     given = context.get_accelerator_ids().get("GPU", [])
     if 0 < share < 1 and not _has_mps():
         raise InvalidRequest(
-            f"Ray gave this process {share:g} of a GPU: several processes on one get it in turns, "
-            "each with all of its SMs, and know nothing of each other's partitions. Ask for "
-            "num_gpus=1 and let one pool divide it, or start MPS"
+            f"Ray assigned {share:g} of a GPU to this process: several processes on one GPU take "
+            "turns on all of its SMs and do not see each other's partitions. Request num_gpus=1 "
+            "and let one pool divide the GPU, or start MPS"
         )
     if len(given) != 1:
         raise InvalidRequest(
-            f"Ray gave this process {share:g} GPUs, and a pool's has one: ask for num_gpus=1"
+            f"Ray assigned {share:g} GPUs to this process, and a pool uses one: request num_gpus=1"
         )
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = None if visible is None else visible.split(",")
     if names is not None and given[0] not in names:
-        raise InvalidRequest(f"Ray gave this process GPU {given[0]}, and it sees {visible!r} alone")
+        raise InvalidRequest(
+            f"Ray assigned GPU {given[0]} to this process, which sees only {visible!r}: leave "
+            "CUDA_VISIBLE_DEVICES to Ray"
+        )
     return int(given[0]) if names is None else names.index(given[0])
 
 
@@ -56,38 +59,38 @@ def _has_mps() -> bool:
 
 
 def check_free(pools: int) -> None:
-    """Whether so many more pools can be placed now: where they cannot, Ray waits, and says nothing.
+    """Check that this many more pools can be placed now: otherwise Ray would wait silently.
 
     Blocks on Ray.
 
     Raises:
-        NoPool: there are not so many GPUs free.
+        NoPool: fewer GPUs are free.
     """
     until = time.monotonic() + SETTLED_S
     while (there := free()) < pools:
         if time.monotonic() > until:
             raise NoPool(
-                f"{pools} more pools need {pools} free GPUs, and the cluster has {there} of "
-                f"{count()}: add nodes, end what holds the others, or say pools= for fewer"
+                f"{pools} more pools need {pools} free GPUs, and {there} of the {count()} in the "
+                "cluster are free: add nodes, end what uses the others, or give pools= for fewer"
             )
         time.sleep(0.1)
 
 
 def count(without: Collection[str] = ()) -> int:
-    """The whole GPUs of the cluster's living nodes, less some of these. Blocks on Ray."""
+    """Return the number of whole GPUs of the cluster's live nodes. Blocks on Ray."""
     alive = (node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in without)
     return sum(int(node["Resources"].get("GPU", 0)) for node in alive)
 
 
 def free() -> int:
-    """The GPUs that nobody has, as far as Ray has heard. Blocks on Ray."""
+    """Return the number of GPUs that are free as far as Ray knows. Blocks on Ray."""
     return int(ray.available_resources().get("GPU", 0))
 
 
 def gone(nodes: Collection[str]) -> set[str]:
-    """Which of some nodes are gone: Ray says so, or nobody answers on its daemon's port there.
+    """Return the nodes that are lost: Ray says so, or its daemon's port there does not answer.
 
-    Ray itself goes by heartbeats, and takes 15 s for it (2.60). Blocks.
+    Ray itself goes by heartbeats and takes 15 s (2.60). Blocks.
     """
     alive = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
     return {name for name in nodes if name not in alive or not _answers(alive[name])}

@@ -1,4 +1,4 @@
-"""The actor of one pool: it opens the pool over the GPU Ray gave it, and hears its callers."""
+"""The actor of one pool: it opens the pool on the GPU that Ray assigned, and serves clients."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ import ray
 from greensched import ALL, Pool
 from greensched.errors import DeviceLost, PoolClosed, QueueFull, VersionSkew
 from greensched.integrations.health import fault_of
-from greensched.integrations.ray import protocol as wire
+from greensched.integrations.ray import protocol
 from greensched.integrations.ray.gpus import own_gpu
 from greensched.integrations.ray.protocol import MessageBatch, PoolInfo, ReplyBatch, Snapshot
 from greensched.integrations.ray.remote_client import RemoteClient
 
 logger = logging.getLogger("greensched")
 
-#: Callers of one pool at most. Each has `line.CALLS` calls of Ray at once, which must not queue in
-#: Ray, where nobody sees them: `CONCURRENCY` is above what they can have.
+#: The most clients of one pool. Each has `connection.CALLS` Ray calls in flight, which must not
+#: queue inside Ray, where they are invisible: `CONCURRENCY` is above their number.
 MOST_CALLERS = 200
 CONCURRENCY = 1000
-#: Jobs that a pool takes at once, those whose arguments are still on their way among them; the pool
-#: has its own bound for those that wait for SMs.
+#: The most jobs of a pool, including those whose arguments are still being fetched. The pool's own
+#: queue has a bound, too.
 MOST_JOBS = 10_000
-#: Seconds between two looks at the GPU, the callers, and what they should be told.
-LOOK = 0.05
-#: Seconds without a letter after which a caller is taken for dead: several beats, so that one whose
-#: loop is busy for a while is not.
-LOST = 5 * wire.HEARTBEAT
-#: Of a spoilt process: seconds for its jobs to end by themselves, and for answers to be fetched.
+#: Seconds between two checks of the GPU and the clients.
+CHECK = 0.05
+#: Seconds without a batch after which a client counts as dead: several heartbeats, so that a busy
+#: loop of a client is not mistaken for its death.
+LOST = 5 * protocol.HEARTBEAT
+#: After a device fault: seconds for jobs to end by themselves, and for replies to be fetched.
 LAST_S = 1.0
-#: Seconds for Ray to send what it was given, before the process ends.
+#: Seconds for Ray to send replies before the process exits.
 SENDING_S = 0.1
 #: The exit status of a process whose GPU failed. Source: sysexits.h, EX_IOERR.
 EXIT = 74
-#: Jobs by which the median wait is told.
+#: The number of last jobs in the median wait.
 REMEMBERED = 64
 
 
 class Health(NamedTuple):
-    """What a look at a pool's actor gives. `stalled`: seconds for which its loop stood still."""
+    """The health of a pool's process. `stalled`: seconds for which its loop has not run."""
 
     name: str
     pid: int
@@ -60,9 +60,9 @@ class Health(NamedTuple):
 class PoolActor:
     """One pool of a fleet. Making one touches neither CUDA nor Ray.
 
-    Ray has prestarted the process it is in, and may have forked it: CUDA begins at the first
-    `hello`. Ray calls `health` on a thread of its own (concurrency group `control`), all else on
-    one loop, which no job should block.
+    Ray has started its process beforehand and may have forked it, so CUDA is initialised at the
+    first `hello`. Ray calls `health` on a thread of its own (concurrency group `control`), and all
+    other methods on one loop, which no job should block.
     """
 
     def __init__(self, name: str, make: Callable[..., Pool]) -> None:
@@ -70,36 +70,36 @@ class PoolActor:
         self._pool: Pool | None = None
         self._make = make
         self._opening = asyncio.Lock()
-        self._callers: dict[str, RemoteClient] = {}
+        self._clients: dict[str, RemoteClient] = {}
         self._jobs = self._wanted = 0
         self._waits: deque[float] = deque([0.0], REMEMBERED)
-        self._looked = time.monotonic()
-        self._fault: BaseException | None = None
+        self._last_check = time.monotonic()
+        self._failure: BaseException | None = None
         self._watching: asyncio.Task[None] | None = None
 
-    # -- what callers call -------------------------------------------------------------------------
+    # -- called by clients -------------------------------------------------------------------------
 
-    async def hello(self, key: str, protocol: int) -> PoolInfo:
-        """A new caller, known by the key from now on; the first one has the pool opened.
+    async def hello(self, key: str, version: int) -> PoolInfo:
+        """Register a client under a key; the first one opens the pool.
 
         Raises:
-            VersionSkew: he speaks another version.
-            QueueFull: there are too many.
-            InvalidRequest: Ray did not give it a GPU of its own.
+            VersionSkew: the client speaks another version.
+            QueueFull: there are too many clients.
+            InvalidRequest: Ray did not assign this process a GPU of its own.
             Others: as `Pool.open`.
         """
-        if protocol != wire.PROTOCOL:
-            raise VersionSkew(self.name, wire.PROTOCOL, protocol)
-        if len(self._callers) >= MOST_CALLERS:
-            raise QueueFull(len(self._callers), LOST)
+        if version != protocol.PROTOCOL:
+            raise VersionSkew(self.name, protocol.PROTOCOL, version)
+        if len(self._clients) >= MOST_CALLERS:
+            raise QueueFull(len(self._clients), LOST)
         async with self._opening:
             if self._pool is None:
                 pool = self._make(devices=[own_gpu()])
                 await pool.open()
                 self._pool = pool
-                self._looked = time.monotonic()
+                self._last_check = time.monotonic()
                 self._watching = asyncio.create_task(self._watch())
-        self._callers[key] = RemoteClient(self)
+        self._clients[key] = RemoteClient(self)
         device, *_ = self.pool.devices
         context = ray.get_runtime_context()
         return PoolInfo(
@@ -111,77 +111,78 @@ class PoolActor:
             snapshot=self.snapshot(),
         )
 
-    async def exchange(self, key: str, letter: MessageBatch) -> ReplyBatch | None:
-        """A caller's letter; answered when there is something to tell, or after a beat.
+    async def exchange(self, key: str, batch: MessageBatch) -> ReplyBatch | None:
+        """Handle a client's batch; reply when there is news, or after a heartbeat.
 
         Returns:
-            None: no such caller (any more), and nothing of the letter was taken.
+            None if the client is unknown; then nothing of the batch was handled.
         """
-        caller = self._callers.get(key)
-        return None if caller is None else await caller.answer(letter)
+        client = self._clients.get(key)
+        return None if client is None else await client.reply(batch)
 
     async def goodbye(self, key: str) -> None:
-        """The caller is gone: what of his waits leaves the queue."""
-        caller = self._callers.pop(key, None)
-        if caller is not None:
-            caller.end()
+        """Remove a client; its queued jobs are cancelled."""
+        client = self._clients.pop(key, None)
+        if client is not None:
+            client.close()
 
     async def stop(self, grace: float) -> None:
-        """Ends the pool: who waits is told so, what is leased may end within the grace."""
+        """Close the pool: queued requests fail, and leases may end within the grace."""
         if self._pool is not None:
             await self._pool.aclose(grace=grace)
 
     def health(self) -> Health:
-        """How it is, also while its loop stands still."""
-        is_open = self._pool is not None and self._pool.is_ready and self._fault is None
+        """Return the health; it works even while the loop is blocked."""
+        is_open = self._pool is not None and self._pool.is_ready and self._failure is None
         return Health(
             name=self.name,
             pid=os.getpid(),
             is_open=is_open,
-            fault=str(self._fault or ""),
+            fault=str(self._failure or ""),
             stalled=self._stalled() if self._watching else 0.0,
-            callers=len(self._callers),
+            callers=len(self._clients),
             jobs=self._jobs,
         )
 
-    # -- what callers' jobs need -------------------------------------------------------------------
+    # -- called by clients' jobs -------------------------------------------------------------------
 
     @property
     def pool(self) -> Pool:
-        """The pool; there is one as soon as there is a caller."""
+        """The pool, which is open once there is a client."""
         assert self._pool is not None
         return self._pool
 
     def admit(self) -> None:
-        """Lets a job in.
+        """Check that another job can be accepted.
 
         Raises:
-            QueueFull: there are too many.
-            DeviceLost: the process is about to end.
+            QueueFull: there are too many jobs.
+            DeviceLost: the GPU failed, and the process is about to exit.
         """
-        if self._fault is not None:
-            raise DeviceLost(self._fault)
+        if self._failure is not None:
+            raise DeviceLost(self._failure)
         if self._jobs > MOST_JOBS:
-            raise QueueFull(self._jobs, max(statistics.median(self._waits), LOOK))
+            raise QueueFull(self._jobs, max(statistics.median(self._waits), CHECK))
 
-    def came(self, sms: int) -> None:
-        """A job of so many SMs is here; or, by `went`, not any more."""
+    def job_started(self, sms: int) -> None:
+        """Count a job of this many SMs."""
         self._jobs += 1
         self._wanted += sms
 
-    def went(self, sms: int) -> None:
+    def job_ended(self, sms: int) -> None:
+        """Count a job out."""
         self._jobs -= 1
         self._wanted -= sms
 
-    def queued(self, seconds: float) -> None:
-        """A job was granted its SMs after so long."""
+    def job_granted(self, seconds: float) -> None:
+        """Record how long a job was queued."""
         self._waits.append(seconds)
 
     def snapshot(self) -> Snapshot:
-        """How it is now."""
+        """Return the pool's state."""
         has = self.pool.statistics()
         return Snapshot(
-            is_open=self.pool.is_ready and self._fault is None,
+            is_open=self.pool.is_ready and self._failure is None,
             sms_total=has.sms_total,
             sms_free=has.sms_free,
             waiting=has.waiting,
@@ -190,59 +191,59 @@ class PoolActor:
         )
 
     def _stalled(self) -> float:
-        """Seconds for which its loop has looked at nothing, beyond those it should."""
-        return max(0.0, time.monotonic() - self._looked - LOOK)
+        """Return the seconds by which the next check is overdue."""
+        return max(0.0, time.monotonic() - self._last_check - CHECK)
 
     # -- watching ----------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
-        """Looks at the GPU, though nobody uses it; at who is gone; and tells callers what is new.
+        """Check the GPU, also while idle; drop dead clients; send news of the pool's state.
 
-        After a device fault the process leaves, which Ray takes for a crash, so that it starts
-        another; a living actor over a dead GPU it would keep.
+        After a device fault the process exits. Ray takes that for a crash and starts another; it
+        would keep a live actor on a dead GPU.
         """
         loop = asyncio.get_running_loop()
-        while self._fault is None:
-            await asyncio.sleep(LOOK)
-            stood_still, self._looked = self._stalled(), time.monotonic()
-            for key, caller in [*self._callers.items()]:
-                caller.heard += stood_still  # what came meanwhile was not heard
-                if loop.time() - caller.heard > LOST:
+        while self._failure is None:
+            await asyncio.sleep(CHECK)
+            stood_still, self._last_check = self._stalled(), time.monotonic()
+            for key, client in [*self._clients.items()]:
+                client.last_batch += stood_still  # what came meanwhile was not heard
+                if loop.time() - client.last_batch > LOST:
                     logger.warning("%s: a caller was not heard of for %g s", self.name, LOST)
                     await self.goodbye(key)
-            self._fault = fault_of(self.pool)
+            self._failure = fault_of(self.pool)
             try:
                 snapshot = self.snapshot()
             except PoolClosed:
                 return
-            for caller in self._callers.values():
-                caller.look(snapshot)
-        await self._leave(self._fault)
+            for client in self._clients.values():
+                client.update(snapshot)
+        await self._exit(self._failure)
 
-    async def _leave(self, fault: BaseException) -> None:
-        """Every job is answered, and the process ends."""
-        logger.error("%s: its process ends, for its GPU failed: %s", self.name, fault)
-        await self._quiet(LAST_S)
-        for caller in self._callers.values():
-            caller.fail(DeviceLost(fault))
-        await self._quiet(LAST_S)
+    async def _exit(self, fault: BaseException) -> None:
+        """Fail every job, send the replies, and exit the process."""
+        logger.error("%s: the process exits because its GPU failed: %s", self.name, fault)
+        await self._drain(LAST_S)
+        for client in self._clients.values():
+            client.fail(DeviceLost(fault))
+        await self._drain(LAST_S)
         await asyncio.sleep(SENDING_S)
         os._exit(EXIT)
 
-    async def _quiet(self, seconds: float) -> None:
-        """Waits until nobody has anything to be told, for so long at most."""
-        for _ in range(int(seconds / LOOK)):
-            if not any(caller.is_busy for caller in self._callers.values()):
+    async def _drain(self, seconds: float) -> None:
+        """Wait until every client has all its outcomes, for at most this long."""
+        for _ in range(int(seconds / CHECK)):
+            if not any(client.is_busy for client in self._clients.values()):
                 return
-            for caller in self._callers.values():
-                caller.ring()
-            await asyncio.sleep(LOOK)
+            for client in self._clients.values():
+                client.wake()
+            await asyncio.sleep(CHECK)
 
 
 def actor(name: str, make: Callable[..., Pool], namespace: str, *, detached: bool) -> Any:
-    """The actor of that name: the one there is, or a new one. Blocks on Ray.
+    """Return the actor of this name, or start it. Blocks on Ray.
 
-    Nothing is tried again by Ray: what a job may do twice is for its caller to say.
+    Ray retries nothing: whether a job may run twice is for the client to say.
     """
     return (
         ray.remote(concurrency_groups={"control": 2})(PoolActor)

@@ -1,8 +1,7 @@
-"""What callers and pools of a fleet send each other, and how jobs and their ends are packed.
+"""The messages between programs and the pools of a fleet, and the packing of jobs and outcomes.
 
-A job, its arguments and its result are packed one by one: what cannot be packed, or not unpacked at
-the other end, fails that job and no other of the same call. Who can send to a pool can run any code
-there: that is what a job is, and what pickle is.
+Each job, its arguments and its result are packed separately, so a failure to pack or unpack fails
+one job only. A program that can send to a pool can run any code there: jobs are pickled.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ from greensched import ALL, REST
 from greensched.errors import InvalidRequest, InvalidSize, JobFailed
 from greensched.typing import Size
 
-#: Callers and pools of different numbers refuse each other. To be raised with every change here.
-PROTOCOL = 1
-#: Seconds after which a letter is answered though nothing has ended: then the caller knows that the
-#: pool is there, and by his next one the pool that he is.
+#: Clients and pools of different versions refuse each other. Raise it with every change here.
+PROTOCOL = 2
+#: Seconds after which a batch gets a reply though nothing has ended: it shows the client that the
+#: pool is alive, and the client's next batch shows the pool that the client is.
 HEARTBEAT = 1.0
-#: Bytes from which arrays and results go through Ray's object store, by reference. Below, one copy
-#: with the job is cheaper: 1 MiB took 3.0 ms in a call, 4 KiB 1.4 ms (Ray 2.60, two cores).
+#: Bytes from which arrays and results go by reference through Ray's object store. A smaller one is
+#: cheaper to copy with the job: 1 MiB took 3.0 ms in a call, 4 KiB 1.4 ms (Ray 2.60, two cores).
 LARGE = 1 << 20
-#: Different functions that one caller may submit: each stays in every pool as long as he does.
+#: Different functions that one client may submit: each stays in every pool as long as the client.
 MOST_FUNCTIONS = 1000
 
 
@@ -46,7 +45,7 @@ class Packed(NamedTuple):
 
 
 class LeaseSpec(NamedTuple):
-    """What `Pool.partition` is to be asked for; `deadline` in seconds from when it is sent."""
+    """The arguments of `Pool.partition`; `deadline` in seconds from the time of sending."""
 
     sms: Size
     deadline: float | None
@@ -54,22 +53,22 @@ class LeaseSpec(NamedTuple):
     duration: float | None
 
 
-# -- from a caller to a pool ------------------------------------------------------------------
+# -- from a client to a pool ------------------------------------------------------------------
 
 
 class Run(NamedTuple):
-    """Run a job: on a lease of its own, or on that of a session (`wish` is its number)."""
+    """Run a job on a lease of its own, or on the lease of a session (given by its number)."""
 
     number: int
     work: Packed
-    wish: LeaseSpec | int
+    lease: LeaseSpec | int
 
 
 class Open(NamedTuple):
     """Lease SMs for a session, which has this number."""
 
     number: int
-    wish: LeaseSpec
+    lease: LeaseSpec
 
 
 class Close(NamedTuple):
@@ -80,7 +79,7 @@ class Close(NamedTuple):
 
 
 class Cancel(NamedTuple):
-    """Nobody waits for this any more; a session ends by it."""
+    """Cancel a job, or end a session."""
 
     number: int
 
@@ -89,21 +88,21 @@ Message = Run | Open | Close | Cancel
 
 
 class MessageBatch(NamedTuple):
-    """One call's worth. `code` has the functions that this pool has not been sent before."""
+    """The messages of one call. `code` has the functions that are new to the pool."""
 
     number: int
     messages: Sequence[Message]
     code: Mapping[bytes, bytes]
 
 
-# -- from a pool to a caller ------------------------------------------------------------------
+# -- from a pool to a client ------------------------------------------------------------------
 
 
 class Snapshot(NamedTuple):
-    """How a pool is, at one moment.
+    """The state of a pool.
 
-    `wanted` are the SMs of all jobs it has and has not ended, `wait` the median of the last jobs'
-    seconds in its queue.
+    `wanted`: the SMs of all jobs that have not ended. `wait`: the median seconds that the last jobs
+    were queued.
     """
 
     is_open: bool
@@ -115,10 +114,10 @@ class Snapshot(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """How something ended.
+    """The outcome of a message.
 
-    `error` and `value` are packed; `ref` has a large value, `handle` one that the job itself put
-    there. `has_begun` is false if nothing of a job was done.
+    `error` and `value` are packed; `ref` refers to a large value, `handle` to a value that the job
+    itself put into the store. `has_begun` is false if nothing of the job was run.
     """
 
     number: int
@@ -130,15 +129,15 @@ class Outcome(NamedTuple):
 
 
 class ReplyBatch(NamedTuple):
-    """What has ended since the last answer, and how the pool is. `heard` is a letter's number."""
+    """The outcomes since the last reply, and the pool's state; `received` is a batch's number."""
 
-    heard: int
+    received: int
     outcomes: Sequence[Outcome]
     snapshot: Snapshot
 
 
 class PoolInfo(NamedTuple):
-    """Who a pool is. `uuid` is of its GPU, None of a simulated one; `most`: SMs of one lease."""
+    """The identity of a pool. `uuid`: its GPU, None if simulated; `most`: the SMs of one lease."""
 
     name: str
     node: str
@@ -152,17 +151,17 @@ class PoolInfo(NamedTuple):
 
 
 class Functions:
-    """A caller's functions, each packed once: later changes to what it closes over do not go."""
+    """A client's functions, each packed once: later changes of its closure are not sent."""
 
     def __init__(self) -> None:
         self.code: dict[bytes, bytes] = {}
         self._digests: WeakKeyDictionary[Callable[..., Any], bytes] = WeakKeyDictionary()
 
     def digest(self, function: Callable[..., Any]) -> bytes:
-        """The name it has on the wire.
+        """Return the digest by which messages name a function.
 
         Raises:
-            InvalidRequest: it is no function, cannot be packed, or is one too many.
+            InvalidRequest: it is not a function, cannot be packed, or is one too many.
         """
         try:
             known = self._digests.get(function)
@@ -171,22 +170,22 @@ class Functions:
         if known is not None:
             return known
         if not callable(function):
-            raise InvalidRequest(f"a function is needed, and {function!r} is none")
-        code = _dumped(function)
+            raise InvalidRequest(f"{function!r} is not callable: give a function")
+        code = _dumps(function)
         digest = hashlib.sha256(code).digest()
         if len(self.code) >= MOST_FUNCTIONS and digest not in self.code:
             raise InvalidRequest(
-                f"{MOST_FUNCTIONS} different functions were submitted already: give functions of a "
-                "module, and what differs as arguments"
+                f"{MOST_FUNCTIONS} different functions were submitted already: submit functions of "
+                "modules, and pass what differs as arguments"
             )
         self.code[digest] = code
-        with suppress(TypeError):  # what has no weak references is packed each time
+        with suppress(TypeError):  # an object without weak references is packed each time
             self._digests[function] = digest
         return digest
 
 
-async def packed(functions: Functions, job: Callable[..., Any], args: Sequence[object]) -> Packed:
-    """A job with its arguments; large arrays are put into Ray's store, by a thread.
+async def pack_job(functions: Functions, job: Callable[..., Any], args: Sequence[object]) -> Packed:
+    """Pack a job with its arguments; a thread puts large arrays into Ray's store.
 
     Raises:
         InvalidRequest: the function, or an argument, cannot be packed.
@@ -199,34 +198,34 @@ async def packed(functions: Functions, job: Callable[..., Any], args: Sequence[o
             ref = await asyncio.to_thread(ray.put, value) if is_large else value
             refs.append((place, ref))
             given[place] = None
-    return Packed(functions.digest(job), _dumped(given) if given else b"", tuple(refs))
+    return Packed(functions.digest(job), _dumps(given) if given else b"", tuple(refs))
 
 
-def _dumped(value: object) -> bytes:
+def _dumps(value: object) -> bytes:
     try:
         return bytes(cloudpickle.dumps(value))
     except Exception as error:
         raise InvalidRequest(f"{value!r} cannot be sent to another process: {error}") from error
 
 
-async def arguments(work: Packed) -> list[Any]:
-    """The arguments of a job; those in Ray's store are waited for, and are read-only."""
+async def load_arguments(work: Packed) -> list[Any]:
+    """Unpack the arguments of a job; those in Ray's store are fetched, and are read-only."""
     args: list[Any] = pickle.loads(work.args) if work.args else []
     for place, ref in work.refs:
         args[place] = await ref
     return args
 
 
-def is_awaited(function: Callable[..., Any]) -> bool:
-    """Whether a job is given its partition, and awaited; else it is a blocking call."""
+def is_async_job(function: Callable[..., Any]) -> bool:
+    """Say whether a job is awaited and gets its partition; otherwise it is a blocking call."""
     return iscoroutinefunction(function) or iscoroutinefunction(getattr(function, "func", None))
 
 
-def least(sms: object) -> int:
-    """The SMs without which a size cannot be granted.
+def least_sms(sms: object) -> int:
+    """Return the least SMs that satisfy a size.
 
     Raises:
-        InvalidSize: it is none.
+        InvalidSize: it is not a size.
     """
     if sms in (ALL, REST):
         return 1
@@ -236,11 +235,11 @@ def least(sms: object) -> int:
     return first
 
 
-# -- ends -------------------------------------------------------------------------------------
+# -- outcomes ---------------------------------------------------------------------------------
 
 
 async def success(number: int, value: object) -> Outcome:
-    """A job's result, packed; a large one by reference. One that cannot be packed is a failure."""
+    """Pack a job's result, a large one by reference; it is a failure if it cannot be packed."""
     if value is None:
         return Outcome(number)
     if isinstance(value, ObjectRef):
@@ -248,42 +247,42 @@ async def success(number: int, value: object) -> Outcome:
     try:
         if isinstance(value, np.ndarray) and value.nbytes >= LARGE:
             return Outcome(number, ref=await asyncio.to_thread(ray.put, value))
-        return Outcome(number, value=_dumped(value))
+        return Outcome(number, value=_dumps(value))
     except Exception as error:
         return failure(number, error, has_begun=True)
 
 
 def failure(number: int, error: BaseException, *, has_begun: bool) -> Outcome:
-    """What a job raised, with where; as it is if that can be sent, else in words."""
+    """Pack a job's error and traceback; an error that cannot be sent becomes a `JobFailed`."""
     where = "".join(traceback.format_exception(error))
     sent: BaseException = JobFailed(f"the job raised {type(error).__name__}: {error}")
-    if isinstance(error, Exception):  # what ends tasks and programs does so over there alone
+    if isinstance(error, Exception):  # CancelledError and SystemExit must not act on this side
         try:
             pickle.loads(cloudpickle.dumps(error))
             sent = error
         except Exception:
             pass
-    return Outcome(number, error=_dumped((sent, where)), has_begun=has_begun)
+    return Outcome(number, error=_dumps((sent, where)), has_begun=has_begun)
 
 
-def unpacked(value: bytes) -> Any:
-    """A result.
+def unpack_value(value: bytes) -> Any:
+    """Unpack a result.
 
     Raises:
-        JobFailed: what it is of is not known here.
+        JobFailed: it cannot be unpacked here, for example because a module is missing.
     """
     try:
         return pickle.loads(value) if value else None
     except Exception as error:
-        raise JobFailed(f"the job's result cannot be read here: {error}") from error
+        raise JobFailed(f"the job's result cannot be unpacked in this process: {error}") from error
 
 
-def raised(outcome: Outcome, pool: str) -> Exception:
-    """The error of a failure, as it was raised; its notes say where."""
+def unpack_error(outcome: Outcome, pool: str) -> Exception:
+    """Unpack the error of a failure; a note has its traceback."""
     try:
         error, where = pickle.loads(outcome.error)
     except Exception as unknown:
-        error, where = JobFailed(f"the job raised what is not known here: {unknown}"), ""
+        error, where = JobFailed(f"the job's error cannot be unpacked here: {unknown}"), ""
     if where:
         error.add_note(f"In {pool}:\n{where}")
     return error  # type: ignore[no-any-return]  # only exceptions are packed

@@ -1,4 +1,4 @@
-"""Which pools of a fleet there are: found, begun, reached, and replaced, for one program."""
+"""The pools of a fleet: discovered, started, connected and replaced, for one program."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from greensched.integrations.ray.pool_actor import actor
 
 logger = logging.getLogger("greensched")
 
-#: Where the actors' names are, so that any program of the cluster finds them.
+#: The Ray namespace of the actors' names, where any program of the cluster finds them.
 NAMESPACE = "greensched"
-#: Seconds between two attempts to reach a pool that is away. A call to one costs 1 ms.
-PING = 0.05
-#: The same, of one that is there and does not open.
-UNWELL = 1.0
-#: Seconds between two looks for new GPUs and new pools.
-LOOK = 1.0
-#: The same, while a pool is away.
-AWAY = 0.1
-#: Seconds for which there must be more GPUs than pools, all of these being there, until one more is
-#: begun: Ray counts the GPUs of a lost node for some time (15 s, Ray 2.60).
-SURPLUS = 30.0
+#: Seconds between two attempts to connect to a pool that is away. A call costs 1 ms.
+RECONNECT = 0.05
+#: The same, for a pool that runs and does not open.
+RETRY_OPEN = 1.0
+#: Seconds between two discoveries of new GPUs and new pools.
+DISCOVER = 1.0
+#: The same while a pool is away.
+DISCOVER_AWAY = 0.1
+#: Seconds with more GPUs than pools, none of which is away, before another pool is started: Ray
+#: counts the GPUs of a lost node for some time (15 s, Ray 2.60).
+SPARE = 30.0
 
 
 class PoolRegistry:
-    """The pools of a fleet, each with an actor, and with a line from here while it is there.
+    """The pools of a fleet: an actor for each, and a connection while it can be reached.
 
     Args:
-        name, make, pools, detached: as of `Fleet`.
+        name, make, pools, detached: as for `Fleet`.
         code: the functions of this program, by digest.
     """
 
@@ -55,30 +55,30 @@ class PoolRegistry:
         self._name, self._make, self._wanted, self._detached = name, make, pools, detached
         self._code = code
         self.handles: dict[str, Any] = {}
-        #: Those that are there.
-        self.lines: dict[str, PoolConnection] = {}
-        #: The most SMs of one lease, and the node, of each pool, also while it is away.
+        #: The connections to pools that are not away.
+        self.connections: dict[str, PoolConnection] = {}
+        #: The most SMs of one lease, and the node, of each pool, including those that are away.
         self.most: dict[str, int] = {}
         self._nodes: dict[str, str] = {}
-        #: Pools that were begun instead of one on a lost node.
-        self._instead: dict[str, str] = {}
-        self._caring: dict[str, asyncio.Task[None]] = {}
+        #: Pools on lost nodes, by the names of those that were started to replace them.
+        self._replacements: dict[str, str] = {}
+        self._maintaining: dict[str, asyncio.Task[None]] = {}
         self._first: dict[str, asyncio.Future[None]] = {}
         self._watching: asyncio.Task[None] | None = None
-        self._surplus = 0.0
+        self._spare = 0.0
         self._news = asyncio.Event()
         self.is_open = False
 
-    # -- beginning and end -------------------------------------------------------------------------
+    # -- open and close ----------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Begins what is not there, and waits until all of it is; see `Fleet.__aenter__`."""
+        """Start missing pools, and wait until all are connected; see `Fleet.__aenter__`."""
         try:
-            await self._take_up(begin=True)
+            await self._discover(start=True)
             if not self.handles:
                 raise NoPool(
-                    f"there is no pool of the fleet {self._name!r}: start one with make=, where "
-                    "Ray has GPUs"
+                    f"the fleet {self._name!r} has no pool: start one with make= on a cluster "
+                    "with GPUs"
                 )
             await asyncio.gather(*self._first.values())
         except BaseException:
@@ -88,86 +88,88 @@ class PoolRegistry:
         self._watching = asyncio.create_task(self._watch())
 
     def close(self) -> None:
-        """Ends every line. Idempotent."""
+        """Close every connection. Idempotent."""
         self.is_open = False
-        for task in (*self._caring.values(), self._watching):
+        for task in (*self._maintaining.values(), self._watching):
             if task is not None:
                 task.cancel()
-        for line in self.lines.values():
-            line.hang_up()
-        self.lines.clear()
-        self._tell()
+        for connection in self.connections.values():
+            connection.close()
+        self.connections.clear()
+        self._notify()
 
     async def stop(self, grace: float) -> None:
-        """Ends every line, and every pool."""
+        """Close every connection and every pool."""
         handles, self.handles = [*self.handles.values()], {}
         self.close()
         stops = [handle.stop.remote(grace) for handle in handles]
         for stop in stops:
-            with suppress(RayError):  # away, or at its end already
+            with suppress(RayError):  # it is away, or has ended already
                 await stop
         for handle in handles:
             await asyncio.to_thread(ray.kill, handle, no_restart=True)
 
-    async def change(self) -> None:
-        """Waits until another pool is there, or all is over."""
+    async def wait_for_change(self) -> None:
+        """Wait until a pool connects, or the fleet is closed."""
         await self._news.wait()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         self._news.set()
         self._news = asyncio.Event()
 
-    # -- which there are ---------------------------------------------------------------------------
+    # -- discovery ---------------------------------------------------------------------------------
 
-    async def _take_up(self, *, begin: bool, more: int = 0) -> list[str]:
-        """Takes up pools that are new here, and begins those that GPUs lack, or so many more."""
-        found = await asyncio.to_thread(self._find, begin, more)
+    async def _discover(self, *, start: bool, more: int = 0) -> list[str]:
+        """Register new pools, and start missing ones, or `more`; return their names."""
+        found = await asyncio.to_thread(self._find, start, more)
         for name, handle in found.items():
             self.handles[name] = handle
             self._first[name] = asyncio.get_running_loop().create_future()
-            self._caring[name] = asyncio.create_task(self._care(name, handle))
+            self._maintaining[name] = asyncio.create_task(self._maintain(name, handle))
         return [*found]
 
-    def _find(self, begin: bool, more: int) -> dict[str, Any]:
-        """Actors of the fleet that are new here, by name; on a thread, for it blocks on Ray."""
+    def _find(self, start: bool, more: int) -> dict[str, Any]:
+        """Return new actors of the fleet by name. Blocks on Ray."""
         if not ray.is_initialized():
             raise NoPool("Ray is not connected: call ray.init(...) first")
         named = ray.util.list_named_actors(all_namespaces=True)
-        there = {one["name"] for one in named if one["namespace"] == NAMESPACE}
-        there = {name for name in there if name.startswith(f"{self._name}/")}
+        names_there = {one["name"] for one in named if one["namespace"] == NAMESPACE}
+        names_there = {name for name in names_there if name.startswith(f"{self._name}/")}
         found = {}
-        for name in there - self.handles.keys():
-            with suppress(ValueError):  # gone since
+        for name in names_there - self.handles.keys():
+            with suppress(ValueError):  # it has ended since
                 found[name] = ray.get_actor(name, NAMESPACE)
-        if self._make is not None and begin:
+        if self._make is not None and start:
             wanted = gpus.count() if self._wanted is None else self._wanted
-            lacks = more or max(0, wanted - len(there))
+            lacks = more or max(0, wanted - len(names_there))
             if lacks:
                 gpus.check_free(lacks)
-            names = (f"{self._name}/{n}" for n in range(len(there) + lacks))
-            for name in [name for name in names if name not in there][:lacks]:
+            names = (f"{self._name}/{n}" for n in range(len(names_there) + lacks))
+            for name in [name for name in names if name not in names_there][:lacks]:
                 found[name] = actor(name, self._make, NAMESPACE, detached=self._detached)
         return found
 
     async def _watch(self) -> None:
-        """Goes on looking for new GPUs, and new pools; sooner where a pool is away."""
+        """Discover new GPUs and pools repeatedly, more often while a pool is away."""
         while True:
-            is_away = len(self.lines) < len(self.handles)
-            await asyncio.sleep(AWAY if is_away else LOOK)
+            is_away = len(self.connections) < len(self.handles)
+            await asyncio.sleep(DISCOVER_AWAY if is_away else DISCOVER)
             try:
                 if is_away:
                     await self._replace()
-                await self._take_up(begin=await self._lacks_pools())
+                await self._discover(start=await self._has_spare_gpus())
             except (GreenschedError, RayError) as error:
                 logger.warning("the fleet %r does not grow: %s", self._name, error)
 
     async def _replace(self) -> None:
-        """Begins pools on GPUs that have joined, instead of those on nodes that are gone.
+        """Start pools on GPUs that have joined, to replace those on lost nodes.
 
-        Ray would start these again, but learns of a lost node late. The one that is first stays.
+        Ray would restart the latter, but detects a lost node late. Whichever runs first stays.
         """
-        away = {name: self._nodes[name] for name in self._nodes.keys() - self.lines.keys()}
-        away = {name: node for name, node in away.items() if name not in self._instead.values()}
+        away = {name: self._nodes[name] for name in self._nodes.keys() - self.connections.keys()}
+        away = {
+            name: node for name, node in away.items() if name not in self._replacements.values()
+        }
         if self._make is None or not away:
             return
         lost = await asyncio.to_thread(gpus.gone, {*away.values()})
@@ -175,78 +177,78 @@ class PoolRegistry:
         has = len(self.handles) - len(old)
         new = min(len(old), await asyncio.to_thread(gpus.count, lost) - has)
         if old and new > 0 and await asyncio.to_thread(gpus.free) >= new:
-            names = await self._take_up(begin=True, more=new)
-            self._instead.update(zip(names, old, strict=False))
+            names = await self._discover(start=True, more=new)
+            self._replacements.update(zip(names, old, strict=False))
 
-    async def _give_up(self, name: str) -> None:
-        """Has Ray not start a pool again that another stands for."""
+    async def _abandon(self, name: str) -> None:
+        """Keep Ray from restarting a pool that was replaced."""
         handle = self.handles.get(name)
-        if handle is not None and name not in self.lines:
+        if handle is not None and name not in self.connections:
             await asyncio.to_thread(ray.kill, handle, no_restart=True)
 
-    async def _lacks_pools(self) -> bool:
-        """Whether there have been more GPUs than pools for long, and no pool that is away."""
+    async def _has_spare_gpus(self) -> bool:
+        """Say whether there have long been more GPUs than pools, and no pool is away."""
         if self._make is None or self._wanted is not None or not self.handles:
-            return False  # the last: somebody has stopped the fleet
+            return False  # without handles, the fleet was stopped
         count = await asyncio.to_thread(gpus.count)
-        if count <= len(self.handles) or len(self.lines) < len(self.handles):
-            self._surplus = 0.0
+        if count <= len(self.handles) or len(self.connections) < len(self.handles):
+            self._spare = 0.0
             return False
-        self._surplus += LOOK
-        return self._surplus >= SURPLUS
+        self._spare += DISCOVER
+        return self._spare >= SPARE
 
-    # -- each of them ------------------------------------------------------------------------------
+    # -- one pool ----------------------------------------------------------------------------------
 
-    async def _care(self, name: str, handle: Any) -> None:
-        """Keeps a line to one pool, as long as Ray keeps its actor."""
-        while (line := await self._reach(name, handle)) is not None:
-            self.lines[name] = line
-            self.most[name], self._nodes[name] = line.most, line.node
-            if name in self._instead:
-                await self._give_up(self._instead.pop(name))
+    async def _maintain(self, name: str, handle: Any) -> None:
+        """Keep a connection to one pool as long as Ray keeps its actor."""
+        while (connection := await self._connect(name, handle)) is not None:
+            self.connections[name] = connection
+            self.most[name], self._nodes[name] = connection.most, connection.node
+            if name in self._replacements:
+                await self._abandon(self._replacements.pop(name))
             if not self._first[name].done():
                 self._first[name].set_result(None)
-            self._tell()
-            await asyncio.wait([line.broken])
-            del self.lines[name]
-            logger.warning("%s is away: %s", name, line.broken.result())
+            self._notify()
+            await asyncio.wait([connection.closed])
+            del self.connections[name]
+            logger.warning("%s is away: %s", name, connection.closed.result())
         del self.handles[name]
         self.most.pop(name, None)
         self._nodes.pop(name, None)
 
-    async def _reach(self, name: str, handle: Any) -> PoolConnection | None:
-        """Tries to reach a pool until it answers; None: Ray has given its actor up."""
+    async def _connect(self, name: str, handle: Any) -> PoolConnection | None:
+        """Connect to a pool, trying until it replies; None if Ray has given its actor up."""
         while True:
             key = uuid.uuid4().hex
             try:
-                facts = await handle.hello.remote(key, protocol.PROTOCOL)
-                check_apart(facts, self.lines.values())
+                info = await handle.hello.remote(key, protocol.PROTOCOL)
+                check_apart(info, self.connections.values())
             except RayTaskError as error:
-                self._refuse(name, error.cause)
-                await asyncio.sleep(UNWELL)
+                self._reject(name, error.cause)
+                await asyncio.sleep(RETRY_OPEN)
             except InvalidRequest as error:
-                self._refuse(name, error)
-                await asyncio.sleep(UNWELL)
+                self._reject(name, error)
+                await asyncio.sleep(RETRY_OPEN)
             except RayActorError as error:
                 if await asyncio.to_thread(_is_given_up, name):
-                    self._refuse(name, PoolLost(name, str(error).splitlines()[0]))
+                    self._reject(name, PoolLost(name, str(error).splitlines()[0]))
                     return None
-                await asyncio.sleep(PING)
+                await asyncio.sleep(RECONNECT)
             else:
-                return PoolConnection(handle, key, facts, self._code)
+                return PoolConnection(handle, key, info, self._code)
 
-    def _refuse(self, name: str, error: BaseException) -> None:
-        """A pool cannot be: who starts the fleet is told; later, the log."""
+    def _reject(self, name: str, error: BaseException) -> None:
+        """Report that a pool cannot be used: to `open` at first, to the log later."""
         first = self._first[name]
         if first.done():
             logger.warning("%s cannot be used: %s", name, error)
         else:
             first.set_exception(error)
-            first.exception()  # several may fail, and one is raised
+            first.exception()  # marked as retrieved: several may fail, and `open` raises one
 
 
 def _is_given_up(name: str) -> bool:
-    """Whether Ray will not start an actor again. Blocks on Ray."""
+    """Say whether Ray has given an actor up. Blocks on Ray."""
     try:
         ray.get_actor(name, NAMESPACE)
     except ValueError:

@@ -1,10 +1,10 @@
-"""A pool in a replica of Ray Serve: its GPU, its health, and how busy it is.
+"""A pool in a replica of Ray Serve: its GPU, its health and its load.
 
     @serve.deployment(ray_actor_options={"num_gpus": 1}, health_check_period_s=1)
     @serve.ingress(app)  # with the middleware asgi.PoolErrors
     class Images(PoolReplica): ...
 
-examples/10_ray_serve is a whole one.
+examples/10_ray_serve is a complete example.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from greensched.integrations.ray.gpus import own_gpu
 
 
 class PoolReplica:
-    """A replica with a pool over the one GPU that Ray gave it; a base for a deployment's class.
+    """A replica with a pool on the GPU that Ray assigned; a base for a deployment's class.
 
-    Serve has it answer whom it has taken, then ends its process, and the pool with it.
+    At its end Serve lets it finish accepted requests, then ends the process and with it the pool.
 
     Attributes:
-        pool: open as soon as there is a request.
+        pool: the pool, open before the first request.
     """
 
     async def __init__(self, make: Callable[..., Pool] = Pool) -> None:  # type: ignore[misc]  # Serve awaits it
-        """Opens the pool; Serve awaits this before it sends requests.
+        """Open the pool; Serve awaits this before it sends requests.
 
         Args:
-            make: makes the pool, given `devices=`: a `functools.partial` of `Pool`, say.
+            make: makes the pool from `devices=`, for example a `functools.partial` of `Pool`.
 
         Raises:
             InvalidRequest: the deployment's `ray_actor_options` have no `"num_gpus": 1`.
@@ -39,22 +39,21 @@ class PoolReplica:
         await self.pool.open()
 
     async def check_health(self) -> None:
-        """Asks the GPU each time Serve asks this. Does not wait for SMs.
+        """Check the GPU, without waiting for SMs.
 
         Raises:
-            DeviceFault, CUDAError: the GPU failed: Serve replaces the replica, and so the process,
-                which is what helps.
+            DeviceFault, CUDAError: the GPU failed. Serve then replaces the replica and its process,
+                as is necessary.
         """
         fault = fault_of(self.pool)
         if fault is not None:
             raise fault
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """For an autoscaling policy: Serve counts requests, and does not see SMs.
+        """Report the load to an autoscaling policy: Serve counts requests and does not see SMs.
 
         Returns:
-            `sms`: of each SM there is, how much is leased or drains; `waiting`: requests in the
-            pool's queue.
+            `sms`: the fraction of SMs that are leased or draining; `waiting`: queued requests.
         """
         has = self.pool.statistics()
         return {
