@@ -36,7 +36,7 @@ SOURCES  := $(shell find src -name '*.py')
 demo: $(VENV)/.ready
 	$(BIN)/greensched demo $(ARGS)
 
-# A process for each processor, and whoever is done takes over from the others. Eight at most: in a
+# A process for each processor; idle ones take work from the others. Eight at most: in a
 # container there may be far fewer processors than are seen. ARGS="-n0" is one process.
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal $(ARGS)
@@ -74,8 +74,8 @@ test-embedding: $(HOSTS)/.ready
 check-extras: $(VENV)/.ready
 	$(BIN)/python tests/extras.py
 
-# The neighbours are in a process of their own: torch makes the primary context current, and holds it,
-# and a driver keeps 4 MiB of every lane that was until it is released.
+# Other libraries are tested in a separate process: torch makes the primary context current, and holds it,
+# and a driver keeps 4 MiB of every closed executor until it is released.
 GPU_TESTS = PYTHONPATH=src:$$PYTHONPATH $(or $(GPU_PYTHON),python3) -m pytest -c tests/gpu.ini --rootdir . -p no:cacheprovider --driver cuda
 
 test-gpu:

@@ -109,7 +109,7 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 
 
 def test_every_page_is_reached() -> None:
-    """Whoever begins with README finds every page by following links."""
+    """Links lead from README to every page."""
     seen: set[Path] = set()
     left = [ROOT / "README.md"]
     while left:

@@ -120,7 +120,7 @@ async def test_an_image_comes_back_blurred(example: ModuleType, kind: str) -> No
     np.testing.assert_allclose(result, reference(image, 3.0), rtol=1e-4, atol=1e-4)
 
 
-async def test_everybody_gets_his_own_image(example: ModuleType) -> None:
+async def test_each_client_gets_its_own_image(example: ModuleType) -> None:
     """Of many clients at once each gets what it sent, and every SM is free afterwards."""
     images = [np.roll(IMAGE, i, axis=1)[i:] for i in range(40)]
     async with serving(example) as service:
@@ -161,7 +161,7 @@ async def test_nonsense_is_refused(example: ModuleType, kind: str) -> None:
 
 
 async def test_overload_is_told(example: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond the queue's bound: 429 with Retry-After in whole seconds; who is queued is served."""
+    """Beyond the queue's bound: 429 with Retry-After in whole seconds; queued ones are served."""
     monkeypatch.setattr(example, "MAX_WAITING", 3)
     async with serving(example) as service:
         async with service.pool.partition(ALL):
@@ -177,7 +177,7 @@ async def test_overload_is_told(example: ModuleType, monkeypatch: pytest.MonkeyP
 
 
 async def test_a_deadline_that_passes_is_told(example: ModuleType) -> None:
-    """Who is not served within the deadline he gave gets 504."""
+    """A request that is not granted within its deadline is answered with 504."""
     async with serving(example) as service, service.pool.partition(ALL):
         answer = await service.post(deadline=0.01)
         assert answer.status_code == 504
@@ -204,7 +204,7 @@ async def test_a_client_that_leaves_while_its_kernel_runs(
     started, end = threading.Event(), threading.Event()
 
     def is_over() -> bool:
-        started.set()  # somebody asks only once it runs
+        started.set()  # called only while the kernel runs
         return end.is_set()
 
     monkeypatch.setattr(gaussian_blur.spec, "cost", lambda *_: Cost(until=is_over))
@@ -265,7 +265,7 @@ async def test_a_device_fault_ends_readiness(
 async def test_a_stop_lets_requests_finish(
     example: ModuleType, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Told to stop, the service answers who is in it, closes the pool, and warns of nothing."""
+    """A stopping service answers accepted requests, closes the pool, and logs no warning."""
     async with serving(example) as service:
         pool = service.pool
         async with pool.partition(ALL):

@@ -66,7 +66,7 @@ async def leave(client: httpx.AsyncClient, prompt: list[int]) -> None:
 
 @pytest.mark.parametrize("options", [(), ("--streams",)], ids=["partitions", "streams"])
 def test_tokens_are_streamed(model: ModuleType, options: tuple[str, ...]) -> None:
-    """Each of many at once gets its own tokens, whoever leaves meanwhile; nonsense gets none."""
+    """Each client gets its own tokens, whichever others leave; invalid requests get none."""
 
     async def main(address: str) -> None:
         async with httpx.AsyncClient(base_url=address, timeout=20) as client:
@@ -82,8 +82,8 @@ def test_tokens_are_streamed(model: ModuleType, options: tuple[str, ...]) -> Non
                 assert answer.result() == tokens
             # No slot is lost: as many as there are can be had at once.
             slots = range(model.SIMULATED.slots)
-            everybody = await asyncio.gather(*(ask(client, [slot], 2) for slot in slots))
-            assert [len(tokens) for tokens in everybody] == [2 for _ in slots]
+            answers_of_all = await asyncio.gather(*(ask(client, [slot], 2) for slot in slots))
+            assert [len(tokens) for tokens in answers_of_all] == [2 for _ in slots]
             for nonsense in NONSENSE:
                 answer = await client.post("/generate", content=nonsense)
                 assert answer.status_code == 400
