@@ -253,7 +253,7 @@ class Bench:
         async def held() -> float:
             start = perf_counter()
             job = bound.submit()
-            while not job.is_done:
+            while not job.done():
                 pass
             return perf_counter() - start
 
@@ -261,7 +261,7 @@ class Bench:
             start = perf_counter()
             async with self.pool.partition(LEFT) as q:
                 job = q.launch(config, nothing)
-                while not job.is_done:
+                while not job.done():
                     pass
                 return perf_counter() - start
 

@@ -173,7 +173,7 @@ class _Bench:
         async def ours() -> float:
             start = perf_counter()
             for _ in repeat(None, BURST):
-                _ = job.is_done
+                _ = job.done()
             return (perf_counter() - start) / BURST
 
         async def theirs() -> float:

@@ -166,7 +166,7 @@ async def _with_a_latch(partitions: Sequence[Partition]) -> list[Samples]:
         job = partitions[-1].launch(CONFIG, latch, word, 0)
         try:
             found = await _wakes(_loads(partitions))
-            assert not job.is_done, "the ninth partition's kernel was to outlast the turn"
+            assert not job.done(), "the ninth partition's kernel was to outlast the turn"
             return found
         finally:
             word.array[0] = 1

@@ -151,7 +151,7 @@ def test_its_producer_is_waited_for_on_the_device(
                     jobs = [p.copy(y, array), p.launch(CONFIG, fill, array, 2.0, 8)]
                     bound = p.bind(CONFIG, fill, array, 2.0, 8)
                     jobs.append(bound.submit())
-                    assert not any(job.is_done for job in jobs)
+                    assert not any(job.done() for job in jobs)
                     gate.open()
                 for job in (written, *jobs):
                     await job
@@ -172,7 +172,7 @@ def test_a_stream_of_nobody_we_know_is_waited_for(backend: Backend) -> None:
                 with theirs.context.entered():
                     driver.set_bytes(x.address, 0, x.nbytes, theirs.handle)
                 job = p.copy(y, Shown(x, stream=theirs.address))
-                assert not job.is_done
+                assert not job.done()
                 word.array[0] = 1
                 await job
                 word.close()

@@ -148,7 +148,7 @@ def test_a_call_is_done_behind_what_was_submitted(backend: Backend) -> None:
                     jobs = [p.run(int), p.run(int)]
                     await until(lambda: all(job._value is not None for job in jobs))
                     await turns()
-                    assert not any(job.is_done for job in jobs)
+                    assert not any(job.done() for job in jobs)
                     gate.open()
                 for job in jobs:
                     assert await job == 0
@@ -232,7 +232,7 @@ def test_buffers_in_a_call_are_kept_in_order(backend: Backend) -> None:
                 memory.reap()
                 assert memory.used_bytes
                 await turns()
-                assert not job.is_done
+                assert not job.done()
                 gate.open()
             assert await job == (100,)
             await until(lambda: memory.reap() is None and memory.used_bytes == 0)

@@ -78,7 +78,7 @@ def test_a_checkpoint_awaits_the_work_first(backend: Backend) -> None:
                     assert pool.statistics().waiting == 1
                     gate.open()
                     await p.checkpoint()
-                    assert job.is_done
+                    assert job.done()
                     (await job).close()
                 assert p.sm_count < sms
                 release.set()

@@ -89,7 +89,7 @@ def test_what_is_kept_lives_until_the_work_is_done(backend: Backend, stays: bool
                     del kept
                     gc.collect()
                     assert alive() is not None
-                    assert not job.is_done
+                    assert not job.done()
                     gate.open()
                     if stays:
                         await job

@@ -103,12 +103,12 @@ def test_a_thousand_launches_between_jobs(backend: Backend) -> None:
                     if number % 20 == 0:
                         other = p.launch(CONFIG, fill, source, 2.0, SIZE)
                         await job
-                        assert job.ticket <= track.word[0]
+                        assert job._ticket <= track.word[0]
                         await other
                     assert seen <= track.word[0] <= track.issued
                     seen = track.word[0]
                 await job
-                assert track.word[0] == track.issued == job.ticket
+                assert track.word[0] == track.issued == job._ticket
                 assert executables(pool) <= 1
 
     backend.run(main)
@@ -449,7 +449,7 @@ def test_it_uses_the_same_buffers_everywhere(backend: Backend, *, is_busy: bool)
                         used.reverse()  # what was read is written now
                         with pytest.raises(greensched.InvalidCapture, match="same buffers"):
                             await graph.launch(q)
-                        assert held is None or not held.is_done
+                        assert held is None or not held.done()
                         used.reverse()
                         launched = graph.launch(q)
                     finally:
@@ -621,7 +621,7 @@ def test_a_forgotten_graph_is_told(backend: Backend) -> None:
                     await until(lambda: len(told) == 1)  # the thread that made it lets go, too
                 job = p.capture(copied, target, source)
                 await p.run(int)
-                assert job.is_done
+                assert job.done()
                 del job
                 gc.collect()
                 with await p.capture(copied, target, source):

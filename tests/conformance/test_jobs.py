@@ -74,10 +74,10 @@ def test_a_job_can_be_awaited_by_many_and_often(backend: Backend) -> None:
                     for _ in range(5):
                         tasks.start_soon(wait_for, job)
                     await turns()
-                    assert not job.is_done
+                    assert not job.done()
                     assert not results
                     gate.open()
-            assert job.is_done
+            assert job.done()
             assert await job is await job is job.result()
             (await job).close()
         assert results == [10] * 5
@@ -132,7 +132,7 @@ def test_leaving_the_block_waits_for_jobs_left_behind(backend: Backend) -> None:
                 async with pool.partition(8) as p:
                     gates.append(await Gate.closed(p))
                     job = p.empty(10)
-                left.append(job.is_done)
+                left.append(job.done())
                 job.result().close()
 
             tasks.start_soon(leave)

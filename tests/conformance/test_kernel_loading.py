@@ -124,7 +124,7 @@ def test_everything_can_be_submitted_meanwhile(backend: Backend) -> None:
                         q.run(lambda: 4),
                     ]
                     await still_waits(jobs[-1])
-                    assert not any(job.is_done for job in jobs)
+                    assert not any(job.done() for job in jobs)
                     gate.open()
                 got = [await job for job in jobs]
                 assert np.all(got[2] == 3.0)

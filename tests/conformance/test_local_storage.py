@@ -121,7 +121,7 @@ def test_it_is_given_at_once_the_second_time(backend: Backend) -> None:
             things = Things(pool)
             made = await p.local(things.make)
             job = p.local(things.make)
-            assert job.is_done
+            assert job.done()
             assert job.result() is made
             assert await job is made
 

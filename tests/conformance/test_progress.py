@@ -127,7 +127,7 @@ def test_what_progress_raises_fails_the_job(
                 job = copy(p, buffer, array, stop)
                 with pytest.raises(RuntimeError, match="that will do"):
                     await job
-                assert job.is_done
+                assert job.done()
                 await p.copy(buffer, array)
                 np.testing.assert_array_equal(await p.download(buffer), array)
                 memory = pool._manager.sites[0].memory
@@ -193,7 +193,7 @@ def test_a_cancelled_await_leaves_the_copy_going(backend: Backend) -> None:
                     with anyio.move_on_after(0.01) as scope:
                         await job
                     assert scope.cancelled_caught
-                    assert not job.is_done
+                    assert not job.done()
                     assert (out == -1).all()  # the device never writes it
                     gate.open()
                 assert await job is out
@@ -217,7 +217,7 @@ def test_a_block_left_by_a_cancellation_keeps_the_array_until_the_job_is_done(
                     jobs.append(p.copy(buffer, source))
                     scope.cancel()
                     await anyio.sleep(1)
-            assert not jobs[0].is_done
+            assert not jobs[0].done()
             with gate:
                 gate.open()
                 await jobs[0]

@@ -445,7 +445,7 @@ def test_leaving_a_block_delivers_its_downloads(backend: Backend) -> None:
                     out = np.zeros(64)
                     async with pool.partition(8) as p:
                         job = p.download(buffer, out)
-                        while not p._open().launch_stream.reached(job.ticket):
+                        while not p._open().launch_stream.reached(job._ticket):
                             pass  # no turn of the loop in between
                     assert out.all()
 

@@ -142,7 +142,7 @@ def asked(_: Pool, p: Partition, x: Buffer) -> Callable[[], Awaitable[object]]:
     job = p.launch(CONFIG, fill, x, 1.0, ITEMS)
 
     async def work() -> None:
-        assert job.is_done
+        assert job.done()
         await job
 
     return work

@@ -73,7 +73,7 @@ def test_ten_thousand_random_leases_never_share_an_sm(
             jobs = [p.launch(ONE, spin, 1) for _ in range(rng.choice((1, 1, 2)))]
             counts["leases"] += 1
             if rng.random() < 0.4:
-                if not jobs[-1].is_done:
+                if not jobs[-1].done():
                     counts["cancelled with a kernel running"] += 1
                 task = asyncio.current_task()
                 assert task is not None

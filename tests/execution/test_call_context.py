@@ -185,7 +185,7 @@ def test_what_a_hook_is_concerned_with_lives_until_the_stream_is_done(hooks: lis
             del thing
             await anyio.sleep(1)
             gc.collect()
-            assert not job.is_done
+            assert not job.done()
             assert gone() is not None
             word.array[0] = 1
             await job

@@ -34,7 +34,7 @@ def test_a_pool_closed_over_a_copy_leaves_both_devices(pair: str) -> None:
                 assert len(report.abandoned) == 2
                 assert "device 1" in report.abandoned[1]
                 assert "Device 0" in report.abandoned[0]
-                assert not job.track.reached(job.ticket)
+                assert not job._stream.reached(job._ticket)
                 gate.open()
 
     anyio.run(main)

@@ -145,7 +145,7 @@ class Doomed:
         await until(lambda: completion.waiting == self.HELD)
         self.queued = completion.waiting
         jobs = [p.launch(ONE, spin, LONG_NS) for p in self._held]
-        self.in_flight = sum(not job.is_done for job in jobs)
+        self.in_flight = sum(not job.done() for job in jobs)
 
     def collect(self) -> None:
         """Its tasks go, as garbage does: they say nothing."""
@@ -252,7 +252,7 @@ def test_one_loop_after_another(backend: str) -> None:
         jobs: list[Job[Any]] = []
         anyio.run(leave_something, jobs, backend=backend)
         anyio.run(go_on, backend=backend)
-        assert all(job.is_done for job in jobs)
+        assert all(job.done() for job in jobs)
     anyio.run(pool.aclose, backend=backend)
     assert not driver.live()
 
@@ -382,7 +382,7 @@ def test_buffers_keep_their_order_across_loops() -> None:
     async def read() -> None:
         async with pool.partition(16) as p:
             job = p.download(shared[0])
-            assert not job.is_done
+            assert not job.done()
             reading.set()
             done.append(float((await job).sum()))
 

@@ -53,7 +53,7 @@ def test_a_graph_between_jobs_on_two_partitions() -> None:
                     job = graph.launch(p)
                     if number % 10 == 0:
                         await p.launch(CONFIG, saxpy, 1.0, x, y, SIZE)
-                        assert job.is_done
+                        assert job.done()
                         added += 1
                     word = track.word[0]
                     assert last <= word <= track.issued

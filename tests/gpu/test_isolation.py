@@ -104,7 +104,7 @@ def test_work_in_one_partition_does_not_wait_for_another() -> None:
             with await p.upload(a) as x, await p.empty(a.shape) as y:
                 await p.launch(grid, matmul, x, x, y, 256, 256, 256, 1)
                 product = await p.download(y)
-            assert not held.is_done
+            assert not held.done()
             word.array[0] = 1
             await held
             word.close()

@@ -37,7 +37,7 @@ async def launch_beside_a_busy_partition(pool: Pool, kernel: Kernel) -> np.ndarr
             with await p.empty(64 * 64, np.uint32) as out, anyio.fail_after(10):
                 await p.launch(CONFIG, kernel, out, STEPS)
                 result = await p.download(out)
-                assert not held.is_done
+                assert not held.done()
         finally:
             word.array[0] = 1
             await held

@@ -58,7 +58,7 @@ def test_what_outlives_its_lane_reads_a_word_of_its_own(monkeypatch: pytest.Monk
                 async with pool.partition(sms):
                     pass
             assert old.stream.is_closed
-            assert job.is_done
+            assert job.done()
             await job
             async with pool.partition(8) as p:
                 with buffer, anyio.fail_after(5):
@@ -103,7 +103,7 @@ def test_a_call_in_flight_is_not_forgotten_by_a_later_launch() -> None:
                 await p.launch(ONE, fill, x, 2.0, 64)
                 copy = q.copy(x, np.zeros(64, np.float32))
                 await turns()
-                assert not copy.is_done
+                assert not copy.done()
                 go.set()
                 await call
                 await copy
@@ -148,10 +148,10 @@ def test_tickets_never_wrap(first: int) -> None:
             track.issued = track.submitted = first
             track.word[0] = first & 0xFFFFFFFF
             with buffer, await Gate.closed(p) as gate:
-                assert old.is_done
+                assert old.done()
                 jobs = [p.copy(buffer, np.full(8, n, np.float32)) for n in range(6)]
                 await turns()
-                assert not any(job.is_done for job in jobs)
+                assert not any(job.done() for job in jobs)
                 gate.open()
                 for job in jobs:
                     await job
@@ -363,7 +363,7 @@ def test_who_awaited_everything_finds_everything_submitted(monkeypatch: pytest.M
             job = p.upload(BIG)
             await until(written.is_set)
             await turns()
-            assert not job.is_done
+            assert not job.done()
             go.set()
             (await job).close()
             assert p._open().all_submitted

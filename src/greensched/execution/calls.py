@@ -69,7 +69,7 @@ def local(lease: Lease, factory: Callable[[], T]) -> Job[T]:
         return submit_call(lease, values.get, (factory,), {})
     # Ticket 0 is always reached.
     job: Job[T] = Job(lease.executor.call_stream, 0, "local", lease.failed)
-    job.succeed(values.get(factory))
+    job._set_result(values.get(factory))
     return job
 
 
@@ -78,7 +78,7 @@ def keep_alive(lease: Lease, things: tuple[object, ...]) -> Job[None]:
     lease.check_capture()
     stream = lease.launch_stream
     job = lease.submit("keep_alive", lambda ticket: stream.keep(ticket, things))
-    lease.poller.when_reached(stream, job.ticket, stream.let_go)
+    lease.poller.when_reached(stream, job._ticket, stream.let_go)
     return job
 
 

@@ -25,8 +25,9 @@ from greensched.device.foreign_arrays import (
 from greensched.device.staging import Moved
 from greensched.device.staging_ring import StagingSlot
 from greensched.errors import InvalidArray
-from greensched.execution.jobs import Job, ProgressCallback, ProgressReporter
+from greensched.execution.jobs import Job
 from greensched.execution.lease import DeviceMemory, Lease
+from greensched.execution.progress import ProgressCallback, ProgressReporter
 from greensched.typing import DeviceArray, T
 
 Array = npt.NDArray[Any]
@@ -347,7 +348,7 @@ def _progress(lease: Lease, tell: ProgressCallback | None, nbytes: int) -> Progr
 
 
 def _moved(progress: ProgressReporter | None) -> Moved:
-    return (lambda _: None) if progress is None else progress.moved
+    return (lambda _: None) if progress is None else progress.advance
 
 
 def _told(progress: ProgressReporter, buffer: Buffer) -> None:
@@ -365,5 +366,5 @@ def _finish(
     drop: Callable[[], object] = lambda: None,
 ) -> None:
     """What the host does when the device is done, before anybody has the job's value."""
-    job.finish_with(finish, drop)
+    job._set_finalizer(finish, drop)
     lease.finish_later(job)

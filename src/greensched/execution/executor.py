@@ -42,6 +42,7 @@ from greensched.device.tickets import TicketMemory
 from greensched.errors import CUDAError, DeviceFault
 from greensched.execution.call_context import CallContext, running_call
 from greensched.execution.completion import CAPTURE_STATUSES, CompletionPoller
+from greensched.execution.eventloop.base import Waiter
 from greensched.execution.jobs import Job
 from greensched.execution.launch_cache import LaunchCache
 from greensched.execution.local_storage import ExecutorLocals
@@ -156,6 +157,14 @@ class Executor:
         """Whether the calling thread is inside a block of the green context."""
         return self._ownership is not None and self._ownership.is_mine
 
+    def wait(self, stream: TicketedStream, ticket: int) -> Waiter:
+        """Make something to await on the running loop until a ticket is reached, or is lost.
+
+        Raises:
+            NoLoop: no loop is running on this thread.
+        """
+        return self.host.current_poller().wait(stream, ticket)
+
     def notify_when(
         self, stream: TicketedStream, ticket: int, callback: Callable[[], object]
     ) -> None:
@@ -233,11 +242,11 @@ class Executor:
             try:
                 if refused is not None:
                     raise refused
-                job.succeed(step())
+                job._set_result(step())
             except BaseException as error:
-                job.fail(error)
+                job._set_exception(error)
             try:
-                job.track.mark(job.ticket)
+                job._stream.mark(job._ticket)
             except CUDAError as error:
                 self.host.device_failed(error)
             poller.thread_work_done_threadsafe()
@@ -322,7 +331,7 @@ class Executor:
                         self._run_call(ended)
         except Exception as error:  # the thread cannot be started, the context entered or left
             ended = ended or calls.popleft()
-            ended.job.fail(error)
+            ended.job._set_exception(error)
         if ended is not None:
             self._finish_call(ended)
         if calls:  # behind a call that failed so: each tries again
@@ -334,11 +343,11 @@ class Executor:
                 self.call_stream.order_behind(self.launch_stream)
             call.run()
         except BaseException as error:
-            call.job.fail(error)
+            call.job._set_exception(error)
 
     def _finish_call(self, call: _QueuedCall) -> None:
         """Write the ticket of a call that returned, behind the work that it left on the stream."""
-        stream, ticket = self.call_stream, call.job.ticket
+        stream, ticket = self.call_stream, call.job._ticket
         try:
             if self._has_no_work(stream):
                 stream.mark_here(ticket)
@@ -452,7 +461,7 @@ class _QueuedCall:
         else:
             value = self.context.run(_call_in, self.where, self.function)
         if value is not None:
-            self.job.succeed(value)
+            self.job._set_result(value)
 
 
 def _call_in(where: CallContext | None, function: Callable[[], T]) -> T:

@@ -104,7 +104,7 @@ class Graph(Closable):
         if captured is None or captured.has_failed:
             captured = self._capture_again(lease)
         job = lease.submit("graph", captured.launch, self._uses, may_block=not captured.is_ready)
-        captured.last = job.ticket
+        captured.last = job._ticket
         return job
 
     def close(self) -> None:
@@ -272,12 +272,12 @@ class _CapturedGraph:
         """Whether it could not be made, as far as anybody was told."""
         if self._executable is not None or self.again is None:
             return False
-        return self._is_refused or self.again.is_done
+        return self._is_refused or self.again.done()
 
     @property
     def is_ready(self) -> bool:
         """Whether it is made, and on the device."""
-        return self._executable is not None and (self.again is None or self.again.is_done)
+        return self._executable is not None and (self.again is None or self.again.done())
 
     @property
     def is_alive(self) -> bool:
@@ -287,7 +287,7 @@ class _CapturedGraph:
     @property
     def is_idle(self) -> bool:
         """Whether nobody makes it, and all its launches are done."""
-        is_made = self.again is None or self.again.is_done
+        is_made = self.again is None or self.again.done()
         return is_made and self.executor.launch_stream.reached(self.last)
 
     def launch(self, _: int) -> None:
@@ -302,8 +302,8 @@ class _CapturedGraph:
         """Blocks until it is made, and has the device wait until it is there."""
         runs, again = self.executor.call_stream, self.again
         assert again is not None
-        runs.wait_until_submitted(again.ticket)
-        error = again.pass_on()
+        runs.wait_until_submitted(again._ticket)
+        error = again._take_error()
         if error is not None:
             self._is_refused = True  # its ticket may come much later, behind what runs there
             raise error

@@ -1,131 +1,70 @@
-"""Jobs: one piece of work submitted to a partition, awaitable by anybody, any number of times."""
+"""Jobs: one piece of work submitted to a partition, with the interface of a future."""
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Generator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Generic
+from contextvars import Context, copy_context
+from functools import partial
+from typing import Any, Generic
 
-from greensched._asynclib import is_coroutine_function
 from greensched.device.buffers import Closable
 from greensched.device.streams import TicketedStream
-from greensched.errors import InvalidRequest, WouldBlock, WrongThread, too_late
-from greensched.execution.eventloop import current_trio
-from greensched.execution.eventloop.base import LoopAdapter, Waiter
+from greensched.errors import WouldBlock, WrongThread, too_late
+from greensched.execution.eventloop import current_adapter, current_trio
+from greensched.execution.eventloop.base import Waiter
 from greensched.typing import T
 
-if TYPE_CHECKING:  # what stands above: a track only knows that it has somebody's threads
-    from greensched.execution.executor import Executor
-
-#: Told how far a copy is: bytes done, and bytes in all.
-ProgressCallback = Callable[[int, int], object]
-
-
-class ProgressReporter:
-    """Tells a caller how far his copy is, on the thread of his loop.
-
-    Reports that the loop had no turn for are one, the newest; so they never pile up.
-
-    Args:
-        tell: the caller's.
-        nbytes: in all.
-        loop: of the loop that the caller runs on.
-    """
-
-    __slots__ = ("_done", "_error", "_is_posted", "_loop", "_nbytes", "_owner", "_tell", "_told")
-
-    def __init__(self, tell: object, nbytes: int, loop: LoopAdapter) -> None:
-        if not callable(tell) or is_coroutine_function(tell):
-            raise InvalidRequest(
-                f"progress={tell!r}: give a plain function of bytes done and in all"
-            )
-        self._tell = tell
-        self._nbytes = nbytes
-        self._loop = loop
-        self._owner = threading.get_ident()
-        self._done = 0
-        self._told = -1
-        self._is_posted = False
-        self._error: Exception | None = None
-
-    def moved(self, nbytes: int) -> None:
-        """So many bytes more are done. From any thread.
-
-        Raises:
-            Exception: what the caller raised when he was told.
-        """
-        self._done += nbytes
-        if not self._is_posted:
-            self._is_posted = True
-            self._loop.call_threadsafe(self._report)
-        if self._error is not None:
-            raise self._error
-
-    def finish(self) -> None:
-        """Everything is done: he is told before anybody on his thread has the job's value.
-
-        Raises:
-            Exception: as `moved`.
-        """
-        self._done = self._nbytes
-        if threading.get_ident() == self._owner:
-            self._report()
-        else:
-            self._loop.call_threadsafe(self._report)
-        if self._error is not None:
-            raise self._error
-
-    def _report(self) -> None:
-        self._is_posted = False
-        done = self._done
-        if self._error is None and done > self._told:
-            self._told = done
-            try:
-                self._tell(done, self._nbytes)
-            except Exception as error:
-                self._error = error
+logger = logging.getLogger("greensched")
 
 
 class Job(Generic[T]):
-    """Work that was submitted: await it, ask it, or leave it to the end of the partition's block.
+    """Work that was submitted: await it, query it, or leave it to the end of the partition's block.
 
-    Any number of tasks may await it, on any loop, any number of times. Cancelling one of them
-    cancels nothing but its waiting: work on a device cannot be stopped.
+    Any number of tasks may await it, on any loop, any number of times. Cancelling a task that
+    awaits it stops the waiting only: work on a device cannot be stopped.
 
-    A failed job raises at each await. A failure that nobody has seen when the partition's block
+    A failed job raises at each await. A failure that was not retrieved when the partition's block
     ends normally is raised there.
+
+    `asyncio.wait`, `asyncio.as_completed`, `asyncio.gather` and `asyncio.ensure_future` take it.
     """
 
-    __slots__ = ("__dict__", "_failures", "ticket", "track", "what")
+    __slots__ = ("__dict__", "_failures", "_stream", "_ticket", "name")
 
-    #: What few jobs have. Those that do have a place for it; the others are made the faster.
+    # What few jobs have is in their `__dict__`, so that the others are created faster.
     _value: Any = None
     _error: BaseException | None = None
-    _finish: Callable[[T], object] | None = None
-    _finishing: threading.Lock
-    _drop: Callable[[], object]
-    _is_seen = False
+    _is_retrieved = False
+    _callbacks: list[_DoneCallback] | None = None
+    _finalizer: Callable[[T], object] | None = None
+    _cleanup: Callable[[], object]
+    _finalizing: threading.Lock
 
     def __init__(
-        self, track: TicketedStream, ticket: int, what: str, failures: list[Job[Any]]
+        self, stream: TicketedStream, ticket: int, name: str, failures: list[Job[Any]]
     ) -> None:
+        #: The failed jobs of its lease whose failure was not retrieved.
         self._failures = failures
-        #: Where its ticket is written.
-        self.track = track
+        self._stream = stream
         #: Written by the stream when the work is done.
-        self.ticket = ticket
-        #: What it does, for people.
-        self.what = what
+        self._ticket = ticket
+        #: The kernel, function or copy, for messages.
+        self.name = name
 
-    @property
-    def is_done(self) -> bool:
-        """Whether it has ended, well or not. Does not wait."""
-        track, ticket = self.track, self.ticket  # where it is known, nobody is asked
-        return ticket <= track.known or track.reached(ticket) or track.fault is not None
+    def done(self) -> bool:
+        """Whether it has ended, successfully or not. Does not wait."""
+        stream, ticket = self._stream, self._ticket  # what is known needs no call
+        return ticket <= stream.known or stream.reached(ticket) or stream.fault is not None
+
+    def cancelled(self) -> bool:
+        """Return False: a job cannot be cancelled. `asyncio.wait` asks."""
+        return False
 
     def result(self) -> T:
-        """What it gave, at once.
+        """Return its result, at once.
 
         Raises:
             WouldBlock: it is not done.
@@ -133,15 +72,27 @@ class Job(Generic[T]):
             PoolClosed, ForkedPool: its pool ended before it was done.
             Exception: what the job itself failed with.
         """
-        if not self.track.reached(self.ticket):
-            if self.track.fault is None:
+        if not self._stream.reached(self._ticket):
+            if self._stream.fault is None:
                 raise WouldBlock(f"{self!r} is not done: await it")
-            self._was_seen()
-            raise too_late(self.track.fault)
-        return self.outcome()
+            self._set_retrieved()
+            raise too_late(self._stream.fault)
+        if self._stream.launch_errors and self._error is None:
+            error = self._stream.take_launch_error(self._ticket)
+            if error is not None:
+                self._set_exception(error)
+        if self._finalizer is not None:
+            self._finalize()
+        if self._error is not None:
+            self._set_retrieved()
+            raise self._error
+        value = self._value
+        if value is not None and isinstance(value, Closable):
+            value.is_known = True
+        return value  # type: ignore[no-any-return]  # T, or None where T is None
 
     def exception(self) -> BaseException | None:
-        """What it failed with, if it did. Raises `WouldBlock` while it is not done."""
+        """Return what it failed with, or None. Raises `WouldBlock` while it is not done."""
         try:
             self.result()
         except WouldBlock:
@@ -150,15 +101,54 @@ class Job(Generic[T]):
             return error
         return None
 
-    def __await__(self) -> Generator[Any, None, T]:
-        """Waits until it is done, then gives what `result` gives.
+    def add_done_callback(self, callback: Callable[[Job[T]], object]) -> None:
+        """Call a function with the job once it is done, in a turn of the loop of this thread.
+
+        In a task of the partition that is the partition's loop. A thread that runs no loop, as
+        inside `p.run`, cannot add one. The function is called in a copy of the current context;
+        what it raises is logged. If the job is done already it is called in the loop's next turn.
+
+        Raises:
+            NoLoop: no loop is running on this thread.
+        """
+        entry = _DoneCallback(callback, copy_context())
+        call = partial(current_adapter().call_threadsafe, partial(self._run_callback, entry))
+        if self._callbacks is None:
+            self._callbacks = []
+        self._callbacks.append(entry)
+        if self.done():
+            call()
+        else:
+            self._stream.crew.notify_when(self._stream, self._ticket, call)
+
+    def remove_done_callback(self, callback: Callable[[Job[T]], object]) -> int:
+        """Remove a function that was added, however often it was; return how often."""
+        found = [entry for entry in self._callbacks or () if entry.callback == callback]
+        return sum(self._remove_callback(entry) for entry in found)
+
+    def _remove_callback(self, entry: _DoneCallback) -> bool:
+        try:
+            (self._callbacks or []).remove(entry)
+        except ValueError:
+            return False
+        return True
+
+    def _run_callback(self, entry: _DoneCallback) -> None:
+        if self._remove_callback(entry):  # else it was removed
+            try:
+                entry.context.run(entry.callback, self)
+            except Exception:
+                logger.exception("a done callback of %r raised", self)
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        """Wait until it is done, then return what `result` returns.
 
         Raises:
             WrongThread: its partition's context is current here, which a call may be waiting for.
         """
         waiter = self._next_waiter()
         trio = current_trio() if waiter is None else None
-        if trio is not None:
+        if trio is not None:  # where each await is a checkpoint
             yield from trio.lowlevel.checkpoint().__await__()
         while waiter is not None:
             yield from waiter.__await__()
@@ -167,92 +157,83 @@ class Job(Generic[T]):
 
     def _next_waiter(self) -> Waiter | None:
         """Make something to await, and then to call this again; None once the job is done."""
-        if self.is_done:
+        if self.done():
             return None
-        executor: Executor = self.track.crew
+        executor = self._stream.crew
         if executor.is_entered:
             raise WrongThread("no `await` inside `with p.context:`: leave that block first")
-        return executor.host.current_poller().wait(self.track, self.ticket)
+        waiter: Waiter = executor.wait(self._stream, self._ticket)
+        return waiter
 
-    # -- for the partition -----------------------------------------------------------------------
+    # -- for its lease and its executor ------------------------------------------------------------
 
-    def outcome(self) -> T:
-        """What it gave, or failed with; its ticket is reached."""
-        if self.track.launch_errors and self._error is None:
-            error = self.track.take_launch_error(self.ticket)
-            if error is not None:
-                self.fail(error)
-        if self._finish is not None:
-            self.finish()
-        if self._error is not None:
-            self._was_seen()
-            raise self._error
-        value = self._value
-        if value is not None and isinstance(value, Closable):
-            value.is_known = True
-        return value  # type: ignore[no-any-return]  # T, or None where T is None
-
-    def finish_with(self, finish: Callable[[T], object], drop: Callable[[], object]) -> None:
-        """What remains to be done by the host once the device is done; done once, by `finish`.
-
-        Args:
-            finish: told the job's value.
-            drop: called behind it, or instead of it where the job failed: the device is done.
-        """
-        self._finishing, self._drop = threading.Lock(), drop
-        self._finish = finish
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether the host has nothing left to do for it."""
-        return self._finish is None
-
-    def finish(self) -> None:
-        """Does what remains for the host; who asks meanwhile, in another thread, waits for that.
-
-        Never raises: what goes wrong is the job's failure. If the device failed, nothing is done:
-        it may still be writing.
-        """
-        with self._finishing:
-            finish = self._finish
-            if finish is None or not self.track.reached(self.ticket):
-                return
-            try:
-                if self._error is None:
-                    finish(self._value)
-            except BaseException as error:
-                self.fail(error)
-            finally:
-                self._finish = None  # last: until then nobody takes the value for whole
-                self._drop()
-
-    def succeed(self, value: T) -> None:
-        """Sets the result, before the ticket is written."""
+    def _set_result(self, value: T) -> None:
+        """Set the result, before the ticket is written."""
         self._value = value
 
-    def fail(self, error: BaseException) -> None:
-        """Sets the failure, before the ticket is written."""
+    def _set_exception(self, error: BaseException) -> None:
+        """Set the failure, before the ticket is written."""
         self._error = error
         self._failures.append(self)
 
-    def pass_on(self) -> BaseException | None:
-        """What it failed with, if it did: from here on another job tells that. From any thread."""
-        self._was_seen()
+    def _take_error(self) -> BaseException | None:
+        """Return the failure, which another job raises from here on. From any thread."""
+        self._set_retrieved()
         return self._error
 
-    def _was_seen(self) -> None:
-        """Its lease keeps it no longer, with all that its traceback holds."""
-        self._is_seen = True
-        with suppress(ValueError):  # seen before, or by another thread at the same time
+    def _set_retrieved(self) -> None:
+        """Remove it from its lease's failures: the error's traceback holds much."""
+        self._is_retrieved = True
+        with suppress(ValueError):  # removed before, or by another thread at the same time
             self._failures.remove(self)
 
     @property
-    def unseen_error(self) -> BaseException | None:
-        """A failure that nobody has been told."""
-        return None if self._is_seen else self._error
+    def _unretrieved_error(self) -> BaseException | None:
+        return None if self._is_retrieved else self._error
+
+    def _set_finalizer(
+        self, finalizer: Callable[[T], object], cleanup: Callable[[], object]
+    ) -> None:
+        """Set what the host does once the device is done; done once, by `_finalize`.
+
+        Args:
+            finalizer: called with the job's value.
+            cleanup: called behind it, or instead of it where the job failed: the device is done.
+        """
+        self._finalizing, self._cleanup = threading.Lock(), cleanup
+        self._finalizer = finalizer
+
+    def _finalize(self) -> None:
+        """Do the host's part; another thread that calls this meanwhile waits for it.
+
+        Never raises: an exception is the job's failure. If the device failed, nothing is done: it
+        may still be writing.
+        """
+        with self._finalizing:
+            finalizer = self._finalizer
+            if finalizer is None or not self._stream.reached(self._ticket):
+                return
+            try:
+                if self._error is None:
+                    finalizer(self._value)
+            except BaseException as error:
+                self._set_exception(error)
+            finally:
+                self._finalizer = None  # last: until then the value is not complete
+                self._cleanup()
 
     def __repr__(self) -> str:
-        state = "done" if self.is_done else "running"
+        state = "done" if self.done() else "running"
         if self._error is not None:
             state = f"failed: {type(self._error).__name__}"
-        return f"<Job {self.what}: {state}>"
+        return f"<Job {self.name}: {state}>"
+
+
+class _DoneCallback:
+    """A done callback, and the context to call it in; compared by identity."""
+
+    __slots__ = ("callback", "context")
+
+    def __init__(self, callback: Callable[[Any], object], context: Context) -> None:
+        self.callback = callback
+        self.context = context

@@ -314,11 +314,11 @@ class Lease:
             try:
                 value = step()
                 if value is not None:
-                    job.succeed(value)
+                    job._set_result(value)
             except DeviceFault:
                 raise
             except Exception as error:
-                job.fail(error)
+                job._set_exception(error)
             finally:
                 stream.mark(ticket)
         except CUDAError as error:
@@ -341,10 +341,10 @@ class Lease:
         """
         self.reusable = False
         unfinished = self._unfinished
-        while unfinished and unfinished[0].is_finished:
+        while unfinished and unfinished[0]._finalizer is None:
             unfinished.popleft()
         unfinished.append(job)
-        self.poller.when_reached(self.executor.launch_stream, job.ticket, job.finish)
+        self.poller.when_reached(self.executor.launch_stream, job._ticket, job._finalize)
 
     @property
     def call_context(self) -> CallContext:
@@ -461,7 +461,7 @@ class Lease:
         The executor that it has so far has no work of the lease any more.
         """
         for job in self._unfinished:
-            job.finish()
+            job._finalize()
         self._start_on(executor)
 
     def move_bound_launches(self, before: Executor) -> None:
@@ -599,7 +599,7 @@ class Lease:
         self.state = LeaseState.CLOSED
         self.executor.launch_stream.let_go()
         for job in self._unfinished:
-            job.finish()
+            job._finalize()
         self._listener.lease_closed(self)
         waiters, self._close_waiters = self._close_waiters, []
         for waiter in waiters:
@@ -633,7 +633,7 @@ class Lease:
     @property
     def unretrieved_error(self) -> BaseException | None:
         """The first failure of a job that was not retrieved."""
-        errors = [job.unseen_error for job in tuple(self.failed)]
+        errors = [job._unretrieved_error for job in tuple(self.failed)]
         for ticket, error in tuple(self.executor.launch_stream.launch_errors):
             if ticket > self._first_ticket:  # the others are of earlier leases
                 errors.append(error)

@@ -26,9 +26,10 @@ from greensched.execution import calls, copies, graphs, launches
 from greensched.execution.bound_launch import BoundLaunch
 from greensched.execution.call_context import CallContext
 from greensched.execution.graphs import Graph
-from greensched.execution.jobs import Job, ProgressCallback
+from greensched.execution.jobs import Job
 from greensched.execution.lease import Lease
 from greensched.execution.prefetch import Prefetcher
+from greensched.execution.progress import ProgressCallback
 from greensched.kernels import Kernel
 from greensched.leasing.asking import Asker, Grantor
 from greensched.typing import DeviceArray
@@ -361,7 +362,7 @@ class Partition(Asker["Partition"]):
             InvalidArray: Python objects, big-endian numbers, or no array at all.
 
         The job fails with `OutOfMemory` where there is no room. Cancelling who awaits it stops the
-        waiting only: the copy goes on, and the array is in use until `job.is_done`. To stop the
+        waiting only: the copy goes on, and the array is in use until `job.done()`. To stop the
         copy itself, raise in `progress`.
         """
         return copies.upload(self._ready(), array, progress)
