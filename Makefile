@@ -1,24 +1,25 @@
-# Everything sets up what it needs in .venv; nothing else is required but Python >= 3.11 and make.
+# Every target installs what it needs in .venv. Python >= 3.11 and make must be there.
 #
-#   make demo           the main job, on a GPU or a simulated one
-#   make test           the tests, on simulated GPUs
+#   make demo           run the demo, on a GPU or a simulated one
+#   make test           run the tests on simulated GPUs
 #   make check          lint, format, types, import contracts
-#   make test-standin   the conformance suite and more, with the real cuda.bindings on a stand-in
-#                       driver built from STANDIN=<folder with a Makefile>
-#   make test-integrations  torch, cuda.core, numba-cuda, Warp and Ray beside greensched, in an environment
-#                       of their own, some gigabytes; STANDIN=... for those that need a driver
-#   make test-embedding     the recipes of docs/embedding.md in LitServe, BentoML and Triton's server,
-#                       in an environment of their own, half a gigabyte
-#   make check-extras   whether every extra installs beside the newest torch; installs nothing
-#   make test-gpu       the same suite and all gpu tests, on the GPU of this machine, with the
+#   make check-counts   files that an operation passes; with STANDIN=..., driver calls of the hot paths
+#   make check-extras   resolve every extra beside the newest torch; installs nothing
+#   make test-standin   run the conformance suite and more with the real cuda.bindings on a stand-in
+#                       driver, built from STANDIN=<folder with a Makefile>
+#   make test-integrations  run torch, cuda.core, numba-cuda, Warp and Ray with greensched, in an
+#                       environment of their own, some gigabytes; STANDIN=... for those with a driver
+#   make test-embedding     run the recipes of docs/embedding.md in LitServe, BentoML and Triton's
+#                       server, in an environment of their own, half a gigabyte
+#   make test-gpu       run the conformance suite and all GPU tests on this machine's GPU, with the
 #                       Python (GPU_PYTHON=...) and packages found there
-#   make bench-gpu      benchmarks on the GPU of this machine, found as by test-gpu
-#   make compiled       the same package compiled, a wheel in .build/compiled; needs a C compiler
-#   make test-compiled  the tests of what is compiled, on that
-#   make bench          benchmarks on the simulated driver; STANDIN=... adds the real bindings
-#   make bench-http     the FastAPI example at twice its capacity for a minute
-#   make bench-ray      a fleet on a Ray cluster of three nodes with simulated GPUs, one of them lost
-#   make soak           200,000 leases: memory, threads and files must not grow
+#   make compiled       build the compiled package, a wheel in .build/compiled; needs a C compiler
+#   make test-compiled  run the tests of what is compiled on it
+#   make bench          run the benchmarks on the simulated driver; STANDIN=... adds the real bindings
+#   make bench-gpu      run the benchmarks on this machine's GPU, with the Python of test-gpu
+#   make bench-http     run the FastAPI example at twice its capacity for a minute
+#   make bench-ray      run a fleet on a Ray cluster of three nodes with simulated GPUs; one is lost
+#   make soak           run 200,000 leases: memory, threads and files must not grow
 
 PYTHON ?= $(firstword $(foreach v,python3.11 python3.12 python3.13 python3.14 python3,$(if $(shell $(v) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo ok),$(v))))
 VENV   := .venv
@@ -31,13 +32,13 @@ COMPILED := .build/compiled
 COMPILER := $(shell command -v $(CC))
 SOURCES  := $(shell find src -name '*.py')
 
-.PHONY: demo test check format test-standin test-integrations check-extras test-gpu bench bench-gpu bench-http bench-ray test-embedding soak compiled test-compiled clean
+.PHONY: demo test check check-counts format test-standin test-integrations check-extras test-gpu bench bench-gpu bench-http bench-ray test-embedding soak compiled test-compiled clean
 
 demo: $(VENV)/.ready
 	$(BIN)/greensched demo $(ARGS)
 
-# A process for each processor; idle ones take work from the others. Eight at most: in a
-# container there may be far fewer processors than are seen. ARGS="-n0" is one process.
+# One process for each processor; a process that is done takes tests from the others. Eight at most:
+# a container may have far fewer processors than it sees. ARGS="-n0" runs one process.
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal $(ARGS)
 
@@ -47,6 +48,14 @@ check: $(VENV)/.ready
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Counts do not drift as times do: they are gates.
+check-counts: $(VENV)/.ready $(if $(STANDIN),standin-built)
+	$(BIN)/python -m benchmarks.path --check
+ifneq ($(STANDIN),)
+	GREENSCHED_STANDIN_LIB=$(abspath $(BUILT)/build) LD_LIBRARY_PATH=$(abspath $(BUILT)/build) \
+	$(BIN)/python -m pytest -q --driver cuda tests/driver_cuda/test_counts.py $(ARGS)
+endif
+
 format: $(VENV)/.ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -54,8 +63,8 @@ format: $(VENV)/.ready
 test-standin: $(VENV)/.ready standin-built
 	$(BIN)/python tests/run_standin.py $(BUILT)/build $(ARGS)
 
-# On the stand-in they leave what is theirs for the process, so no account is read afterwards. Ray's
-# GPUs are simulated ones.
+# On the stand-in these libraries keep what they created until the process ends, so the account is not
+# read afterwards. Ray's GPUs are simulated.
 test-integrations: $(OTHERS)/.ready $(if $(STANDIN),standin-built)
 	$(OTHERS)/bin/python -m pytest tests/integrations/gpu_libraries tests/integrations/fleet $(ARGS)
 ifneq ($(STANDIN),)
@@ -67,15 +76,15 @@ ifneq ($(STANDIN),)
 	done
 endif
 
-# Each host is several processes: one after another.
+# Each host is several processes, so the tests run one after another.
 test-embedding: $(HOSTS)/.ready
 	$(HOSTS)/bin/python -m pytest tests/integrations/hosts $(ARGS)
 
 check-extras: $(VENV)/.ready
 	$(BIN)/python tests/extras.py
 
-# Other libraries are tested in a separate process: torch makes the primary context current, and holds it,
-# and a driver keeps 4 MiB of every closed executor until it is released.
+# The integrations run in a process of their own: torch makes the primary context current and keeps
+# it, and a driver keeps 4 MiB of each executor that existed until that context is released.
 GPU_TESTS = PYTHONPATH=src:$$PYTHONPATH $(or $(GPU_PYTHON),python3) -m pytest -c tests/gpu.ini --rootdir . -p no:cacheprovider --driver cuda
 
 test-gpu:
@@ -98,7 +107,7 @@ bench-ray: $(OTHERS)/.ready
 soak: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.system.soak $(ARGS)
 
-# In a copy: the build leaves its libraries beside the sources, where everything would import them.
+# Built in a copy: the build writes its libraries beside the sources, where every import finds them.
 compiled: $(COMPILED)/.ready
 
 $(COMPILED)/.ready: $(VENV)/.ready $(SOURCES)
@@ -113,8 +122,8 @@ test-compiled: compiled
 	PYTHONPATH=$(COMPILED)/site $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal \
 	  tests/scheduling tests/device tests/execution tests/leasing tests/conformance tests/capacity $(ARGS)
 
-# The stand-in is built in a copy of its folder, with the headers of the runtime package of the
-# nvrtc extra: an nvcc on the path may have none beside it.
+# Built in a copy of its folder, with the headers of the runtime package of the nvrtc extra: an nvcc
+# on the path may have no headers beside it.
 .PHONY: standin-built
 standin-built: $(VENV)/.ready
 	@test -n "$(STANDIN)" && test -f "$(STANDIN)/Makefile" || { echo "give STANDIN=<folder with a Makefile>"; exit 2; }
@@ -122,25 +131,24 @@ standin-built: $(VENV)/.ready
 	@include=$$($(BIN)/python tests/cuda_headers.py); $(MAKE) -C $(BUILT) $${include:+CUDA_INC=$$include}
 
 $(VENV)/.ready: pyproject.toml constraints.txt
-	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed, and none was found"; exit 2; }
+	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 found: install one, or give PYTHON=<path>"; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "pip>=25.3"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e . --group dev
 	@touch $@
 
-# torch decides which CUDA components there are: those of the constraints are left to it.
+# torch pins the CUDA components, so those of the constraints are left out.
 $(OTHERS)/.ready: pyproject.toml constraints.txt
-	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed, and none was found"; exit 2; }
+	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 found: install one, or give PYTHON=<path>"; exit 2; }
 	$(PYTHON) -m venv $(OTHERS)
 	$(OTHERS)/bin/python -m pip install --quiet --disable-pip-version-check "pip>=25.1"
 	@grep -v '^cuda-\|^nvidia-' constraints.txt > $(OTHERS)/constraints.txt
 	$(OTHERS)/bin/python -m pip install --quiet --disable-pip-version-check -c $(OTHERS)/constraints.txt -e . --group integrations
 	@touch $@
 
-# pytriton is of before numpy 2, Triton's client of before what Ray has of gRPC, and BentoML names the
-# opentelemetry it wants.
+# pytriton needs numpy 1, Triton's client an older gRPC than Ray, and BentoML its own opentelemetry.
 $(HOSTS)/.ready: pyproject.toml constraints.txt
-	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed, and none was found"; exit 2; }
+	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 found: install one, or give PYTHON=<path>"; exit 2; }
 	$(PYTHON) -m venv $(HOSTS)
 	$(HOSTS)/bin/python -m pip install --quiet --disable-pip-version-check "pip>=25.1"
 	@grep -v '^numpy\|^opentelemetry\|^protobuf\|^grpcio\|^googleapis' constraints.txt > $(HOSTS)/constraints.txt
