@@ -225,7 +225,7 @@ def test_a_new_function_each_time_is_told(backend: Backend) -> None:
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:
-            for number in range(local_storage.MOST):
+            for number in range(local_storage.MAX_VALUES):
                 assert await p.local(partial(int, number)) == number
             with pytest.raises(greensched.InvalidRequest, match="the same one each time"):
                 await p.local(partial(int, -1))

@@ -250,7 +250,7 @@ def test_a_calls_cost_comes_behind_what_was_submitted() -> None:
             assert await p.run(model, 3) == 3
             assert driver.time() - began == pytest.approx(4e-3, rel=0.01)
             await beside
-            with pytest.raises(greensched.InvalidRequest, match="no Cost"):
+            with pytest.raises(greensched.InvalidRequest, match="return a Cost"):
                 await p.run(cost(lambda: 3)(dict))  # type: ignore[arg-type,return-value]
 
     spans = run(main)

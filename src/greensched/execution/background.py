@@ -1,4 +1,4 @@
-"""What a thread of ours does for tasks, and how they wait for it."""
+"""Work that a thread does once, and that tasks of any loop wait for."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from greensched.typing import T
 
 
 class BackgroundTask(Generic[T]):
-    """Something done once by a thread, awaited by any number of tasks of any loop.
+    """A function that a thread calls once, awaited by any number of tasks of any loop.
 
-    A cancelled awaiter leaves it as it is: it is done all the same.
+    A cancelled await leaves it as it is: the function is called all the same.
     """
 
     def __init__(self, function: Callable[[], T]) -> None:
         self._function: Callable[[], T] | None = function
         self._lock = threading.Lock()
-        self._waiting: list[tuple[LoopAdapter, Waiter]] = []
+        self._waiters: list[tuple[LoopAdapter, Waiter]] = []
         self._is_done = False
         self._value: Any = None
         self._error: BaseException | None = None
 
-    def do(self) -> None:
-        """Does it, on the calling thread, and wakes whoever waits."""
-        function, self._function = self._function, None  # it may hold whoever holds this
+    def run(self) -> None:
+        """Call the function on the calling thread, and wake the waiting tasks."""
+        function, self._function = self._function, None  # it may hold the object that holds this
         assert function is not None
         try:
             self._value = function()
@@ -36,17 +36,17 @@ class BackgroundTask(Generic[T]):
         del function
         with self._lock:
             self._is_done = True
-            waiting, self._waiting = self._waiting, []
-        for loop, waiter in waiting:
+            waiters, self._waiters = self._waiters, []
+        for loop, waiter in waiters:
             loop.wake_threadsafe(waiter)
 
     async def wait(self) -> T:
-        """Its result, or what it raised."""
+        """Return the function's result, or raise what it raised."""
         loop = current_adapter()
         waiter = loop.create_waiter()
         with self._lock:
             if not self._is_done:
-                self._waiting.append((loop, waiter))
+                self._waiters.append((loop, waiter))
             else:
                 loop.wake(waiter)
         await waiter

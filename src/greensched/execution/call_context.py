@@ -1,8 +1,8 @@
-"""What runs a blocking call where, for libraries that have a current stream of their own.
+"""The context of a blocking call: its stream and SMs, for libraries with a current stream.
 
-A call of `p.run` has the partition's green context current, which is not enough for a library that
-keeps a current stream: its work goes there. So an integration may stand around every call, and
-whoever sizes a grid asks how many SMs there are.
+`p.run` makes the partition's green context current. A library that keeps a current stream puts its
+work there instead, so an integration registers a hook, which wraps each call. And code that sizes a
+grid asks how many SMs it has.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any, Final
 from greensched.device.streams import Stream
 from greensched.errors import InvalidRequest
 
-#: Calls what it is given, with a library's current stream set, and returns what that returns.
-Around = Callable[[Callable[[], Any]], Any]
+#: Calls its argument with a library's current stream set, and returns its result.
+CallWrapper = Callable[[Callable[[], Any]], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +25,10 @@ class CallContext:
     """Where a call of `p.run`, or a block of an integration, works.
 
     Attributes:
-        stream: its work goes there to be ordered and waited for with the partition's.
+        stream: work on it is ordered and waited for with the partition's.
         device: the ordinal of its device.
         sm_count: the SMs it has.
-        is_simulated: there is no such stream outside greensched: no library can be given it.
+        is_simulated: the stream exists in greensched only: no library can use it.
     """
 
     stream: Stream
@@ -38,7 +38,7 @@ class CallContext:
 
     @contextmanager
     def entered(self) -> Iterator[CallContext]:
-        """A block in which `current_call()` is this. Of the calling task and thread alone."""
+        """Make `current_call()` return this in a block, for the calling task and thread."""
         token = running_call.set(self)
         try:
             yield self
@@ -49,29 +49,28 @@ class CallContext:
 #: Of the calling task and thread.
 running_call: Final[ContextVar[CallContext | None]] = ContextVar("greensched_call", default=None)
 
-#: Asked at each submission: told the call and its arguments, it says what to do around it.
-Hook = Callable[[CallContext, Sequence[object]], Around | None]
-#: Asked at each submission.
+#: Called at each `p.run` with the call's context and arguments; returns a wrapper, or None.
+Hook = Callable[[CallContext, Sequence[object]], CallWrapper | None]
 hooks: Final[list[Hook]] = []
 
 
 def current_call() -> CallContext | None:
-    """The call of `p.run`, or the block of an integration, that this code runs in; None: neither.
+    """Return the call of `p.run`, or the integration's block, that this code runs in, or None.
 
-    For code that sizes its grids by the SMs there are. It is the task's and the thread's own.
+    For code that sizes its grids by the number of SMs. It is the task's and the thread's own.
     """
     return running_call.get()
 
 
 def call_context(where: object = None) -> CallContext:
-    """The call that a library is to be given the stream of.
+    """Return the context whose stream a library is to be given.
 
     Args:
         where: a `Partition`, for its launches and copies; a `CallContext`; None: the current one.
 
     Raises:
-        InvalidRequest: none of these, no call, or a simulated one: a library would crash with its
-            stream.
+        InvalidRequest: `where` is none of these, no call runs, or the call is simulated: a library
+            would crash with its stream.
         WouldBlock: as `Partition.stream`.
     """
     call = running_call.get() if where is None else getattr(where, "call", where)
@@ -79,7 +78,7 @@ def call_context(where: object = None) -> CallContext:
         raise InvalidRequest(
             "no call runs here: give the partition, or ask inside p.run"
             if where is None
-            else f"{where!r} is no partition"
+            else f"give a Partition or a CallContext, not {type(where).__name__}: {where!r}"
         )
     if call.is_simulated:
         raise InvalidRequest(
@@ -90,18 +89,18 @@ def call_context(where: object = None) -> CallContext:
 
 
 def register_call_hook(hook: Hook) -> None:
-    """Has a library's own state set around every call of `p.run` from now on, in every pool.
+    """Have a library's state set around each call of `p.run` from now on, in every pool.
 
     Args:
-        hook: called at each `p.run`, on the caller's thread, with the call and its arguments. It
-            returns what calls the function, on the partition's thread, or None: this one does not
-            concern it. What it raises there is raised by `p.run`. Where it is concerned the
-            arguments live until the call's stream is done. Given again, it counts once.
+        hook: called at each `p.run`, on the caller's thread, with the call's context and arguments.
+            It returns a function that calls the call, on the partition's thread; or None: this call
+            does not concern it. What it raises, `p.run` raises. Where it returned a function the
+            arguments live until the call's stream is done. Registered again, it counts once.
 
     Raises:
-        InvalidRequest: it cannot be called.
+        InvalidRequest: it is not callable.
     """
     if not callable(hook):
-        raise InvalidRequest(f"{hook!r} is not to be called")
+        raise InvalidRequest(f"a call hook is a function, not {type(hook).__name__}: {hook!r}")
     if hook not in hooks:
         hooks.append(hook)

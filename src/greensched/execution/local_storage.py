@@ -1,7 +1,7 @@
-"""What a lane's users keep with it: made once for each lane, closed with it.
+"""Values that users keep with an executor: made once for each executor, closed with it.
 
-Handles of libraries, workspaces, communicators, graphs: one made for all partitions is shared by
-work that runs at the same time, which corrupts some and deadlocks others.
+They are library handles, workspaces, communicators, graphs. One that all partitions shared would be
+used by work that runs at the same time, which corrupts some and deadlocks others.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ T = TypeVar("T")
 
 logger = logging.getLogger("greensched")
 
-#: Things of one lane at most: far more than anybody means to keep, and soon reached by whoever
-#: gives a new function each time.
-MOST = 64
+#: Values of one executor at most: far more than a program means to keep, and soon reached by one
+#: that gives a new function each time.
+MAX_VALUES = 64
 
 
 class Disposable(Protocol):
-    """What somebody owns, and may let go of before the lane ends."""
+    """An object that is closed with the executor, unless its owner releases it before."""
 
     @property
     def is_idle(self) -> bool: ...
@@ -32,46 +32,52 @@ class Disposable(Protocol):
 
 
 class ExecutorLocals:
-    """Of one lane, by what made them. Changed on the lane's worker only, its context current."""
+    """Values of one executor, by their factories.
+
+    Changed on the executor's worker thread only, with its context current.
+    """
 
     def __init__(self) -> None:
-        self._made: dict[Callable[[], Any], Any] = {}
+        self._values: dict[Callable[[], Any], Any] = {}
         self._adopted: dict[Disposable, None] = {}
-        #: Let go of, and not closed yet.
+        #: Released, and not closed yet.
         self._released: deque[Disposable] = deque()
 
     def __bool__(self) -> bool:
-        return bool(self._made or self._adopted)
+        return bool(self._values or self._adopted)
 
     def has(self, factory: Callable[[], Any]) -> bool:
-        """Whether a factory has been called, and well. From any thread."""
-        return factory in self._made
+        """Whether a factory has made its value. From any thread."""
+        return factory in self._values
 
     def get(self, factory: Callable[[], T]) -> T:
-        """What a factory made; it is called if it was not yet, and kept only if it returns.
+        """Return a factory's value; the first time call it, and keep what it returns.
 
         Raises:
-            InvalidRequest: there are `MOST` already.
+            InvalidRequest: there are `MAX_VALUES` already.
         """
-        if factory not in self._made:
-            if len(self._made) >= MOST:
+        if factory not in self._values:
+            if len(self._values) >= MAX_VALUES:
                 raise InvalidRequest(
-                    f"{MOST} factories have been given to `local` on these SMs: what is kept goes "
-                    "by the function, so give the same one each time, not a lambda made anew"
+                    f"{MAX_VALUES} functions have been given to `local` on these SMs: a value is "
+                    "kept by its function, so give the same one each time, not a new lambda"
                 )
-            self._made[factory] = factory()
-        return self._made[factory]  # type: ignore[no-any-return]  # its own T
+            self._values[factory] = factory()
+        return self._values[factory]  # type: ignore[no-any-return]  # its own T
 
     def adopt(self, thing: Disposable) -> None:
-        """Something that is closed with the lane, unless its owner lets go of it before."""
+        """Close an object with the executor, unless it is released before."""
         self._adopted[thing] = None
 
     def release(self, thing: Disposable) -> None:
-        """Have the next `close_released` that finds it idle close it. From any thread."""
+        """Have the next `close_released` that finds it idle close it.
+
+        From any thread; takes no lock.
+        """
         self._released.append(thing)
 
     def close_released(self) -> None:
-        """Closes what was let go of, and is idle."""
+        """Close the released objects that are idle."""
         for _ in range(len(self._released)):
             thing = self._released.popleft()
             if not thing.is_idle:
@@ -81,15 +87,15 @@ class ExecutorLocals:
                 _close(thing, thing)
 
     def close(self) -> None:
-        """Closes what has a `close`, the newest first; all of them: what one raises is logged.
+        """Close everything that has a `close`, the newest first; what one raises is logged.
 
-        What was adopted goes before what was made, which it may use.
+        Adopted objects are closed first: they may use the values.
         """
         while self._adopted:
             thing, _ = self._adopted.popitem()
             _close(thing, thing)
-        while self._made:
-            _close(*self._made.popitem())
+        while self._values:
+            _close(*self._values.popitem())
 
 
 def _close(origin: object, value: Any) -> None:
@@ -97,5 +103,5 @@ def _close(origin: object, value: Any) -> None:
     try:
         if callable(close):
             close()
-    except BaseException:  # also one that means to end the program: this is a thread of ours
-        logger.exception("what %r made could not be closed", origin)
+    except BaseException:  # also SystemExit: this is the executor's worker thread
+        logger.exception("the value of %r could not be closed", origin)

@@ -68,7 +68,7 @@ class Prefetcher:
         if lease.executor.copy_stream is None:
             errand = BackgroundTask(lease.executor.create_copy_stream)
             lease.poller.thread_work_started()
-            lease.executor.submit_in_order(errand.do)
+            lease.executor.submit_in_order(errand.run)
             try:
                 await errand.wait()
             finally:

@@ -110,7 +110,7 @@ class PoolLifecycle:
                 builder = WorkerThread(driver, "greensched builder", relaxed=False)
                 manager = LeaseManager(driver, builder, self.lock)
                 opening = BackgroundTask(lambda: self._build(manager))
-                builder.submit(opening.do)  # raises RuntimeError where no thread can be started
+                builder.submit(opening.run)  # raises RuntimeError where no thread can be started
                 self._manager, self._opening = manager, opening
             opening = self._opening
         try:
@@ -213,12 +213,12 @@ class PoolLifecycle:
                 return
             self._is_ending = True
         if manager is None:
-            closing.do()
+            closing.run()
             return
         builder = closer = manager.builder
         if manager.is_held_up:
             closer = WorkerThread(manager.driver, "greensched closer")
-        closer.submit(closing.do)
+        closer.submit(closing.run)
         for thread in (closer, builder):
             thread.dismiss()  # once that is done
 
