@@ -1,4 +1,4 @@
-"""greensched in other people's programs: each module is thin, and over the public names alone.
+"""Integrations with other libraries: thin modules that use only the public names of greensched.
 
-Nothing of greensched imports them, and importing greensched loads none of them.
+Importing greensched loads none of them.
 """

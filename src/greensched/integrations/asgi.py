@@ -4,7 +4,7 @@
     app.add_middleware(asgi.PoolErrors)
     app.router.routes.extend(asgi.routes(pool))
 
-and in an endpoint, around what it does on the GPU, `async with asgi.while_connected(request):`.
+and in an endpoint, around its work on the GPU, `async with asgi.while_connected(request):`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from greensched.errors import (
 )
 from greensched.integrations.health import fault_of
 
-#: What a pool refuses, and what a client is told. Source of 499: nginx, for its log; nobody reads
-#: it. All else is the program's own fault: 500.
+#: The response statuses of a pool's errors; all others are 500. Source of 499, which no client
+#: receives: nginx uses it in its log.
 STATUS: dict[type[Exception], int] = {
     QueueFull: 429,
     PoolClosed: 503,
@@ -51,15 +51,15 @@ STATUS: dict[type[Exception], int] = {
 
 
 def lifespan(pool: Pool) -> Callable[[Any], AbstractAsyncContextManager[dict[str, Pool]]]:
-    """For `Starlette(lifespan=...)` and `FastAPI(lifespan=...)`: opens the pool, and closes it.
+    """Open and close the pool with `Starlette(lifespan=...)` or `FastAPI(lifespan=...)`.
 
-    Requests have it as `request.state.pool`. A server that is told to stop answers whom it has
-    taken first; what is leased even then may end within the pool's grace (`Pool.aclose`, 5 s).
+    Requests have the pool as `request.state.pool`. A server that stops finishes accepted requests
+    first; leases that last longer may end within the pool's grace (`Pool.aclose`, 5 s).
 
-    A pool is opened once, so an application that is started again needs another. Beside a lifespan
-    of your own, enter this one in it: `async with asgi.lifespan(pool)(app) as state: ...`.
+    A pool opens once, so an application that starts again needs another. In a lifespan of your own,
+    enter this one: `async with asgi.lifespan(pool)(app) as state: ...`.
 
-    Raises, where the server starts: what `Pool.open` does.
+    At the start of the server it raises as `Pool.open`.
     """
 
     @asynccontextmanager
@@ -74,13 +74,13 @@ def lifespan(pool: Pool) -> Callable[[Any], AbstractAsyncContextManager[dict[str
 
 
 class PoolErrors:
-    """Middleware that answers what a pool refuses, as `STATUS` has it, with `{"detail": ...}`.
+    """Middleware that turns a pool's errors into the responses of `STATUS`, as `{"detail": ...}`.
 
-    A full queue is 429 with `Retry-After`: whole seconds, the pool's own estimate rounded up. What
-    is refused at once because it would be late is 503 with the same: by how much it would be. What
-    an endpoint raises after its response has begun, and what `STATUS` does not list, is raised on.
-    Exception groups (of an `asyncio.TaskGroup`, say) are answered if all in them is listed. HTTP
-    alone: a websocket's endpoint sees to its own.
+    A full queue is 429 with `Retry-After`: the pool's estimate in whole seconds, rounded up. A
+    request that would miss its deadline is 503 with `Retry-After`: by how much it would. Errors
+    that `STATUS` does not list, and errors after the response has begun, are raised on. An
+    exception group (for example of an `asyncio.TaskGroup`) gets a response if all its errors are
+    listed. It handles HTTP only: websocket endpoints handle errors themselves.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -89,7 +89,7 @@ class PoolErrors:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         has_begun = False
 
-        async def note(message: Message) -> None:
+        async def send_and_record(message: Message) -> None:
             nonlocal has_begun
             has_begun = True
             await send(message)
@@ -98,18 +98,18 @@ class PoolErrors:
             await self.app(scope, receive, send)
             return
         try:
-            await self.app(scope, receive, note)
+            await self.app(scope, receive, send_and_record)
         except Exception as error:
-            answer = None if has_begun else _answer(error)
-            if answer is None:
+            response = None if has_begun else _response(error)
+            if response is None:
                 raise
         else:
             return
-        await answer(scope, receive, send)
+        await response(scope, receive, send)
 
 
-def _answer(error: Exception) -> Response | None:
-    """The response to an error; None: it is not ours."""
+def _response(error: Exception) -> Response | None:
+    """Return the response to an error, or None if `STATUS` does not list it."""
     refusals = [(one, _status(one)) for one in _leaves(error)]
     if any(status is None for _, status in refusals):
         return None
@@ -123,7 +123,7 @@ def _answer(error: Exception) -> Response | None:
 
 
 def _whole_seconds(seconds: float) -> str:
-    """As HTTP has them: rounded up, and at least one."""
+    """Format seconds for HTTP: rounded up, at least 1."""
     return str(max(1, math.ceil(seconds)))
 
 
@@ -132,28 +132,28 @@ def _status(error: Exception) -> int | None:
 
 
 def _leaves(error: Exception) -> list[Exception]:
-    """What an exception group holds, however deep; else the error itself."""
+    """Return the errors in an exception group, at any depth, or the error itself."""
     if not isinstance(error, ExceptionGroup):
         return [error]
     return [leaf for one in error.exceptions for leaf in _leaves(one)]
 
 
-# -- clients that leave -----------------------------------------------------------------------
+# -- disconnected clients ---------------------------------------------------------------------
 
 
 @asynccontextmanager
 async def while_connected(request: Request) -> AsyncGenerator[None]:
-    """A block that is cancelled when the client leaves. Else nobody tells a plain endpoint.
+    """Open a block that is cancelled when the client disconnects; a plain endpoint never is.
 
-    Whoever waits for SMs in it loses his place at once; SMs at work come back when the kernels
-    that run there have ended. A `def` endpoint, which runs on a thread, cannot use it.
+    A queued request in the block leaves the queue immediately; leased SMs are released once the
+    kernels that run there have ended. A `def` endpoint, which runs on a thread, cannot use it.
 
-    The body must have been read before (FastAPI has read declared ones), or is not read at all: the
-    block listens where it comes from. It is a cancel scope of anyio: what is awaited in it after
-    the client has left is cancelled, too, so close what needs an `await` behind it.
+    The body must have been read before (FastAPI reads declared bodies), or must not be read at all:
+    the block receives the same messages. It is an anyio cancel scope: each `await` in it after the
+    disconnect is cancelled, too, so close resources that need an `await` after the block.
 
     Raises:
-        ClientDisconnect: behind the block, where it was cancelled; `PoolErrors` takes it.
+        ClientDisconnect: after the block, if it was cancelled; `PoolErrors` handles it.
     """
     has_left, has_ended, error = False, False, None
 
@@ -169,7 +169,7 @@ async def while_connected(request: Request) -> AsyncGenerator[None]:
             tasks.start_soon(watch, tasks.cancel_scope)
             try:
                 yield
-            except Exception as raised:  # as it is, and not in a group
+            except Exception as raised:  # raised below, so that it is not wrapped in a group
                 error = raised
             has_ended = True
             tasks.cancel_scope.cancel()
@@ -178,34 +178,34 @@ async def while_connected(request: Request) -> AsyncGenerator[None]:
         if has_left and not has_ended:
             raise ClientDisconnect
     finally:
-        del error  # its traceback holds this frame
+        del error  # breaks the reference cycle: its traceback refers to this frame
 
 
 # -- probes -----------------------------------------------------------------------------------
 
 
 def routes(pool: Pool) -> list[Route]:
-    """`/healthz` and `/readyz`, for an orchestrator that restarts, and that sends requests.
+    """Return the probe routes `/healthz` and `/readyz` of an orchestrator.
 
-    * `/readyz` is 200 while the pool grants and its devices answer. They are asked each time, so it
-      is 503 from the moment a GPU fails, whether or not anybody uses it then.
-    * `/healthz` is 503 once only a new process helps: after a device fault. Starting and draining
-      are healthy.
+    * `/readyz` is 200 while the pool grants leases and its devices respond. Each probe checks the
+      devices, so it is 503 as soon as a GPU fails, even an idle one.
+    * `/healthz` is 503 after a device fault, when the process must be replaced. Starting and
+      draining pools are healthy.
 
-    Neither waits, neither takes an SM, and both say in `detail` what is the matter.
+    Neither waits or uses an SM, and both describe the state in `detail`.
     """
 
     async def readyz(_: Request) -> Response:
         fault = fault_of(pool)
-        return _told(fault or pool, is_well=fault is None and pool.is_ready)
+        return _probe_response(fault or pool, is_healthy=fault is None and pool.is_ready)
 
     async def healthz(_: Request) -> Response:
         fault = fault_of(pool)
-        is_spoilt = pool.fault is not None or isinstance(fault, DeviceFault)
-        return _told(fault or pool, is_well=not is_spoilt)
+        is_lost = pool.fault is not None or isinstance(fault, DeviceFault)
+        return _probe_response(fault or pool, is_healthy=not is_lost)
 
     return [Route("/healthz", healthz), Route("/readyz", readyz)]
 
 
-def _told(what: object, *, is_well: bool) -> Response:
-    return JSONResponse({"detail": str(what)}, 200 if is_well else 503)
+def _probe_response(what: object, *, is_healthy: bool) -> Response:
+    return JSONResponse({"detail": str(what)}, 200 if is_healthy else 503)

@@ -1,14 +1,15 @@
 """cuda.core beside greensched. Needs the extra `cuda-core`.
 
-Most of it needs no help from here:
+Most of it works without this module:
 
-* their `Device` is taken where ours is numbered: `Device(theirs)`, `Pool(devices=[theirs])`;
-* their `Buffer` is a kernel argument and one end of a copy, as so many bytes. Its library knows of
-  no stream that writes it, so `p.stream.follow(their_stream)` first, where one does;
-* their `Stream` is what `Stream.follow` takes; ours, and a partition, become theirs by
-  `their_device.create_stream(p)`.
+* a `cuda.core.Device` is accepted in place of an ordinal: `Device(core_device)`,
+  `Pool(devices=[core_device])`;
+* a `cuda.core.Buffer` can be a kernel argument and one end of a copy, as bytes. It does not know
+  which streams write it, so call `p.stream.follow(core_stream)` first where one does;
+* `Stream.follow` accepts a `cuda.core.Stream`; `core_device.create_stream(p)` makes one from a
+  stream of greensched or a partition.
 
-Their code becomes ours by `program`: its kernels are launched in partitions as any other.
+`program` converts code of cuda.core: its kernels are launched in partitions as any other.
 """
 
 from __future__ import annotations
@@ -28,22 +29,22 @@ if TYPE_CHECKING:
 def program(
     code: ObjectCode, *, arch: str, parameters: Mapping[str, Sequence[Parameter]]
 ) -> Program:
-    """A program of ours, of code that cuda.core compiled or read.
+    """Make a `Program` from code that cuda.core compiled or read.
 
     Args:
-        code: a cubin: `their_program.compile("cubin")`, or `ObjectCode.from_cubin(...)`.
-        arch: what it was compiled for, such as `"sm_90"`.
-        parameters: of each kernel in it that is to be launched, by its name in the code. The code
-            says how many there are and how large, and not what they are.
+        code: a cubin: `core_program.compile("cubin")`, or `ObjectCode.from_cubin(...)`.
+        arch: the architecture it was compiled for, such as `"sm_90"`.
+        parameters: the parameters of each kernel to be launched, by its name in the code, which has
+            their number and sizes and not their types.
 
     Raises:
-        InvalidRequest: it is PTX or LTO code, which says nothing of a device; or `arch` or a
-            parameter is none.
+        InvalidRequest: the code is PTX or LTO, which is for no particular device; or `arch` or a
+            parameter is invalid.
     """
     if str(code.code_type) != "cubin":
         raise InvalidRequest(
-            f"this ObjectCode is {code.code_type}, and a cubin is launched: compile it to one, by "
-            'their Program.compile("cubin")'
+            f"this ObjectCode is {code.code_type}, a cubin is needed: compile it with "
+            'cuda.core\'s Program.compile("cubin")'
         )
     binary = code.code
     if not isinstance(binary, bytes):

@@ -2,13 +2,13 @@
 
     import greensched.integrations.cupy as gs_cupy
 
-    y = await p.run(cupy.fft.fft, x)   # CuPy's current stream is the partition's, by the import
-    with gs_cupy.current(p):           # the same for what is submitted here and now
+    y = await p.run(cupy.fft.fft, x)   # with the import, CuPy's current stream is the partition's
+    with gs_cupy.current(p):           # the same for work that is submitted here
         z = x + 1
 
-An array is a kernel argument as it is: by DLPack, behind CuPy's current stream. CuPy's memory pool
-goes by the stream that memory was taken on, and is told of no other: use what a call returned once
-it was awaited, and await that work before the array is forgotten, or name it to the block.
+An array can be a kernel argument: by DLPack, ordered after CuPy's current stream. CuPy's memory
+pool knows only the stream on which memory was allocated: use the result of a call after awaiting
+it, and await that work before dropping the array, or give the array to the block.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from greensched import CallContext, Partition, call_context, register_call_hook
 
 
 def stream(where: Partition | CallContext | None = None) -> Any:
-    """CuPy's view of a partition's stream, or of the running call's. As good as the lease.
+    """Wrap the stream of a partition, or of the running call, for CuPy. Valid with the lease.
 
     Raises:
-        InvalidRequest: neither is there, or the GPU is simulated.
+        InvalidRequest: there is neither, or the GPU is simulated.
         WouldBlock: as `Partition.stream`.
     """
     return cupy.cuda.Stream.from_external(call_context(where).stream)
@@ -34,28 +34,28 @@ def stream(where: Partition | CallContext | None = None) -> Any:
 
 @contextmanager
 def current(p: Partition, *arrays: Any) -> Iterator[Any]:
-    """A block in which CuPy's current stream is the partition's; no `await` inside.
+    """Open a block in which CuPy's current stream is the partition's; no `await` inside.
 
-    It comes behind what CuPy's current stream had before. Of the calling thread alone.
+    The block's work is ordered after CuPy's current stream. Affects the calling thread only.
 
     Args:
-        p: whose launches and copies it is in one order with.
-        arrays: those made elsewhere that are used inside: they are kept until that is done, so
-            their memory is not used again before.
+        p: the partition; the work is in order with its launches and copies.
+        arrays: arrays from elsewhere that are used inside: they are kept until that work is done,
+            so their memory is not reused before.
 
     Returns:
         The stream.
 
     Raises:
-        InvalidRequest: the GPU is simulated: CuPy cannot work there.
+        InvalidRequest: the GPU is simulated, where CuPy cannot work.
         WouldBlock: as `Partition.stream`.
     """
     call = call_context(p)
-    ours = stream(call)
+    own = stream(call)
     call.stream.follow(_address(cupy.cuda.get_current_stream(call.device)))
-    with call.entered(), cupy.cuda.Device(call.device), ours:
+    with call.entered(), cupy.cuda.Device(call.device), own:
         try:
-            yield ours
+            yield own
         finally:
             if arrays:
                 p.keep_alive(*arrays)
@@ -65,26 +65,26 @@ def around_call(
     call: CallContext,
     given: Sequence[object],  # noqa: ARG001  any argument may be of this library
 ) -> Callable[[Callable[[], Any]], Any] | None:
-    """What `p.run` does for CuPy once this module is imported; see `greensched.register_call_hook`.
+    """Run `p.run` with CuPy: a call hook, registered when this module is imported.
 
-    The call's stream comes behind CuPy's current stream of who submits it, and is CuPy's current
-    one in the call. The arguments live until it is done.
+    The call's stream is ordered after CuPy's current stream at submission, and is CuPy's current
+    stream in the call. The arguments live until the call is done.
     """
     if call.is_simulated:
         return None
-    theirs = cupy.cuda.get_current_stream(call.device)
+    other = cupy.cuda.get_current_stream(call.device)
 
     def around(function: Callable[[], Any]) -> Any:
-        call.stream.follow(_address(theirs))
+        call.stream.follow(_address(other))
         with cupy.cuda.Device(call.device), stream(call):
             return function()
 
     return around
 
 
-def _address(theirs: Any) -> int:
-    """CuPy's null stream is the legacy default one, which has another number for the driver."""
-    return int(theirs.ptr) or 1
+def _address(other: Any) -> int:
+    """Return a stream's address for the driver: CuPy's null stream is the legacy default, 1."""
+    return int(other.ptr) or 1
 
 
 register_call_hook(around_call)

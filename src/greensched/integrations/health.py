@@ -1,4 +1,4 @@
-"""Whether the GPU of a pool is well, asked of the driver."""
+"""Check the GPUs of a pool with the driver."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from greensched.errors import Closed, CUDAError
 
 
 def fault_of(pool: Pool) -> BaseException | None:
-    """What is wrong with a device, asked now. Does not block.
+    """Check the pool's devices now, and return the fault of one, or None. Does not block.
 
-    Making an event is the least that a driver answers with the fault of its context. An H200's was
-    seen to wait for nothing (docs/measurements/h200-580/stuck-and-lost.json, "create event") but a
-    kernel's first use by somebody else (first-use-holds.json there): then it is not asked.
+    Making an event is the cheapest call that returns the fault of a context. On an H200 it waited
+    for nothing (docs/measurements/h200-580/stuck-and-lost.json, "create event") except a first use
+    of a kernel elsewhere (first-use-holds.json there): during that a device is not checked.
     """
     if pool.fault is not None or not pool.is_ready:
         return pool.fault
@@ -21,6 +21,6 @@ def fault_of(pool: Pool) -> BaseException | None:
                 device.primary.create_event().close()
     except CUDAError as error:
         return error
-    except Closed:  # by another thread's hand, just now
+    except Closed:  # another thread has just closed the pool
         pass
     return None

@@ -5,9 +5,9 @@
     with gs_numba.on(p) as stream:
         kernel[blocks, threads, stream](x, y)
 
-and inside `p.run`, `gs_numba.on()`. numba has no current stream: what is launched without one goes
-to the whole GPU. A device array is a kernel argument of ours as it is, by the stream that it was
-made on; wait for another one that wrote it.
+and inside `p.run`, `gs_numba.on()`. numba has no current stream: a launch without a stream runs on
+the whole GPU. A device array can be a kernel argument of `p.launch`, ordered after the stream on
+which it was made; wait for any other stream that wrote it.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from greensched import CallContext, Partition, call_context
 
 @contextmanager
 def on(where: Partition | CallContext | None = None) -> Iterator[Any]:
-    """A block for numba's launches and copies on a partition's stream; no `await` inside.
+    """Open a block for numba's launches and copies on a partition's stream; no `await` inside.
 
-    The primary context is current in it: numba works in no other (its `external_stream` does not
-    mind that the stream is of a green one).
+    The primary context is current in it, the only one in which numba works (its `external_stream`
+    accepts the stream of a green context).
 
     Args:
-        where: a partition; None: the running call of `p.run`.
+        where: a partition; None for the running call of `p.run`.
 
     Returns:
-        numba's view of the stream, to be given to each launch and copy. As good as the lease.
+        The stream for numba, to be given to each launch and copy. Valid with the lease.
 
     Raises:
-        InvalidRequest: neither is there, or the GPU is simulated.
+        InvalidRequest: there is neither, or the GPU is simulated.
         WouldBlock: as `Partition.stream`.
     """
     call = call_context(where)

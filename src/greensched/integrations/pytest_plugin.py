@@ -1,7 +1,7 @@
-"""The pytest plugin: a simulated GPU for each test that asks for one, on virtual time.
+"""The pytest plugin: a simulated GPU on virtual time for each test that uses its fixtures.
 
-It is imported in every pytest run of an environment that has greensched, so it imports pytest
-alone; what it needs is loaded by the first test that asks for `sim_gpu` or `sim_pool`.
+It is imported in every pytest run of an environment that has greensched, so it imports only
+pytest; the first test that uses `sim_gpu` or `sim_pool` loads the rest.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def sim_gpu(request: pytest.FixtureRequest) -> Generator[SimGPU]:
-    """A simulated GPU on virtual time, and what ran on it.
+    """A simulated GPU on virtual time, and assertions on what ran on it.
 
-    An async test that asks for it runs on its clock. When the test has passed, nothing may be
-    leased or alive on the GPU: else the test fails, and is told what is left.
+    An async test that uses it runs on its clock. After a test that passed, nothing may be leased or
+    alive on the GPU: otherwise the test fails with what is left.
     """
     from greensched.integrations.testing import SimGPU
 
-    gpu, verdict = SimGPU(), _Verdict(request.node)
+    gpu, outcome = SimGPU(), _Outcome(request.node)
     manager = request.config.pluginmanager
-    manager.register(verdict)
+    manager.register(outcome)
     try:
         yield gpu
     finally:
-        manager.unregister(verdict)
-        left = gpu.end()
-    if left and verdict.has_passed:  # else the failure's own traceback may hold what is left
-        pytest.fail(f"the test left something behind: {'; '.join(left)}", pytrace=False)
+        manager.unregister(outcome)
+        leftovers = gpu.close()
+    if leftovers and outcome.has_passed:  # a failure's traceback may keep objects alive
+        pytest.fail(f"the test left something behind: {'; '.join(leftovers)}", pytrace=False)
 
 
 @pytest.fixture
 def sim_pool(sim_gpu: SimGPU) -> SimPool:
-    """Makes pools, each over a simulated GPU of its own and not open yet; options as of `Pool`.
+    """Makes pools, each over a simulated GPU of its own and not open yet; options as for `Pool`.
 
     `async with sim_pool(sms=132, faults=[Fail("allocate")]) as pool: ...`
     """
@@ -49,19 +49,19 @@ def sim_pool(sim_gpu: SimGPU) -> SimPool:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, Any]:
-    """Has an async test that asks for `sim_gpu` run on its clock, whoever else would run it."""
+    """Run an async test that uses `sim_gpu` on its clock, ahead of other plugins."""
     if "sim_gpu" in pyfuncitem.fixturenames:
-        _take_over(pyfuncitem)
+        _run_on_clock(pyfuncitem)
     return (yield)
 
 
-def _take_over(item: pytest.Function) -> None:
-    """Replaces an async function by one that runs it on the virtual clock.
+def _run_on_clock(item: pytest.Function) -> None:
+    """Replace an async test by a plain function that runs it on the virtual clock.
 
-    In the place where pytest-asyncio and anyio look: they see a plain function then.
+    It replaces the attribute that pytest-asyncio and anyio read, so they see a plain function.
     """
     main = item.obj
-    if type(item).__module__.startswith("pytest_asyncio"):  # which has wrapped it by now
+    if type(item).__module__.startswith("pytest_asyncio"):  # it has wrapped the function
         main = getattr(main, "__wrapped__", main)
     if not inspect.iscoroutinefunction(main):
         return
@@ -69,13 +69,13 @@ def _take_over(item: pytest.Function) -> None:
     backend = arguments.get("anyio_backend", "asyncio")
     if isinstance(backend, tuple):
         backend, options = backend
-        if "loop_factory" in options:  # anyio's, on our clock: its async fixtures are there, too
+        if "loop_factory" in options:  # anyio runs it on this clock, together with its fixtures
             return
     item.obj = _on_clock(arguments["sim_gpu"], main, backend)
 
 
 def _on_clock(gpu: SimGPU, main: Callable[..., Any], backend: Any) -> Callable[..., None]:
-    """A plain function in place of an async one."""
+    """Return a plain function that runs an async one on the clock."""
 
     def test(**arguments: Any) -> None:
         gpu.run(partial(main, **arguments), backend=backend)
@@ -83,8 +83,8 @@ def _on_clock(gpu: SimGPU, main: Callable[..., Any], backend: Any) -> Callable[.
     return test
 
 
-class _Verdict:
-    """Whether a test has passed, for its fixtures. Registered only while they are in use."""
+class _Outcome:
+    """Whether a test has passed, for its fixtures; registered while they are in use."""
 
     def __init__(self, item: pytest.Item) -> None:
         self._item = item

@@ -1,12 +1,11 @@
-"""A simulated GPU for tests: pools on it, virtual time, what ran where, and what is left.
+"""A simulated GPU for tests: pools, virtual time, assertions on what ran where, leak checks.
 
-The fixtures `sim_gpu` and `sim_pool` of the pytest plugin are made of it; it needs no pytest.
+The pytest plugin's fixtures `sim_gpu` and `sim_pool` use it; it needs no pytest.
 """
 
 from __future__ import annotations
 
 import gc
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -20,20 +19,19 @@ from greensched.errors import InvalidRequest
 
 T = TypeVar("T")
 
-#: What a machine is unless a test says otherwise: a GPU of 132 SMs.
-USUAL = "h200"
-#: SMs of a GPC of a GPU of another size: whole sets of 8, and no more than the usual one has.
+#: The default GPU, with 132 SMs.
+DEFAULT_GPU = "h200"
+#: SMs of a GPC in a GPU of another size: whole sets of 8, no more than the default GPU's.
 GPC = 16
 
 
 class SimPool(Protocol):
-    """What the fixture `sim_pool` is: makes a pool over a simulated GPU of its own, not open yet.
+    """The fixture `sim_pool`: makes a pool over a simulated GPU of its own, not open yet.
 
     Args:
-        sms: how many SMs the GPU has, a multiple of 2. It is an H200 in all else.
-        faults: what shall go wrong on it: `Fail`, `Slow`, `Hang`, `Crash` of
-            `greensched.driver.simulated`.
-        options: as of `Pool`.
+        sms: the SMs of the GPU, a multiple of 2. Otherwise it is an H200.
+        faults: faults to inject: `Fail`, `Slow`, `Hang`, `Crash` of `greensched.driver.simulated`.
+        options: as for `Pool`.
     """
 
     def __call__(self, sms: int = 132, *, faults: Iterable[Fault] = (), **options: Any) -> Pool: ...
@@ -41,7 +39,7 @@ class SimPool(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A kernel as it ran. Times in seconds of the clock; `sms` are the ids it could run on."""
+    """A kernel as it ran. Times are in seconds of the clock; `sms` are the ids of its SMs."""
 
     kernel: str
     device: int
@@ -51,14 +49,15 @@ class Launched:
     end: float
 
     def __str__(self) -> str:
-        return f"{self.kernel} on {len(self.sms)} SMs from {self.start:.6f} to {self.end:.6f} s"
+        where = _place(self.sms, self.device)
+        return f"{self.kernel} on {where} from {self.start:.6f} to {self.end:.6f} s"
 
 
 class SimGPU:
-    """Simulated machines on one virtual clock, for one test. Nothing here waits, but `run`.
+    """Simulated machines on one virtual clock, for one test. Only `run` waits.
 
     Args:
-        seed: of the order in which what can run goes.
+        seed: determines the order of runnable threads.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -71,18 +70,20 @@ class SimGPU:
 
     @cached_property
     def driver(self) -> SimulatedDriver:
-        """A machine with one GPU, for `Pool(driver=...)` of a program; the same each time."""
+        """A machine with one GPU for a program's `Pool(driver=...)`; the same each time."""
         return self.open()
 
-    def open(self, what: str | int = USUAL, *, faults: Iterable[Fault] = ()) -> SimulatedDriver:
-        """Another machine.
+    def open(
+        self, what: str | int = DEFAULT_GPU, *, faults: Iterable[Fault] = ()
+    ) -> SimulatedDriver:
+        """Make another machine.
 
         Args:
-            what: as `simulated.open` takes it (`"h200x2"`), or how many SMs its GPU has.
-            faults: as of `SimPool`.
+            what: as for `simulated.open` (`"h200x2"`), or the SMs of its GPU.
+            faults: as for `SimPool`.
 
         Raises:
-            InvalidRequest: no such machine.
+            InvalidRequest: there is no such machine.
         """
         given = tuple(faults)
         spec = what if isinstance(what, str) else [_model(what)]
@@ -92,7 +93,7 @@ class SimGPU:
         return driver
 
     def pool(self, sms: int = 132, *, faults: Iterable[Fault] = (), **options: Any) -> Pool:
-        """A pool over a machine of its own; see `SimPool`."""
+        """Make a pool over a machine of its own; see `SimPool`."""
         pool = Pool(driver=self.open(sms, faults=faults), **options)
         self._pools.append(pool)
         return pool
@@ -101,17 +102,17 @@ class SimGPU:
 
     @property
     def time(self) -> float:
-        """Seconds on the clock. It stands while anybody has something to do."""
+        """Seconds on the clock, which stands while a loop or thread has something to do."""
         return self.clock.seconds()
 
     @property
     def backend_options(self) -> dict[str, Any]:
-        """For what starts a loop by anyio, as Starlette's TestClient does: it is on this clock."""
+        """Options to run an anyio loop on this clock, for example for Starlette's TestClient."""
         return {"loop_factory": self.clock.new_event_loop}
 
     @property
     def anyio_backend(self) -> tuple[str, dict[str, Any]]:
-        """For the fixture `anyio_backend`: async fixtures and tests are on this clock, then."""
+        """The value for a fixture `anyio_backend` that runs async tests on this clock."""
         return "asyncio", self.backend_options
 
     def run(
@@ -120,16 +121,16 @@ class SimGPU:
         *args: object,
         backend: Literal["asyncio", "trio"] = "asyncio",
     ) -> T:
-        """Runs an async function on the clock, to its end."""
+        """Run an async function on the clock to its end."""
         return self.clock.run(main, *args, backend=backend)
 
     # -- what ran where ----------------------------------------------------------------------------
 
     def launches(self, kernel: Kernel | str | None = None) -> list[Launched]:
-        """The kernels that have ended, of all machines, in the order of their starts.
+        """Return the launches that have ended on all machines, in the order of their starts.
 
         Args:
-            kernel: one kernel's alone, itself or by name.
+            kernel: a kernel, or its name, to return only its launches.
         """
         name = _name(kernel)
         kernels = (span for span in self._spans if span.kind == "kernel")
@@ -137,10 +138,10 @@ class SimGPU:
         return sorted(found, key=lambda one: (one.start, one.end))
 
     def sms_of(self, partition: Partition) -> frozenset[int]:
-        """The ids of a partition's SMs, to compare with what ran. Only inside its block.
+        """Return the ids of a partition's SMs, to compare with launches. Only inside its block.
 
         Raises:
-            PartitionClosed: it is over, or was never granted.
+            PartitionClosed: its block has ended, or has not begun.
         """
         handle: Any = partition.context.resources.sm.handle
         return _ids(handle.mask)
@@ -154,92 +155,116 @@ class SimGPU:
         on: frozenset[int] | None = None,
         by: float | None = None,
     ) -> list[Launched]:
-        """Asserts that a kernel ran, and that each launch of it was as said; returns them.
+        """Assert that a kernel ran, and that each launch of it was as given; return the launches.
+
+        A failure lists all launches with their SMs and times.
 
         Args:
-            kernel: itself, or by name.
-            times: how often; None: at least once.
-            sms: how many SMs it had.
-            on: which SMs it had, as `sms_of` gives them.
-            by: when it had ended, in seconds of the clock.
+            kernel: the kernel, or its name.
+            times: the number of launches; None for at least one.
+            sms: the number of SMs of each launch.
+            on: the SMs of each launch, as from `sms_of`.
+            by: the latest end, in seconds of the clock.
         """
         found, name = self.launches(kernel), _name(kernel)
-        wanted = len(found) or 1 if times is None else times
-        _check(len(found) == wanted, f"{name} ran {len(found)} times, not {wanted}", self._account)
+        if times is None:
+            self._check(bool(found), f"{name} ran 0 times, expected at least 1")
+        else:
+            self._check(len(found) == times, f"{name} ran {len(found)} times, expected {times}")
         for one in found:
-            _check(sms in (None, len(one.sms)), f"not on {sms} SMs", one)
-            _check(on in (None, one.sms), f"on SMs {sorted(one.sms)}, not {sorted(on or ())}", one)
-            _check(by is None or one.end <= by, f"not by {by} s", one)
+            at = _ranges(one.sms)
+            self._check(
+                sms in (None, len(one.sms)), f"{name} ran on {len(one.sms)} SMs, expected {sms}"
+            )
+            self._check(
+                on in (None, one.sms), f"{name} ran on SMs {at}, expected {_ranges(on or ())}"
+            )
+            self._check(
+                by is None or one.end <= by, f"{name} ended at {one.end:.6f} s, expected by {by} s"
+            )
         return found
 
     def assert_apart(self, first: Kernel | str, second: Kernel | str) -> None:
-        """Asserts that two kernels ran, and that no launches of them had an SM in common."""
+        """Assert that two kernels ran, and that no launches of them had an SM in common."""
         for one, other in self._pairs(first, second):
-            shared = one.sms & other.sms if one.device == other.device else ()
-            _check(not shared, f"both on SMs {sorted(shared)}", one, other)
+            shared = one.sms & other.sms if one.device == other.device else frozenset()
+            self._check(
+                not shared, f"{one.kernel} and {other.kernel} both ran on SMs {_ranges(shared)}"
+            )
 
     def assert_at_once(self, first: Kernel | str, second: Kernel | str) -> None:
-        """Asserts that some launches of two kernels ran at the same time."""
+        """Assert that some launches of two kernels ran at the same time."""
         met = any(a.start < b.end and b.start < a.end for a, b in self._pairs(first, second))
-        names = f"{_name(first)} and {_name(second)}"
-        _check(met, f"{names} never ran at the same time", *self.launches())
+        self._check(met, f"{_name(first)} and {_name(second)} never ran at the same time")
 
     def _pairs(self, first: Kernel | str, second: Kernel | str) -> list[tuple[Launched, Launched]]:
         firsts, seconds = self.assert_ran(first), self.assert_ran(second)
         return [(a, b) for a in firsts for b in seconds if a != b]
 
-    @property
+    def _check(self, holds: bool, problem: str) -> None:
+        """Raise an AssertionError with what ran; `assert` would do nothing in `python -O`."""
+        if not holds:
+            raise AssertionError(f"{problem}\n{self._account()}")
+
     def _account(self) -> str:
-        """What ran, in few words."""
-        often = Counter(one.kernel for one in self.launches())
-        said = ", ".join(f"{name} {times} times" for name, times in often.items())
-        return f"there ran {said}" if said else "no kernel ran at all"
+        """Describe which kernels ran on which SMs, how often, and when."""
+        places: dict[tuple[str, int, frozenset[int]], list[Launched]] = {}
+        for one in self.launches():
+            places.setdefault((one.kernel, one.device, one.sms), []).append(one)
+        if not places:
+            return "no kernel ran"
+        rows = [
+            f"  {kernel}: {len(ran)} times on {_place(sms, device)}, from {ran[0].start:.6f} to "
+            f"{max(one.end for one in ran):.6f} s"
+            for (kernel, device, sms), ran in places.items()
+        ]
+        return "\n".join(["what ran:", *rows])
 
     # -- the end -----------------------------------------------------------------------------------
 
-    def left(self) -> list[str]:
-        """What is leased or alive now; empty: nothing, as it must be when a test ends.
+    def leftovers(self) -> list[str]:
+        """Return what is leased or alive now; a test must end with an empty list.
 
-        What a hung kernel or a device fault kept is left on purpose, and not told.
+        What a hung kernel or a device fault keeps alive is left on purpose and not listed.
         """
         open_pools = [pool for pool in self._pools if pool.state in _OPEN]
         found = [f"a pool that was not closed, {pool!r}" for pool in open_pools]
         for driver, faults in self._machines:
-            if not _is_spoilt(driver, faults) and driver.live():
-                gc.collect()  # what is only waiting to be collected is not left
+            if not _leaves_on_purpose(driver, faults) and driver.live():
+                gc.collect()  # uncollected garbage is not a leak
                 alive = ", ".join(f"{number} x {kind}" for kind, number in driver.live().items())
                 found += [f"alive on the GPU: {alive}"] if alive else []
         return found
 
-    def end(self) -> list[str]:
-        """Says what is left, then ends it as far as can be, so that the next test is alone."""
-        left = self.left()
+    def close(self) -> list[str]:
+        """Return what is left, and close it as far as possible, for the next test."""
+        leftovers = self.leftovers()
         for pool in self._pools:
             if pool.state in _OPEN:
-                with suppress(Exception):  # it was told; this is tidying
+                with suppress(Exception):  # the leak is reported anyway
                     self.run(pool.aclose, 0)
         for driver, _ in self._machines:
             driver.close()
-        return left
+        return leftovers
 
 
-#: Where a pool grants, or may yet.
+#: States of a pool that is not closed.
 _OPEN = (PoolState.OPENING, PoolState.OPEN, PoolState.CLOSING)
 
 
 def _model(sms: int) -> simulated.DeviceModel:
-    """The usual device, with so many SMs."""
-    usual = simulated.PRESETS[USUAL]
+    """Return the default device's model with this many SMs."""
+    usual = simulated.PRESETS[DEFAULT_GPU]
     if sms == usual.sm_count:
         return usual
     if type(sms) is not int or sms < 2 or sms % 2:
-        raise InvalidRequest(f"sms={sms!r}: a simulated GPU has an even number of SMs, at least 2")
+        raise InvalidRequest(f"sms={sms!r}: give an even number of SMs, at least 2")
     gpcs = [GPC] * (sms // GPC) + [sms % GPC] * (sms % GPC > 0)
     return replace(usual, name=f"{usual.name} of {sms} SMs", gpcs=tuple(gpcs))
 
 
-def _is_spoilt(driver: SimulatedDriver, faults: Iterable[Fault]) -> bool:
-    """Whether greensched had to leave things alive: a device failed, or a kernel hangs."""
+def _leaves_on_purpose(driver: SimulatedDriver, faults: Iterable[Fault]) -> bool:
+    """Say whether objects must be left alive: a device failed, or a kernel hangs."""
     hung = any(
         isinstance(fault, Hang) and driver.script.starts[fault.kernel] >= fault.nth
         for fault in faults
@@ -252,14 +277,23 @@ def _launched(span: Span) -> Launched:
     return Launched(span.name, span.device, _ids(span.sms), *times)
 
 
-def _check(holds: bool, said: str, *facts: object) -> None:
-    """As `assert`, which `python -O` would leave out."""
-    if not holds:
-        raise AssertionError(f"{said}: {'; '.join(map(str, facts))}")
-
-
 def _ids(mask: int) -> frozenset[int]:
     return frozenset(index for index in range(mask.bit_length()) if mask >> index & 1)
+
+
+def _ranges(ids: Iterable[int]) -> str:
+    """Format ids as ranges: `0-15, 32`."""
+    ranges: list[list[int]] = []
+    for each in sorted(ids):
+        if ranges and each == ranges[-1][-1] + 1:
+            ranges[-1][1:] = [each]
+        else:
+            ranges.append([each])
+    return ", ".join("-".join(map(str, each)) for each in ranges)
+
+
+def _place(sms: frozenset[int], device: int) -> str:
+    return f"{len(sms)} SMs ({_ranges(sms)}) of device {device}"
 
 
 def _name(kernel: Kernel | str | None) -> str | None:

@@ -2,13 +2,13 @@
 
     import greensched.integrations.torch as gs_torch
 
-    y = await p.run(model, x)           # torch's current stream is the partition's, by the import
-    with gs_torch.current(p, x):        # the same for what is submitted here and now
+    y = await p.run(model, x)           # with the import, torch's current stream is the partition's
+    with gs_torch.current(p, x):        # the same for work that is submitted here
         z = model(x)
-    gs_torch.take(p, z)                 # ... and for using that elsewhere
+    gs_torch.take(p, z)                 # orders the use of z elsewhere
 
-A tensor is a kernel argument as it is (`p.launch(config, kernel, x)`): by DLPack, behind torch's
-current stream. On a simulated GPU torch works on the CPU, and everything here lets it.
+A tensor can be a kernel argument (`p.launch(config, kernel, x)`): by DLPack, ordered after torch's
+current stream. On a simulated GPU torch works on the CPU, and these functions leave it there.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from greensched.errors import InvalidRequest
 
 
 def stream(where: Partition | CallContext | None = None) -> torch.cuda.ExternalStream:
-    """Torch's view of a partition's stream, or of the running call's. As good as the lease.
+    """Wrap the stream of a partition, or of the running call, for torch. Valid with the lease.
 
     Raises:
-        InvalidRequest: neither is there, or the GPU is simulated.
+        InvalidRequest: there is neither, or the GPU is simulated.
         WouldBlock: as `Partition.stream`.
     """
     call = call_context(where)
@@ -38,15 +38,15 @@ def stream(where: Partition | CallContext | None = None) -> torch.cuda.ExternalS
 
 @contextmanager
 def current(p: Partition, *tensors: torch.Tensor) -> Iterator[torch.cuda.Stream | None]:
-    """A block in which torch's current stream is the partition's; no `await` inside.
+    """Open a block in which torch's current stream is the partition's; no `await` inside.
 
-    It comes behind what torch's current stream had before. Nothing is waited for: leaving the
-    partition's block does, or `take` orders what comes elsewhere. Of the calling thread alone.
+    The block's work is ordered after torch's current stream. The block waits for nothing: leaving
+    the partition's block does, and `take` orders work elsewhere. Affects the calling thread only.
 
     Args:
-        p: whose launches and copies it is in one order with.
-        tensors: those made elsewhere that are used inside: they are kept until that is done, so
-            their memory is not used again before.
+        p: the partition; the work is in order with its launches and copies.
+        tensors: tensors from elsewhere that are used inside: they are kept until that work is done,
+            so their memory is not reused before.
 
     Returns:
         The stream, or None on a simulated GPU, where torch is left as it is.
@@ -60,28 +60,28 @@ def current(p: Partition, *tensors: torch.Tensor) -> Iterator[torch.cuda.Stream 
         if call.is_simulated:
             yield None
             return
-        ours = stream(call)
-        _follow(ours, _mark(torch.cuda.current_stream(call.device)))
+        own = stream(call)
+        _follow(own, _mark(torch.cuda.current_stream(call.device)))
         try:
-            with torch.cuda.stream(ours):
-                yield ours
+            with torch.cuda.stream(own):
+                yield own
         finally:
-            # Not `record_stream`: torch would mark our stream when it frees them, which may be long
-            # after the pool has ended it, and ends the process then.
+            # Not `record_stream`: torch would use the partition's stream when it frees the tensors,
+            # which may be long after the pool destroyed that, and would end the process.
             if tensors:
                 p.keep_alive(*tensors)
 
 
 def take(p: Partition, *tensors: torch.Tensor) -> None:
-    """Torch's current stream waits, on the device, for the partition's; no thread does.
+    """Make torch's current stream wait for the partition's, on the device; no thread waits.
 
     Args:
-        p: where the tensors were made, in a block of `current`.
-        tensors: what is to be used here: their memory is not used again before that is done. In a
-            block of another partition it is that block to which they are named.
+        p: the partition on which the tensors were made, in a block of `current`.
+        tensors: tensors that are used here: their memory is not reused before that work is done.
+            In a block of another partition, give them to that block's `current` instead.
 
     Raises:
-        InvalidRequest: tensors are named in a block of `current`, or in a call; the partition's
+        InvalidRequest: tensors are given inside a block of `current` or a call; or the partition's
             stream is capturing.
         WouldBlock: as `Partition.stream`.
     """
@@ -89,17 +89,20 @@ def take(p: Partition, *tensors: torch.Tensor) -> None:
     if call.is_simulated:
         return
     if tensors and current_call() is not None:
-        raise InvalidRequest("name the tensors to the block that uses them: `current(p, tensor)`")
+        raise InvalidRequest(
+            f"take() got {len(tensors)} tensors inside a block of current() or a call: give them "
+            "to the block that uses them, current(p, tensor)"
+        )
     here = torch.cuda.current_stream(call.device)
     _follow(here, _mark(stream(call)))
     for tensor in tensors:
-        _lives_until(here, tensor)
+        _keep_until(here, tensor)
 
 
 def sm_count() -> int:
-    """The SMs that code has: of the running call or block, else of torch's current device.
+    """Return the SMs of the running call or block, else of torch's current device.
 
-    For grids that are as large as the GPU: give it to a Triton kernel as its `NUM_SMS`.
+    Use it for grids as large as the GPU, for example as `NUM_SMS` of a Triton kernel.
     """
     call = current_call()
     if call is not None:
@@ -108,7 +111,7 @@ def sm_count() -> int:
 
 
 class SizesGrids(Protocol):
-    """A library that is told, for the whole process, how many SMs to use; DeepGEMM is one."""
+    """A library with a process-wide number of SMs to use, such as DeepGEMM."""
 
     def set_num_sms(self, count: int) -> None: ...
 
@@ -117,10 +120,10 @@ class SizesGrids(Protocol):
 
 @contextmanager
 def sized(library: SizesGrids) -> Iterator[int]:
-    """A block in which a library such as `deep_gemm` uses as many SMs as `sm_count` says.
+    """Open a block in which a library such as `deep_gemm` uses `sm_count` SMs.
 
-    The number is the process's, so two such blocks are never entered at once: the second waits.
-    Launch inside, and do no more: nothing that waits for the GPU.
+    The number is process-wide, so a second such block waits for the first. Only launch inside; do
+    not wait for the GPU.
     """
     count = sm_count()
     with _sizing:
@@ -139,34 +142,34 @@ def around_call(
     call: CallContext,
     given: Sequence[object],  # noqa: ARG001  any argument may be of this library
 ) -> Callable[[Callable[[], Any]], Any] | None:
-    """What `p.run` does for torch, a call hook registered when this module is imported.
+    """Run `p.run` with torch: a call hook, registered when this module is imported.
 
-    The call's stream comes behind torch's current stream of who submits it, and is torch's current
-    one in the call. The arguments live until it is done. What is returned, be it in tuples, lists
-    or dicts, may be used on that stream of the submitter's: its memory is not used again before.
-    A submitter inside a block of `current` names it to the block that uses it.
+    The call's stream is ordered after torch's current stream at submission, and is torch's current
+    stream in the call. The arguments live until the call is done. Tensors of the result, also in
+    tuples, lists or dicts, may be used on the submitting stream: their memory is not reused before.
+    Inside a block of `current`, give them to the block that uses them.
 
     Raises:
         InvalidRequest: torch's current stream is capturing.
     """
     if call.is_simulated or not _has_cuda():
         return None
-    # Not the one to start CUDA in torch, here: it takes seconds. Then there is nothing to wait for.
+    # Never initialises CUDA in torch here, which takes seconds; uninitialised, it has no work.
     mark = None
     if torch.cuda.is_initialized():
         mark = _mark(torch.cuda.current_stream(call.device))
     from_a_block = current_call() is not None
 
     def around(function: Callable[[], Any]) -> Any:
-        ours = stream(call)
+        own = stream(call)
         if mark is not None:
-            _follow(ours, mark)
-        with torch.cuda.stream(ours):
+            _follow(own, mark)
+        with torch.cuda.stream(own):
             result = function()
         if not from_a_block:
-            theirs = torch.cuda.default_stream(call.device) if mark is None else mark[0]
+            other = torch.cuda.default_stream(call.device) if mark is None else mark[0]
             for tensor in _tensors(result):
-                _lives_until(theirs, tensor)
+                _keep_until(other, tensor)
         return result
 
     return around
@@ -177,12 +180,12 @@ def _has_cuda() -> bool:
     return bool(torch.cuda.is_available())
 
 
-#: A stream, and what it had when it was marked.
+#: A stream, and an event of its work so far.
 _Mark = tuple[torch.cuda.Stream, torch.cuda.Event]
 
 
 def _mark(source: torch.cuda.Stream) -> _Mark:
-    if source == torch.cuda.current_stream():  # mostly: torch takes 20 us to change it
+    if source == torch.cuda.current_stream():  # the usual case: a change takes torch 20 us
         is_capturing = torch.cuda.is_current_stream_capturing()
     else:
         with torch.cuda.stream(source):
@@ -200,8 +203,8 @@ def _follow(follower: torch.cuda.Stream, mark: _Mark) -> None:
         follower.wait_event(event)
 
 
-def _lives_until(here: torch.cuda.Stream, tensor: torch.Tensor) -> None:
-    """Its memory is not used again before what `here`, a stream of torch's own, has then."""
+def _keep_until(here: torch.cuda.Stream, tensor: torch.Tensor) -> None:
+    """Keep a tensor's memory from reuse until the work of `here`, a stream of torch, is done."""
     if tensor.is_cuda:
         tensor.record_stream(here)
 

@@ -4,9 +4,9 @@
 
     wp.launch(kernel, dim=n, inputs=[x], stream=gs_warp.stream(p))
 
-and inside `p.run`, `gs_warp.stream()`. Name the stream at each launch and copy: Warp's current
-stream (`ScopedStream`) is the whole process's, so two partitions at work would take it from each
-other. An array is a kernel argument of ours as it is: by DLPack, behind Warp's current stream.
+and inside `p.run`, `gs_warp.stream()`. Give the stream to each launch and copy: Warp's current
+stream (`ScopedStream`) is process-wide, so concurrent partitions would overwrite it. An array can
+be a kernel argument of `p.launch`: by DLPack, ordered after Warp's current stream.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from greensched import CallContext, Partition, call_context
 
 
 def stream(where: Partition | CallContext | None = None) -> warp.Stream:
-    """Warp's view of a partition's stream, or of the running call's. As good as the lease.
+    """Wrap the stream of a partition, or of the running call, for Warp. Valid with the lease.
 
-    It comes behind what Warp's own current stream has now.
+    The stream is ordered after Warp's current stream.
 
     Raises:
-        InvalidRequest: neither is there, or the GPU is simulated.
+        InvalidRequest: there is neither, or the GPU is simulated.
         WouldBlock: as `Partition.stream`.
     """
     call = call_context(where)
     device = warp.get_cuda_device(call.device)
-    theirs = warp.get_stream(device).cuda_stream
-    call.stream.follow(int(theirs) or 1)
+    other = warp.get_stream(device).cuda_stream
+    call.stream.follow(int(other) or 1)
     return warp.Stream(device, cuda_stream=call.stream.address)

@@ -262,7 +262,7 @@ def test_gpus_that_are_not_free_are_not_waited_for(
     monkeypatch.setattr(gpus, "SETTLED_S", LATE)
 
     async def main() -> None:
-        with pytest.raises(greensched.NoPool, match="2 free GPUs, and the cluster has 1 of 4"):
+        with pytest.raises(greensched.NoPool, match="2 free GPUs, and 1 of the 4"):
             async with Fleet("second", make, pools=2):
                 pass
         async with Fleet("second", make, pools=1) as second:
@@ -624,8 +624,8 @@ def test_any_other_fleet_ends_with_its_program(fleet: Fleet, run: Any, cluster: 
 
 def test_a_new_gpu_gets_a_pool(fleet: Fleet, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fleet of all GPUs begins one more when there has been one more for some time."""
-    monkeypatch.setattr(registry, "LOOK", 0.05)
-    monkeypatch.setattr(registry, "SURPLUS", 0.1)
+    monkeypatch.setattr(registry, "DISCOVER", 0.05)
+    monkeypatch.setattr(registry, "SPARE", 0.1)
     monkeypatch.setattr(gpus, "count", lambda: 3)
 
     async def main() -> None:
@@ -645,7 +645,7 @@ def test_half_a_gpu_is_refused_by_ray_too(fleet: Fleet, cluster: Any) -> None:
     """Two actors with half a GPU each are told why they cannot have a pool."""
     halves = [ray.remote(num_gpus=0.5, max_calls=1)(own_gpu).remote() for _ in range(2)]
     for half in halves:
-        with pytest.raises(greensched.InvalidRequest, match="in turns"):
+        with pytest.raises(greensched.InvalidRequest, match="take turns"):
             ray.get(half, timeout=SOON)
     assert ray.get(ray.remote(num_gpus=1, max_calls=1)(own_gpu).remote(), timeout=SOON) == 0
     with pytest.raises(greensched.InvalidRequest, match="num_gpus=1"):
