@@ -25,6 +25,7 @@ from benchmarks.micro import (
     scheduler,
     traffic,
 )
+from benchmarks.probes import gpu as probe
 from benchmarks.system import client_disconnect, http, soak
 
 from benchmarks import suites
@@ -328,3 +329,12 @@ def test_what_a_suite_found_is_read_again(tmp_path: Path) -> None:
     found = {"part": [Row("a | b", 2.0, 1.0, "us", (1.9, 2.1), "<= 3 x", True)]}
     suites.save(tmp_path / "found.json", found, "some", **{"green contexts": {"contexts": 3}})
     assert suites.load(tmp_path / "found.json") == found
+
+
+def test_what_a_gpu_answered_can_be_asked_again() -> None:
+    """Each answer that is kept has its question in the probe; one has another name by now."""
+    kept = Path(__file__).parents[2] / "docs/measurements/h200-580/probe.json"
+    asked = {"device", "compile", "load", *(question.__name__ for question in probe.QUESTIONS)}
+    assert set(json.loads(kept.read_text())) - {"commit"} == asked - {"many_contexts"} | {
+        "many_lanes"
+    }

@@ -1,0 +1,1 @@
+"""Programs that ask a real GPU how its driver behaves; they use cuda-bindings alone."""
