@@ -19,7 +19,7 @@ from time import perf_counter, thread_time
 from benchmarks.lib.timing import Row, compare, table
 from greensched.leasing.latency import LatencyCurve
 from greensched.scheduling.cells import DeviceCells, SizeRange
-from greensched.scheduling.policies import policy_named
+from greensched.scheduling.policy import policy_named
 from greensched.scheduling.requests import Grant, Request
 from greensched.scheduling.scheduler import Scheduler
 from greensched.scheduling.services import ServiceClass
@@ -59,13 +59,13 @@ class Queue:
         sms = self.sizes[self.requested % len(self.sizes)]
         name = self.names[self.requested % len(self.names)]
         request = self.scheduler.request(self.now, (SizeRange(sms, sms),), service=name)
-        self.running.extend(request.leases)
+        self.running.extend(request.grants)
         return request
 
     def cycle(self) -> None:
         self.now += STEP
         for granted in self.scheduler.drained(self.now, self.running.popleft()):
-            self.running.extend(granted.leases)
+            self.running.extend(granted.grants)
         self.request()
 
     async def sample(self) -> float:
@@ -155,7 +155,7 @@ def _mass_cancellation(number: int) -> Row:
     requests = []
     while len(requests) < number:
         request = queue.request()
-        if not request.leases:
+        if not request.grants:
             requests.append(request)
     random.Random(1).shuffle(requests)
     longest = _longest(lambda request: queue.scheduler.cancel(1.0, request), requests)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from itertools import count
 
 from greensched.scheduling.cells import DeviceCells, parse_sizes
-from greensched.scheduling.policies import Fair, Order
+from greensched.scheduling.policy import Fair, Policy
 from greensched.scheduling.requests import GrantState, Request
 from greensched.scheduling.scheduler import Scheduler
 from greensched.scheduling.services import ServiceClass
@@ -44,7 +44,7 @@ def published(seed: int) -> list[Job]:
     return [*poisson(rng, 16, load, 0.010), *whole]
 
 
-def serve(jobs: list[Job], policy: Order, *, known: bool = False) -> Waits:
+def serve(jobs: list[Job], policy: Policy, *, known: bool = False) -> Waits:
     """Runs jobs until the 20 s are over; their lengths are known beforehand, or not."""
     scheduler, order = Scheduler([DEVICE], policy, 10**6), count()
     events: list[tuple[float, int, Job | Request]] = [(job[0], next(order), job) for job in jobs]
@@ -53,11 +53,11 @@ def serve(jobs: list[Job], policy: Order, *, known: bool = False) -> Waits:
     while events and events[0][0] < SECONDS:
         now, _, event = heapq.heappop(events)
         if isinstance(event, Request):
-            begun = scheduler.drained(now, event.leases[0])
+            begun = scheduler.drained(now, event.grants[0])
         else:
             cost = event[2] if known else None
             request = scheduler.request(now, parse_sizes((event[1],)), owner=event, duration=cost)
-            begun = [request] if request.leases else []
+            begun = [request] if request.grants else []
         for request in begun:
             at, size, length = request.owner  # type: ignore[misc]  # a job
             waits.setdefault(size, []).append(now - at)
@@ -77,7 +77,7 @@ def saturate(
 
     def begin(requests: list[Request]) -> None:
         for request in requests:
-            length = rng.expovariate(1 / mean_s[request.flow.name])
+            length = rng.expovariate(1 / mean_s[request.class_state.name])
             heapq.heappush(running, (now + length, next(order), request))
 
     for name in weights:
@@ -86,7 +86,7 @@ def saturate(
             begin([request] if request.state is GrantState.GRANTED else [])
     while now < seconds:
         now, _, done = heapq.heappop(running)
-        begin(scheduler.drained(now, done.leases[0]))
-        more = scheduler.request(now, parse_sizes((16,)), service=done.flow.name)
+        begin(scheduler.drained(now, done.grants[0]))
+        more = scheduler.request(now, parse_sizes((16,)), service=done.class_state.name)
         begin([more] if more.state is GrantState.GRANTED else [])
     return scheduler

@@ -39,7 +39,7 @@ from greensched.capacity.validation.scenarios import (
     work,
 )
 from greensched.capacity.workload import W2, services
-from greensched.scheduling.policies import Fifo
+from greensched.scheduling.policy import Fifo
 from greensched.typing import ALL
 
 #: From half to twice saturation; windows of so many seconds, and longer where at saturation fewer

@@ -50,21 +50,29 @@ class TooManySMs(InvalidRequest):
     Attributes:
         asked: the SMs of the request.
         most: the most that can ever be granted.
+        nearest: for a request of several parts, the nearest sizes that can be granted together.
         is_ruled: reserves or caps of service classes limit `most`.
     """
 
-    def __init__(self, asked: int, most: int, *, is_ruled: bool = False) -> None:
+    def __init__(
+        self, asked: int, most: int, *, nearest: tuple[int, ...] = (), is_ruled: bool = False
+    ) -> None:
         self.asked = asked
         self.most = most
+        self.nearest = nearest
         self.is_ruled = is_ruled
+        together = f"pool.partitions({', '.join(map(str, nearest))})"
         other = (
             "on behalf of a class (`service=`) that reserves the rest, has a larger cap, or may "
             "borrow the rest (preemptible, and with a `duration` or `checkpoint_interval` within "
             "the owner's `max_wait_for_reserve`)"
         )
+        instead = f"at most {most}" if len(nearest) < 2 else f"{together}, the nearest that can be"
+        if is_ruled or not nearest:
+            instead += f", or {other if is_ruled else 'for ALL SMs of a device'}"
         super().__init__(
-            f"{asked} SMs can never be granted here, at most {most} can: ask for at most {most}, "
-            f"or {other if is_ruled else 'for ALL SMs of a device'}"
+            f"{asked} SMs{' together' if nearest else ''} can never be granted here, at most "
+            f"{most} can: ask for {instead}"
         )
 
 
@@ -313,16 +321,21 @@ class WouldDeadlock(GreenschedError, RuntimeError):
         holds: SMs that the task holds.
         asked: SMs of the request.
         most: the most that could be granted while the task holds them.
+        together: the nearest sizes, held and requested, that can be granted in one request.
     """
 
-    def __init__(self, holds: int, asked: int, most: int) -> None:
+    def __init__(
+        self, holds: int, asked: int, most: int, *, together: tuple[int, ...] = ()
+    ) -> None:
         self.holds = holds
         self.asked = asked
         self.most = most
+        self.together = together
+        sizes = ", ".join(map(str, together))
         super().__init__(
             f"this task already holds {holds} SMs, so {asked} more can never be granted to it (at "
-            f"most {most} can): leave the outer block first, or request both together with "
-            "pool.partitions(...)"
+            f"most {most} can): leave the outer block first"
+            + (f", or make one request, pool.partitions({sizes})" if len(together) > 1 else "")
         )
 
 

@@ -25,11 +25,10 @@ from greensched.leasing.preview import SplitPreview, preview
 from greensched.leasing.requests import LeaseOptions, RequestParser, checked_kernels
 from greensched.leasing.status import CloseReport, PoolState, PoolStatistics
 from greensched.leasing.verification import Verification, verify
-from greensched.scheduling.placement import Placement
-from greensched.scheduling.policies import policy_named
-from greensched.scheduling.policy import Policy
-from greensched.scheduling.scheduler import validate_bound
-from greensched.scheduling.services import ServiceClass, checked
+from greensched.scheduling.allocator import Placement
+from greensched.scheduling.policy import Policy, policy_named
+from greensched.scheduling.queue import validate_bound
+from greensched.scheduling.services import ServiceClass, validate_services
 from greensched.typing import Granularity, Size, SupportsDevice
 
 if TYPE_CHECKING:
@@ -93,7 +92,7 @@ class Pool:
         prepare: Sequence[Kernel] = (),
         reserve_bytes: int = 0,
     ) -> None:
-        classes = checked(services)
+        classes = validate_services(services)
         one_of("placement", placement, get_args(Placement))
         one_of("granularity", granularity, get_args(Granularity))
         one_of("workqueues", workqueues, ("balanced", None))
@@ -322,7 +321,7 @@ class Pool:
                 changed.
             PoolClosed, DeviceLost, ForkedPool: the pool is not open.
         """
-        classes = None if services is None else checked(services)
+        classes = None if services is None else validate_services(services)
         self._manager.reconfigure(classes, None if policy is None else policy_named(policy))
         if classes is not None:
             self._parser = RequestParser(classes)

@@ -165,7 +165,7 @@ def test_devices_that_are_none_are_refused(backend: Backend) -> None:
 def test_an_option_of_a_pool_that_is_none_is_refused(backend: Backend) -> None:
     """A policy or bound that is none is refused where the pool is made, and says what would be."""
     for policy in ("lifo", ""):
-        with pytest.raises(greensched.InvalidRequest, match="there is fifo"):
+        with pytest.raises(greensched.InvalidRequest, match="give one of fifo"):
             backend.pool(policy=policy)
     for bound in (-1, 1.5, True, "9", None):
         with pytest.raises(greensched.InvalidRequest, match=f"max_waiting={bound!r}"):

@@ -16,7 +16,7 @@ def one_cell_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
     def menu(cells: DeviceCells, _: int) -> list[int]:
         each = [1 << number for number in range(cells.count)]
         most = [cells.complement(mask) for mask in each]
-        return [cells.every, *each, *(mask for mask in most if cells.possible(mask))]
+        return [cells.full_mask, *each, *(mask for mask in most if cells.possible(mask))]
 
     monkeypatch.setattr(DeviceCells, "menu", menu)
 

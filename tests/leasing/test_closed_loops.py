@@ -15,7 +15,7 @@ from greensched import ALL, Buffer, LaunchConfig, Partition, Pool
 from greensched.driver import simulated
 from greensched.kernels import spin
 from greensched.leasing.manager import TEND_S, LeaseManager
-from greensched.scheduling.policies import Fifo
+from greensched.scheduling.policy import Fifo
 from helpers.gate import Gate
 from helpers.waiting import until
 

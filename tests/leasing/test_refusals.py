@@ -14,7 +14,7 @@ from greensched import Pool, PoolState, ServiceClass
 from greensched.driver import simulated
 from greensched.driver.types import KernelLimits
 from greensched.kernels import spin
-from greensched.scheduling.policies import Fifo
+from greensched.scheduling.policy import Fifo
 
 #: Its `repr` is another one in each process.
 OBJECT = pytest.param(object(), id="object")

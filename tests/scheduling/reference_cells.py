@@ -36,7 +36,7 @@ def subsets(mask: int) -> Iterator[int]:
 def is_enough(cells: DeviceCells, mask: int, part: SizeRange) -> bool:
     """Whether one partition of these cells is what a part asked for, or more."""
     if part.named is ALL:
-        return mask == cells.every
+        return mask == cells.full_mask
     return possible(cells, mask) and sms(cells, mask) >= part.least
 
 
@@ -50,8 +50,8 @@ def is_no_excess(cells: DeviceCells, mask: int, part: SizeRange) -> bool:
 
 def rest_of(cells: DeviceCells, others: int) -> int:
     """What REST is beside the other parts of its request."""
-    left = cells.every & ~others
-    return left if possible(cells, left) else left & cells.equal
+    left = cells.full_mask & ~others
+    return left if possible(cells, left) else left & cells.cell_mask
 
 
 @lru_cache(maxsize=200_000)
@@ -59,7 +59,7 @@ def fits(cells: DeviceCells, free: int, parts: tuple[SizeRange, ...]) -> bool:
     """Whether disjoint sets of free cells give every part enough."""
     if any(part.named is REST for part in parts):
         others = tuple(part for part in parts if part.named is not REST)
-        return free == cells.every and any(
+        return free == cells.full_mask and any(
             rest_of(cells, taken) for taken in _takings(cells, free, others)
         )
     return any(True for _ in _takings(cells, free, parts))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from greensched.scheduling.cells import DeviceCells, SizeRange
 from greensched.scheduling.class_state import ClassState
-from greensched.scheduling.policies import Sized
+from greensched.scheduling.policy import Sized
 from greensched.scheduling.requests import Grant, Request
 from greensched.scheduling.scheduler import Scheduler
 from greensched.typing import ALL, REST
@@ -25,59 +25,59 @@ class ReferenceReservations:
     #: When a lease last gave back, or could have given back, what it has on loan.
     taken_at: dict[Grant, float] = field(default_factory=dict)
 
-    def flows(self) -> list[ClassState]:
-        return list(self.scheduler.ground.flows.values())
+    def classes(self) -> list[ClassState]:
+        return list(self.scheduler.allocator.classes.values())
 
     def equal(self, device: int, mask: int) -> int:
-        return (mask & self.devices[device].equal).bit_count()
+        return (mask & self.devices[device].cell_mask).bit_count()
 
     def free(self, device: int) -> int:
         taken = 0
         for lease in self.leases:
             taken |= lease.mask if lease.device == device else 0
-        return self.devices[device].every & ~taken
+        return self.devices[device].full_mask & ~taken
 
-    def unmet(self, flow: ClassState) -> int:
+    def unmet(self, state: ClassState) -> int:
         """Cells of its floor it does not have; what it borrowed is not of its floor."""
-        mine = [x for x in self.leases if x.flow is flow and x.device == flow.home]
+        mine = [x for x in self.leases if x.class_state is state and x.device == state.home]
         own = sum(self.equal(x.device, x.mask) - sum(x.loans.values()) for x in mine)
-        return max(0, flow.need - own)
+        return max(0, state.reserve_cells - own)
 
-    def lent(self, flow: ClassState) -> int:
-        return sum(lease.loans.get(flow, 0) for lease in self.leases)
+    def lent(self, state: ClassState) -> int:
+        return sum(lease.loans.get(state, 0) for lease in self.leases)
 
-    def kept(self, flow: ClassState) -> int:
-        return self.unmet(flow) - self.lent(flow)
+    def kept(self, state: ClassState) -> int:
+        return self.unmet(state) - self.lent(state)
 
     def owners(self, device: int) -> list[ClassState]:
-        return [flow for flow in self.flows() if flow.need and flow.home == device]
+        return [state for state in self.classes() if state.reserve_cells and state.home == device]
 
     # -- what must hold ------------------------------------------------------------------------
 
     def check_floors(self) -> None:
         for device in range(len(self.devices)):
             owners = self.owners(device)
-            assert all(self.kept(flow) >= 0 for flow in owners), "lent more than is idle"
-            kept = sum(self.kept(flow) for flow in owners)
+            assert all(self.kept(state) >= 0 for state in owners), "lent more than is idle"
+            kept = sum(self.kept(state) for state in owners)
             assert self.equal(device, self.free(device)) >= kept, "a floor was given away"
-        for flow in self.flows():
-            assert flow.lent == self.lent(flow)
-            assert flow.kept == max(0, self.kept(flow))
+        for state in self.classes():
+            assert state.lent == self.lent(state)
+            assert state.reserved_free == max(0, self.kept(state))
 
     def check_loans(self) -> None:
         for lease in self.leases:
             assert sum(lease.loans.values()) <= self.equal(lease.device, lease.mask)
             for owner, cells in lease.loans.items():
                 assert cells > 0
-                assert owner is not lease.flow
+                assert owner is not lease.class_state
                 assert owner.home == lease.device
-                assert owner.budget > 0, "an owner without a budget lends nothing"
-                assert lease.flow.preemptible
+                assert owner.max_wait > 0, "an owner without a budget lends nothing"
+                assert lease.class_state.preemptible
 
     def check_size(self, lease: Grant) -> None:
         """No less than was asked for, and no more than whole cells make unavoidable."""
         cells, parts = self.devices[lease.device], lease.request.parts
-        part = parts[lease.request.leases.index(lease)]
+        part = parts[lease.request.grants.index(lease)]
         assert lease.sms == sms(cells, lease.mask)
         if part.named is not REST:
             assert is_enough(cells, lease.mask, part)
@@ -97,7 +97,9 @@ class ReferenceReservations:
         cells = self.devices[lease.device]
         needed = -(-lease.request.parts[0].least // cells.size)
         is_least = self.equal(lease.device, lease.mask) <= needed
-        return is_least or not is_enough(cells, lease.mask & cells.equal, lease.request.parts[0])
+        return is_least or not is_enough(
+            cells, lease.mask & cells.cell_mask, lease.request.parts[0]
+        )
 
     def is_due(self, lease: Grant, now: float) -> bool:
         """Whether a borrower who keeps his word comes to a checkpoint now."""
@@ -105,7 +107,7 @@ class ReferenceReservations:
 
     def segment(self, lease: Grant) -> float:
         """Seconds in which it gives back, as it said: its segment, or its duration."""
-        declared = lease.flow.rules.checkpoint_interval or math.inf
+        declared = lease.class_state.rules.checkpoint_interval or math.inf
         known = lease.request.seconds(lease.sms)
         if known is None:
             return declared
@@ -118,46 +120,46 @@ class ReferenceReservations:
 
     def is_entitled(self, request: Request) -> bool:
         """Whether a request asks for no more than what its class has not of its floor."""
-        flow = request.flow
-        cells = self.devices[flow.home]
+        state = request.class_state
+        cells = self.devices[state.home]
         part = request.parts[0]
-        if len(request.parts) > 1 or part.named or flow.home not in request.devices:
+        if len(request.parts) > 1 or part.named or state.home not in request.devices:
             return False
         needed = -(-part.least // cells.size)
-        is_capped = flow.sms + needed * cells.size > flow.cap
-        return needed <= self.unmet(flow) and not is_capped
+        is_capped = state.sms + needed * cells.size > state.cap
+        return needed <= self.unmet(state) and not is_capped
 
     def wanted(self, request: Request, device: int) -> SizeRange:
         """What it is to have there: what was asked for, or what the policy says, within bounds."""
-        part, policy = request.parts[0], self.scheduler.policy
+        part, policy = request.parts[0], self.scheduler.queue.policy.policy
         if not isinstance(policy, Sized) or not request.is_elastic:
             return part
-        self.scheduler._set_size(request, device)
-        (wants,) = request.wants
-        cells, flow = self.devices[device], request.flow
+        self.scheduler.dispatcher.set_target(request, device)
+        (wants,) = request.target
+        cells, state = self.devices[device], request.class_state
         assert part.least <= wants.least <= wants.most
         kept = [self.kept_to_its_end(x) for x in self.leases if x.device == device]
         assert wants.least <= max(part.least, cells.total - sum(kept)), "it could wait for ever"
         if request.allowed is None:
             assert wants.least <= max(part.least, cells.size * -(-part.least // cells.size))
-        if self.is_entitled(request) and flow.home == device:
+        if self.is_entitled(request) and state.home == device:
             assert -(-wants.least // cells.size) <= max(
-                -(-part.least // cells.size), self.unmet(flow)
+                -(-part.least // cells.size), self.unmet(state)
             ), "more than his floor is kept waiting for"
         return wants
 
     def could_be_granted(self, request: Request, device: int) -> bool:
         """Whether free cells that are kept for nobody are enough: no loan, and within the cap."""
-        cells, flow = self.devices[device], request.flow
+        cells, state = self.devices[device], request.class_state
         if len(request.parts) > 1:
             return False
-        others = sum(self.kept(owner) for owner in self.owners(device) if owner is not flow)
+        others = sum(self.kept(owner) for owner in self.owners(device) if owner is not state)
         count = self.equal(device, self.free(device)) - others
         part = self.wanted(request, device)
         for mask in subsets(self.free(device)):
-            fits = self.equal(device, mask) <= count and sms(cells, mask) <= flow.cap - flow.sms
+            fits = self.equal(device, mask) <= count and sms(cells, mask) <= state.cap - state.sms
             named = part.named in (ALL, REST)
-            enough = mask == cells.every if named else is_enough(cells, mask, part)
+            enough = mask == cells.full_mask if named else is_enough(cells, mask, part)
             if fits and enough:
                 return True
         return False

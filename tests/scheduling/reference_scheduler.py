@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from greensched.scheduling.cells import DeviceCells
-from greensched.scheduling.scheduler import Grant, GrantState, Request
+from greensched.scheduling.requests import Grant, GrantState, Request
 from greensched.typing import REST
 
-from .reference_cells import fits, is_enough, is_no_excess, possible, rest_of, sms
+from .reference_cells import fits, is_enough, is_no_excess, possible, rest_of, sms, subsets
 
 
 @dataclass
@@ -32,10 +32,16 @@ class ReferenceScheduler:
         for lease in self.leases:
             if lease.device == device:
                 taken |= lease.mask
-        return self.devices[device].every & ~taken
+        return self.devices[device].full_mask & ~taken
 
     def free_sms(self, device: int) -> int:
         return sms(self.devices[device], self.free(device))
+
+    def grantable_sms(self, device: int) -> int:
+        """The SMs of the largest partition that free cells can form."""
+        cells = self.devices[device]
+        masks = [mask for mask in subsets(self.free(device)) if possible(cells, mask)]
+        return max((sms(cells, mask) for mask in masks), default=0)
 
     def in_order(self) -> list[Request]:
         """Larger priority first, then who came first."""
@@ -59,7 +65,7 @@ class ReferenceScheduler:
                 mine = request.holder is not None and lease.holder == request.holder
                 if beside_own and mine and lease.device == device and not lease.draining:
                     own |= lease.mask
-            if fits(cells, cells.every & ~own, request.parts):
+            if fits(cells, cells.full_mask & ~own, request.parts):
                 able.append(device)
         return able
 
@@ -77,13 +83,13 @@ class ReferenceScheduler:
     def take_over(self, request: Request) -> None:
         """The real one granted a request: it was right to, and its leases are right."""
         able = self.where_fits(request)
-        (device,) = {lease.device for lease in request.leases}
+        (device,) = {lease.device for lease in request.grants}
         assert device in able
         assert self.free_sms(device) == max(map(self.free_sms, able))
         cells, free, union = self.devices[device], self.free(device), 0
         assert request.state is GrantState.GRANTED
-        assert len(request.leases) == len(request.parts)
-        for lease, part in zip(request.leases, request.parts, strict=True):
+        assert len(request.grants) == len(request.parts)
+        for lease, part in zip(request.grants, request.parts, strict=True):
             assert lease.mask & ~free == 0, "granted what was not free"
             assert lease.mask & union == 0, "granted twice in one request"
             assert lease.sms == sms(cells, lease.mask)
@@ -94,10 +100,10 @@ class ReferenceScheduler:
                 assert is_enough(cells, lease.mask, part)
             if part.named is None:
                 assert is_no_excess(cells, lease.mask, part)
-        for lease, part in zip(request.leases, request.parts, strict=True):
+        for lease, part in zip(request.grants, request.parts, strict=True):
             if part.named is REST:
                 assert lease.mask == rest_of(cells, union & ~lease.mask)
-        self.leases.extend(request.leases)
+        self.leases.extend(request.grants)
         if request in self.waiting:
             self.waiting.remove(request)
         if self.kept is not None and self.kept[0] is request:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from greensched.errors import InvalidRequest, InvalidSize
 from greensched.leasing.device_pool import MENU
-from greensched.scheduling.cells import DeviceCells, SizeRange, demand, parse_sizes
+from greensched.scheduling.cells import DeviceCells, SizeRange, parse_size, parse_sizes
 from greensched.typing import ALL, REST
 
 from .reference_cells import fits, is_enough, is_no_excess, possible, rest_of, sms, subsets
@@ -22,7 +22,7 @@ H100 = DeviceCells(size=8, count=15, remainder=12)
 @st.composite
 def free_cells(draw: st.DrawFn) -> tuple[DeviceCells, int]:
     cells = draw(devices())
-    return cells, draw(st.integers(0, cells.every))
+    return cells, draw(st.integers(0, cells.full_mask))
 
 
 # -- sizes --------------------------------------------------------------------------------------
@@ -37,16 +37,16 @@ NO_NAMED = [(ALL, 8), (0, ALL), (8, REST), (ALL, ALL)]
 def test_what_is_no_size_is_refused(size: object) -> None:
     """Only a positive int, an ordered pair of them or with ALL, ALL and REST are sizes."""
     with pytest.raises(InvalidSize, match="is not a size"):
-        demand(size)  # type: ignore[arg-type]
+        parse_size(size)  # type: ignore[arg-type]
 
 
 def test_sizes_are_read() -> None:
     """An int is exact, a pair a range, a name depends on the device; a huge int is a size."""
-    assert demand(16) == SizeRange(16, 16)
-    assert demand((8, 64)) == SizeRange(8, 64)
-    assert demand(10**9) == SizeRange(10**9, 10**9)
-    assert demand(ALL) == SizeRange(0, 0, ALL)
-    assert demand((8, ALL)) == SizeRange(8, sys.maxsize)
+    assert parse_size(16) == SizeRange(16, 16)
+    assert parse_size((8, 64)) == SizeRange(8, 64)
+    assert parse_size(10**9) == SizeRange(10**9, 10**9)
+    assert parse_size(ALL) == SizeRange(0, 0, ALL)
+    assert parse_size((8, ALL)) == SizeRange(8, sys.maxsize)
     assert parse_sizes((16, REST)) == (SizeRange(16, 16), SizeRange(0, 0, REST))
 
 
@@ -74,10 +74,10 @@ def test_sizes_that_cannot_stand_together_are_refused(sizes: tuple[int, ...], me
 def test_sets_add_up(cells: DeviceCells) -> None:
     """Counting SMs and asking what is possible agree with the naive answers for every set."""
     assert cells.total == cells.size * cells.count + cells.remainder
-    assert cells.equal & cells.leftover == 0
-    assert cells.equal | cells.leftover == cells.every
-    for mask in subsets(cells.every):
-        assert cells.sms(mask) == sms(cells, mask)
+    assert cells.cell_mask & cells.remainder_mask == 0
+    assert cells.cell_mask | cells.remainder_mask == cells.full_mask
+    for mask in subsets(cells.full_mask):
+        assert cells.sm_count(mask) == sms(cells, mask)
         assert cells.possible(mask) is possible(cells, mask)
 
 
@@ -107,7 +107,7 @@ def test_menu_is_possible_and_unique(cells: DeviceCells, limit: int) -> None:
     assert len(menu) <= limit
     assert len(menu) == len(set(menu))
     assert all(possible(cells, mask) for mask in menu)
-    assert menu[:1] == [cells.every][:limit]
+    assert menu[:1] == [cells.full_mask][:limit]
 
 
 @given(devices())
@@ -125,7 +125,7 @@ def test_menu_has_what_a_pair_needs(cells: DeviceCells) -> None:
 @given(devices(), st.integers(0, 40))
 def test_largest_is_the_largest(cells: DeviceCells, most: int) -> None:
     """No partition of at most so many SMs is larger, and one is as large."""
-    sizes = [sms(cells, mask) for mask in subsets(cells.every) if possible(cells, mask)]
+    sizes = [sms(cells, mask) for mask in subsets(cells.full_mask) if possible(cells, mask)]
     assert cells.largest(most) == max((size for size in sizes if size <= most), default=0)
 
 
@@ -135,7 +135,7 @@ def test_a_short_menu_has_what_moves_a_border() -> None:
     menu = fine.menu(MENU)
     assert len(menu) == MENU
     for cells in range(1, 66):
-        assert {(1 << cells) - 1, fine.every & ~((1 << cells) - 1)} <= {*menu}, cells
+        assert {(1 << cells) - 1, fine.full_mask & ~((1 << cells) - 1)} <= {*menu}, cells
 
 
 def test_menu_of_an_h100_fits_the_bound() -> None:
@@ -148,7 +148,7 @@ def test_menu_of_an_h100_fits_the_bound() -> None:
 @given(devices(), st.data())
 def test_complement_is_the_rest(cells: DeviceCells, data: st.DataObject) -> None:
     """A set and its complement are disjoint, and nothing more could join the complement."""
-    mask = data.draw(st.integers(0, cells.every))
+    mask = data.draw(st.integers(0, cells.full_mask))
     rest = cells.complement(mask)
     assert rest == rest_of(cells, mask)
     assert rest & mask == 0
@@ -191,15 +191,15 @@ def test_warm_partitions_are_preferred_and_change_nothing_else(
 ) -> None:
     """A warm partition of the right number of free cells is taken; the size granted is the same."""
     cells, free = device
-    masks = data.draw(st.lists(st.integers(1, cells.every), max_size=6, unique=True))
+    masks = data.draw(st.lists(st.integers(1, cells.full_mask), max_size=6, unique=True))
     warm: dict[int, list[int]] = {}
     for mask in filter(cells.possible, masks):
         warm.setdefault(mask.bit_count(), []).append(mask)
     cold, chosen = cells.fit(free, wanted), cells.fit(free, wanted, warm)
-    assert cells.sms(chosen) == cells.sms(cold)
+    assert cells.sm_count(chosen) == cells.sm_count(cold)
     assert chosen & ~free == 0
-    usable = [m for m in warm.get(cold.bit_count(), ()) if m & ~free == 0 and m <= cells.equal]
-    if usable and not cold & cells.leftover:
+    usable = [m for m in warm.get(cold.bit_count(), ()) if m & ~free == 0 and m <= cells.cell_mask]
+    if usable and not cold & cells.remainder_mask:
         assert chosen == usable[0]
 
 
@@ -207,35 +207,37 @@ def test_warm_partitions_are_preferred_and_change_nothing_else(
 def test_all_is_the_whole_device(device: tuple[DeviceCells, int]) -> None:
     """ALL, and REST alone, are every cell, once every cell is free."""
     cells, free = device
-    whole = cells.every if free == cells.every else 0
+    whole = cells.full_mask if free == cells.full_mask else 0
     assert cells.fit(free, SizeRange(0, 0, ALL)) == whole
     assert cells.fit_all(free, (SizeRange(0, 0, REST),)) == ((whole,) if whole else ())
 
 
 def test_an_h100_by_hand() -> None:
     """The cells of the published split: 15 x 8 and 12 over that join nothing."""
-    every, equal, leftover = H100.every, H100.equal, H100.leftover
+    every, equal, leftover = H100.full_mask, H100.cell_mask, H100.remainder_mask
     assert H100.total == 132
-    assert H100.fit(every, demand(16)) == 0b11
-    assert H100.fit(every & ~0b1, demand(16)) == 0b1100, "aligned, so that large blocks stay"
-    assert H100.fit(leftover, demand(8)) == leftover, "12 SMs for 8 where nothing else is free"
-    assert H100.fit(leftover | 1, demand(16)) == 0
-    assert H100.fit(every, demand((8, 64))).bit_count() == 8
-    assert H100.fit(equal, demand((8, 132))) == equal
-    assert H100.fit(every, demand((8, 132))) == every
-    assert H100.fit(every, demand(120)) == equal
-    assert H100.fit(every, demand(121)) == every
-    assert H100.fit(every & ~1, demand(121)) == 0
-    assert H100.fit(every, demand(133)) == 0
+    assert H100.fit(every, parse_size(16)) == 0b11
+    assert H100.fit(every & ~0b1, parse_size(16)) == 0b1100, "aligned, so that large blocks stay"
+    assert H100.fit(leftover, parse_size(8)) == leftover, "12 SMs for 8 where nothing else is free"
+    assert H100.fit(leftover | 1, parse_size(16)) == 0
+    assert H100.fit(every, parse_size((8, 64))).bit_count() == 8
+    assert H100.fit(equal, parse_size((8, 132))) == equal
+    assert H100.fit(every, parse_size((8, 132))) == every
+    assert H100.fit(every, parse_size(120)) == equal
+    assert H100.fit(every, parse_size(121)) == every
+    assert H100.fit(every & ~1, parse_size(121)) == 0
+    assert H100.fit(every, parse_size(133)) == 0
 
 
 def test_a_remainder_that_joins_by_hand() -> None:
     """Where the remainder may join, it makes up for cells that are not free, or adds to them."""
     cells = DeviceCells(size=8, count=15, remainder=12, joins=True)
-    assert cells.fit(cells.leftover | 0b1, demand(16)) == cells.leftover | 0b1
-    assert cells.fit(cells.leftover | 0b1, demand((8, 20))) == cells.leftover | 0b1
-    assert cells.fit(cells.leftover | 0b1, demand((8, 19))) == 0b1
-    assert cells.fit(cells.leftover | 0b11, demand((12, 64))) == cells.leftover | 0b11
+    assert cells.fit(cells.remainder_mask | 0b1, parse_size(16)) == cells.remainder_mask | 0b1
+    assert cells.fit(cells.remainder_mask | 0b1, parse_size((8, 20))) == cells.remainder_mask | 0b1
+    assert cells.fit(cells.remainder_mask | 0b1, parse_size((8, 19))) == 0b1
+    assert (
+        cells.fit(cells.remainder_mask | 0b11, parse_size((12, 64))) == cells.remainder_mask | 0b11
+    )
 
 
 # -- several at once ----------------------------------------------------------------------------
@@ -269,24 +271,32 @@ def test_a_joint_request_fits_exactly_when_disjoint_sets_exist(
 def test_the_remainder_goes_where_it_helps() -> None:
     """(12, 8, 8) fits on 2 x 8 and 12 over: the remainder is the part that would need two cells."""
     cells = DeviceCells(size=8, count=2, remainder=12)
-    assert cells.fit_all(cells.every, parse_sizes((12, 8, 8))) == (cells.leftover, 0b01, 0b10)
-    assert cells.fit_all(cells.every, parse_sizes((8, 12, 8))) == (0b01, cells.leftover, 0b10)
-    assert cells.fit_all(cells.every, parse_sizes((8, 8, 8))) != ()
-    assert cells.fit_all(cells.every, parse_sizes((12, 12, 8))) == ()
+    assert cells.fit_all(cells.full_mask, parse_sizes((12, 8, 8))) == (
+        cells.remainder_mask,
+        0b01,
+        0b10,
+    )
+    assert cells.fit_all(cells.full_mask, parse_sizes((8, 12, 8))) == (
+        0b01,
+        cells.remainder_mask,
+        0b10,
+    )
+    assert cells.fit_all(cells.full_mask, parse_sizes((8, 8, 8))) != ()
+    assert cells.fit_all(cells.full_mask, parse_sizes((12, 12, 8))) == ()
 
 
 def test_elastic_parts_share_what_is_left() -> None:
     """No elastic part takes what another part needs; then they stretch in their order."""
     cells = DeviceCells(size=8, count=8)
-    masks = cells.fit_all(cells.every, parse_sizes(((8, 64), (16, 32), 16)))
+    masks = cells.fit_all(cells.full_mask, parse_sizes(((8, 64), (16, 32), 16)))
     assert [mask.bit_count() for mask in masks] == [4, 2, 2]
 
 
 def test_rest_is_every_other_cell() -> None:
     """`(16, REST)` covers the device, less a remainder that cannot join."""
-    first, rest = H100.fit_all(H100.every, parse_sizes((16, REST)))
-    assert (first, rest) == (0b11, H100.equal & ~0b11)
-    rest, first = H100.fit_all(H100.every, parse_sizes((REST, 120)))
-    assert (rest, first) == (H100.leftover, H100.equal)
-    assert H100.fit_all(H100.every & ~(1 << 14), parse_sizes((16, REST))) == ()
-    assert H100.fit_all(H100.every, parse_sizes((121, REST))) == ()
+    first, rest = H100.fit_all(H100.full_mask, parse_sizes((16, REST)))
+    assert (first, rest) == (0b11, H100.cell_mask & ~0b11)
+    rest, first = H100.fit_all(H100.full_mask, parse_sizes((REST, 120)))
+    assert (rest, first) == (H100.remainder_mask, H100.cell_mask)
+    assert H100.fit_all(H100.full_mask & ~(1 << 14), parse_sizes((16, REST))) == ()
+    assert H100.fit_all(H100.full_mask, parse_sizes((121, REST))) == ()

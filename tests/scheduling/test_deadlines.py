@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from greensched.errors import DeadlineImpossible, QueueFull
 from greensched.scheduling.admission import BUCKET, DeadlineLedger
 from greensched.scheduling.cells import DeviceCells, parse_sizes
-from greensched.scheduling.policies import Deadline, Fair, Fifo
-from greensched.scheduling.policy import Policy
+from greensched.scheduling.policy import Deadline, Fair, Fifo, Policy
 from greensched.scheduling.requests import GrantState, Request
 from greensched.scheduling.scheduler import Scheduler
 from greensched.scheduling.services import ServiceClass
@@ -66,7 +65,7 @@ def test_a_deadline_beyond_all_time_is_one() -> None:
     scheduler = make(ServiceClass("a", latency=1e307), policy=Deadline())
     held = ask(scheduler, 0.0, ALL)
     waiting = [ask(scheduler, 0.0, 8, "a", duration=0.1, deadline=d) for d in (None, 1.7e308)]
-    assert scheduler.drained(1.0, held.leases[0]) == waiting
+    assert scheduler.drained(1.0, held.grants[0]) == waiting
 
 
 # -- admission ------------------------------------------------------------------------------------
@@ -131,8 +130,8 @@ def test_who_is_late_can_be_let_in_behind_others() -> None:
     late = ask(scheduler, 0.0, ALL, "a", duration=0.2)
     in_time = ask(scheduler, 0.0, ALL, "a", duration=0.05)
     assert scheduler.tick(0.5) == ([], []), "it is still wanted"
-    assert scheduler.drained(0.5, held.leases[0]) == [in_time]
-    assert scheduler.drained(0.6, in_time.leases[0]) == [late]
+    assert scheduler.drained(0.5, held.grants[0]) == [in_time]
+    assert scheduler.drained(0.6, in_time.grants[0]) == [late]
 
 
 def test_the_earliest_deadline_goes_first() -> None:
@@ -141,11 +140,11 @@ def test_the_earliest_deadline_goes_first() -> None:
     held = ask(scheduler, 0.0, ALL)
     never, far = ask(scheduler, 0.0, ALL), ask(scheduler, 0.0, ALL, deadline=5.0)
     near, soon = ask(scheduler, 0.1, ALL, "a"), ask(scheduler, 0.1, ALL, deadline=0.9)
-    order, lease = [], held.leases[0]
+    order, lease = [], held.grants[0]
     for step in range(4):
         (granted,) = scheduler.drained(0.2 + step / 100, lease)
         order.append(granted)
-        lease = granted.leases[0]
+        lease = granted.grants[0]
     assert order == [soon, near, far, never]
 
 
@@ -155,7 +154,7 @@ def test_the_earliest_deadline_goes_first() -> None:
 def test_a_quota_is_kept_on_average() -> None:
     """A class beyond its quota waits though cells are free, and is granted as soon as it may."""
     scheduler = make(ServiceClass("a", quota=8.0), ServiceClass("b"))
-    (lease,) = ask(scheduler, 0.0, 32, "a").leases
+    (lease,) = ask(scheduler, 0.0, 32, "a").grants
     scheduler.drained(1.0, lease)  # 32 SM-seconds: 8 were saved up, 8 came meanwhile
     waiting = ask(scheduler, 1.0, 8, "a")
     assert waiting.state is GrantState.QUEUED
@@ -168,7 +167,7 @@ def test_a_quota_is_kept_on_average() -> None:
 
 
 def test_a_class_has_a_bound_of_its_own() -> None:
-    """Its `QueueFull` says how many of it wait, and when to come again by its own pace."""
+    """Its `QueueFull` says how many of it wait, and when to come again by its own margin."""
     scheduler = make(ServiceClass("a", max_waiting=1), ServiceClass("b"))
     ask(scheduler, 0.0, ALL)
     ask(scheduler, 0.0, 8, "a")
@@ -182,11 +181,11 @@ def test_a_class_has_a_bound_of_its_own() -> None:
 def test_devices_are_packed_or_spread() -> None:
     """Packed, small requests fill one device and leave the other whole; data comes first."""
     packed = Scheduler([DEVICE] * 2, Fifo(), 10, placement="pack")
-    assert [ask(packed, 0.0, 8).leases[0].device for _ in range(5)] == [0, 0, 0, 0, 1]
+    assert [ask(packed, 0.0, 8).grants[0].device for _ in range(5)] == [0, 0, 0, 0, 1]
     spread = make(devices=2)
-    assert [ask(spread, 0.0, 8).leases[0].device for _ in range(3)] == [0, 1, 0]
-    assert ask(spread, 0.0, 8, near=0).leases[0].device == 0
-    assert ask(spread, 0.0, 16, near=0).leases[0].device == 1, "where it fits comes before all"
+    assert [ask(spread, 0.0, 8).grants[0].device for _ in range(3)] == [0, 1, 0]
+    assert ask(spread, 0.0, 8, near=0).grants[0].device == 0
+    assert ask(spread, 0.0, 16, near=0).grants[0].device == 1, "where it fits comes before all"
 
 
 def test_priorities_and_weights_can_be_any_numbers() -> None:
@@ -194,5 +193,5 @@ def test_priorities_and_weights_can_be_any_numbers() -> None:
     scheduler = make(ServiceClass("a", priority=-0.5), ServiceClass("b", weight=0.1), policy=Fair())
     held = ask(scheduler, 0.0, ALL)
     a, b = ask(scheduler, 0.0, ALL, "a"), ask(scheduler, 0.0, ALL, "b")
-    assert scheduler.drained(1.0, held.leases[0]) == [b]
-    assert scheduler.drained(2.0, b.leases[0]) == [a]
+    assert scheduler.drained(1.0, held.grants[0]) == [b]
+    assert scheduler.drained(2.0, b.grants[0]) == [a]

@@ -9,7 +9,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from greensched.scheduling.cells import DeviceCells, parse_sizes
-from greensched.scheduling.policies import Fifo
+from greensched.scheduling.policy import Fifo
 from greensched.scheduling.requests import GrantState, Request
 from greensched.scheduling.scheduler import Scheduler
 from greensched.scheduling.services import ServiceClass
@@ -75,22 +75,23 @@ class Decided:
         self.have(self.scheduler.tick(now)[0])
 
     def give_back(self, now: float, index: int) -> None:
-        (lease,) = self.held.pop(index).leases
+        (lease,) = self.held.pop(index).grants
         self.have(self.scheduler.drained(now, lease))
 
     def state(self) -> list[object]:
-        leases = [request.leases[0] for request in self.held]
+        leases = [request.grants[0] for request in self.held]
         assert [lease.holder for lease in leases] == [request.holder for request in self.held]
         free = [
-            each.sms(cells) for each, cells in zip(self.cells, self.scheduler.free, strict=True)
+            each.sm_count(cells)
+            for each, cells in zip(self.cells, self.scheduler.allocator.free_masks, strict=True)
         ]
         held = [(request.order, lease.device, lease.sms) for request, lease in self.pairs()]
-        kept = self.scheduler._reserved
+        kept = self.scheduler.queue.reservation
         for_whom = None if kept is None else (kept[0].order, kept[1])
         return [held, free, self.granted, for_whom, self.scheduler.statistics()]
 
     def pairs(self) -> list[tuple[Request, object]]:
-        return [(request, request.leases[0]) for request in self.held]
+        return [(request, request.grants[0]) for request in self.held]
 
 
 class Handed(Decided):
@@ -99,7 +100,7 @@ class Handed(Decided):
     handed = 0
 
     def give_back(self, now: float, index: int) -> None:
-        (lease,) = self.held[index].leases
+        (lease,) = self.held[index].grants
         following = self.scheduler.next_for(lease)
         if following is None:
             super().give_back(now, index)
@@ -108,7 +109,7 @@ class Handed(Decided):
         self.scheduler.hand_over(now, lease, following)
         self.have([following])
         self.handed += 1
-        assert (left.leases, following.leases, lease.mask) == ((), (lease,), mask)
+        assert (left.grants, following.grants, lease.mask) == ((), (lease,), mask)
 
 
 @settings(max_examples=300)
@@ -131,8 +132,8 @@ def test_nobody_can_tell(steps: list[tuple[int, Ask | int]], cells: list[DeviceC
         one.give_back(now, 0)
         other.give_back(now, 0)
         assert one.state() == other.state()
-    assert not other.scheduler._held
-    assert not other.scheduler._lines
+    assert not other.scheduler.dispatcher._held
+    assert not other.scheduler.queue.lines
 
 
 @pytest.mark.parametrize(
@@ -149,7 +150,7 @@ def test_nobody_can_tell(steps: list[tuple[int, Ask | int]], cells: list[DeviceC
 def test_what_is_not_just_that_is_decided(last: Ask, first: Ask) -> None:
     """Another size, a range, a name, a known duration, another device: somebody has to look."""
     each = Decided()
-    lease = each.ask(0.0, last).leases[0]
+    lease = each.ask(0.0, last).grants[0]
     while each.ask(0.0, first).state is GrantState.GRANTED:
         pass
     assert each.scheduler.next_for(lease) is None
@@ -158,7 +159,7 @@ def test_what_is_not_just_that_is_decided(last: Ask, first: Ask) -> None:
 def test_two_sorts_that_wait_are_decided_on() -> None:
     """So is whoever has a class, which has floors, caps and shares."""
     each = Decided()
-    lease = each.ask(0.0, Ask()).leases[0]
+    lease = each.ask(0.0, Ask()).grants[0]
     while (waiting := each.ask(0.0, Ask())).state is GrantState.GRANTED:
         pass
     assert each.scheduler.next_for(lease) is waiting
@@ -167,20 +168,20 @@ def test_two_sorts_that_wait_are_decided_on() -> None:
     classed = Scheduler(ODD, Fifo(), 9, services=[ServiceClass("a")])
     requests = [classed.request(0.0, parse_sizes((16,)), service="a") for _ in range(3)]
     assert classed.waiting == 1
-    assert classed.next_for(requests[0].leases[0]) is None
+    assert classed.next_for(requests[0].grants[0]) is None
 
 
 def test_what_one_had_is_not_the_nexts() -> None:
     """What a lease was charged for until its checkpoint is its holder's, and stays behind."""
     each = Decided()
-    lease = each.ask(0.0, Ask()).leases[0]
+    lease = each.ask(0.0, Ask()).grants[0]
     while (waiting := each.ask(0.0, Ask())).state is GrantState.GRANTED:
         pass
     each.scheduler.checkpoint(0.5, lease)
-    assert lease.had
+    assert lease.used
     each.scheduler.hand_over(1.0, lease, waiting)
-    assert waiting.leases == (lease,)
-    assert (lease.had, lease.charged, lease.began, lease.since) == (0.0, 0.0, 1.0, 1.0)
+    assert waiting.grants == (lease,)
+    assert (lease.used, lease.charged, lease.began, lease.since) == (0.0, 0.0, 1.0, 1.0)
 
 
 def test_who_lacks_a_lane_is_decided_on() -> None:
@@ -188,8 +189,8 @@ def test_who_lacks_a_lane_is_decided_on() -> None:
     made = [0b11]
     scheduler = Scheduler([DeviceCells(size=8, count=4)], Fifo(), 9, lambda _, mask: mask in made)
     first, second = (scheduler.request(0.0, parse_sizes((16,))) for _ in range(2))
-    assert (first.state, second.lacks) == (GrantState.GRANTED, ((0, 0b1100),))
-    assert scheduler.next_for(first.leases[0]) is None
+    assert (first.state, second.missing_executors) == (GrantState.GRANTED, ((0, 0b1100),))
+    assert scheduler.next_for(first.grants[0]) is None
 
 
 def test_who_has_a_device_kept_goes_first() -> None:
@@ -198,6 +199,6 @@ def test_who_has_a_device_kept_goes_first() -> None:
     held = scheduler.request(0.0, parse_sizes((16,)))
     aged = scheduler.request(0.0, parse_sizes((16,)))
     urgent = scheduler.request(1.0, parse_sizes((16,)), priority=1)
-    assert scheduler.next_for(held.leases[0]) is None
-    assert scheduler.drained(1.0, held.leases[0]) == [aged]
-    assert scheduler.next_for(aged.leases[0]) is urgent
+    assert scheduler.next_for(held.grants[0]) is None
+    assert scheduler.drained(1.0, held.grants[0]) == [aged]
+    assert scheduler.next_for(aged.grants[0]) is urgent

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from greensched.scheduling.cells import DeviceCells, parse_sizes
-from greensched.scheduling.policies import Fair
+from greensched.scheduling.policy import Fair
 from greensched.scheduling.requests import Grant, GrantState, Request
 from greensched.scheduling.scheduler import Scheduler
 from greensched.scheduling.services import ServiceClass
@@ -40,57 +40,61 @@ class Decided:
 
     def give_back(self, now: float, index: int) -> list[tuple[str, int]]:
         """Returns who is granted by that."""
-        (lease,) = self.held.pop(index).leases
+        (lease,) = self.held.pop(index).grants
         return self.drain(now, lease)
 
     def drain(self, now: float, lease: Grant) -> list[tuple[str, int]]:
         granted = self.scheduler.drained(now, lease)
         self.held += granted
-        return [(request.flow.name, request.order) for request in granted]
+        return [(request.class_state.name, request.order) for request in granted]
 
     def has(self) -> list[tuple[str, int]]:
-        return [(request.flow.name, request.leases[0].sms) for request in self.held]
+        return [(request.class_state.name, request.grants[0].sms) for request in self.held]
 
     def accounts(self) -> list[tuple[float, ...]]:
-        names = "sms cells borrowed lent kept granted sm_time finish mean longest segment"
-        flows = (self.scheduler.ground.flows[name] for name in NAMES)
-        return [tuple(getattr(flow, name) for name in names.split()) for flow in flows]
+        names = "sms cells borrowed lent reserved_free granted sm_time finish"
+        names += " mean_duration longest_duration checkpoint_interval"
+        classes = (self.scheduler.allocator.classes[name] for name in NAMES)
+        return [tuple(getattr(state, name) for name in names.split()) for state in classes]
 
 
-class Paused(Decided):
-    """One whose leases are paused where they may be, and gone on with, as a pool's desk does it."""
+class Suspending(Decided):
+    """One whose grants are suspended where they may be, and resumed, as a pool's cache does it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.paused: list[tuple[str, int, Request]] = []
-        self.taken = 0
+        self.suspended: list[tuple[str, int, Request]] = []
+        self.scheduler = Scheduler(
+            [DeviceCells(size=8, count=5)],
+            Fair(),
+            100,
+            services=SERVICES,
+            on_reclaim=self.suspended.clear,
+        )
+        self.resumed = 0
 
     def ask(self, now: float, service: str, sms: int) -> bool:
-        for i, (name, size, request) in enumerate(self.paused):
+        for i, (name, size, request) in enumerate(self.suspended):
             if (name, size) == (service, sms):
-                del self.paused[i]
-                self.scheduler.resume(now, request.leases[0])
+                del self.suspended[i]
+                self.scheduler.resume(now, request.grants[0], "holder")
                 self.held.append(request)
-                self.taken += 1
+                self.resumed += 1
                 return True
-        self.clear(now)
         return super().ask(now, service, sms)
 
     def give_back(self, now: float, index: int) -> list[tuple[str, int]]:
         request = self.held[index]
-        (lease,) = request.leases
-        if self.scheduler.waiting or not self.scheduler.pause(now, lease):
+        (grant,) = request.grants
+        if not self.scheduler.suspend(now, grant):
             return super().give_back(now, index)
         del self.held[index]
-        self.paused.append((request.flow.name, request.parts[0].least, request))
+        self.suspended.append((request.class_state.name, request.parts[0].least, request))
         return []
 
     def clear(self, now: float) -> None:
-        self.scheduler.count_again(self.taken)
-        self.taken = 0
-        paused, self.paused = self.paused, []
-        for _, _, request in paused:
-            assert not self.scheduler.drained(now, request.leases[0])
+        self.scheduler.reclaim(now)
+        assert not self.suspended
 
 
 asking = st.tuples(st.sampled_from(NAMES), st.sampled_from([8, 16, 24]))
@@ -100,7 +104,7 @@ steps = st.lists(st.tuples(st.integers(1, 9), asking | st.integers(0, 9)), max_s
 @given(steps)
 def test_nobody_can_tell(steps: list[tuple[int, tuple[str, int] | int]]) -> None:
     """Whatever is asked for and given back, the same is granted, held and accounted for."""
-    one, other = Decided(), Paused()
+    one, other = Decided(), Suspending()
     now = 0.0
     for milliseconds, step in steps:
         now += milliseconds / 1e3
@@ -118,15 +122,15 @@ def test_nobody_can_tell(steps: list[tuple[int, tuple[str, int] | int]]) -> None
 
 def test_a_latency_is_one_leases_own() -> None:
     """It counts from when the next asked, not from when the first did: all are in time."""
-    one, other = Decided(), Paused()
-    before = one.scheduler.ground.flows["owner"].pace.part
+    one, other = Decided(), Suspending()
+    before = one.scheduler.allocator.classes["owner"].margin.fraction
     for i in range(3000):
         for each in (one, other):
             each.ask(i * 0.002, "owner", 16)
             each.give_back(i * 0.002 + 0.001, 0)
-    assert other.taken == 2999
+    assert other.resumed == 2999
     other.clear(6.0)
-    parts = [each.scheduler.ground.flows["owner"].pace.part for each in (one, other)]
+    parts = [each.scheduler.allocator.classes["owner"].margin.fraction for each in (one, other)]
     assert parts[0] == parts[1] > before
 
 
@@ -145,11 +149,11 @@ def split(scheduler: Scheduler) -> Request:
 
 
 @pytest.mark.parametrize("case", [loan, quota, split])
-def test_what_a_decision_would_look_at_is_not_paused(
+def test_what_a_decision_would_look_at_is_not_suspended(
     case: Callable[[Scheduler], Request],
 ) -> None:
     """Loans, quotas, and devices that may be split or not are looked at for each lease."""
     scheduler = Decided().scheduler
-    (lease,) = case(scheduler).leases
-    assert not scheduler.pause(0.001, lease)
+    (lease,) = case(scheduler).grants
+    assert not scheduler.suspend(0.001, lease)
     assert scheduler.drained(0.001, lease) == []

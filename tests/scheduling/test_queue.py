@@ -5,85 +5,81 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from greensched.scheduling.cells import DeviceCells, parse_sizes
 from greensched.scheduling.class_state import ClassState
-from greensched.scheduling.policies import Deadline, Fifo
-from greensched.scheduling.policy import RequestView
-from greensched.scheduling.queue import STALE_LEAST, SWEEP
-from greensched.scheduling.requests import GrantState, LazyHeap, Request, by_rank
+from greensched.scheduling.policy import Deadline, Fifo, RequestView
+from greensched.scheduling.request_line import STALE_LEAST, LazyHeap
+from greensched.scheduling.requests import GrantState, Request, by_rank
 from greensched.scheduling.scheduler import Scheduler
-from greensched.scheduling.services import ANYBODY, ServiceClass
+from greensched.scheduling.services import DEFAULT_CLASS, ServiceClass
 from greensched.typing import ALL
 
 
-def ranked(order: int) -> Request:
-    request = Request(ClassState(ANYBODY), (), (), 0, 0.0, order)
-    request.rank = (float(order % 7),)
+def rank_of(request: Request) -> tuple[float, ...]:
+    return request.rank
+
+
+def ranked(order: int, rank: float) -> Request:
+    request = Request(ClassState(DEFAULT_CLASS), (), (), 0, 0.0, order)
+    request.rank = (rank,)
     return request
-
-
-def test_sweeping_in_parts_is_sweeping_at_once() -> None:
-    """What still waits stays, in its order, also what came and what left meanwhile."""
-    rng = random.Random(1)
-    entries, waiting = LazyHeap(), {}
-    for order in range(500):
-        entries.push(waiting.setdefault(order, ranked(order)))
-    for order in rng.sample(range(500), 300):
-        waiting.pop(order).state = GrantState.GONE
-    new = 500
-    while not entries.sweep(17):
-        entries.push(waiting.setdefault(new, ranked(new)))
-        waiting.pop(rng.choice(list(waiting))).state = GrantState.GONE
-        new += 1
-    order = []
-    while (first := entries.first()) is not None:
-        order.append(first.order)
-        first.state = GrantState.GRANTED
-    assert order == [request.order for request in sorted(waiting.values(), key=by_rank)]
 
 
 @given(
     steps=st.lists(
-        st.one_of(st.integers(0, 4), st.sampled_from(["first", "served", "left", "swept"])),
-        max_size=40,
+        st.one_of(st.integers(0, 4), st.sampled_from(["first", "served", "left", "many left"])),
+        max_size=60,
     ),
     data=st.data(),
 )
-def test_the_first_is_who_has_the_smallest_rank(steps: list[Any], data: st.DataObject) -> None:
-    """Whoever comes, leaves, is served or swept out: the first that waits is by rank and order."""
-    entries, waiting = LazyHeap(), list[Request]()
-    for order, step in enumerate(steps):
+def test_the_first_has_the_smallest_rank(steps: list[Any], data: st.DataObject) -> None:
+    """Whatever arrives, leaves or is served: the first queued request is by rank and order."""
+    heap, waiting, order = LazyHeap(rank_of), list[Request](), 0
+    for step in steps:
+        leaving = 0
         if isinstance(step, int):
-            waiting.append(Request(ClassState(ANYBODY), (), (), 0, 0.0, order))
-            waiting[-1].rank = (float(step),)
-            entries.push(waiting[-1])
-        elif step == "swept":
-            entries.sweep(data.draw(st.integers(1, 5)))
+            for _ in range(1 + step * 20):
+                waiting.append(ranked(order, float(step)))
+                heap.push(waiting[-1])
+                order += 1
+        elif step == "many left":
+            leaving = 2 * len(waiting) // 3
         elif waiting and step != "first":
+            leaving = 1
+        for _ in range(leaving):
             waiting.sort(key=by_rank)
-            gone = 0 if step == "served" else data.draw(st.integers(0, len(waiting) - 1))
-            waiting.pop(gone).state = GrantState.GONE
+            gone = waiting.pop(
+                0 if step == "served" else data.draw(st.integers(0, 3)) % len(waiting)
+            )
+            gone.state = GrantState.GONE
+            assert heap.discard(gone) is (not waiting)
+        assert len(waiting) <= len(heap) <= 2 * len(waiting) + STALE_LEAST
         if step == "first" or data.draw(st.booleans()):
-            assert entries.first() is min(waiting, key=by_rank, default=None)
+            assert heap.first() is min(waiting, key=by_rank, default=None)
+            assert sorted(heap.queued(), key=by_rank) == sorted(waiting, key=by_rank)
 
 
-def test_no_cancellation_sweeps_for_long() -> None:
-    """Each of 20,000 cancellations looks at a bounded number of others, and all are forgotten."""
+@pytest.mark.white_box
+def test_a_mass_cancellation_rebuilds_rarely() -> None:
+    """20,000 cancellations rebuild each heap a few times, and all are forgotten."""
     scheduler = Scheduler([DeviceCells(size=8, count=4)], Fifo(), 10**6)
     scheduler.request(0.0, parse_sizes((ALL,)))
     waiting = [scheduler.request(0.0, parse_sizes((8,)), deadline=9.0) for _ in range(20_000)]
     random.Random(1).shuffle(waiting)
-    (line,) = scheduler._lines.values()
-    before = len(line)
+    (line,) = scheduler.queue.lines.values()
+    rebuilt = 0
     for number, request in enumerate(waiting, 1):
-        looked = line._at
+        before = len(line)
         scheduler.cancel(1.0, request)
-        assert line._at - looked <= SWEEP
-        assert scheduler.waiting == before - number
-    assert scheduler._entries == len(scheduler._deadlines) == 0
+        rebuilt += before - len(line) > 1
+        assert scheduler.waiting == len(waiting) - number
+    assert rebuilt < 20
+    assert len(line) == len(scheduler.queue._deadlines) == 0
+    assert scheduler.queue.lines == {}
 
 
 class Newest:
@@ -99,14 +95,14 @@ class Newest:
 def test_who_is_granted_behind_a_newcomer_is_forgotten() -> None:
     """Whom a device was kept for is granted where another is the first of his line by now."""
     scheduler = Scheduler([DeviceCells(size=8, count=1)], Newest(), 1000)
-    (held,) = scheduler.request(0.0, parse_sizes((8,))).leases
+    (held,) = scheduler.request(0.0, parse_sizes((8,))).grants
     scheduler.request(0.0, parse_sizes((8,)))
     for _ in range(1000):
         scheduler.request(1.0, parse_sizes((8,)))
         (granted,) = scheduler.drained(1.0, held)
-        (held,) = granted.leases
+        (held,) = granted.grants
     assert scheduler.waiting == 1
-    assert sum(map(len, scheduler._lines.values())) <= 2 * scheduler.waiting + STALE_LEAST
+    assert sum(map(len, scheduler.queue.lines.values())) <= 2 * scheduler.waiting + STALE_LEAST
 
 
 def test_requests_by_deadline_leave_the_agenda() -> None:
@@ -120,15 +116,15 @@ def test_requests_by_deadline_leave_the_agenda() -> None:
         )
         for i in range(90)
     ]
-    assert scheduler._agenda is not None
-    assert scheduler._agenda.due_by(5.0) > 0
+    assert scheduler.queue.ledger is not None
+    assert scheduler.queue.ledger.due_by(5.0) > 0
     scheduler.tick(0.45)
     for request in waiting[::2]:
         scheduler.cancel(0.5, request)
-    granted = scheduler.drained(0.5, whole.leases[0])
+    granted = scheduler.drained(0.5, whole.grants[0])
     while granted:
-        granted += scheduler.drained(0.6, granted.pop().leases[0])
+        granted += scheduler.drained(0.6, granted.pop().grants[0])
     assert scheduler.waiting == 0
-    assert scheduler._agreed == {}
-    scheduler._agenda.advance(0.6)
-    assert abs(scheduler._agenda.due_by(5.0)) < 1e-9
+    assert scheduler.queue._buckets == {}
+    scheduler.queue.ledger.advance(0.6)
+    assert abs(scheduler.queue.ledger.due_by(5.0)) < 1e-9

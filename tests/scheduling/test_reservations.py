@@ -9,7 +9,7 @@ import pytest
 from greensched.errors import InvalidRequest, TooManySMs
 from greensched.leasing.latency import LatencyCurve
 from greensched.scheduling.cells import DeviceCells, parse_sizes
-from greensched.scheduling.policies import Fifo
+from greensched.scheduling.policy import Fifo
 from greensched.scheduling.requests import GrantState, Request
 from greensched.scheduling.scheduler import Scheduler
 from greensched.scheduling.services import ServiceClass
@@ -56,8 +56,8 @@ def test_a_floor_is_one_block() -> None:
     scheduler = make(OWNER, PLAIN)
     others = [ask(scheduler, 0.0, 8, "plain") for _ in range(4)]
     for request in others[::2]:
-        scheduler.drained(0.0, request.leases[0])
-    (lease,) = ask(scheduler, 0.0, 32, "owner").leases
+        scheduler.drained(0.0, request.grants[0])
+    (lease,) = ask(scheduler, 0.0, 32, "owner").grants
     assert lease.mask == 0b11110000
 
 
@@ -65,11 +65,11 @@ def test_a_cap_bounds_what_a_class_holds() -> None:
     """At its cap a class waits though cells are free, elastic leases stop there, others pass."""
     scheduler = make(ServiceClass("small", cap=16), PLAIN)
     first = ask(scheduler, 0.0, (8, 64), "small")
-    assert first.leases[0].sms == 16
+    assert first.grants[0].sms == 16
     waiting = ask(scheduler, 0.0, 8, "small")
     assert waiting.state is GrantState.QUEUED
     assert ask(scheduler, 5.0, 48, "plain").state is GrantState.GRANTED, "no device is kept for it"
-    assert scheduler.drained(6.0, first.leases[0]) == [waiting]
+    assert scheduler.drained(6.0, first.grants[0]) == [waiting]
     with pytest.raises(TooManySMs, match="never be granted here, at most 16 can"):
         ask(scheduler, 0.0, 17, "small")
 
@@ -107,9 +107,9 @@ def test_no_device_is_kept_for_who_is_lent_nothing(ageing: float) -> None:
     scheduler = Scheduler([DEVICE], Fifo(ageing=ageing), 9, services=[OWNER, BATCH, PLAIN])
     held = ask(scheduler, 0.0, ALL, "batch", duration=0.001)
     waiting = ask(scheduler, 0.0, ALL, "batch", duration=0.001)
-    assert scheduler.drained(1.0, held.leases[0]) == [], "a thousand times what it said"
+    assert scheduler.drained(1.0, held.grants[0]) == [], "a thousand times what it said"
     scheduler.tick(2.0)
-    assert [request for request, _ in scheduler.hopeless] == [waiting]
+    assert [request for request, _ in scheduler.rejected] == [waiting]
     assert ask(scheduler, 2.0, 8, "plain").state is GrantState.GRANTED
     with pytest.raises(TooManySMs, match="may borrow the rest"):
         ask(scheduler, 2.0, ALL, "batch")
@@ -127,10 +127,10 @@ def test_owners_do_not_wait_for_each_other_for_ever(sms: int) -> None:
     scheduler = make(*(ServiceClass(name, **rules) for name in "ab"))  # type: ignore[arg-type]
     held = [ask(scheduler, 0.0, 32, name) for name in "ab"]
     waiting = [ask(scheduler, 0.0, sms, name) for name in "ab"]
-    assert scheduler.drained(0.005, held[0].leases[0]) == []
-    assert scheduler.drained(0.005, held[1].leases[0]) == [waiting[0]]
+    assert scheduler.drained(0.005, held[0].grants[0]) == []
+    assert scheduler.drained(0.005, held[1].grants[0]) == [waiting[0]]
     assert scheduler.services()["b"].sms_lent == sms - 32
-    assert scheduler.drained(0.010, waiting[0].leases[0]) == [waiting[1]]
+    assert scheduler.drained(0.010, waiting[0].grants[0]) == [waiting[1]]
 
 
 def test_who_came_to_his_quota_holds_up_nobody() -> None:
@@ -140,7 +140,7 @@ def test_who_came_to_his_quota_holds_up_nobody() -> None:
     ask(scheduler, 0.0, 48, "a")
     first = ask(scheduler, 1.0, 8, "plain")
     assert first.state is GrantState.QUEUED, "the device is kept"
-    assert scheduler.drained(9.0, held[0].leases[0]) == [first]
+    assert scheduler.drained(9.0, held[0].grants[0]) == [first]
     assert ask(scheduler, 9.0, 8, "plain").state is GrantState.GRANTED
 
 
@@ -154,30 +154,30 @@ def test_who_has_no_budget_lends_nothing(owner: ServiceClass) -> None:
 
 def test_the_budget_is_half_of_the_latency() -> None:
     """A latency target without a budget lends to who is back within half of it."""
-    assert ServiceClass("a", latency=0.050).blocking_budget == 0.025
-    assert ServiceClass("a", latency=0.050, max_wait_for_reserve=0.0).blocking_budget == 0
-    assert ServiceClass("a").blocking_budget == 0
+    assert ServiceClass("a", latency=0.050).reserve_wait == 0.025
+    assert ServiceClass("a", latency=0.050, max_wait_for_reserve=0.0).reserve_wait == 0
+    assert ServiceClass("a").reserve_wait == 0
 
 
 def test_an_elastic_lease_borrows_above_its_least() -> None:
     """What it keeps until its end is its own; what the next checkpoint gives back may be lent."""
     scheduler = make(OWNER, BATCH, PLAIN)
     ask(scheduler, 0.0, 24, "plain")
-    (lease,) = ask(scheduler, 0.0, (8, 64), "batch").leases
+    (lease,) = ask(scheduler, 0.0, (8, 64), "batch").grants
     assert lease.sms == 40
-    assert dict(lease.loans) == {scheduler.ground.flows["owner"]: 4}
+    assert dict(lease.loans) == {scheduler.allocator.classes["owner"]: 4}
     assert ask(scheduler, 0.0, (8, 64), "batch").state is GrantState.QUEUED, "its least is not lent"
 
 
 def test_a_loan_comes_back_at_the_checkpoint() -> None:
     """An owner who asks waits for the borrower's checkpoint alone, and has all of his floor."""
     scheduler = make(OWNER, BATCH)
-    (lease,) = ask(scheduler, 0.0, (8, 64), "batch").leases
+    (lease,) = ask(scheduler, 0.0, (8, 64), "batch").grants
     owner = ask(scheduler, 1.0, 32, "owner")
     assert owner.state is GrantState.QUEUED
     assert scheduler.checkpoint(1.004, lease) == [owner]
     assert lease.sms == 32, "of what is idle it takes what is not lent"
-    assert owner.leases[0].mask & lease.mask == 0
+    assert owner.grants[0].mask & lease.mask == 0
     assert scheduler.services()["owner"].sms_lent == 0
 
 
@@ -185,8 +185,8 @@ def test_a_loan_is_not_renewed_while_its_owner_waits() -> None:
     """What the owner cannot use yet is kept for him all the same."""
     scheduler = make(OWNER, BATCH, PLAIN)
     ask(scheduler, 0.0, 8, "plain")
-    first, second = (ask(scheduler, 0.0, 16, "batch").leases[0] for _ in range(2))
-    (third,) = ask(scheduler, 0.0, 24, "batch").leases
+    first, second = (ask(scheduler, 0.0, 16, "batch").grants[0] for _ in range(2))
+    (third,) = ask(scheduler, 0.0, 24, "batch").grants
     owner = ask(scheduler, 0.0, 32, "owner")
     assert owner.state is GrantState.QUEUED
     new = ask(scheduler, 0.0, 8, "batch")
@@ -199,7 +199,7 @@ def test_a_loan_is_not_renewed_while_its_owner_waits() -> None:
 def test_an_owner_who_leaves_lends_again() -> None:
     """When the last of a class with a floor stops waiting, who may borrow is granted."""
     scheduler = make(OWNER, BATCH)
-    (lease,) = ask(scheduler, 0.0, (8, 40), "batch").leases
+    (lease,) = ask(scheduler, 0.0, (8, 40), "batch").grants
     owner = ask(scheduler, 0.0, 32, "owner")
     other = ask(scheduler, 0.0, 8, "batch")
     assert (owner.state, other.state) == (GrantState.QUEUED, GrantState.QUEUED)
@@ -210,11 +210,11 @@ def test_an_owner_who_leaves_lends_again() -> None:
 def test_an_owner_who_finds_his_floor_elsewhere_wants_no_loan_back() -> None:
     """What was lent of it is the borrower's own from then on, and counts against no floor."""
     scheduler = make(OWNER, BATCH, PLAIN)
-    (plain,) = ask(scheduler, 0.0, 32, "plain").leases
-    (borrowed,) = ask(scheduler, 0.0, 32, "batch").leases
+    (plain,) = ask(scheduler, 0.0, 32, "plain").grants
+    (borrowed,) = ask(scheduler, 0.0, 32, "batch").grants
     assert scheduler.services()["owner"].sms_lent == 32
     scheduler.drained(0.0, plain)
-    (own,) = ask(scheduler, 0.0, 32, "owner").leases
+    (own,) = ask(scheduler, 0.0, 32, "owner").grants
     assert scheduler.services()["owner"].sms_lent == 0
     assert dict(borrowed.loans) == {}
     scheduler.drained(0.0, own)
@@ -225,7 +225,7 @@ def test_who_takes_longer_than_he_said_borrows_no_more() -> None:
     """A class seen to go on for longer than its owner's budget gets nothing on loan for a time."""
     scheduler = make(OWNER, BATCH, PLAIN)
     ask(scheduler, 0.0, 32, "plain")
-    (late,) = ask(scheduler, 0.0, 8, "batch").leases
+    (late,) = ask(scheduler, 0.0, 8, "batch").grants
     scheduler.drained(0.5, late)
     assert ask(scheduler, 0.5, 8, "batch").state is GrantState.QUEUED
 
@@ -245,15 +245,15 @@ def test_floors_lie_on_the_devices_with_room() -> None:
     scheduler = make(
         ServiceClass("a", reserve=40), ServiceClass("b", reserve=40), devices=(DEVICE, DEVICE)
     )
-    homes = [scheduler.ground.flows[name].home for name in "ab"]
+    homes = [scheduler.allocator.classes[name].home for name in "ab"]
     assert sorted(homes) == [0, 1]
-    with pytest.raises(InvalidRequest, match=r"'c': reserve=40: the floors together do not fit"):
+    with pytest.raises(InvalidRequest, match=r"'c': reserve=40: the reserves together do not fit"):
         make(*(ServiceClass(name, reserve=40) for name in "abc"), devices=(DEVICE, DEVICE))
 
 
 def test_what_an_elastic_lease_gives_back_is_made() -> None:
     """Where there is no partition of its least, that is lacking, and not everybody's waiting."""
-    made = {DEVICE.every}
+    made = {DEVICE.full_mask}
     scheduler = Scheduler(
         (DEVICE,),
         Fifo(),
@@ -261,19 +261,19 @@ def test_what_an_elastic_lease_gives_back_is_made() -> None:
         lambda _, mask: mask in made or mask.bit_count() == 6,
         services=(OWNER, BATCH),
     )
-    (lease,) = ask(scheduler, 0.0, (8, 64), "batch", duration=0.001).leases
-    assert lease.mask == DEVICE.every
+    (lease,) = ask(scheduler, 0.0, (8, 64), "batch", duration=0.001).grants
+    assert lease.mask == DEVICE.full_mask
     floor = (0, 0b11110000), (0, 0b00001111)
-    assert tuple(scheduler.lacking) == floor, "and it is before anybody asks"
-    scheduler.lacking.clear()
+    assert tuple(scheduler.missing_executors) == floor, "and it is before anybody asks"
+    scheduler.missing_executors.clear()
     waiting = ask(scheduler, 0.0, 48, "owner")
     assert scheduler.checkpoint(0.001, lease) == []
     assert lease.sms == 64
     made.add(0b00001111)
-    scheduler.warm[0][4] = {0b00001111: None}
+    scheduler.ready_masks[0][4] = {0b00001111: None}
     scheduler.checkpoint(0.001, lease)
     assert lease.sms == 32, "as near as can be"
-    assert (0, 1) in scheduler.lacking
+    assert (0, 1) in scheduler.missing_executors
     made.add(1)
     assert scheduler.checkpoint(0.002, lease) == [waiting]
     assert lease.sms == 8
@@ -282,8 +282,8 @@ def test_what_an_elastic_lease_gives_back_is_made() -> None:
 def test_an_elastic_lease_of_an_owner_has_its_floor_back() -> None:
     """Granted no more than its least, it does not wait, and borrowers give back all the same."""
     scheduler = make(OWNER, BATCH)
-    (borrower,) = ask(scheduler, 0.0, (8, 56), "batch").leases
-    (lease,) = ask(scheduler, 0.001, (8, 32), "owner").leases
+    (borrower,) = ask(scheduler, 0.0, (8, 56), "batch").grants
+    (lease,) = ask(scheduler, 0.001, (8, 32), "owner").grants
     assert (borrower.sms, lease.sms) == (56, 8)
     scheduler.checkpoint(0.004, borrower)
     assert borrower.sms == 32, "the loan is not renewed"

@@ -9,17 +9,12 @@ import pytest
 from greensched.errors import InvalidRequest, QueueFull, TooManySMs, WouldBlock, WouldDeadlock
 from greensched.scheduling.cells import DeviceCells, parse_sizes
 from greensched.scheduling.class_state import ClassState
-from greensched.scheduling.policies import Fifo, policy_named
-from greensched.scheduling.policy import Policy, RequestView
-from greensched.scheduling.scheduler import (
-    STALE_LEAST,
-    Grant,
-    GrantState,
-    Request,
-    Scheduler,
-    validate_bound,
-)
-from greensched.scheduling.services import ANYBODY
+from greensched.scheduling.policy import Fifo, Policy, RequestView, policy_named
+from greensched.scheduling.queue import validate_bound
+from greensched.scheduling.request_line import STALE_LEAST
+from greensched.scheduling.requests import Grant, GrantState, Request
+from greensched.scheduling.scheduler import UNKNOWN_LEASE, Scheduler
+from greensched.scheduling.services import DEFAULT_CLASS
 from greensched.typing import ALL, REST, Size
 
 H100 = DeviceCells(size=8, count=15, remainder=12)
@@ -36,7 +31,7 @@ def ask(scheduler: Scheduler, now: float, *sizes: Size, **options: object) -> Re
 
 def give_back(scheduler: Scheduler, now: float, request: Request) -> list[Request]:
     granted = []
-    for lease in request.leases:
+    for lease in request.grants:
         granted += scheduler.drained(now, lease)
     return granted
 
@@ -49,7 +44,7 @@ def test_a_request_that_fits_is_granted_at_once() -> None:
     scheduler = make()
     request = ask(scheduler, 0.0, 16, owner="me", holder="task")
     assert request.state is GrantState.GRANTED
-    assert [(x.device, x.mask, x.sms, x.holder) for x in request.leases] == [(0, 0b11, 16, "task")]
+    assert [(x.device, x.mask, x.sms, x.holder) for x in request.grants] == [(0, 0b11, 16, "task")]
     assert request.owner == "me"
 
 
@@ -61,13 +56,13 @@ def test_what_a_request_lacked_once_is_not_lacking_for_ever() -> None:
     cells = DeviceCells(size=8, count=2, remainder=12)
     scheduler = Scheduler((cells,), Fifo(), 1000, lambda _, mask: mask != 0b11)
     waiting = ask(scheduler, 0.0, 16)
-    assert scheduler.lacking == {(0, 0b11): None}
+    assert scheduler.missing_executors == {(0, 0b11): None}
     for _ in range(2):
         assert ask(scheduler, 0.0, 8).state is GrantState.GRANTED
-    assert scheduler.free == [0b100]
-    scheduler.lacking.clear()
+    assert scheduler.allocator.free_masks == [0b100]
+    scheduler.missing_executors.clear()
     assert scheduler.made(0.0) == []
-    assert not scheduler.lacking
+    assert not scheduler.missing_executors
     assert waiting.state is GrantState.QUEUED
 
 
@@ -76,29 +71,29 @@ def test_cells_come_free_by_drained_alone() -> None:
     scheduler = make()
     first = ask(scheduler, 0.0, ALL)
     waiting = ask(scheduler, 0.0, 8)
-    scheduler.release(first.leases[0])
-    assert scheduler.free == [0]
+    scheduler.release(first.grants[0])
+    assert scheduler.allocator.free_masks == [0]
     assert scheduler.statistics().sms_draining == 32
     assert waiting.state is GrantState.QUEUED
-    assert scheduler.drained(1.0, first.leases[0]) == [waiting]
+    assert scheduler.drained(1.0, first.grants[0]) == [waiting]
 
 
 def test_cells_given_back_twice_are_a_bug_of_the_caller() -> None:
     """The second `drained` of a lease raises and frees nothing, whoever has the cells now."""
     scheduler = make()
-    lease = ask(scheduler, 0.0, ALL).leases[0]
+    lease = ask(scheduler, 0.0, ALL).grants[0]
     scheduler.drained(0.0, lease)
     other = ask(scheduler, 0.0, ALL)
     with pytest.raises(AssertionError, match="given back twice"):
         scheduler.drained(0.0, lease)
-    assert scheduler.free == [0]
-    assert scheduler.statistics().sms_leased == other.leases[0].sms == 32
+    assert scheduler.allocator.free_masks == [0]
+    assert scheduler.statistics().sms_leased == other.grants[0].sms == 32
 
 
 def test_the_device_with_the_most_free_sms_is_taken() -> None:
     """Where a request fits on several devices, the emptiest has it; the first of equals."""
     scheduler = make(SMALL, SMALL)
-    devices = [ask(scheduler, 0.0, size).leases[0].device for size in (8, 8, 16, 8)]
+    devices = [ask(scheduler, 0.0, size).grants[0].device for size in (8, 8, 16, 8)]
     assert devices == [0, 1, 0, 1]
 
 
@@ -123,7 +118,7 @@ def test_devices_of_a_request_are_kept_to() -> None:
 def test_what_was_asked_is_what_comes() -> None:
     """9 SMs on cells of 8 are 16, and the lease says so."""
     scheduler = make()
-    assert ask(scheduler, 0.0, 9).leases[0].sms == 16
+    assert ask(scheduler, 0.0, 9).grants[0].sms == 16
 
 
 # -- order --------------------------------------------------------------------------------------
@@ -186,7 +181,7 @@ def test_only_one_device_is_kept() -> None:
     assert ask(scheduler, 1.0, 8, devices=(1,)).state is GrantState.QUEUED, (
         "it had the most free SMs"
     )
-    assert ask(scheduler, 1.0, 8).leases[0].device == 0
+    assert ask(scheduler, 1.0, 8).grants[0].device == 0
 
 
 def test_a_kept_device_stays_kept_when_somebody_more_urgent_comes() -> None:
@@ -238,7 +233,7 @@ def test_who_has_a_device_goes_first_everywhere() -> None:
     aged = ask(scheduler, 0.0, 16)
     urgent = ask(scheduler, 0.0, 16, priority=5)
     assert give_back(scheduler, 0.0, here) == [aged, urgent]
-    assert {lease.device for request in (aged, urgent) for lease in request.leases} == {0}
+    assert {lease.device for request in (aged, urgent) for lease in request.grants} == {0}
     assert give_back(scheduler, 0.0, there) == []
 
 
@@ -355,7 +350,7 @@ def test_the_devices_asked_for_say_what_is_too_many() -> None:
     scheduler = make(SMALL, H100)
     with pytest.raises(TooManySMs, match="at most 32"):
         ask(scheduler, 0.0, 40, devices=(0,))
-    assert ask(scheduler, 0.0, 40).leases[0].device == 1
+    assert ask(scheduler, 0.0, 40).grants[0].device == 1
 
 
 @pytest.mark.parametrize("sizes", [(24,), (ALL,), (REST,), (8, REST), (8, 16)])
@@ -368,7 +363,7 @@ def test_who_waits_for_himself_is_told(sizes: tuple[Size, ...]) -> None:
     assert (caught.value.holds, caught.value.most) == (16, 16)
     assert ask(scheduler, 0.0, 24).state is GrantState.QUEUED, "nobody in particular may wait"
     assert ask(scheduler, 0.0, 24, holder="another").state is GrantState.QUEUED
-    scheduler.release(mine.leases[0])
+    scheduler.release(mine.grants[0])
     assert ask(scheduler, 0.0, *sizes, holder="task").state is GrantState.QUEUED, (
         "it drains by itself"
     )
@@ -412,8 +407,27 @@ def test_the_queue_is_bounded() -> None:
         ask(none, 0.0, 8)
 
 
-def test_retry_after_follows_how_fast_the_queue_moves() -> None:
-    """It is the time between grants from the queue; hours without a queue say nothing."""
+@pytest.mark.parametrize("age", [0.0, 0.1, 0.5])
+def test_retry_after_is_at_least_what_a_lease_takes(age: float) -> None:
+    """By declared durations, else by those of leases that ended, else by how old leases are."""
+    known = make(max_waiting=0)
+    for _ in range(4):
+        ask(known, 0.0, 8, duration=0.5)
+    assert retry_after(known, age, duration=0.5) == 0.5
+    assert retry_after(known, age, duration=2.0) == 2.0
+    assert retry_after(known, age) == max(age, UNKNOWN_LEASE, 0.5 - age)
+
+
+def test_retry_after_is_no_earlier_than_the_first_lease_ends() -> None:
+    """A short request waits for long leases all the same."""
+    scheduler = make(max_waiting=0)
+    for seconds in (5.0, 7.0):
+        ask(scheduler, 0.0, 16, duration=seconds)
+    assert retry_after(scheduler, 1.0, duration=0.1) == 4.0
+
+
+def test_retry_after_learns_from_leases_that_ended() -> None:
+    """It is how long leases took while others waited; hours without a queue say nothing."""
     scheduler = make(max_waiting=1)
     now = 0.0
     for _ in range(100):
@@ -422,12 +436,39 @@ def test_retry_after_follows_how_fast_the_queue_moves() -> None:
         give_back(scheduler, now + 0.25, holder)
         give_back(scheduler, now + 0.25, waiting)
         now += 3600.0
-    assert scheduler.retry_after() == pytest.approx(0.25, rel=0.01)
     ask(scheduler, now, ALL)
     ask(scheduler, now, ALL)
+    assert retry_after(scheduler, now) == pytest.approx(0.25, rel=0.01)
+
+
+def retry_after(scheduler: Scheduler, now: float, **options: object) -> float:
     with pytest.raises(QueueFull) as caught:
-        ask(scheduler, now, ALL)
-    assert caught.value.retry_after == scheduler.retry_after()
+        ask(scheduler, now, ALL, **options)
+    return caught.value.retry_after
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_sizes_that_do_not_pack_are_told_what_does(joins: bool) -> None:
+    """64 + 64 of 132 SMs in cells of 8: both refusals give a request that is granted."""
+    device = DeviceCells(size=8, count=15, remainder=12, joins=joins)
+    scheduler = make(device)
+    if joins:
+        assert ask(scheduler, 0.0, 64, 64).state is GrantState.GRANTED
+        return
+    with pytest.raises(
+        TooManySMs, match=r"most 120 can: ask for pool.partitions\(56, 64\)"
+    ) as full:
+        ask(scheduler, 0.0, 64, 64)
+    assert full.value.asked > full.value.most == 120
+    outer = ask(scheduler, 0.0, 64, holder="task")
+    assert scheduler.statistics().sms_free == 56, "12 more are free, and fit into no partition"
+    with pytest.raises(WouldDeadlock, match=r"pool.partitions\(56, 64\)") as nested:
+        ask(scheduler, 0.0, 64, holder="task")
+    assert (nested.value.holds, nested.value.asked, nested.value.most) == (64, 64, 56)
+    assert ask(scheduler, 0.0, nested.value.most, holder="task").state is GrantState.GRANTED
+    again = make(device)
+    assert ask(again, 0.0, *nested.value.together).state is GrantState.GRANTED
+    give_back(scheduler, 0.0, outer)
 
 
 def test_a_refused_request_leaves_no_trace() -> None:
@@ -435,7 +476,7 @@ def test_a_refused_request_leaves_no_trace() -> None:
     scheduler = make(max_waiting=1)
     ask(scheduler, 0.0, 24, holder="task")
     waiting = ask(scheduler, 0.0, ALL)
-    before = (list(scheduler.free), scheduler.waiting, footprint(scheduler))
+    before = (list(scheduler.allocator.free_masks), scheduler.waiting, footprint(scheduler))
     for error, sizes, options in [
         (TooManySMs, (33,), {}),
         (WouldDeadlock, (16,), {"holder": "task"}),
@@ -444,7 +485,7 @@ def test_a_refused_request_leaves_no_trace() -> None:
     ]:
         with pytest.raises(error):
             ask(scheduler, 0.0, *sizes, **options)
-    assert (scheduler.free, scheduler.waiting, footprint(scheduler)) == before
+    assert (scheduler.allocator.free_masks, scheduler.waiting, footprint(scheduler)) == before
     assert waiting.state is GrantState.QUEUED
 
 
@@ -456,7 +497,7 @@ def test_policies_by_name() -> None:
     assert type(policy_named("fifo")) is Fifo
     own = Fifo(ageing=1.0)
     assert policy_named(own) is own
-    with pytest.raises(InvalidRequest, match="no policy 'lifo': there is fifo"):
+    with pytest.raises(InvalidRequest, match="policy='lifo': give one of fifo"):
         policy_named("lifo")
 
 
@@ -467,7 +508,7 @@ def test_an_ageing_that_is_no_time_is_refused(ageing: float) -> None:
         Fifo(ageing=ageing)
     assert Fifo(ageing=0.0).ageing == 0.0
     assert Fifo(ageing=float("inf")).may_overtake(
-        Request(ClassState(ANYBODY), (), (), 0, 0.0, 0), 1e9
+        Request(ClassState(DEFAULT_CLASS), (), (), 0, 0.0, 0), 1e9
     )
 
 
@@ -484,15 +525,21 @@ def test_a_bound_that_is_no_number_is_refused(bound: object) -> None:
 
 def footprint(scheduler: Scheduler) -> int:
     """Everything the scheduler holds on to."""
-    heaps = sum(len(line) for line in scheduler._lines.values())
-    held = sum(len(leases) for leases in scheduler._held.values())
-    return heaps + held + len(scheduler._lines) + len(scheduler._deadlines) + len(scheduler._held)
+    heaps = sum(len(line) for line in scheduler.queue.lines.values())
+    held = sum(len(leases) for leases in scheduler.dispatcher._held.values())
+    return (
+        heaps
+        + held
+        + len(scheduler.queue.lines)
+        + len(scheduler.queue._deadlines)
+        + len(scheduler.dispatcher._held)
+    )
 
 
 def test_nothing_grows_with_past_requests() -> None:
     """10,000 requests of every fate, with always somebody waiting, leave nothing behind."""
     scheduler = make(policy=Fifo(ageing=0.5))
-    running: list[Grant] = list(ask(scheduler, 0.0, ALL).leases)
+    running: list[Grant] = list(ask(scheduler, 0.0, ALL).grants)
     waiting = [ask(scheduler, 0.0, 8, deadline=1e9)]
     most = 0
     for i in range(1, 10_000):
@@ -501,11 +548,11 @@ def test_nothing_grows_with_past_requests() -> None:
         waiting.append(ask(scheduler, now, 8 + i % 25, deadline=deadline, holder=i, priority=i % 2))
         if i % 4 == 1:
             for request in scheduler.cancel(now, waiting[-2]):
-                running.extend(request.leases)
+                running.extend(request.grants)
         granted, _ = scheduler.tick(now)
         while scheduler.waiting > 3:
             granted += scheduler.drained(now, running.pop(0))
-        running.extend(lease for request in granted for lease in request.leases)
+        running.extend(lease for request in granted for lease in request.grants)
         waiting = [request for request in waiting if request.state is GrantState.QUEUED]
         assert waiting
         most = max(most, footprint(scheduler))

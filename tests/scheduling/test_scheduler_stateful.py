@@ -10,12 +10,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from greensched.errors import QueueFull, TooManySMs, WouldBlock, WouldDeadlock
 from greensched.scheduling.cells import SizeRange
 from greensched.scheduling.class_state import ClassState
-from greensched.scheduling.policies import Fifo
-from greensched.scheduling.scheduler import Grant, GrantState, Request, Scheduler
-from greensched.scheduling.services import ANYBODY
+from greensched.scheduling.policy import Fifo
+from greensched.scheduling.requests import Grant, GrantState, Request
+from greensched.scheduling.scheduler import Scheduler
+from greensched.scheduling.services import DEFAULT_CLASS
 from greensched.typing import ALL, REST
 
-from .reference_cells import possible, sms
+from .reference_cells import fits, possible, sms
 from .reference_scheduler import ReferenceScheduler
 from .strategies import devices, joint_demands, plain_demands
 
@@ -44,7 +45,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for device, mask in data.draw(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 31)))):
             if device < len(cells) and possible(cells[device], mask):
                 for scheduler in (self.scheduler, self.twin):
-                    scheduler.warm[device].setdefault(mask.bit_count(), {})[mask] = None
+                    scheduler.ready_masks[device].setdefault(mask.bit_count(), {})[mask] = None
 
     # -- rules ---------------------------------------------------------------------------------
 
@@ -56,7 +57,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), priority=PRIORITIES, holder=HOLDERS)
     def request_large(self, data: st.DataObject, priority: int, holder: str | None) -> None:
-        most = max(cells.total for cells in self.scheduler.devices)
+        most = max(cells.total for cells in self.scheduler.allocator.devices)
         self.request(data, (data.draw(plain_demands(most + 1)),), priority, holder)
 
     @rule(data=st.data(), priority=PRIORITIES, holder=HOLDERS)
@@ -74,7 +75,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         deadline = data.draw(st.none() | st.none() | soon)
         wait = data.draw(st.sampled_from([True, True, True, False]))
         wish = Request(
-            ClassState(ANYBODY),
+            ClassState(DEFAULT_CLASS),
             parts,
             where or self.everywhere,
             priority,
@@ -105,7 +106,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.counts["granted"] += 1
         else:
             assert made.state is GrantState.QUEUED
-            assert made.leases == ()
+            assert made.grants == ()
             self.naive.waiting.append(made)
 
     @precondition(lambda self: self.requests)
@@ -175,7 +176,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @property
     def everywhere(self) -> tuple[int, ...]:
-        return tuple(range(len(self.scheduler.devices)))
+        return tuple(range(len(self.scheduler.allocator.devices)))
 
     def expected_refusal(self, wish: Request, wait: bool) -> type[Exception] | None:
         if not self.naive.where_fits_ever(wish, beside_own=False):
@@ -189,8 +190,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         return QueueFull if len(self.naive.waiting) >= self.scheduler.max_waiting else None
 
     def check_refusal(self, error: Exception, wish: Request) -> None:
-        if isinstance(error, TooManySMs):
-            assert error.most == max(self.scheduler.devices[d].total for d in wish.devices)
+        devices = self.scheduler.allocator.devices
+        if isinstance(error, TooManySMs) and len(wish.parts) == 1:
+            assert error.most == max(devices[d].total for d in wish.devices)
+        elif isinstance(error, TooManySMs):
+            assert error.most == sum(error.nearest)
+            nearest = tuple(SizeRange(one, one) for one in error.nearest)
+            assert any(fits(devices[d], devices[d].full_mask, nearest) for d in wish.devices)
         if isinstance(error, WouldDeadlock):
             mine = [x for x in self.naive.leases if x.holder == wish.holder and not x.draining]
             assert error.holds == sum(lease.sms for lease in mine)
@@ -209,8 +215,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def twin_of(self, lease: Grant) -> Grant:
         for request in self.requests:
-            if lease in request.leases:
-                return self.twins[request].leases[request.leases.index(lease)]
+            if lease in request.grants:
+                return self.twins[request].grants[request.grants.index(lease)]
         raise AssertionError(lease)
 
     def same_for_twin(self, here: list[Request], there: list[Request]) -> None:
@@ -220,19 +226,19 @@ class SchedulerMachine(RuleBasedStateMachine):
     def equal_inputs_give_equal_outputs(self) -> None:
         for request, twin in self.twins.items():
             assert request.state is twin.state
-            here = [(lease.device, lease.mask) for lease in request.leases]
-            assert here == [(lease.device, lease.mask) for lease in twin.leases]
+            here = [(lease.device, lease.mask) for lease in request.grants]
+            assert here == [(lease.device, lease.mask) for lease in twin.grants]
 
     @invariant()
     def every_cell_is_in_one_state(self) -> None:
-        for device, cells in enumerate(self.scheduler.devices):
+        for device, cells in enumerate(self.scheduler.allocator.devices):
             leased = 0
             for lease in self.naive.leases:
                 if lease.device == device:
                     assert lease.mask & leased == 0
                     leased |= lease.mask
-            assert self.scheduler.free[device] & leased == 0
-            assert self.scheduler.free[device] | leased == cells.every
+            assert self.scheduler.allocator.free_masks[device] & leased == 0
+            assert self.scheduler.allocator.free_masks[device] | leased == cells.full_mask
 
     @invariant()
     def nobody_waits_who_could_be_granted(self) -> None:
@@ -247,9 +253,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         held = [(lease.draining, lease.sms) for lease in self.naive.leases]
         assert now.sms_leased == sum(sms for draining, sms in held if not draining)
         assert now.sms_draining == sum(sms for draining, sms in held if draining)
-        assert now.sms_free == sum(map(self.naive.free_sms, self.everywhere))
-        total = sum(sms(cells, cells.every) for cells in self.scheduler.devices)
-        assert now.sms_free + now.sms_leased + now.sms_draining == total
+        assert now.sms_free == sum(map(self.naive.grantable_sms, self.everywhere))
+        free = sum(map(self.naive.free_sms, self.everywhere))
+        total = sum(sms(cells, cells.full_mask) for cells in self.scheduler.allocator.devices)
+        assert free + now.sms_leased + now.sms_draining == total
         assert now.waiting == len(self.naive.waiting)
         assert {name: getattr(now, name) for name in self.counts} == self.counts
         ends = now.granted + now.cancelled + now.expired
@@ -263,14 +270,16 @@ class SchedulerMachine(RuleBasedStateMachine):
             request = self.naive.waiting.pop(0)
             for other in self.scheduler.cancel(self.now, request):
                 self.naive.waiting.remove(other)
-                self.naive.leases.extend(other.leases)
+                self.naive.leases.extend(other.grants)
         for lease in self.naive.leases:
             assert self.scheduler.drained(self.now, lease) == []
         assert self.scheduler.tick(self.now + 100) == ([], [])
-        fresh = Scheduler(self.scheduler.devices, self.scheduler.policy, 0)
-        assert len(self.scheduler._deadlines) == 0
-        for name in ("free", "waiting", "_lines", "_held", "_reserved", "_entries"):
-            assert getattr(self.scheduler, name) == getattr(fresh, name), name
+        fresh = Scheduler(self.scheduler.allocator.devices, self.scheduler.queue.policy.policy, 0)
+        queue, allocator = self.scheduler.queue, self.scheduler.allocator
+        assert len(queue._deadlines) == 0
+        assert (queue.waiting, queue.lines, queue.reservation) == (0, {}, None)
+        assert allocator.free_masks == fresh.allocator.free_masks
+        assert self.scheduler.dispatcher._held == {}
 
 
 #: It takes seconds; a failure is shrunk for five minutes at most.

@@ -10,7 +10,7 @@ import pytest
 
 import greensched
 from greensched.errors import InvalidRequest
-from greensched.scheduling.services import ServiceClass, checked
+from greensched.scheduling.services import ServiceClass, validate_services
 from greensched.typing import ALL, REST
 
 WRONG: list[tuple[str, Any]] = [
@@ -30,20 +30,27 @@ def test_what_no_class_can_be_is_refused(field: str, value: object) -> None:
     """Each field is checked, and the message names the class, the field and what it was given."""
     service = dataclasses.replace(ServiceClass("decode"), **{field: value})
     with pytest.raises(InvalidRequest, match=rf"{field}="):
-        checked([service])
+        validate_services([service])
+
+
+def test_a_latency_in_milliseconds_is_refused() -> None:
+    """50 is surely not seconds: the message gives the right number."""
+    with pytest.raises(InvalidRequest, match=r"latency=50: .*in seconds \(0.05 for 50 ms\)"):
+        validate_services([ServiceClass("decode", latency=50)])
+    assert validate_services([ServiceClass("decode", latency=10)])
 
 
 def test_a_cap_below_the_floor_is_refused() -> None:
     """What is kept for a class is at most what it may have."""
     with pytest.raises(InvalidRequest, match="as its reserve"):
-        checked([ServiceClass("decode", reserve=32, cap=16)])
+        validate_services([ServiceClass("decode", reserve=32, cap=16)])
 
 
 @pytest.mark.parametrize("services", ["decode", 5, [5], [ServiceClass("a"), ServiceClass("a")]])
 def test_what_are_no_classes_are_refused(services: object) -> None:
     """Classes come as ServiceClass objects, each name once."""
     with pytest.raises(InvalidRequest, match="services="):
-        checked(services)
+        validate_services(services)
 
 
 def test_a_class_is_what_the_issue_says() -> None:
@@ -51,6 +58,6 @@ def test_a_class_is_what_the_issue_says() -> None:
     service = greensched.ServiceClass(
         "decode", reserve=32, cap=ALL, priority=10, weight=1, latency=0.050, preemptible=False
     )
-    assert checked([service]) == (service,)
+    assert validate_services([service]) == (service,)
     with pytest.raises(dataclasses.FrozenInstanceError):
         service.reserve = 8  # type: ignore[misc]

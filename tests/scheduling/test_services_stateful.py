@@ -11,8 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from greensched.errors import DeadlineImpossible, InvalidRequest, QueueFull, TooManySMs, WouldBlock
 from greensched.scheduling.cells import SizeRange
-from greensched.scheduling.policies import POLICIES
-from greensched.scheduling.policy import Policy
+from greensched.scheduling.policy import POLICIES, Policy
 from greensched.scheduling.requests import Grant, GrantState, Request
 from greensched.scheduling.scheduler import Scheduler
 from greensched.scheduling.services import ServiceClass
@@ -205,11 +204,11 @@ class ServiceMachine(RuleBasedStateMachine):
     def come_to_checkpoint(self, lease: Grant, duration: object = None) -> None:
         before = lease.mask, lease.sms
         loans = dict(lease.loans)
-        aged = self.scheduler._reserved
+        aged = self.scheduler.queue.reservation
         granted = self.scheduler.checkpoint(self.now, lease, duration)
         self.granted(granted, self.twin.checkpoint(self.now, self.twin_of(lease), duration))
         if aged is not None and aged[1] == lease.device and lease.request.is_elastic:
-            kept = self.scheduler._reserved
+            kept = self.scheduler.queue.reservation
             assert kept is not aged or self.naive.gave_back(lease), "it keeps out who has aged"
         if not lease.request.is_elastic:
             assert (lease.mask, lease.sms) == before
@@ -226,9 +225,11 @@ class ServiceMachine(RuleBasedStateMachine):
         return self.now + seconds
 
     def facts(self) -> object:
-        flows = self.scheduler.ground.flows.values()
-        counts = [(f.name, f.sms, f.cells, f.lent, f.borrowed, f.waiting, f.finish) for f in flows]
-        return list(self.scheduler.free), self.scheduler.waiting, counts
+        classes = self.scheduler.allocator.classes.values()
+        counts = [
+            (f.name, f.sms, f.cells, f.lent, f.borrowed, f.waiting, f.finish) for f in classes
+        ]
+        return list(self.scheduler.allocator.free_masks), self.scheduler.waiting, counts
 
     def granted(self, here: list[Request], there: list[Request]) -> None:
         assert [self.twins[request] for request in here] == there, "equal inputs, equal outputs"
@@ -236,35 +237,35 @@ class ServiceMachine(RuleBasedStateMachine):
             assert request in self.waiting, "granted to somebody who left"
             self.waiting.remove(request)
             self.take_over(request)
-        self.hopeless()
+        self.rejected()
 
-    def hopeless(self) -> None:
+    def rejected(self) -> None:
         """Who borrows, and can never be lent what he waits for, waits no more."""
-        told = [request for request, _ in self.scheduler.hopeless]
-        assert [self.twins[request] for request in told] == [r for r, _ in self.twin.hopeless]
+        told = [request for request, _ in self.scheduler.rejected]
+        assert [self.twins[request] for request in told] == [r for r, _ in self.twin.rejected]
         for request in told:
-            assert request.flow.preemptible
+            assert request.class_state.preemptible
             assert request.state is GrantState.GONE
             self.waiting.remove(request)
-        self.scheduler.hopeless.clear()
-        self.twin.hopeless.clear()
+        self.scheduler.rejected.clear()
+        self.twin.rejected.clear()
 
     def take_over(self, request: Request) -> None:
         assert request.state is GrantState.GRANTED
-        for lease in request.leases:
+        for lease in request.grants:
             self.naive.leases.append(lease)
             self.naive.taken_at[lease] = self.now
             self.naive.check_size(lease)
 
     def twin_of(self, lease: Grant) -> Grant:
-        return self.twins[lease.request].leases[lease.request.leases.index(lease)]
+        return self.twins[lease.request].grants[lease.request.grants.index(lease)]
 
     def look_at_owners(self) -> None:
         """An owner whose floor is idle waits for one blocking budget at most."""
         for request in self.waiting:
             if self.naive.is_entitled(request):
                 since = self.entitled.setdefault(request, self.now)
-                assert self.now - since <= request.flow.budget
+                assert self.now - since <= request.class_state.max_wait
             else:
                 self.entitled.pop(request, None)
 
@@ -278,7 +279,7 @@ class ServiceMachine(RuleBasedStateMachine):
                 if lease.device == device:
                     assert lease.mask & leased == 0
                     leased |= lease.mask
-            assert self.scheduler.free[device] == cells.every & ~leased
+            assert self.scheduler.allocator.free_masks[device] == cells.full_mask & ~leased
 
     @invariant()
     def floors_are_kept_but_for_loans(self) -> None:
@@ -291,10 +292,12 @@ class ServiceMachine(RuleBasedStateMachine):
         if not hasattr(self, "naive"):
             return
         for one in self.classes:
-            held = sum(lease.sms for lease in self.naive.leases if lease.flow.name == one.name)
-            assert self.scheduler.ground.flows[one.name].sms == held
+            held = sum(
+                lease.sms for lease in self.naive.leases if lease.class_state.name == one.name
+            )
+            assert self.scheduler.allocator.classes[one.name].sms == held
             assert held <= (math.inf if one.cap is ALL else one.cap)
-            waiting = sum(request.flow.name == one.name for request in self.waiting)
+            waiting = sum(request.class_state.name == one.name for request in self.waiting)
             assert self.scheduler.services()[one.name].waiting == waiting
             assert one.max_waiting is None or waiting <= one.max_waiting
 
@@ -302,12 +305,12 @@ class ServiceMachine(RuleBasedStateMachine):
     def twins_agree(self) -> None:
         for request, twin in getattr(self, "twins", {}).items():
             assert request.state is twin.state
-            assert [x.mask for x in request.leases] == [x.mask for x in twin.leases]
+            assert [x.mask for x in request.grants] == [x.mask for x in twin.grants]
         if hasattr(self, "naive"):
             assert self.facts() == (
-                list(self.twin.free), self.twin.waiting,
+                list(self.twin.allocator.free_masks), self.twin.waiting,
                 [(f.name, f.sms, f.cells, f.lent, f.borrowed, f.waiting, f.finish)
-                 for f in self.twin.ground.flows.values()],
+                 for f in self.twin.allocator.classes.values()],
             )  # fmt: skip
 
     @invariant()
@@ -315,7 +318,7 @@ class ServiceMachine(RuleBasedStateMachine):
         if not hasattr(self, "naive"):
             return
         assert self.scheduler.waiting == len(self.waiting)
-        kept = self.scheduler._reserved
+        kept = self.scheduler.queue.reservation
         for request in self.waiting:
             for device in request.devices:
                 if kept is None or kept[0] is request or kept[1] != device:
@@ -329,13 +332,19 @@ class ServiceMachine(RuleBasedStateMachine):
             self.cancel_last()
         while self.naive.leases:
             self.end(self.naive.leases[0])
-        for flow in self.scheduler.ground.flows.values():
-            assert (flow.sms, flow.cells, flow.lent, flow.borrowed, flow.work) == (0, 0, 0, 0, 0)
-            assert flow.short == 0
-        assert not any(floors.borrowers for floors in self.scheduler.ground.floors)
-        assert not any(self.scheduler.ground.live)
-        assert self.scheduler._lines == {}
-        assert self.scheduler._agreed == {}
+        for state in self.scheduler.allocator.classes.values():
+            assert (state.sms, state.cells, state.lent, state.borrowed, state.queued_work) == (
+                0,
+                0,
+                0,
+                0,
+                0,
+            )
+            assert state.short == 0
+        assert not any(floors.borrowers for floors in self.scheduler.allocator.reservations)
+        assert not any(self.scheduler.allocator.grants)
+        assert self.scheduler.queue.lines == {}
+        assert self.scheduler.queue._buckets == {}
 
     def cancel_last(self) -> None:
         request = self.waiting.pop()

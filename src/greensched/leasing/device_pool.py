@@ -110,7 +110,7 @@ class DevicePool:
             self.pinned = PinnedAllocator(device.primary)
             self.memory.reserve(reserve_bytes)
             if kernels:  # at most so many executors are leased at once
-                self.staging.prepare(self.cells.count + bool(self.cells.leftover))
+                self.staging.prepare(self.cells.count + bool(self.cells.remainder_mask))
             self._make_menu()
         except BaseException:
             self.abandon()
@@ -189,10 +189,10 @@ class DevicePool:
 
     def _resources(self, mask: int) -> list[SMResource | WorkqueueResource]:
         split_device = self.cut
-        if mask & self.cells.every == self.cells.every:  # alone, or as one of several there
+        if mask & self.cells.full_mask == self.cells.full_mask:  # alone, or as one of several there
             return [split_device.whole, *self._queues]
         chosen = [group for i, group in enumerate(split_device.groups) if mask >> i & 1]
-        if mask & self.cells.leftover and split_device.remainder is not None:
+        if mask & self.cells.remainder_mask and split_device.remainder is not None:
             chosen.append(split_device.remainder)
         return [*chosen, *self._queues]
 

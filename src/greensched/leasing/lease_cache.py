@@ -59,7 +59,7 @@ class LeaseCache:
     def start(self, scheduler: Scheduler) -> None:
         """Leases are parked from here on; after each change of the classes. Holds the lock."""
         self.scheduler = scheduler
-        self._charges = scheduler if scheduler.ground.is_classed else None
+        self._charges = scheduler if scheduler.allocator.is_classed else None
 
     def take(self, wish: LeaseRequest) -> Lease | None:
         """A lease of the running loop that was parked; None: there is none.
@@ -83,7 +83,7 @@ class LeaseCache:
         charges = self._charges
         if charges is not None:
             with self.lock:
-                charges.resume(self._time(), lease.grant)
+                charges.unpause(self._time(), lease.grant)
         return lease
 
     def park(self, wish: LeaseRequest, lease: Lease) -> bool:

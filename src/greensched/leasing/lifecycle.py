@@ -21,8 +21,8 @@ from greensched.leasing import asking, process
 from greensched.leasing.device_pool import MAX_EXTRA, DevicePool
 from greensched.leasing.manager import LeaseManager
 from greensched.leasing.status import CloseReport, PoolState
-from greensched.scheduling.placement import Placement
-from greensched.scheduling.policies import Order
+from greensched.scheduling.allocator import Placement
+from greensched.scheduling.policy import Policy
 from greensched.scheduling.services import ServiceClass
 from greensched.typing import CaptureMode
 
@@ -40,7 +40,7 @@ class PoolOptions:
     driver: str | Driver | None
     devices: tuple[int, ...] | None
     services: tuple[ServiceClass, ...]
-    policy: Order
+    policy: Policy
     placement: Placement
     max_waiting: int
     fine: bool

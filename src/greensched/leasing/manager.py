@@ -49,8 +49,8 @@ from greensched.leasing.grant_waiter import (
 from greensched.leasing.lease_cache import LeaseCache
 from greensched.leasing.requests import LeaseRequest, checked_deadline, checked_duration
 from greensched.leasing.status import PoolState, PoolStatistics, collect_statistics, update_quotas
-from greensched.scheduling.placement import Placement
-from greensched.scheduling.policies import Order
+from greensched.scheduling.allocator import Placement
+from greensched.scheduling.policy import Policy
 from greensched.scheduling.requests import Request
 from greensched.scheduling.scheduler import Scheduler
 from greensched.scheduling.services import ServiceClass
@@ -100,7 +100,7 @@ class LeaseManager:
     def start(
         self,
         sites: Sequence[DevicePool],
-        policy: Order,
+        policy: Policy,
         max_waiting: int,
         services: Sequence[ServiceClass],
         placement: Placement,
@@ -118,7 +118,7 @@ class LeaseManager:
             services=services,
             placement=placement,
         )
-        for site, warm in zip(sites, scheduler.warm, strict=True):
+        for site, warm in zip(sites, scheduler.ready_masks, strict=True):
             for mask in site.executors:
                 warm.setdefault(mask.bit_count(), {})[mask] = None
         update_quotas(self._allowances, services)
@@ -149,7 +149,7 @@ class LeaseManager:
         with self.lock:
             request = self._request(wish, completion, wait=True)
             others = self.scheduler.resized(request)
-            leases = self._claim(request, completion) if request.leases else ()
+            leases = self._claim(request, completion) if request.grants else ()
             if not leases:
                 expect(request, completion)
         self._deliver(others)
@@ -221,9 +221,9 @@ class LeaseManager:
 
     def _have_made(self) -> None:
         """Has the builder make what requests lack, each once. Never blocks."""
-        while self.scheduler.lacking:
+        while self.scheduler.missing_executors:
             with self.lock, suppress(KeyError):  # another thread was first
-                (index, mask), _ = self.scheduler.lacking.popitem()
+                (index, mask), _ = self.scheduler.missing_executors.popitem()
                 if (index, mask) not in self._making and self.state is OPEN:
                     self._making.add((index, mask))
                     self.builder.submit(partial(self._make, index, mask))
@@ -252,7 +252,9 @@ class LeaseManager:
                 surplus = self._add(index, executor)
                 granted = self.scheduler.made(self._time())
             else:
-                lacking = [r for r in self.scheduler.queued() if (index, mask) in r.lacks]
+                lacking = [
+                    r for r in self.scheduler.queued() if (index, mask) in r.missing_executors
+                ]
                 granted = [other for request in lacking for other in self._drop(request)]
         if failure is not None:
             for request in lacking:
@@ -263,10 +265,10 @@ class LeaseManager:
 
     def _add(self, index: int, executor: Executor) -> list[Executor]:
         """An executor can be granted from here on; returns those to end. Holds the lock."""
-        site, warm, mask = self.sites[index], self.scheduler.warm[index], executor.mask
+        site, warm, mask = self.sites[index], self.scheduler.ready_masks[index], executor.mask
         site.add(executor)
         warm.setdefault(mask.bit_count(), {})[mask] = None
-        leases = [lease for request in self._unclaimed() for lease in request.leases]
+        leases = [lease for request in self._unclaimed() for lease in request.grants]
         keep = {mask} | {lease.mask for lease in leases if lease.device == index}
         surplus = []
         for other in site.surplus(keep):
@@ -276,7 +278,7 @@ class LeaseManager:
 
     def _claim(self, request: Request, completion: CompletionPoller) -> tuple[Lease, ...]:
         """The executors of a grant are in this loop's hands from here on. Holds the lock."""
-        grants, request.leases = request.leases, ()  # no circle, which the collector would free
+        grants, request.grants = request.grants, ()  # no circle, which the collector would free
         handed = take_handed(request)
         if handed is not None:
             handed.thread = get_ident()  # where this loop runs by now
@@ -284,7 +286,7 @@ class LeaseManager:
         leases = []
         for grant in grants:
             site = self.sites[grant.device]
-            quota = self._allowances.get(request.flow.name)
+            quota = self._allowances.get(request.class_state.name)
             lease = Lease(grant, site.take(grant.mask), completion, site, self, quota)
             self.leases.add(lease)
             leases.append(lease)
@@ -292,8 +294,8 @@ class LeaseManager:
 
     def _unclaimed(self) -> list[Request]:
         """Whose requests are granted, and they had no turn to claim that. Holds the lock."""
-        held = [lease.request for live in self.scheduler.ground.live for lease in live]
-        return [request for request in dict.fromkeys(held) if request.leases]
+        held = [lease.request for live in self.scheduler.allocator.grants for lease in live]
+        return [request for request in dict.fromkeys(held) if request.grants]
 
     def checkpoint(self, lease: Lease, duration: object, deadline: object) -> None:
         """A lease without work gives cells back, or takes some up.
@@ -316,7 +318,7 @@ class LeaseManager:
         if lease.executor is not executor:
             lease.move_bound_launches(executor)
 
-    def reconfigure(self, services: Sequence[ServiceClass] | None, policy: Order | None) -> None:
+    def reconfigure(self, services: Sequence[ServiceClass] | None, policy: Policy | None) -> None:
         """Other classes, or another policy; whoever can be granted because of that is.
 
         Raises:
@@ -382,7 +384,7 @@ class LeaseManager:
         """
         now = self._time()
         granted = self.scheduler.cancel(now, request)
-        leases, request.leases = request.leases, ()
+        leases, request.grants = request.grants, ()
         handed = take_handed(request)
         if handed is not None:
             return self._free(handed)
@@ -419,9 +421,9 @@ class LeaseManager:
             if not tell(request):
                 with self.lock:
                     granted += self._drop(request)
-        if self.scheduler.hopeless:
-            tell_all(self.scheduler.hopeless)
-        if self.scheduler.lacking:
+        if self.scheduler.rejected:
+            tell_all(self.scheduler.rejected)
+        if self.scheduler.missing_executors:
             self._have_made()
         if self._waiting_for_none and self.scheduler.is_idle:
             with self.lock:

@@ -214,7 +214,7 @@ class Partition(Asker["Partition"]):
     @property
     def is_shared(self) -> bool:
         """Whether it has all SMs beside others that have them, too: see `ServiceClass.shared`."""
-        return self._open().grant.is_seat
+        return self._open().grant.is_shared
 
     @property
     def max_cluster_size(self) -> int:

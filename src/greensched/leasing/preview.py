@@ -55,7 +55,7 @@ def preview(device: Device, cells: DeviceCells, sizes: tuple[Size, ...]) -> Spli
     """
     parts = parse_sizes(sizes)
     granted = _fitted(cells, parts)
-    nearest = () if granted else _nearest(cells, parts)
+    nearest = () if granted else cells.nearest(cells.full_mask, parts)
     return SplitPreview(
         device=device.ordinal,
         name=device.name,
@@ -97,7 +97,7 @@ def _preview_device(
 
 
 def _fitted(cells: DeviceCells, parts: tuple[SizeRange, ...]) -> tuple[int, ...]:
-    return tuple(cells.sms(mask) for mask in cells.fit_all(cells.every, parts))
+    return tuple(cells.sm_count(mask) for mask in cells.fit_all(cells.full_mask, parts))
 
 
 def _why(cells: DeviceCells, parts: tuple[SizeRange, ...]) -> str:
@@ -111,25 +111,6 @@ def _why(cells: DeviceCells, parts: tuple[SizeRange, ...]) -> str:
     if REST in [part.named for part in parts] and needed <= cells.count:
         return f"{said}all there are, and leave none for REST"
     return f"{said}and there are {cells.count}{over}"
-
-
-def _nearest(cells: DeviceCells, parts: tuple[SizeRange, ...]) -> tuple[int, ...]:
-    """Take cells from the largest part, then parts from the end, until the rest fits."""
-    trial = [
-        SizeRange(min(part.least, cells.total), min(part.least, cells.total), part.named)
-        for part in parts
-    ]
-    while trial:
-        granted = _fitted(cells, tuple(trial))
-        if granted:
-            return granted
-        largest = max(range(len(trial)), key=lambda i: trial[i].least)
-        least = trial[largest].least - cells.size
-        if least > 0:
-            trial[largest] = SizeRange(least, least)
-        else:
-            trial.pop()
-    return ()
 
 
 def _listed(numbers: tuple[int, ...] | list[int]) -> str:

@@ -1,5 +1,5 @@
-"""The head: who is next, how large, and which cells. It decides and never touches.
+"""Decide which request is granted which SMs, and when.
 
-Pure and synchronous: no clock, no loop, no thread, no driver. The same objects run under the
-pool, under the property tests, and in a simulation of traffic.
+Pure and synchronous: no clock, no event loop, no thread, no driver. The same objects run under the
+pool, under the property tests and in the capacity planner.
 """

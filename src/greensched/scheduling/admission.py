@@ -1,10 +1,9 @@
 """Whether a request can be done in time, and when it will be done.
 
-A request that is due at some time and of known duration is admitted if its predicted end is not
-later.
-Where the policy serves the earliest deadline first, everybody who is due later, and was admitted,
-must still be able to make it, too: the work due by each moment must fit before it, on all SMs
-together. That is necessary and not sufficient, since SMs cannot always be packed.
+A request of known duration with a deadline is admitted if its predicted end is not later. Where the
+policy serves the earliest deadline first, every admitted request that is due later must still be in
+time as well: the work due by each moment must fit before it, on all SMs together. That is necessary
+but not sufficient, since SMs cannot always be packed.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ import math
 from greensched.scheduling.allocator import SMAllocator
 from greensched.scheduling.requests import Request
 
-#: Seconds of a bucket of deadlines, and how many there are. A deadline counts as the beginning of
-#: its bucket, so a request is refused a millisecond too early at most; those a second away and
-#: more count as that.
+#: Seconds of a bucket of deadlines, and the number of buckets. A deadline counts as the beginning
+#: of its bucket, so a request is refused at most a millisecond too early. All deadlines that are a
+#: second away or more share the last bucket.
 BUCKET = 0.001
 BUCKETS = 1024
 
 
 class DeadlineLedger:
-    """Work by when it is due: what is due by a moment, and who has the least slack from there on.
+    """Queued work by when it is due: how much is due by a moment, and the least slack after it.
 
-    A segment tree over a ring of buckets, so each question and change takes O(log `BUCKETS`).
+    A segment tree over a ring of buckets, so each query and change takes O(log `BUCKETS`).
 
     Args:
         sms: SMs that do the work.
@@ -34,16 +33,16 @@ class DeadlineLedger:
 
     def __init__(self, sms: int) -> None:
         self.sms = sms
-        #: The first bucket that is not past; and the work of those that are.
+        #: The first bucket that is not past, and the work of those that are.
         self._now, self._late = 0, 0.0
         self._leaves = [0] * BUCKETS
-        #: Of each node: its SM-seconds; and the most by which the work up to one of its buckets
-        #: exceeds what can be done from 0 to then (minus infinity: it has none).
+        #: For each node: its SM-seconds, and the most by which the work up to one of its buckets
+        #: exceeds what can be done from 0 to then (minus infinity: no work).
         self._sum = [0.0] * (2 * BUCKETS)
         self._tight = [-math.inf] * (2 * BUCKETS)
 
     def add(self, due: float, work: float) -> int:
-        """More work. Returns the bucket it is in, for `remove`."""
+        """Add work. Return its bucket, for `remove`."""
         bucket = self._bucket(due)
         if bucket < self._now:
             self._late += work
@@ -52,14 +51,14 @@ class DeadlineLedger:
         return bucket
 
     def remove(self, bucket: int, work: float) -> None:
-        """Work that was added needs not be done any more."""
+        """Remove work that was added."""
         if bucket < self._now:
             self._late = max(0.0, self._late - work)
         else:
             self._change(bucket, -work, -1)
 
     def advance(self, now: float) -> None:
-        """Time passes: what was due and is not done is late."""
+        """Move to another time: work that was due before it is late."""
         current = int(now / BUCKET)
         for bucket in range(self._now, min(current, self._now + BUCKETS)):
             leaf = bucket % BUCKETS
@@ -70,11 +69,11 @@ class DeadlineLedger:
         self._now = max(self._now, current)
 
     def due_by(self, due: float) -> float:
-        """SM-seconds of work due by then."""
+        """Return the SM-seconds of work due by then."""
         return self._late + self._fold(self._now, self._bucket(due) + 1)[0]
 
     def has_room(self, now: float, due: float, work: float) -> bool:
-        """Whether everybody due later still makes it, with so much more to be done by `due`."""
+        """Return whether all work due later stays in time with so much more due by `due`."""
         first = max(self._now, self._bucket(due))
         tight = self._fold(first, self._now + BUCKETS)[1]
         before = self._late + self._fold(self._now, first)[0]
@@ -84,7 +83,7 @@ class DeadlineLedger:
 
     def _bucket(self, due: float) -> int:
         last = self._now + BUCKETS - 1
-        return last if due >= last * BUCKET else int(due / BUCKET)  # which may be beyond all floats
+        return last if due >= last * BUCKET else int(due / BUCKET)  # due / BUCKET may overflow
 
     def _change(self, bucket: int, work: float, one: int) -> None:
         leaf = bucket % BUCKETS
@@ -92,7 +91,7 @@ class DeadlineLedger:
         if self._leaves[leaf]:
             total = self._sum[BUCKETS + leaf] + work
             self._set(leaf, total, total - self.sms * bucket * BUCKET)
-        else:  # exactly nothing, whatever was rounded
+        else:  # exactly 0, whatever was rounded
             self._set(leaf, 0.0, -math.inf)
 
     def _set(self, leaf: int, total: float, tight: float) -> None:
@@ -106,7 +105,7 @@ class DeadlineLedger:
             tights[node] = max(tights[left], sums[left] + tights[right])
 
     def _fold(self, first: int, end: int) -> tuple[float, float]:
-        """The work and the tightness of the buckets from one to another."""
+        """Return the work and the tightness of the buckets from one to another."""
         low, high = first % BUCKETS, end % BUCKETS
         if first >= end:
             return 0.0, -math.inf
@@ -132,42 +131,42 @@ class DeadlineLedger:
         return left_sum + right_sum, max(left_tight, left_sum + right_tight)
 
 
-def soonest(request: Request, ground: SMAllocator) -> float | None:
-    """Seconds a request takes alone, on the most it asks for; None: it is not known, or not due."""
+def best_case(request: Request, allocator: SMAllocator) -> float | None:
+    """Return the seconds a request takes alone, at its most SMs; None: not known, or not due."""
     if request.due is None:
         return None
     most = request.parts[0].most if len(request.parts) == 1 else 0
-    total = max(ground.devices[device].total for device in request.devices)
+    total = max(allocator.devices[device].total for device in request.devices)
     return request.seconds(min(most or total, total))
 
 
-def predicted(
+def predict_completion(
     request: Request,
     seconds: float,
     work: float,
-    ground: SMAllocator,
-    agenda: DeadlineLedger | None,
+    allocator: SMAllocator,
+    ledger: DeadlineLedger | None,
     now: float,
 ) -> tuple[float, bool]:
-    """When a request that must wait will be done, in seconds from now.
+    """Predict when a request that must wait will be done.
 
     Args:
-        request: which is due at some time.
+        request: the request, which is due at some time.
         seconds: what it takes once it is granted.
         work: the same in SM-seconds.
-        ground: what is leased.
-        agenda: where the policy goes by what is due.
+        allocator: what is granted.
+        ledger: what is due, where the policy serves the earliest deadline first.
         now: seconds.
 
     Returns:
-        That, and whether everybody who is due later still makes it.
+        Seconds from now until then, and whether all requests that are due later stay in time.
     """
     assert request.due is not None
-    free_at = min(ground.free_at(device, request, now) for device in request.devices)
-    if agenda is None:
-        flows = ground.flows.values()
-        ahead = sum(flow.work for flow in flows if flow.priority >= request.priority)
-        return free_at - now + ahead / ground.total + seconds, True
-    agenda.advance(now)
-    is_fair = agenda.has_room(now, request.due, work + ground.running(now))
-    return free_at - now + agenda.due_by(request.due) / ground.total + seconds, is_fair
+    free_at = min(allocator.free_at(device, request, now) for device in request.devices)
+    if ledger is None:
+        classes = allocator.classes.values()
+        ahead = sum(one.queued_work for one in classes if one.priority >= request.priority)
+        return free_at - now + ahead / allocator.total + seconds, True
+    ledger.advance(now)
+    is_fair = ledger.has_room(now, request.due, work + allocator.running(now))
+    return free_at - now + ledger.due_by(request.due) / allocator.total + seconds, is_fair

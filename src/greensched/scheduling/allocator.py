@@ -1,18 +1,24 @@
-"""The cells of a pool's devices: which are free, whose they are, and who may have them."""
+"""The cells of a pool's devices: which are free, what holds the others, and what may have them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from typing import Literal, NamedTuple
 
-from greensched.scheduling.cells import DeviceCells, SizeRange
+from greensched.scheduling.cells import DeviceCells, SizeRange, lowest
 from greensched.scheduling.class_state import ClassState
 from greensched.scheduling.fair_queueing import VirtualTime
-from greensched.scheduling.placement import Placement, in_order
 from greensched.scheduling.requests import Duration, Grant, Request
-from greensched.scheduling.reservations import lengths, place
-from greensched.scheduling.services import ANYBODY, ServiceClass
+from greensched.scheduling.reservations import expected_times, place_reserves
+from greensched.scheduling.services import DEFAULT_CLASS, ServiceClass
 from greensched.scheduling.split_controller import SplitController
+
+#: Which device first, where there are several. Spread: the one with the most free SMs, so that
+#: neighbours share as little of a device's memory bandwidth as possible. Pack: the one with the
+#: fewest, so that the others stay free for large requests.
+Placement = Literal["spread", "pack"]
 
 
 class SMAllocator:
@@ -20,467 +26,511 @@ class SMAllocator:
 
     Args:
         devices: the cells of each device.
-        is_made: whether there is a partition over (device, cells).
+        is_made: whether (device, cells) has an executor.
         services: the classes.
-        placement: see `placement`.
+        placement: which device first.
     """
 
     def __init__(
         self,
         devices: Sequence[DeviceCells],
-        is_made: Callable[[int, int], bool],
-        services: Iterable[ServiceClass],
-        placement: Placement,
+        is_made: Callable[[int, int], bool] = lambda device, mask: True,  # noqa: ARG005  all are
+        services: Iterable[ServiceClass] = (),
+        placement: Placement = "spread",
     ) -> None:
         self.devices = tuple(devices)
         self.is_made = is_made
         self.placement: Placement = placement
-        self.free = [cells.every for cells in self.devices]
-        #: Partitions that exist already, by device and number of cells; the pool keeps it true.
-        self.warm: list[dict[int, dict[int, None]]] = [{} for _ in self.devices]
-        #: Leases whose cells are not free yet, by device.
-        self.live: list[dict[Grant, None]] = [{} for _ in self.devices]
-        #: Leases with a seat, by device; and how many leases nobody with a seat may be beside.
-        self.seats: list[dict[Grant, None]] = [{} for _ in self.devices]
-        self.apart = [0 for _ in self.devices]
-        self.verdict = SplitController()
-        self.clock = VirtualTime()
+        self.free_masks = [cells.full_mask for cells in self.devices]
+        #: Sets of cells with an executor, by device and number of cells; the pool keeps it true.
+        self.ready_masks: list[dict[int, dict[int, None]]] = [{} for _ in self.devices]
+        #: Grants whose cells are not free yet, by device.
+        self.grants: list[dict[Grant, None]] = [{} for _ in self.devices]
+        #: The shared ones among them, and how many grants no shared one may be beside.
+        self.shared_grants: list[dict[Grant, None]] = [{} for _ in self.devices]
+        self.exclusive = [0 for _ in self.devices]
+        self.split_controller = SplitController()
+        self.virtual_time = VirtualTime()
         self.total = sum(cells.total for cells in self.devices)
-        self.flows: dict[str, ClassState] = {"": ClassState(ANYBODY)}
+        self.classes: dict[str, ClassState] = {"": ClassState(DEFAULT_CLASS)}
         self.set_rules(services)
 
     def set_rules(self, services: Iterable[ServiceClass]) -> None:
-        """Other classes. Leases end under the rules they began under.
+        """Apply other classes. Leases end under the rules they began under.
 
-        A class that is not among them has no floor and no cap any more, and is forgotten once
-        nothing of it waits and it holds nothing.
+        A class that is not among them has no reserve and no cap any more, and is forgotten once no
+        request of it waits and it holds nothing.
 
         Raises:
-            InvalidRequest: the floors do not fit on the devices; nothing has changed.
+            InvalidRequest: the reserves do not fit on the devices; nothing has changed.
         """
         rules = {service.name: service for service in services}
-        flows = {"": self.flows[""]}
+        classes = {"": self.classes[""]}
         for name, rule in rules.items():
-            flows[name] = self.flows.get(name) or ClassState(rule)
-        floors = place(self.devices, [(flow, rules[name]) for name, flow in flows.items() if name])
-        for name, flow in self.flows.items():
-            flow.cells = flow.borrowed = flow.lent = flow.short = 0
-            if name not in flows:
-                flow.need = 0
-                flow.set_rules(ServiceClass(name, priority=flow.priority))
-                if flow.waiting or flow.sms:
-                    flows[name] = flow
+            classes[name] = self.classes.get(name) or ClassState(rule)
+        wanted = [(state, rules[name]) for name, state in classes.items() if name]
+        reservations = place_reserves(self.devices, wanted)
+        for name, state in self.classes.items():
+            state.cells = state.borrowed = state.lent = state.short = 0
+            if name not in classes:
+                state.reserve_cells = 0
+                state.set_rules(ServiceClass(name, priority=state.priority))
+                if state.waiting or state.sms:
+                    classes[name] = state
         for name, rule in rules.items():
-            flows[name].set_rules(rule)
-        self.flows, self.floors = flows, floors
-        self.verdict.forget()
-        #: Classes that are not there any more, and still have requests or leases.
-        self.retired = flows.keys() - rules.keys() - {""}
-        for flow in flows.values():
-            flow.account()
-        for device, of_device in enumerate(floors):
-            of_device.take_over(x for x in self.live[device] if not x.is_seat)
-        #: Whether there are classes, whose leases must be accounted for.
-        self.is_classed = len(flows) > 1
-        #: Whether there are seats, or may be.
-        self.is_shared = any(flow.shared for flow in flows.values()) or any(self.seats)
-        #: Whether a class is limited in any way, so that its limits must be looked at.
-        self.is_ruled = any(
-            flow.rules.reserve or flow.cap < self.total or flow.quota for flow in flows.values()
+            classes[name].set_rules(rule)
+        self.classes, self.reservations = classes, reservations
+        self.split_controller.forget()
+        #: Removed classes that still have requests or grants.
+        self.retired = classes.keys() - rules.keys() - {""}
+        for state in classes.values():
+            state.account()
+        for device, of_device in enumerate(reservations):
+            of_device.take_over(x for x in self.grants[device] if not x.is_shared)
+        #: There are classes, so leases must be accounted for.
+        self.is_classed = len(classes) > 1
+        #: There are shared grants, or may be.
+        self.may_share = any(state.shared for state in classes.values()) or any(self.shared_grants)
+        #: A class is limited in some way, so limits must be looked at.
+        self.is_limited = any(
+            state.rules.reserve or state.cap < self.total or state.quota
+            for state in classes.values()
         )
-        #: The free cells to grant, for each part of a request; empty: they do not fit.
-        self.find = self.fit if self.is_ruled else self._fit_anybody
 
     # -- looking for cells -----------------------------------------------------------------------
 
-    def order(self, request: Request, where: Sequence[int]) -> Sequence[int]:
-        """The devices to try for a request, in this order."""
-        if len(where) < 2:
-            return where
-        if self.is_shared:
-            where = sorted(where, key=lambda device: len(self.seats[device]))
-        return in_order(where, self.devices, self.free, self.placement, request.near)
+    def order(self, request: Request, devices: Sequence[int]) -> Sequence[int]:
+        """Return the devices to try for a request, in this order."""
+        if len(devices) < 2:
+            return devices
+        if self.may_share:
+            devices = sorted(devices, key=lambda device: len(self.shared_grants[device]))
+        sign = -1 if self.placement == "spread" else 1
+        return sorted(
+            devices,
+            key=lambda d: (d != request.near, sign * self.devices[d].sm_count(self.free_masks[d])),
+        )
 
-    def _fit_anybody(
-        self,
-        request: Request,
-        device: int,
-        limit: int | None = None,  # noqa: ARG002  as `fit`
-    ) -> tuple[int, ...]:
-        """`fit` where no class has limits."""
-        return self.devices[device].fit_all(self.free[device], request.wants, self.warm[device])
+    def most_free(self) -> int:
+        """Return the SMs that are free on the device with the most."""
+        most = 0
+        for cells, free in zip(self.devices, self.free_masks):  # noqa: B905  as many; a hot path
+            sms = cells.sm_count(free)
+            if sms > most:
+                most = sms
+        return most
 
-    def fit(self, request: Request, device: int, limit: int | None = None) -> tuple[int, ...]:
-        """The free cells to grant, within the limits of its class.
+    def find(self, request: Request, device: int, limit: int | None = None) -> tuple[int, ...]:
+        """Return the free cells to grant, within the limits of the class.
 
         Args:
             request: what is wanted.
             device: where.
-            limit: of equal cells; None: no other than the class's own limits.
+            limit: the most cells; None: only the limits of the class count.
 
         Returns:
-            One set for each; empty: they do not fit.
+            One set for each part; empty: they do not fit.
         """
-        cells, free = self.devices[device], self.free[device]
-        flow, floors, parts = request.flow, self.floors[device], request.wants
-        least = most = (free & cells.equal).bit_count()
-        if floors.owners:
-            least, most = floors.room(least, request, request.fewest)
+        cells, free, parts = self.devices[device], self.free_masks[device], request.target
+        ready = self.ready_masks[device]
+        if not self.is_limited:
+            return cells.fit_all(free, parts, ready)
+        state, reservations = request.class_state, self.reservations[device]
+        least = most = cells.cell_count(free)
+        if reservations.owners:
+            least, most = reservations.available_for(least, request, request.fewest)
         if limit is not None:
             least, most = min(least, limit), min(most, limit)
-        left = flow.cap - flow.sms
+        left = state.cap - state.sms
         if left < cells.total:
             least, most = min(least, left // cells.size), min(most, left // cells.size)
         wish = parts[0]
         if len(parts) > 1 or wish.named is not None:
-            masks = cells.fit_all(self.visible(flow, device, least), parts, self.warm[device])
-            return masks if sum(map(cells.sms, masks)) <= left else ()
+            masks = cells.fit_all(self.visible(state, device, least), parts, ready)
+            return masks if sum(map(cells.sm_count, masks)) <= left else ()
         if wish.most > left:
             wish = SizeRange(wish.least, max(wish.least, left))
-        needed = -(-wish.least // cells.size)
+        needed = cells.cells_for(wish.least)
         if needed > least:  # the remainder may do alone
             if not cells.is_helped(free, wish.least):
                 return ()
             most = least
-        elif floors.owners and wish.most < (needed + 1) * cells.size:
-            # Owners in their own block, others outside all blocks, where that does.
-            among = free & floors.blocks.get(flow, floors.beside)
+        elif reservations.owners and wish.most < (needed + 1) * cells.size:
+            # Owners in their own block, others outside all blocks, where that suffices.
+            among = free & reservations.blocks.get(state, reservations.beside)
             if among.bit_count() < needed and wish.most <= needed * cells.size:
-                among = self.visible(flow, device, most) & cells.equal
+                among = self.visible(state, device, most) & cells.cell_mask
             if among.bit_count() >= needed:
-                return (cells.choose(among, needed, self.warm[device]),)
-        return self._fit_one(flow, device, wish, most, left)
+                return (cells.choose(among, needed, ready),)
+        return self._find_one(state, device, wish, most, left)
 
-    def _fit_one(
-        self, flow: ClassState, device: int, wish: SizeRange, most: int, left: int
+    def _find_one(
+        self, state: ClassState, device: int, wish: SizeRange, most: int, left: int
     ) -> tuple[int, ...]:
-        """Fits one part in so many equal cells, and so many SMs."""
-        cells, warm = self.devices[device], self.warm[device]
-        visible = self.visible(flow, device, most)
-        mask = cells.fit(visible, wish, warm)
-        if left < cells.total and cells.sms(mask) > left:
-            mask = cells.fit(visible & cells.equal, wish, warm)
-            return (mask,) if mask and cells.sms(mask) <= left else ()
+        """Fit one part in at most so many cells, and so many SMs."""
+        cells, ready = self.devices[device], self.ready_masks[device]
+        visible = self.visible(state, device, most)
+        mask = cells.fit(visible, wish, ready)
+        if left < cells.total and cells.sm_count(mask) > left:
+            mask = cells.fit(visible & cells.cell_mask, wish, ready)
+            return (mask,) if mask and cells.sm_count(mask) <= left else ()
         return (mask,) if mask else ()
 
-    def visible(self, flow: ClassState, device: int, count: int) -> int:
-        """So many of the free equal cells, and the remainder; others' blocks last."""
-        free, cells, floors = self.free[device], self.devices[device], self.floors[device]
-        left = free & cells.equal
+    def visible(self, state: ClassState, device: int, count: int) -> int:
+        """Return so many of the free cells, and the remainder; reserves of other classes last."""
+        free, cells = self.free_masks[device], self.devices[device]
+        reservations = self.reservations[device]
+        left = free & cells.cell_mask
         if count >= left.bit_count():
             return free
-        chosen = free & cells.leftover
-        own = floors.blocks.get(flow, 0)
-        for among in (own, floors.beside, cells.equal):
+        chosen = free & cells.remainder_mask
+        own = reservations.blocks.get(state, 0)
+        for among in (own, reservations.beside, cells.cell_mask):
             some = lowest(left & among, count)
             chosen |= some
             left &= ~some
             count -= some.bit_count()
         return chosen
 
-    def ever(self, request: Request, device: int, without: int) -> bool:
-        """Whether it fits on a device once everybody has left but for some cells."""
-        cells, flow = self.devices[device], request.flow
-        most = cells.every & ~without
-        if not self.is_ruled:
-            return bool(cells.fit_all(most, request.parts))
+    # -- what is possible ------------------------------------------------------------------------
+
+    def reachable(self, request: Request, device: int, without: int = 0) -> int:
+        """Return the cells of which a request could be granted if only `without` were held."""
+        cells = self.devices[device]
+        most = cells.full_mask & ~without
+        if not self.is_limited:
+            return most
         length = self._known_length(request, device)
-        count = min(self._cells_ever(request, device, length), flow.cap // cells.size)
+        count = self._reachable_cells(request, device, length)
+        count = min(count, request.class_state.cap // cells.size)
+        return lowest(most & cells.cell_mask, count) | (most & cells.remainder_mask)
+
+    def can_ever_fit(self, request: Request, device: int, without: int = 0) -> bool:
+        """Return whether it could be granted on a device if only `without` were held."""
+        cells, reachable = self.devices[device], self.reachable(request, device, without)
+        if not self.is_limited:
+            return bool(cells.fit_all(reachable, request.parts))
         part = request.parts[0]
-        if len(request.parts) == 1 and not without and 0 < part.least <= count * cells.size:
+        is_single = len(request.parts) == 1 and not without
+        if is_single and 0 < part.least <= cells.cell_count(reachable) * cells.size:
             return True
-        some = lowest(most & cells.equal, count) | (most & cells.leftover)
-        masks = cells.fit_all(some, request.parts)
-        # Elastic parts take what there is: the least of them is what must be possible.
+        masks = cells.fit_all(reachable, request.parts)
+        # Elastic parts take what there is: only the least of them must be possible.
         least = tuple(SizeRange(part.least, part.least, part.named) for part in request.parts)
-        masks = masks and cells.fit_all(some, least)
-        return bool(masks) and sum(map(cells.sms, masks)) <= flow.cap
+        masks = masks and cells.fit_all(reachable, least)
+        return bool(masks) and sum(map(cells.sm_count, masks)) <= request.class_state.cap
 
     def needs_loan(self, request: Request) -> bool:
-        """Whether it may fit nowhere, everybody having left, but for what others' floors lend."""
-        flow, (part, *more) = request.flow, request.parts
+        """Return whether it may fit only on cells borrowed from reserves, once all leases ended."""
+        state, (part, *more) = request.class_state, request.parts
         for device in request.devices:
-            cells, owners = self.devices[device], self.floors[device].owners
-            others = sum(owner.need for owner in owners if owner is not flow)
-            most = min((cells.count - others) * cells.size, flow.cap)
+            cells, owners = self.devices[device], self.reservations[device].owners
+            others = sum(owner.reserve_cells for owner in owners if owner is not state)
+            most = min((cells.count - others) * cells.size, state.cap)
             if 0 < part.least <= most and not more:
                 return False
         return True
 
     def _known_length(self, request: Request, device: int) -> float:
-        """Seconds until a lease of it ends, by which it is lent floors; infinite: not known."""
-        owners = self.floors[device].owners
-        return (lengths(request, request.fewest)[0] or math.inf) if owners else 0.0
+        """Return the seconds until its lease ends, by which it borrows; infinite: not known."""
+        owners = self.reservations[device].owners
+        return (expected_times(request, request.fewest)[0] or math.inf) if owners else 0.0
 
-    def _cells_ever(self, request: Request, device: int, length: float) -> int:
-        """Equal cells of a device that a request so long may ever have, others' floors idle."""
-        flow, floors = request.flow, self.floors[device]
+    def _reachable_cells(self, request: Request, device: int, length: float) -> int:
+        """Return how many cells a request of this length can have while all reserves are idle."""
+        state, reservations = request.class_state, self.reservations[device]
         count = self.devices[device].count
-        for owner in floors.owners:
-            lends = flow.preemptible and owner.budget > 0 and length <= owner.budget
-            if owner is not flow and not lends:
-                count -= owner.need
+        for owner in reservations.owners:
+            lends = state.preemptible and owner.max_wait > 0 and length <= owner.max_wait
+            if owner is not state and not lends:
+                count -= owner.reserve_cells
         return count
 
-    def most_now(self, request: Request, device: int, lease: Grant | None) -> int:
-        """The most SMs of a device that one may have while others of its class have what they have.
+    def most_now(self, request: Request, device: int, grant: Grant | None) -> int:
+        """Return the most SMs it can have while other grants of its class keep what they have.
 
-        `lease`: what it has already.
+        Args:
+            request: what it is for.
+            device: where.
+            grant: what it has there already.
         """
-        cells, most = self.devices[device], request.parts[0].most
-        if not self.is_ruled:
+        cells, most, state = self.devices[device], request.parts[0].most, request.class_state
+        if not self.is_limited:
             return min(most, cells.total)
-        # What is beyond the least it gives back before its end.
+        # What is beyond its least is given back before its end.
         length = 0.0 if request.duration is None else self._known_length(request, device)
-        count = self._cells_ever(request, device, length)
+        count = self._reachable_cells(request, device, length)
         most = min(most, count * cells.size + cells.remainder)
-        return min(most, request.flow.cap - request.flow.sms + (lease.sms if lease else 0))
+        return min(most, state.cap - state.sms + (grant.sms if grant else 0))
 
-    def most(self, request: Request, devices: Sequence[int]) -> int:
-        """The most SMs it could ever be granted."""
-        if not self.is_ruled:
-            return max(self.devices[d].total for d in devices)
+    def most_ever(self, request: Request) -> int:
+        """Return the most SMs that it could ever be granted as one partition."""
+        if not self.is_limited:
+            return max(self.devices[d].total for d in request.devices)
         most = 0
-        for device in devices:
+        for device in request.devices:
             cells = self.devices[device]
             length = self._known_length(request, device)
-            count = self._cells_ever(request, device, length)
+            count = self._reachable_cells(request, device, length)
             sms = cells.total if count == cells.count else count * cells.size
-            most = max(most, min(sms, request.flow.cap))
+            most = max(most, min(sms, request.class_state.cap))
         return most
 
-    # -- giving and taking back ------------------------------------------------------------------
+    def nearest(self, request: Request) -> tuple[int, ...]:
+        """Return the sizes nearest to those of a request that could ever be granted together."""
+        found = [
+            self.devices[d].nearest(self.reachable(request, d), request.parts)
+            for d in request.devices
+        ]
+        cap = request.class_state.cap
+        return max((one for one in found if sum(one) <= cap), key=sum, default=())
 
-    def give(
+    # -- granting and freeing --------------------------------------------------------------------
+
+    def allocate(
         self, request: Request, device: int, masks: tuple[int, ...], now: float
     ) -> tuple[Grant, ...]:
-        """Leases free cells. Whatever else holds, no cell is leased twice."""
-        cells, free, flow = self.devices[device], self.free[device], request.flow
-        floors = self.floors[device]
-        leases = []
-        for i, mask in enumerate(masks):
-            if mask & ~free:
-                raise AssertionError(f"cells granted twice: {mask:b} of {free:b}")
-            sms = cells.sms(mask)
-            lease = Grant(device, mask, sms, request.holder, request, now)
-            if flow.shared:
-                lease.is_apart = False
-            else:
-                self.apart[device] += 1
-            if floors.owners:
-                have, taken = (free & cells.equal).bit_count(), (mask & cells.equal).bit_count()
-                part = request.parts[i]
-                least = taken if part.named else min(taken, -(-part.least // cells.size))
-                floors.take(have, lease, taken, least, request.fewest)
-                if request.is_elastic:
-                    floors.note(lease)
-            free &= ~mask
-            flow.sms += sms
+        """Grant free cells, or a shared grant, to the parts of a request."""
+        grants = []
+        for mask in masks:
+            grant = Grant(request, device, now)
+            self.exclusive[device] += grant.is_exclusive
+            self.resize(grant, mask)
             if self.is_classed or request.duration is not None:
-                self.charge(flow, lease, request, now)
-            self.live[device][lease] = None
-            leases.append(lease)
-        self.free[device] = free
-        return tuple(leases)
+                self._charge(grant, now)
+            self.grants[device][grant] = None
+            grants.append(grant)
+        return tuple(grants)
 
-    def charge(self, flow: ClassState, lease: Grant, request: Request, now: float) -> None:
-        flow.granted += 1
-        seconds = flow.mean if request.duration is None else request.seconds(lease.sms)
+    def free(self, grant: Grant, now: float) -> None:
+        """Free the cells of a grant; `mask` and `sms` say what it had."""
+        mask, sms = grant.mask, grant.sms
+        del self.grants[grant.device][grant]
+        self.exclusive[grant.device] -= grant.is_exclusive
+        if not grant.is_suspended and (self.is_classed or grant.request.duration is not None):
+            self._settle(grant, now)
+        self.resize(grant, 0)
+        grant.mask, grant.sms = mask, sms
+
+    def resize(self, grant: Grant, mask: int) -> None:
+        """Give a grant other cells, and account for them: no other method moves cells.
+
+        Args:
+            grant: the grant, with its present cells or none.
+            mask: the cells it has from now on, its own or free ones; a mask of
+                `DeviceCells.shared_mask`; 0: none.
+        """
+        device, state = grant.device, grant.class_state
+        cells, reservations = self.devices[device], self.reservations[device]
+        free, is_shared = self.free_masks[device], cells.is_shared_mask(mask)
+        held, wanted = 0 if grant.is_shared else grant.mask, 0 if is_shared else mask
+        if wanted & ~(free | held):
+            raise AssertionError(f"cells granted twice: {wanted:b} of {free | held:b}")
+        self.free_masks[device] = (free | held) & ~wanted
+        sms = cells.total if is_shared else cells.sm_count(mask)
+        state.sms += sms - grant.sms
+        grant.mask, grant.sms = mask, sms
+        if is_shared:
+            self.shared_grants[device][grant] = None
+        elif grant.is_shared:
+            del self.shared_grants[device][grant]
+        grant.is_shared = is_shared
+        if reservations.owners:
+            before, after = cells.cell_count(held), cells.cell_count(wanted)
+            if after > before:
+                kept = max(0, self._kept_to_end(grant, after) - before)
+                reservations.take(cells.cell_count(free), grant, after - before, kept)
+            elif after < before:
+                reservations.give(grant, before - after)
+            reservations.note_short(grant, is_over=is_shared or not mask)
+
+    def _kept_to_end(self, grant: Grant, cells: int) -> int:
+        """Return how many of so many cells a grant gives back only at its end."""
+        request = grant.request
+        if not request.is_elastic:
+            return cells
+        return min(cells, self.devices[grant.device].cells_for(request.parts[0].least))
+
+    def choose_mask(
+        self, grant: Grant, least: int, most: int, *, prefer: int = 0
+    ) -> tuple[int, int]:
+        """Choose the cells that a grant should have at a checkpoint. Pure.
+
+        A grant with more than `most` SMs gives cells back, one with fewer takes free ones that its
+        class may have, and a shared one chooses among those. Of the sets with an executor, the
+        largest of at most `most` SMs is best, else the smallest above. A set without an executor is
+        never chosen: on some drivers, making one waits until the device is idle, which a busy one
+        never is.
+
+        Args:
+            grant: the grant at its checkpoint.
+            least: SMs that it needs.
+            most: SMs that it should have at most.
+            prefer: the cells to choose where they are as good as any.
+
+        Returns:
+            The best set with an executor, its own included, or 0; a better one without, or 0.
+        """
+        device, cells = grant.device, self.devices[grant.device]
+        choices = self._choices(grant, least, most)
+        most = choices.most
+        wish = SizeRange(least, max(least, most))
+        ideals = [cells.fit(among, wish, self.ready_masks[device]) for among in choices.sets]
+        ideals = [mask for mask in ideals if choices.allow(cells, mask, least)]
+        made = [mask for mask in ideals if self.is_made(device, mask)]
+        found = [*made]
+        if choices.sets and (cells.joins or not made):  # a joined remainder may fit better
+            ready = chain.from_iterable(self.ready_masks[device].values())
+            found += [mask for mask in ready if choices.allow(cells, mask, least)]
+        if choices.allow(cells, prefer, least):
+            found.insert(0, prefer)
+        if not grant.is_shared:
+            found.insert(1 if prefer in found[:1] else 0, grant.mask)
+
+        def value(mask: int) -> tuple[bool, int]:
+            sms = cells.sm_count(mask)
+            return (True, sms) if sms <= most else (False, -sms)
+
+        best = max(found, key=value, default=0)
+        missing = [mask for mask in ideals if not best or value(mask) > value(best)]
+        return best, missing[0] if missing else 0
+
+    def _choices(self, grant: Grant, least: int, most: int) -> _Choices:
+        """Return what a grant may choose its cells from."""
+        device, state, request = grant.device, grant.class_state, grant.request
+        cells, reservations = self.devices[device], self.reservations[device]
+        free = self.free_masks[device]
+        if not grant.is_shared and most < grant.sms:
+            own = grant.mask
+            block = reservations.blocks.get(state, 0)
+            outside = own & (~reservations.all_blocks | block)
+            return _Choices((outside, own), own, cells.cell_count(own), most, grant.sms)
+        held = 0 if grant.is_shared else cells.cell_count(grant.mask)
+        left = state.cap - state.sms + grant.sms
+        room = reservations.available_for(cells.cell_count(free), request, request.fewest)
+        if grant.is_shared:
+            count = min(room[0], left // cells.size)
+            visible = self.visible(state, device, count)
+            few = self.visible(state, device, min(count, cells.cells_for(least)))
+            return _Choices((few, visible), visible, count, most, left)
+        count = min(held + room[1], left // cells.size, most // cells.size)
+        most = min(most, left)
+        if count < cells.count:
+            most = min(most, count * cells.size + cells.remainder)
+        # With the remainder, fewer cells may be more SMs.
+        if count < held or most <= grant.sms or (count == held and not cells.joins):
+            return _Choices((), 0, 0, grant.sms, grant.sms)
+        sets = (grant.mask | self.visible(state, device, count - held),)
+        return _Choices(sets, grant.mask | free, count, most, most)
+
+    # -- accounting for time ---------------------------------------------------------------------
+
+    def _charge(self, grant: Grant, now: float) -> None:
+        state, request = grant.class_state, grant.request
+        state.granted += 1
+        known = request.duration is not None
+        seconds = request.seconds(grant.sms) if known else state.mean_duration
         if seconds:
-            lease.ends = now + seconds
-            self.clock.charge(flow, lease, seconds)
+            grant.ends = now + seconds
+            self.virtual_time.charge(grant, seconds)
 
-    def take_back(self, lease: Grant, now: float) -> None:
-        """The cells of a lease are free."""
-        device, flow = lease.device, lease.flow
-        cells, floors = self.devices[device], self.floors[device]
-        del self.live[device][lease]
-        flow.sms -= lease.sms
-        if lease.is_seat:
-            del self.seats[device][lease]
-        else:
-            self.apart[device] -= lease.is_apart
-            self.free[device] |= lease.mask
-            if floors.owners:
-                floors.give(lease, (lease.mask & cells.equal).bit_count())
-                if lease.is_short:
-                    floors.note(lease, is_over=True)
-        if not lease.is_paused and (self.is_classed or lease.request.duration is not None):
-            self._settle(flow, lease, lease.request, now)
+    def _settle(self, grant: Grant, now: float) -> None:
+        state, request = grant.class_state, grant.request
+        self.virtual_time.settle(grant, now)
+        seconds = now - grant.began
+        expected = None if request.duration is None else request.seconds(grant.sms)
+        state.record_lease(seconds, now - grant.since, expected)
+        if grant.used:  # it came to checkpoints, which recorded its pieces
+            return
+        request.learn(grant.sms, seconds)
+        if state.latency is not None and not state.reports_latency:
+            latency = now - request.arrived
+            state.record_latency(latency, 1)
+            if state.shared:
+                self.split_controller.record(state, latency, 1, now)
 
-    def pause(self, lease: Grant, now: float) -> None:
-        """A lease of a class is over, but for its cells; it is charged for and counted as any."""
-        lease.is_paused = True
-        self._settle(lease.flow, lease, lease.request, now)
+    def charge_piece(
+        self, grant: Grant, now: float, duration: Duration | None, within: float | None
+    ) -> None:
+        """Account for what a grant did up to a checkpoint.
 
-    def resume(self, lease: Grant, now: float) -> None:
-        """Another begins, on the cells of one that is paused."""
-        lease.is_paused = False
-        lease.request.arrived = now
-        lease.begin(now)
-        self.charge(lease.flow, lease, lease.request, now)
-
-    def _settle(self, flow: ClassState, lease: Grant, request: Request, now: float) -> None:
-        self.clock.settle(flow, lease, now)
-        duration, took = request.duration, now - lease.began
-        expected = None if duration is None else request.seconds(lease.sms)
-        flow.saw_lease(took, now - lease.since, expected)
-        if not lease.had:
-            lease.request.learn(lease.sms, took)
-        if flow.latency is not None and not flow.is_told and not lease.had:
-            flow.saw_latency(now - request.arrived, 1)
-            if flow.shared:
-                self.verdict.saw(flow, now - request.arrived, 1, now)
-
-    def saw_piece(self, lease: Grant, duration: Duration, now: float) -> None:
-        """A piece of a lease is done, of which the duration is known; that of the next is given."""
-        request, flow, took = lease.request, lease.flow, now - lease.since
-        if request.duration is not None:
-            request.learn(lease.sms, took)
-            if not flow.is_told:
-                flow.saw_latency(took, 1)
-        request.duration, request.is_blind = duration, False
-
-    def shrink(self, lease: Grant, least: int) -> int:
-        """An elastic lease gives back what is above so many SMs, as far as partitions are there.
-
-        Returns the cells it should keep and over which no partition is made; 0: none.
+        Args:
+            grant: the grant.
+            now: seconds.
+            duration: what it is expected to take to the next checkpoint; None: not known.
+            within: seconds in which that should be done; None: the latency of its class.
         """
-        device = lease.device
-        cells, floors = self.devices[device], self.floors[device]
-        outside = lease.mask & ~floors.all_blocks | lease.mask & floors.blocks.get(lease.flow, 0)
-        wish, missing = SizeRange(least, least), 0
-        for among in (outside, lease.mask):
-            mask = cells.fit(among, wish, self.warm[device])
-            if not mask or mask == lease.mask:
-                continue
-            if self.is_made(device, mask):
-                self._shrink_to(lease, mask)
-                return 0
-            missing = missing or mask
-        needed, own = -(-least // cells.size), (lease.mask & cells.equal).bit_count()
-        instead = self.made_within(device, lease.mask, needed, own - 1) if missing else 0
-        if instead:
-            self._shrink_to(lease, instead)
-        return missing
+        state, request, seconds = grant.class_state, grant.request, now - grant.since
+        state.record_interval(seconds)
+        if duration is not None:
+            if request.duration is not None:
+                request.learn(grant.sms, seconds)
+                if not state.reports_latency:
+                    state.record_latency(seconds, 1)
+            request.duration, request.cost_failed = duration, False
+        request.within = within
+        self.virtual_time.charge_elapsed(grant, now)
 
-    def _shrink_to(self, lease: Grant, mask: int) -> None:
-        cells, floors = self.devices[lease.device], self.floors[lease.device]
-        if floors.owners:
-            floors.give(lease, (lease.mask & ~mask & cells.equal).bit_count())
-        self._change(lease, mask)
+    def suspend(self, grant: Grant, now: float) -> None:
+        """End a lease, but keep its cells for the next one like it."""
+        grant.is_suspended = True
+        if self.is_classed:
+            self._settle(grant, now)
 
-    def made_within(self, device: int, among: int, least: int, most: int) -> int:
-        """The smallest partition that is made, of so many cells of a set; 0: there is none.
-
-        Making one waits until a device has nothing to do, on some drivers: a busy one never has.
-        """
-        for count in range(least, most + 1):
-            for made in self.warm[device].get(count, ()):
-                if made & ~among == 0:
-                    return made
-        return 0
-
-    def grow(self, lease: Grant, before: int) -> int:
-        """An elastic lease takes up idle cells; where it can, those it had before.
-
-        Returns the cells it should have and over which no partition is made; 0: none.
-        """
-        device, flow, request = lease.device, lease.flow, lease.request
-        cells, floors, free = self.devices[device], self.floors[device], self.free[device]
-        have = (free & cells.equal).bit_count()
-        _, room = floors.room(have, request, request.fewest)
-        own = (lease.mask & cells.equal).bit_count()
-        room = min(room, (flow.cap - flow.sms) // cells.size)
-        most = min(own + room, request.wants[0].most // cells.size)
-        # With the remainder fewer equal cells may be more SMs.
-        if most < own or lease.sms >= request.wants[0].most or (most == own and not cells.joins):
-            return 0
-        among = lease.mask | self.visible(flow, device, most - own)
-        limit = request.wants[0].most
-        if most < cells.count:
-            limit = min(limit, most * cells.size + cells.remainder)
-        limit = min(limit, flow.cap - flow.sms + lease.sms)
-        mask = cells.fit(among, SizeRange(request.parts[0].least, limit), self.warm[device])
-        best = self._largest_made(device, lease.mask | free, most, limit)
-        is_made = mask and self.is_made(device, mask)
-        if is_made and cells.sms(mask) >= cells.sms(best):
-            best = mask
-        was = cells.sms(before)
-        is_within = was <= limit and (before & cells.equal).bit_count() <= most
-        if is_within and was >= cells.sms(best) and not before & ~(free | lease.mask):
-            self._grow_to(lease, before, own)
-            return 0
-        if cells.sms(best) > lease.sms:
-            self._grow_to(lease, best, own)
-        return 0 if cells.sms(best) >= cells.sms(mask) else mask
-
-    def _largest_made(self, device: int, among: int, most: int, limit: int) -> int:
-        """The largest partition that is made, of at most so many equal cells and SMs; 0: none."""
-        cells, found = self.devices[device], 0
-        for count in range(most + 1, 0, -1):  # one more where the remainder is in it
-            for made in self.warm[device].get(count, ()):
-                if made & ~among or (made & cells.equal).bit_count() > most:
-                    continue
-                if cells.sms(found) < cells.sms(made) <= limit:
-                    found = made
-            if found:
-                break
-        return found
-
-    def _grow_to(self, lease: Grant, mask: int, own: int) -> None:
-        cells, floors = self.devices[lease.device], self.floors[lease.device]
-        if floors.owners:
-            have = (self.free[lease.device] & cells.equal).bit_count()
-            more = (mask & cells.equal).bit_count() - own
-            if more > 0:
-                floors.take(have, lease, more, 0, lease.request.fewest)
-            elif more < 0:
-                floors.give(lease, -more)
-        self._change(lease, mask)
-
-    def _change(self, lease: Grant, mask: int) -> None:
-        device, sms = lease.device, self.devices[lease.device].sms(mask)
-        free = self.free[device] | lease.mask
-        if mask & ~free:
-            raise AssertionError(f"cells granted twice: {mask:b} of {free:b}")
-        self.free[device] = free & ~mask
-        lease.flow.sms += sms - lease.sms
-        lease.mask, lease.sms = mask, sms
-        self.floors[device].note(lease)
+    def resume(self, grant: Grant, now: float) -> None:
+        """Begin another lease on the cells of a suspended grant."""
+        grant.is_suspended = False
+        grant.request.arrived = now
+        grant.begin(now)
+        if self.is_classed:
+            self._charge(grant, now)
 
     # -- what is to be expected ------------------------------------------------------------------
 
     def free_at(self, device: int, request: Request, now: float) -> float:
-        """When a request fits on a device if nobody else is granted there, as far as is known.
+        """Return when a request fits on a device if nothing else is granted there.
 
-        A lease of which nothing is known, or that takes longer than was known, may end any moment.
+        As far as is known: a lease of unknown duration, or one that takes longer than was known,
+        may end at any moment.
         """
-        cells, free = self.devices[device], self.free[device]
-        ends = [(x.frees_at(now), x.mask) for x in self.live[device] if not x.is_seat]
-        at = now
-        if self.seats[device] and not request.flow.shared:
-            at = max(lease.frees_at(now) for lease in self.seats[device])
-        if not cells.fit_all(free, request.parts):
-            for end, mask in sorted(ends):
-                at = max(at, end)
-                free |= mask
-                if cells.fit_all(free, request.parts):
-                    break
+        cells, free, at = self.devices[device], self.free_masks[device], now
+        if self.shared_grants[device] and not request.class_state.shared:
+            at = max(grant.frees_at(now) for grant in self.shared_grants[device])
+        if cells.fit_all(free, request.parts):
+            return at
+        ends = [(x.frees_at(now), x.mask) for x in self.grants[device] if not x.is_shared]
+        for end, mask in sorted(ends):
+            at = max(at, end)
+            free |= mask
+            if cells.fit_all(free, request.parts):
+                break
         return at
 
     def running(self, now: float) -> float:
-        """SM-seconds that leases are expected to take from now on."""
-        leases = (lease for of_device in self.live for lease in of_device)
-        return sum(lease.sms * max(0.0, (lease.ends or now) - now) for lease in leases)
+        """Return the SM-seconds that grants are expected to take from now on."""
+        grants = (grant for of_device in self.grants for grant in of_device)
+        return sum(grant.sms * max(0.0, (grant.ends or now) - now) for grant in grants)
 
 
-def lowest(mask: int, count: int) -> int:
-    """So many of the lowest cells of a set, or all."""
-    chosen = 0
-    while count > 0 and mask:
-        cell = mask & -mask
-        chosen |= cell
-        mask ^= cell
-        count -= 1
-    return chosen
+class _Choices(NamedTuple):
+    """What a grant may choose its cells from.
+
+    Attributes:
+        sets: where to look for the ideal cells, the preferred set first; empty: nothing changes.
+        reachable: every cell that it may have.
+        cells: how many cells it may have.
+        most: SMs that it should have at most.
+        limit: SMs that it may have.
+    """
+
+    sets: tuple[int, ...]
+    reachable: int
+    cells: int
+    most: int
+    limit: int
+
+    def allow(self, device: DeviceCells, mask: int, least: int) -> bool:
+        """Return whether a grant that needs at least so many SMs may have a set of cells."""
+        if not mask or mask & ~self.reachable or device.cell_count(mask) > self.cells:
+            return False
+        return least <= device.sm_count(mask) <= self.limit

@@ -1,8 +1,8 @@
-"""Arithmetic of SM sets: which cells for how many SMs.
+"""Arithmetic of SM sets: which cells are granted for how many SMs.
 
-A *cell* is the smallest group of SMs a device is cut into; all cells of a device come from one
-split, so they are disjoint by construction, and a set of cells is a bit mask. Bit `i < count` is
-an equal cell of `size` SMs; bit `count`, where `remainder` is not 0, is what the split left over.
+A *cell* is the smallest group of SMs a device is cut into. All cells of a device come from one
+split, so they are disjoint by construction, and a set of cells is a bit mask. Bit `i < count` is a
+cell of `size` SMs; bit `count`, where `remainder` is not 0, is what the split left over.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from greensched._validation import as_int
 from greensched.errors import InvalidRequest, InvalidSize
 from greensched.typing import ALL, REST, NamedSize
 
-#: The partitions that are made already, by their number of cells, the ones to prefer first.
-Warm = Mapping[int, Iterable[int]]
-NOTHING_WARM: Warm = {}
+#: The sets of cells that have an executor, by their number of cells, the preferred ones first.
+ReadyMasks = Mapping[int, Iterable[int]]
+NO_MASKS: ReadyMasks = {}
 
 
 class SizeRange(NamedTuple):
-    """A size, read once: at least so many SMs, at most so many; or a named size."""
+    """The size of one part of a request: at least and at most so many SMs, or a named size."""
 
     least: int
     most: int
     named: NamedSize | None = None
 
 
-def demand(size: object) -> SizeRange:
-    """Reads a size.
+def parse_size(size: object) -> SizeRange:
+    """Parse one size.
 
     Raises:
         InvalidSize: not a positive int, a pair of them in order, (least, ALL), ALL or REST.
@@ -39,15 +39,20 @@ def demand(size: object) -> SizeRange:
     if isinstance(size, NamedSize):
         return SizeRange(0, 0, size)
     least, most = size if isinstance(size, tuple) and len(size) == 2 else (size, size)
-    demand = SizeRange(as_int(least), sys.maxsize if most is ALL else as_int(most))
-    if not 0 < demand.least <= demand.most:
+    found = SizeRange(as_int(least), sys.maxsize if most is ALL else as_int(most))
+    if not 0 < found.least <= found.most:
         raise InvalidSize(size)
-    return demand
+    return found
 
 
 def parse_sizes(sizes: tuple[object, ...]) -> tuple[SizeRange, ...]:
-    """Reads the sizes of one joint request."""
-    parts = tuple(demand(size) for size in sizes)
+    """Parse the sizes of one joint request.
+
+    Raises:
+        InvalidSize: as `parse_size`.
+        InvalidRequest: sizes that cannot stand in one request.
+    """
+    parts = tuple(parse_size(size) for size in sizes)
     if not parts:
         raise InvalidRequest("a joint request needs at least one size")
     named = [part.named for part in parts if part.named is not None]
@@ -63,207 +68,245 @@ class DeviceCells:
     """The cells of one device.
 
     Attributes:
-        size: SMs of each equal cell.
-        count: how many equal cells.
+        size: SMs of each cell.
+        count: how many cells.
         remainder: SMs left over by the split; 0: none.
-        joins: whether the remainder may be in one partition with equal cells.
+        joins: whether the remainder may be in one partition with cells.
     """
 
     size: int
     count: int
     remainder: int = 0
     joins: bool = False
-    #: Every equal cell.
-    equal: int = field(init=False, compare=False, repr=False)
+    #: Every cell, without the remainder.
+    cell_mask: int = field(init=False, compare=False, repr=False)
     #: The remainder's bit, or 0.
-    leftover: int = field(init=False, compare=False, repr=False)
-    #: Every cell: as a partition, the whole device shared.
-    every: int = field(init=False, compare=False, repr=False)
-    #: SMs in all.
+    remainder_mask: int = field(init=False, compare=False, repr=False)
+    #: Every cell and the remainder: as a partition, the whole device without a split.
+    full_mask: int = field(init=False, compare=False, repr=False)
+    #: All SMs.
     total: int = field(init=False, compare=False, repr=False)
     _blocks: dict[int, tuple[int, ...]] = field(
         init=False, default_factory=dict, compare=False, repr=False
     )
-    #: Where aligned blocks of so many equal cells start.
+    #: By number of cells: where aligned blocks of so many cells start.
     _starts: tuple[int, ...] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        equal = (1 << self.count) - 1
-        leftover = 1 << self.count if self.remainder else 0
-        object.__setattr__(self, "equal", equal)
-        object.__setattr__(self, "leftover", leftover)
-        object.__setattr__(self, "every", equal | leftover)
+        cells = (1 << self.count) - 1
+        remainder = 1 << self.count if self.remainder else 0
+        object.__setattr__(self, "cell_mask", cells)
+        object.__setattr__(self, "remainder_mask", remainder)
+        object.__setattr__(self, "full_mask", cells | remainder)
         object.__setattr__(self, "total", self.size * self.count + self.remainder)
-        starts = (range(0, self.count, aligned(cells)) for cells in range(self.count + 1))
+        starts = (range(0, self.count, alignment(cells)) for cells in range(self.count + 1))
         object.__setattr__(self, "_starts", tuple(sum(1 << at for at in one) for one in starts))
 
-    def sms(self, mask: int) -> int:
-        """SMs of a set of cells."""
-        if mask & self.leftover:
-            return self.size * (mask & self.equal).bit_count() + self.remainder
+    def sm_count(self, mask: int) -> int:
+        """Return the SMs of a set of cells."""
+        if mask & self.remainder_mask:
+            return self.size * (mask & self.cell_mask).bit_count() + self.remainder
         return self.size * mask.bit_count()
 
-    def seat(self, number: int) -> int:
-        """Every cell, as one of those who have them all at once: told apart by a bit above."""
-        return self.every | 1 << self.count + 1 + number
+    def cell_count(self, mask: int) -> int:
+        """Return the cells of a set, without the remainder."""
+        return (mask & self.cell_mask).bit_count()
+
+    def cells_for(self, sms: int) -> int:
+        """Return how many cells have at least so many SMs."""
+        return -(-sms // self.size)
+
+    def shared_mask(self, number: int) -> int:
+        """Return the mask of a shared grant: every cell, and a bit above that tells it apart."""
+        return self.full_mask | 1 << self.count + 1 + number
+
+    def is_shared_mask(self, mask: int) -> bool:
+        """Return whether it is the mask of a shared grant."""
+        return mask > self.full_mask
 
     def possible(self, mask: int) -> bool:
-        """Whether one green context can have just these cells."""
-        if not mask & self.leftover or mask in (self.leftover, self.every):
+        """Return whether one green context can have exactly these cells."""
+        if not mask & self.remainder_mask or mask in (self.remainder_mask, self.full_mask):
             return mask != 0
         return self.joins
 
     def largest(self, most: int) -> int:
-        """SMs of the largest partition that has at most so many; 0: each has more."""
+        """Return the SMs of the largest partition that has at most so many; 0: each has more."""
         if most >= self.total:
             return self.total
         more = (most - self.remainder) // self.size if self.joins else 0
-        with_leftover = self.remainder + more * self.size if self.remainder <= most else 0
-        return max(min(most // self.size, self.count) * self.size, with_leftover)
+        with_remainder = self.remainder + more * self.size if self.remainder <= most else 0
+        return max(min(most // self.size, self.count) * self.size, with_remainder)
+
+    def largest_within(self, mask: int) -> int:
+        """Return the SMs of the largest partition that a set of cells can form."""
+        if self.possible(mask):
+            return self.sm_count(mask)
+        remainder = self.remainder if mask & self.remainder_mask else 0
+        return max(self.size * self.cell_count(mask), remainder)
 
     def blocks(self, cells: int) -> tuple[int, ...]:
-        """Contiguous sets of so many equal cells, the aligned ones first.
+        """Return the contiguous sets of so many cells, the aligned ones first.
 
-        Aligned to the power of two at or above the number, as buddies are: then what stays free
-        stays in large blocks.
+        They are aligned to the power of two at or above the number, as buddies are: then what
+        stays free stays in large blocks.
         """
         found = self._blocks.get(cells)
         if found is None:
-            step = aligned(cells)
+            step = alignment(cells)
             starts = range(self.count - cells + 1)
             ordered = sorted(starts, key=lambda start: (start % step != 0, start))
             found = self._blocks[cells] = tuple(((1 << cells) - 1) << start for start in ordered)
         return found
 
     def menu(self, limit: int) -> list[int]:
-        """The partitions worth making beforehand: everything, aligned blocks, and complements.
+        """Return the sets worth making executors for in advance.
 
-        The complement of a block is what `pool.partitions(n, REST)` needs beside it. Powers of two
-        come first, then the other numbers of cells. Where that is too many, blocks that begin at
-        the first cell go before others: two that share a device move the border between them.
+        Every cell, aligned blocks, and their complements, which `pool.partitions(n, REST)` needs
+        beside them. Powers of two come first, then the other numbers of cells. Where that is too
+        many, blocks that begin at the first cell go before others: two leases that share a device
+        move the border between them.
         """
         powers = [1 << power for power in range(self.count.bit_length())]
         pairs = [
             (mask, self.complement(mask))
             for cells in dict.fromkeys((*powers, *range(1, self.count + 1)))
             for mask in self.blocks(cells)
-            if (mask.bit_length() - cells) % aligned(cells) == 0
+            if (mask.bit_length() - cells) % alignment(cells) == 0
         ]
-        ordered = self._possible((self.every, *chain(*pairs)))
+        ordered = self._possible((self.full_mask, *chain(*pairs)))
         firsts = chain(*(pair for pair in pairs if pair[0] & 1))
-        chosen = set(self._possible((self.every, *firsts, *ordered))[:limit])
+        chosen = set(self._possible((self.full_mask, *firsts, *ordered))[:limit])
         return [mask for mask in ordered if mask in chosen]
 
     def _possible(self, masks: Iterable[int]) -> list[int]:
-        """Those of some that can be, each once."""
         return [mask for mask in dict.fromkeys(masks) if self.possible(mask)]
 
     def complement(self, mask: int) -> int:
-        """Every other cell that can be in one partition."""
-        rest = self.every & ~mask
-        return rest if self.possible(rest) else rest & ~self.leftover
+        """Return every other cell that can be in one partition."""
+        rest = self.full_mask & ~mask
+        return rest if self.possible(rest) else rest & ~self.remainder_mask
 
     # -- choosing --------------------------------------------------------------------------------
 
-    def fit(self, free: int, wanted: SizeRange, warm: Warm = NOTHING_WARM) -> int:
-        """The cells to grant out of the free ones for a demand alone; 0: none fit."""
+    def fit(self, free: int, wanted: SizeRange, ready: ReadyMasks = NO_MASKS) -> int:
+        """Return the free cells to grant for a single part; 0: none fit."""
         if wanted.named is not None:
-            return self.every if free == self.every else 0
-        equal = free & self.equal
-        have = equal.bit_count()
+            return self.full_mask if free == self.full_mask else 0
+        free_cells = free & self.cell_mask
+        have = free_cells.bit_count()
         least = -(-wanted.least // self.size)
         if have >= least:
             most = wanted.most // self.size
             cells = least if most <= least else min(have, most)
-            chosen = self.choose(equal, cells, warm)
+            chosen = self.choose(free_cells, cells, ready)
             if 0 < self.remainder <= wanted.most - cells * self.size:
-                with_leftover = chosen | (free & self.leftover)
-                return with_leftover if self.possible(with_leftover) else chosen
+                with_remainder = chosen | (free & self.remainder_mask)
+                return with_remainder if self.possible(with_remainder) else chosen
             return chosen
-        if not free & self.leftover:
+        if not free & self.remainder_mask:
             return 0
-        beside = self._beside_leftover(wanted.least)
+        beside = self._beside_remainder(wanted.least)
         if beside is not None and have >= beside:
             more = max(beside, (wanted.most - self.remainder) // self.size) if self.joins else 0
-            return self.leftover | self.choose(equal, min(have, more), NOTHING_WARM)
-        return free if free == self.every and self.total >= wanted.least else 0
+            return self.remainder_mask | self.choose(free_cells, min(have, more), NO_MASKS)
+        return free if free == self.full_mask and self.total >= wanted.least else 0
 
     def fit_all(
-        self, free: int, parts: tuple[SizeRange, ...], warm: Warm = NOTHING_WARM
+        self, free: int, parts: tuple[SizeRange, ...], ready: ReadyMasks = NO_MASKS
     ) -> tuple[int, ...]:
-        """The cells of each part of a joint request, disjoint; empty: they do not fit together."""
+        """Return the disjoint cells of each part of a request; empty: they do not fit together."""
         if len(parts) == 1:
-            mask = self.fit(free, parts[0], warm) if free else 0
+            mask = self.fit(free, parts[0], ready) if free else 0
             return (mask,) if mask else ()
         rest = next((i for i, part in enumerate(parts) if part.named is REST), None)
-        if rest is not None and free != self.every:
+        if rest is not None and free != self.full_mask:
             return ()
-        # Least first for everybody, so that an elastic part never takes what a later one needs.
+        # The least of every part first, so that an elastic part never takes what a later one needs.
         needs = {i: -(-part.least // self.size) for i, part in enumerate(parts) if i != rest}
         masks = [0] * len(parts)
         left = free
-        if sum(needs.values()) > (free & self.equal).bit_count():
-            helped = self._give_leftover(free, parts, needs)
+        if sum(needs.values()) > self.cell_count(free):
+            helped = self._give_remainder(free, parts, needs)
             if helped is None:
                 return ()
-            masks[helped] = self.leftover
-            left &= ~self.leftover
+            masks[helped] = self.remainder_mask
+            left &= ~self.remainder_mask
         for i in sorted(needs, key=lambda i: -needs[i]):
             if needs[i]:
-                chosen = self.choose(left & self.equal, needs[i], warm)
+                chosen = self.choose(left & self.cell_mask, needs[i], ready)
                 masks[i] |= chosen
                 left &= ~chosen
         if rest is None:
             return tuple(self._stretched(masks, parts, left))
-        masks[rest] = left if self.possible(left) else left & self.equal
+        masks[rest] = left if self.possible(left) else left & self.cell_mask
         return tuple(masks) if masks[rest] else ()
 
-    def _give_leftover(
+    def nearest(self, free: int, parts: tuple[SizeRange, ...]) -> tuple[int, ...]:
+        """Return the SMs of each part of the nearest request that fits; empty: none does.
+
+        Cells are taken from the largest part, then parts from the end, until the rest fits.
+        """
+        most = self.total
+        trial = [SizeRange(min(one.least, most), min(one.least, most), one.named) for one in parts]
+        while trial:
+            masks = self.fit_all(free, tuple(trial))
+            if masks:
+                return tuple(self.sm_count(mask) for mask in masks)
+            largest = max(range(len(trial)), key=lambda i: trial[i].least)
+            least = trial[largest].least - self.size
+            if least > 0:
+                trial[largest] = SizeRange(least, least)
+            else:
+                trial.pop()
+        return ()
+
+    def _give_remainder(
         self, free: int, parts: tuple[SizeRange, ...], needs: dict[int, int]
     ) -> int | None:
-        """Gives the remainder to the part whose need of equal cells it lowers the most.
+        """Give the remainder to the part whose need of cells it lowers the most.
 
-        Returns that part, its need lowered; None: not even so do all of them fit.
+        Returns that part, its need lowered; None: the parts do not fit together even so.
         """
         best, saved = None, 0
         for i, need in needs.items():
-            beside = self._beside_leftover(parts[i].least)
+            beside = self._beside_remainder(parts[i].least)
             if beside is not None and need - beside > saved:
                 best, saved = i, need - beside
-        short = sum(needs.values()) - (free & self.equal).bit_count()
-        if best is None or saved < short or not free & self.leftover:
+        short = sum(needs.values()) - self.cell_count(free)
+        if best is None or saved < short or not free & self.remainder_mask:
             return None
         needs[best] -= saved
         return best
 
     def is_helped(self, free: int, least: int) -> bool:
-        """Whether the remainder, which is free, may make up for equal cells that are not."""
-        if not free & self.leftover:
+        """Return whether the remainder, if free, may make up for cells that are not."""
+        if not free & self.remainder_mask:
             return False
-        return self.joins or self.remainder >= least or free == self.every
+        return self.joins or self.remainder >= least or free == self.full_mask
 
-    def _beside_leftover(self, least: int) -> int | None:
-        """How many equal cells are needed beside the remainder; None: it helps nobody."""
+    def _beside_remainder(self, least: int) -> int | None:
+        """Return how many cells are needed beside the remainder; None: it cannot be used."""
         if self.remainder >= least:
             return 0
-        return -(-(least - self.remainder) // self.size) if self.joins else None
+        return self.cells_for(least - self.remainder) if self.joins else None
 
     def _stretched(
         self, masks: list[int], parts: tuple[SizeRange, ...], left: int
     ) -> Iterator[int]:
-        """Gives elastic parts what is left, in their order."""
+        """Give elastic parts what is left, in their order."""
         for i, part in enumerate(parts):
             more = part.most // self.size - masks[i].bit_count()
-            while more > 0 and left & self.equal and not masks[i] & self.leftover:
-                cell = left & self.equal & -(left & self.equal)
+            while more > 0 and left & self.cell_mask and not masks[i] & self.remainder_mask:
+                cell = left & self.cell_mask & -(left & self.cell_mask)
                 masks[i] |= cell
                 left &= ~cell
                 more -= 1
             yield masks[i]
 
-    def choose(self, free: int, cells: int, warm: Warm) -> int:
-        """So many of the free equal cells, of which there are: a warm lane, a block, the lowest."""
-        for mask in warm.get(cells, ()):
+    def choose(self, free: int, cells: int, ready: ReadyMasks) -> int:
+        """Return so many of the free cells: a set with an executor, a block, or the lowest."""
+        for mask in ready.get(cells, ()):
             if mask & ~free == 0:
                 return mask
         # The first of `blocks` that is free, found by shifting.
@@ -275,12 +318,20 @@ class DeviceCells:
         if runs and cells:
             starts = runs & self._starts[cells] or runs
             return (starts & -starts) * ((1 << cells) - 1)
-        chosen = 0
-        for _ in range(cells):
-            chosen |= free & ~chosen & -(free & ~chosen)
-        return chosen
+        return lowest(free, cells)
 
 
-def aligned(cells: int) -> int:
-    """What a block of so many cells is aligned to."""
+def alignment(cells: int) -> int:
+    """Return what a block of so many cells is aligned to."""
     return 1 << (cells - 1).bit_length() if cells > 1 else 1
+
+
+def lowest(mask: int, count: int) -> int:
+    """Return so many of the lowest cells of a set, or all of them."""
+    chosen = 0
+    while count > 0 and mask:
+        cell = mask & -mask
+        chosen |= cell
+        mask ^= cell
+        count -= 1
+    return chosen

@@ -1,12 +1,13 @@
-"""Shares of SM-time: start-time fair queueing between classes.
+"""Share SM-time between classes: start-time fair queueing.
 
-Each grant has a start tag, the later of the virtual time and the finish tag of its class's grant
-before; its finish tag is that plus its SM-seconds by the class's weight. Whoever has the least
-start tag is next. Virtual time is the start tag of the last grant; a class that begins to wait
-starts there, so who asked for nothing saved nothing up. (Goyal, Vin and Cheng, SIGCOMM 1996.)
+Each grant has a start tag: virtual time, or the finish tag of the previous grant of its class if
+that is later. Its finish tag is the start tag plus its SM-seconds divided by the weight of the
+class. The class with the smallest start tag is next. Virtual time is the start tag of the last
+grant, and a class that begins to wait starts there, so an idle class saves nothing up. (Goyal, Vin
+and Cheng, SIGCOMM 1996.)
 
-How long a lease will take is not known when it is granted: its class is charged what is expected,
-and at its end what it took instead.
+How long a lease will take is not known when it is granted: its class is charged the expected
+SM-seconds, and at the end of the lease the difference to those it took.
 """
 
 from __future__ import annotations
@@ -24,33 +25,37 @@ class VirtualTime:
         #: The start tag of the last grant.
         self.now = 0.0
 
-    def start_of(self, flow: ClassState) -> float:
-        """The start tag of a class's next grant.
+    def start_of(self, state: ClassState) -> float:
+        """Return the start tag of the next grant of a class.
 
-        While it waits that may lie before virtual time: its leases took less than it was charged.
+        While the class waits, the tag may lie before virtual time: its leases took less than it
+        was charged.
         """
-        return flow.finish if flow.waiting else max(self.now, flow.finish)
+        return state.finish if state.waiting else max(self.now, state.finish)
 
-    def charge(self, flow: ClassState, lease: Grant, seconds: float) -> None:
-        """A lease is granted, and expected to take so long."""
-        flow.start = start = self.start_of(flow)
+    def charge(self, grant: Grant, seconds: float) -> None:
+        """Charge the class of a new grant for the expected duration."""
+        state = grant.class_state
+        state.start = start = self.start_of(state)
         self.now = max(self.now, start)
-        lease.charged = lease.sms * seconds
-        flow.finish = start + lease.charged / flow.weight
+        grant.charged = grant.sms * seconds
+        state.finish = start + grant.charged / state.weight
 
     @staticmethod
-    def settle(flow: ClassState, lease: Grant, now: float) -> None:
-        """A lease is over: its class is charged what it took."""
-        took = lease.had + lease.sms * (now - lease.since)
-        flow.finish += (took - lease.charged) / flow.weight
-        flow.sm_time += took
-        flow.tokens -= took
+    def settle(grant: Grant, now: float) -> None:
+        """Charge the class of a grant that is over for what it took instead."""
+        state = grant.class_state
+        used = grant.used + grant.sms * (now - grant.since)
+        state.finish += (used - grant.charged) / state.weight
+        state.sm_time += used
+        state.tokens -= used
 
     @staticmethod
-    def pay(flow: ClassState, lease: Grant, now: float) -> None:
-        """A lease is at a checkpoint: its class is charged at once for what exceeds the charge."""
-        lease.had += lease.sms * (now - lease.since)
-        lease.since = now
-        if lease.had > lease.charged:
-            flow.finish += (lease.had - lease.charged) / flow.weight
-            lease.charged = lease.had
+    def charge_elapsed(grant: Grant, now: float) -> None:
+        """Charge the class of a grant at a checkpoint for what exceeds the charge so far."""
+        grant.used += grant.sms * (now - grant.since)
+        grant.since = now
+        if grant.used > grant.charged:
+            state = grant.class_state
+            state.finish += (grant.used - grant.charged) / state.weight
+            grant.charged = grant.used

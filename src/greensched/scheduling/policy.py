@@ -1,63 +1,74 @@
-"""What a policy is: who is next, and who may pass whom. Ours are in `policies`."""
+"""Policies: which request is next, which may overtake, and how large an elastic grant is."""
 
 from __future__ import annotations
 
+import logging
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from numbers import Real
+from operator import index
+from typing import Any, Protocol, TypeGuard, TypeVar
+
+from greensched.errors import InvalidRequest
+
+T = TypeVar("T")
+
+logger = logging.getLogger("greensched")
 
 
 class ClassView(Protocol):
-    """What a policy sees of a service class. Reading is all it may do."""
+    """What a policy sees of a service class. Read only."""
 
     @property
     def name(self) -> str:
-        """The class's; "": those who named none."""
+        """The name of the class; "" for requests without one."""
 
     priority: float
     weight: float
-    #: SMs it holds now.
+    #: SMs that it holds now.
     sms: int
-    #: Its requests that are queued.
+    #: Its queued requests.
     waiting: int
     #: Its leases, and the SM-seconds of those that are over.
     granted: int
     sm_time: float
-    #: Where its next grant starts in virtual time: how far ahead of its share it is.
+    #: Where its next grant starts in virtual time: how far it is ahead of its share.
     tag: float
 
 
 class RequestView(Protocol):
-    """What a policy sees of a request. Reading is all it may do."""
+    """What a policy sees of a request. Read only."""
 
-    #: Of its class; minus infinity: too late for its deadline, and to be served behind others.
+    #: That of its class; minus infinity: it is late for its deadline, and goes behind others.
     priority: float
-    #: When it came, in seconds.
+    #: When it arrived, in seconds.
     arrived: float
-    #: How many came before it.
+    #: How many requests arrived before it.
     order: int
-    #: When it should be done, in seconds, by its deadline or its class's latency; None: any time.
+    #: When it should be done, by its deadline or the latency of its class; None: at any time.
     due: float | None
 
     @property
     def allowed(self) -> float | None:
-        """Seconds it may take once it is granted; None: it has no latency, or no known duration.
+        """Seconds it may take once it is granted; None: no latency, or no known duration.
 
-        Of its class's latency, or of the deadline that its lease's last checkpoint gave, it is the
-        part with which the class was in time of late.
+        The fraction of the latency of its class, or of the deadline that the last checkpoint of
+        its lease gave, with which the class was in time of late.
         """
 
     def seconds(self, sms: int) -> float | None:
-        """How long it is expected to take on so many SMs; None: nobody knows."""
+        """Return how long it is expected to take on so many SMs; None: not known."""
 
 
 @dataclass(frozen=True, slots=True)
 class SizingView:
-    """What a policy sees of a device, for a lease that may have more SMs or fewer.
+    """What a policy sees of a device, for a lease of variable size.
 
     Attributes:
-        sizes: what it can have there, from the least it asks for to the most it may have now.
+        sizes: the SMs it can have there, from the least it asks for to the most it may have now.
         left: SMs that classes of higher priority neither have nor want.
-        is_alone: nobody else has or wants any.
+        is_alone: no other request or lease has or wants SMs there.
     """
 
     sizes: tuple[int, ...]
@@ -66,33 +77,211 @@ class SizingView:
 
 
 class Policy(Protocol):
-    """The order of the queue. Pure: equal inputs, equal answers. It is asked under a lock.
+    """The order of the queue. Pure: equal inputs, equal results. Called under the pool's lock.
 
-    What `rank` raises is the asker's. What any other method raises, or is no answer, is logged,
-    and the usual counts instead: no lease or request is lost by it.
+    What `rank` raises is raised to the caller of the request. A failure or a wrong result of any
+    other method is logged, and the default counts instead: no request or lease is lost by it.
 
-    Floors, caps, quotas, loans and bounds hold under every policy; it says who is next of those
-    who may be. Two more methods are asked where they are there:
+    Reserves, caps, quotas, loans and bounds hold under every policy; the policy orders the requests
+    that they allow. Two more methods are optional:
 
-        def class_rank(self, service: Service) -> tuple[float, ...]
+        def class_rank(self, service: ClassView) -> tuple[float, ...]
 
-    Whose class stands smaller goes first, before any rank. It is asked at every decision, once
-    for each class that waits, so it may follow what changes.
+    The class with the smallest rank goes first, before any `rank` of requests. Called in every
+    decision, once for each class that waits, so it may depend on what changes.
 
-        def size(self, request: Waiting, room: Room) -> tuple[int, int]
+        def size(self, request: RequestView, view: SizingView) -> tuple[int, int]
 
-    How many SMs an elastic request is to have now, at least and at most: whenever it is tried, and
-    at each checkpoint of its lease. Fewer than so many it is not granted, unless they are its
-    floor; more it gives back. Without it that is what was asked for, and whoever comes to a
-    checkpoint while others wait gives back what is above its least.
+    The least and the most SMs that an elastic request should have now. Called whenever the request
+    is tried, and at each checkpoint of its lease. It is not granted less than the least, except
+    from its own reserve, and gives back what exceeds the most. Without this method the sizes of the
+    request count, and a lease at a checkpoint gives back what is above its least while others wait.
     """
 
     def rank(self, request: RequestView) -> tuple[float, ...]:
-        """Smaller goes first, and of equals who came first; asked once, when it is queued."""
+        """Return the rank; smaller goes first, then arrival. Called once, before it is queued."""
 
     def may_overtake(self, first: RequestView, now: float) -> bool:
-        """Whether later requests may be granted while `first` waits for cells that do not fit.
+        """Return whether later requests may be granted while `first` does not fit.
 
-        Once the answer is no, everything that comes free on the device chosen for `first` is
+        Once the answer is no, everything that becomes free on the device chosen for `first` is
         kept for it.
         """
+
+
+class Fifo:
+    """First in, first out; larger priority first; a request that does not fit is overtaken briefly.
+
+    Attributes:
+        ageing: seconds for which a request that does not fit lets others overtake. 20 ms, about
+            one job: in simulated traffic (tests/scheduling/test_traffic.py) it serves large
+            requests as often as strict order (0) does, and with mixed sizes the median wait of the
+            small ones is a fraction of strict order's. Without a bound large requests wait for
+            seconds.
+    """
+
+    __slots__ = ("ageing",)
+
+    def __init__(self, *, ageing: float = 0.020) -> None:
+        if not ageing >= 0:
+            raise InvalidRequest(f"ageing={ageing!r}: give seconds, at least 0")
+        self.ageing = ageing
+
+    def rank(self, request: RequestView) -> tuple[float, ...]:
+        """Order by priority, then by arrival."""
+        return (-request.priority,)
+
+    def may_overtake(self, first: RequestView, now: float) -> bool:
+        """Allow it until `first` has waited for `ageing` seconds."""
+        return now - first.arrived < self.ageing
+
+
+class Fair(Fifo):
+    """Shares of SM-time by weight among classes of the same priority; larger priority first.
+
+    Start-time fair queueing (`fair_queueing`). In a class, first in, first out. Ageing as `Fifo`.
+    """
+
+    def class_rank(self, service: ClassView) -> tuple[float, ...]:
+        """Order by priority, then by how far the class is ahead of its share."""
+        return (-service.priority, service.tag)
+
+
+class Deadline(Fifo):
+    """Earliest deadline first; larger priority first; requests without a deadline last.
+
+    A request of a class with a `latency` is due that long after its arrival, unless it gives a
+    deadline. Ageing as `Fifo`.
+    """
+
+    def rank(self, request: RequestView) -> tuple[float, ...]:
+        """Order by priority, then by deadline."""
+        due = math.inf if request.due is None else request.due
+        return (-request.priority, due)
+
+
+class Sized(Fifo):
+    """The right size: a request with a latency gets the fewest SMs for it, others what is left.
+
+    For elastic requests; one that is alone gets all it asks for. Order and ageing as `Fifo`.
+    """
+
+    def size(self, request: RequestView, view: SizingView) -> tuple[int, int]:
+        """Size by the expected duration, and within what higher classes leave."""
+        most, left = view.sizes[-1], max(view.left, view.sizes[0])
+        allowed = request.allowed
+        if allowed is None:
+            return view.sizes[0], left
+        enough = next((n for n in view.sizes if (request.seconds(n) or 0.0) <= allowed), most)
+        return min(enough, left), most if view.is_alone else min(enough, left)
+
+
+#: The built-in policies by name.
+POLICIES: dict[str, type[Fifo]] = {
+    "fifo": Fifo,
+    "fair": Fair,
+    "deadline": Deadline,
+    "sized": Sized,
+}
+
+
+class GuardedPolicy:
+    """A policy as the scheduler calls it: a policy of the user can fail without losing a request.
+
+    `rank` is called while a request is being made, so its failure is raised. The other methods are
+    called inside decisions, where cells have moved already and no caller can be told: a failure or
+    a wrong result is logged, once for each method, and the default counts instead (`Fifo`'s order,
+    and the sizes of the request). Built-in policies are called directly.
+
+    Attributes:
+        policy: the policy itself.
+        class_rank, size: None if the policy does not have the method.
+        by_deadline: it serves the earliest deadline first, so requests are admitted by that.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.by_deadline = isinstance(policy, Deadline)
+        given: Any = policy
+        is_own = type(policy) in POLICIES.values()
+        self.rank: Callable[[Any], tuple[float, ...]] = policy.rank if is_own else self._rank
+        self.may_overtake: Callable[[Any, float], bool] = (
+            policy.may_overtake if is_own else self._may_overtake
+        )
+        self.class_rank: Callable[[Any], tuple[float, ...]] | None = None
+        if hasattr(policy, "class_rank"):
+            self.class_rank = given.class_rank if is_own else self._class_rank
+        self.size: Callable[[Any, SizingView], tuple[int, int]] | None = None
+        if hasattr(policy, "size"):
+            self.size = given.size if is_own else self._size
+        self._failed: set[str] = set()
+
+    def _rank(self, request: RequestView) -> tuple[float, ...]:
+        rank: object = self.policy.rank(request)
+        if not _is_rank(rank):
+            raise InvalidRequest(
+                f"{self.policy!r}.rank() returned {rank!r}: return a tuple of numbers"
+            )
+        return rank
+
+    def _may_overtake(self, first: RequestView, now: float) -> bool:
+        default = Fifo().may_overtake(first, now)
+        return self._call(
+            "may_overtake", lambda: bool(self.policy.may_overtake(first, now)), default
+        )
+
+    def _class_rank(self, service: ClassView) -> tuple[float, ...]:
+        def call() -> tuple[float, ...]:
+            policy: Any = self.policy
+            rank: object = policy.class_rank(service)
+            if not _is_rank(rank):
+                raise TypeError(f"class_rank() returned {rank!r}: return a tuple of numbers")
+            return rank
+
+        return self._call("class_rank", call, (-service.priority,))
+
+    def _size(self, request: RequestView, view: SizingView) -> tuple[int, int]:
+        def call() -> tuple[int, int]:
+            policy: Any = self.policy
+            least, most = policy.size(request, view)
+            return index(least), index(most)
+
+        return self._call("size", call, (view.sizes[0], view.sizes[-1]))
+
+    def _call(self, method: str, call: Callable[[], T], default: T) -> T:
+        try:
+            return call()
+        except Exception:
+            if method not in self._failed:
+                self._failed.add(method)
+                logger.exception(
+                    "%r.%s() failed or returned a wrong result; each time it does, %r counts "
+                    "instead",
+                    self.policy,
+                    method,
+                    default,
+                )
+            return default
+
+
+def _is_rank(value: object) -> TypeGuard[tuple[float, ...]]:
+    """Return whether it is a tuple of numbers that can be ordered."""
+    return isinstance(value, tuple) and all(isinstance(x, Real) and bool(x == x) for x in value)
+
+
+def policy_named(policy: object) -> Policy:
+    """Return the policy of a name, or a policy itself.
+
+    Raises:
+        InvalidRequest: neither a name of a policy, nor an object with its methods.
+    """
+    if isinstance(policy, str) and policy in POLICIES:
+        return POLICIES[policy]()
+    is_object = not isinstance(policy, type)
+    methods = ("rank", "may_overtake")
+    if is_object and all(callable(getattr(policy, name, None)) for name in methods):
+        return policy  # type: ignore[return-value]  # an object with both methods is one
+    raise InvalidRequest(
+        f"policy={policy!r}: give one of {', '.join(POLICIES)}, or an object with the methods "
+        "`rank` and `may_overtake`"
+    )

@@ -1,218 +1,176 @@
-"""Who waits, in lines: the queue of the scheduler.
-
-Requests that left stay in their line until they come to its head, or outnumber those that wait:
-so a mass cancellation is linear, and nothing grows with the number of past requests.
-"""
+"""The queue: which requests wait, in lines of requests that want the same, and which is first."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, NamedTuple
 
 from greensched.errors import InvalidRequest
 from greensched.scheduling.admission import DeadlineLedger
-from greensched.scheduling.class_state import SMOOTHING, ClassState
-from greensched.scheduling.policies import Deadline, Order, guard
-from greensched.scheduling.policy import SizingView
-from greensched.scheduling.requests import GONE, LazyHeap, Request, RequestLine, by_rank
+from greensched.scheduling.class_state import ClassState
+from greensched.scheduling.fair_queueing import VirtualTime
+from greensched.scheduling.policy import GuardedPolicy
+from greensched.scheduling.request_line import LazyHeap, RequestLine, deadline_key
+from greensched.scheduling.requests import QUEUED, Request
 
-#: So many more entries than twice those that wait are kept before anybody tidies up.
-STALE_LEAST: Final = 64
-#: Entries looked at in one call, for those that left: a fraction of a millisecond.
-SWEEP = 2048
+#: Where the first of a line stands in the queue: the rank of its class, if the policy has one, its
+#: own rank and order, and the request. Orders differ, so requests are never compared.
+Place = tuple[Any, ...]
 
-#: The first of a line behind its rank and order, and before these where its class stands, if the
-#: policy says so. Orders differ, so requests are never compared.
-Head = tuple[Any, ...]
+
+class Reservation(NamedTuple):
+    """The first request of the queue once it has aged, and the device that is kept for it."""
+
+    request: Request
+    device: int
 
 
 class RequestQueue:
-    """Requests that wait, by class and wish.
+    """Queued requests, by line.
 
     Args:
         policy: their order.
-        start_of: where the next grant of a class starts in virtual time.
+        virtual_time: what the classes were charged.
         sms: SMs there are in all.
     """
 
-    def __init__(self, policy: Order, start_of: Callable[[ClassState], float], sms: int) -> None:
+    def __init__(self, policy: GuardedPolicy, virtual_time: VirtualTime, sms: int) -> None:
         self.waiting = 0
-        self._start_of = start_of
+        #: When the queue was last empty before it was not.
+        self.busy_since = 0.0
+        self.lines: dict[tuple[object, ...], RequestLine] = {}
+        self.reservation: Reservation | None = None
+        #: What is due when, where the policy goes by that, and the bucket of each request in it.
+        self.ledger: DeadlineLedger | None = None
+        self._buckets: dict[Request, int] = {}
+        self._deadlines = LazyHeap(deadline_key)
+        self._virtual_time = virtual_time
         self._sms = sms
-        self._lines: dict[tuple[object, ...], RequestLine] = {}
-        self._deadlines = LazyHeap(by_deadline=True)
-        #: What is being swept of those that left.
-        self._sweeping: list[LazyHeap] = []
-        #: The first of the queue once it has aged, and the device that is kept for it.
-        self._reserved: tuple[Request, int] | None = None
-        self._cancelled = 0
-        #: When the queue last moved, and the mean time between its moves.
-        self._moved = 0.0
-        self._interval = 0.0
-        #: Entries in the lines, those included that left, and are to be swept out.
-        self._entries = 0
-        #: Somebody may be granted because a class with a floor waits no more.
-        self._is_unlocked = False
-        #: What is due when, where the policy goes by that; and the bucket of each request in it.
-        self._agenda: DeadlineLedger | None = None
-        self._agreed: dict[Request, int] = {}
-        self._set_policy(policy)
+        self.set_policy(policy)
 
-    def _set_policy(self, policy: Order) -> None:
+    def set_policy(self, policy: GuardedPolicy) -> None:
+        """Order by another policy; `requeue` follows if requests wait."""
         self.policy = policy
-        self._order = guard(policy)
-        to_ask: Any = self._order
-        self._class_ranks: Callable[[Any], tuple[float, ...]] | None = None
-        self._size: Callable[[Any, SizingView], tuple[int, int]] | None = None
-        if hasattr(policy, "class_rank"):
-            self._class_ranks = to_ask.class_rank
-        if hasattr(policy, "size"):
-            self._size = to_ask.size
-        by_due = isinstance(policy, Deadline)
-        self._agenda = DeadlineLedger(self._sms) if by_due else None
-        self._agreed.clear()
+        self.ledger = DeadlineLedger(self._sms) if policy.by_deadline else None
+        self._buckets.clear()
 
-    def _queue(self, request: Request, line: RequestLine) -> None:
-        rank = self._order.rank(request)
-        flow = request.flow
+    def requeue(self) -> None:
+        """Take all requests out of their lines, to be put in line again by `put_in_line`."""
+        self.lines.clear()
+
+    def add(self, request: Request, line: RequestLine) -> None:
+        """Queue a request.
+
+        Args:
+            request: the request.
+            line: the line of its `line_key`, or a new one if there is none.
+
+        Raises:
+            InvalidRequest: the policy failed to rank the request; nothing has changed.
+        """
+        rank = self.policy.rank(request)
+        state = request.class_state
         if not self.waiting:
-            self._moved = request.arrived
-        if not flow.waiting:
-            flow.moved = request.arrived
-            flow.finish = self._start_of(flow)
+            self.busy_since = request.arrived
+        if not state.waiting:
+            state.finish = self._virtual_time.start_of(state)
         self.waiting += 1
-        flow.waiting += 1
-        seconds = flow.mean if request.duration is None else request.seconds(line.asked)
+        state.waiting += 1
+        known = request.duration is not None
+        seconds = request.seconds(line.asked) if known else state.mean_duration
         if seconds:
             request.work = work = line.asked * seconds
-            flow.work += work
+            state.queued_work += work
         if request.deadline is not None:
             self._deadlines.push(request)
-        self._stand_in_line(request, line, rank)
+        self.put_in_line(request, line, rank)
 
-    def _stand_in_line(self, request: Request, line: RequestLine, rank: tuple[float, ...]) -> None:
-        """Behind whoever wants the same: `line` is theirs, or a new one if there are none."""
+    def put_in_line(self, request: Request, line: RequestLine, rank: tuple[float, ...]) -> None:
+        """Put a queued request in its line."""
         if not line:
-            self._lines[request.wish] = line
+            self.lines[request.line_key] = line
         line.add(request, rank)
-        self._entries += 1
-        if self._agenda is not None and request.due is not None:
-            self._agenda.advance(request.arrived)
-            self._agreed[request] = self._agenda.add(request.due, request.work)
+        if self.ledger is not None and request.due is not None:
+            self.ledger.advance(request.arrived)
+            self._buckets[request] = self.ledger.add(request.due, request.work)
 
-    def _advance(self, request: Request, now: float) -> None:
-        """Somebody who waited is granted: the queue moves."""
-        flow = request.flow
-        self._interval += SMOOTHING * (now - self._moved - self._interval)
-        flow.interval += SMOOTHING * (now - flow.moved - flow.interval)
-        self._moved = flow.moved = now
-        if request.deadline is None and request.line.begins_with(request):
-            self._entries -= 1  # the line drops it at the next look, and nobody else has it
-        self._drop(request)
+    def remove(self, request: Request) -> bool:
+        """Remove a request, whose state has changed already.
 
-    def _leave(self, request: Request) -> bool:
-        """Somebody stops waiting; true if others may be granted because of it."""
-        request.state = GONE
-        self._is_unlocked = False
-        kept = self._drop(request)
-        if self._is_untidy():
-            self._tidy()
-        return kept or self._is_unlocked
-
-    def _drop(self, request: Request) -> bool:
-        """Takes a request out of the queue; its line forgets it when it comes to its head."""
-        flow = request.flow
+        Returns:
+            Whether no request of a class with free reserved cells waits any more: they can be lent.
+        """
+        state = request.class_state
+        if request.line.discard(request):
+            key = request.line_key
+            if self.lines.get(key) is request.line:  # not after a `requeue`
+                del self.lines[key]
+        if request.deadline is not None:
+            self._deadlines.discard(request)
+        if self._buckets and request in self._buckets and self.ledger is not None:
+            self.ledger.remove(self._buckets.pop(request), request.work)
+        if self.is_reserved_for(request):
+            self.reservation = None
         self.waiting -= 1
-        flow.waiting -= 1
-        flow.work -= request.work
-        if not flow.waiting:
-            flow.work = 0.0
-            self._is_unlocked = self._is_unlocked or flow.kept > 0
-        if self._agreed and request in self._agreed and self._agenda is not None:
-            self._agenda.remove(self._agreed.pop(request), request.work)
-        if self._reserved is None or self._reserved[0] is not request:
+        state.waiting -= 1
+        state.queued_work -= request.work
+        if state.waiting:
             return False
-        self._reserved = None
-        return True
+        state.queued_work = 0.0
+        return state.reserved_free > 0
 
-    def _is_untidy(self) -> bool:
-        """Whether those that left outnumber those that wait."""
-        return not self.waiting or self._entries > 2 * self.waiting + STALE_LEAST
+    def is_reserved_for(self, request: Request) -> bool:
+        """Return whether a device is kept for a request."""
+        return self.reservation is not None and self.reservation.request is request
 
-    def _tidy(self) -> None:
-        """Forgets some of those that left; all of them, in as many calls as it takes."""
-        if not self.waiting:
-            self._lines.clear()
-            self._deadlines = LazyHeap(by_deadline=True)
-            self._sweeping.clear()
-            self._entries = 0
-            return
-        if not self._sweeping:
-            self._sweeping = [self._deadlines, *self._lines.values()]
-        budget = SWEEP
-        while self._sweeping and budget:
-            budget = self._sweeping[-1].sweep(budget)
-            if budget:
-                self._sweeping.pop()
-        if not self._sweeping:
-            self._lines = {key: line for key, line in self._lines.items() if line}
-            self._entries = sum(map(len, self._lines.values()))
+    def only_line(self) -> RequestLine | None:
+        """Return the line that all requests wait in; None: there are several, or none."""
+        if len(self.lines) != 1:
+            return None
+        return next(iter(self.lines.values()))
 
-    def _only_line(self) -> RequestLine:
-        for line in self._lines.values():  # compiled, the shortest way to it
-            return line
-        raise AssertionError("nobody waits")
+    def firsts(self) -> list[Request]:
+        """Return the first request of each line."""
+        found = [line.first() for line in self.lines.values()]
+        return [request for request in found if request is not None]
 
-    # -- who is first --------------------------------------------------------------------------
-
-    def _firsts(self) -> list[Request]:
-        """The first of each line; forgets lines in which nobody waits."""
-        firsts, empty = [], []
-        for key, line in self._lines.items():
-            first = line.first()
-            if first is None:
-                empty.append(key)
-            else:
-                firsts.append(first)
-        for key in empty:
-            del self._lines[key]
-        return firsts
-
-    def _head(self, first: Request) -> Head:
-        if self._class_ranks is None:
+    def place(self, first: Request) -> Place:
+        """Return where the first request of a line stands now."""
+        if self.policy.class_rank is None:
             return first.rank, first.order, first
-        return self._class_rank(first.flow), first.rank, first.order, first
+        return self.class_rank(first.class_state), first.rank, first.order, first
 
-    def _class_rank(self, flow: ClassState) -> tuple[float, ...]:
-        """Where a class stands, by a policy that says so."""
-        if self._class_ranks is None:
+    def class_rank(self, state: ClassState) -> tuple[float, ...]:
+        """Return the rank of a class, by a policy that has one."""
+        if self.policy.class_rank is None:
             return ()
-        flow.tag = self._start_of(flow)
-        rank: tuple[float, ...] = self._class_ranks(flow)
-        return rank
-
-    # -- for everybody ---------------------------------------------------------------------------
+        state.tag = self._virtual_time.start_of(state)
+        return self.policy.class_rank(state)
 
     def queued(self) -> list[Request]:
-        """All that wait, in the order in which they came."""
-        waiting = [r for line in self._lines.values() for r in line.waiting()]
-        return sorted(waiting, key=lambda r: r.order)
+        """Return all queued requests, in the order of their arrival."""
+        found = [request for line in self.lines.values() for request in line.queued()]
+        return sorted(found, key=lambda request: request.order)
 
-    def close(self) -> list[Request]:
-        """Empties the queue; returns who waited."""
-        waited = sorted(self.queued(), key=by_rank)
-        for request in waited:
-            self._cancelled += 1
-            self._leave(request)
-        return waited
+    def next_deadline(self) -> float | None:
+        """Return the earliest deadline of a queued request."""
+        first = self._deadlines.first()
+        return None if first is None else first.deadline
 
-    def retry_after(self, flow: ClassState | None = None) -> float:
-        """Seconds until there may be room in the queue, from how fast it moved of late."""
-        return max(0.001, self._interval if flow is None else flow.interval)
+    def expired(self, now: float) -> Request | None:
+        """Return a queued request whose deadline has passed."""
+        first = self._deadlines.first()
+        if first is None or first.deadline is None or first.deadline > now:
+            return None
+        assert first.state is QUEUED
+        return first
 
 
 def validate_bound(max_waiting: object) -> int:
-    """The queue's bound, checked."""
+    """Return the bound of a queue, checked.
+
+    Raises:
+        InvalidRequest: not a whole number, at least 0.
+    """
     if type(max_waiting) is not int or max_waiting < 0:
-        raise InvalidRequest(f"max_waiting={max_waiting!r} is no whole number >= 0")
+        raise InvalidRequest(f"max_waiting={max_waiting!r}: give a whole number, at least 0")
     return max_waiting

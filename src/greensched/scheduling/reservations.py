@@ -1,21 +1,21 @@
-"""Floors, and what of them is lent: who may take how many of a device's free cells.
+"""Reserves, and what of them is lent: how many of a device's free cells a request may take.
 
-A class's floor is a number of cells of one device, its home. What of a floor its owner does not
-use is *kept*, free, for him, but for what is *lent*. On each device, always:
+The reserve of a class is a number of cells of one device, its home. What the class, the *owner*,
+does not use of it is *kept* free for it, except for what is *lent*. On each device, always:
 
-    free cells >= the sum over its floors of (cells its owner has not of it, less those lent)
+    free cells >= the sum over its reserves of (cells its owner does not have, less those lent)
 
-An owner wants his floor while a request of his waits, or an elastic lease of his has less than it
-may have. He takes what is kept for him at once, and the rest when its loans come back. A class
-borrows only if it is preemptible, and only from an owner who wants none of it and whose blocking
-budget is at least as long as the borrower takes to give back: the next checkpoint for what an
-elastic lease has above its least size, the end of the lease for the rest. So an owner waits for his
-floor for one budget at most. Each loan is one owner's: what comes back goes to nobody else. Where
-nobody has anything, and all wait for what is others', owners lend though they wait: what they wait
-for is more than their floors.
+An owner wants its reserve while a request of it waits, or an elastic grant of it has less than it
+may have. It takes what is kept for it at once, and the rest when the loans come back. A class
+borrows only if it is preemptible, and only from an owner that wants none of its reserve and whose
+longest wait is at least as long as the borrower takes to give back: the next checkpoint for what an
+elastic grant has above its least size, the end of the lease for the rest. So an owner waits for its
+reserve for that long at most. Each loan belongs to one owner: what comes back goes to no other
+class. Where no class holds anything and all wait for cells of others, owners lend although they
+wait: what they wait for is more than their reserves.
 
-After a change of the classes free cells may be fewer than that for a time: leases end under the
-rules they began under, and what comes free is kept until it suffices.
+After a change of the classes, fewer cells may be free than that for a time: leases end under the
+rules they began under, and what becomes free is kept until it suffices.
 """
 
 from __future__ import annotations
@@ -23,75 +23,76 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from greensched.errors import InvalidRequest
-from greensched.scheduling.cells import DeviceCells, aligned
+from greensched.scheduling.cells import DeviceCells, alignment
 from greensched.scheduling.class_state import ClassState
 from greensched.scheduling.requests import NO_LOANS, Grant, Request
 from greensched.scheduling.services import ServiceClass
 
 
 class Reservations:
-    """The floors of one device.
+    """The reserves of one device.
 
     Args:
-        cells: the device's.
-        owners: who has a floor there.
+        cells: the cells of the device.
+        owners: the classes with a reserve there.
     """
 
     def __init__(self, cells: DeviceCells, owners: Sequence[ClassState]) -> None:
         self.cells = cells
         self.owners = tuple(owners)
-        #: Cells to be given last to anybody else than their owner, for each owner: so that what
-        #: is kept for him stays in one block. As near to the top as it can be where
-        #: `DeviceCells.menu`
-        #: has lanes over it: one that is made only when it is needed may wait for all that runs.
+        #: For each owner, the cells to be given last to other classes, so that what is kept for it
+        #: stays in one block: as near to the top as `DeviceCells.menu` has executors over it. An
+        #: executor that is made only when needed may wait for everything that runs.
         self.blocks: dict[ClassState, int] = {}
-        top, still = cells.count, sum(owner.need for owner in self.owners)
+        top, still = cells.count, sum(owner.reserve_cells for owner in self.owners)
         for owner in self.owners:
-            still -= owner.need
-            step = aligned(owner.need)
-            top = max((top - owner.need) // step * step, still)
-            self.blocks[owner] = ((1 << owner.need) - 1) << top
+            need = owner.reserve_cells
+            still -= need
+            step = alignment(need)
+            top = max((top - need) // step * step, still)
+            self.blocks[owner] = ((1 << need) - 1) << top
         #: All of them; they share no cell.
         self.all_blocks = sum(self.blocks.values())
-        #: The equal cells beside them.
-        self.beside = cells.equal & ~self.all_blocks
-        #: Nobody has anything, and nobody could be granted anything: then owners lend who wait.
+        #: The cells beside them.
+        self.beside = cells.cell_mask & ~self.all_blocks
+        #: No class holds anything here, and none could be granted anything: owners lend although
+        #: they wait.
         self.is_idle = False
-        #: Leases that have something on loan.
+        #: Grants with borrowed cells.
         self.borrowers: dict[Grant, None] = {}
 
-    def unmet(self, flow: ClassState) -> int:
-        """Cells of its floor that a class does not have."""
-        return _unmet(flow) if flow in self.blocks else 0
+    def unmet(self, state: ClassState) -> int:
+        """Return the cells of its reserve that a class does not have."""
+        return _unmet(state) if state in self.blocks else 0
 
-    def kept(self, flow: ClassState) -> int:
-        """Free cells that are the flow's own."""
-        return flow.kept if flow in self.blocks else 0
+    def reserved_free(self, state: ClassState) -> int:
+        """Return the free cells that are kept for a class."""
+        return state.reserved_free if state in self.blocks else 0
 
-    def room(self, free: int, request: Request, sms: int) -> tuple[int, int]:
-        """How many of so many free cells a lease may take.
+    def available_for(self, free: int, request: Request, sms: int) -> tuple[int, int]:
+        """Return how many of so many free cells a grant may take.
 
         Args:
             free: free cells there are.
-            request: whose.
-            sms: how many it will have, as far as is known: how long it takes goes by that.
+            request: what it is for.
+            sms: how many SMs it will have: how long it takes depends on them.
 
         Returns:
-            For its least, and for all of it.
+            For the least it keeps to its end, and for all of it.
         """
-        flow = request.flow
+        state = request.class_state
         least = most = free
-        length = segment = -1.0
+        length = interval = -1.0
         for owner in self.owners:
-            kept = owner.kept
-            if not kept or owner is flow:
+            kept = owner.reserved_free
+            if not kept or owner is state:
                 continue
-            if flow.preemptible and owner.budget > 0 and self._lends(owner):
+            if state.preemptible and owner.max_wait > 0 and self._lends(owner):
                 if length < 0:
-                    length, segment = lengths(request, sms)
-                if not 0 < length <= owner.budget:
+                    length, interval = expected_times(request, sms)
+                if not 0 < length <= owner.max_wait:
                     least -= kept
-                if not 0 < segment <= owner.budget:
+                if not 0 < interval <= owner.max_wait:
                     most -= kept
             else:
                 least -= kept
@@ -103,137 +104,136 @@ class Reservations:
     def _lends(self, owner: ClassState) -> bool:
         return self.is_idle or not (owner.waiting or owner.short)
 
-    def take(self, free: int, lease: Grant, taken: int, least: int, sms: int) -> None:
-        """A lease takes cells of so many free ones; what is kept for others is borrowed.
+    def take(self, free: int, grant: Grant, taken: int, least: int) -> None:
+        """Account for a grant that takes free cells; it borrows what is kept for others.
 
         Args:
             free: free cells there were.
-            lease: who takes.
+            grant: what takes them.
             taken: how many cells.
             least: how many of them it keeps until it ends.
-            sms: see `room`.
         """
-        flow = lease.flow
+        state = grant.class_state
         left = free - taken
         for owner in self.owners:
-            if owner is not flow:
-                left -= owner.kept
+            if owner is not state:
+                left -= owner.reserved_free
         if left < 0:
-            self._borrow(lease, min(taken, -left), taken - least, sms)
-        if flow in self.blocks:
-            flow.account(taken)
+            self._borrow(grant, min(taken, -left), taken - least)
+        if state in self.blocks:
+            state.account(taken)
         if self.borrowers:
             self._settle()
 
-    def _borrow(self, lease: Grant, borrowed: int, spare: int, sms: int) -> None:
-        """So many cells; what is beyond those that it can give back before its end, until then."""
+    def _borrow(self, grant: Grant, borrowed: int, spare: int) -> None:
+        """Borrow so many cells; `spare` of those taken can be given back before the end."""
         until_end = max(0, borrowed - spare)
-        length, segment = lengths(lease.request, sms)
-        # Whoever can wait longest lends first, and the least part first: fewer can lend it.
-        for owner in sorted(self.owners, key=lambda owner: -owner.budget):
-            if owner is lease.flow or not self._lends(owner):
+        length, interval = expected_times(grant.request, grant.request.fewest)
+        # The owner that can wait longest lends first, and the part kept to the end is borrowed
+        # first: fewer owners can lend that.
+        for owner in sorted(self.owners, key=lambda owner: -owner.max_wait):
+            if owner is grant.class_state or not self._lends(owner):
                 continue
             lent = 0
-            if length <= owner.budget:
-                lent = min(until_end, owner.kept)
+            if length <= owner.max_wait:
+                lent = min(until_end, owner.reserved_free)
                 until_end -= lent
                 borrowed -= lent
-            if segment <= owner.budget:
-                more = min(borrowed - until_end, owner.kept - lent)
+            if interval <= owner.max_wait:
+                more = min(borrowed - until_end, owner.reserved_free - lent)
                 borrowed -= more
                 lent += more
             if lent:
-                self._lend(owner, lease, lent)
+                self._lend(owner, grant, lent)
 
-    def give(self, lease: Grant, given: int) -> None:
-        """A lease gives cells back, those it has on loan first."""
-        flow = lease.flow
-        if lease.loans:
+    def give(self, grant: Grant, given: int) -> None:
+        """Account for a grant that gives cells back, borrowed ones first."""
+        state = grant.class_state
+        if grant.loans:
             left = given
-            # Who waits for his floor has it back first.
-            for owner in sorted(lease.loans, key=lambda owner: not owner.waiting):
-                back = min(left, lease.loans[owner])
+            # An owner that waits for its reserve has its cells back first.
+            for owner in sorted(grant.loans, key=lambda owner: not owner.waiting):
+                back = min(left, grant.loans[owner])
                 left -= back
-                self._end_loan(owner, lease, back)
-        if flow in self.blocks:
-            flow.account(-given)
+                self._end_loan(owner, grant, back)
+        if state in self.blocks:
+            state.account(-given)
 
-    def note(self, lease: Grant, *, is_over: bool = False) -> None:
-        """Counts whether an owner's elastic lease has less than it may have."""
-        flow, part = lease.flow, lease.request.wants[0]
-        if flow not in self.blocks or not lease.request.is_elastic:
+    def note_short(self, grant: Grant, *, is_over: bool = False) -> None:
+        """Count whether an elastic grant of an owner has less than it may have."""
+        state, part = grant.class_state, grant.request.target[0]
+        if state not in self.blocks or not grant.request.is_elastic:
             return
-        most = min(part.most, flow.cap) // self.cells.size
-        have = (lease.mask & self.cells.equal).bit_count()
+        most = min(part.most, state.cap) // self.cells.size
+        have = self.cells.cell_count(grant.mask)
         is_short = have < min(most, self.cells.count) and not is_over
-        flow.short += is_short - lease.is_short
-        lease.is_short = is_short
+        state.short += is_short - grant.is_short
+        grant.is_short = is_short
 
-    def _lend(self, owner: ClassState, lease: Grant, cells: int) -> None:
+    def _lend(self, owner: ClassState, grant: Grant, cells: int) -> None:
         owner.account(lent=cells)
-        if lease.flow in self.blocks:
-            lease.flow.account(borrowed=cells)
-        lease.loans = {**lease.loans, owner: lease.loans.get(owner, 0) + cells}
-        self.borrowers[lease] = None
+        if grant.class_state in self.blocks:
+            grant.class_state.account(borrowed=cells)
+        grant.loans = {**grant.loans, owner: grant.loans.get(owner, 0) + cells}
+        self.borrowers[grant] = None
 
-    def _end_loan(self, owner: ClassState, lease: Grant, cells: int) -> None:
+    def _end_loan(self, owner: ClassState, grant: Grant, cells: int) -> None:
         owner.account(lent=-cells)
-        if lease.flow in self.blocks:
-            lease.flow.account(borrowed=-cells)
-        left = lease.loans[owner] - cells
-        others = {one: n for one, n in lease.loans.items() if one is not owner}
-        lease.loans = {**others, owner: left} if left else others
-        if not lease.loans:
-            self.borrowers.pop(lease, None)
+        if grant.class_state in self.blocks:
+            grant.class_state.account(borrowed=-cells)
+        left = grant.loans[owner] - cells
+        others = {one: n for one, n in grant.loans.items() if one is not owner}
+        grant.loans = {**others, owner: left} if left else others
+        if not grant.loans:
+            self.borrowers.pop(grant, None)
 
     def _settle(self) -> None:
-        """An owner who found his floor elsewhere needs no loan back: the borrower has it."""
+        """End loans that their owner does not need back: it has found its reserve elsewhere."""
         again = True
         while again:
             again = False
             for owner in self.owners:
                 excess = owner.lent - _unmet(owner)
-                for lease in tuple(self.borrowers) if excess > 0 else ():
-                    ended = min(excess, lease.loans.get(owner, 0))
+                for grant in tuple(self.borrowers) if excess > 0 else ():
+                    ended = min(excess, grant.loans.get(owner, 0))
                     if ended > 0:
                         excess -= ended
-                        again = True  # it is the borrower's own now, and may meet his floor
-                        self._end_loan(owner, lease, ended)
+                        again = True  # the cells are the borrower's now, and may meet its reserve
+                        self._end_loan(owner, grant, ended)
 
-    def take_over(self, leases: Iterable[Grant]) -> None:
-        """After a change of the classes: counts what is leased and lent already."""
-        for lease in leases:
-            lease.is_short = False
-            self.note(lease)
-            if lease.flow in self.blocks:
-                lease.flow.account((lease.mask & self.cells.equal).bit_count())
-            loans, lease.loans = lease.loans, NO_LOANS
+    def take_over(self, grants: Iterable[Grant]) -> None:
+        """After a change of the classes, count what is granted and lent already."""
+        for grant in grants:
+            grant.is_short = False
+            self.note_short(grant)
+            if grant.class_state in self.blocks:
+                grant.class_state.account(self.cells.cell_count(grant.mask))
+            loans, grant.loans = grant.loans, NO_LOANS
             for owner, lent in loans.items():
                 if owner in self.blocks:
-                    self._lend(owner, lease, lent)
+                    self._lend(owner, grant, lent)
         if self.borrowers:
             self._settle()
 
 
-def lengths(request: Request, sms: int) -> tuple[float, float]:
-    """Seconds until a lease of a request has ended; until it gives back what can go before."""
-    flow = request.flow
-    elastic = request.is_elastic
-    length = flow.longest_lease(request.seconds(sms), is_elastic=elastic)
-    return length, min(length, flow.longest_segment()) if elastic else length
+def expected_times(request: Request, sms: int) -> tuple[float, float]:
+    """Return the seconds until a lease ends, and until it gives back what it can before that."""
+    state, is_elastic = request.class_state, request.is_elastic
+    length = state.longest_lease(request.seconds(sms), is_elastic=is_elastic)
+    return length, min(length, state.longest_interval()) if is_elastic else length
 
 
-def _unmet(flow: ClassState) -> int:
-    """Cells of its floor that an owner does not have; what he has on loan is not of it."""
-    return max(0, flow.need - (flow.cells - flow.borrowed))
+def _unmet(state: ClassState) -> int:
+    """Return the cells of its reserve that an owner does not have; borrowed cells do not count."""
+    return max(0, state.reserve_cells - (state.cells - state.borrowed))
 
 
-def place(
+def place_reserves(
     devices: Sequence[DeviceCells], wanted: Sequence[tuple[ClassState, ServiceClass]]
 ) -> list[Reservations]:
-    """Finds each floor its device: the largest first, each where most is unreserved.
+    """Choose a device for each reserve: the largest first, each where most is not reserved.
 
-    A floor stays on the device it is on, where it fits.
+    A reserve stays on its device where it still fits.
 
     Raises:
         InvalidRequest: they do not fit together; nothing has changed.
@@ -241,23 +241,22 @@ def place(
     left = [cells.count for cells in devices]
     homes: list[list[ClassState]] = [[] for _ in devices]
     placed: list[tuple[ClassState, int, int]] = []
-    for flow, rules in sorted(wanted, key=lambda one: -one[1].reserve):
-        needs = [-(-rules.reserve // cells.size) for cells in devices]
+    for state, rules in sorted(wanted, key=lambda one: -one[1].reserve):
+        needs = [cells.cells_for(rules.reserve) for cells in devices]
         fits = [device for device, need in enumerate(needs) if need <= left[device]]
         if not fits:
+            total = sum(cells.size * cells.count for cells in devices)
             raise InvalidRequest(
-                f"service {rules.name!r}: reserve={rules.reserve}: the floors together do not fit "
-                f"on the devices, which have {_reservable(devices)} SMs in all to reserve"
+                f"service {rules.name!r}: reserve={rules.reserve}: the reserves together do not "
+                f"fit on the devices, where {total} SMs can be reserved in all"
             )
-        home = max(fits, key=lambda d: (d == flow.home and flow.need > 0, left[d] - needs[d]))
+        home = max(
+            fits, key=lambda d: (d == state.home and state.reserve_cells > 0, left[d] - needs[d])
+        )
         left[home] -= needs[home]
-        placed.append((flow, home, needs[home]))
+        placed.append((state, home, needs[home]))
         if rules.reserve:
-            homes[home].append(flow)
-    for flow, home, need in placed:
-        flow.home, flow.need = home, need
+            homes[home].append(state)
+    for state, home, need in placed:
+        state.home, state.reserve_cells = home, need
     return [Reservations(cells, owners) for cells, owners in zip(devices, homes, strict=True)]
-
-
-def _reservable(devices: Sequence[DeviceCells]) -> int:
-    return sum(cells.size * cells.count for cells in devices)

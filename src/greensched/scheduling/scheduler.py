@@ -1,39 +1,40 @@
-"""Queue and leases of a pool: `request`, `cancel`, `release`, `drained`, `checkpoint`, `tick`.
+"""The scheduler of a pool: `request`, `cancel`, `release`, `drained`, `checkpoint`, `tick`.
 
-Synchronous and deterministic: every call takes `now` and returns who is granted by it. Rules:
+Synchronous and deterministic: a call takes `now` and returns the requests that it grants. Rules:
 
-1. A cell is *free*, *leased* or *draining*, and in one state only; cells leased to two requests
-   at once do not exist (checked at every grant).
-2. A request is QUEUED, then GRANTED, or GONE (cancelled, expired). Only a QUEUED one is granted.
-   Whoever stops wanting a GRANTED one gives its leases back: `release`, then `drained`.
-3. Cells come free by `drained`, and by the `checkpoint` of an elastic lease, alone. A lease that is
-   over may instead go as it is to who would be granted by that (`next_for`, `hand_over`).
-4. Requests of one class that want the same (sizes, devices, magnitude of a known duration) stand in
-   one line, and only the first of a line is ever tried: where it does not fit, nobody behind it
-   does. So a decision costs as much as there are different wishes, however many wait.
-5. The first request of all that does not fit lets others pass as long as the policy says; then
-   one device is kept for it: it goes before everybody, and nobody else is granted there, whatever
-   his rank, until it is granted or gone. But an owner has what is free of his floor; and whoever
-   is known to end before it could begin is in nobody's way.
-   None is kept for who could not be granted even then, since what his class is promised, or how
-   long it takes, has changed: once he has aged, or nobody has anything, he is `hopeless`.
-6. Those that wait hold nothing but that, and that nothing is lent of a floor whose owner waits:
-   only when the one with a device leaves, or the last of a class with a floor, can somebody be
-   granted because of it.
-7. Cells over which no partition is made yet (`is_made`) are not granted. A request that lacks one
-   waits, holding nothing, and that is noted in `lacking`. It is granted once it is made (`made`),
-   or when others come free. No device is kept for it meanwhile: making one may take for ever.
-8. A class has its floor, its cap and its quota (`services`) under every policy. What is lent of a
-   floor comes back within its owner's blocking budget (`lending`).
+1. A cell is *free*, *leased* or *draining*, and in one state only. Two grants never have the same
+   cell (checked whenever cells move: `SMAllocator.resize`).
+2. A request is QUEUED, then GRANTED, or GONE (cancelled, expired, rejected). Only a QUEUED one is
+   granted. A GRANTED one that is not wanted any more gives its grants back: `release`, `drained`.
+3. Cells become free by `drained`, by `reclaim`, and by the `checkpoint` of an elastic grant, alone.
+4. Requests of one class that want the same (sizes, devices, magnitude of a known duration) wait in
+   one line, and only the first of a line is ever tried: if it does not fit, no other of the line
+   does. So a decision costs as much as there are lines, however many requests wait.
+5. The first request of all that does not fit lets others overtake as long as the policy says. Then
+   one device is kept for it: it goes first, and nothing else is granted there, whatever its rank,
+   until the request is granted or gone. Exceptions: a class has what is free of its reserve, and a
+   request that is known to end before the first could begin (backfill).
+   No device is kept for a request that could not be granted even then, because the rules of its
+   class, or the duration of its leases, have changed: once it has aged, or nothing is held, it is
+   `rejected`.
+6. Queued requests hold nothing but that, and no class borrows from the reserve of a class that
+   waits. So when a request leaves, others can be granted only if a device was kept for it, or if it
+   was the last one of a class with a reserve.
+7. Cells without an executor (`is_made`) are not granted. A request that needs one waits, holding
+   nothing, and the cells are noted in `missing_executors`. It is granted once the executor is made
+   (`made`), or when others become free. No device is kept for it meanwhile: making one may take
+   arbitrarily long.
+8. A class has its reserve, its cap and its quota (`services`) under every policy. Cells borrowed
+   from a reserve come back within the longest wait of their owner (`reservations`).
 
-Requests that left stay in their line until they come to its head, or outnumber those that wait:
-so a mass cancellation is linear, and nothing grows with the number of past requests.
+`RequestQueue` says which requests wait, `SMAllocator` which cells are free, `Dispatcher` grants.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Final
 
 from greensched.errors import (
     DeadlineImpossible,
@@ -43,60 +44,70 @@ from greensched.errors import (
     WouldDeadlock,
 )
 from greensched.scheduling import shared_grants
-from greensched.scheduling.admission import predicted, soonest
+from greensched.scheduling.admission import best_case, predict_completion
+from greensched.scheduling.allocator import Placement, SMAllocator
 from greensched.scheduling.cells import DeviceCells, SizeRange
-from greensched.scheduling.class_state import ClassState
+from greensched.scheduling.class_state import SMOOTHING, ClassState
 from greensched.scheduling.dispatch import Dispatcher
-from greensched.scheduling.placement import Placement
-from greensched.scheduling.policies import Order, guard
-from greensched.scheduling.queue import STALE_LEAST, validate_bound
-from greensched.scheduling.requests import (
-    GRANTED,
-    QUEUED,
-    Duration,
-    Grant,
-    GrantState,
-    Request,
-    RequestLine,
-)
+from greensched.scheduling.policy import GuardedPolicy, Policy
+from greensched.scheduling.queue import RequestQueue
+from greensched.scheduling.request_line import RequestLine
+from greensched.scheduling.requests import GONE, GRANTED, QUEUED, Duration, Grant, Request, by_rank
 from greensched.scheduling.services import ServiceClass
 from greensched.scheduling.statistics import SchedulerStatistics, ServiceStatistics
+from greensched.typing import ALL
 
-__all__ = ["STALE_LEAST", "Grant", "GrantState", "Request", "Scheduler", "validate_bound"]
+#: Seconds that a lease is assumed to take while nothing is known: about one job, as in `Fifo`.
+UNKNOWN_LEASE: Final = 0.020
 
 
-class Scheduler(Dispatcher):
-    """Decides who gets which cells.
+class Scheduler:
+    """Decides which request gets which cells.
 
     Args:
         devices: the cells of each device.
-        policy: who is next.
-        max_waiting: the queue's bound.
-        is_made: whether there is a partition over (device, cells).
-        services: the classes of users.
-        placement: on which device first.
+        policy: which request is next.
+        max_waiting: the most requests in the queue.
+        is_made: whether (device, cells) has an executor.
+        services: the classes.
+        placement: which device first.
+        on_reclaim: called when the cells of all suspended grants were freed.
 
     Raises:
-        InvalidRequest: the floors of the classes do not fit on the devices.
+        InvalidRequest: the reserves of the classes do not fit on the devices.
     """
 
     def __init__(
         self,
         devices: Sequence[DeviceCells],
-        policy: Order,
+        policy: Policy,
         max_waiting: int,
-        is_made: Callable[[int, int], bool] = lambda device, mask: True,  # noqa: ARG005  any are
+        is_made: Callable[[int, int], bool] = lambda device, mask: True,  # noqa: ARG005  all are
         *,
         services: Iterable[ServiceClass] = (),
         placement: Placement = "spread",
+        on_reclaim: Callable[[], object] = lambda: None,
     ) -> None:
-        super().__init__(devices, policy, is_made, services, placement)
+        guarded = GuardedPolicy(policy)
+        self.allocator = SMAllocator(devices, is_made, services, placement)
+        self.queue = RequestQueue(guarded, self.allocator.virtual_time, self.allocator.total)
+        self.dispatcher = Dispatcher(self.queue, self.allocator, guarded)
         self.max_waiting = max_waiting
-        self._everywhere = tuple(range(len(self.devices)))
-        self._requested = self._expired = self._refused = 0
-        self._lack_floors()
+        #: What the pool is to do: make executors for (device, cells), and tell rejected requests
+        #: the error. The pool empties both.
+        self.missing_executors = self.dispatcher.missing_executors
+        self.rejected = self.dispatcher.rejected
+        #: Sets of cells with an executor, by device and number of cells; the pool keeps it true.
+        self.ready_masks = self.allocator.ready_masks
+        self._suspended: dict[Grant, None] = {}
+        self._on_reclaim = on_reclaim
+        self._everywhere = tuple(range(len(self.allocator.devices)))
+        self._requested = self._granted = self._cancelled = self._expired = self._refused = 0
+        #: The mean duration of leases that ended while requests waited.
+        self._mean_duration = 0.0
+        self._need_reserves()
 
-    # -- what happens ----------------------------------------------------------------------------
+    # -- requests --------------------------------------------------------------------------------
 
     def request(
         self,
@@ -113,443 +124,542 @@ class Scheduler(Dispatcher):
         owner: object = None,
         wait: bool = True,
     ) -> Request:
-        """Takes a request: granted at once where it fits and nobody is before it, else queued.
+        """Take a request: it is granted at once if it fits and none is before it, else queued.
 
         Args:
             now: seconds.
-            parts: sizes, all granted together on one device.
-            service: the class it is of; "": none.
+            parts: the sizes, all granted together on one device.
+            service: its class; "": none.
             devices: where it may be granted; None: anywhere.
-            near: the device to be preferred.
-            priority: larger goes first; None: its class's.
+            near: the preferred device.
+            priority: larger goes first; None: that of its class.
             deadline: the time after which it is not wanted any more.
             duration: what it is expected to take, from its grant to its end.
-            holder: who asks, to find out who waits for what he holds himself.
-            owner: whatever the caller wants to find on the request.
-            wait: False: granted now or not at all.
+            holder: what asks, to find requests that wait for what their own holder has.
+            owner: any object, for the caller to find on the request.
+            wait: False: it is granted now or not at all.
 
         Raises:
-            InvalidRequest: no such class.
+            InvalidRequest: there is no such class.
             TooManySMs: it can never fit.
-            DeadlineImpossible: it is known that it cannot be done in time.
+            DeadlineImpossible: it is known to miss its deadline.
             WouldBlock: `wait` is false and it does not fit now.
-            WouldDeadlock: it would have to wait, and can never fit while `holder` holds what he
+            WouldDeadlock: it would have to wait, and can never fit while `holder` holds what it
                 has.
             QueueFull: it would have to wait, and too many do.
 
-        Under a policy that sizes `resized` comes next: others may now be to have less.
+        Under a policy that sizes grants, `resized` comes next: others may now get less.
         """
-        where = self._everywhere if devices is None else devices
-        flow = self.ground.flows.get(service)
-        if flow is None or service in self.ground.retired:  # it was there when this was made
-            raise InvalidRequest(f"no service {service!r} any more: the pool was reconfigured")
-        if priority is None:
-            priority = flow.priority
+        self.reclaim(now)
+        state = self.allocator.classes.get(service)
+        if state is None or service in self.allocator.retired:
+            raise InvalidRequest(f"service={service!r}: the pool has no such class any more")
         due = deadline
-        if due is None and flow.latency is not None:
-            due = now + flow.latency
+        if due is None and state.latency is not None:
+            due = now + state.latency
         request = Request(
-            flow, parts, where, priority, now, self._requested,
+            state, parts, self._everywhere if devices is None else devices,
+            state.priority if priority is None else priority, now, self._requested,
             near=near, due=due, deadline=deadline, duration=duration, holder=holder, owner=owner,
         )  # fmt: skip
         if due is not None and duration is not None:
             self._refuse_late(request, due)
         line = None
-        if self.waiting:
-            line = self._lines.get((flow, parts, where) if duration is None else request.wish)
-            fits = self._overtake(request, line, now)
+        if self.queue.waiting:
+            line = self.queue.lines.get(request.line_key)
+            fits = self.dispatcher.try_ahead_of_queue(request, line, now)
         else:
-            fits = self._grant(request, where, now)
-        if fits:
-            self._requested += 1
-            return request
+            fits = self.dispatcher.grant(request, request.devices, now)
+        if not fits:
+            self._enqueue(request, line, now, wait=wait)
+        self._requested += 1
+        return request
+
+    def _enqueue(
+        self, request: Request, line: RequestLine | None, now: float, *, wait: bool
+    ) -> None:
+        """Queue a request that does not fit now, or refuse it."""
         if line is None:
-            line = RequestLine(
-                request, self._able(request), self._asked(request), self._least(request)
-            )
+            asked, least = self.dispatcher.asked(request), self.dispatcher.least(request)
+            line = RequestLine(request, self._able(request), asked, least)
+            if not line.devices:
+                raise self.dispatcher.too_many(request)
         if not wait:
             self._refused += 1
             raise self._would_block(request)
-        if holder in self._held:
-            self._refuse_deadlock(request, line.able)
-        if self.waiting >= self.max_waiting or flow.waiting >= flow.max_waiting:
-            self._refused += 1
-            waiting = self.waiting if self.waiting >= self.max_waiting else flow.waiting
-            raise QueueFull(waiting, self.retry_after(flow))
-        if due is not None and duration is not None:
+        if self.dispatcher.holds(request.holder):
+            self._refuse_deadlock(request, line.devices)
+        self._refuse_full(request, line.asked, now)
+        if request.due is not None and request.duration is not None:
             self._admit(request, line, now)
-        self._requested += 1
-        if request.lacks:
-            self.lacking.update(dict.fromkeys(request.lacks))
-        self._queue(request, line)
-        return request
+        self.queue.add(request, line)
+        self.dispatcher.note_missing(request)
 
     def resized(self, request: Request) -> list[Request]:
-        """Who is granted because of one that was just taken: a policy sizes by who is there."""
-        return self._dispatch(request.arrived) if self._size and self.waiting else []
+        """Return the requests granted because of one just taken, by a policy that sizes."""
+        return self.dispatcher.dispatch(request.arrived) if self.queue.policy.size else []
 
     def cancel(self, now: float, request: Request) -> list[Request]:
-        """A queued request is not wanted any more. Returns who is granted because it left."""
+        """Cancel a queued request. Return the requests that are granted because it left."""
         if request.state is not QUEUED:
             return []
         self._cancelled += 1
-        return self._dispatch(now) if self._leave(request) else []
+        return self.dispatcher.dispatch(now) if self._leave(request) else []
 
-    def release(self, lease: Grant) -> None:
-        """The work of a lease may still run; its cells stay until it is `drained`."""
-        if not lease.draining:
-            lease.draining = True
-            if lease.holder is not None:
-                self._forget(lease)
+    def _leave(self, request: Request) -> bool:
+        """Take a request out of the queue; return whether others may be granted because of it."""
+        request.state = GONE
+        was_reserved = self.queue.is_reserved_for(request)
+        return self.queue.remove(request) or was_reserved
 
-    def pause(self, now: float, lease: Grant) -> bool:
-        """A class's lease of one size and no known duration is over; its cells wait for the next.
+    # -- grants ----------------------------------------------------------------------------------
 
-        Nobody waits. False: it is to be `drained`, because a decision looks at more than whether
-        cells are free: at a loan, a quota, or whether the device is split.
-        """
-        ground = self.ground
-        if lease.loans or ground.is_shared or lease.flow.quota is not None:
-            return False
-        ground.pause(lease, now)
-        return True
+    def release(self, grant: Grant) -> None:
+        """End a lease whose work may still run: its cells stay until it is `drained`."""
+        if not grant.draining:
+            grant.draining = True
+            self.dispatcher.set_holder(grant, None)
 
-    def resume(self, now: float, lease: Grant) -> None:
-        """The next like it has what is paused; `pass_on` and `count_again` tell of him later."""
-        self.ground.resume(lease, now)
-
-    def count_again(self, number: int) -> None:
-        """So many leases went to who asked for the same, without a decision."""
-        self._requested += number
-        self._granted += number
-
-    def pass_on(self, lease: Grant, holder: Hashable) -> None:
-        """Another holds a lease from now on; None: nobody in particular."""
-        if lease.holder is not None:
-            self._forget(lease)
-        lease.holder = lease.request.holder = holder
-        if holder is not None:
-            self._held.setdefault(holder, []).append(lease)
-
-    def next_for(self, lease: Grant) -> Request | None:
-        """Who is next, if he may as well have a lease as it is, which is over.
-
-        None: that has to be decided.
-
-        Where all want the same, and none of them fits now, a decision would come to the same: it
-        is his turn, and he fits where that lease was, and nowhere else.
-        """
-        if len(self._lines) != 1 or self.ground.is_classed:
-            return None
-        first = self._only_line().first()
-        last = lease.request
-        if first is None or first.lacks or first.parts != last.parts or len(first.parts) > 1:
-            return None
-        part = first.parts[0]
-        if part.named is not None or part.least != part.most or lease.device not in first.devices:
-            return None
-        is_known = first.duration is not None or last.duration is not None
-        is_kept_out = self._reserved is not None and self._reserved[0] is not first
-        return None if is_known or is_kept_out else first
-
-    def hand_over(self, now: float, lease: Grant, request: Request) -> None:
-        """Who is `next_for` a lease has it from now on, as if it had been drained: he alone."""
-        lease.request.leases = ()
-        lease.request = request
-        lease.begin(now)
-        self.pass_on(lease, request.holder)
-        request.leases = (lease,)
-        request.state = GRANTED
-        self._granted += 1
-        self._advance(request, now)
-        following = request.line.first()
-        if following is not None and (self._most_free() or self.ground.is_shared):
-            self._blocked(following, now, is_first=True)  # what is free is no more than it was
-        if self._is_untidy():
-            self._tidy()
-
-    def drained(self, now: float, lease: Grant) -> list[Request]:
-        """All work of a lease is done: its cells are free. Returns who is granted by that."""
-        if lease.over:
-            raise AssertionError(f"cells given back twice: {lease}")
-        if not lease.draining:
-            self.release(lease)
-        lease.over = True
-        self.ground.take_back(lease, now)
-        return self._dispatch(now) if self.waiting else []
+    def drained(self, now: float, grant: Grant) -> list[Request]:
+        """Free the cells of a grant, whose work is done. Return the requests that are granted."""
+        if grant.over:
+            raise AssertionError(f"cells given back twice: {grant}")
+        self.release(grant)
+        grant.over = True
+        self.allocator.free(grant, now)
+        if not self.queue.waiting:
+            return []
+        # Only what it took while others waited counts: until then another lease may have had the
+        # same grant (`resume`).
+        seconds = now - max(grant.began, self.queue.busy_since)
+        mean = self._mean_duration
+        self._mean_duration = mean + (SMOOTHING if mean else 1.0) * (seconds - mean)
+        return self.dispatcher.dispatch(now)
 
     def checkpoint(
         self,
         now: float,
-        lease: Grant,
+        grant: Grant,
         duration: Duration | None = None,
         within: float | None = None,
     ) -> list[Request]:
-        """The holder of a lease has no work on it now, and lets its cells be changed.
+        """Let the cells of a grant be changed, whose holder has no work on it now.
 
-        An elastic one gives back what it has above its least, whoever can be granted because of
-        that is, and then it takes up what is idle, to its most; least and most are the policy's, if
-        it says them. One with a seat has the least it asked for instead, if its device is to be
-        split. `lease.mask` and `lease.sms` say what it has from now on; `duration` is what it
-        takes to
-        its next checkpoint, which should come `within` so many seconds; None: its class's latency.
-        Returns who is granted by it.
+        An elastic grant gives back what is above its least, requests are granted from that, and it
+        takes up idle cells, to its most; a policy that sizes gives both. A shared grant has the
+        least it asked for instead, if its device is to be split. `grant.mask` and `grant.sms` say
+        what it has from now on.
+
+        Args:
+            now: seconds.
+            grant: the grant.
+            duration: what it is expected to take to the next checkpoint; None: not known.
+            within: seconds in which that should be done; None: the latency of its class.
+
+        Returns:
+            The requests that are granted.
         """
-        ground, flow, before = self.ground, lease.flow, lease.mask
-        flow.saw_segment(now - lease.since)
-        if duration is not None:
-            ground.saw_piece(lease, duration, now)
-        lease.request.within = within
-        ground.clock.pay(flow, lease, now)
-        if lease.draining:
+        self.reclaim(now)
+        allocator, before = self.allocator, grant.mask
+        allocator.charge_piece(grant, now, duration, within)
+        if grant.draining:
             return []
+        if allocator.may_share:
+            self._need(grant.device, shared_grants.enter_or_leave(allocator, grant))
+        if grant.is_shared or not grant.request.is_elastic:
+            return self.dispatcher.dispatch(now) if grant.mask != before else []
+        self.dispatcher.set_target(grant.request, grant.device, grant)
         granted: list[Request] = []
-        if ground.is_shared:
-            self._sit_or_stand(lease)
-        if lease.is_seat or not lease.request.is_elastic:
-            return self._dispatch(now) if self.waiting and lease.mask != before else []
-        is_claimed = shared_grants.is_claimed(ground, lease.device)
-        if self._size is not None:
-            self._set_size(lease.request, lease.device, lease)
-        is_over = self._size is not None and lease.sms > lease.request.wants[0].most
-        if self.waiting or is_claimed or is_over or any(owner.short for owner in lease.loans):
-            least = self._kept_least(lease, is_claimed=is_claimed)
-            missing = ground.shrink(lease, least) if lease.mask == before else 0
-            if missing:
-                self.lacking[lease.device, missing] = None
-            granted = self._dispatch(now) if lease.mask != before and self.waiting else []
-        is_kept = self._reserved is not None and self._reserved[1] == lease.device
-        if not (is_kept or is_claimed) and flow.is_within_quota(now):
-            held = lease.mask
-            missing = ground.grow(lease, before)
-            if missing and not ground.is_made(lease.device, missing):
-                self.lacking[lease.device, missing] = None
-            if held & ~lease.mask and self.waiting:  # it went elsewhere, to have more
-                granted += self._dispatch(now)
+        if self._gives_back(grant):
+            least = self._least_kept(grant)
+            if grant.mask == before and least < grant.sms:
+                self._resize(grant, least, least)
+            if grant.mask != before:
+                granted = self.dispatcher.dispatch(now)
+        if self._takes_up(grant, now):
+            held = grant.mask
+            parts, target = grant.request.parts, grant.request.target
+            self._resize(grant, parts[0].least, target[0].most, prefer=before)
+            if held & ~grant.mask:  # it moved, to have more
+                granted += self.dispatcher.dispatch(now)
         return granted
 
-    def _kept_least(self, lease: Grant, *, is_claimed: bool) -> int:
-        """SMs it keeps whoever waits, by the policy; not of others' floors, nor from the aged."""
-        is_kept = self._reserved is not None and self._reserved[1] == lease.device
-        is_due = any(owner.short or owner.waiting for owner in lease.loans)
-        parts = lease.request.parts if is_kept or is_due or is_claimed else lease.request.wants
-        return parts[0].least
+    def _resize(self, grant: Grant, least: int, most: int, *, prefer: int = 0) -> None:
+        mask, missing = self.allocator.choose_mask(grant, least, most, prefer=prefer)
+        if mask != grant.mask:
+            self.allocator.resize(grant, mask)
+        self._need(grant.device, missing)
 
-    def _sit_or_stand(self, lease: Grant) -> None:
-        """A lease of a class that allows it has a seat, or cells, as its device is split or not."""
-        ground, device = self.ground, lease.device
-        # Whoever could have had more may wait for nothing but the seats.
-        others = any(flow.waiting and not flow.shared for flow in ground.flows.values())
-        if lease.is_seat:
-            if others or ground.verdict.is_split:
-                missing = shared_grants.stand_up(ground, lease)
-                if missing:
-                    self.lacking[device, missing] = None
-        elif (
-            not others
-            and not lease.is_apart
-            and shared_grants.may_sit(ground, lease.request, device)
-        ):
-            seat = shared_grants.seat(ground, device)
-            if ground.is_made(device, seat):
-                shared_grants.sit(ground, lease, seat)
-            else:
-                self.lacking[device, seat] = None
+    def _gives_back(self, grant: Grant) -> bool:
+        """Return whether an elastic grant gives back what is above its least."""
+        is_above = self.queue.policy.size is not None and grant.sms > grant.request.target[0].most
+        return bool(
+            self.queue.waiting
+            or is_above
+            or any(owner.short for owner in grant.loans)
+            or shared_grants.is_leaving(self.allocator, grant.device)
+        )
+
+    def _least_kept(self, grant: Grant) -> int:
+        """Return the SMs that an elastic grant keeps: of its policy, unless others must have them.
+
+        Those are the owners of borrowed cells, the request that its device is kept for, and shared
+        grants that must leave.
+        """
+        is_due = any(owner.short or owner.waiting for owner in grant.loans)
+        is_leaving = shared_grants.is_leaving(self.allocator, grant.device)
+        must_give = is_due or is_leaving or self._is_reserved(grant.device)
+        return (grant.request.parts if must_give else grant.request.target)[0].least
+
+    def _takes_up(self, grant: Grant, now: float) -> bool:
+        """Return whether an elastic grant may take up idle cells."""
+        if self._is_reserved(grant.device) or grant.sms >= grant.request.target[0].most:
+            return False
+        is_leaving = shared_grants.is_leaving(self.allocator, grant.device)
+        return not is_leaving and grant.class_state.is_within_quota(now)
+
+    def _is_reserved(self, device: int) -> bool:
+        reservation = self.queue.reservation
+        return reservation is not None and reservation.device == device
+
+    def _need(self, device: int, mask: int) -> None:
+        """Note cells that need an executor; 0: none."""
+        if mask and not self.allocator.is_made(device, mask):
+            self.missing_executors[device, mask] = None
+
+    # -- suspended grants ------------------------------------------------------------------------
+
+    def suspend(self, now: float, grant: Grant) -> bool:
+        """Set a grant of one size aside, whose lease has ended, for the next request for the same.
+
+        `resume` grants it again without a decision. Its cells count as free: `reclaim` frees them
+        before anything else is decided. Return False if a decision would depend on more than free
+        cells, so that the grant must be `drained`: requests wait, or it has a loan, a quota, a
+        shared device, or a removed class.
+        """
+        allocator, state = self.allocator, grant.class_state
+        if self.queue.waiting or grant.loans or allocator.may_share or state.quota is not None:
+            return False
+        if state.name in allocator.retired:
+            return False
+        allocator.suspend(grant, now)
+        self.pass_on(grant, None)
+        self._suspended[grant] = None
+        return True
+
+    def resume(self, now: float, grant: Grant, holder: Hashable) -> None:
+        """Grant a suspended grant to a request for the same, and count that as any other."""
+        del self._suspended[grant]
+        self.allocator.resume(grant, now)
+        self.count_again(1)
+        self.pass_on(grant, holder)
+
+    def reclaim(self, now: float) -> None:
+        """Free the cells of all suspended grants, and call `on_reclaim` if there are any."""
+        if not self._suspended:
+            return
+        suspended, self._suspended = self._suspended, {}
+        for grant in suspended:
+            granted = self.drained(now, grant)
+            assert not granted, "a grant was suspended while a request waited"
+        self._on_reclaim()
+
+    # To be removed with the present lease cache, which uses them instead of the above.
+
+    def pause(self, now: float, grant: Grant) -> bool:
+        """Suspend a grant without noting it."""
+        allocator = self.allocator
+        if grant.loans or allocator.may_share or grant.class_state.quota is not None:
+            return False
+        allocator.suspend(grant, now)
+        return True
+
+    def unpause(self, now: float, grant: Grant) -> None:
+        """Resume a paused grant; `pass_on` and `count_again` follow later."""
+        self.allocator.resume(grant, now)
+
+    def next_for(self, grant: Grant) -> Request | None:
+        """Return the next request, if it may have a grant whose lease ended as it is."""
+        line = self.queue.only_line()
+        first, last = line.first() if line is not None else None, grant.request
+        if first is None or self.allocator.is_classed or first.missing_executors:
+            return None
+        part, reservation = first.parts[0], self.queue.reservation
+        is_one = len(first.parts) == 1 and part.named is None and part.least == part.most
+        if not is_one or first.parts != last.parts or grant.device not in first.devices:
+            return None
+        is_known = first.duration is not None or last.duration is not None
+        is_kept_out = reservation is not None and reservation.request is not first
+        return None if is_known or is_kept_out else first
+
+    def hand_over(self, now: float, grant: Grant, request: Request) -> None:
+        """Give a grant to the request that is `next_for` it, as if it had been drained."""
+        grant.request.grants = ()
+        grant.request = request
+        grant.begin(now)
+        self.pass_on(grant, request.holder)
+        request.grants = (grant,)
+        request.state = GRANTED
+        self._granted += 1
+        self.queue.remove(request)
+        self.dispatcher.handed_over(request, now)
+
+    def count_again(self, number: int) -> None:
+        """Count leases that were granted without a decision."""
+        self._requested += number
+        self._granted += number
+
+    def pass_on(self, grant: Grant, holder: Hashable) -> None:
+        """Let another holder have a grant; None: no holder in particular."""
+        self.dispatcher.set_holder(grant, holder)
+        grant.request.holder = holder
+
+    # -- other events ----------------------------------------------------------------------------
 
     def observe(self, now: float, service: str, latency: float, number: int) -> list[Request]:
-        """So many of a class had this latency, from end to end. Returns who is granted by that.
+        """Record that so many requests of a class had this latency, from end to end.
 
-        From then on that counts for whether devices are split, and for how much of its latency its
-        leases may take, instead of how long they take.
+        From then on these latencies count for whether devices are split, and for how much of its
+        latency the class plans with, instead of the durations of its leases. Return the requests
+        that are granted.
         """
-        flow = self.ground.flows[service]
-        flow.is_told = True
-        flow.saw_latency(latency, number)
-        is_changed = flow.shared and self.ground.verdict.saw(flow, latency, number, now)
-        return self._dispatch(now) if is_changed and self.waiting else []
+        state, controller = self.allocator.classes[service], self.allocator.split_controller
+        state.reports_latency = True
+        state.record_latency(latency, number)
+        is_changed = state.shared and controller.record(state, latency, number, now)
+        return self.dispatcher.dispatch(now) if is_changed else []
 
     def made(self, now: float) -> list[Request]:
-        """There are more partitions. Returns who is granted because of that."""
-        return self._dispatch(now) if self.waiting else []
+        """Take more executors into account. Return the requests that are granted."""
+        return self.dispatcher.dispatch(now)
 
     def tick(self, now: float) -> tuple[list[Request], list[Request]]:
-        """Lets time pass: (who is granted, whose deadline passed while queued)."""
-        expired, unblocked = [], self._is_refilled(now) or (self.waiting > 0 and self.is_idle)
-        while (request := self._deadlines.first()) is not None:
-            if request.deadline is None or request.deadline > now:
-                break
+        """Let time pass. Return the requests that are granted, and those that expired."""
+        queue, expired = self.queue, []
+        may_grant = any(state.is_within_quota(now) for state in self._over_quota())
+        may_grant |= queue.waiting > 0 and self.is_idle
+        while (request := queue.expired(now)) is not None:
             self._expired += 1
-            unblocked |= self._leave(request)
+            may_grant |= self._leave(request)
             expired.append(request)
-        return (self._dispatch(now) if unblocked else []), expired
+        return (self.dispatcher.dispatch(now) if may_grant else []), expired
+
+    def next_deadline(self) -> float | None:
+        """Return when `tick` has something to do; None: never, as far as is known."""
+        deadline = self.queue.next_deadline()
+        times = [] if deadline is None else [deadline]
+        times += [state.refilled_at() for state in self._over_quota()]
+        return min(times, default=None)
 
     def reconfigure(
-        self, now: float, services: Iterable[ServiceClass] | None, policy: Order | None
+        self, now: float, services: Iterable[ServiceClass] | None, policy: Policy | None
     ) -> list[Request]:
-        """Other classes, or another policy; None: the same. Returns who is granted by that.
+        """Apply other classes, or another policy; None: the same. Return the granted requests.
 
-        Whoever waits keeps his place, by the new policy's rank; leases end as they began. Who is
-        of a class that is not there any more is served as one without a floor or a cap. Who can
-        never be granted what he asked for under the new ones is `hopeless`.
+        Queued requests keep their place, by the rank of the new policy, and leases end as they
+        began. A request of a removed class is served as one without a reserve or a cap. A request
+        that can never be granted any more is `rejected`.
 
         Raises:
-            InvalidRequest: the floors do not fit on the devices, or a rank is none; nothing has
-                changed.
+            InvalidRequest: the reserves do not fit on the devices, or the policy failed to rank a
+                request; nothing has changed.
         """
-        waiting = self.queued()
-        ranks = (
-            [r.rank for r in waiting] if policy is None else list(map(guard(policy).rank, waiting))
-        )
+        self.reclaim(now)
+        queue, dispatcher = self.queue, self.dispatcher
+        waiting = queue.queued()
+        guarded = queue.policy if policy is None else GuardedPolicy(policy)
+        ranks = [r.rank if policy is None else guarded.rank(r) for r in waiting]
         if services is not None:
-            self.ground.set_rules(services)
-            self._lack_floors()
-        self._set_policy(self.policy if policy is None else policy)  # who is due is counted anew
-        self._lines.clear()
-        self._entries = 0
+            self.allocator.set_rules(services)
+            self._need_reserves()
+        dispatcher.policy = guarded
+        queue.set_policy(guarded)
+        queue.requeue()
         for request, rank in zip(waiting, ranks, strict=True):
-            old, able = request.line, self._able_now(request)
-            if able:
-                line = self._lines.get(request.wish) or RequestLine(
-                    request, able, old.asked, old.least
-                )
-                self._stand_in_line(request, line, rank)
+            devices, old = self._able(request), request.line
+            if devices:
+                line = queue.lines.get(request.line_key)
+                if line is None:
+                    line = RequestLine(request, devices, old.asked, old.least)
+                queue.put_in_line(request, line, rank)
             else:
-                self._give_up(request)
-        return self._dispatch(now)
+                dispatcher.reject(request)
+        return dispatcher.dispatch(now)
 
-    def _lack_floors(self) -> None:
-        """Has each floor made, and what is beside all of them, before a device is busy."""
-        for device, (cells, floors) in enumerate(
-            zip(self.devices, self.ground.floors, strict=True)
-        ):
-            beside = cells.complement(floors.all_blocks) if floors.owners else 0
-            for mask in (*floors.blocks.values(), beside):
-                if mask and not self.ground.is_made(device, mask):
-                    self.lacking[device, mask] = None
+    def close(self) -> list[Request]:
+        """Empty the queue. Return the requests that waited, in the order of the queue."""
+        waited = sorted(self.queue.queued(), key=by_rank)
+        for request in waited:
+            self._cancelled += 1
+            self._leave(request)
+        return waited
 
-    # -- questions -------------------------------------------------------------------------------
+    def _need_reserves(self) -> None:
+        """Note executors for each reserve, and for what is beside, before devices are busy."""
+        for device, cells in enumerate(self.allocator.devices):
+            reservations = self.allocator.reservations[device]
+            for mask in reservations.blocks.values():
+                self._need(device, mask)
+            if reservations.owners:
+                self._need(device, cells.complement(reservations.all_blocks))
+
+    # -- state -----------------------------------------------------------------------------------
+
+    @property
+    def waiting(self) -> int:
+        """How many requests are queued."""
+        return self.queue.waiting
 
     @property
     def is_idle(self) -> bool:
         """Whether every cell is free."""
-        return not any(self.ground.live)
+        return not any(self.allocator.grants)
+
+    def queued(self) -> list[Request]:
+        """Return all queued requests, in the order of their arrival."""
+        return self.queue.queued()
 
     def statistics(self) -> SchedulerStatistics:
-        """What is the case now."""
-        leased = draining = 0
-        for cells, live in zip(self.devices, self.ground.live, strict=True):
+        """Return the counts and the present state."""
+        allocator, leased, draining, free = self.allocator, 0, 0, 0
+        for device, cells in enumerate(allocator.devices):
             held = all_held = 0
-            for lease in live:
-                all_held |= lease.mask
-                held |= 0 if lease.draining else lease.mask
-            leased += cells.sms(held & cells.every)
-            draining += cells.sms(all_held & ~held & cells.every)
+            for grant in allocator.grants[device]:
+                all_held |= grant.mask
+                held |= 0 if grant.draining else grant.mask
+            leased += cells.sm_count(held & cells.full_mask)
+            draining += cells.sm_count(all_held & ~held & cells.full_mask)
+            free += cells.largest_within(cells.full_mask & ~all_held)
         return SchedulerStatistics(
-            waiting=self.waiting,
+            waiting=self.queue.waiting,
             requested=self._requested,
-            granted=self._granted,
-            cancelled=self._cancelled,
+            granted=self._granted + self.dispatcher.granted,
+            cancelled=self._cancelled + self.dispatcher.rejections,
             expired=self._expired,
             refused=self._refused,
-            sms_free=self.ground.total - leased - draining,
+            sms_free=free,
             sms_leased=leased,
             sms_draining=draining,
         )
 
     def services(self) -> dict[str, ServiceStatistics]:
-        """What each class has now; "": those who named none. Without classes, nothing."""
-        size = [cells.size for cells in self.devices]
+        """Return what each class has; "": requests without a class. Empty without classes."""
+        allocator = self.allocator
+        if not allocator.is_classed:
+            return {}
         return {
             name: ServiceStatistics(
-                sms=flow.sms,
-                sms_lent=flow.lent * size[flow.home],
-                waiting=flow.waiting,
-                granted=flow.granted,
-                sm_seconds=flow.sm_time,
-                is_shared=flow.shared and not self.ground.verdict.is_split,
+                sms=state.sms,
+                sms_lent=state.lent * allocator.devices[state.home].size,
+                waiting=state.waiting,
+                granted=state.granted,
+                sm_seconds=state.sm_time,
+                is_shared=state.shared and not allocator.split_controller.is_split,
             )
-            for name, flow in self.ground.flows.items()
-            if self.ground.is_classed
+            for name, state in allocator.classes.items()
         }
 
-    # -- time ------------------------------------------------------------------------------------
-
-    def next_deadline(self) -> float | None:
-        """When `tick` has something to do."""
-        first = self._deadlines.first()
-        times = [] if first is None or first.deadline is None else [first.deadline]
-        times += [flow.refilled_at() for flow in self._over_quota()]
-        return min(times, default=None)
-
     def _over_quota(self) -> list[ClassState]:
-        """Classes that wait for nothing but their quota."""
-        if not self.ground.is_ruled or not self.waiting:
+        """Return the classes whose requests wait for their quota."""
+        if not self.allocator.is_limited or not self.queue.waiting:
             return []
-        return [f for f in self.ground.flows.values() if f.waiting and f.quota and f.tokens <= 0]
+        classes = self.allocator.classes.values()
+        return [state for state in classes if state.waiting and state.quota and state.tokens <= 0]
 
-    def _is_refilled(self, now: float) -> bool:
-        return any(flow.is_within_quota(now) for flow in self._over_quota())
+    # -- refusals --------------------------------------------------------------------------------
 
-    # -- deadlines -------------------------------------------------------------------------------
+    def _able(self, request: Request) -> tuple[int, ...]:
+        """Return the devices on which a request fits once all leases have ended."""
+        return tuple(d for d in request.devices if self.allocator.can_ever_fit(request, d))
 
     def _refuse_late(self, request: Request, due: float) -> None:
-        """Refuses what cannot be done in time, not even with the most it asks for."""
-        seconds = soonest(request, self.ground)
+        """Refuse what cannot be done in time, not even with the most it asks for."""
+        seconds = best_case(request, self.allocator)
         if seconds is not None and request.arrived + seconds > due:
-            self._be_late(request, seconds)
+            self._handle_late(request, seconds)
 
     def _admit(self, request: Request, line: RequestLine, now: float) -> None:
-        """Refuses what must wait too long to be done in time, or would make others late."""
+        """Refuse what must wait too long to be done in time, or would make others late."""
         sms = line.asked
         if request.is_elastic:  # it may be granted more than its least
-            sms = min(request.parts[0].most, self.ground.most(request, request.devices))
+            sms = min(request.parts[0].most, self.allocator.most_ever(request))
         seconds = request.seconds(sms)
         if request.due is None or seconds is None:
             return
-        work = sms * seconds
-        done, is_fair = predicted(request, seconds, work, self.ground, self._agenda, now)
+        done, is_fair = predict_completion(
+            request, seconds, sms * seconds, self.allocator, self.queue.ledger, now
+        )
         if now + done > request.due or not is_fair:
-            self._be_late(request, done)
+            self._handle_late(request, done)
 
-    def _be_late(self, request: Request, done: float) -> None:
-        """As its class says: refused, or behind everybody."""
+    def _handle_late(self, request: Request, done: float) -> None:
+        """Refuse a late request, or put it behind all others, as its class says."""
         assert request.due is not None
-        if request.flow.rules.on_late == "refuse":
+        if request.class_state.rules.on_late == "refuse":
             self._refused += 1
             raise DeadlineImpossible(done, request.due - request.arrived)
         request.deadline = request.due = None
         request.priority = -math.inf
 
-    # -- refusals --------------------------------------------------------------------------------
-
-    def _able(self, request: Request) -> tuple[int, ...]:
-        """The devices on which it fits when everybody has left; refuses what fits on none."""
-        able = self._able_now(request)
-        if not able:
-            raise self._too_many(request)
-        return able
-
-    def _able_now(self, request: Request) -> tuple[int, ...]:
-        return tuple(d for d in request.devices if self.ground.ever(request, d, 0))
-
     def _would_block(self, request: Request) -> WouldBlock:
-        if request.lacks:
+        if request.missing_executors:
             return WouldBlock(
-                "the SMs are free, but no lane over just these is made yet: "
-                "use `async with pool.partition(...)`, which waits for it"
+                "the SMs are free, but have no executor yet: use `async with pool.partition(...)`, "
+                "which waits for one"
             )
-        free = max(self.devices[d].sms(self.free[d]) for d in request.devices)
+        allocator = self.allocator
+        free = max(
+            allocator.devices[d].largest_within(allocator.free_masks[d]) for d in request.devices
+        )
         return WouldBlock(
-            f"the SMs it asks for are not free now ({free} are, or somebody is before it): "
-            "use `async with pool.partition(...)`, which waits"
+            f"{self.dispatcher.asked(request)} SMs cannot be granted now ({free} are free; other "
+            "requests may go first): use `async with pool.partition(...)`, which waits"
         )
 
     def _refuse_deadlock(self, request: Request, able: Sequence[int]) -> None:
-        """Refuses what cannot be granted while its holder holds what he has."""
-        held = self._held_by(request)
-        if any(shared_grants.may_sit(self.ground, request, device) for device in able):
+        """Refuse what cannot be granted while its own holder holds what it has."""
+        allocator, held = self.allocator, self.dispatcher.held_by(request)
+        if not held or any(shared_grants.can_share(allocator, request, d) for d in able):
             return
-        if held and not any(self.ground.ever(request, d, held.get(d, 0)) for d in able):
-            most = max(self.devices[d].sms(self.devices[d].every & ~held.get(d, 0)) for d in able)
-            holds = sum(self.devices[d].sms(mask) for d, mask in held.items())
-            raise WouldDeadlock(holds, self._asked(request), most)
+        if any(allocator.can_ever_fit(request, d, held.get(d, 0)) for d in able):
+            return
+        most = holds = 0
+        together: tuple[int, ...] = ()
+        for device in able:
+            cells, mask = allocator.devices[device], held.get(device, 0)
+            most = max(most, cells.largest_within(allocator.reachable(request, device, mask)))
+            sizes = [SizeRange(n, n) for n in self.dispatcher.held_sizes(request, device)]
+            if not any(part.named is ALL for part in request.parts):
+                reachable = allocator.reachable(request, device)
+                found = cells.nearest(reachable, (*sizes, *request.parts))
+                together = max(together, found, key=sum)
+        holds = sum(allocator.devices[d].sm_count(mask) for d, mask in held.items())
+        raise WouldDeadlock(holds, self.dispatcher.asked(request), most, together=together)
+
+    def _refuse_full(self, request: Request, asked: int, now: float) -> None:
+        """Refuse what would have to wait, where too many wait already."""
+        state, waiting = request.class_state, self.queue.waiting
+        if waiting < self.max_waiting:
+            if state.waiting < state.max_waiting:
+                return
+            waiting = state.waiting
+        self._refused += 1
+        raise QueueFull(waiting, self._retry_after(request, asked, now))
+
+    def _retry_after(self, request: Request, asked: int, now: float) -> float:
+        """Predict when the queue has a place again, in seconds.
+
+        That is when the first of the present leases ends, and at the earliest after what one more
+        lease takes: its expected duration, else the mean of its class or of all leases, else the
+        least that any of the present ones has taken.
+        """
+        grants = [grant for of_device in self.allocator.grants for grant in of_device]
+        lease = (
+            request.seconds(asked)
+            or request.class_state.mean_duration
+            or self._mean_duration
+            or min((now - grant.began for grant in grants), default=0.0)
+        )
+        lease = max(lease, UNKNOWN_LEASE)
+        ends = [lease if one.ends is None else one.ends - now for one in grants]
+        return max(lease, min(ends, default=0.0))

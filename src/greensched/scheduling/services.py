@@ -1,20 +1,24 @@
-"""Service classes: what each kind of user of a pool is promised, as an operator writes it."""
+"""Service classes: what an operator promises to each kind of user of a pool."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from types import NoneType
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 from greensched._validation import as_float
 from greensched.errors import InvalidRequest
 from greensched.typing import ALL, NamedSize
 
-#: What becomes of a request that cannot be done in time.
+#: What happens to a request that cannot be done in time.
 OnLate = Literal["refuse", "best_effort"]
 LATE = get_args(OnLate)
+
+#: The largest latency target in seconds. A larger one is almost always meant in milliseconds. And
+#: it would have no effect: a margin follows after 1,000 latencies, hours at this size. Longer
+#: requests give `deadline=`.
+MOST_LATENCY = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +34,8 @@ class ServiceClass:
         cap: the most SMs the class may hold in the pool at once.
         priority: larger goes first in the queue.
         weight: its share of SM-time among classes of the same priority, under `policy="fair"`.
-        latency: target in seconds for a request, from the call to the end of its lease.
+        latency: target in seconds for a request, from the call to the end of its lease; at most 10.
+            Longer requests give a `deadline` of their own.
         preemptible: the class gives borrowed SMs back at its checkpoints, or ends its leases,
             within `checkpoint_interval`. Only a preemptible class borrows from other reserves.
         max_wait_for_reserve: the longest the class waits, in seconds, for SMs of its reserve that
@@ -66,8 +71,8 @@ class ServiceClass:
     on_late: OnLate = "refuse"
 
     @property
-    def blocking_budget(self) -> float:
-        """How long it will wait for its own floor, in seconds."""
+    def reserve_wait(self) -> float:
+        """The longest the class waits for lent SMs of its reserve, in seconds."""
         if self.max_wait_for_reserve is not None:
             return self.max_wait_for_reserve
         return 0.0 if self.latency is None else self.latency / 2
@@ -76,15 +81,16 @@ class ServiceClass:
 #: SMs of a class without a cap: more than there are.
 NO_CAP = 1 << 40
 
-#: Whoever names no class: nothing is kept for him, and nothing kept from him.
-ANYBODY = ServiceClass("")
+#: The class of requests that name none.
+DEFAULT_CLASS = ServiceClass("")
 
 
-def checked(services: object) -> tuple[ServiceClass, ...]:
-    """The classes of a pool, each checked.
+def validate_services(services: object) -> tuple[ServiceClass, ...]:
+    """Return the classes of a pool, each checked.
 
     Raises:
-        InvalidRequest: what is no class, or what no class can be; the message says what can.
+        InvalidRequest: an object that is not a class, or a field that no class can have; the
+            message says what is right.
     """
     given = tuple(services) if isinstance(services, Iterable) else (services,)
     if not all(isinstance(service, ServiceClass) for service in given):
@@ -96,59 +102,50 @@ def checked(services: object) -> tuple[ServiceClass, ...]:
         for field, is_right, right in _rules(service):
             if not is_right:
                 value = getattr(service, field)
-                raise InvalidRequest(f"service {service.name!r}: {field}={value!r}: {right}")
+                raise InvalidRequest(f"service {service.name!r}: {field}={value!r}: give {right}")
     if len({service.name for service in given}) < len(given):
-        raise InvalidRequest(f"services={services!r}: each name once")
-    return tuple(map(_plain, given))
-
-
-def _plain(one: ServiceClass) -> ServiceClass:
-    """The same, with Python's own numbers where it has others: compiled rooms take no others."""
-    given: dict[str, Any] = {"latency": one.latency, "quota": one.quota}
-    odd: dict[str, Any] = {
-        x: as_float(n) for x, n in given.items() if type(n) not in (float, int, NoneType)
-    }
-    return replace(one, **odd) if odd else one
+        raise InvalidRequest(f"services={services!r}: give each name once")
+    return given
 
 
 def _rules(one: ServiceClass) -> Iterable[tuple[str, bool, str]]:
-    """(field, whether it is right, what would be)."""
-    yield "name", type(one.name) is str and one.name != "", "a string"
-    yield "reserve", _count(one.reserve), "a number of SMs, at least 0"
+    """Yield (field, whether it is right, what would be)."""
+    yield "name", type(one.name) is str and one.name != "", "a string that is not empty"
+    yield "reserve", _is_count(one.reserve), "a number of SMs, at least 0"
     most = NO_CAP if isinstance(one.cap, NamedSize) else one.cap
-    is_cap = one.cap is ALL or (_count(one.cap) and most > 0)
+    is_cap = one.cap is ALL or (_is_count(one.cap) and most > 0)
     yield "cap", is_cap, "a number of SMs, at least 1, or ALL"
     yield "cap", most >= one.reserve, "at least as many SMs as its reserve"
-    yield "priority", _number(one.priority), "a number"
-    yield "weight", _number(one.weight) and 0 < one.weight < math.inf, "a number above 0"
+    yield "priority", _is_number(one.priority), "a number"
+    yield "weight", _is_number(one.weight) and 0 < one.weight < math.inf, "a number above 0"
     for field in ("latency", "checkpoint_interval"):
-        value = getattr(one, field)
-        yield field, value is None or (_number(value) and value > 0), "seconds, above 0, or None"
+        yield field, _is_above_0(getattr(one, field)), "seconds, above 0, or None"
+    is_short = one.latency is None or one.latency <= MOST_LATENCY
+    yield "latency", is_short, _latency_hint(one)
     yield "preemptible", isinstance(one.preemptible, bool), "True or False"
     yield "shared", isinstance(one.shared, bool), "True or False"
-    yield (
-        "max_wait_for_reserve",
-        _absent_or_at_least_0(one.max_wait_for_reserve),
-        "seconds, at least 0, or None",
-    )
-    yield "max_waiting", one.max_waiting is None or _count(one.max_waiting), "a whole number"
-    yield "quota", one.quota is None or (_number(one.quota) and one.quota > 0), "SMs, above 0"
+    wait = one.max_wait_for_reserve
+    yield "max_wait_for_reserve", wait == 0 or _is_above_0(wait), "seconds, at least 0, or None"
+    yield "max_waiting", one.max_waiting is None or _is_count(one.max_waiting), "a whole number"
+    yield "quota", _is_above_0(one.quota), "SMs, above 0, or None"
     right = "a number of bytes, at least 0, or None"
-    yield "memory_bytes", one.memory_bytes is None or _count(one.memory_bytes), right
-    yield "on_late", _is_one_of(one.on_late, LATE), "'refuse' or 'best_effort'"
+    yield "memory_bytes", one.memory_bytes is None or _is_count(one.memory_bytes), right
+    yield "on_late", one.on_late in LATE, "'refuse' or 'best_effort'"
 
 
-def _is_one_of(value: object, known: tuple[str, ...]) -> bool:
-    return isinstance(value, str) and value in known
+def _latency_hint(one: ServiceClass) -> str:
+    seconds = f"at most {MOST_LATENCY:g}: latency is in seconds"
+    return f"{seconds} ({as_float(one.latency) / 1000:g} for {one.latency} ms)"
 
 
-def _count(value: object) -> bool:
+def _is_count(value: object) -> bool:
     return type(value) is int and value >= 0
 
 
-def _number(value: object) -> bool:
+def _is_number(value: object) -> bool:
     return not math.isnan(as_float(value))
 
 
-def _absent_or_at_least_0(value: float | None) -> bool:
-    return value is None or (_number(value) and value >= 0)
+def _is_above_0(value: object) -> bool:
+    """Return whether it is None or a number above 0."""
+    return value is None or as_float(value) > 0

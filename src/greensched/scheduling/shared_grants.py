@@ -1,94 +1,59 @@
-"""Seats: leases of all SMs of a device that is not split, several at once. See `sharing`."""
+"""Shared grants: all SMs of a device that is not split, several at once. See `split_controller`."""
 
 from __future__ import annotations
 
 from greensched.scheduling.allocator import SMAllocator
 from greensched.scheduling.requests import Grant, Request
-from greensched.scheduling.reservations import lengths
+from greensched.scheduling.reservations import expected_times
 
 
-def may_sit(ground: SMAllocator, request: Request, device: int) -> bool:
-    """Whether a request may be granted a seat, and so all SMs, beside whoever has one."""
-    flow, total = request.flow, ground.devices[device].total
-    if not flow.shared or ground.verdict.is_split or ground.apart[device]:
+def can_share(allocator: SMAllocator, request: Request, device: int) -> bool:
+    """Return whether a request may have a shared grant, beside those that are there."""
+    state, total = request.class_state, allocator.devices[device].total
+    if not state.shared or allocator.split_controller.is_split or allocator.exclusive[device]:
         return False
-    if len(request.parts) > 1 or flow.sms + total > flow.cap:
+    if len(request.parts) > 1 or state.sms + total > state.cap:
         return False
-    # Whoever has a floor here and did not say `shared` will have to wait for all seats.
-    owners = [owner for owner in ground.floors[device].owners if not owner.shared]
-    length = lengths(request, total)[0] if owners else 0.0
-    lends = flow.preemptible and length > 0
-    return all(lends and length <= o.budget and not o.waiting for o in owners)
+    # A class with a reserve here that is not shared will have to wait for all shared grants.
+    owners = [owner for owner in allocator.reservations[device].owners if not owner.shared]
+    length = expected_times(request, total)[0] if owners else 0.0
+    lends = state.preemptible and length > 0
+    return all(lends and length <= owner.max_wait and not owner.waiting for owner in owners)
 
 
-def seat(ground: SMAllocator, device: int) -> int:
-    """A seat that nobody has."""
-    taken = {lease.mask for lease in ground.seats[device]}
+def free_mask(allocator: SMAllocator, device: int) -> int:
+    """Return a mask of a shared grant that no other grant has."""
+    taken = {grant.mask for grant in allocator.shared_grants[device]}
     number = 0
-    while (seat := ground.devices[device].seat(number)) in taken:
+    while (mask := allocator.devices[device].shared_mask(number)) in taken:
         number += 1
-    return seat
+    return mask
 
 
-def give_seat(
-    ground: SMAllocator, request: Request, device: int, seat: int, now: float
-) -> tuple[Grant, ...]:
-    """Leases all SMs of a device to one more."""
-    flow, total = request.flow, ground.devices[device].total
-    lease = Grant(device, seat, total, request.holder, request, now)
-    lease.is_seat, lease.is_apart = True, False
-    flow.sms += total
-    ground.charge(flow, lease, request, now)
-    ground.live[device][lease] = ground.seats[device][lease] = None
-    return (lease,)
+def enter_or_leave(allocator: SMAllocator, grant: Grant) -> int:
+    """At a checkpoint, make a grant shared or exclusive, as its device is not split, or is.
 
-
-def sit(ground: SMAllocator, lease: Grant, seat: int) -> None:
-    """A lease gives its cells back, and has a seat from now on."""
-    device, cells = lease.device, ground.devices[lease.device]
-    if ground.floors[device].owners:
-        ground.floors[device].give(lease, (lease.mask & cells.equal).bit_count())
-        ground.floors[device].note(lease, is_over=True)
-    ground.free[device] |= lease.mask
-    ground.seats[device][lease] = None
-    lease.flow.sms += cells.total - lease.sms
-    lease.mask, lease.sms, lease.is_seat = seat, cells.total, True
-
-
-def stand_up(ground: SMAllocator, lease: Grant) -> int:
-    """A lease has the least it asked for instead of its seat, if that is free.
-
-    Returns the cells it should have and over which no partition is made; 0: none.
+    Returns the cells that it should have and that have no executor; 0: none.
     """
-    device, flow, request = lease.device, lease.flow, lease.request
-    cells, floors = ground.devices[device], ground.floors[device]
-    flow.sms -= lease.sms  # what it would have instead is within the class's cap
-    least = -(-request.parts[0].least // cells.size)
-    (mask,) = ground.fit(request, device, least) or (0,)
-    missing = 0 if ground.is_made(device, mask) else mask
-    if missing and least:
-        have = (ground.free[device] & cells.equal).bit_count()
-        room, _ = floors.room(have, request, lease.sms)
-        mask = ground.made_within(device, ground.visible(flow, device, room), least, room)
-    if not mask or (missing and mask == missing):
-        flow.sms += lease.sms
-        return missing
-    lease.sms = cells.sms(mask)
-    flow.sms += lease.sms
-    if floors.owners:
-        have, taken = (
-            (ground.free[device] & cells.equal).bit_count(),
-            (mask & cells.equal).bit_count(),
-        )
-        floors.take(have, lease, taken, taken, lease.sms)
-    ground.free[device] &= ~mask
-    del ground.seats[device][lease]
-    lease.mask, lease.is_seat = mask, False
-    floors.note(lease)
+    # A request of a class that is not shared may wait for nothing but the shared grants.
+    others = any(state.waiting and not state.shared for state in allocator.classes.values())
+    if grant.is_shared:
+        if not (others or allocator.split_controller.is_split):
+            return 0
+        least = grant.request.parts[0].least
+        mask, missing = allocator.choose_mask(grant, least, least)
+    elif not (others or grant.is_exclusive) and can_share(allocator, grant.request, grant.device):
+        mask, missing = free_mask(allocator, grant.device), 0
+        if not allocator.is_made(grant.device, mask):
+            return mask
+    else:
+        return 0
+    if mask:
+        allocator.resize(grant, mask)
     return missing
 
 
-def is_claimed(ground: SMAllocator, device: int) -> bool:
-    """Whether somebody on a seat, whose device is to be split, has to find room for his least."""
-    seats = ground.seats[device]
-    return ground.verdict.is_split and any(not x.draining for x in seats)
+def is_leaving(allocator: SMAllocator, device: int) -> bool:
+    """Return whether shared grants of a device that is split still need cells there."""
+    grants = allocator.shared_grants[device]
+    return allocator.split_controller.is_split and any(not grant.draining for grant in grants)

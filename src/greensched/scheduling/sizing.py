@@ -1,9 +1,9 @@
-"""Sizes: how many SMs an elastic request is to have now, by a policy that says so (`Policy.size`).
+"""How many SMs an elastic request should have now, by a policy that sizes (`Policy.size`).
 
-The policy sees the room there is on a device: the sizes, what classes above neither have nor want,
-whether anybody else does. What it says is kept within what was asked for, what the class may have,
-and what there is once others have given back what they can at a checkpoint: for more nobody is kept
-waiting. And whoever is granted his floor without it is granted it all the same.
+The policy sees a device: the possible sizes, what higher classes neither have nor want, and whether
+the request is alone. Its answer is kept within what was asked for, what the class may have, and
+what is there once other leases have given back what they can at a checkpoint: a request is not kept
+waiting for more. A request that its own reserve satisfies is granted all the same.
 """
 
 from __future__ import annotations
@@ -14,61 +14,62 @@ from typing import Any
 from greensched.scheduling.allocator import SMAllocator
 from greensched.scheduling.cells import SizeRange
 from greensched.scheduling.policy import SizingView
-from greensched.scheduling.requests import Grant, Request, RequestLine
+from greensched.scheduling.request_line import RequestLine
+from greensched.scheduling.requests import Grant, Request
 
 #: `Policy.size`.
 Size = Callable[[Any, SizingView], tuple[int, int]]
 
 
-def wanted(
+def target_size(
     size: Size,
-    ground: SMAllocator,
+    allocator: SMAllocator,
     lines: Iterable[RequestLine],
     request: Request,
     device: int,
-    lease: Grant | None = None,
+    grant: Grant | None = None,
 ) -> SizeRange:
-    """What it is to have on a device now; `lease`: what it has there."""
-    (asked,), cells = request.parts, ground.devices[device]
-    most = max(asked.least, cells.largest(ground.most_now(request, device, lease)))
-    sizes = range(-(-asked.least // cells.size) * cells.size, most, cells.size)
-    taken, kept, is_alone = _others(ground, lines, request, device, lease)
-    room = SizingView((*sizes, most), max(0, cells.total - taken), is_alone)
-    least, upto = size(request, room)
-    # What his floor gives him he has without waiting for more.
-    floor = ground.floors[device].unmet(request.flow) * cells.size
-    if floor >= asked.least:
-        least = min(least, floor)
+    """Return what a request should have on a device; `grant`: what it has there already."""
+    (asked,), cells = request.parts, allocator.devices[device]
+    most = max(asked.least, cells.largest(allocator.most_now(request, device, grant)))
+    sizes = range(cells.cells_for(asked.least) * cells.size, most, cells.size)
+    taken, kept, is_alone = _others(allocator, lines, request, device, grant)
+    view = SizingView((*sizes, most), max(0, cells.total - taken), is_alone)
+    least, upto = size(request, view)
+    # What its own reserve gives, it has without waiting for more.
+    reserve = allocator.reservations[device].unmet(request.class_state) * cells.size
+    if reserve >= asked.least:
+        least = min(least, reserve)
     least = max(asked.least, min(least, most, cells.total - kept))
     return SizeRange(least, min(max(upto, least), most))
 
 
 def _others(
-    ground: SMAllocator,
+    allocator: SMAllocator,
     lines: Iterable[RequestLine],
     request: Request,
     device: int,
-    lease: Grant | None,
+    grant: Grant | None,
 ) -> tuple[int, int, bool]:
-    """What others have or want there.
+    """Return what other grants have, and other requests want, on a device.
 
     Returns:
-        SMs that classes of higher priority have or want; SMs that leases keep to their end; whether
-        nobody has or wants any.
+        SMs that classes of higher priority have or want; SMs that grants keep to their end; whether
+        there is no other grant or request.
     """
-    flow, taken, kept, is_alone = request.flow, 0, 0, True
-    size = ground.devices[device].size
-    for other in ground.live[device]:
-        if other is not lease:
+    priority, taken, kept, is_alone = request.class_state.priority, 0, 0, True
+    cells = allocator.devices[device]
+    for other in allocator.grants[device]:
+        if other is not grant:
             is_alone = False
-            keeps = -(-other.request.parts[0].least // size) * size
+            keeps = cells.cells_for(other.request.parts[0].least) * cells.size
             kept += min(other.sms, keeps) if other.request.is_elastic else other.sms
-            if other.flow.priority > flow.priority:
-                taken += max(other.sms, other.request.wants[0].least)
+            if other.class_state.priority > priority:
+                taken += max(other.sms, other.request.target[0].least)
     for line in lines:
         first = line.first()
         if first is not None and first is not request and device in first.devices:
             is_alone = False
-            if line.flow.priority > flow.priority:
-                taken += first.wants[0].least
+            if line.class_state.priority > priority:
+                taken += first.target[0].least
     return taken, kept, is_alone

@@ -1,12 +1,11 @@
-"""When to split at all: a device that is not split while everybody does well without.
+"""Decide when devices are split: not while every class meets its latency without.
 
 Plain streams on all SMs beat every split while nothing saturates (A100, small kernels of a hybrid
-model: 0.85 ms against 0.96 and more). So classes that say they may (`shared`) are granted *seats*
-on a device, each of them all of its SMs, several at once. A seat is a lease like any other, with a
-lane of its own. As soon as one of those classes is near the latency it should have, the device is
-split: from then on they are granted cells, at once, for who said `shared` is not disturbed by
-seats whose work still drains. Everybody else is: he is granted nothing on a device as long as there
-is a seat, nor is a seat while he has cells there.
+model: 0.85 ms against 0.96 ms and more). Classes that allow it (`ServiceClass.shared`) are granted
+*shared grants*: each has all SMs of a device, several at once, each with its own executor. As soon
+as one of these classes is near its latency, devices are split: from then on they are granted
+cells, even while shared grants on the device still drain. Every other request waits for the shared
+grants on a device to end, and no shared grant is given while an exclusive one has cells there.
 """
 
 from __future__ import annotations
@@ -15,67 +14,67 @@ import math
 
 from greensched.scheduling.class_state import ClassState
 
-#: What takes more than this part of its latency counts: who is near it shall never be late. The
-#: fifth left over is about what the largest neighbour costs that was measured on disjoint SMs.
+#: A latency above this fraction of its target is near it. The remaining fifth is about what the
+#: worst measured neighbour on disjoint SMs costs.
 NEAR = 0.8
-#: Latencies of a class that are looked at together, and how many of them may be near its bound:
-#: one in a hundred is what goodput allows.
+#: Latencies of a class that are judged together, and the share of them that may be near: 1 in 100
+#: may miss a target.
 LOOK, ONE_IN = 500, 100
-#: Seconds for which devices stay split at least. Doubled each time that they must be split again
-#: before the longest of them has passed.
+#: Seconds for which devices stay split at least. Doubled, up to `LONGEST`, each time that they must
+#: be split again within `LONGEST` seconds.
 HOLD, LONGEST = 1.0, 64.0
 
 
 class SplitController:
-    """Whether devices are split, from the latencies that classes have. With hysteresis."""
+    """Whether devices are split, decided from the latencies of classes, with hysteresis."""
 
-    __slots__ = ("_hold", "_seen", "_since", "_was", "is_split")
+    __slots__ = ("_hold", "_previous", "_seen", "_since", "is_split")
 
     def __init__(self) -> None:
         self.is_split = False
         self._since, self._hold = 0.0, HOLD
-        #: Of each class: how many were seen, and how many were near.
+        #: For each class: how many latencies were seen, and how many of them were near.
         self._seen: dict[ClassState, tuple[int, int]] = {}
-        #: When devices were last split, and last were not: until when, and what `_trouble` was.
-        self._was: dict[bool, tuple[float, float]] = {}
+        #: For the last time split and the last time not split: until when, and the trouble then.
+        self._previous: dict[bool, tuple[float, float]] = {}
 
-    def saw(self, flow: ClassState, latency: float, number: int, now: float) -> bool:
-        """So many of a class had this latency. Returns whether that changes the verdict."""
-        if flow.latency is None:
+    def record(self, state: ClassState, latency: float, number: int, now: float) -> bool:
+        """Record that so many requests had this latency. Return whether that changes the state."""
+        if state.latency is None:
             return False
-        seen, near = self._seen.get(flow, (0, 0))
+        seen, near = self._seen.get(state, (0, 0))
         seen += number
-        near += number if latency > NEAR * flow.latency else 0
-        self._seen[flow] = seen, near
+        near += number if latency > NEAR * state.latency else 0
+        self._seen[state] = seen, near
         if self.is_split:
             if now - self._since < self._hold:
                 return False
             is_calm = all(near * ONE_IN <= seen for seen, near in self._seen.values())
-            was = self._before(now)
-            is_worse = was is not None and self._trouble() > was
+            before = self._trouble_before(now)
+            is_worse = before is not None and self._trouble() > before
             return self._decide(now, is_split=not (is_calm or is_worse))
         is_over = seen >= LOOK
         if near * ONE_IN >= LOOK:
-            was = self._before(now)
-            # Where the split was some help it is so at once; else both are looked at for as long.
-            if was is None or was * ONE_IN <= 1 or is_over:
-                return self._decide(now, is_split=was is None or self._trouble() > was)
+            before = self._trouble_before(now)
+            # If the split helped last time, split at once; else observe both for equally long.
+            if before is None or before * ONE_IN <= 1 or is_over:
+                return self._decide(now, is_split=before is None or self._trouble() > before)
         if is_over:
-            self._seen[flow] = 0, 0
+            self._seen[state] = 0, 0
         return False
 
     def _trouble(self) -> float:
-        """How many are near: the sum of the classes' parts."""
+        """Sum the classes' shares of latencies that are near."""
         return sum(near / seen for seen, near in self._seen.values() if seen)
 
-    def _before(self, now: float) -> float | None:
-        """The same when devices were split, or not, the last time; None: too long ago to count."""
-        until, trouble = self._was.get(not self.is_split, (-math.inf, 0.0))
+    def _trouble_before(self, now: float) -> float | None:
+        """Return the trouble of the last time in the other state; None: too long ago to count."""
+        until, trouble = self._previous.get(not self.is_split, (-math.inf, 0.0))
         return trouble if now - until <= LONGEST else None
 
     def _decide(self, now: float, *, is_split: bool) -> bool:
-        """From now on they are split, or are not. Returns whether they were not, or were."""
-        self._was[self.is_split] = now, self._trouble()
+        """Set the state. Return whether it changed."""
+        self._previous[self.is_split] = now, self._trouble()
         is_changed = is_split is not self.is_split
         if is_changed and is_split:
             is_soon = now - self._since < LONGEST
@@ -85,6 +84,6 @@ class SplitController:
         return is_changed
 
     def forget(self) -> None:
-        """The classes have changed: what was seen of them says nothing."""
+        """Drop all observations: the classes have changed."""
         self._seen.clear()
-        self._was.clear()
+        self._previous.clear()

@@ -1,4 +1,4 @@
-"""What the scheduler and its classes have done so far: figures, for people."""
+"""What the scheduler and its classes have done so far."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStatistics:
-    """Counts since the beginning, and what is the case now.
+    """Counts since the start, and the present state.
 
-    Every request taken is `requested`, and then `waiting`, `granted`, `cancelled` (also by the
-    end of the pool, or where it can never be granted any more) or `expired`; one that was refused
-    because of what else waits is `refused`.
+    Every accepted request counts as `requested`, and is then `waiting`, `granted`, `expired` or
+    `cancelled` (also when the pool closes, or when it can never be granted any more). A request
+    that was turned away because of others counts as `refused` alone.
+
+    `sms_free` is what a request can get: the SMs of the largest partition that the free cells of a
+    device can form, summed over the devices. Free SMs that cannot be in it are not counted.
     """
 
     waiting: int
@@ -27,15 +30,15 @@ class SchedulerStatistics:
 
 @dataclass(frozen=True, slots=True)
 class ServiceStatistics:
-    """What a class has and had.
+    """What a class holds, and what it had.
 
     Attributes:
-        sms: SMs it holds, also where their work still drains.
-        sms_lent: of its floor, to others.
-        waiting: its requests that are queued.
-        granted: its leases since the beginning.
-        sm_seconds: what they took, those that are over.
-        is_shared: it is granted all SMs of a device, beside others that are.
+        sms: SMs it holds, including those of ended leases whose work is not done.
+        sms_lent: SMs of its reserve that other classes have borrowed.
+        waiting: its queued requests.
+        granted: its leases since the start.
+        sm_seconds: what its leases that are over took.
+        is_shared: it is granted all SMs of a device, shared with other such classes.
     """
 
     sms: int
