@@ -242,7 +242,7 @@ def test_other_shapes_are_made_when_asked_for(backend: Backend) -> None:
 
     async def main() -> None:
         async with backend.pool("h200") as pool, pool.partitions(24, 24, 24, 24):
-            with pytest.raises(greensched.WouldBlock, match="no lane"):
+            with pytest.raises(greensched.WouldBlock, match="no executor"):
                 pool.partition_nowait(24)
             made = pool.statistics().executors_made
             for _ in range(3):

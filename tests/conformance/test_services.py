@@ -152,7 +152,7 @@ def test_classes_change_while_it_runs(backend: Backend) -> None:
                 async with pool.partition(8, service="b"):
                     pass
                 release.set()
-            with pytest.raises(greensched.InvalidRequest, match="floors"):
+            with pytest.raises(greensched.InvalidRequest, match="reserves"):
                 pool.reconfigure(services=[ServiceClass("b", reserve=10**6)])
             async with pool.partition(8, service="b"):
                 pass

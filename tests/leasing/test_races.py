@@ -297,7 +297,7 @@ def test_what_does_not_wait_has_nothing_made(race: Any) -> None:
         await race.all_free()
         made = pool.statistics().executors_made
         for _ in range(3):
-            with pytest.raises(greensched.WouldBlock, match="no lane"):
+            with pytest.raises(greensched.WouldBlock, match="no executor"):
                 pool.partition_nowait(24)
             await race.ask("one", 8)
         assert pool.statistics().executors_made == made

@@ -604,8 +604,8 @@ class Scheduler:
     def _would_block(self, request: Request) -> WouldBlock:
         if request.missing_executors:
             return WouldBlock(
-                "the SMs are free, but have no executor yet: use `async with pool.partition(...)`, "
-                "which waits for one"
+                "the SMs are free, but there is no executor for them yet: use "
+                "`async with pool.partition(...)`, which waits for one"
             )
         allocator = self.allocator
         free = max(
