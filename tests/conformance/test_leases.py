@@ -411,7 +411,7 @@ def test_statistics_and_repr_tell_the_truth(backend: Backend) -> None:
                             raise RuntimeError("mine")
                     s = pool.statistics()
                     assert (s.sms_leased, s.sms_draining) == (16, 8)
-                    assert s.sms_free + s.sms_leased + s.sms_draining == s.sms_total
+                    assert 0 < s.sms_free <= s.sms_total - 24, "what one request can get"
                     assert "16 leased, 8 draining" in repr(pool)
                     held.open()
                     await until(lambda: pool.statistics().sms_draining == 0)

@@ -32,7 +32,9 @@ class PoolStatistics(SchedulerStatistics):
 
     Attributes:
         waiting, requested, granted, cancelled, expired, refused: requests.
-        sms_free, sms_leased, sms_draining: of the `sms_total`.
+        sms_leased, sms_draining: of the `sms_total`.
+        sms_free: the SMs that one request can get now, summed over the devices: fewer than the
+            rest where free SMs do not fit into one partition.
         completion: `"word"` if streams write tickets to memory; `"event"` if they cannot here.
         services: the statistics of each class; "": of requests that name none.
     """
