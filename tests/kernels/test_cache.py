@@ -200,7 +200,7 @@ def test_the_directory_is_made_for_us_alone(tmp_path: Path) -> None:
 def test_a_directory_open_to_others_is_refused(tmp_path: Path, mode: int) -> None:
     """Where others can write they could plant code: memory only, and one warning says so."""
     tmp_path.chmod(mode)
-    with pytest.warns(RuntimeWarning, match="can be written to by others") as caught:
+    with pytest.warns(RuntimeWarning, match="is writable by other users") as caught:
         refused = Cache(tmp_path)
     assert len(caught) == 1
     assert refused.directory is None
@@ -216,12 +216,12 @@ def test_a_directory_others_may_read_is_used(tmp_path: Path) -> None:
     assert Cache(tmp_path).directory == tmp_path
 
 
-def test_a_directory_of_somebody_else_is_refused(
+def test_a_directory_of_another_user_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever owns the directory could change what is in it."""
     monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
-    with pytest.warns(RuntimeWarning, match="belongs to somebody else"):
+    with pytest.warns(RuntimeWarning, match="belongs to another user"):
         assert Cache(tmp_path).directory is None
 
 
@@ -234,10 +234,10 @@ def test_a_path_that_is_no_directory_means_memory_only(tmp_path: Path) -> None:
 
 def test_where_the_directory_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Our own variable comes first, then XDG's if it is absolute, then the home directory."""
-    monkeypatch.setenv("HOME", "/home/somebody")
+    monkeypatch.setenv("HOME", "/home/user")
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     monkeypatch.setenv("GREENSCHED_CACHE_DIR", "")
-    assert cache.default_directory() == Path("/home/somebody/.cache/greensched")
+    assert cache.default_directory() == Path("/home/user/.cache/greensched")
     monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
     assert cache.default_directory() == Path("/xdg/greensched")
     monkeypatch.setenv("GREENSCHED_CACHE_DIR", "/own")

@@ -84,7 +84,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return name.encode()
 
     monkeypatch.setattr(cache, "compiled", compiled)
-    monkeypatch.setattr("greensched.kernels.loader.SAID_S", 0.0)
+    monkeypatch.setattr("greensched.kernels.loader.ANNOUNCE_S", 0.0)
     return names
 
 
@@ -193,13 +193,13 @@ def test_a_cubin_for_another_device_is_refused(facts: DeviceFacts) -> None:
 @pytest.mark.parametrize(
     ("layout", "problem"),
     [
-        (((0, 8), (8, 4)), "the code takes 2 parameters, and 3 are given"),
+        (((0, 8), (8, 4)), "the code has 2 parameters, but 3 are declared"),
         (
             ((0, 8), (8, 8), (16, 8)),
-            "'n' has 4 bytes at offset 8 as given .i4.*8 bytes at offset 8",
+            "'n' has 4 bytes at offset 8 as declared .i4.*8 bytes at offset 8",
         ),
-        (((0, 8), (8, 4), (12, 4)), "'by' has 8 bytes at offset 16 as given .f8.*4 bytes .* 12"),
-        (((0, 4), (4, 4), (8, 8)), r"'x' has 8 bytes at offset 0 as given \(f4 \*\)"),
+        (((0, 8), (8, 4), (12, 4)), "'by' has 8 bytes at offset 16 as declared .f8.*4 bytes .* 12"),
+        (((0, 4), (4, 4), (8, 8)), r"'x' has 8 bytes at offset 0 as declared \(f4 \*\)"),
         (((0, 8), (12, 4), (16, 8)), "'n' has 4 bytes at offset 8 .* at offset 12"),
     ],
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -64,7 +64,7 @@ def test_parameters_can_be_given() -> None:
     assert kernel.parameters == MATRIX
     assert program.kernel("transform") is kernel
     assert program.kernel("transform", parameters=list(MATRIX)) is kernel
-    with pytest.raises(InvalidRequest, match="has these parameters"):
+    with pytest.raises(InvalidRequest, match="exists already"):
         program.kernel("transform", parameters=())
 
 
@@ -92,7 +92,7 @@ def test_a_kernel_outside_the_source_needs_parameters() -> None:
 def test_wrong_parameters_are_refused(wrong: object) -> None:
     """Only parameters with numpy's codes are taken."""
     given: Sequence[Parameter] = [wrong]  # type: ignore[list-item]  # the mistake under test
-    with pytest.raises(InvalidRequest, match="is no parameter"):
+    with pytest.raises(InvalidRequest, match="is not a parameter"):
         Program(SOURCE).kernel("transform", parameters=given)
 
 
@@ -122,7 +122,7 @@ def is_numpys(code: str) -> bool:
 
 def test_options_are_no_string() -> None:
     """One string in place of a sequence would be taken letter by letter."""
-    with pytest.raises(InvalidRequest, match="one string"):
+    with pytest.raises(InvalidRequest, match="is a string"):
         Program(SOURCE, options="--use_fast_math")
 
 
@@ -149,17 +149,28 @@ def test_a_meaning_is_given_once() -> None:
     kernel = Program(SOURCE).kernel("scale")
 
     @kernel.reference
-    def first(launch: LaunchFacts) -> None: ...
+    def first(launch: LaunchFacts, x: Any, by: Any, n: Any) -> None: ...
 
     @kernel.cost
-    def free(launch: LaunchFacts) -> Cost:
+    def free(*_: Any) -> Cost:
         return Cost()
 
     with pytest.raises(InvalidRequest, match="already has a reference"):
-        kernel.reference(lambda launch: None)
+        kernel.reference(lambda *_: None)
     with pytest.raises(InvalidRequest, match="already has a cost"):
-        kernel.cost(lambda launch: Cost())
+        kernel.cost(lambda *_: Cost())
     assert (kernel.spec.reference, kernel.spec.cost) == (first, free)
+
+
+def test_a_function_with_other_parameters_is_refused() -> None:
+    """A reference or cost that cannot take the kernel's arguments is refused when attached."""
+    kernel = Program(SOURCE).kernel("scale")
+    called = r"is called as function\(launch, x, by, n\): "
+    with pytest.raises(InvalidRequest, match="the reference of kernel 'scale' " + called):
+        kernel.reference(lambda launch, x: None)
+    with pytest.raises(InvalidRequest, match="the cost of kernel 'scale' " + called):
+        kernel.cost(lambda launch: Cost())
+    kernel.reference(max)  # has no signature that Python can read: accepted
 
 
 def test_the_image_is_live() -> None:
@@ -222,9 +233,9 @@ def test_a_cubin_serves_its_architecture(arch: str, device: str, runs: bool) -> 
 
 def test_a_cubin_is_checked_when_made() -> None:
     """A wrong architecture or parameter is refused at once, not at the first launch."""
-    with pytest.raises(InvalidRequest, match="no architecture"):
+    with pytest.raises(InvalidRequest, match="not an architecture"):
         Program.from_cubin(b"cubin", arch="compute_90", parameters={})
-    with pytest.raises(InvalidRequest, match="is no parameter"):
+    with pytest.raises(InvalidRequest, match="is not a parameter"):
         Program.from_cubin(b"cubin", arch="sm_90", parameters={"f": [Parameter("x", "float")]})
 
 

@@ -1,7 +1,6 @@
-"""Kernels: source to cubin to `Kernel`, cached; and the built-in ones.
+"""Kernels: CUDA source to cubin to `Kernel`, with a cache; and the built-in kernels.
 
-Importing loads neither numpy nor NVRTC: sources are only read, and compiled when a device first
-needs them.
+Importing loads neither numpy nor NVRTC: a source is compiled when a device first needs it.
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
-"""Compiled cubins, kept in memory and on disk, so that a source is compiled once.
+"""The cache of compiled cubins, in memory and on disk: a source is compiled once.
 
 1. The key is the SHA-256 of everything that decides the machine code: source, name (it is in the
    line information), options in their order, architecture, NVRTC's version, and the version of
-   this file format. NVRTC's output is the same bytes each time (measured, 13.5), so a cubin read
-   back is as good as one just made.
-2. What a key cannot see is not cached: a source with an `#include` of anything but `<...>`, or any
-   source compiled with include paths of its own. It is compiled each time. Headers in `<...>` are
-   taken for the toolkit's, which change when NVRTC's version does.
-3. The disk is a convenience and never fails a compile: no home, no space, no permission mean memory
-   only. A directory that somebody else could write to is refused, for a cubin is code.
-4. A file carries the SHA-256 of its key and content. One that does not match is replaced. Files are
-   written beside their name and moved onto it, so no reader sees half of one.
+   this file format. NVRTC's output is deterministic (measured, 13.5), so a cached cubin equals
+   a new one.
+2. A source that includes anything but `<...>`, or is compiled with include paths of its own, is not
+   cached, because the key would not reflect a changed header. Headers in `<...>` are assumed to be
+   the toolkit's, which change with NVRTC's version.
+3. An unusable disk never fails a compilation: without a home, space or permission the cache is in
+   memory only. A directory that other users can write to is refused, because a cubin is code.
+4. A file carries the SHA-256 of its key and content; one that does not match is replaced. Files are
+   written under a temporary name and renamed, so that no reader sees a partial one.
 
 The directory is `$GREENSCHED_CACHE_DIR`, else `$XDG_CACHE_HOME/greensched`, else
-`~/.cache/greensched`. Nothing is ever removed from it; it may be deleted at any time.
+`~/.cache/greensched`. Nothing is ever removed from it; users may delete it at any time.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-#: Of the files; part of every key, so older files are simply not found.
+#: The version of the file format; part of every key, so that older files are not found.
 FORMAT = 1
 
 _MAGIC = b"greensched cubin\n"
 _HEADER_BYTES = len(_MAGIC) + hashlib.sha256().digest_size
-#: Cubins in memory, the least recently used leaving first. A small kernel's cubin is 4 kB
-#: (measured), so this is a few MB of programs made by the thousand.
+#: Cubins in memory; the least recently used are dropped first. The cubin of a small kernel has 4 kB
+#: (measured), so this is about 1 MB.
 _MOST_IN_MEMORY = 256
 
 _OUTSIDE_INCLUDE = re.compile(r"^[ \t]*#[ \t]*include\b(?![ \t]*<)", re.MULTILINE)
@@ -48,14 +48,16 @@ _INCLUDE_OPTIONS = ("-I", "--include-path", "-include", "--pre-include")
 
 
 def compiled(source: str, *, name: str, arch: str, options: Sequence[str] = ()) -> bytes:
-    """The cubin of a CUDA source, compiled at most once. Blocks: disk, NVRTC (25 ms and more).
+    """Return the cubin of a CUDA source, compiled at most once.
+
+    Blocks: on the disk, in NVRTC (25 ms and more).
 
     Raises:
         CompileFailed: NVRTC refused the source; nothing is cached.
-        DriverUnavailable: there is no NVRTC (also where a cubin is on disk: its key needs the
-            version).
+        DriverUnavailable: there is no NVRTC. It is needed even if the cubin is on disk, because the
+            key has its version.
     """
-    # Lazily: `import greensched` loads neither cuda.bindings nor NVRTC.
+    # Imported here because `import greensched` must not load cuda.bindings or NVRTC.
     from greensched.driver import nvrtc
 
     def make() -> bytes:
@@ -70,44 +72,44 @@ def compiled(source: str, *, name: str, arch: str, options: Sequence[str] = ()) 
 def key_of(
     source: str, *, name: str, arch: str, options: Sequence[str], nvrtc: tuple[int, int]
 ) -> str:
-    """The key of a compilation: hexadecimal, different wherever the cubin could be."""
-    # JSON because it cannot be read in two ways: the parts may contain anything.
+    """Return the key of a compilation, which differs if the cubin could differ."""
+    # JSON is unambiguous, whatever the parts contain.
     parts = [FORMAT, *nvrtc, arch, name, list(options), source]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 def is_self_contained(source: str, options: Sequence[str] = ()) -> bool:
-    """Whether a key sees all that is compiled: no headers but those of NVRTC and the toolkit."""
+    """Return whether the key covers all that is compiled: no headers but the toolkit's."""
     if any(option.startswith(_INCLUDE_OPTIONS) for option in options):
         return False
     return _OUTSIDE_INCLUDE.search(source) is None
 
 
 class Cache:
-    """Cubins by key. Thread-safe; what two threads want at once is made once.
+    """Cubins by key. Thread-safe; threads that need the same cubin compile it once.
 
     Args:
-        directory: where files are kept; made (0700) if missing. None, or a directory that cannot
-            be used: memory only.
+        directory: the directory of the files, created (0700) if missing. None, or a directory that
+            cannot be used: memory only.
 
     Warns:
-        RuntimeWarning: the directory belongs to somebody else, or others may write to it.
+        RuntimeWarning: the directory belongs to another user, or others can write to it.
     """
 
     def __init__(self, directory: Path | None) -> None:
         self._mutex = threading.Lock()
         self._binaries: dict[str, bytes] = {}
-        # Weak: a key's lock lives as long as somebody holds it or waits for it.
+        # Weak: the lock of a key lives only while a thread holds it or waits for it.
         self._making: weakref.WeakValueDictionary[str, threading.Lock] = (
             weakref.WeakValueDictionary()
         )
         self.directory = _usable(directory)
 
     def get(self, key: str, make: Callable[[], bytes]) -> bytes:
-        """What is cached under the key, or what `make` returns, cached from now on.
+        """Return the cubin of a key, from the cache or from `make`, whose result is cached.
 
-        Blocks: on disk, in `make`, and while another thread makes the same. An exception of `make`
-        goes to its caller; the next one tries again.
+        Blocks: on disk, in `make`, and while another thread makes the same cubin. If `make` raises,
+        the next call tries again.
         """
         binary = self._recall(key)
         if binary is not None:
@@ -130,7 +132,7 @@ class Cache:
         with self._mutex:
             binary = self._binaries.pop(key, None)
             if binary is not None:
-                self._binaries[key] = binary  # at the end: the most recently used
+                self._binaries[key] = binary  # moved to the end, as the most recently used
             return binary
 
     def _remember(self, key: str, binary: bytes) -> None:
@@ -166,13 +168,13 @@ class Cache:
 
 # -- the process's cache ----------------------------------------------------------------------
 
-# One per process, made at the first compilation: importing touches no disk.
+# Created at the first compilation, so that importing touches no disk.
 _shared: Cache | None = None
 _shared_lock = threading.Lock()
 
 
 def shared() -> Cache:
-    """The process's cache. Its directory is that of the environment at the first call."""
+    """Return the cache of the process, whose directory the environment names at the first call."""
     global _shared
     with _shared_lock:
         if _shared is None:
@@ -181,7 +183,7 @@ def shared() -> Cache:
 
 
 def default_directory() -> Path | None:
-    """Where cubins are kept on disk; None where there is no home."""
+    """Return the directory for cubins; None if there is no home directory."""
     own = os.environ.get("GREENSCHED_CACHE_DIR")
     if own:
         return Path(own)
@@ -195,7 +197,7 @@ def default_directory() -> Path | None:
 
 
 def _usable(directory: Path | None) -> Path | None:
-    """The directory, made if missing; None where it cannot or must not be used."""
+    """Return the directory, created if missing; None if it cannot or must not be used."""
     if directory is None:
         return None
     try:
@@ -207,7 +209,7 @@ def _usable(directory: Path | None) -> Path | None:
     if problem:
         warnings.warn(
             f"{directory} {problem}, so compiled kernels are not cached on disk: "
-            "make it yours alone (chmod 700), or set GREENSCHED_CACHE_DIR",
+            "make it private (chmod 700), or set GREENSCHED_CACHE_DIR",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -217,9 +219,9 @@ def _usable(directory: Path | None) -> Path | None:
 
 def _danger(status: os.stat_result) -> str:
     if status.st_uid != os.geteuid():
-        return "belongs to somebody else"
+        return "belongs to another user"
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return "can be written to by others"
+        return "is writable by other users"
     return ""
 
 

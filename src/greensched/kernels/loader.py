@@ -1,11 +1,11 @@
-"""`Loader`: the kernels of one open device, loaded when first used.
+"""`Loader`: loads the kernels of one device on first use.
 
-The launch path asks `loaded`, which never blocks; where it says None a worker calls `load`, which
-compiles, loads, and compares the parameters with the code's: a launch reads as many bytes behind
-each argument as the *code* says, so a wrong parameter would read foreign memory.
+A launch calls `loaded`, which never blocks. If that returns None, a thread calls `load`, which
+compiles and loads the kernel and compares its parameters with the code: a launch reads as many
+bytes of each argument as the *code* says, so a wrong parameter would read other memory.
 
-A kernel has one handle on a device, but each context loads its code for itself, and its first
-launch there may block. Who has several contexts calls `load` in each, and remembers where.
+A kernel has one handle per device, but each context loads its code separately, and its first launch
+there may block. A user of several contexts calls `load` in each, and remembers in which it did.
 """
 
 from __future__ import annotations
@@ -23,64 +23,61 @@ from greensched.errors import ArgumentMismatch, Closed
 from greensched.kernels.program import Kernel, Program
 from greensched.typing import DeviceFacts, Limit, Parameter
 
-#: Between saying that a first use comes and asking for it: whoever looked just before that, and saw
-#: none, has made his call by then. A call takes microseconds (docs/completion.md).
-SAID_S = 1e-3
+#: Seconds between announcing a first use and beginning it: a thread that checked `first_uses` just
+#: before has finished its driver call by then. A call takes microseconds (docs/completion.md).
+ANNOUNCE_S = 1e-3
 
 
 class Loader:
-    """Compiles and loads kernels for one device, each once. Thread-safe.
+    """Compiles and loads each kernel of one device once. Thread-safe.
 
-    One library is loaded for each program, and stays until `close`. A loader keeps the kernels it
-    loaded alive.
+    It loads one library per program, which stays until `close`, and keeps its kernels alive.
     """
 
     def __init__(self, driver: Driver, facts: DeviceFacts) -> None:
-        #: One for each first use that is under way. It waits until nothing runs on the device, and
-        #: for so long the driver holds up every launch, copy and record there, of whatever stream
-        #: (docs/measurements/h200-580/first-use-holds.json): no loop may make one.
+        #: An element for each first use in progress. It waits until the device is idle, and until
+        #: then the driver delays every launch, copy and record on the device
+        #: (docs/measurements/h200-580/first-use-holds.json): no event loop may make one meanwhile.
         self.first_uses: list[None] = []
         self._driver = driver
         self._facts = facts
         self._lock = threading.Lock()
-        #: The most that any of them needs of local memory, for each thread.
+        #: The most local memory per thread that a loaded kernel needs.
         self._local_bytes = 0
         self._libraries: dict[Program, LibraryHandle] = {}
         self._handles: dict[Kernel, KernelHandle] = {}
         self._closed = False
 
     def loaded(self, kernel: Kernel) -> KernelHandle | None:
-        """The kernel's handle if a `load`, in whatever context, has got it. Never blocks."""
+        """Return the kernel's handle if it was loaded in any context, else None. Never blocks."""
         return self._handles.get(kernel)
 
     def load(self, kernel: Kernel) -> KernelHandle:
-        """The kernel's handle, compiled and loaded if it is not. Blocks.
+        """Compile and load a kernel if necessary, and return its handle. Blocks.
 
         The calling thread needs a current context of the device. The kernel is loaded in that
-        context also where it has its handle already, and local memory is sized for it: a launch
-        there does not block then.
+        context and local memory is sized for it, so that a launch there does not block.
 
         Raises:
             CompileFailed: its source does not compile.
-            DriverUnavailable: it must be compiled, and there is no NVRTC.
+            DriverUnavailable: it must be compiled, but there is no NVRTC.
             NotSupported: it is a cubin for another architecture.
-            ArgumentMismatch: its parameters are not those of the code.
-            CUDAError: the driver refused the code, or has no such kernel in it.
+            ArgumentMismatch: its parameters differ from those of the code.
+            CUDAError: the driver refused the code, or the code has no such kernel.
             Closed: the loader is closed.
         """
         handle = self._handles.get(kernel)
         if handle is None:
             handle = self._open(kernel)
         self._driver.load_kernel(handle)
-        self._make_room(handle)
+        self._size_local_memory(handle)
         return handle
 
     def close(self) -> None:
-        """Unloads everything, last loaded first. Blocks. Idempotent.
+        """Unload all libraries, the last loaded first. Blocks. Idempotent.
 
         Raises:
-            CUDAError: the first that an unloading met; later ones are its notes. Every library
-                was tried.
+            CUDAError: the first failure, with later ones as notes. Every library was tried.
         """
         with self._lock:
             self._closed = True
@@ -95,7 +92,7 @@ class Loader:
                 if self._closed:
                     raise Closed("the loader of kernels")
                 handle = self._find(kernel, binary)
-            layout = self._driver.kernel_layout(handle)  # without the lock: this may wait
+            layout = self._driver.kernel_layout(handle)  # not under the lock: it may wait
         if layout is not None:
             _check_layout(kernel, layout)
         with self._lock:
@@ -107,30 +104,30 @@ class Loader:
     def _first_use(self) -> Iterator[None]:
         self.first_uses.append(None)
         try:
-            if self._driver.needs_binary:  # simulated threads make their calls one after another
-                time.sleep(SAID_S)
+            if self._driver.needs_binary:  # simulated threads run one at a time
+                time.sleep(ANNOUNCE_S)
             yield
         finally:
             self.first_uses.pop()
 
-    def _make_room(self, handle: KernelHandle) -> None:
-        """Sizes local memory for a kernel that needs more than any before: its launch would wait.
+    def _size_local_memory(self, handle: KernelHandle) -> None:
+        """Grow local memory if a kernel needs more; otherwise its launch would wait for that.
 
-        The stack limit sizes it, at once; the driver would raise that at the launch. Source: CUDA
+        The stack limit determines it; the driver would raise that at the launch. Source: CUDA
         driver API, cuCtxSetLimit, CU_LIMIT_STACK_SIZE.
         """
         needed = self._driver.kernel_limits(handle, self._facts.ordinal).local_bytes
         with self._lock:
             self._local_bytes = max(self._local_bytes, needed)
-        # Without the lock, for these calls may wait; whoever sets it last sees if more is needed by
-        # now. Each size is set once: a driver may give less (cuCtxSetLimit clamps).
-        said = 0
-        while self._driver.limit(Limit.STACK) < (most := self._local_bytes) > said:
+        # Not under the lock, because these calls may wait. The loop repeats if another thread needs
+        # more by now. Each size is set once: a driver may set less (cuCtxSetLimit clamps).
+        size_set = 0
+        while self._driver.limit(Limit.STACK) < (most := self._local_bytes) > size_set:
             self._driver.set_limit(Limit.STACK, most)
-            said = most
+            size_set = most
 
     def _binary(self, program: Program) -> bytes:
-        """Outside the lock, so that a long compilation keeps nobody from loading another kernel."""
+        """Return the cubin; not under the lock, so that other kernels can be loaded meanwhile."""
         if not self._driver.needs_binary or program in self._libraries:
             return b""
         return program.compile(self._facts.arch)
@@ -143,11 +140,12 @@ class Loader:
 
 
 def _check_layout(kernel: Kernel, layout: tuple[tuple[int, int], ...]) -> None:
-    """Compares parameters with the (offset, size) of each in the code."""
+    """Compare the parameters with the (offset, size) of each in the code."""
     parameters = kernel.parameters
     if len(parameters) != len(layout):
         raise ArgumentMismatch(
-            kernel.name, f"the code takes {len(layout)} parameters, and {len(parameters)} are given"
+            kernel.name,
+            f"the code has {len(layout)} parameters, but {len(parameters)} are declared",
         )
     end = 0
     for parameter, (offset, size) in zip(parameters, layout, strict=True):
@@ -156,12 +154,12 @@ def _check_layout(kernel: Kernel, layout: tuple[tuple[int, int], ...]) -> None:
             raise ArgumentMismatch(
                 kernel.name,
                 f"parameter {parameter.name!r} has {parameter.size} bytes at offset {expected} "
-                f"as given ({parameter.dtype}{' *' if parameter.pointer else ''}), "
-                f"and {size} bytes at offset {offset} in the code",
+                f"as declared ({parameter.dtype}{' *' if parameter.pointer else ''}), "
+                f"but {size} bytes at offset {offset} in the code",
             )
         end = offset + size
 
 
 def _is_scalar(parameter: Parameter) -> bool:
-    """Whether CUDA aligns it to its own size, as it does not a structure (`"V24"`)."""
+    """Return whether CUDA aligns a parameter to its size; it does not for a struct (`"V24"`)."""
     return parameter.pointer or not parameter.dtype.startswith("V")

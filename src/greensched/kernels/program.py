@@ -1,12 +1,12 @@
 """`Program` and `Kernel`: CUDA source or a cubin, and the kernels in it.
 
-A program is compiled when a device first needs it (`loader`), through the cache. A kernel is a
-name and its parameters; where it is also to run on the simulated driver it is given its meaning
-beside its code: a reference in numpy, and a cost.
+A program is compiled when a device first needs it (`loader`), with the cache. A kernel has a name
+and parameters; to run on the simulated driver it also needs a reference in numpy, and a cost.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
@@ -18,24 +18,24 @@ from greensched.kernels.signature import Signatures
 from greensched.typing import CostModel, Parameter, Reference
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 R = TypeVar("R", bound=Reference)
 C = TypeVar("C", bound=CostModel)
 
-#: The codes that numpy has a dtype for: it is not asked, for it is not loaded yet.
+#: The dtype codes of numpy, which is not loaded yet.
 _DTYPE = re.compile(r"b1|[iu][1248]|f[248]|c(?:8|16)|V[1-9]\d*")
 _ARCH = re.compile(r"sm_(\d+)(\d)([af]?)")
 
 
 class Program:
-    """CUDA source, and the kernels it defines. Immutable; making one compiles nothing.
+    """CUDA source, and the kernels that it defines. Immutable; creating one compiles nothing.
 
     Args:
         source: CUDA C++; its kernels are `extern "C" __global__ void name(...)`.
-        name: what the compiler calls the source in its messages.
-        options: NVRTC's options, such as `("--use_fast_math",)`. The architecture is not one of
-            them: it is the device's.
+        name: the name of the source in compiler messages.
+        options: options of NVRTC, such as `("--use_fast_math",)`. The device decides the
+            architecture.
 
     Raises:
         InvalidRequest: `options` is a single string.
@@ -45,7 +45,9 @@ class Program:
         self, source: str, *, name: str = "program.cu", options: Sequence[str] = ()
     ) -> None:
         if isinstance(options, str):
-            raise InvalidRequest(f"options={options!r} is one string: give a sequence of them")
+            raise InvalidRequest(
+                f"options={options!r} is a string: pass a sequence, such as [{options!r}]"
+            )
         self._name = name
         self._source = source
         self._options = tuple(options)
@@ -61,17 +63,17 @@ class Program:
         parameters: Mapping[str, Sequence[Parameter]],
         name: str = "program.cubin",
     ) -> Program:
-        """A program that is compiled already, by nvcc say, for one architecture.
+        """Create a program from a cubin that nvcc, say, compiled for one architecture.
 
         Args:
-            binary: the cubin's bytes.
-            arch: what it was compiled for, such as `"sm_90"`. It serves the devices a cubin of
-                that name runs on; others get `NotSupported` when they need it.
-            parameters: of each kernel in it, by name (a C++ kernel's name is mangled).
-            name: what messages call it.
+            binary: the bytes of the cubin.
+            arch: its architecture, such as `"sm_90"`. Devices that cannot run it raise
+                `NotSupported` when they need it.
+            parameters: the parameters of each kernel, by name (C++ names are mangled).
+            name: its name in messages.
 
         Raises:
-            InvalidRequest: `arch` or a parameter is not one.
+            InvalidRequest: `arch` or a parameter is invalid.
         """
         return _Cubin(binary, arch, parameters, name)
 
@@ -79,16 +81,16 @@ class Program:
         return f"<Program {self._name!r}: {', '.join(self.kernel_names) or 'no kernels'}>"
 
     def kernel(self, name: str, *, parameters: Sequence[Parameter] | None = None) -> Kernel:
-        """A kernel of the program, the same object for the same name. Never blocks.
+        """Return a kernel of the program, the same object for the same name. Never blocks.
 
         Args:
-            name: as the code has it: C linkage, or the mangled name.
-            parameters: None: as the source says. Needed where it cannot be read there (macros,
-                templates, parameters that are structs).
+            name: its name in the code: with C linkage, or mangled.
+            parameters: None: read from the source. Required if they cannot be read there (macros,
+                templates, structs as parameters).
 
         Raises:
-            InvalidRequest: the source has no such kernel or its parameters cannot be read, or
-                `parameters` are not those the kernel was first asked for with.
+            InvalidRequest: the source has no such kernel, its parameters cannot be read, or
+                `parameters` differ from those of an earlier call.
         """
         known = self._kernels.get(name)
         if known is None:
@@ -96,13 +98,16 @@ class Program:
             known = self._kernels.setdefault(name, Kernel(self, KernelSpec(name, read)))
             self._specs[name] = known.spec
         if parameters is not None and tuple(parameters) != known.parameters:
-            raise InvalidRequest(f"{known!r} exists, and has these parameters, not {parameters!r}")
+            raise InvalidRequest(
+                f"{known!r} exists already, with other parameters than {parameters!r}"
+            )
         return known
 
     def compile(self, arch: str) -> bytes:
-        """Machine code for an architecture such as `"sm_90"`, from the cache if it can be.
+        """Compile for an architecture such as `"sm_90"`, or return the cubin from the cache.
 
-        Blocks: NVRTC takes tens of milliseconds and more (25 ms for a small kernel; measured).
+        Needs NVRTC, but no GPU. Blocks for tens of milliseconds or more (25 ms for a small kernel;
+        measured).
 
         Raises:
             CompileFailed: the source does not compile.
@@ -111,15 +116,15 @@ class Program:
         return cache.compiled(self._source, name=self._name, arch=arch, options=self._options)
 
     def image(self, binary: bytes) -> CodeImage:
-        """What `Driver.load_code` takes.
+        """Return the argument of `Driver.load_code`.
 
-        Its kernels are a live view: one that is asked for after loading is in it, too.
+        Its kernels are a live view, which includes kernels that are created after loading.
         """
         return CodeImage(self._name, MappingProxyType(self._specs), binary)
 
     @property
     def name(self) -> str:
-        """What the compiler calls it."""
+        """Its name in compiler messages."""
         return self._name
 
     @property
@@ -129,12 +134,12 @@ class Program:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """NVRTC's options."""
+        """The options of NVRTC."""
         return self._options
 
     @property
     def kernel_names(self) -> tuple[str, ...]:
-        """The kernels the source defines with C linkage, whether or not they can be read."""
+        """The kernels with C linkage, whether or not their parameters can be read."""
         return self._signatures.names
 
     def _read(self, kernel: str) -> tuple[Parameter, ...]:
@@ -142,9 +147,9 @@ class Program:
 
 
 class Kernel:
-    """One kernel of a program; `Program.kernel` makes it.
+    """A kernel of a program; `Program.kernel` creates it.
 
-    `@kernel.reference` and `@kernel.cost` give it its meaning for the simulated driver, each once.
+    `@kernel.reference` and `@kernel.cost` attach what the simulated driver needs, each once.
     """
 
     def __init__(self, program: Program, spec: KernelSpec) -> None:
@@ -160,36 +165,49 @@ class Kernel:
         return f"<Kernel {self.name}({shown}) of {self._program.name!r}>"
 
     def reference(self, function: R) -> R:
-        """Decorates what the kernel does, in numpy: `function(launch, *arguments)`.
+        """Attach what the kernel computes, in numpy: `function(launch, *arguments)`.
 
-        Pointers arrive as 1-D arrays to the end of their allocation, scalars as numpy scalars; it
-        writes into the arrays. `launch` is a `LaunchFacts`. Returns the function unchanged.
+        Pointers are 1-D arrays to the end of their allocation, scalars are numpy scalars; the
+        function writes into the arrays. `launch` is a `LaunchFacts`. Return the function.
 
         Raises:
-            InvalidRequest: the kernel has a reference.
+            InvalidRequest: the kernel has a reference, or the function takes other parameters.
         """
         if self._spec.reference is not None:
             raise InvalidRequest(f"{self!r} already has a reference")
+        self._check_callable(function, "reference")
         self._spec.reference = function
         return function
 
     def cost(self, function: C) -> C:
-        """Decorates what the kernel costs: `function(launch, *arguments) -> Cost`.
+        """Attach what the kernel costs: `function(launch, *arguments) -> Cost`.
 
-        It gets the reference's arguments, before they are touched, and leaves them so. Returns the
-        function unchanged.
+        It receives the arguments of the reference before that runs, and must not change them.
+        Return the function unchanged.
 
         Raises:
-            InvalidRequest: the kernel has a cost.
+            InvalidRequest: the kernel has a cost, or the function takes other parameters.
         """
         if self._spec.cost is not None:
             raise InvalidRequest(f"{self!r} already has a cost")
+        self._check_callable(function, "cost")
         self._spec.cost = function
         return function
 
+    def _check_callable(self, function: Callable[..., object], what: str) -> None:
+        try:
+            inspect.signature(function).bind(None, *self.parameters)
+        except ValueError:  # a function of an extension module may have no signature
+            return
+        except TypeError as error:
+            names = ", ".join(["launch", *(parameter.name for parameter in self.parameters)])
+            raise InvalidRequest(
+                f"the {what} of kernel {self.name!r} is called as function({names}): {error}"
+            ) from None
+
     @property
     def program(self) -> Program:
-        """The program it belongs to, and keeps alive."""
+        """The program of the kernel, which the kernel keeps alive."""
         return self._program
 
     @property
@@ -199,7 +217,7 @@ class Kernel:
 
     @property
     def spec(self) -> KernelSpec:
-        """What a driver is told of it."""
+        """Its description for a driver."""
         return self._spec
 
 
@@ -239,14 +257,14 @@ def _checked(kernel: str, parameters: Sequence[Parameter]) -> tuple[Parameter, .
         code: object = getattr(parameter, "dtype", None)
         if not isinstance(code, str) or not _DTYPE.fullmatch(code):
             raise InvalidRequest(
-                f"kernel {kernel!r}: {parameter!r} is no parameter: give Parameter(name, dtype, "
+                f"kernel {kernel!r}: {parameter!r} is not a parameter: give Parameter(name, dtype, "
                 'pointer=..., const=...) with a numpy code such as "f4"'
             )
     return tuple(parameters)
 
 
 def _runs_on(cubin: str, device: str) -> bool:
-    """Whether a cubin for one architecture runs on another.
+    """Return whether a cubin for one architecture runs on another.
 
     Source: CUDA C++ programming guide, "Binary compatibility": the same major revision and a minor
     one at least as new, unless it is architecture-specific (`sm_90a`).
@@ -261,5 +279,5 @@ def _runs_on(cubin: str, device: str) -> bool:
 def _split_arch(arch: str) -> tuple[int, int, str]:
     match = _ARCH.fullmatch(arch)
     if match is None:
-        raise InvalidRequest(f"arch={arch!r} is no architecture: give one such as 'sm_90'")
+        raise InvalidRequest(f"arch={arch!r} is not an architecture: give one such as 'sm_90'")
     return int(match[1]), int(match[2]), match[3]

@@ -1,13 +1,13 @@
-"""Reads kernel signatures out of CUDA source.
+"""Read kernel signatures from CUDA source.
 
-This is no C++ parser. It knows what a kernel of scalars and pointers looks like, and says so where
-it meets anything else, for then the parameters can be given by hand: a wrong guess here would be
-a wrong address on a GPU.
+This is not a C++ parser. It recognises kernels whose parameters are scalars and pointers, and
+refuses anything else, for which the caller must pass the parameters: a wrong guess would be a
+wrong address on a GPU.
 
-1. Comments, literals and preprocessor lines are taken out first (`_tokens`), so every branch of an
+1. Comments, literals and preprocessor lines are removed first (`_tokens`), so every branch of an
    `#if` is read. Macros are not expanded.
 2. A kernel is a *definition* with `__global__` and C linkage; its name is the word before the
-   parentheses that stand before the body.
+   parentheses that precede the body.
 3. A parameter is a scalar, or one pointer to a scalar or to void, of a known type.
 """
 
@@ -24,9 +24,9 @@ from greensched.typing import Parameter
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-#: numpy's codes of the fundamental types, by their words in alphabetical order without `signed` and
-#: without an `int` that says nothing. `long` has 8 bytes: CUDA follows the host, and Linux is LP64.
-#: `char` is taken to be signed, as on x86-64.
+#: numpy's codes of the fundamental types, by their words in alphabetical order, without `signed`
+#: and redundant `int`. `long` has 8 bytes: CUDA follows the host, and Linux is LP64. `char` is
+#: signed, as on x86-64.
 _FUNDAMENTAL = {
     ("bool",): "b1",
     ("char",): "i1",
@@ -90,7 +90,7 @@ class _Definition:
 
 
 class Signatures:
-    """The kernels a CUDA source defines, and their parameters. Reading it never blocks."""
+    """The kernels that a CUDA source defines, and their parameters. Reading never blocks."""
 
     def __init__(self, source: str) -> None:
         self._source = source
@@ -102,7 +102,7 @@ class Signatures:
         return tuple(dict.fromkeys(d.name.text for d in self._definitions if d.has_c_linkage))
 
     def parameters(self, kernel: str) -> tuple[Parameter, ...]:
-        """The parameters of one kernel.
+        """Return the parameters of one kernel.
 
         Raises:
             InvalidRequest: the source does not define the kernel, defines it without C linkage or
@@ -154,7 +154,7 @@ class Signatures:
 
 
 def _parameter(words: list[str]) -> Parameter | None:
-    """One parameter, or None for anything but `type name`, `type *name` and `type name[...]`."""
+    """Return a parameter; None unless it is `type name`, `type *name` or `type name[...]`."""
     if "[" in words:  # an array parameter is a pointer
         opening = words.index("[")
         if words.count("[") > 1 or words[-1] != "]" or "*" in words:
@@ -184,7 +184,7 @@ def _dtype(words: list[str]) -> str | None:
 
 
 def _split(tokens: list[_Token]) -> list[list[_Token]]:
-    """At the commas that stand in no brackets."""
+    """Split at the commas outside brackets."""
     parts: list[list[_Token]] = [[]]
     depth = 0
     for token in tokens:
@@ -201,12 +201,12 @@ def _split(tokens: list[_Token]) -> list[list[_Token]]:
 
 def _definitions(source: str) -> Iterator[_Definition]:
     tokens = list(_tokens(source))
-    blocks: list[bool] = []  # of each open brace: does it give C linkage?
-    start = 0  # of the declaration at hand
+    blocks: list[bool] = []  # for each open brace, whether it gives C linkage
+    start = 0  # of the current declaration
     for index, token in enumerate(tokens):
         if token.text == "__global__":
-            head = tokens[start:index]
-            definition = _definition(tokens, index + 1, _links_as_c(head) or any(blocks))
+            prefix = tokens[start:index]
+            definition = _definition(tokens, index + 1, _links_as_c(prefix) or any(blocks))
             if definition is not None:
                 yield definition
         elif token.text == "{":
@@ -218,7 +218,7 @@ def _definitions(source: str) -> Iterator[_Definition]:
 
 
 def _definition(tokens: list[_Token], at: int, has_c_linkage: bool) -> _Definition | None:
-    """The definition that goes on at a token; None for a mere declaration, or what a macro hides.
+    """Return the definition after a token; None for a declaration, or one that a macro hides.
 
     `word (...)` is an attribute such as `__launch_bounds__(256)` unless a body follows.
     """
@@ -234,7 +234,7 @@ def _definition(tokens: list[_Token], at: int, has_c_linkage: bool) -> _Definiti
 
 
 def _closing(tokens: list[_Token], opening: int) -> int:
-    """Where the parenthesis at `opening` closes, or the end of the tokens."""
+    """Return the index of the parenthesis that closes `opening`, or the number of tokens."""
     depth = 0
     for index in range(opening, len(tokens)):
         depth += (tokens[index].text == "(") - (tokens[index].text == ")")
@@ -243,8 +243,8 @@ def _closing(tokens: list[_Token], opening: int) -> int:
     return len(tokens)
 
 
-def _links_as_c(head: list[_Token]) -> bool:
-    words = [token.text for token in head]
+def _links_as_c(prefix: list[_Token]) -> bool:
+    words = [token.text for token in prefix]
     return ("extern", '"C"') in pairwise(words) and "template" not in words
 
 

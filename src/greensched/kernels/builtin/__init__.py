@@ -1,7 +1,7 @@
-"""The kernels greensched brings along: for examples, tests, measurements and `pool.verify()`.
+"""Built-in kernels, for examples, tests, measurements and `pool.verify()`.
 
-Each has its CUDA source, its numpy reference and its cost, in the same file, so it runs on a GPU
-and on the simulated driver alike. Numbers are float32; none asks for a particular grid or block.
+Each has its CUDA source, numpy reference and cost in one file, so that it runs on a GPU and on the
+simulated driver. Numbers are float32; no kernel needs a particular grid or block.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Kernels over flat float32 arrays of `n` items: fill, saxpy, reduce_sum.
 
-Any grid and any block is right. All three are bound by memory: their costs are their bytes.
+They are correct on any grid and block. All three are bound by memory: their costs are their bytes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ extern "C" __global__ void reduce_sum(const float *x, float *out, size_t n) {
     for (size_t i = first_item(); i < n; i += item_step()) sum += x[i];
     parts[me] = sum;
     __syncthreads();
-    // Any number of threads: the upper half is added to the lower, an odd one in the middle waits.
+    // Any number of threads: the upper half is added to the lower; an odd middle one is left alone.
     for (unsigned live = thread_count(); live > 1; live = (live + 1) / 2) {
         const unsigned half = (live + 1) / 2;
         if (me + half < live) parts[me] += parts[me + half];
@@ -52,8 +52,8 @@ _program = Program(_SOURCE, name="greensched/arrays.cu")
 fill = _program.kernel("fill")
 #: `saxpy(float a, const float *x, float *y, size_t n)`: y = a * x + y over n items.
 saxpy = _program.kernel("saxpy")
-#: `reduce_sum(const float *x, float *out, size_t n)`: adds the sum of n items to out[0]. In what
-#: order is not defined, so neither are the last bits.
+#: `reduce_sum(const float *x, float *out, size_t n)`: adds the sum of n items to out[0]. The
+#: order of the sum, and so its last bits, are undefined.
 reduce_sum = _program.kernel("reduce_sum")
 
 
@@ -88,7 +88,7 @@ def _reduce_sum_cost(launch: LaunchFacts, _x: Floats, _out: Floats, n: np.uint64
 
 
 def _streaming(launch: LaunchFacts, n: int, nbytes: int) -> Cost:
-    """Of so many bytes an item. At most two operations an item never matter beside them."""
+    """Return the cost of this many bytes per item; two operations per item do not matter."""
     return roofline(
         launch, blocks=blocks_for(launch, n), flops=2.0 * n, efficiency=1.0, nbytes=nbytes * n
     )

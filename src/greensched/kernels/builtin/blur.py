@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
     from greensched.kernels.builtin.common import Floats
 
-#: The largest radius in pixels, reached at sigma = 21.3. It bounds the weights in shared memory and
-#: the time a wrong sigma can take.
+#: The largest radius in pixels, reached at sigma = 21.3. It bounds the weights in shared memory,
+#: and the time that a wrong sigma can take.
 MOST_RADIUS = 64
 
-#: Of an SM's arithmetic: an assumption. A tap costs about eight instructions (clamping, address,
-#: two loads), and one of them is the multiply-add.
+#: The fraction of an SM's arithmetic that the kernel reaches: an assumption. A tap costs about
+#: eight instructions (clamping, address, two loads), one of which is the multiply-add.
 _EFFICIENCY = 1 / 8
 
-#: Output rows the reference computes by one matrix product: enough for BLAS to be fast, few enough
-#: that the zeros outside the band cost little (measured: 32 to 128 alike, 64 best).
+#: Output rows that the reference computes with one matrix product: enough for BLAS to be fast, few
+#: enough that the zeros outside the band cost little (measured: 64 is best, 32 to 128 similar).
 _STRIP = 64
 
 _SOURCE = (
@@ -36,7 +36,7 @@ extern "C" __global__ void gaussian_blur(const float *src, float *dst, int heigh
     __shared__ float weight[2 * MOST_RADIUS + 1];
     const int radius = sigma > 0.0f ? (int)fminf(ceilf(3.0f * sigma), (float)MOST_RADIUS) : 0;
     for (int i = thread_number(); i <= 2 * radius; i += thread_count()) {
-        // Divided first: the square of a tiny sigma would be 0.
+        // Divide first: the square of a tiny sigma would be 0.
         const float distance = i == radius ? 0.0f : (i - radius) / sigma;
         weight[i] = expf(-0.5f * distance * distance);
     }
@@ -69,8 +69,8 @@ _program = Program(_SOURCE, name="greensched/blur.cu")
 #: `gaussian_blur(const float *src, float *dst, int height, int width, int channels, float sigma)`:
 #: blurs an image in (height, width, channels) order; src and dst must not overlap. sigma in
 #: pixels, the radius is ceil(3 sigma), at most 64; edges are clamped; sigma <= 0 copies.
-#: On the GPU it is the direct two-dimensional sum, so its work grows with sigma squared; the
-#: reference is separable, so that a CPU keeps up.
+#: On the GPU it is the direct two-dimensional sum, so its work grows with sigma squared. The
+#: reference is separable, so that it is fast enough on a CPU.
 gaussian_blur = _program.kernel("gaussian_blur")
 
 
@@ -116,16 +116,16 @@ def _gaussian_blur_cost(
 
 
 def _radius(sigma: np.float32) -> int:
-    if not sigma > 0:  # also of what is not a number
+    if not sigma > 0:  # also if it is NaN
         return 0
     if sigma >= MOST_RADIUS:
         return MOST_RADIUS
-    # In float32, as on the GPU: the next whole number must be the same one.
+    # In float32, as on the GPU, so that rounding up gives the same integer.
     return min(math.ceil(sigma * type(sigma)(3)), MOST_RADIUS)
 
 
 def _band(sigma: np.float32, rows: int) -> Floats:
-    """The filter as a matrix (rows, rows + 2 radius): row i has the weights from column i on."""
+    """Return the filter as a matrix (rows, rows + 2 radius): row i has its weights at column i."""
     import numpy as np
 
     radius = _radius(sigma)
@@ -142,9 +142,9 @@ def _band(sigma: np.float32, rows: int) -> Floats:
 
 
 def _along_rows(image: Floats, band: Floats) -> Floats:
-    """Filters a matrix along its first axis, a strip of rows at a time.
+    """Filter a matrix along its first axis, a strip of rows at a time.
 
-    Everything long here is a matrix product or a copy, and numpy lets go of the GIL in both.
+    The long steps are matrix products and copies, in which numpy releases the GIL.
     """
     import numpy as np
 

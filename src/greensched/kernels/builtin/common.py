@@ -1,8 +1,8 @@
-"""What the built-in kernels share: how their threads are numbered, and what work costs.
+"""Shared by the built-in kernels: the numbering of threads, and the cost of work.
 
-The costs are rooflines: per SM so much arithmetic and so many bytes a nanosecond, and together
-what the device's memory gives. They are for simulations, where the *proportions* between kernels
-and between partition sizes matter; the rates are an H200's, whatever the device.
+The costs are rooflines: arithmetic and bytes per nanosecond of each SM, and the bandwidth of the
+device's memory for all. They are for simulations, where the *proportions* between kernels and
+between partition sizes matter; the rates are those of an H200, for every device.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     Words: TypeAlias = NDArray[np.uint32]
     Item = TypeVar("Item", bound=np.generic)
 
-#: Arithmetic of one SM: float32 operations in a nanosecond, a fused multiply-add counting as two.
+#: Arithmetic of one SM: float32 operations per nanosecond; a fused multiply-add counts as two.
 #: Source: NVIDIA H200 data sheet, 67 TFLOP/s of FP32, over its 132 SMs.
 SM_FLOPS_PER_NS = 67_000 / 132
 
-#: Bytes one SM moves between itself and L2 or device memory in a nanosecond: an assumption, 32
-#: bytes a clock at 1.98 GHz. 75 of an H200's 132 SMs then use up its 4.8 TB/s (data sheet).
+#: Bytes that one SM moves to or from L2 or device memory per nanosecond: an assumption, 32 bytes
+#: per clock at 1.98 GHz. 75 of the 132 SMs of an H200 then saturate its 4.8 TB/s (data sheet).
 SM_BYTES_PER_NS = 64.0
 
-#: CUDA: numbers blocks and threads in one row, so that a kernel is right on a grid of any size and
-#: blocks of any shape.
+#: CUDA code that numbers blocks and threads in one dimension, so that a kernel is correct on any
+#: grid and block.
 NUMBERING = r"""
 static __device__ size_t block_number() {
     return blockIdx.x + (size_t)gridDim.x * (blockIdx.y + (size_t)gridDim.y * blockIdx.z);
@@ -41,7 +41,7 @@ static __device__ unsigned thread_number() {
 static __device__ unsigned thread_count() { return blockDim.x * blockDim.y * blockDim.z; }
 """
 
-#: CUDA, behind `NUMBERING`: a thread's items, in strides of the whole grid.
+#: CUDA code after `NUMBERING`: the items of a thread, in strides of the whole grid.
 ITEMS = r"""
 static __device__ size_t first_item() { return block_number() * thread_count() + thread_number(); }
 static __device__ size_t item_step() { return block_count() * thread_count(); }
@@ -49,7 +49,7 @@ static __device__ size_t item_step() { return block_count() * thread_count(); }
 
 
 def first(array: NDArray[Item], n: int | np.integer[Any]) -> NDArray[Item]:
-    """Its first n items; going beyond a buffer is a fault here as on a GPU.
+    """Return the first n items of an array.
 
     Raises:
         IndexError: it has fewer.
@@ -62,14 +62,14 @@ def first(array: NDArray[Item], n: int | np.integer[Any]) -> NDArray[Item]:
 def roofline(
     launch: LaunchFacts, *, blocks: int, flops: float, efficiency: float, nbytes: float
 ) -> Cost:
-    """The cost of a kernel that does arithmetic and moves bytes, whichever takes longer.
+    """Return the cost of a kernel that computes and moves bytes, whichever takes longer.
 
     Args:
-        launch: its grid bounds how many SMs it can use.
-        blocks: how many blocks have anything to do; more in the grid are idle.
+        launch: its grid bounds how many SMs the kernel can use.
+        blocks: how many blocks have work; further ones in the grid are idle.
         flops: float32 operations.
-        efficiency: the share of an SM's arithmetic the kernel reaches.
-        nbytes: bytes that must come from device memory or go there.
+        efficiency: the fraction of an SM's arithmetic that the kernel reaches.
+        nbytes: bytes moved to or from device memory.
     """
     arithmetic = flops / (SM_FLOPS_PER_NS * efficiency)
     usable = min(blocks, math.prod(launch.grid))
@@ -79,5 +79,5 @@ def roofline(
 
 
 def blocks_for(launch: LaunchFacts, items: int) -> int:
-    """How many blocks have something to do if each thread takes one item."""
+    """Return how many blocks have work if each thread takes one item."""
     return math.ceil(items / math.prod(launch.block))

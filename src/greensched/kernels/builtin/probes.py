@@ -1,7 +1,7 @@
-"""Kernels that compute nothing: spin takes time, smids sees SMs, latch waits for the host.
+"""Kernels that compute nothing: spin takes time, smids records SMs, latch waits for the host.
 
-`%globaltimer` is the device's clock in nanoseconds; how often it ticks is the device's own matter
-(1 us on many). Source: PTX ISA, "Special Registers: %globaltimer, %smid".
+`%globaltimer` is the clock of the device in nanoseconds; its resolution depends on the device (1 us
+on many). Source: PTX ISA, "Special Registers: %globaltimer, %smid".
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ extern "C" __global__ void smids(unsigned *seen, unsigned long long ns) {
 }
 
 extern "C" __global__ void latch(const unsigned *word, unsigned long long timeout_ns) {
-    // One thread of a block looks, and not all the time: each look crosses the bus.
+    // One thread of a block polls, with pauses, because each read crosses the bus.
     if (threadIdx.x + threadIdx.y + threadIdx.z != 0) return;
     const volatile unsigned *look = word;
     const unsigned long long start = now();
@@ -49,37 +49,37 @@ extern "C" __global__ void latch(const unsigned *word, unsigned long long timeou
 
 _program = Program(_SOURCE, name="greensched/probes.cu")
 
-#: `spin(unsigned long long ns)`: each block is busy for so long.
+#: `spin(unsigned long long ns)`: each block is busy for this time.
 spin = _program.kernel("spin")
 #: `smids(unsigned *seen, unsigned long long ns)`: each block sets the bit of its SM in the bit mask
-#: `seen` (bit 0 of word 0 is SM 0; 32 SMs a word, zeroed by the caller) and stays for ns, so
-#: that the blocks spread over all SMs they may use. With as many threads as a block can have, two
-#: or more blocks for each SM are enough.
+#: `seen` (bit 0 of word 0 is SM 0; 32 SMs per word, zeroed by the caller) and stays for ns, so
+#: that the blocks spread over all SMs that they may use. With as many threads as a block can have,
+#: two or more blocks per SM are enough.
 smids = _program.kernel("smids")
 #: `latch(const unsigned *word, unsigned long long timeout_ns)`: runs until the word, in pinned host
-#: memory, is not 0, or the timeout has passed (0: none).
+#: memory, is not 0, or the timeout has passed (0: no timeout).
 latch = _program.kernel("latch")
 
-#: Most blocks on an SM at once, by compute capability; 32 where none is listed. Source: CUDA C++
+#: The most blocks on an SM at a time, by compute capability; 32 if not listed. Source: CUDA C++
 #: programming guide, "Technical Specifications per Compute Capability".
 _BLOCKS_PER_SM = {(7, 5): 16, (8, 6): 16, (8, 7): 16, (8, 9): 24, (12, 0): 24, (12, 1): 24}
 
 
 @spin.reference
 def _spin(launch: LaunchFacts, ns: np.uint64) -> None:
-    """Nothing is to be seen of it but its time."""
+    """Do nothing: only its time matters."""
 
 
 @smids.reference
 def _smids(launch: LaunchFacts, seen: Words, _ns: np.uint64) -> None:
-    # Blocks go to idle SMs first, so fewer blocks than SMs see as many SMs.
+    # Blocks go to idle SMs first, so fewer blocks than SMs mark as many SMs as there are blocks.
     for sm in launch.sms[: math.prod(launch.grid)]:
         seen[sm // 32] |= seen.dtype.type(1 << sm % 32)
 
 
 @latch.reference
 def _latch(launch: LaunchFacts, word: Words, timeout_ns: np.uint64) -> None:
-    """It only reads."""
+    """Do nothing: the kernel only reads."""
 
 
 @spin.cost
@@ -98,7 +98,7 @@ def _latch_cost(_launch: LaunchFacts, word: Words, timeout_ns: np.uint64) -> Cos
 
 
 def _rounds(launch: LaunchFacts) -> int:
-    """How often the SMs fill up. Blocks that only wait share an SM without slowing each other."""
+    """Return how often the SMs fill up. Waiting blocks share an SM without slowing each other."""
     device = launch.device
     threads = math.prod(launch.block)
     per_sm = min(

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
 _TILE = 32
 
-#: Of an SM's arithmetic: an assumption. Each thread reads four shared words for four multiply-adds,
-#: and shared memory serves one warp a clock where four could multiply; barriers take the rest.
+#: The fraction of an SM's arithmetic that the kernel reaches: an assumption. Each thread reads four
+#: shared words for four multiply-adds, and shared memory serves one warp per clock where four could
+#: multiply; barriers take the rest.
 _EFFICIENCY = 0.2
 
 _SOURCE = (
@@ -27,8 +28,8 @@ _SOURCE = (
 #define HALF (TILE / 2)
 #define PLACES (HALF * HALF)
 
-// A block computes a tile of c at a time, each thread four items of it: fastest with 256 threads.
-// With fewer, the tile is done in several sweeps; with more, some only help to load.
+// A block computes one tile of c at a time, four items per thread: fastest with 256 threads. With
+// fewer threads the tile takes several sweeps; with more, some threads only load.
 extern "C" __global__ void __launch_bounds__(1024)
 matmul(const float *a, const float *b, float *c, int m, int n, int k, int passes) {
     __shared__ float left[TILE][TILE], right[TILE][TILE];
@@ -39,7 +40,7 @@ matmul(const float *a, const float *b, float *c, int m, int n, int k, int passes
         for (unsigned sweep = 0; sweep < PLACES; sweep += threads) {
             const unsigned place = sweep + me, row = place / HALF, column = place % HALF;
             float sum[2][2] = {};
-            // The barriers keep the compiler from computing a pass once and multiplying.
+            // The barriers prevent the compiler from computing one pass and multiplying.
             for (int pass = 0; pass < passes; ++pass) {
                 for (size_t step = 0; step < k; step += TILE) {
                     __syncthreads();
@@ -75,9 +76,9 @@ matmul(const float *a, const float *b, float *c, int m, int n, int k, int passes
 _program = Program(_SOURCE, name="greensched/product.cu")
 
 #: `matmul(const float *a, const float *b, float *c, int m, int n, int k, int passes)`: c = passes *
-#: (a @ b) with a (m, k), b (k, n) and c (m, n), row by row; c must not overlap the others. The
-#: GPU computes and adds every pass, so `passes` sets how long it is busy; the reference computes
-#: one and multiplies, so that a simulation needs no GPU's time on the CPU.
+#: (a @ b) with a (m, k), b (k, n) and c (m, n) in row-major order; c must not overlap the others.
+#: The GPU computes and adds every pass, so `passes` sets how long it is busy. The reference
+#: computes one pass and multiplies, so that it is fast enough on a CPU.
 matmul = _program.kernel("matmul")
 
 
@@ -119,6 +120,6 @@ def _matmul_cost(
         blocks=math.ceil(rows / _TILE) * math.ceil(columns / _TILE),
         flops=2.0 * rows * columns * inner * int(passes),
         efficiency=_EFFICIENCY,
-        # Each matrix once: what is read again comes from L2.
+        # Each matrix once: repeated reads come from L2.
         nbytes=4.0 * (rows * inner + inner * columns + rows * columns),
     )
