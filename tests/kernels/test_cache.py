@@ -234,10 +234,10 @@ def test_a_path_that_is_no_directory_means_memory_only(tmp_path: Path) -> None:
 
 def test_where_the_directory_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Our own variable comes first, then XDG's if it is absolute, then the home directory."""
-    monkeypatch.setenv("HOME", "/home/user")
+    monkeypatch.setenv("HOME", "/somewhere")
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     monkeypatch.setenv("GREENSCHED_CACHE_DIR", "")
-    assert cache.default_directory() == Path("/home/user/.cache/greensched")
+    assert cache.default_directory() == Path("/somewhere/.cache/greensched")
     monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
     assert cache.default_directory() == Path("/xdg/greensched")
     monkeypatch.setenv("GREENSCHED_CACHE_DIR", "/own")
