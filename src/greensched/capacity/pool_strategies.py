@@ -56,18 +56,14 @@ class ClassClient(LeaseClient):
 class Classes(Fifo):
     """The pool with service classes, as an operator would declare them for the services."""
 
+    client_type = ClassClient
+
     name: str = "classes"
     about: str = "the pool with service classes: reserves, of which idle SMs are lent"
 
     def options(self, machine: Machine) -> dict[str, Any]:
         """Return the classes."""
         return {"services": [self.service_class(service) for service in machine.services.values()]}
-
-    def client(
-        self, machine: Machine, pool: Pool, device: int, service: ServiceProfile
-    ) -> LeaseClient:
-        """Make a client with a lease for each pass or piece."""
-        return ClassClient(machine, pool, device, service)
 
     def service_class(self, service: ServiceProfile) -> ServiceClass:
         """Return the class: without a reserve it is preemptible at each piece, and may borrow."""
@@ -134,14 +130,10 @@ class ElasticClient(ClassClient):
 class Elastic(Classes):
     """Service classes with elastic leases."""
 
+    client_type = ElasticClient
+
     name: str = "elastic"
     about: str = "the pool with service classes and elastic leases: a checkpoint between pieces"
-
-    def client(
-        self, machine: Machine, pool: Pool, device: int, service: ServiceProfile
-    ) -> LeaseClient:
-        """Make a client with a lasting lease."""
-        return ElasticClient(machine, pool, device, service)
 
 
 class SharedClient(ElasticClient):
@@ -164,14 +156,10 @@ class SharedClient(ElasticClient):
 class Shared(Elastic):
     """Service classes with elastic leases, on devices that are split only when necessary."""
 
+    client_type = SharedClient
+
     name: str = "shared"
     about: str = "as elastic; devices are shared as long as every class meets its target so"
-
-    def client(
-        self, machine: Machine, pool: Pool, device: int, service: ServiceProfile
-    ) -> LeaseClient:
-        """Make a client with a lasting lease."""
-        return SharedClient(machine, pool, device, service)
 
     def service_class(self, service: ServiceProfile) -> ServiceClass:
         """Return a class that may share SMs while it meets its target."""
@@ -225,18 +213,14 @@ class SizedClient(ElasticClient):
 class Sized(Elastic):
     """Service classes with elastic leases, sized by the pool from targets and curves."""
 
+    client_type = SizedClient
+
     name: str = "sized"
     about: str = "as elastic, sized by curve and target (policy sized); target-aware"
 
     def options(self, machine: Machine) -> dict[str, Any]:
         """Return the classes and the policy."""
         return super().options(machine) | {"policy": "sized"}
-
-    def client(
-        self, machine: Machine, pool: Pool, device: int, service: ServiceProfile
-    ) -> LeaseClient:
-        """Make a client with a lasting lease."""
-        return SizedClient(machine, pool, device, service)
 
     def service_class(self, service: ServiceProfile) -> ServiceClass:
         """Return a class without a reserve: the policy gives it SMs for its target."""

@@ -9,10 +9,10 @@ library does; the others use the public interface of the pool.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from greensched.capacity.machine import Machine
 from greensched.capacity.workload import ServiceProfile
@@ -112,7 +112,7 @@ class Split:
     def prepare(self, machine: Machine) -> None:
         """Do nothing."""
 
-    def sizes(self, machine: Machine, device: int) -> dict[str, int]:
+    def sizes(self, machine: Machine, device: int) -> Mapping[str, Size]:
         """Return the SMs of each class, in whole cells."""
         ranked = sorted(machine.services.values(), key=lambda s: -s.priority)
         if len(ranked) == 1:
@@ -147,33 +147,34 @@ class Alone(Split):
     name: str = "alone"
     about: str = "B0 each class alone on the whole device"
 
-    @asynccontextmanager
-    async def open(self, machine: Machine) -> AsyncIterator[Clients]:
-        """Open the class's clients on whole devices."""
-        clients: dict[tuple[int, str], Client] = {}
-        (service,) = machine.services
-        async with AsyncExitStack() as stack:
-            pool = await stack.enter_async_context(pool_of(machine))
-            for device in machine.devices:
-                p = await stack.enter_async_context(pool.partition(ALL, device=device))
-                clients[device, service] = HeldLeaseClient(machine, p, device, service)
-            yield lambda device, service: clients[device, service.name]
+    def sizes(self, machine: Machine, device: int) -> Mapping[str, Size]:  # noqa: ARG002
+        """Return ALL for the one class."""
+        return dict.fromkeys(machine.services, ALL)
 
 
 class LeaseClient:
-    """Takes a lease for each piece, or for each pass if `whole`."""
+    """Takes a lease for each piece, or for each pass if `whole`.
+
+    The default size is the class's reserve, up to its cap.
+    """
 
     whole = False
 
     def __init__(
-        self, machine: Machine, pool: Pool, device: int, service: ServiceProfile, size: Size = ALL
+        self,
+        machine: Machine,
+        pool: Pool,
+        device: int,
+        service: ServiceProfile,
+        size: Size | None = None,
     ) -> None:
         self._pool = pool
         self._kernel = machine.kernels[service.name]
         self._config = machine.configs[service.name][device]
         self._device = device
         self._service = service
-        self._size = size
+        total = machine.sms[device]
+        self._size: Size = size or (service.reserve or 8, min(total, service.cap or total))
 
     def lease_options(self, ns: int) -> dict[str, Any]:  # noqa: ARG002  for subclasses
         """Return the options of the lease for this much work."""
@@ -193,6 +194,8 @@ class LeaseClient:
 @dataclass
 class Fifo:
     """The pool without classes: a lease for each piece, first come, first served."""
+
+    client_type: ClassVar[type[LeaseClient]] = LeaseClient
 
     name: str = "fifo"
     about: str = "the pool, first come, first served"
@@ -220,7 +223,5 @@ class Fifo:
     def client(
         self, machine: Machine, pool: Pool, device: int, service: ServiceProfile
     ) -> LeaseClient:
-        """Make a client that requests the class's reserve, up to its cap."""
-        total = machine.sms[device]
-        size = (service.reserve or 8, min(total, service.cap or total))
-        return LeaseClient(machine, pool, device, service, size)
+        """Make the client of a class on a device."""
+        return self.client_type(machine, pool, device, service)

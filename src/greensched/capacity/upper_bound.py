@@ -175,7 +175,6 @@ class _Prompt:
     work: float
     done: float = 0.0
     is_given_up: bool = False
-    is_decoded: bool = False
 
 
 class _Prompts:

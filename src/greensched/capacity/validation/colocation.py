@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from statistics import mean, median
 
@@ -25,6 +25,7 @@ from greensched.capacity.validation.scenarios import (
     same,
     work,
 )
+from greensched.typing import Size
 
 # -- 3: Tally's setting -------------------------------------------------------------------------
 
@@ -159,7 +160,7 @@ class _Halves(Split):
         super().__init__(next(iter(given.values())))
         self.given = given
 
-    def sizes(self, _machine: Machine, _device: int) -> dict[str, int]:
+    def sizes(self, _machine: Machine, _device: int) -> Mapping[str, Size]:
         """Return the published sizes."""
         return self.given
 

@@ -4,38 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol, TypeVar
 
 from greensched.errors import InvalidRequest, TooManySMs
-
-
-class PoolIdentity(Protocol):
-    """The identity of a pool; see `protocol.PoolInfo`."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def node(self) -> str: ...
-    @property
-    def pid(self) -> int: ...
-    @property
-    def uuid(self) -> str | None: ...
-
-
-class PoolCandidate(PoolIdentity, Protocol):
-    """The state of a pool; see `connection.PoolConnection`."""
-
-    @property
-    def most(self) -> int: ...
-    @property
-    def is_open(self) -> bool: ...
-    @property
-    def is_fresh(self) -> bool: ...
-    @property
-    def load(self) -> tuple[float, float]: ...
-
-
-C = TypeVar("C", bound=PoolCandidate)
+from greensched.integrations.ray.connection import PoolConnection
+from greensched.integrations.ray.protocol import PoolInfo
 
 
 def check_feasible(sms: int, most: Iterable[int]) -> None:
@@ -49,7 +21,7 @@ def check_feasible(sms: int, most: Iterable[int]) -> None:
         raise TooManySMs(sms, largest)
 
 
-def check_apart(new: PoolIdentity, others: Iterable[PoolIdentity]) -> None:
+def check_apart(new: PoolInfo, others: Iterable[PoolConnection]) -> None:
     """Refuse a second process's pool on one GPU, whatever its ordinal there.
 
     Raises:
@@ -64,8 +36,8 @@ def check_apart(new: PoolIdentity, others: Iterable[PoolIdentity]) -> None:
 
 
 def choose(
-    pools: Sequence[C], sms: int, held: Mapping[str, int], chance: random.Random
-) -> C | None:
+    pools: Sequence[PoolConnection], sms: int, held: Mapping[str, int], chance: random.Random
+) -> PoolConnection | None:
     """Choose a pool: of those with most of the job's data, the less loaded of two random ones.
 
     Two random choices spread programs that see the same snapshots: if all chose the best pool, it
