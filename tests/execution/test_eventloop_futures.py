@@ -67,17 +67,17 @@ def test_a_task_goes_on_where_it_is_found(run: Callable[..., Any], debug: bool) 
 
     async def main() -> list[str]:
         completion, log = looking(), list[str]()
-        door, waiter = completion.loop, completion.loop.create_inline_waiter()
+        adapter, waiter = completion.loop, completion.loop.create_inline_waiter()
         task = asyncio.create_task(waiting(waiter, log))
 
         def look() -> None:
-            assert door.is_waiting(waiter)
+            assert adapter.is_waiting(waiter)
             completion._reached.append(waiter)
             completion._resume()
             log.append("found")
-            door.resume(waiter)
-            door.wake(waiter)
-            assert not door.is_waiting(waiter)
+            adapter.resume(waiter)
+            adapter.wake(waiter)
+            assert not adapter.is_waiting(waiter)
 
         asyncio.get_running_loop().call_soon(look)
         await task
@@ -92,8 +92,8 @@ def test_it_goes_on_as_the_task_it_is(run: Callable[..., Any]) -> None:
     variable: ContextVar[str] = ContextVar("variable", default="nobody's")
 
     async def main() -> None:
-        door = current_adapter()
-        waiter = door.create_inline_waiter()
+        adapter = current_adapter()
+        waiter = adapter.create_inline_waiter()
 
         async def one() -> tuple[object, str]:
             variable.set("the task's")
@@ -104,7 +104,7 @@ def test_it_goes_on_as_the_task_it_is(run: Callable[..., Any]) -> None:
 
         def resume() -> None:
             variable.set("who resumes")
-            door.resume(waiter)
+            adapter.resume(waiter)
             assert asyncio.current_task() is None
             assert variable.get() == "who resumes"
 
@@ -120,9 +120,9 @@ def test_who_is_woken_before_he_waits_does_not_wait(run: Callable[..., Any], how
     """A wake that comes first is not lost, by whichever way."""
 
     async def main() -> list[str]:
-        door, log = current_adapter(), list[str]()
-        waiter = door.create_inline_waiter()
-        getattr(door, how)(waiter)
+        adapter, log = current_adapter(), list[str]()
+        waiter = adapter.create_inline_waiter()
+        getattr(adapter, how)(waiter)
         await waiting(waiter, log)
         return log
 
@@ -134,13 +134,13 @@ def test_a_cancelled_task_goes_on_cancelled(run: Callable[..., Any], messages: A
     """It is cancelled in the next turn, with its message, and who resumes it then does nothing."""
 
     async def main() -> list[str]:
-        door, log = current_adapter(), list[str]()
-        waiter = door.create_inline_waiter()
+        adapter, log = current_adapter(), list[str]()
+        waiter = adapter.create_inline_waiter()
         task = asyncio.create_task(waiting(waiter, log))
         await asyncio.sleep(0)
         task.cancel(*messages)
-        assert not door.is_waiting(waiter)
-        asyncio.get_running_loop().call_soon(door.resume, waiter)
+        assert not adapter.is_waiting(waiter)
+        asyncio.get_running_loop().call_soon(adapter.resume, waiter)
         with pytest.raises(asyncio.CancelledError):
             await task
         return log
@@ -176,12 +176,12 @@ def test_a_callback_needs_no_context(run: Callable[..., Any]) -> None:
     """It is called in a copy of the one in which it was added, as a future's is."""
 
     async def main() -> list[Any]:
-        door, found = current_adapter(), list[Any]()
-        waiter: Any = door.create_inline_waiter()
+        adapter, found = current_adapter(), list[Any]()
+        waiter: Any = adapter.create_inline_waiter()
         token = VARIABLE.set(3)
         waiter.add_done_callback(lambda _: found.append(VARIABLE.get()))
         VARIABLE.reset(token)
-        door.resume(waiter)
+        adapter.resume(waiter)
         return found
 
     assert run(main) == [3]
@@ -191,13 +191,13 @@ def test_a_cancellation_before_the_first_wait_arrives_there(run: Callable[..., A
     """A task that cancelled itself does not wait for anybody to resume it."""
 
     async def main() -> list[str]:
-        door, log = current_adapter(), list[str]()
+        adapter, log = current_adapter(), list[str]()
 
         async def one() -> None:
             task = asyncio.current_task()
             assert task is not None
             task.cancel()
-            await waiting(door.create_inline_waiter(), log)
+            await waiting(adapter.create_inline_waiter(), log)
 
         with pytest.raises(asyncio.CancelledError):
             await asyncio.create_task(one())
@@ -210,11 +210,11 @@ def test_a_cancellation_behind_a_wake_is_not_lost(run: Callable[..., Any]) -> No
     """A task that was woken, and is cancelled before it had a turn, is cancelled."""
 
     async def main() -> list[str]:
-        door, log = current_adapter(), list[str]()
-        waiter = door.create_inline_waiter()
+        adapter, log = current_adapter(), list[str]()
+        waiter = adapter.create_inline_waiter()
         task = asyncio.create_task(waiting(waiter, log))
         await asyncio.sleep(0)
-        door.wake(waiter)
+        adapter.wake(waiter)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -227,14 +227,14 @@ def test_scopes_and_timeouts_end_the_wait(run: Callable[..., Any]) -> None:
     """`asyncio.timeout`, `wait_for` and anyio's scopes end a wait that nobody else ends."""
 
     async def main() -> None:
-        door = current_adapter()
+        adapter = current_adapter()
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0):
-                await door.create_inline_waiter()
+                await adapter.create_inline_waiter()
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(waiting(door.create_inline_waiter(), []), 0)
+            await asyncio.wait_for(waiting(adapter.create_inline_waiter(), []), 0)
         with anyio.move_on_after(0) as scope:
-            await door.create_inline_waiter()
+            await adapter.create_inline_waiter()
         assert scope.cancelled_caught
 
     run(main)
