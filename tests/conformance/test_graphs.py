@@ -638,7 +638,7 @@ def test_a_graph_is_of_one_device(backend: Backend) -> None:
             async with pool.partition(8, device=0) as p, pool.partition(8, device=1) as q:
                 target, source = await pair(p)
                 with target, source, await p.capture(copied, target, source) as graph:
-                    assert graph.device == 0
+                    assert graph.device_id == 0
                     with pytest.raises(greensched.WrongDevice):
                         graph.launch(q)
                     await graph.launch(p)

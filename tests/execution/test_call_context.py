@@ -64,7 +64,7 @@ def test_a_call_knows_the_sms_it_has(hooks: list[Any]) -> None:
             assert of_q is not None
             assert block is not None
             assert (of_p.sm_count, of_q.sm_count) == (16, 32)
-            assert of_p.device == p.device_id
+            assert of_p.device_id == p.device_id
             assert of_p.is_simulated
             assert of_p.stream is not p.stream
             assert block.stream is p.stream

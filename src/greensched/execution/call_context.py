@@ -26,13 +26,13 @@ class CallContext:
 
     Attributes:
         stream: work on it is ordered and waited for with the partition's.
-        device: the ordinal of its device.
+        device_id: the ordinal of its device.
         sm_count: the SMs it has.
         is_simulated: the stream exists in greensched only: no library can use it.
     """
 
     stream: Stream
-    device: int
+    device_id: int
     sm_count: int
     is_simulated: bool
 

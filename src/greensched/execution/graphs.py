@@ -49,20 +49,20 @@ class Graph(Closable):
     forgotten one warns and is closed all the same. For any thread, one at a time.
 
     Attributes:
-        device: the ordinal of its device.
+        device_id: the ordinal of its device.
     """
 
-    __slots__ = ("_args", "_captured", "_function", "_kwargs", "_uses", "device")
+    __slots__ = ("_args", "_captured", "_function", "_kwargs", "_uses", "device_id")
 
     def __init__(
         self,
-        device: int,
+        device_id: int,
         function: Callable[..., object],
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> None:
         super().__init__()
-        self.device = device
+        self.device_id = device_id
         self._function, self._args, self._kwargs = function, args, kwargs
         #: Where it was captured so far.
         self._captured: dict[Executor, _CapturedGraph] = {}
@@ -96,10 +96,10 @@ class Graph(Closable):
         lease = _lease_of(p)
         if self.is_closed:
             raise Closed("this graph")
-        if lease.ordinal != self.device:
-            raise WrongDevice("this graph", self.device, lease.ordinal)
+        if lease.ordinal != self.device_id:
+            raise WrongDevice("this graph", self.device_id, lease.ordinal)
         for buffer, _ in self._uses:
-            buffer.check(self.device)
+            buffer.check(self.device_id)
         captured = self._captured.get(lease.executor)
         if captured is None or captured.has_failed:
             captured = self._capture_again(lease)

@@ -52,8 +52,8 @@ def current(p: Partition, *arrays: Any) -> Iterator[Any]:
     """
     call = call_context(p)
     own = stream(call)
-    call.stream.follow(_address(cupy.cuda.get_current_stream(call.device)))
-    with call.entered(), cupy.cuda.Device(call.device), own:
+    call.stream.follow(_address(cupy.cuda.get_current_stream(call.device_id)))
+    with call.entered(), cupy.cuda.Device(call.device_id), own:
         try:
             yield own
         finally:
@@ -72,11 +72,11 @@ def around_call(
     """
     if call.is_simulated:
         return None
-    other = cupy.cuda.get_current_stream(call.device)
+    other = cupy.cuda.get_current_stream(call.device_id)
 
     def around(function: Callable[[], Any]) -> Any:
         call.stream.follow(_address(other))
-        with cupy.cuda.Device(call.device), stream(call):
+        with cupy.cuda.Device(call.device_id), stream(call):
             return function()
 
     return around

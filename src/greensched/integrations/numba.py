@@ -40,5 +40,5 @@ def on(where: Partition | CallContext | None = None) -> Iterator[Any]:
     """
     call = call_context(where)
     with call.entered(), call.stream.context.primary.entered():
-        cuda.select_device(call.device)
+        cuda.select_device(call.device_id)
         yield cuda.external_stream(call.stream.address)

@@ -33,7 +33,7 @@ def stream(where: Partition | CallContext | None = None) -> torch.cuda.ExternalS
         WouldBlock: as `Partition.stream`.
     """
     call = call_context(where)
-    return torch.cuda.ExternalStream(call.stream.address, device=call.device)
+    return torch.cuda.ExternalStream(call.stream.address, device=call.device_id)
 
 
 @contextmanager
@@ -61,7 +61,7 @@ def current(p: Partition, *tensors: torch.Tensor) -> Iterator[torch.cuda.Stream 
             yield None
             return
         own = stream(call)
-        _follow(own, _mark(torch.cuda.current_stream(call.device)))
+        _follow(own, _mark(torch.cuda.current_stream(call.device_id)))
         try:
             with torch.cuda.stream(own):
                 yield own
@@ -93,7 +93,7 @@ def take(p: Partition, *tensors: torch.Tensor) -> None:
             f"take() got {len(tensors)} tensors inside a block of current() or a call: give them "
             "to the block that uses them, current(p, tensor)"
         )
-    here = torch.cuda.current_stream(call.device)
+    here = torch.cuda.current_stream(call.device_id)
     _follow(here, _mark(stream(call)))
     for tensor in tensors:
         _keep_until(here, tensor)
@@ -157,7 +157,7 @@ def around_call(
     # Never initialises CUDA in torch here, which takes seconds; uninitialised, it has no work.
     mark = None
     if torch.cuda.is_initialized():
-        mark = _mark(torch.cuda.current_stream(call.device))
+        mark = _mark(torch.cuda.current_stream(call.device_id))
     from_a_block = current_call() is not None
 
     def around(function: Callable[[], Any]) -> Any:
@@ -167,7 +167,7 @@ def around_call(
         with torch.cuda.stream(own):
             result = function()
         if not from_a_block:
-            other = torch.cuda.default_stream(call.device) if mark is None else mark[0]
+            other = torch.cuda.default_stream(call.device_id) if mark is None else mark[0]
             for tensor in _tensors(result):
                 _keep_until(other, tensor)
         return result

@@ -26,7 +26,7 @@ def stream(where: Partition | CallContext | None = None) -> warp.Stream:
         WouldBlock: as `Partition.stream`.
     """
     call = call_context(where)
-    device = warp.get_cuda_device(call.device)
+    device = warp.get_cuda_device(call.device_id)
     other = warp.get_stream(device).cuda_stream
     call.stream.follow(int(other) or 1)
     return warp.Stream(device, cuda_stream=call.stream.address)
