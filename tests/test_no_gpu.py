@@ -115,7 +115,7 @@ def test_a_program_may_ask_for_a_simulation() -> None:
         ("simulated:", "no driver 'simulated:'"),
         ("cuda:0", "no driver 'cuda:0'"),
         ("Simulated:h200", "simulated:h200"),
-        ("simulated:h300", "there is h200"),
+        ("simulated:h300", "give one of h200"),
         ("simulated:h200@9.9", "no simulated CUDA 9.9"),
         (" ", "no driver ' '"),
     ],

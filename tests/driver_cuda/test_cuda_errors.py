@@ -28,7 +28,7 @@ NEVER_LOOKED_AT: Any = 64
 
 # -- statuses --------------------------------------------------------------------------------------
 
-#: Every verb with a path of its own around the wheel, and one that goes through `ask`.
+#: Every driver call with its own path around the wheel, and one that goes through `call`.
 HOT: dict[str, Callable[[Driver, StreamHandle, Any, Any], object]] = {
     "cuCtxSetCurrent": lambda d, s, e, g: d.set_current(None),
     "cuStreamQuery": lambda d, s, e, g: d.query_stream(s),
@@ -83,17 +83,17 @@ def test_every_status_becomes_our_error(
 @pytest.mark.parametrize("error", [KeyError("name"), KeyError(600), ValueError("no"), KeyError()])
 def test_other_errors_of_the_wheel_are_not_hidden(error: Exception) -> None:
     """A KeyError or ValueError that speaks of no unknown status stays what it is."""
-    assert cuda_errors.newer(error, "cuInit") is error
+    assert cuda_errors.error_for_unknown_status(error, "cuInit") is error
 
 
 def test_a_missing_symbol_is_not_supported(driver: Driver) -> None:
     """What a wheel raises for a function the driver lacks becomes NotSupported."""
     for text in ('Function "cuFoo" not found', "function cuFoo is not found"):
-        error = cuda_errors.missing(RuntimeError(text), "cuFoo")
+        error = cuda_errors.error_for_missing_library(RuntimeError(text), "cuFoo")
         assert isinstance(error, errors.NotSupported)
         assert error.what == "cuFoo"
     other = RuntimeError("List is too small: 1 < 2")
-    assert cuda_errors.missing(other, "cuFoo") is other
+    assert cuda_errors.error_for_missing_library(other, "cuFoo") is other
 
 
 def test_a_device_fault_is_told_by_every_question(python: Callable[..., str]) -> None:

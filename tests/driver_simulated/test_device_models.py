@@ -82,7 +82,7 @@ def test_a_machine_by_its_name(spec: str, names: list[str], version: tuple[int, 
     ("spec", "message"),
     [
         ("", "is no simulated device"),
-        ("h300", "no simulated device 'h300': there is h200"),
+        ("h300", "no simulated device 'h300': give one of h200"),
         ("h200x0", "no simulated device"),
         ("h200x", "no simulated device"),
         ("h200x-1", "no simulated device"),
@@ -92,7 +92,7 @@ def test_a_machine_by_its_name(spec: str, names: list[str], version: tuple[int, 
         ("h200@", "is no simulated device"),
         ("h200@13", "is no simulated device"),
         ("h200@13.0@13.1", "is no simulated device"),
-        ("h200@11.8", r"no simulated CUDA 11\.8: there is 13\.0"),
+        ("h200@11.8", r"no simulated CUDA 11\.8: give one of 13\.0"),
     ],
 )
 def test_a_name_that_is_none_is_refused(spec: str, message: str) -> None:

@@ -437,7 +437,7 @@ def test_a_foreign_thread_lets_a_foreign_thread_go_on(machine: Machine) -> None:
 
     def write() -> None:
         waiting.wait(10)
-        actors = driver.clock._actors  # type: ignore[attr-defined]
+        actors = driver.clock._participants  # type: ignore[attr-defined]
         spin(lambda: any(actor.name == "a foreign thread" for actor in actors))
         word.value = 1
 
@@ -508,12 +508,12 @@ def test_a_slow_call_on_a_loops_thread_is_not_cut_short(make: Make) -> None:
 
 
 def test_a_finaliser_may_wake_a_loop_from_inside_the_clock(machine: Machine) -> None:
-    """Whoever runs anywhere in the clock, by a finaliser say, can nudge it without a deadlock."""
+    """A finaliser that runs anywhere in the clock can wake it without a deadlock."""
     clock = machine.driver.clock
     asked = [0]
 
     def ready() -> bool:
-        clock.nudge(None)  # type: ignore[attr-defined]  # what call_soon_threadsafe and mailboxes do
+        clock.wake(None)  # type: ignore[attr-defined]  # what call_soon_threadsafe and mailboxes do
         asked[0] += 1
         return asked[0] > 3
 
@@ -555,7 +555,7 @@ def test_a_clock_does_not_grow() -> None:
     for _ in range(20):
         clock.run(main)
     driver.close()
-    assert clock._actors == []
+    assert clock._participants == []
     assert clock._timelines == []
     assert clock._running is None
 

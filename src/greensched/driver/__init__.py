@@ -1,4 +1,4 @@
-"""The one door to CUDA, and the only place that chooses which driver stands behind it."""
+"""Access to CUDA; `open` chooses the driver."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from functools import lru_cache
 from greensched.driver.interface import Driver
 from greensched.errors import InvalidRequest
 
-#: The environment variable read where no driver is named in the program.
+#: The environment variable that names the driver where the program does not.
 VARIABLE = "GREENSCHED_DRIVER"
 
 
 def open(spec: str | Driver | None = None) -> Driver:  # noqa: A001  used as driver.open(...)
-    """The driver to use; it is not initialised, and CUDA is not touched.
+    """Return a driver that is not initialised yet, without loading CUDA.
 
     Args:
         spec: a driver, `"cuda"`, or `"simulated:h200"` (`simulated.parse` has the grammar). None:
-            what the environment variable `GREENSCHED_DRIVER` says, else CUDA. A simulation is
-            never chosen by itself.
+            the value of the environment variable `GREENSCHED_DRIVER`, else CUDA. A simulation is
+            used only on request.
 
     Raises:
-        InvalidRequest: no such driver; the message names those there are.
+        InvalidRequest: no such driver; the message names the choices.
     """
     if isinstance(spec, Driver):
         return spec
@@ -33,12 +33,12 @@ def open(spec: str | Driver | None = None) -> Driver:  # noqa: A001  used as dri
         from greensched.driver import simulated
 
         return simulated.open(rest)
-    raise InvalidRequest(f'no driver {chosen!r}: write "cuda", or "simulated:h200"')
+    raise InvalidRequest(f'there is no driver {chosen!r}: give "cuda" or "simulated:h200"')
 
 
 @lru_cache(maxsize=1)
 def _cuda() -> Driver:
-    """The process has one CUDA driver."""
+    """Return the process's one CUDA driver."""
     from greensched.driver import cuda
 
     return cuda.open()

@@ -1,14 +1,14 @@
-"""The compiler's door: CUDA source to machine code, through NVRTC. Needs no GPU and no driver.
+"""Compile CUDA source to machine code, through NVRTC. Needs no GPU and no driver.
 
-NVRTC comes with `greensched[nvrtc]`; nothing else in greensched needs it. It is looked for, and
-loaded, at the first call.
+NVRTC comes with `greensched[nvrtc]`; nothing else in greensched needs it. The first call finds and
+loads it.
 
-Headers: a source may `#include <cuda_fp16.h>` and what else the CUDA runtime ships. cuda-pathfinder
-(`find_nvidia_header_directory("cudart")`) says where they are: in the nvidia-cuda-runtime wheel,
-which is part of `greensched[nvrtc]`, else in a conda environment, `CUDA_PATH`, `CUDA_HOME`, or a
-toolkit of the system. CCCL's (`<cuda/std/...>`, and the `<nv/target>` that cooperative_groups.h
-includes) are offered where they lie in the same place: pip install 'cuda-toolkit[cccl]'. A folder
-given in `options` is searched first.
+Headers: a source may `#include <cuda_fp16.h>` and other headers of the CUDA runtime.
+cuda-pathfinder (`find_nvidia_header_directory("cudart")`) finds them: in the nvidia-cuda-runtime
+wheel, which is part of `greensched[nvrtc]`, else in a conda environment, `CUDA_PATH`, `CUDA_HOME`,
+or a toolkit of the system. CCCL's headers (`<cuda/std/...>`, and the `<nv/target>` that
+cooperative_groups.h includes) are used where they are in the same place: pip install
+'cuda-toolkit[cccl]'. A folder given in `options` is searched first.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ _nvrtc: Final[Any] = nvrtc
 
 
 class _Refused(Exception):
-    """NVRTC answered a status; the text is its log where it has one, else the status."""
+    """NVRTC returned a status; the text is its log where it has one, else the status."""
 
 
-def _ask(function: Any, *arguments: Any) -> Any:
-    """Calls NVRTC: what it answers beside its status, a tuple where that is more than one value."""
+def _call(function: Any, *arguments: Any) -> Any:
+    """Call NVRTC; return its results without the status, a tuple where there are several."""
     try:
         status, *answer = function(*arguments)
     except (KeyError, ValueError) as error:
-        # A status newer than the wheel, as in driver.cuda.status.
+        # A status newer than the wheel, as in driver.cuda.errors.
         raise _Refused(str(error)) from None
     except RuntimeError as error:
-        # DynamicLibNotFoundError, and what older wheels raise for a library or symbol.
+        # DynamicLibNotFoundError, or the error of older wheels for a missing library or symbol.
         raise DriverUnavailable(
             "the CUDA compiler (NVRTC) was not found: pip install 'greensched[nvrtc]'"
         ) from error
@@ -51,10 +51,10 @@ def _ask(function: Any, *arguments: Any) -> Any:
 
 @functools.cache
 def _header_options() -> tuple[str, ...]:
-    """Options for the headers that are installed, once per process.
+    """Return the options for the installed headers, once per process.
 
-    CCCL is taken only from beside the runtime's headers: those of another toolkit on the machine
-    would be found too, and be of another version.
+    CCCL is taken only from beside the runtime's headers: another toolkit on the machine may have
+    another version.
     """
     find = getattr(pathfinder, "find_nvidia_header_directory", None)  # cuda-pathfinder 1.3
     found = find("cudart") if find else None
@@ -65,23 +65,23 @@ def _header_options() -> tuple[str, ...]:
 
 
 def version() -> tuple[int, int]:
-    """NVRTC's version, such as (13, 5). It compiles for no architecture newer than itself.
+    """Return NVRTC's version, such as (13, 5). It compiles for no architecture newer than itself.
 
     Raises:
         DriverUnavailable: NVRTC is not installed.
     """
-    major, minor = _ask(_nvrtc.nvrtcVersion)
+    major, minor = _call(_nvrtc.nvrtcVersion)
     return int(major), int(minor)
 
 
-def compile(  # noqa: A001 - `nvrtc.compile` says it best
+def compile(  # noqa: A001 - used as nvrtc.compile(...)
     source: str, *, name: str, arch: str, options: Sequence[str] = ()
 ) -> bytes:
-    """Compiles CUDA source. Blocks for 10 ms to seconds, without the GIL.
+    """Compile CUDA source. Blocks for 10 ms to seconds, without the GIL.
 
     Args:
-        source: CUDA C++. A kernel that is to be found by its name is `extern "C"`.
-        name: what the compiler calls the source in its messages, such as `saxpy.cu`.
+        source: CUDA C++. A kernel must be `extern "C"` to be found by its name.
+        name: the source's name in the compiler's messages, such as `saxpy.cu`.
         arch: a real architecture, such as `sm_90` (`DeviceFacts.arch`).
         options: NVRTC's, such as `--std=c++20`; see its documentation.
 
@@ -94,7 +94,7 @@ def compile(  # noqa: A001 - `nvrtc.compile` says it best
     """
     arguments = [f"--gpu-architecture={arch}", *options, *_header_options()]
     try:
-        program = _ask(_nvrtc.nvrtcCreateProgram, source.encode(), name.encode(), 0, [], [])
+        program = _call(_nvrtc.nvrtcCreateProgram, source.encode(), name.encode(), 0, [], [])
         try:
             _build(program, arguments)
             cubin = _read(_nvrtc.nvrtcGetCUBINSize, _nvrtc.nvrtcGetCUBIN, program)
@@ -103,7 +103,7 @@ def compile(  # noqa: A001 - `nvrtc.compile` says it best
     except _Refused as refused:
         raise CompileFailed(name, arch, str(refused)) from None
     if not cubin:
-        # NVRTC's answer for a virtual architecture.
+        # NVRTC returns an empty cubin for a virtual architecture.
         problem = f"{arch} has no machine code: give a real architecture, such as sm_90"
         raise CompileFailed(name, arch, problem)
     return cubin
@@ -112,20 +112,20 @@ def compile(  # noqa: A001 - `nvrtc.compile` says it best
 def _build(program: Any, arguments: Sequence[str]) -> None:
     encoded = [argument.encode() for argument in arguments]
     try:
-        _ask(_nvrtc.nvrtcCompileProgram, program, len(encoded), encoded)
+        _call(_nvrtc.nvrtcCompileProgram, program, len(encoded), encoded)
     except _Refused as refused:
         raise _Refused(_log(program) or str(refused)) from None
 
 
 def _read(size: Any, content: Any, program: Any) -> bytes:
-    """One of NVRTC's results: its size is asked first, then it is written into our buffer."""
-    buffer = bytearray(_ask(size, program))
-    _ask(content, program, buffer)
+    """Read a result of NVRTC: its size first, then its bytes into a buffer."""
+    buffer = bytearray(_call(size, program))
+    _call(content, program, buffer)
     return bytes(buffer)
 
 
 def _log(program: Any) -> str:
-    """The compiler's log, or nothing where even that cannot be had."""
+    """Return the compiler's log, empty where it cannot be read."""
     try:
         raw = _read(_nvrtc.nvrtcGetProgramLogSize, _nvrtc.nvrtcGetProgramLog, program)
     except _Refused:

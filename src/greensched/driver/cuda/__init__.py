@@ -1,13 +1,13 @@
-"""The real driver: the verbs of `driver.base` over `cuda.bindings.driver`.
+"""The CUDA driver: the driver interface over `cuda.bindings.driver`.
 
-    wheel       the one import of cuda.bindings.driver
-    status      statuses become our exceptions here, once
-    startup     is there a driver, which one, and what can it do
-    devices, contexts, resources, streams, memory, code       the verbs
+    bindings    the one import of cuda.bindings.driver
+    errors      statuses as exceptions
+    init        find the driver, its version and its features
+    devices, contexts, resources, streams, memory, modules    the driver calls
     driver      all of them together
 
-Wheels 13.0 to 13.5 and drivers of CUDA 13.0 (R580) and newer. Importing this package loads none
-of it; `open` does.
+Supports wheels 13.0 to 13.5 and drivers of CUDA 13.0 (R580) and newer. Importing this package loads
+none of it; `open` does.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def open() -> CudaDriver:  # noqa: A001 - `driver.open` chooses a driver, `driver.cuda.open` opens one
-    """The real driver, not yet initialised: this touches no libcuda.
+    """Make the CUDA driver, not yet initialised: this does not load libcuda.
 
     Raises:
         DriverUnavailable: cuda-bindings is missing, or older than 13.0.

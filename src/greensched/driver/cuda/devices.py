@@ -1,4 +1,4 @@
-"""Devices: the verbs that say what there is."""
+"""Driver calls for devices."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 from typing import TYPE_CHECKING, Any, Final
 
 from greensched.driver.cuda.bindings import cuda
-from greensched.driver.cuda.errors import ask
+from greensched.driver.cuda.errors import call
 from greensched.driver.interface import Driver
 from greensched.typing import DeviceFacts
 
@@ -21,15 +21,15 @@ _LIMIT: Final[Any] = cuda.CUdevice_attribute
 
 @functools.cache
 def device_handle(device: int) -> Any:
-    """The `CUdevice` of an ordinal: the same for the life of the process, once it is answered."""
-    return ask(cuda.cuDeviceGet, device, detail=f"device {device}")
+    """Return the `CUdevice` of an ordinal, which stays the same for the life of the process."""
+    return call(cuda.cuDeviceGet, device, detail=f"device {device}")
 
 
 def _uuid(raw: bytes) -> str:
-    """A device's UUID as nvidia-smi and CUDA_VISIBLE_DEVICES write it.
+    """Format a device's UUID as nvidia-smi and CUDA_VISIBLE_DEVICES write it.
 
-    A MIG instance answers its own, which nvidia-smi writes with `MIG-`: the driver API does not
-    say which it is.
+    A MIG instance has its own, which nvidia-smi writes with `MIG-`: the driver API does not
+    tell the two apart.
     """
     digits = raw.hex()
     parts = (digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:])
@@ -37,34 +37,34 @@ def _uuid(raw: bytes) -> str:
 
 
 class Devices(Driver):
-    """Which devices there are, and what never changes about them."""
+    """The devices, and their constant facts."""
 
     def device_count(self) -> int:
-        """`cuDeviceGetCount`; without a visible device `initialise` has refused already."""
-        return int(ask(cuda.cuDeviceGetCount))
+        """Call `cuDeviceGetCount`; without a visible device `initialise` has refused already."""
+        return int(call(cuda.cuDeviceGetCount))
 
     def device_facts(self, device: int) -> DeviceFacts:
-        """Attributes, and `cuDeviceTotalMem`: no context is needed or made."""
+        """Read attributes, and `cuDeviceTotalMem`: no context is needed or made."""
         handle = device_handle(device)
 
         def limit(name: str) -> int:
             attribute = getattr(_LIMIT, f"CU_DEVICE_ATTRIBUTE_{name}")
-            return int(ask(cuda.cuDeviceGetAttribute, attribute, handle, detail=name))
+            return int(call(cuda.cuDeviceGetAttribute, attribute, handle, detail=name))
 
         def dim3(name: str) -> Dim3:
             return limit(f"{name}_X"), limit(f"{name}_Y"), limit(f"{name}_Z")
 
-        name: bytes = ask(cuda.cuDeviceGetName, _NAME_BYTES, handle)
+        name: bytes = call(cuda.cuDeviceGetName, _NAME_BYTES, handle)
         return DeviceFacts(
             ordinal=device,
             name=name.split(b"\0", 1)[0].decode(errors="replace"),
-            uuid=_uuid(bytes(ask(cuda.cuDeviceGetUuid, handle).bytes)),
+            uuid=_uuid(bytes(call(cuda.cuDeviceGetUuid, handle).bytes)),
             compute_capability=(
                 limit("COMPUTE_CAPABILITY_MAJOR"),
                 limit("COMPUTE_CAPABILITY_MINOR"),
             ),
             sm_count=limit("MULTIPROCESSOR_COUNT"),
-            memory_bytes=int(ask(cuda.cuDeviceTotalMem, handle)),
+            memory_bytes=int(call(cuda.cuDeviceTotalMem, handle)),
             l2_bytes=limit("L2_CACHE_SIZE"),
             warp_size=limit("WARP_SIZE"),
             max_threads_per_block=limit("MAX_THREADS_PER_BLOCK"),

@@ -1,4 +1,4 @@
-"""The real driver, whole."""
+"""The CUDA driver, of all its parts."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from greensched.driver.cuda import init
 from greensched.driver.cuda.contexts import Contexts
 from greensched.driver.cuda.devices import Devices
 from greensched.driver.cuda.memory import Memory
-from greensched.driver.cuda.modules import Code
+from greensched.driver.cuda.modules import Modules
 from greensched.driver.cuda.resources import Resources
 from greensched.driver.cuda.streams import Streams
 from greensched.typing import Feature
 
 
-class CudaDriver(Devices, Contexts, Resources, Streams, Memory, Code):
-    """CUDA through `cuda.bindings`. Any number of these are the same driver: CUDA is the process's.
+class CudaDriver(Devices, Contexts, Resources, Streams, Memory, Modules):
+    """CUDA through `cuda.bindings`. All objects are the same driver: CUDA belongs to the process.
 
-    Nothing here knows of fork: in a forked child every verb answers NOT_INITIALIZED at best, and
-    the rooms above refuse first.
+    Nothing here handles fork: in a forked child every driver call fails with NOT_INITIALIZED at
+    best, and the packages above refuse first.
     """
 
     name: ClassVar[str] = "cuda"
@@ -30,7 +30,7 @@ class CudaDriver(Devices, Contexts, Resources, Streams, Memory, Code):
         self._initialised = False
 
     def initialise(self) -> None:
-        """`cuDriverGetVersion`, then `cuInit`. A refusal may be tried again: drivers get ready."""
+        """Call `cuDriverGetVersion`, then `cuInit`. A failed call can be repeated later."""
         if not self._initialised:
             init.initialise()
             self._initialised = True
@@ -44,7 +44,7 @@ class CudaDriver(Devices, Contexts, Resources, Streams, Memory, Code):
         return self._version
 
     def supports(self, feature: Feature) -> bool:
-        """Whether driver and wheel both have it; needs no `initialise`."""
+        """Return whether driver and wheel both have a feature; needs no `initialise`."""
         known = self._features.get(feature)
         if known is None:
             known = self._features[feature] = init.has(feature)

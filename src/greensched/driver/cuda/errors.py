@@ -1,15 +1,15 @@
-"""Statuses become our exceptions here, once.
+"""Turn the statuses of the CUDA wheel into exceptions.
 
-A wheel answers every call with a tuple that begins with a `CUresult`, true when the call failed.
-Three things come instead of one:
+The wheel returns a tuple from every call; its first item is a `CUresult`, true for a failure.
+Instead of returning, it may raise for:
 
 * a status newer than the wheel: `KeyError(917)` up to 13.1, `ValueError("917 is not a valid
   CUresult")` from 13.2 on (and, from functions that fill lists, already before);
 * no libcuda: `DynamicLibNotFoundError` from 13.4 on, a plain RuntimeError before;
 * a symbol that the driver lacks: a RuntimeError.
 
-So hot verbs wrap the call in `try ... except NEWER`, which costs nothing while nothing is raised
-(CPython 3.11+), and the others go through `ask`.
+So hot driver calls wrap the wheel's in `try ... except UNKNOWN_STATUS`, which costs nothing while
+nothing is raised (CPython 3.11+), and the others use `call`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from greensched.driver.status import from_status
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-#: What a wheel raises for a status it has no name for.
-NEWER: Final = (KeyError, ValueError)
+#: The exceptions of a wheel for a status that it has no name for.
+UNKNOWN_STATUS: Final = (KeyError, ValueError)
 
-#: The status that is an answer of the querying verbs. One object, so `is` tells it.
+#: The status by which queries answer "not yet". One object, so it is compared by `is`.
 NOT_READY: Final[Any] = cuda.CUresult.CUDA_ERROR_NOT_READY
 
 NO_LIBRARY: Final = (
@@ -47,14 +47,16 @@ _UNNAMED = re.compile(r"(\d+) is not a valid CUresult")
 _NAMES: dict[int, str] = {int(member): member.name for member in cuda.CUresult}
 
 
-def failed(status: Any, call: str, detail: str = "", asked: int | None = None) -> errors.CUDAError:
-    """The exception for a status that the wheel has a name for.
+def error_for_status(
+    status: Any, call: str, detail: str = "", asked: int | None = None
+) -> errors.CUDAError:
+    """Make the exception of a status that the wheel has a name for.
 
     Args:
         status: a `CUresult` that is not success.
         call: the driver function.
-        detail: what it was called for.
-        asked: bytes that were asked for, where the call asks for memory.
+        detail: the arguments that matter, in words.
+        asked: the requested bytes, where the call allocates memory.
     """
     number = int(status)
     if number == 2 and asked is not None:
@@ -62,19 +64,19 @@ def failed(status: Any, call: str, detail: str = "", asked: int | None = None) -
     return from_status(number, call, status.name, detail)
 
 
-def numbered(number: int, call: str) -> errors.CUDAError:
-    """The exception for a status as the driver has it, from a call that went past the wheel."""
+def error_for_number(number: int, call: str) -> errors.CUDAError:
+    """Make the exception of a status number, from a call that bypassed the wheel."""
     return from_status(number, call, _NAMES.get(number))
 
 
-def newer(error: Exception, call: str, detail: str = "") -> Exception:
-    """The exception for a status that the wheel has no name for.
+def error_for_unknown_status(error: Exception, call: str, detail: str = "") -> Exception:
+    """Make the exception of a status that the wheel has no name for.
 
     Args:
-        error: what the wheel raised; returned as it is where it speaks of something else (a
-            KeyError or ValueError of an argument, which is a bug of ours).
+        error: the wheel's; returned unchanged where it is not about a status (a KeyError or
+            ValueError of an argument, which is a bug of greensched).
         call: the driver function.
-        detail: what it was called for.
+        detail: the arguments that matter, in words.
     """
     number: object = error.args[0] if error.args else None
     if isinstance(error, ValueError):
@@ -85,45 +87,45 @@ def newer(error: Exception, call: str, detail: str = "") -> Exception:
     return from_status(number, call, None, detail)
 
 
-def missing(error: RuntimeError, call: str) -> Exception:
-    """The exception for a library or symbol that is not there; `error` where it is neither."""
+def error_for_missing_library(error: RuntimeError, call: str) -> Exception:
+    """Make the exception of a missing library or symbol; return `error` where it is neither."""
     text = str(error)
     if isinstance(error, DynamicLibNotFoundError) or "dlopen" in text:
         return errors.DriverUnavailable(NO_LIBRARY)
     if "cuGetProcAddress" in text:
         return errors.DriverUnavailable(NOT_A_DRIVER)
     if "not found" in text:
-        return lacking(call)
+        return error_for_missing_function(call)
     return error
 
 
-def lacking(call: str) -> errors.NotSupported:
-    """The exception for a function that this driver, or this wheel, does not have."""
+def error_for_missing_function(call: str) -> errors.NotSupported:
+    """Make the exception of a function that this driver, or this wheel, lacks."""
     return errors.NotSupported(
         call, "a newer driver or cuda-bindings", f"one without it (cuda-bindings {WHEEL_VERSION})"
     )
 
 
-def ask(function: Callable[..., Any], *arguments: Any, detail: str = "") -> Any:
-    """Calls the driver where a tenth of a microsecond does not matter.
+def call(function: Callable[..., Any], *arguments: Any, detail: str = "") -> Any:
+    """Call the driver, where a tenth of a microsecond does not matter.
 
     Returns:
-        What the call answers beside its status: None, the one value, or a tuple of them.
+        The call's results without its status: None, the one value, or a tuple of them.
 
     Raises:
         CUDAError: any status but success.
         NotSupported: the driver has no such function.
         DriverUnavailable: there is no driver.
     """
-    call = function.__name__
+    name = function.__name__
     try:
         status, *answer = function(*arguments)
-    except NEWER as error:
-        raise newer(error, call, detail) from None
+    except UNKNOWN_STATUS as error:
+        raise error_for_unknown_status(error, name, detail) from None
     except RuntimeError as error:
-        raise missing(error, call) from error
+        raise error_for_missing_library(error, name) from error
     if status:
-        raise failed(status, call, detail)
+        raise error_for_status(status, name, detail)
     if len(answer) == 1:
         return answer[0]
     return tuple(answer) if answer else None

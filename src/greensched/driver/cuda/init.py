@@ -1,8 +1,8 @@
-"""Is there a driver, which one, and what can it do. Every refusal is one sentence with a way out.
+"""Find the driver, its version and its features. Every refusal is one sentence with a remedy.
 
-Only `cuDriverGetVersion` and `cuInit` are called to find out: both are safe without a device, and
-before them nothing else is (CUDA driver API, "Initialization"). Features are asked of symbols,
-through `cuGetProcAddress`, which needs no `cuInit` either.
+Only `cuDriverGetVersion` and `cuInit` are called for that: both are safe without a device, and
+before them no other call is (CUDA driver API, "Initialization"). Features are found by their
+symbols, through `cuGetProcAddress`, which needs no `cuInit` either.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from greensched.driver.cuda import errors as cuda_errors
 from greensched.driver.cuda.bindings import cuda
 from greensched.typing import Feature
 
-#: The oldest driver that is served, as `cuDriverGetVersion` has it: CUDA 13.0, R580.
+#: The oldest supported driver, as `cuDriverGetVersion` reports it: CUDA 13.0, R580.
 OLDEST: Final = 13000
 
-#: Why a machine cannot be used, and what to do, by the status of `cuDriverGetVersion` or `cuInit`.
-#: Sources: the descriptions in cuda.h (13.5), and for 999 and 304 the usual finding.
-_WAYS_OUT: Final[dict[int, str]] = {
+#: The problem and its remedy, by the status of `cuDriverGetVersion` or `cuInit`. Sources: the
+#: descriptions in cuda.h (13.5), and for 999 and 304 the usual cause.
+_REMEDIES: Final[dict[int, str]] = {
     34: (
         "the libcuda.so.1 that was found is the toolkit's stub: take the `stubs` folder out of "
         "LD_LIBRARY_PATH, or install an NVIDIA driver of CUDA 13.0 (R580) or newer"
@@ -76,31 +76,31 @@ _SIGNS: Final[dict[Feature, tuple[str, int, str]]] = {
 }
 
 
-def _ask(function: Any, *arguments: Any) -> Any:
-    """`status.ask`, for calls whose failure means that there is no usable driver at all."""
+def _call(function: Any, *arguments: Any) -> Any:
+    """Call the driver, where a failure means that there is no usable driver."""
     try:
-        return cuda_errors.ask(function, *arguments)
+        return cuda_errors.call(function, *arguments)
     except errors.NotSupported as error:
         raise errors.DriverUnavailable(cuda_errors.NOT_A_DRIVER) from error
     except errors.CUDAError as error:
-        way_out = _WAYS_OUT.get(error.status, "see nvidia-smi and the kernel's log")
-        raise errors.DriverUnavailable(f"{way_out} ({error})") from error
+        remedy = _REMEDIES.get(error.status, "see nvidia-smi and the kernel's log")
+        raise errors.DriverUnavailable(f"{remedy} ({error})") from error
 
 
 def driver_version() -> int:
-    """The newest CUDA that the driver supports: 1000 * major + 10 * minor.
+    """Return the newest CUDA that the driver supports: 1000 * major + 10 * minor.
 
     Raises:
-        DriverUnavailable: there is no driver to ask.
+        DriverUnavailable: there is no driver.
     """
-    return int(_ask(cuda.cuDriverGetVersion))
+    return int(_call(cuda.cuDriverGetVersion))
 
 
 def initialise() -> None:
-    """Makes CUDA usable in this process. Calling it again is harmless: so is `cuInit`.
+    """Make CUDA usable in this process. Calling it again is harmless: so is `cuInit`.
 
     Raises:
-        DriverUnavailable: in one sentence, with a way out.
+        DriverUnavailable: no usable driver, or one below CUDA 13.0; the message has the remedy.
     """
     version = driver_version()
     if version < OLDEST:
@@ -108,27 +108,27 @@ def initialise() -> None:
             f"the NVIDIA driver supports CUDA {version // 1000}.{version % 1000 // 10}, and "
             "greensched needs 13.0: install driver R580 or newer"
         )
-    _ask(cuda.cuInit, 0)
+    _call(cuda.cuInit, 0)
 
 
 def symbol_address(symbol: str, version: int) -> int:
-    """The address of a driver function, 0 where the driver lacks it.
+    """Return the address of a driver function, 0 where the driver lacks it.
 
     Args:
         symbol: its name in cuda.h, without a version suffix.
-        version: the CUDA version of the wanted signature. One newer than the driver is answered
-            with a status or with address 0, either of which means: not here.
+        version: the CUDA version of the wanted signature. For one newer than the driver,
+            `cuGetProcAddress` returns a status or address 0; both mean that it is missing.
     """
     try:
         failure, address, *_ = cuda.cuGetProcAddress(symbol.encode(), version, 0)
-    except cuda_errors.NEWER:
+    except cuda_errors.UNKNOWN_STATUS:
         return 0
     except RuntimeError as error:
-        raise cuda_errors.missing(error, "cuGetProcAddress") from error
+        raise cuda_errors.error_for_missing_library(error, "cuGetProcAddress") from error
     return 0 if failure else int(address or 0)
 
 
 def has(feature: Feature) -> bool:
-    """Whether both the driver and the wheel have a feature."""
+    """Return whether both the driver and the wheel have a feature."""
     symbol, version, attribute = _SIGNS[feature]
     return hasattr(cuda, attribute) and symbol_address(symbol, version) != 0

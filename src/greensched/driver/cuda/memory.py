@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING, Any, Final
 from greensched import errors
 from greensched.driver.cuda.bindings import cuda
 from greensched.driver.cuda.devices import device_handle
-from greensched.driver.cuda.errors import NEWER, ask, failed, newer
+from greensched.driver.cuda.errors import (
+    UNKNOWN_STATUS,
+    call,
+    error_for_status,
+    error_for_unknown_status,
+)
 from greensched.driver.interface import Driver
 from greensched.driver.types import HostMemory, MemoryPoolHandle
 
@@ -20,7 +25,7 @@ if TYPE_CHECKING:
 #: CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP: for every context, and addressable
 #: by the device, as `cuStreamWriteValue32` asks.
 _PORTABLE_DEVICEMAP: Final = 1 | 2
-#: A pool gives back at the next synchronisation what it holds beyond this; the default is 0.
+#: A pool returns memory beyond this at the next synchronisation; the default is 0.
 _KEEP_EVERYTHING: Final = 2**64 - 1
 
 _POOL_ATTRIBUTE: Final[Any] = cuda.CUmemPool_attribute
@@ -30,8 +35,8 @@ _ATTRIBUTE_ORDINAL: Final = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE
 _DEVICE_MEMORY: Final = 2
 _INVALID_VALUE: Final = 1
 
-#: Every registered mapping, by its address. Who forgets one (a pool abandoned at work) must not
-#: have it unmapped under the device, nor its address given to another mapping.
+#: Every registered mapping, by its address. A mapping whose owner is collected (a pool abandoned at
+#: work) must not be unmapped under the device, nor its address given to another mapping.
 _registered: Final[dict[int, mmap.mmap]] = {}
 
 _allocate = cuda.cuMemAllocFromPoolAsync
@@ -44,7 +49,7 @@ _fill = cuda.cuMemsetD8Async
 
 
 def _pool_properties(device: int) -> Any:
-    """Plain device memory, not shared with other processes (the zeroed rest means that)."""
+    """Describe plain device memory, not shared with other processes (the zeroed rest)."""
     properties = cuda.CUmemPoolProps()
     properties.allocType = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
     properties.location = _location(device)
@@ -59,13 +64,13 @@ def _location(device: int) -> Any:
 
 
 class Memory(Driver):
-    """Where bytes live. Addresses are plain ints: that is what kernels' arguments are made of."""
+    """Memory and copies. Addresses are plain ints, as kernel arguments are."""
 
     def create_memory_pool(self, device: int) -> MemoryPoolHandle:
-        """`cuMemPoolCreate`: the device's default pool belongs to the whole process."""
-        pool = ask(cuda.cuMemPoolCreate, _pool_properties(device), detail=f"device {device}")
+        """Call `cuMemPoolCreate`: the device's default pool belongs to the whole process."""
+        pool = call(cuda.cuMemPoolCreate, _pool_properties(device), detail=f"device {device}")
         try:
-            ask(
+            call(
                 cuda.cuMemPoolSetAttribute,
                 pool,
                 _POOL_ATTRIBUTE.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD,
@@ -73,55 +78,57 @@ class Memory(Driver):
             )
         except errors.GreenschedError:
             with contextlib.suppress(errors.GreenschedError):
-                ask(cuda.cuMemPoolDestroy, pool)
+                call(cuda.cuMemPoolDestroy, pool)
             raise
         return MemoryPoolHandle(pool)
 
     def destroy_memory_pool(self, pool: MemoryPoolHandle) -> None:
-        """`cuMemPoolDestroy`; what is still allocated keeps the memory until it is freed."""
-        ask(cuda.cuMemPoolDestroy, pool)
+        """Call `cuMemPoolDestroy`; what is still allocated keeps the memory until it is freed."""
+        call(cuda.cuMemPoolDestroy, pool)
 
     def can_access_peer(self, device: int, peer: int) -> bool:
-        """`cuDeviceCanAccessPeer`."""
+        """Call `cuDeviceCanAccessPeer`."""
         handles = device_handle(device), device_handle(peer)
-        return bool(ask(cuda.cuDeviceCanAccessPeer, *handles, detail=f"{device} of {peer}"))
+        return bool(call(cuda.cuDeviceCanAccessPeer, *handles, detail=f"{device} of {peer}"))
 
     def share_memory_pool(self, pool: MemoryPoolHandle, device: int) -> None:
-        """`cuMemPoolSetAccess`; what the pool has already is mapped too, which may take a while."""
+        """Call `cuMemPoolSetAccess`; it maps the pool's present memory too, which may take long."""
         access = cuda.CUmemAccessDesc()
         access.location = _location(device)
         access.flags = cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        ask(cuda.cuMemPoolSetAccess, pool, [access], 1, detail=f"for device {device}")
+        call(cuda.cuMemPoolSetAccess, pool, [access], 1, detail=f"for device {device}")
 
     def reserved_bytes(self, pool: MemoryPoolHandle) -> int:
-        """`cuMemPoolGetAttribute`."""
+        """Call `cuMemPoolGetAttribute`."""
         attribute = _POOL_ATTRIBUTE.CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT
-        return int(ask(cuda.cuMemPoolGetAttribute, pool, attribute))
+        return int(call(cuda.cuMemPoolGetAttribute, pool, attribute))
 
     def allocate(self, pool: MemoryPoolHandle, nbytes: int, stream: StreamHandle) -> int:
-        """`cuMemAllocFromPoolAsync`; of 0 bytes it is INVALID_VALUE."""
+        """Call `cuMemAllocFromPoolAsync`; of 0 bytes it is INVALID_VALUE."""
         try:
             status, address = _allocate(nbytes, pool, stream)
-        except NEWER as error:
-            raise newer(error, "cuMemAllocFromPoolAsync") from None
+        except UNKNOWN_STATUS as error:
+            raise error_for_unknown_status(error, "cuMemAllocFromPoolAsync") from None
         if status:
-            raise failed(status, "cuMemAllocFromPoolAsync", f"{nbytes} bytes", asked=nbytes)
+            raise error_for_status(
+                status, "cuMemAllocFromPoolAsync", f"{nbytes} bytes", asked=nbytes
+            )
         return int(address)
 
     def free(self, address: int, stream: StreamHandle) -> None:
-        """`cuMemFreeAsync`."""
+        """Call `cuMemFreeAsync`."""
         try:
             (status,) = _free(address, stream)
-        except NEWER as error:
-            raise newer(error, "cuMemFreeAsync") from None
+        except UNKNOWN_STATUS as error:
+            raise error_for_unknown_status(error, "cuMemFreeAsync") from None
         if status:
-            raise failed(status, "cuMemFreeAsync")
+            raise error_for_status(status, "cuMemFreeAsync")
 
     def allocate_host(self, nbytes: int) -> HostMemory:
-        """A mapping of our own, registered by `cuMemHostRegister`: portable, and zero at first.
+        """Register a mapping by `cuMemHostRegister`: portable, and zero at first.
 
-        Not `cuMemHostAlloc`: whoever still has the view after `free_host` (a job asked whether it
-        is done, an array somebody kept) then reads memory of ours, and not a hole.
+        Not `cuMemHostAlloc`: a view that is still used after `free_host` (by a job that is asked
+        whether it is done, or by a caller's array) then reads valid memory.
         """
         try:
             mapping = mmap.mmap(-1, nbytes)
@@ -131,67 +138,67 @@ class Memory(Driver):
         address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
         try:
             (status,) = cuda.cuMemHostRegister(address, size, _PORTABLE_DEVICEMAP)
-        except NEWER as error:
-            raise newer(error, "cuMemHostRegister") from None
+        except UNKNOWN_STATUS as error:
+            raise error_for_unknown_status(error, "cuMemHostRegister") from None
         if status:
-            raise failed(status, "cuMemHostRegister", f"{nbytes} bytes", asked=nbytes)
+            raise error_for_status(status, "cuMemHostRegister", f"{nbytes} bytes", asked=nbytes)
         try:
-            device_address = int(ask(cuda.cuMemHostGetDevicePointer, address, 0))
+            device_address = int(call(cuda.cuMemHostGetDevicePointer, address, 0))
         except errors.GreenschedError:
             with contextlib.suppress(errors.GreenschedError):
-                ask(cuda.cuMemHostUnregister, address)
+                call(cuda.cuMemHostUnregister, address)
             raise
         _registered[address] = mapping
         return HostMemory(address, device_address, nbytes, memoryview(mapping))
 
     def free_host(self, memory: HostMemory) -> None:
-        """`cuMemHostUnregister`; the bytes live as long as somebody has the view."""
-        ask(cuda.cuMemHostUnregister, memory.address)
+        """Call `cuMemHostUnregister`; the bytes live as long as a view of them."""
+        call(cuda.cuMemHostUnregister, memory.address)
         _registered.pop(memory.address, None)
 
     def memory_info(self) -> tuple[int, int]:
-        """`cuMemGetInfo`: of the whole device and all its processes, not of a partition."""
-        free, total = ask(cuda.cuMemGetInfo)
+        """Call `cuMemGetInfo`: for the whole device and all its processes, not for a partition."""
+        free, total = call(cuda.cuMemGetInfo)
         return int(free), int(total)
 
     def memory_device(self, address: int) -> int | None:
-        """`cuPointerGetAttribute`: INVALID_VALUE of memory that no allocation of CUDA's holds."""
+        """Call `cuPointerGetAttribute`: INVALID_VALUE for memory that CUDA did not allocate."""
         try:
-            kind = ask(cuda.cuPointerGetAttribute, _ATTRIBUTE_KIND, address)
+            kind = call(cuda.cuPointerGetAttribute, _ATTRIBUTE_KIND, address)
             if int(kind) != _DEVICE_MEMORY:
                 return None
-            return int(ask(cuda.cuPointerGetAttribute, _ATTRIBUTE_ORDINAL, address))
+            return int(call(cuda.cuPointerGetAttribute, _ATTRIBUTE_ORDINAL, address))
         except errors.CUDAError as error:
             if error.status == _INVALID_VALUE:
                 return None
             raise
 
     def copy_to_device(self, address: int, host: int, nbytes: int, stream: StreamHandle) -> None:
-        """`cuMemcpyHtoDAsync`; the host memory must live until the copy is done."""
+        """Call `cuMemcpyHtoDAsync`; the host memory must live until the copy is done."""
         try:
             (status,) = _to_device(address, host, nbytes, stream)
-        except NEWER as error:
-            raise newer(error, "cuMemcpyHtoDAsync") from None
+        except UNKNOWN_STATUS as error:
+            raise error_for_unknown_status(error, "cuMemcpyHtoDAsync") from None
         if status:
-            raise failed(status, "cuMemcpyHtoDAsync", f"{nbytes} bytes")
+            raise error_for_status(status, "cuMemcpyHtoDAsync", f"{nbytes} bytes")
 
     def copy_to_host(self, host: int, address: int, nbytes: int, stream: StreamHandle) -> None:
-        """`cuMemcpyDtoHAsync`; the host memory must live until the copy is done."""
+        """Call `cuMemcpyDtoHAsync`; the host memory must live until the copy is done."""
         try:
             (status,) = _to_host(host, address, nbytes, stream)
-        except NEWER as error:
-            raise newer(error, "cuMemcpyDtoHAsync") from None
+        except UNKNOWN_STATUS as error:
+            raise error_for_unknown_status(error, "cuMemcpyDtoHAsync") from None
         if status:
-            raise failed(status, "cuMemcpyDtoHAsync", f"{nbytes} bytes")
+            raise error_for_status(status, "cuMemcpyDtoHAsync", f"{nbytes} bytes")
 
     def copy(self, target: int, source: int, nbytes: int, stream: StreamHandle) -> None:
-        """`cuMemcpyDtoDAsync`."""
+        """Call `cuMemcpyDtoDAsync`."""
         try:
             (status,) = _on_device(target, source, nbytes, stream)
-        except NEWER as error:
-            raise newer(error, "cuMemcpyDtoDAsync") from None
+        except UNKNOWN_STATUS as error:
+            raise error_for_unknown_status(error, "cuMemcpyDtoDAsync") from None
         if status:
-            raise failed(status, "cuMemcpyDtoDAsync", f"{nbytes} bytes")
+            raise error_for_status(status, "cuMemcpyDtoDAsync", f"{nbytes} bytes")
 
     def copy_peer(
         self,
@@ -202,23 +209,23 @@ class Memory(Driver):
         nbytes: int,
         stream: StreamHandle,
     ) -> None:
-        """`cuMemcpyPeerAsync`, which goes by the contexts it is told, and not by the current one.
+        """Call `cuMemcpyPeerAsync`, which uses the contexts given to it, and not the current one.
 
-        Source: programming guide, stream-ordered allocation: other copies of a pool's memory want
+        Source: programming guide, stream-ordered allocation: other copies of a pool's memory need
         the context of their stream current.
         """
         try:
             (status,) = _between(target, target_context, source, source_context, nbytes, stream)
-        except NEWER as error:
-            raise newer(error, "cuMemcpyPeerAsync") from None
+        except UNKNOWN_STATUS as error:
+            raise error_for_unknown_status(error, "cuMemcpyPeerAsync") from None
         if status:
-            raise failed(status, "cuMemcpyPeerAsync", f"{nbytes} bytes")
+            raise error_for_status(status, "cuMemcpyPeerAsync", f"{nbytes} bytes")
 
     def set_bytes(self, address: int, value: int, nbytes: int, stream: StreamHandle) -> None:
-        """`cuMemsetD8Async`."""
+        """Call `cuMemsetD8Async`."""
         try:
             (status,) = _fill(address, value, nbytes, stream)
-        except NEWER as error:
-            raise newer(error, "cuMemsetD8Async") from None
+        except UNKNOWN_STATUS as error:
+            raise error_for_unknown_status(error, "cuMemsetD8Async") from None
         if status:
-            raise failed(status, "cuMemsetD8Async", f"{nbytes} bytes")
+            raise error_for_status(status, "cuMemsetD8Async", f"{nbytes} bytes")

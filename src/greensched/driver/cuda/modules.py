@@ -1,7 +1,7 @@
 """Libraries, kernels, launches.
 
-Kernels are `CUkernel`s of a library: a launch takes its context from the stream, and what is
-current plays no part (CUDA driver API, cuLaunchKernel).
+Kernels are `CUkernel`s of a library: a launch takes its context from the stream, not from the
+thread (CUDA driver API, cuLaunchKernel).
 """
 
 from __future__ import annotations
@@ -13,7 +13,12 @@ from typing import TYPE_CHECKING, Any, Final
 from greensched import errors
 from greensched.driver.cuda.bindings import cuda, number
 from greensched.driver.cuda.devices import device_handle
-from greensched.driver.cuda.errors import NEWER, ask, failed, newer
+from greensched.driver.cuda.errors import (
+    UNKNOWN_STATUS,
+    call,
+    error_for_status,
+    error_for_unknown_status,
+)
 from greensched.driver.interface import Driver
 from greensched.driver.status import from_status
 from greensched.driver.types import KernelHandle, KernelLimits, LibraryHandle
@@ -24,47 +29,49 @@ if TYPE_CHECKING:
     from greensched.driver.types import CodeImage, StreamHandle
     from greensched.typing import Dim3
 
-#: The status behind the last parameter of a kernel.
+#: The status of `cuKernelGetParamInfo` behind the last parameter.
 _INVALID_VALUE: Final = 1
 _INVALID_IMAGE: Final = 200
 
 _ATTRIBUTE: Final[Any] = cuda.CUfunction_attribute
 
 
-class Code(Driver):
-    """What runs."""
+class Modules(Driver):
+    """Libraries, kernels and launches."""
 
     def load_code(self, image: CodeImage) -> LibraryHandle:
-        """`cuLibraryLoadData`; the driver keeps its own copy, and loads lazily."""
+        """Call `cuLibraryLoadData`; the driver keeps its own copy, and loads lazily."""
         if not image.binary:
-            # The driver would read past the end of it.
+            # The driver would read past the end of empty bytes.
             raise from_status(
                 _INVALID_IMAGE, "cuLibraryLoadData", None, f"{image.name} has no machine code"
             )
-        library = ask(cuda.cuLibraryLoadData, image.binary, [], [], 0, [], [], 0, detail=image.name)
+        library = call(
+            cuda.cuLibraryLoadData, image.binary, [], [], 0, [], [], 0, detail=image.name
+        )
         return LibraryHandle(library)
 
     def unload_code(self, library: LibraryHandle) -> None:
-        """`cuLibraryUnload`; its kernels' work must be done."""
-        ask(cuda.cuLibraryUnload, library)
+        """Call `cuLibraryUnload`; the work of its kernels must be done."""
+        call(cuda.cuLibraryUnload, library)
 
     def get_kernel(self, library: LibraryHandle, name: str) -> KernelHandle:
-        """`cuLibraryGetKernel`; NOT_FOUND for a C++ name: the source says `extern "C"`."""
-        return KernelHandle(ask(cuda.cuLibraryGetKernel, library, name.encode(), detail=name))
+        """Call `cuLibraryGetKernel`; NOT_FOUND for a C++ name: the source says `extern "C"`."""
+        return KernelHandle(call(cuda.cuLibraryGetKernel, library, name.encode(), detail=name))
 
     def load_kernel(self, kernel: KernelHandle) -> None:
-        """`cuKernelGetFunction` for the current context, and `cuFuncLoad` of that.
+        """Call `cuKernelGetFunction` for the current context, and `cuFuncLoad` of that.
 
         Without it the first launch loads, and may synchronise the context to do so.
         """
-        ask(cuda.cuFuncLoad, ask(cuda.cuKernelGetFunction, kernel))
+        call(cuda.cuFuncLoad, call(cuda.cuKernelGetFunction, kernel))
 
     def kernel_layout(self, kernel: KernelHandle) -> tuple[tuple[int, int], ...] | None:
-        """`cuKernelGetParamInfo` up to its INVALID_VALUE: the count can be asked from 13.2 only."""
+        """Call `cuKernelGetParamInfo` up to its INVALID_VALUE: 13.2 added a call for the count."""
         layout = []
         for index in itertools.count():
             try:
-                offset, size = ask(cuda.cuKernelGetParamInfo, kernel, index)
+                offset, size = call(cuda.cuKernelGetParamInfo, kernel, index)
             except errors.NotSupported:
                 return None
             except errors.CUDAError as error:
@@ -75,12 +82,12 @@ class Code(Driver):
         return tuple(layout)
 
     def kernel_limits(self, kernel: KernelHandle, device: int) -> KernelLimits:
-        """`cuKernelGetAttribute`, by device: no context is needed."""
+        """Call `cuKernelGetAttribute`, by device: no context is needed."""
         handle = device_handle(device)
 
         def limit(name: str) -> int:
             attribute = getattr(_ATTRIBUTE, f"CU_FUNC_ATTRIBUTE_{name}")
-            return int(ask(cuda.cuKernelGetAttribute, attribute, kernel, handle, detail=name))
+            return int(call(cuda.cuKernelGetAttribute, attribute, kernel, handle, detail=name))
 
         return KernelLimits(
             limit("MAX_THREADS_PER_BLOCK"),
@@ -90,8 +97,8 @@ class Code(Driver):
         )
 
     def allow_shared(self, kernel: KernelHandle, device: int, nbytes: int) -> None:
-        """`cuKernelSetAttribute`; at most the device's opt-in limit less the static part."""
-        ask(
+        """Call `cuKernelSetAttribute`; at most the device's opt-in limit less the static part."""
+        call(
             cuda.cuKernelSetAttribute,
             _ATTRIBUTE.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
             nbytes,
@@ -109,11 +116,11 @@ class Code(Driver):
         shared_bytes: int,
         parameters: int,
     ) -> Callable[[], None]:
-        """`cuLaunchKernel`, with everything bound that can be.
+        """Call `cuLaunchKernel`, with every argument bound.
 
         Two things make it as cheap as the raw call (measured on the stand-in): the kernel is
-        wrapped as the `CUfunction` that the driver lets it pass for, which a wheel would do
-        again at each call, and a `partial` hands over the eleven arguments in C.
+        wrapped once as the `CUfunction` that the driver accepts in its place, which a wheel would
+        do at each call, and a `partial` passes the eleven arguments in C.
         """
         launch = functools.partial(
             cuda.cuLaunchKernel,
@@ -129,10 +136,10 @@ class Code(Driver):
         def launch_again() -> None:
             try:
                 (status,) = launch()
-            except NEWER as error:
-                raise newer(error, "cuLaunchKernel", geometry()) from None
+            except UNKNOWN_STATUS as error:
+                raise error_for_unknown_status(error, "cuLaunchKernel", geometry()) from None
             if status:
-                raise failed(status, "cuLaunchKernel", geometry())
+                raise error_for_status(status, "cuLaunchKernel", geometry())
 
         def geometry() -> str:
             return f"grid {grid}, block {block}, {shared_bytes} bytes of shared memory"

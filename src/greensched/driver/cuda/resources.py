@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from greensched import errors
 from greensched.driver.cuda.bindings import WHEEL_VERSION, cuda
 from greensched.driver.cuda.devices import device_handle
-from greensched.driver.cuda.errors import NEWER, ask, failed, lacking, newer
+from greensched.driver.cuda.errors import (
+    UNKNOWN_STATUS,
+    call,
+    error_for_missing_function,
+    error_for_status,
+    error_for_unknown_status,
+)
 from greensched.driver.cuda.init import driver_version, has
 from greensched.driver.interface import Driver
 from greensched.driver.status import from_status
@@ -45,11 +51,11 @@ _BACKFILL: Final = 1
 #: number, the flags, and what must be 0. Source: cuda.h, 13.1 to 13.5.
 _GROUP_WORDS: Final = 16
 
-#: Whether the wheel takes a list of group parameters: from 13.3 on, which also has this name. The
-#: older ones take one object, and read on behind it as far as the number of groups says.
+#: Whether the wheel takes a list of group parameters: from 13.3 on, which also has this name. Older
+#: ones take one object, and read as many groups behind its address.
 _TAKES_LISTS: Final = hasattr(cuda.CUgreenCtxCreate_flags, "CU_GREEN_CTX_NONE")
 
-#: Bytes of a CUdevResource. Source: cuda.h, 12.4 to 13.5.
+#: Bytes of a CUdevResource. Source: cuda.h, 13.0 to 13.5.
 _RESOURCE_BYTES: Final = 144
 
 #: The driver's status where a resource cannot be cut as asked.
@@ -64,11 +70,11 @@ _split: Any = getattr(cuda, "cuDevSmResourceSplit", None)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Resource:
-    """A `CUdevResource` and what it says, read while it was certainly alive.
+    """A `CUdevResource` and its facts, read while it was certainly alive.
 
-    `raw.sm` is a view that does not keep its resource alive up to wheel 13.4: of a resource that
-    died first it reads freed memory. So nothing but `_resource` ever takes that view. `raw` also
-    carries, in its opaque bytes, which split it came from; a copy of the numbers would not do.
+    Up to wheel 13.4, `raw.sm` is a view that does not keep its resource alive, and reads freed
+    memory after it. So only `_resource` takes that view. The opaque bytes of `raw` also say which
+    split it came from, so a copy of the numbers cannot replace it.
     """
 
     raw: Any
@@ -77,7 +83,7 @@ class Resource:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Workqueue:
-    """A `CUdevResource` of a work-queue configuration, and what it says."""
+    """A `CUdevResource` of a work-queue configuration, and its facts."""
 
     raw: Any
     facts: WorkqueueFacts
@@ -95,7 +101,7 @@ def _resource(raw: Any) -> ResourceHandle:
 
 
 def _left(raw: Any) -> ResourceHandle | None:
-    """What a split left over; None where it is of type INVALID, or of no SM."""
+    """Return the remainder of a split; None where it is of type INVALID, or has no SM."""
     left = _resource(raw) if raw is not None and raw.type == _SM else None
     return left if left is not None and _own(left).facts.sm_count else None
 
@@ -107,7 +113,7 @@ def _workqueue(raw: Any) -> ResourceHandle:
 
 
 def _workqueue_config() -> Any:
-    """The type of a work-queue configuration, where wheel and driver have it."""
+    """Return the type of a work-queue configuration, where wheel and driver have it."""
     if not has(Feature.WORKQUEUES):
         version = driver_version()
         here = f"CUDA {version // 1000}.{version % 1000 // 10} with cuda-bindings {WHEEL_VERSION}"
@@ -144,18 +150,18 @@ class Resources(Driver):
     """Who may have which SMs."""
 
     def device_resource(self, device: int) -> ResourceHandle:
-        """`cuDeviceGetDevResource`; under an MPS thread percentage not all of them are ours."""
-        return _resource(ask(cuda.cuDeviceGetDevResource, device_handle(device), _SM))
+        """Call `cuDeviceGetDevResource`; an MPS thread percentage reduces it."""
+        return _resource(call(cuda.cuDeviceGetDevResource, device_handle(device), _SM))
 
     def context_resource(self, context: ContextHandle) -> ResourceHandle:
-        """`cuCtxGetDevResource`, of a primary context or of the view of a green one."""
-        return _resource(ask(cuda.cuCtxGetDevResource, context, _SM))
+        """Call `cuCtxGetDevResource`, of a primary context or of the view of a green one."""
+        return _resource(call(cuda.cuCtxGetDevResource, context, _SM))
 
     def stream_resource(self, stream: StreamHandle) -> ResourceHandle:
-        """`cuStreamGetDevResource` (13.1), also for streams that others made."""
+        """Call `cuStreamGetDevResource` (13.1), also for streams that others made."""
         if _of_stream is None:
-            raise lacking("cuStreamGetDevResource")
-        return _resource(ask(_of_stream, stream, _SM))
+            raise error_for_missing_function("cuStreamGetDevResource")
+        return _resource(call(_of_stream, stream, _SM))
 
     def resource_facts(self, resource: ResourceHandle) -> ResourceFacts:
         """What was read when the resource was made: a resource never changes."""
@@ -169,17 +175,17 @@ class Resources(Driver):
         *,
         ignore_coscheduling: bool = False,
     ) -> tuple[list[ResourceHandle], ResourceHandle | None]:
-        """`cuDevSmResourceSplitByCount`; a request of 0 groups is its question "how many?".
+        """Call `cuDevSmResourceSplitByCount`; with 0 groups it returns how many are possible.
 
-        Arguments go by position: wheel 13.0 calls the flags differently. The list that comes back
-        is as long as was asked; what lies beyond the returned count is of type INVALID.
+        Arguments are positional: wheel 13.0 names the flags differently. The returned list is as
+        long as requested; entries beyond the returned count are of type INVALID.
         """
         flags = _IGNORE_SM_COSCHEDULING if ignore_coscheduling else 0
         detail = f"groups of at least {minimum} SMs"
         whole = _own(resource).raw
 
         def split(wanted: int) -> Any:
-            return ask(
+            return call(
                 cuda.cuDevSmResourceSplitByCount, wanted, whole, flags, minimum, detail=detail
             )
 
@@ -195,34 +201,34 @@ class Resources(Driver):
     def split(
         self, resource: ResourceHandle, groups: Sequence[SMGroup]
     ) -> tuple[list[ResourceHandle], ResourceHandle | None]:
-        """`cuDevSmResourceSplit` (13.1). What was discovered is read off the results.
+        """Call `cuDevSmResourceSplit` (13.1), and read discovered sizes from the results.
 
-        Wheels write it back into the parameters or not, by their version.
+        Some wheels also write them back into the parameters.
         """
         if _split is None:
-            raise lacking("cuDevSmResourceSplit")
+            raise error_for_missing_function("cuDevSmResourceSplit")
         words = (ctypes.c_uint32 * (_GROUP_WORDS * len(groups)))()
         params = _group_params(words, groups)
-        parts, rest = ask(_split, len(groups), _own(resource).raw, 0, params, detail=str(groups))
+        parts, rest = call(_split, len(groups), _own(resource).raw, 0, params, detail=str(groups))
         return [_resource(part) for part in parts], _left(rest)
 
     def device_workqueue(self, device: int) -> ResourceHandle:
-        """`cuDeviceGetDevResource` (13.1 for this type)."""
+        """Call `cuDeviceGetDevResource` (13.1 for this type)."""
         kind = _workqueue_config()
-        return _workqueue(ask(cuda.cuDeviceGetDevResource, device_handle(device), kind))
+        return _workqueue(call(cuda.cuDeviceGetDevResource, device_handle(device), kind))
 
     def context_workqueue(self, context: ContextHandle) -> ResourceHandle:
-        """`cuCtxGetDevResource` (13.1 for this type)."""
-        return _workqueue(ask(cuda.cuCtxGetDevResource, context, _workqueue_config()))
+        """Call `cuCtxGetDevResource` (13.1 for this type)."""
+        return _workqueue(call(cuda.cuCtxGetDevResource, context, _workqueue_config()))
 
     def workqueue_facts(self, workqueue: ResourceHandle) -> WorkqueueFacts:
-        """What was read when it was made or configured."""
+        """Return the facts that were read when it was made or configured."""
         return _own_workqueue(workqueue).facts
 
     def configure_workqueue(
         self, workqueue: ResourceHandle, sharing_scope: SharingScope, concurrency_limit: int
     ) -> ResourceHandle:
-        """A copy byte by byte: a wheel's resource can be copied in no other way."""
+        """Copy byte by byte: a wheel's resource can be copied in no other way."""
         raw = cuda.CUdevResource()
         ctypes.memmove(raw.getPtr(), _own_workqueue(workqueue).raw.getPtr(), _RESOURCE_BYTES)
         scopes = cuda.CUdevWorkqueueConfigScope
@@ -236,29 +242,29 @@ class Resources(Driver):
         return _workqueue(raw)
 
     def describe(self, resources: Sequence[ResourceHandle]) -> DescriptorHandle:
-        """`cuDevResourceGenerateDesc`; nothing frees a descriptor, so make each once."""
+        """Call `cuDevResourceGenerateDesc`; no call frees a descriptor, so make each once."""
         raws = [cast("Resource | Workqueue", resource).raw for resource in resources]
-        return DescriptorHandle(ask(cuda.cuDevResourceGenerateDesc, raws, len(raws)))
+        return DescriptorHandle(call(cuda.cuDevResourceGenerateDesc, raws, len(raws)))
 
     def create_green(self, descriptor: DescriptorHandle, device: int) -> GreenHandle:
-        """`cuGreenCtxCreate`."""
+        """Call `cuGreenCtxCreate`."""
         return GreenHandle(
-            ask(cuda.cuGreenCtxCreate, descriptor, device_handle(device), _DEFAULT_STREAM)
+            call(cuda.cuGreenCtxCreate, descriptor, device_handle(device), _DEFAULT_STREAM)
         )
 
     def destroy_green(self, green: GreenHandle) -> None:
-        """`cuGreenCtxDestroy`; on CUDA 13.0 a stream that outlives it can never be destroyed."""
-        ask(cuda.cuGreenCtxDestroy, green)
+        """Call `cuGreenCtxDestroy`; on CUDA 13.0 a stream that outlives it cannot be destroyed."""
+        call(cuda.cuGreenCtxDestroy, green)
 
     def green_context(self, green: GreenHandle) -> ContextHandle:
-        """`cuCtxFromGreenCtx`; to destroy that view is undefined behaviour."""
-        return ContextHandle(ask(cuda.cuCtxFromGreenCtx, green))
+        """Call `cuCtxFromGreenCtx`; destroying that view is undefined behaviour."""
+        return ContextHandle(call(cuda.cuCtxFromGreenCtx, green))
 
     def record_green(self, green: GreenHandle, event: EventHandle) -> None:
-        """`cuGreenCtxRecordEvent`; the event may be of any context of the same primary."""
+        """Call `cuGreenCtxRecordEvent`; the event may be of any context of the same primary."""
         try:
             (status,) = _record_green(green, event)
-        except NEWER as error:
-            raise newer(error, "cuGreenCtxRecordEvent") from None
+        except UNKNOWN_STATUS as error:
+            raise error_for_unknown_status(error, "cuGreenCtxRecordEvent") from None
         if status:
-            raise failed(status, "cuGreenCtxRecordEvent")
+            raise error_for_status(status, "cuGreenCtxRecordEvent")

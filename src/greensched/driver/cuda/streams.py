@@ -7,7 +7,15 @@ import functools
 from typing import TYPE_CHECKING, Any, Final
 
 from greensched.driver.cuda.bindings import cuda, number
-from greensched.driver.cuda.errors import NEWER, NOT_READY, ask, failed, lacking, newer, numbered
+from greensched.driver.cuda.errors import (
+    NOT_READY,
+    UNKNOWN_STATUS,
+    call,
+    error_for_missing_function,
+    error_for_number,
+    error_for_status,
+    error_for_unknown_status,
+)
 from greensched.driver.cuda.init import symbol_address
 from greensched.driver.interface import Driver
 from greensched.driver.types import EventHandle, ExecutableHandle, GraphHandle, StreamHandle
@@ -44,200 +52,200 @@ _OUR_MODES: Final = tuple(CaptureMode)
 
 @functools.cache
 def _launch_host_function() -> Any:
-    """`cuLaunchHostFunc` past the wheel.
+    """Return `cuLaunchHostFunc` by its address, bypassing the wheel.
 
     Wheels up to 13.4 wrap any function, also a plain C one, in a trampoline that takes the GIL on
-    the driver's thread, which deadlocks against a thread that holds the GIL and wants the driver's
-    lock (promise 6; docs/completion.md). ctypes lets go of the GIL around the call, as the wheel
-    does.
+    the driver's thread, which deadlocks against a thread that holds the GIL and waits for the
+    driver's lock (promise 6; docs/completion.md). ctypes releases the GIL around the call, as the
+    wheel does.
     """
     address = symbol_address("cuLaunchHostFunc", 10000)
     if not address:
-        raise lacking("cuLaunchHostFunc")
+        raise error_for_missing_function("cuLaunchHostFunc")
     prototype = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
     return prototype(address)
 
 
 class Streams(Driver):
-    """Order on the device, and the questions about it."""
+    """Streams, events, captures and graphs."""
 
     def create_stream(self, green: GreenHandle | None, priority: int = 0) -> StreamHandle:
-        """`cuGreenCtxStreamCreate`, which ignores what is current, or of the current context.
+        """Call `cuGreenCtxStreamCreate`, which ignores what is current, or of the current context.
 
         The driver clamps the priority to its range.
         """
         if green is None:
-            return StreamHandle(ask(cuda.cuStreamCreateWithPriority, _NON_BLOCKING, priority))
-        return StreamHandle(ask(cuda.cuGreenCtxStreamCreate, green, _NON_BLOCKING, priority))
+            return StreamHandle(call(cuda.cuStreamCreateWithPriority, _NON_BLOCKING, priority))
+        return StreamHandle(call(cuda.cuGreenCtxStreamCreate, green, _NON_BLOCKING, priority))
 
     def destroy_stream(self, stream: StreamHandle) -> None:
-        """`cuStreamDestroy`; with work pending it returns at once, and frees later."""
-        ask(cuda.cuStreamDestroy, stream)
+        """Call `cuStreamDestroy`; with work pending it returns at once, and frees later."""
+        call(cuda.cuStreamDestroy, stream)
 
     def stream_address(self, stream: StreamHandle) -> int:
-        """The number in the wrapper; no driver call."""
+        """Return the number in the wrapper; no driver call."""
         return number(stream)
 
     def foreign_stream(self, address: int) -> StreamHandle:
-        """The number, wrapped; no driver call."""
+        """Wrap the number; no driver call."""
         return StreamHandle(cuda.CUstream(address))
 
     def query_stream(self, stream: StreamHandle) -> bool:
-        """`cuStreamQuery`; spoils a global-mode capture elsewhere in the process."""
+        """Call `cuStreamQuery`; invalidates a global-mode capture elsewhere in the process."""
         try:
             (status,) = _query_stream(stream)
-        except NEWER as error:
-            raise newer(error, "cuStreamQuery") from None
+        except UNKNOWN_STATUS as error:
+            raise error_for_unknown_status(error, "cuStreamQuery") from None
         if not status:
             return True
         if status is NOT_READY:
             return False
-        raise failed(status, "cuStreamQuery")
+        raise error_for_status(status, "cuStreamQuery")
 
     def synchronize_stream(self, stream: StreamHandle) -> None:
-        """`cuStreamSynchronize`; the wheel lets go of the GIL."""
-        ask(cuda.cuStreamSynchronize, stream)
+        """Call `cuStreamSynchronize`; the wheel releases the GIL."""
+        call(cuda.cuStreamSynchronize, stream)
 
     def wait_event(self, stream: StreamHandle, event: EventHandle) -> None:
-        """`cuStreamWaitEvent`; the event may be of another context or device."""
+        """Call `cuStreamWaitEvent`; the event may be of another context or device."""
         try:
             (status,) = _wait_event(stream, event, 0)
-        except NEWER as error:
-            raise newer(error, "cuStreamWaitEvent") from None
+        except UNKNOWN_STATUS as error:
+            raise error_for_unknown_status(error, "cuStreamWaitEvent") from None
         if status:
-            raise failed(status, "cuStreamWaitEvent")
+            raise error_for_status(status, "cuStreamWaitEvent")
 
     def bind_mark(self, stream: StreamHandle, address: int) -> Callable[[int], None]:
-        """`cuStreamWriteValue32`, with the address wrapped once: an int is wrapped at each call."""
+        """Bind `cuStreamWriteValue32`, with the address wrapped once instead of at each call."""
         word = cuda.CUdeviceptr(address)
         write = _write_value
 
         def mark(value: int) -> None:
             try:
                 (status,) = write(stream, word, value, _FENCED)
-            except NEWER as error:
-                raise newer(error, "cuStreamWriteValue32") from None
+            except UNKNOWN_STATUS as error:
+                raise error_for_unknown_status(error, "cuStreamWriteValue32") from None
             if status:
-                raise failed(status, "cuStreamWriteValue32")
+                raise error_for_status(status, "cuStreamWriteValue32")
 
         return mark
 
     def wait_value(self, stream: StreamHandle, address: int, value: int) -> None:
-        """`cuStreamWaitValue32`; the driver's scheduler does not see this order."""
+        """Call `cuStreamWaitValue32`; the driver's scheduler does not know this order."""
         try:
             (status,) = _wait_value(stream, address, value, _GEQ)
-        except NEWER as error:
-            raise newer(error, "cuStreamWaitValue32") from None
+        except UNKNOWN_STATUS as error:
+            raise error_for_unknown_status(error, "cuStreamWaitValue32") from None
         if status:
-            raise failed(status, "cuStreamWaitValue32")
+            raise error_for_status(status, "cuStreamWaitValue32")
 
     def host_function(self, stream: StreamHandle, function: int, data: int) -> None:
-        """`cuLaunchHostFunc`, called by its address, so that no wheel puts Python in between."""
+        """Call `cuLaunchHostFunc` by its address, so that no wheel puts Python in between."""
         status = _launch_host_function()(number(stream), function, data)
         if status:
-            raise numbered(status, "cuLaunchHostFunc")
+            raise error_for_number(status, "cuLaunchHostFunc")
 
     # -- captures -------------------------------------------------------------------------------
 
     def begin_capture(self, stream: StreamHandle, mode: CaptureMode) -> None:
-        """`cuStreamBeginCapture`."""
-        ask(cuda.cuStreamBeginCapture, stream, _THEIR_MODES[mode])
+        """Call `cuStreamBeginCapture`."""
+        call(cuda.cuStreamBeginCapture, stream, _THEIR_MODES[mode])
 
     def end_capture(self, stream: StreamHandle) -> GraphHandle:
-        """`cuStreamEndCapture`; on the thread that began it, unless the mode was relaxed."""
-        return GraphHandle(ask(cuda.cuStreamEndCapture, stream))
+        """Call `cuStreamEndCapture`; on the thread that began it, unless the mode is relaxed."""
+        return GraphHandle(call(cuda.cuStreamEndCapture, stream))
 
     def is_capturing(self, stream: StreamHandle) -> bool:
-        """`cuStreamIsCapturing`; true as well of a spoilt capture, which is still to be ended."""
+        """Call `cuStreamIsCapturing`; also true for an invalidated capture, which must be ended."""
         try:
             status, state = _is_capturing(stream)
-        except NEWER as error:
-            raise newer(error, "cuStreamIsCapturing") from None
+        except UNKNOWN_STATUS as error:
+            raise error_for_unknown_status(error, "cuStreamIsCapturing") from None
         if status:
-            raise failed(status, "cuStreamIsCapturing")
+            raise error_for_status(status, "cuStreamIsCapturing")
         return bool(state)
 
     def destroy_graph(self, graph: GraphHandle) -> None:
-        """`cuGraphDestroy`."""
-        ask(cuda.cuGraphDestroy, graph)
+        """Call `cuGraphDestroy`."""
+        call(cuda.cuGraphDestroy, graph)
 
     def exchange_capture_mode(self, mode: CaptureMode) -> CaptureMode:
-        """`cuThreadExchangeStreamCaptureMode`; a fresh thread has GLOBAL."""
+        """Call `cuThreadExchangeStreamCaptureMode`; a fresh thread has GLOBAL."""
         try:
             status, previous = _exchange_mode(_THEIR_MODES[mode])
-        except NEWER as error:
-            raise newer(error, "cuThreadExchangeStreamCaptureMode") from None
+        except UNKNOWN_STATUS as error:
+            raise error_for_unknown_status(error, "cuThreadExchangeStreamCaptureMode") from None
         if status:
-            raise failed(status, "cuThreadExchangeStreamCaptureMode")
+            raise error_for_status(status, "cuThreadExchangeStreamCaptureMode")
         ours: CaptureMode = _OUR_MODES[previous]
         return ours
 
     def node_count(self, graph: GraphHandle) -> int:
-        """`cuGraphGetNodes`, asked for none of them."""
-        return int(ask(cuda.cuGraphGetNodes, graph, 0)[1])
+        """Call `cuGraphGetNodes` for the count alone."""
+        return int(call(cuda.cuGraphGetNodes, graph, 0)[1])
 
     def instantiate_graph(self, graph: GraphHandle, stream: StreamHandle) -> ExecutableHandle:
-        """`cuGraphInstantiateWithFlags`, which wheels call so, then `cuGraphUpload`."""
-        made = ask(cuda.cuGraphInstantiate, graph, 0)
+        """Call `cuGraphInstantiateWithFlags`, which wheels call so, then `cuGraphUpload`."""
+        made = call(cuda.cuGraphInstantiate, graph, 0)
         try:
-            ask(cuda.cuGraphUpload, made, stream)
+            call(cuda.cuGraphUpload, made, stream)
         except BaseException:
-            ask(cuda.cuGraphExecDestroy, made)
+            call(cuda.cuGraphExecDestroy, made)
             raise
         return ExecutableHandle(made)
 
     def launch_graph(self, executable: ExecutableHandle, stream: StreamHandle) -> None:
-        """`cuGraphLaunch`."""
+        """Call `cuGraphLaunch`."""
         try:
             (status,) = _launch_graph(executable, stream)
-        except NEWER as error:
-            raise newer(error, "cuGraphLaunch") from None
+        except UNKNOWN_STATUS as error:
+            raise error_for_unknown_status(error, "cuGraphLaunch") from None
         if status:
-            raise failed(status, "cuGraphLaunch")
+            raise error_for_status(status, "cuGraphLaunch")
 
     def destroy_executable(self, executable: ExecutableHandle) -> None:
-        """`cuGraphExecDestroy`."""
-        ask(cuda.cuGraphExecDestroy, executable)
+        """Call `cuGraphExecDestroy`."""
+        call(cuda.cuGraphExecDestroy, executable)
 
     # -- events ---------------------------------------------------------------------------------
 
     def create_event(self, *, timing: bool = False, blocking: bool = False) -> EventHandle:
-        """`cuEventCreate`."""
+        """Call `cuEventCreate`."""
         flags = (0 if timing else _DISABLE_TIMING) | (_BLOCKING_SYNC if blocking else 0)
-        return EventHandle(ask(cuda.cuEventCreate, flags))
+        return EventHandle(call(cuda.cuEventCreate, flags))
 
     def destroy_event(self, event: EventHandle) -> None:
-        """`cuEventDestroy`; never waits, also for one that is not complete."""
-        ask(cuda.cuEventDestroy, event)
+        """Call `cuEventDestroy`; never waits, not even for an incomplete event."""
+        call(cuda.cuEventDestroy, event)
 
     def record_event(self, event: EventHandle, stream: StreamHandle) -> None:
-        """`cuEventRecord`; make the event where its stream is: "same context" says cuda.h.
+        """Call `cuEventRecord`; make the event in its stream's context, as cuda.h requires.
 
-        Whether an event of the primary passes on a green stream differs by driver and report.
+        Whether a green stream accepts an event of the primary differs by driver and report.
         """
         try:
             (status,) = _record_event(event, stream)
-        except NEWER as error:
-            raise newer(error, "cuEventRecord") from None
+        except UNKNOWN_STATUS as error:
+            raise error_for_unknown_status(error, "cuEventRecord") from None
         if status:
-            raise failed(status, "cuEventRecord")
+            raise error_for_status(status, "cuEventRecord")
 
     def query_event(self, event: EventHandle) -> bool:
-        """`cuEventQuery`; spoils a global-mode capture elsewhere in the process."""
+        """Call `cuEventQuery`; invalidates a global-mode capture elsewhere in the process."""
         try:
             (status,) = _query_event(event)
-        except NEWER as error:
-            raise newer(error, "cuEventQuery") from None
+        except UNKNOWN_STATUS as error:
+            raise error_for_unknown_status(error, "cuEventQuery") from None
         if not status:
             return True
         if status is NOT_READY:
             return False
-        raise failed(status, "cuEventQuery")
+        raise error_for_status(status, "cuEventQuery")
 
     def synchronize_event(self, event: EventHandle) -> None:
-        """`cuEventSynchronize`; the wheel lets go of the GIL, the thread may still spin."""
-        ask(cuda.cuEventSynchronize, event)
+        """Call `cuEventSynchronize`; the wheel releases the GIL, the thread may still spin."""
+        call(cuda.cuEventSynchronize, event)
 
     def elapsed(self, start: EventHandle, end: EventHandle) -> float:
-        """`cuEventElapsedTime`, which answers milliseconds; both events must be complete."""
-        return float(ask(cuda.cuEventElapsedTime, start, end)) / 1000.0
+        """Call `cuEventElapsedTime`, which answers milliseconds; both events must be complete."""
+        return float(call(cuda.cuEventElapsedTime, start, end)) / 1000.0

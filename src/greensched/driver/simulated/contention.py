@@ -1,19 +1,20 @@
 """How kernels on one device share its SMs and its memory bandwidth. Pure arithmetic.
 
-*Room.* The threads of a kernel's blocks take up their part of the SMs, and an SM is given out
-first come, first served: blocks of a later kernel start in the room that earlier ones leave over,
-and where they leave none it waits. So a short kernel behind a large grid waits for that grid,
-whatever it may be in a hurry for; on SMs of its own it does not.
+*Room.* The threads of a kernel's blocks occupy their part of the SMs, and an SM is given out first
+come, first served: blocks of a later kernel start in the room that earlier ones leave, and where
+they leave none the kernel waits. So a short kernel behind a large grid waits for that grid; on SMs
+of its own it does not.
 
-*Arithmetic.* The blocks on an SM share what it computes by their threads, as its warp schedulers
-do, but none gets more than it can use; a block alone on an SM has all of it.
+*Arithmetic.* The blocks on an SM share its compute by their threads, as its warp schedulers do, but
+none gets more than it can use; a block alone on an SM has all of it.
 
-*Bandwidth* is everybody's: max-min fair, who asks little gets it all, the others share the rest.
+*Bandwidth* is shared by all kernels, max-min fair: small requests are met, the others share the
+rest.
 
 A model, not a promise. Blocks are counted in fractions, and all of a grid until the whole of it
-ends: a real one gives SMs back block by block in its last wave, and blocks with nothing to do at
-once. Threads are all that takes room: registers, shared memory and stream priorities are not
-modelled, nor is L2; and nothing here says what a real memory system does to two tenants.
+ends: a real grid frees SMs block by block in its last wave, and blocks without work at once. Only
+threads take room: registers, shared memory, stream priorities and L2 are not modelled, nor what a
+real memory system does to two tenants.
 
 Source for the order: "leftover" block scheduling. CUDA programming guide, green contexts: even a
 kernel of high priority waits for blocks that are resident, and on SMs of its own starts at once.
@@ -29,20 +30,20 @@ from typing import Protocol
 
 from greensched.typing import Cost
 
-#: Fractions of blocks add up to a whole one but for so much.
+#: The rounding error up to which fractions of blocks count as a whole one.
 ROUNDING = 1e-9
 
 
 class Kernel(Protocol):
-    """What of a kernel matters here.
+    """A kernel, as the arithmetic sees it.
 
     Attributes:
-        sms: those it may use, a mask.
-        cap: the most SMs it can use at once.
-        part: of an SM's room that one block takes.
-        room: that all its blocks take, in SMs' worth.
-        working: it does what its cost puts in SM time or bytes; else it only takes room.
-        cost: of all of it.
+        sms: the SMs that it may use, a mask.
+        cap: the most SMs that it can use at once.
+        part: the part of an SM's room that one block takes.
+        room: the room that all its blocks take, in SMs' worth.
+        working: it is in the part that SM time or bytes make longer; else it only takes room.
+        cost: the cost of all of it.
     """
 
     sms: int
@@ -54,12 +55,12 @@ class Kernel(Protocol):
 
 
 class Area:
-    """SMs that the same kernels may use. What is said of them is said of each one of them.
+    """SMs that the same kernels may use; `free` and `held` are those of each single SM.
 
     Attributes:
         sms: a mask.
-        free: the part of its room that nobody has.
-        held: the part that each kernel has, by number.
+        free: the free part of its room.
+        held: the part of each kernel, by number.
     """
 
     __slots__ = ("free", "held", "size", "sms")
@@ -71,7 +72,7 @@ class Area:
         self.held = held
 
     def cut(self, sms: int) -> Area:
-        """Keeps these SMs; returns the others."""
+        """Keep these SMs; return the others."""
         rest = Area(self.sms & ~sms, self.free, dict(self.held))
         self.sms &= sms
         self.size = self.sms.bit_count()
@@ -79,7 +80,7 @@ class Area:
 
 
 def settle(kernels: Sequence[Kernel]) -> tuple[list[bool], list[float]]:
-    """Whether each kernel has room to run, and how many SMs' worth it computes with.
+    """Return whether each kernel has room to run, and the SMs' worth of compute it gets.
 
     Args:
         kernels: all on the device, in the order they came.
@@ -99,7 +100,7 @@ def settle(kernels: Sequence[Kernel]) -> tuple[list[bool], list[float]]:
 
 
 def _crowd(kernels: Sequence[Kernel]) -> list[int]:
-    """Those that may use an SM which another may use too; the others need no arithmetic."""
+    """Return the kernels that share an SM with another; the others need no arithmetic."""
     union = crowded = 0
     for kernel in kernels:
         crowded |= union & kernel.sms
@@ -108,11 +109,11 @@ def _crowd(kernels: Sequence[Kernel]) -> list[int]:
 
 
 def _place(kernels: Sequence[Kernel]) -> tuple[list[Area], list[float]]:
-    """Gives out the room, in the order the kernels came: where, and how much to each.
+    """Distribute the room, in the order the kernels came: where, and how much to each.
 
-    What a kernel needs is spread over its SMs as the room on them is. Whoever lacks room takes
-    what there is, so that nobody overtakes him on his SMs; as room only grows when a kernel ends,
-    who has begun never loses any.
+    A kernel's need is spread over its SMs as their free room is. A kernel that lacks room takes
+    what there is, so that no later kernel overtakes it on its SMs; as room only grows when a kernel
+    ends, a kernel that has begun never loses any.
     """
     areas = [Area(functools.reduce(operator.or_, (k.sms for k in kernels)), 1.0, {})]
     rooms = []
@@ -136,32 +137,32 @@ def _place(kernels: Sequence[Kernel]) -> tuple[list[Area], list[float]]:
 
 
 def _compute(kernels: Sequence[Kernel], areas: Sequence[Area]) -> list[float]:
-    """Gives out the arithmetic of the SMs: how many SMs' worth each kernel computes with."""
+    """Distribute the compute of the SMs: how many SMs' worth each kernel gets."""
     # One block can use a whole SM, but all of a kernel's together no more than `cap`.
     usable, shares = [0.0] * len(kernels), [0.0] * len(kernels)
-    wishes = [
+    demands = [
         {i: min(1.0, part / kernels[i].part) for i, part in area.held.items() if kernels[i].working}
         for area in areas
     ]
-    for area, wish in zip(areas, wishes, strict=True):
-        for i, wanted in wish.items():
+    for area, demand in zip(areas, demands, strict=True):
+        for i, wanted in demand.items():
             usable[i] += area.size * wanted
-    for area, wish in zip(areas, wishes, strict=True):
-        capped = [wanted * min(1.0, kernels[i].cap / usable[i]) for i, wanted in wish.items()]
-        granted = fair(capped, 1.0, [area.held[i] for i in wish])
-        for i, grant in zip(wish, granted, strict=True):
+    for area, demand in zip(areas, demands, strict=True):
+        capped = [wanted * min(1.0, kernels[i].cap / usable[i]) for i, wanted in demand.items()]
+        granted = fair(capped, 1.0, [area.held[i] for i in demand])
+        for i, grant in zip(demand, granted, strict=True):
             shares[i] += area.size * grant
     return shares
 
 
 def speeds(kernels: Sequence[Kernel], shares: Sequence[float], bandwidth: float) -> list[float]:
-    """The speed of each kernel, as a fraction of its work per nanosecond.
+    """Return the speed of each kernel, as a fraction of its work per nanosecond.
 
-    Roofline: the smaller of what its SMs allow and what its part of the bandwidth allows.
+    Roofline: the smaller of the speeds that its SMs and its part of the bandwidth allow.
 
     Args:
-        kernels: those that are working; each has work to do.
-        shares: how many SMs' worth each computes with.
+        kernels: the working kernels; each has work to do.
+        shares: the SMs' worth of compute that each gets.
         bandwidth: of the device, bytes a second.
     """
     per_ns = bandwidth / 1e9
@@ -180,10 +181,10 @@ def speeds(kernels: Sequence[Kernel], shares: Sequence[float], bandwidth: float)
 
 
 def fair(wanted: Sequence[float], capacity: float, weights: Sequence[float]) -> list[float]:
-    """Weighted max-min: small wishes are met, the rest share what is left by their weights."""
+    """Divide by weighted max-min: small demands are met, the others share the rest by weight."""
     granted = [0.0] * len(wanted)
     left = capacity
-    # Those who ask most for their weight come last; summed from there, no weight is lost.
+    # The largest demands for their weight come last; summed from there, no weight is lost.
     order = sorted(range(len(wanted)), key=lambda i: wanted[i] / weights[i], reverse=True)
     waiting = list(accumulate(weights[i] for i in order))
     for index, weight in zip(reversed(order), reversed(waiting), strict=True):
@@ -193,5 +194,5 @@ def fair(wanted: Sequence[float], capacity: float, weights: Sequence[float]) -> 
 
 
 def bits(mask: int) -> list[int]:
-    """The numbers of the bits that are set."""
+    """Return the numbers of the bits that are set."""
     return [i for i in range(mask.bit_length()) if mask >> i & 1]

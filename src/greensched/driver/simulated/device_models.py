@@ -1,9 +1,9 @@
 """Device models by name: what a simulated GPU is, and where each figure comes from.
 
 SM counts, memory and bandwidth are the vendor's data sheets, except where a comment says measured.
-How a chip's SMs lie in GPCs is not published and differs from chip to chip; a layout here is one
-that gives every split answer known of that model, or an even one where none is known. Measured
-means: asked of an H200 under driver 580 (docs/measurements/h200-580/probe.json).
+The layout of a chip's SMs in GPCs is not published and differs from chip to chip; a layout here is
+one that gives every known split result of that model, or an even one where none is known. Measured
+means: on an H200 under driver 580 (docs/measurements/h200-580/probe.json).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from itertools import count
 from greensched.errors import InvalidRequest
 from greensched.typing import DeviceFacts
 
-#: How much slower each kernel is for the others: told the name of each that works, and how many
-#: SMs' worth it computes with; answers a factor for each, 1 or more.
+#: How much slower each kernel is for the others: takes the name of each working kernel and the SMs'
+#: worth of compute that it gets; returns a factor for each, 1 or more.
 Interference = Callable[[Sequence[tuple[str, float]]], Sequence[float]]
 
 GB = 10**9
@@ -41,7 +41,7 @@ class DeviceModel:
     l2_bytes: int
     #: Host to device and device to host, each its own engine. PCIe 5.0 x16: 64 GB/s less protocol.
     link_bandwidth: float = 55 * GB
-    #: From one device to another of its model, each way; 0: they do not reach each other's memory.
+    #: From one device to another of its model, each way; 0: no access to each other's memory.
     #: NVLink's figure of the data sheet, which is of both ways, halved; over PCIe the link's.
     peer_bandwidth: float = 0.0
     copy_engines: int = 3
@@ -51,16 +51,16 @@ class DeviceModel:
     launch_latency_ns: int = 3_900
     #: From enqueueing a copy to its first byte. 1.5 us: an assumption.
     copy_latency_ns: int = 1_500
-    #: What kernels do to each other beyond SMs and bandwidth, where measured; None: nothing.
+    #: The effect of kernels on each other beyond SMs and bandwidth, where measured; None: none.
     interference: Interference | None = None
 
     @property
     def sm_count(self) -> int:
-        """How many SMs it has."""
+        """The number of SMs."""
         return sum(self.gpcs)
 
     def sms_of_gpcs(self) -> list[list[int]]:
-        """The SM ids of each GPC: they count in rows, one TPC (2 SMs) of each GPC that has it.
+        """Return the SM ids of each GPC: they count in rows, of one TPC (2 SMs) of each GPC.
 
         Source: the SMs that the groups of one split ran on (`disjoint` of the probe).
         """
@@ -72,7 +72,7 @@ class DeviceModel:
         return ids
 
     def facts(self, ordinal: int) -> DeviceFacts:
-        """What a driver would say of it as device number `ordinal`."""
+        """Return the facts that a driver reports of it as device `ordinal`."""
         return DeviceFacts(
             ordinal=ordinal,
             name=f"Simulated {self.name}",
@@ -92,7 +92,7 @@ class DeviceModel:
 
 
 def even(sms: int, gpcs: int) -> tuple[int, ...]:
-    """A layout of `sms` in `gpcs` GPCs of whole TPCs (2 SMs), as even as can be."""
+    """Lay `sms` SMs out in `gpcs` GPCs of whole TPCs (2 SMs), as evenly as possible."""
     tpcs = sms // 2
     return tuple(2 * (tpcs // gpcs + (i < tpcs % gpcs)) for i in range(gpcs))
 
@@ -226,18 +226,20 @@ _SEVERAL = re.compile(r"(?P<name>.+)x(?P<count>[1-9]\d*)")
 
 
 def parse(spec: str) -> tuple[list[DeviceModel], tuple[int, int]]:
-    """Reads `h200`, `h200x2`, `h200x2+l40s`, `h100@13.0` into devices and a driver version.
+    """Read `h200`, `h200x2`, `h200x2+l40s`, `h100@13.0` into devices and a driver version.
 
     Raises:
-        InvalidRequest: an unknown device or version; says which are known.
+        InvalidRequest: an unknown device or version; the message names the known ones.
     """
     whole = _SPEC.fullmatch(spec.strip().lower())
     if whole is None:
-        raise InvalidRequest(f"{spec!r} is no simulated device: write h200, h200x2+l40s, h100@13.0")
+        raise InvalidRequest(
+            f"{spec!r} is no simulated device: give h200, h200x2+l40s or h100@13.1"
+        )
     version = (int(whole["major"]), int(whole["minor"])) if whole["major"] else MEASURED
     if version not in VERSIONS:
         known = ", ".join(f"{major}.{minor}" for major, minor in VERSIONS)
-        raise InvalidRequest(f"no simulated CUDA {version[0]}.{version[1]}: there is {known}")
+        raise InvalidRequest(f"no simulated CUDA {version[0]}.{version[1]}: give one of {known}")
     return [model for part in whole["devices"].split("+") for model in _several(part)], version
 
 
@@ -247,5 +249,5 @@ def _several(part: str) -> list[DeviceModel]:
     if name not in PRESETS and several is not None:  # the x of rtx4090 counts nothing
         name, count = several["name"], int(several["count"])
     if name not in PRESETS:
-        raise InvalidRequest(f"no simulated device {part!r}: there is {', '.join(PRESETS)}")
+        raise InvalidRequest(f"no simulated device {part!r}: give one of {', '.join(PRESETS)}")
     return [PRESETS[name]] * count

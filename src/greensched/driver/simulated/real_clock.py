@@ -10,18 +10,18 @@ from greensched.driver.host import HostServices
 from greensched.driver.simulated.timeline import Timeline
 from greensched.driver.status import from_status
 
-#: How often a kernel or stream held up by a word in memory is looked at.
+#: Seconds between two looks at the conditions that hold a kernel or stream.
 HELD_POLL_S = 250e-6
-#: With nothing to do for so long the thread ends; the next work starts another.
+#: Seconds without work after which the thread ends; the next work starts another.
 IDLE_S = 2.0
 
 
 class RealClock(HostServices):
     """Runs a timeline as time passes.
 
-    The device's thread does everything that happens on the timeline, references included, so no
-    caller ever pays for them; where the host cannot keep up, results are seen later than they
-    were due, and the modelled times stay what they are.
+    The device's thread does all work of the timeline, references included, so that no caller waits
+    for it. Where the host cannot keep up, results are seen later than they were due, and the
+    modelled times stay as they are.
     """
 
     virtual = False
@@ -36,22 +36,22 @@ class RealClock(HostServices):
         self._closed = False
 
     def attach(self) -> Timeline:
-        """The timeline this clock runs; each driver has a clock of its own."""
+        """Return the timeline of this clock; each driver has its own real clock."""
         return self._timeline
 
     def detach(self, timeline: Timeline) -> None:
-        """Ends the thread, once what it does now is done."""
+        """End the thread, after its present action."""
         with self._work:
             self._closed = True
             self._work.notify()
             self._changed.notify_all()
 
     def now(self) -> int:
-        """Nanoseconds since the clock was made."""
+        """Return nanoseconds since the clock was made."""
         return time.monotonic_ns() - self._origin
 
     def poke(self) -> None:
-        """Something new may be due before what the thread sleeps for. Holds the lock."""
+        """Wake the thread if something is due before it would. The caller holds the lock."""
         if self._thread is None and not self._closed:
             self._thread = threading.Thread(
                 target=self._run, name="greensched-simulated-gpu", daemon=True
@@ -62,11 +62,11 @@ class RealClock(HostServices):
             self._work.notify()
 
     def changed(self) -> None:
-        """What threads wait for may hold now. Holds the lock."""
+        """Have waiting threads test their conditions. The caller holds the lock."""
         self._changed.notify_all()
 
     def wait(self, ready: Callable[[], bool]) -> None:
-        """Blocks the calling thread until a condition holds, of which it is told."""
+        """Block the calling thread until a condition holds; `changed` has it tested."""
         with self._changed:
             self.poke()
             self._changed.wait_for(lambda: ready() or self._closed)
@@ -74,7 +74,7 @@ class RealClock(HostServices):
                 raise from_status(4, "a wait for the device")
 
     def sleep(self, nanoseconds: int) -> None:
-        """Blocks the calling thread for a time."""
+        """Block the calling thread for a time."""
         time.sleep(nanoseconds / 1e9)
 
     def _run(self) -> None:
@@ -87,7 +87,7 @@ class RealClock(HostServices):
             self._thread = None
 
     def _sleep(self) -> bool:
-        """Waits for the next thing that is due; true if there was none for a long time."""
+        """Wait for the next thing that is due; return whether nothing was due for `IDLE_S`."""
         due = self._timeline.next_time()
         delay = IDLE_S if due is None else (due - self.now()) / 1e9
         if self._timeline.held:

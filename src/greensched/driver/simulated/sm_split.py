@@ -1,22 +1,22 @@
-"""SM resources of a simulated device, and the driver's rules for cutting and combining them.
+"""SM resources of a simulated device, and the driver's rules for splitting and combining them.
 
 The rules, as an H200 answered under CUDA 13.0 (docs/measurements/h200-580, `splits`, `disjoint`,
 `nested_split`) and, for other versions, as driver-facts has them in section 2:
 
-* A group of one co-scheduled set lies in one GPC: so there are 15 of 8 SMs, and 12 left over.
-* A larger group takes the SMs of one GPC after the other, so there are total / size of them; of
-  32 SMs cut so only three sets of 8 can be cut again.
-* Who asks for every SM gets every SM, also where that is no multiple (132, `resources.txt`).
+* A group of one co-scheduled set lies in one GPC: so an H200 has 15 of 8 SMs, and 12 left over.
+* A larger group takes the SMs of one GPC after the other, so there are total / size of them; 32 SMs
+  cut so can be cut again into only three sets of 8.
+* A request for every SM gets every SM, also where that is no multiple (132, `resources.txt`).
 * Every split starts from the same first SMs: two independent ones overlap.
 * A group or a remainder cannot be split again; the resource of a context can.
 * A descriptor takes several resources: under 13.0, as measured (`combine`), outputs of several
   splits too, documented or not. From 13.1 on, outputs of one split and of equal alignment, and a
   work-queue configuration, which may stand alone; from 13.4 on, of equal flags too.
-* A descriptor has every SM of its resources once, and counts one in two of them twice.
+* A descriptor has every SM of its resources once, but counts an SM of two resources twice.
 
-The structured split (13.1) was not asked of a GPU. By its documentation (cuda.h, 13.1 to 13.5):
+The structured split (13.1) was not measured on a GPU. By its documentation (cuda.h, 13.1 to 13.5):
 groups of different sizes, from left to right, nothing rounded; each of whole co-scheduled sets,
-which lie in one GPC here; with backfill of one such set at least, and of any SMs.
+which lie in one GPC here; with backfill, of one such set at least and of any other SMs.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from greensched.typing import SharingScope
 Version = tuple[int, int]
 _split_ids = count(1)
 
-#: CUDA_DEVICE_MAX_CONNECTIONS where nobody set it. Source: programming guide, environment.
+#: The default of CUDA_DEVICE_MAX_CONNECTIONS. Source: programming guide, environment variables.
 CONNECTIONS = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Resource:
-    """Some SMs of a device, as a bit mask of SM ids, and where they came from.
+    """Some SMs of a device, as a bit mask of SM ids, and their origin.
 
-    `sm_count` is what the driver says they are; 0 is as many as there are.
+    `sm_count` is the number that the driver reports; 0: as many as the mask has.
     """
 
     device: int
@@ -57,9 +57,9 @@ class Resource:
     flags: int = 0
 
     def facts(self, version: Version) -> ResourceFacts:
-        """What the driver's struct says.
+        """Return the fields of the driver's struct.
 
-        The measured driver says neither minimum nor alignment of a split's outputs, only of the
+        The measured driver gives neither minimum nor alignment of a split's outputs, only of the
         contexts made of them (docs/measurements/h200-580/resources.txt).
         """
         is_output = self.origin in ("group", "remainder")
@@ -69,7 +69,7 @@ class Resource:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Workqueue:
-    """A work-queue configuration of a device or context. It costs and orders nothing here."""
+    """A work-queue configuration of a device or context. It has no effect on time or order here."""
 
     device: int
     owner: object = None
@@ -78,32 +78,32 @@ class Workqueue:
 
     @property
     def facts(self) -> WorkqueueFacts:
-        """What the driver's struct says."""
+        """The fields of the driver's struct."""
         return WorkqueueFacts(self.sharing_scope, self.concurrency_limit)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Descriptor:
-    """What a green context is made of; the driver has no way to end one."""
+    """The resources of a green context to make. The driver has no call that frees one."""
 
     device: int
     mask: int
     sm_count: int
-    #: (least group, alignment) of what it is made of.
+    #: (least group, alignment) of its resources.
     grain: tuple[int, int]
     owner: object = None
     workqueue: Workqueue | None = None
 
 
 def granularity(compute_capability: tuple[int, int]) -> tuple[int, int]:
-    """(least group, alignment) of a device resource. Source: programming guide, table 30."""
+    """Return (least group, alignment) of a device resource. Source: programming guide, table 30."""
     if compute_capability >= (9, 0):
         return 8, 8
     return (4, 2) if compute_capability >= (8, 0) else (2, 2)
 
 
 def whole_device(model: DeviceModel, device: int, owner: object = None) -> Resource:
-    """Every SM of a device."""
+    """Return every SM of a device."""
     least, alignment = granularity(model.compute_capability)
     every = (1 << model.sm_count) - 1
     return Resource(device, every, "device", least, alignment, owner=owner)
@@ -112,7 +112,7 @@ def whole_device(model: DeviceModel, device: int, owner: object = None) -> Resou
 def split_by_count(
     model: DeviceModel, source: Resource, groups: int | None, minimum: int, *, fine: bool
 ) -> tuple[list[Resource], Resource | None]:
-    """Equal groups of at least `minimum` SMs, and what is left over."""
+    """Cut equal groups of at least `minimum` SMs; return them and the remainder."""
     _refuse_output(source)
     least, alignment = (2, 2) if fine else (source.minimum, source.alignment)
     size = -(-max(minimum, least) // alignment) * alignment
@@ -129,7 +129,7 @@ def split_by_count(
 def split(
     model: DeviceModel, source: Resource, groups: Sequence[SMGroup], version: Version
 ) -> tuple[list[Resource], Resource | None]:
-    """The groups asked for, from left to right, and what is left over."""
+    """Cut the requested groups, from left to right; return them and the remainder."""
     _refuse_output(source)
     left, cut = source.mask, []
     for group in groups:
@@ -147,7 +147,7 @@ def _refuse_output(source: Resource) -> None:
 
 
 def _check_group(model: DeviceModel, group: SMGroup, own: int, total: int) -> None:
-    """What can be said of one group without looking for its SMs."""
+    """Check one group, before its SMs are looked for."""
     sms = group.sm_count
     # The largest set: cuda.h, CU_DEV_SM_RESOURCE_GROUP_PARAMS.
     largest = 32 if model.compute_capability >= (9, 0) else 2
@@ -162,9 +162,9 @@ def _check_group(model: DeviceModel, group: SMGroup, own: int, total: int) -> No
 
 
 def _structured(model: DeviceModel, left: int, group: SMGroup, own: int, version: Version) -> int:
-    """The SMs of one group of a structured split, out of those that are left."""
+    """Choose the SMs of one group of a structured split, from the remaining ones."""
     sets = _sets(model, left, own)
-    # From 13.4 on a discovery without constraints may find every SM.
+    # From 13.4 on, a group without a size or constraints may have every SM.
     free = version >= (13, 4) and not group.sm_count and not group.coscheduled_sm_count
     largest = left.bit_count() if group.backfill or free else own * len(sets)
     wanted = group.sm_count or largest
@@ -179,7 +179,7 @@ def _structured(model: DeviceModel, left: int, group: SMGroup, own: int, version
 
 
 def _sets(model: DeviceModel, mask: int, size: int) -> list[int]:
-    """Every whole set of `size` SMs of one GPC."""
+    """Return every whole set of `size` SMs of one GPC."""
     gpcs = [[sm for sm in gpc if mask >> sm & 1] for gpc in model.sms_of_gpcs()]
     return list(chain.from_iterable(_chunks(gpc, size) for gpc in gpcs))
 
@@ -187,7 +187,7 @@ def _sets(model: DeviceModel, mask: int, size: int) -> list[int]:
 def _made(
     source: Resource, cut: Sequence[tuple[int, int, int, int]], alignment: int
 ) -> tuple[list[Resource], Resource | None]:
-    """The outputs of one split: (SMs, least group, alignment, flags) of each, and the rest."""
+    """Make the outputs of one split, of (SMs, least group, alignment, flags) of each."""
     ident, device, owner = next(_split_ids), source.device, source.owner
     groups = [
         Resource(device, mask, "group", low, step, ident, owner, flags=flags)
@@ -207,7 +207,7 @@ def combine(
     version: Version,
     whole: Callable[[int], Resource],
 ) -> Descriptor:
-    """One descriptor of several resources, where the driver allows it."""
+    """Make one descriptor of several resources, where the driver allows it."""
     first = resources[0]
     if any(r.device != first.device for r in resources):
         raise _refused("resources of several devices")
@@ -217,7 +217,7 @@ def combine(
     parts = [r for r in resources if isinstance(r, Resource)] or [whole(first.device)]
     _check_parts(parts, version)
     masks = [r.mask for r in parts]
-    # What is in it twice is counted twice, up to the device's SMs (as `alignment`, measured).
+    # An SM of two resources is counted twice, up to the device's SMs (measured: `alignment`).
     said = min(sum(mask.bit_count() for mask in masks), whole(first.device).mask.bit_count())
     grain = min(r.minimum for r in parts), min(r.alignment for r in parts)
     queue = queues[0] if queues else None
@@ -225,7 +225,7 @@ def combine(
 
 
 def _check_parts(parts: Sequence[Resource], version: Version) -> None:
-    """Whether SM resources may stand in one descriptor."""
+    """Check that SM resources may be in one descriptor."""
     first = parts[0]
     if len(parts) == 1:
         return
@@ -239,7 +239,7 @@ def _check_parts(parts: Sequence[Resource], version: Version) -> None:
 
 
 def _groups(model: DeviceModel, mask: int, size: int, *, whole_sets: bool) -> list[int]:
-    """Every group of `size` SMs there can be, in the order in which they are given out."""
+    """Return every possible group of `size` SMs, in the order in which a split uses them."""
     gpcs = [[sm for sm in gpc if mask >> sm & 1] for gpc in model.sms_of_gpcs()]
     if whole_sets:  # one of each GPC, then another of each
         rows = zip_longest(*(_chunks(gpc, size) for gpc in gpcs), fillvalue=0)
@@ -248,7 +248,7 @@ def _groups(model: DeviceModel, mask: int, size: int, *, whole_sets: bool) -> li
 
 
 def _chunks(sms: Sequence[int], size: int) -> list[int]:
-    """Masks of `size` SMs each; what is left over is in none."""
+    """Return masks of `size` SMs each, without the SMs that are left over."""
     starts = range(0, len(sms) - size + 1, size)
     return [_union([1 << sm for sm in sms[i : i + size]]) for i in starts]
 

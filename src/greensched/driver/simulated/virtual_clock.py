@@ -1,12 +1,12 @@
-"""The virtual clock: time that passes only when nobody has anything to do.
+"""The virtual clock: time passes only when no thread has anything to do.
 
-Threads take turns. Each *actor* (a loop's thread, one of our own threads) runs only while it
-holds the turn, and gives it up where it would wait: a loop with nothing ready, a thread at its
-mailbox or in a driver call that blocks. Who runs next is drawn from a seeded generator, so a
-program gives the same interleaving for the same seed. When every actor waits, time jumps to the
-next thing that is due: a device event, a timer, a deadline. An hour costs what happens in it.
+Threads take turns. Each *participant* (a loop's thread, a library thread) runs only while it has
+the turn, and gives it up where it would wait: a loop with nothing ready, a thread at its mailbox or
+in a driver call that blocks. A seeded generator draws the next one, so a program gives the same
+interleaving for the same seed. When every participant waits, time jumps to the next thing that is
+due: a device event, a timer, a deadline. An hour costs no more than the work in it.
 
-A program runs under it by `clock.run(main)`, on asyncio or trio. Threads the clock does not know
+`clock.run(main)` runs a program under it, on asyncio or trio. Threads that the clock does not know
 (`asyncio.to_thread`, a test's own) run beside it, and time does not wait for them: use
 `partition.run`. Several asyncio loops may share a clock; of trio, one.
 
@@ -34,7 +34,7 @@ from greensched.errors import DriverMisuse
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-#: When nothing is due at all, a loop listens to the outside world in slices of so long.
+#: Seconds for which a loop polls files and sockets when nothing is due on the clock.
 LISTEN_S = 0.02
 
 
@@ -47,32 +47,32 @@ def _never() -> bool:
 
 
 class Participant:
-    """A thread that takes turns: what it waits for, and the gate it waits at."""
+    """A thread that takes turns: its condition, its deadline, and the gate at which it waits."""
 
     def __init__(self, name: str, *, loop: bool = False) -> None:
         self.name = name
         self.loop = loop
         self.ready: Callable[[], bool] = _always
         self.deadline: int | None = None
-        #: Somebody did something that this loop should look at.
-        self.nudged = False
-        #: Nothing is due anywhere: only the outside world can go on.
+        #: Whether this loop must look for new work: another thread may have left some.
+        self.woken = False
+        #: Nothing is due on the clock: only files and sockets can make the loop ready.
         self.listen = False
         self.looks: list[Callable[[], None]] = []
         self._gate = threading.Lock()
         self._gate.acquire()
 
     def can_run(self, now: int) -> bool:
-        """Whether what it waits for has come."""
-        return self.nudged or self.ready() or (self.deadline is not None and self.deadline <= now)
+        """Return whether its condition holds or its deadline has passed."""
+        return self.woken or self.ready() or (self.deadline is not None and self.deadline <= now)
 
     def open(self) -> None:
-        """Lets it go on."""
-        self.nudged = False
+        """Give it the turn."""
+        self.woken = False
         self._gate.release()
 
     def wait(self, seconds: float = -1) -> bool:
-        """Waits for its turn; so many real seconds at most, where that is said."""
+        """Wait for its turn, at most so many real seconds; negative: without a limit."""
         return self._gate.acquire(timeout=seconds)
 
 
@@ -80,7 +80,7 @@ class VirtualClock:
     """Deterministic time for any number of simulated drivers.
 
     Args:
-        seed: of the order in which runnable threads go.
+        seed: decides the order in which runnable threads run.
     """
 
     virtual = True
@@ -88,88 +88,88 @@ class VirtualClock:
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
         self._random = random.Random(seed)
-        #: Re-entrant: a finaliser may wake a loop on a thread that is in here.
+        #: Re-entrant: a finaliser may wake a loop on a thread that holds it.
         self._lock = threading.RLock()
         self._now = 0
         self._timelines: list[Timeline] = []
-        self._actors: list[Participant] = []
+        self._participants: list[Participant] = []
         self._running: Participant | None = None
-        #: Somebody works out who is next.
+        #: Whether a thread is choosing the next participant.
         self._deciding = False
-        #: How often a loop was let listen.
+        #: How often a loop polled files and sockets.
         self._listened = 0
         self._mine = threading.local()
 
     # -- for the driver ------------------------------------------------------------------------
 
     def attach(self) -> Timeline:
-        """A timeline of this clock."""
+        """Make a timeline of this clock."""
         timeline = Timeline(self)
         with self._lock:
             self._timelines.append(timeline)
         return timeline
 
     def detach(self, timeline: Timeline) -> None:
-        """Forgets a timeline: nothing on it comes to pass any more."""
+        """Forget a timeline: nothing on it happens any more."""
         with self._lock:
             if timeline in self._timelines:
                 self._timelines.remove(timeline)
 
     def now(self) -> int:
-        """Nanoseconds since the clock was made."""
+        """Return nanoseconds since the clock was made."""
         return self._now
 
     def poke(self) -> None:
-        """Nothing to do: what is new is seen when everybody waits."""
+        """Do nothing: new work is found when every participant waits."""
 
     changed = poke
 
     def wait(self, ready: Callable[[], bool]) -> None:
-        """Blocks the calling thread until a condition holds; counts as idle meanwhile."""
+        """Block the calling thread until a condition holds; it counts as idle meanwhile."""
         self._pause(ready, None)
 
     def sleep(self, nanoseconds: int) -> None:
-        """Blocks the calling thread for a time."""
+        """Block the calling thread for a time."""
         self._pause(_never, self._now + nanoseconds)
 
     def create_mailbox(self) -> Mailbox[Any]:
-        """A queue to one of our own threads."""
+        """Make a queue to a library thread."""
         return _Mailbox(self)
 
     def start_thread(self, target: Callable[[], None], name: str) -> threading.Thread:
-        """Starts a daemon thread that takes turns; its first comes when it is drawn."""
-        actor = Participant(name)
+        """Start a daemon thread that takes turns; it waits for its first."""
+        participant = Participant(name)
         with self._lock:
-            self._actors.append(actor)
+            self._participants.append(participant)
 
         def body() -> None:
-            self._mine.actor = actor
-            actor.wait()
+            self._mine.participant = participant
+            participant.wait()
             try:
                 target()
             finally:
-                self._leave(actor)
+                self._leave(participant)
 
         thread = threading.Thread(target=body, name=name, daemon=True)
         thread.start()
-        self.nudge(None)
+        self.wake(None)
         return thread
 
     def subscribe(self, look: Callable[[], None]) -> Callable[[], None]:
-        """Calls `look` on this loop's thread when a device progressed while the loop was idle."""
-        actor = self._actor()
-        if actor is None or not actor.loop:
+        """Call `look` on this loop's thread when a device progressed while the loop was idle."""
+        participant = self._participant()
+        if participant is None or not participant.loop:
             raise DriverMisuse(
                 "this simulated driver runs on virtual time: run the program with clock.run(main)"
             )
-        actor.looks.append(look)
-        return functools.partial(actor.looks.remove, look)
+        participant.looks.append(look)
+        return functools.partial(participant.looks.remove, look)
 
-    def nudge(self, actor: Participant | None) -> None:
-        """Makes a loop look again; wakes the clock if everybody waited for the outside world."""
+    def wake(self, participant: Participant | None) -> None:
+        """Make a loop look for work; restart the clock if every participant waited."""
         with self._lock:
-            if actor is not None:
-                actor.nudged = True
+            if participant is not None:
+                participant.woken = True
             if self._running is None and not self._deciding:
                 self._hand_over()
 
@@ -181,122 +181,122 @@ class VirtualClock:
         *args: object,
         backend: Literal["asyncio", "trio"] = "asyncio",
     ) -> T:
-        """Runs an async function to its end under this clock, as `asyncio.run` would."""
-        self._refuse_actors()
+        """Run an async function to its end under this clock, as `asyncio.run` would."""
+        self._refuse_participants()
         if backend == "asyncio":
             with asyncio.Runner(loop_factory=self.new_event_loop) as runner:
                 return runner.run(_call(main, args))
         import trio
 
-        actor = Participant("trio", loop=True)
-        with self.taking_turns(actor):
-            clock = _trio_clock(self, actor)
+        participant = Participant("trio", loop=True)
+        with self.taking_turns(participant):
+            clock = _trio_clock(self, participant)
             return trio.run(main, *args, clock=clock, instruments=[clock])
 
     def new_event_loop(self) -> asyncio.AbstractEventLoop:
-        """An asyncio loop on this clock, for `loop_factory` arguments."""
+        """Make an asyncio loop on this clock, for `loop_factory` arguments."""
         return _VirtualLoop(self)
 
     @contextmanager
-    def taking_turns(self, actor: Participant) -> Iterator[None]:
-        """The calling thread is this actor, and holds the turn when the block begins."""
-        self._refuse_actors()
-        self._enter(actor)
-        self._mine.actor = actor
+    def taking_turns(self, participant: Participant) -> Iterator[None]:
+        """Make the calling thread a participant, which has the turn when the block begins."""
+        self._refuse_participants()
+        self._enter(participant)
+        self._mine.participant = participant
         try:
             yield
         finally:
-            self._mine.actor = None
-            self._leave(actor)
+            self._mine.participant = None
+            self._leave(participant)
 
     def seconds(self) -> float:
-        """The time, in seconds."""
+        """Return the time, in seconds."""
         return self._now / 1e9
 
-    def turn(self, actor: Participant) -> None:
-        """A loop with work ready lets others go first, if they are drawn."""
+    def yield_turn(self, participant: Participant) -> None:
+        """Let other participants run before a loop with work ready, if they are drawn."""
         with self._lock:
-            if not any(a is not actor and a.can_run(self._now) for a in self._actors):
+            if not any(a is not participant and a.can_run(self._now) for a in self._participants):
                 return
-            actor.ready, actor.deadline = _always, None
+            participant.ready, participant.deadline = _always, None
             self._hand_over()
-        actor.wait()
+        participant.wait()
 
-    def idle(self, actor: Participant, timeout: float | None) -> float:
-        """A loop has nothing ready: waits, then says how long to listen to the outside world."""
+    def wait_idle(self, participant: Participant, timeout: float | None) -> float:
+        """Wait in a loop with nothing ready; return how long it then polls files and sockets."""
         deadline = None
         if timeout is not None and timeout < math.inf:
             deadline = self._now + max(0, math.ceil(timeout * 1e9))
-        actor.listen = False
+        participant.listen = False
         with self._lock:
-            actor.ready, actor.deadline = _never, deadline
+            participant.ready, participant.deadline = _never, deadline
             self._hand_over()
-        actor.wait()
-        for look in tuple(actor.looks):
+        participant.wait()
+        for look in tuple(participant.looks):
             look()
-        return LISTEN_S if actor.listen else 0.0
+        return LISTEN_S if participant.listen else 0.0
 
     # -- turns ---------------------------------------------------------------------------------
 
-    def _actor(self) -> Participant | None:
-        return getattr(self._mine, "actor", None)
+    def _participant(self) -> Participant | None:
+        return getattr(self._mine, "participant", None)
 
-    def _refuse_actors(self) -> None:
-        if self._actor() is not None:
+    def _refuse_participants(self) -> None:
+        if self._participant() is not None:
             raise DriverMisuse("this thread takes turns already: run a loop on a thread of its own")
 
     def _pause(self, ready: Callable[[], bool], deadline: int | None) -> None:
         def over() -> bool:
             return ready() or (deadline is not None and deadline <= self._now)
 
-        actor = self._actor()
-        if actor is None:
+        participant = self._participant()
+        if participant is None:
             self._pause_foreign(ready, deadline)
             return
         while not over():  # a loop's thread is also woken for its loop
             with self._lock:
-                actor.ready, actor.deadline = ready, deadline
-                self._nudge_loops(but=actor)
+                participant.ready, participant.deadline = ready, deadline
+                self._wake_loops(but=participant)
                 self._hand_over()
-            actor.wait()
+            participant.wait()
 
     def _pause_foreign(self, ready: Callable[[], bool], deadline: int | None) -> None:
-        """A thread that takes no turns waits, and goes on beside the clock, as it came."""
+        """Wait in a thread that does not take part; afterwards it runs beside the clock again."""
         if ready():
             return
-        actor = Participant("a foreign thread")
+        participant = Participant("a foreign thread")
         with self._lock:
-            actor.ready, actor.deadline = ready, deadline
-            self._actors.append(actor)
+            participant.ready, participant.deadline = ready, deadline
+            self._participants.append(participant)
             if self._running is None:
                 self._hand_over()
-        while not actor.wait(LISTEN_S):
-            self.nudge(None)  # another foreign thread may have written what a device waits for
-        self._leave(actor)
+        while not participant.wait(LISTEN_S):
+            self.wake(None)  # another foreign thread may have written what a device waits for
+        self._leave(participant)
 
-    def _nudge_loops(self, but: Participant | None = None) -> None:
-        """A thread has run: it may have left something for a loop (trio's entry queue is mute)."""
-        for actor in self._actors:
-            actor.nudged = actor.nudged or (actor.loop and actor is not but)
+    def _wake_loops(self, but: Participant | None = None) -> None:
+        """Wake the loops after a thread ran: it may have left work (trio's queue is silent)."""
+        for participant in self._participants:
+            participant.woken = participant.woken or (participant.loop and participant is not but)
 
-    def _enter(self, actor: Participant) -> None:
+    def _enter(self, participant: Participant) -> None:
         with self._lock:
-            self._actors.append(actor)
+            self._participants.append(participant)
             if self._running is None:
-                self._running = actor
+                self._running = participant
                 return
-            actor.ready = _always
-        actor.wait()
+            participant.ready = _always
+        participant.wait()
 
-    def _leave(self, actor: Participant) -> None:
+    def _leave(self, participant: Participant) -> None:
         with self._lock:
-            self._actors.remove(actor)
-            if self._running is actor:
-                self._nudge_loops()
+            self._participants.remove(participant)
+            if self._running is participant:
+                self._wake_loops()
                 self._hand_over()
 
     def _hand_over(self) -> None:
-        """Gives the turn to whoever can run, and lets time pass until somebody can."""
+        """Give the turn to a participant that can run; let time pass until one can."""
         self._deciding = True
         try:
             self._running = self._next()
@@ -307,31 +307,33 @@ class VirtualClock:
 
     def _next(self) -> Participant | None:
         while True:
-            can = [actor for actor in self._actors if actor.can_run(self._now)]
+            can = [
+                participant for participant in self._participants if participant.can_run(self._now)
+            ]
             if can:
                 return can[0] if len(can) == 1 else self._random.choice(can)
             if not self._advance():
                 break
-        loops = [actor for actor in self._actors if actor.loop]
+        loops = [participant for participant in self._participants if participant.loop]
         if not loops:
             return None
-        self._listened += 1  # each in turn: any of them may have files and sockets of its own
+        self._listened += 1  # each in turn: any may have files and sockets of its own
         chosen = loops[self._listened % len(loops)]
         chosen.listen = True
         return chosen
 
     def _advance(self) -> bool:
-        """Brings the devices up to now, or else time to the next thing due; false if nothing is."""
+        """Bring the devices up to now, or else time to the next thing due; false if nothing is."""
         if not self._run_devices():
-            due = [a.deadline for a in self._actors if a.deadline is not None]
+            due = [a.deadline for a in self._participants if a.deadline is not None]
             due += [t for timeline in self._timelines if (t := timeline.next_time()) is not None]
             if not due:
                 return False
             self._now = max(self._now, min(due))
             if not self._run_devices():
                 return True
-        for actor in self._actors:
-            actor.nudged = actor.nudged or bool(actor.looks)
+        for participant in self._participants:
+            participant.woken = participant.woken or bool(participant.looks)
         return True
 
     def _run_devices(self) -> bool:
@@ -350,12 +352,12 @@ class _Mailbox:
         self._items: deque[Any] = deque()
 
     def put(self, item: Any) -> None:
-        """Adds an item; the reader is runnable from here on."""
+        """Add an item; the reader is runnable from here on."""
         self._items.append(item)
-        self._clock.nudge(None)
+        self._clock.wake(None)
 
     def get(self) -> Any:
-        """The next item; waits for one."""
+        """Wait for the next item."""
         self._clock.wait(lambda: bool(self._items))
         return self._items.popleft()
 
@@ -370,17 +372,19 @@ async def _call(main: Callable[..., Awaitable[T]], args: tuple[object, ...]) -> 
 class _Selector(selectors.DefaultSelector):
     """A selector that asks the clock to pass the time instead of sleeping."""
 
-    def __init__(self, clock: VirtualClock, actor: Participant) -> None:
+    def __init__(self, clock: VirtualClock, participant: Participant) -> None:
         super().__init__()
         self._clock = clock
-        self._actor = actor
+        self._participant = participant
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """What is ready outside; where nothing is and nothing is due here, time passes."""
+        """Return ready files; where there are none, let the clock pass time."""
         if timeout is not None and timeout <= 0:
-            self._clock.turn(self._actor)
+            self._clock.yield_turn(self._participant)
             return super().select(0)
-        return super().select(0) or super().select(self._clock.idle(self._actor, timeout))
+        return super().select(0) or super().select(
+            self._clock.wait_idle(self._participant, timeout)
+        )
 
 
 class _VirtualLoop(asyncio.SelectorEventLoop):
@@ -388,20 +392,20 @@ class _VirtualLoop(asyncio.SelectorEventLoop):
 
     def __init__(self, clock: VirtualClock) -> None:
         self._virtual_clock = clock
-        self._actor = Participant("asyncio", loop=True)
-        super().__init__(_Selector(clock, self._actor))
+        self._participant = Participant("asyncio", loop=True)
+        super().__init__(_Selector(clock, self._participant))
 
     def time(self) -> float:
-        """The clock's time, in seconds."""
+        """Return the clock's time, in seconds."""
         return self._virtual_clock.seconds()
 
     def run_forever(self) -> None:
-        """Runs, taking turns with the clock's other actors."""
-        with self._virtual_clock.taking_turns(self._actor):
+        """Run, taking turns with the clock's other participants."""
+        with self._virtual_clock.taking_turns(self._participant):
             super().run_forever()
 
     async def shutdown_default_executor(self, timeout: float | None = None) -> None:
-        """As asyncio's, without its time limit: those threads live in real time."""
+        """Shut down as asyncio does, without a time limit: those threads live in real time."""
         await super().shutdown_default_executor()
 
     def call_soon_threadsafe(
@@ -410,14 +414,14 @@ class _VirtualLoop(asyncio.SelectorEventLoop):
         *args: *Ts,
         context: contextvars.Context | None = None,
     ) -> asyncio.Handle:
-        """As asyncio's; the loop is runnable from here on."""
+        """Schedule as asyncio does; the loop is runnable from here on."""
         handle = super().call_soon_threadsafe(callback, *args, context=context)
-        self._virtual_clock.nudge(self._actor)
+        self._virtual_clock.wake(self._participant)
         return handle
 
 
-def _trio_clock(clock: VirtualClock, actor: Participant) -> Any:
-    """A trio clock (and instrument) on the virtual clock."""
+def _trio_clock(clock: VirtualClock, participant: Participant) -> Any:
+    """Make a trio clock (and instrument) on the virtual clock."""
     import trio
 
     class TrioClock(trio.abc.Clock, trio.abc.Instrument):
@@ -428,12 +432,12 @@ def _trio_clock(clock: VirtualClock, actor: Participant) -> Any:
             return clock.seconds()
 
         def deadline_to_sleep_time(self, deadline: float) -> float:
-            # Trio asks this exactly when no task is ready: it is the loop's idling.
+            # Trio calls this exactly when no task is ready: the loop is idle.
             timeout = None if deadline == math.inf else deadline - clock.seconds()
-            return clock.idle(actor, timeout)
+            return clock.wait_idle(participant, timeout)
 
         def before_io_wait(self, timeout: float) -> None:
             if timeout == 0:
-                clock.turn(actor)
+                clock.yield_turn(participant)
 
     return TrioClock()
