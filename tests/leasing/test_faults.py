@@ -231,6 +231,9 @@ def test_a_hung_kernel_holds_its_own_sms_only(clock: Any) -> None:
 
     async def main() -> None:
         pool = await opened(driver)
+        # Prepared before the kernel hangs: driver 580 makes no green context beside it.
+        async with pool.partition(16), pool.partition(100):
+            pass
         with anyio.move_on_after(0.1):
             async with pool.partition(16) as p:
                 await p.launch(ONE, spin, 1000)
@@ -547,6 +550,9 @@ def test_a_hung_graph_holds_its_own_sms_only(clock: Any) -> None:
 
     async def main() -> None:
         pool = await opened(driver)
+        # Prepared before the kernel hangs: driver 580 makes no green context beside it.
+        async with pool.partition(16), pool.partition(100):
+            pass
         with anyio.move_on_after(0.1):
             async with pool.partition(16) as p:
                 for kernel in (fill, spin):  # beside a running kernel it would wait for that

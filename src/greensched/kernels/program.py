@@ -29,7 +29,10 @@ _ARCH = re.compile(r"sm_(\d+)(\d)([af]?)")
 
 
 class Program:
-    """CUDA source, and the kernels that it defines. Immutable; creating one compiles nothing.
+    """CUDA source, and the kernels that it defines. Immutable.
+
+    Only `Program.compile`, or a GPU that first needs a kernel, compiles the source. The simulated
+    driver never does, so an error in the source does not show there.
 
     Args:
         source: CUDA C++; its kernels are `extern "C" __global__ void name(...)`.
