@@ -1,4 +1,4 @@
-"""Leases sized by need, by class, and elastic ones: what our arms ask of the pool."""
+"""Strategies on the pool: leases sized by need, by class, and elastic ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def w2(name: str) -> Outcome:
 
 
 @pytest.mark.parametrize("name", ["classes", "elastic"])
-def test_a_floor_is_lent_and_comes_back(name: str) -> None:
+def test_a_reserve_is_lent_and_comes_back(name: str) -> None:
     """Training has most of what requests leave, and a request waits for one piece of it at most."""
     outcome = w2(name)
     assert max(outcome.samples["inference"].wait) < 0.0007  # 0.25 ms, on the rest of the SMs
@@ -30,12 +30,12 @@ def test_a_floor_is_lent_and_comes_back(name: str) -> None:
     assert outcome.decisions > 100
 
 
-def test_who_is_alone_has_everything() -> None:
-    """A prompt with nobody beside it takes what it takes on the whole device."""
+def test_a_request_alone_has_everything() -> None:
+    """A prompt by itself takes the time of the whole device."""
     services = {service.name: replace(service, latency=1.0) for service in LLM}
     scenario = Scenario(gpus="h200", services=services, seconds=2.0)
     for name in ("sized", "elastic", "classes"):
-        expected = 0.138 if name == "sized" else 0.137 * 1.7  # the floor is not lent
+        expected = 0.138 if name == "sized" else 0.137 * 1.7  # the reserve is not lent
         outcome = simulate(all_strategies()[name], scenario, [Arrival(0.0, 2048, 1)], 1)
         assert outcome.samples["prefill"].latency[0] <= expected
 
@@ -52,7 +52,7 @@ def test_devices_are_split_only_where_that_is_needed() -> None:
         simulate(all_strategies()[name], scenario, traffic, 1) for name in ("shared", "streams")
     )
     found, expected = ours.samples["inference"], theirs.samples["inference"]
-    assert max(found.latency[1:]) <= 1.01 * max(expected.latency)  # the first has lanes made
+    assert max(found.latency[1:]) <= 1.01 * max(expected.latency)  # the first makes executors
     assert ours.samples["scan"].done >= 0.99 * theirs.samples["scan"].done
 
     large = small | {"scan": replace(small["scan"], curve=CURVES["gemm"], segment=0.001)}

@@ -1,4 +1,4 @@
-"""Runs: servers and arms on the real pool, in virtual time."""
+"""Runs: servers and strategies on the real pool, in virtual time."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_saturation_is_arithmetic() -> None:
 
 @pytest.mark.parametrize("name", [*all_strategies(), "split"])
 def test_every_arm_serves(name: str) -> None:
-    """Each of them has requests done, fills no more SMs than there are, and waits for nobody."""
+    """Each strategy serves requests, and fills no more SMs than there are."""
     outcome = run(all_strategies().get(name) or Split(48))
     assert 0 < outcome.busy <= 1
     assert outcome.seconds == pytest.approx(4.0)
@@ -96,8 +96,8 @@ def test_best_effort_counts_by_its_work() -> None:
     assert gated.samples["training"].done == pytest.approx(1 - asked, abs=0.15)
 
 
-def test_who_is_served_alone_is_waited_for() -> None:
-    """Else the longest of those that come last would be missing in what all are held to."""
+def test_runs_alone_wait_for_every_request() -> None:
+    """Otherwise the longest of the last requests would be missing in the targets."""
     scenario = Scenario(gpus="h200", services=REQUESTS, seconds=1.0)
     traffic = [Arrival(0.9, service="inference", cost=0.5)]
     (latency,) = alone(Alone(), scenario, traffic, 1)["inference"].samples["inference"].latency
@@ -105,8 +105,8 @@ def test_who_is_served_alone_is_waited_for() -> None:
 
 
 @pytest.mark.parametrize("target_aware", [False, True])
-def test_who_is_late_anyway_goes_last(target_aware: bool) -> None:
-    """Where the arm says so, a prompt that cannot be in time lets those pass that can."""
+def test_a_late_prompt_goes_last(target_aware: bool) -> None:
+    """With a target-aware client, a prompt that cannot be in time goes behind those that can."""
     long, short = Arrival(0.0, 8192, 1), Arrival(0.0, 256, 1)
     services = {name: replace(service, latency=0.5) for name, service in TOKENS.items()}
     scenario = Scenario(gpus="h200", services=services, seconds=5.0)
@@ -115,7 +115,7 @@ def test_who_is_late_anyway_goes_last(target_aware: bool) -> None:
 
 
 def test_two_devices_share_the_requests() -> None:
-    """Whoever has less to do gets the next request, and both are used."""
+    """The less loaded device gets the next request, and both are used."""
     scenario = Scenario(gpus="h200x2", services=REQUESTS, seconds=1.0)
     outcome = simulate(Split(64), scenario, generate("requests", 1.0, 1), 1)
     one = run(Split(64), 1.0, REQUESTS)
@@ -133,7 +133,7 @@ def test_what_overlaps_counts_once() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_first_tokens_are_given_out_when_a_step_begins(seed: int) -> None:
-    """By target no token waits for a step that it is not in; the first pays for that, by a step."""
+    """If target-aware, no token waits for a step that it is not in; the first is a step later."""
     traffic = generate("azure-code", 8.0, seed)
     plain, ours = (_split(target_aware, 60.0, traffic) for target_aware in (False, True))
     longest = max(plain["decode"].latency)
@@ -145,7 +145,7 @@ def test_first_tokens_are_given_out_when_a_step_begins(seed: int) -> None:
 
 @pytest.mark.parametrize(("latency", "waits"), [(0.3, False), (0.6, True)])
 def test_first_tokens_do_not_wait_where_they_would_be_late(latency: float, waits: bool) -> None:
-    """Whose own target is no further away than a step may be is given out as soon as it is read."""
+    """A first token whose target is no further away than a step is released at once."""
     traffic = [Arrival(0.0, 128, 20), Arrival(0.5, 128, 2)]  # the second in the midst of a step
     found = _split(True, latency, traffic)
     assert (max(found["prefill"].wait) > 0.01) == waits

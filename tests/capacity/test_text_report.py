@@ -1,4 +1,4 @@
-"""Reports: attainment, goodput, intervals; the whole question, and the command line."""
+"""Reports: attainment, goodput, intervals; whole experiments, and the command line."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ SMALL = Experiment(policies=("streams", "sized"), rates=(0.5, 1.0), seconds=2.0,
 
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the seconds that simulating what is known takes."""
+    """Skip the validation, which takes seconds."""
     monkeypatch.setattr(validation, "checks", lambda: (Check("stand-in", 1.0, 1.0, "nothing"),))
 
 
@@ -60,8 +60,8 @@ def test_percentiles_have_weights() -> None:
     assert math.isnan(WeightedValues.of([], []).percentile(0.5))
 
 
-def test_who_was_never_served_is_late() -> None:
-    """Once he has waited for longer than the target, unless he came in the warm-up."""
+def test_an_unserved_request_is_late() -> None:
+    """It is late once it has waited for longer than the target, unless it came in the warm-up."""
     samples = Samples([1.0, 1.0], [0.0, 0.0], [1, 1], [5.0, 6.0], left=[0.5, 3.0, 9.5])
     found = Latencies.of(samples, 10.0)
     assert found.attained(1.0) == pytest.approx(2 / 3)
@@ -69,15 +69,15 @@ def test_who_was_never_served_is_late() -> None:
 
 
 def test_what_is_behind_the_traffic_does_not_count() -> None:
-    """A run that went on counts who came before that, however late; rates are of the traffic."""
+    """A drained run counts requests of the traffic, however late; rates are of the traffic."""
     samples = Samples([1.0, 8.0, 1.0], [0.0] * 3, [1] * 3, [0.5, 9.0, 12.0], [4.0, 7.5], done=5.0)
     found = Latencies.of(samples, 10.0, drained=6.0)
     assert (found.whole.values, found.left, found.rate) == ((8.0,), (7.5,), 0.5)
 
 
 @pytest.mark.parametrize("target", [2.0, 8.0])
-def test_of_everybody_it_is_known_whether_he_is_late(target: float) -> None:
-    """A run goes on until then, at every target that is told of; all else is of its traffic."""
+def test_each_request_is_known_to_be_late_or_not(target: float) -> None:
+    """A run drains until that is so for every reported target; the rest covers its traffic."""
     asked = replace(SMALL, generator="bursty", policies=("split-16", "sized"), rates=(5.0,))
     results = run_experiment(replace(asked, seconds=8.0, target=target))
     (split,), (sized,) = (group.latencies for group in results.groups)
@@ -92,15 +92,15 @@ def test_of_everybody_it_is_known_whether_he_is_late(target: float) -> None:
         assert sum(each.done for each in outcome.samples.values()) < 1.2 * outcome.seconds
 
 
-def test_a_run_in_which_nobody_waits_ends_with_its_traffic() -> None:
-    """However long its targets are, and whatever works on beside it."""
+def test_a_run_without_waiting_requests_ends_with_its_traffic() -> None:
+    """That is so for any target, and beside any loop."""
     asked = Experiment(services="w2", generator="paced", policies=("gate",), rates=(0.25,))
     (group,) = run_experiment(replace(asked, seconds=0.5, target=1e9, check=False)).groups
     assert group.outcomes[0].drained < 0.1
 
 
-def test_who_starves_does_not_hold_a_run_up(tmp_path: Path) -> None:
-    """However late he may be: a run goes on for as long as its traffic lasted, and no longer."""
+def test_a_starved_request_does_not_hold_a_run_up(tmp_path: Path) -> None:
+    """A run drains for at most as long as its traffic lasted."""
     best = {"role": "loop", "curve": "gemm", "priority": 10}
     last = {"role": "request", "curve": "gemm", "latency": 1e6}
     path, trace = tmp_path / "classes.json", tmp_path / "trace.csv"
@@ -115,7 +115,7 @@ def test_who_starves_does_not_hold_a_run_up(tmp_path: Path) -> None:
 
 
 def test_traffic_is_what_comes_within_a_runs_seconds(tmp_path: Path) -> None:
-    """To the runs and to the bound: who comes at their end is no part of it."""
+    """For runs and for the bound: a request that comes at the end is no part of the traffic."""
     path, trace = tmp_path / "classes.json", tmp_path / "trace.csv"
     decode = {"role": "decode", "curve": "moe", "latency": 0.2, "priority": 10}
     prefill = {"role": "prefill", "curve": "gemm", "latency": 0.3}
@@ -131,7 +131,7 @@ def test_traffic_is_what_comes_within_a_runs_seconds(tmp_path: Path) -> None:
 
 
 def test_a_run_is_no_longer_than_its_trace(tmp_path: Path) -> None:
-    """At the highest rate: of what would come after it nothing is counted, or divided by."""
+    """At the highest rate a run ends with its trace, and so do its rates."""
     trace = tmp_path / "trace.csv"
     rows = [f"{second},inference,0.004" for second in (*(i / 10 for i in range(21)), 2.05)]
     trace.write_text("\n".join(["arrival,class,cost", *rows]))
@@ -143,12 +143,12 @@ def test_a_run_is_no_longer_than_its_trace(tmp_path: Path) -> None:
     rates = (0.1, 0.2)
     faster = run_experiment(replace(asked, rates=rates))
     assert faster.experiment.seconds == pytest.approx(2.05 / (0.2 * faster.saturation))
-    nobody = Latencies.of(Samples(), 10.0)
-    assert math.isnan(nobody.attained(1.0))
+    empty = Latencies.of(Samples(), 10.0)
+    assert math.isnan(empty.attained(1.0))
 
 
-def test_a_multiple_of_nothing_is_met_by_nobody_knows_whom(tmp_path: Path) -> None:
-    """Neither attainment nor goodput is a number where nothing of some class was done alone."""
+def test_a_multiple_of_an_undefined_latency_is_undefined(tmp_path: Path) -> None:
+    """Neither attainment nor goodput is a number if no request of a class was done alone."""
     samples = Samples([1.0], [0.0], [1], [5.0])
     assert math.isnan(Latencies.of(samples, 10.0).attained(math.nan))
     assert math.isnan(goodput({1.0: 1.0, 2.0: math.nan}))
@@ -192,7 +192,7 @@ def test_gaps_are_recovered_in_parts() -> None:
 
 
 def test_a_question_compares_with_doing_without() -> None:
-    """At their targets: over plain streams, and nowhere worse where those do well enough."""
+    """At its targets it beats plain streams, and is nowhere worse where those suffice."""
     said = compare_policies(run_experiment(replace(SMALL, rates=(0.2, 0.4), target=20.0)))
     assert said["sized"]["streams"][0] >= 0.98
     assert said["sized"]["where streams do"][0] >= 0.98
@@ -202,7 +202,7 @@ def test_a_question_compares_with_doing_without() -> None:
 
 @pytest.mark.parametrize(("granularity", "sms"), [("coscheduled", 16), ("fine", 10)])
 def test_pools_cut_as_finely_as_was_asked(granularity: Granularity, sms: int) -> None:
-    """Those of every arm, and the fixed splits that are tried lie as close; the answer says so."""
+    """So are the pools of every strategy, and the fixed splits that are tried; reports say so."""
     asked = replace(SMALL, granularity=granularity, policies=("best-split",), rates=(0.5,))
     results = run_experiment(replace(asked, seconds=0.5))
     firsts = [
@@ -261,8 +261,8 @@ def test_what_classes_do_side_by_side_is_the_hull_of_splits() -> None:
     ("strategy", "granularity"),
     [("streams", "coscheduled"), ("split-24", "coscheduled"), *product(["sized"], GRANULARITIES)],
 )
-def test_nobody_is_above_the_bound(strategy: str, granularity: Granularity) -> None:
-    """In no run has anybody more prompts in time than the bound, all tokens being in time."""
+def test_no_strategy_is_above_the_bound(strategy: str, granularity: Granularity) -> None:
+    """In no run with all tokens in time are more prompts in time than by the bound."""
     asked = replace(SMALL, seconds=20.0, generator="bursty", policies=(strategy,), rates=(1.0, 1.3))
     results = run_experiment(replace(asked, repeats=2, granularity=granularity))
     for group in results.groups:
@@ -286,7 +286,7 @@ def test_a_question_is_answered_the_same_each_time() -> None:
 
 
 def test_another_process_gives_the_same_bytes() -> None:
-    """Whatever its hashes of strings are: nothing hangs on the order of a set."""
+    """Results do not depend on the order of sets, that is on the hashes of strings."""
     program = (
         "from greensched.capacity import experiment, results, text_report\n"
         "asked = results.Experiment(policies=('streams', 'elastic'), seconds=1.0, check=False)\n"
@@ -324,7 +324,7 @@ def test_another_process_gives_the_same_bytes() -> None:
     ],
 )
 def test_a_question_without_sense_is_refused(wrong: dict[str, Any]) -> None:
-    """Before anything is simulated, by an error of ours."""
+    """It is refused by an InvalidRequest before anything is simulated."""
     with pytest.raises(InvalidRequest):
         run_experiment(Experiment(**({"policies": ("streams",), "check": False} | wrong)))
 
@@ -352,7 +352,7 @@ def test_a_file_that_holds_no_classes_is_shown_their_shape(tmp_path: Path) -> No
         services(str(path))
 
 
-def test_a_floor_that_no_device_has_is_refused(tmp_path: Path) -> None:
+def test_a_reserve_that_no_device_has_is_refused(tmp_path: Path) -> None:
     """By its class, before anything is simulated."""
     path = tmp_path / "classes.json"
     request = {"role": "request", "curve": "gemm", "reserve": 133}
@@ -416,6 +416,6 @@ def test_every_command_of_the_page_runs(
 
 @pytest.mark.usefixtures("unchecked")
 def test_a_bad_command_exits_with_two(capsys: pytest.CaptureFixture[str]) -> None:
-    """And says why."""
+    """The command says why."""
     assert cli.main(["simulate", "--load-factors", "fast"]) == 2
     assert "--load-factors" in capsys.readouterr().err

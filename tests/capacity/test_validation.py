@@ -1,4 +1,4 @@
-"""What is known must come out of the model, and what does not is said."""
+"""The model reproduces published figures, and says which ones it does not."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_plain_streams_win_where_nothing_saturates() -> None:
 
 
 def test_tallys_order_comes_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """MPS is worst, then throttling, then time slices; who yields in microseconds hardly hurts."""
+    """MPS is worst, then throttling, then time slices; yielding in microseconds hardly hurts."""
     monkeypatch.setattr("greensched.capacity.validation.colocation.REQUESTS", 12)
     name = "ResNet-50, batch 32"
     monkeypatch.setattr("greensched.capacity.validation.colocation.STEPS", {name: STEPS[name]})
@@ -47,6 +47,6 @@ def test_tallys_order_comes_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_not_reproduced_is_said() -> None:
-    """More than a quarter off, in so many words."""
+    """A figure that is off by more than a quarter is marked."""
     assert "NOT reproduced" in str(Check("a", 1.0, 1.3, "nothing"))
     assert "NOT" not in str(Check("a", 1.0, 0.8, "nothing"))

@@ -12,7 +12,7 @@ from greensched import LaunchConfig, Pool
 from greensched.driver import simulated
 from greensched.integrations.testing import SimPool
 from greensched.kernels import spin
-from helpers.small_executors import keeping, one_cell_lanes
+from helpers.small_executors import keeping, one_cell_executors
 
 CONFIG = LaunchConfig(grid=16, block=32)
 
@@ -30,7 +30,7 @@ async def test_a_lane_that_is_given_up_closes_it(
     sim_pool: SimPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is closed with a lane that makes room for another, while the pool goes on."""
-    one_cell_lanes(monkeypatch)
+    one_cell_executors(monkeypatch)
     things = [Thing(), Thing()]
 
     def first() -> Thing:

@@ -1,4 +1,4 @@
-"""Holding a partition's stream until a test says so: the honest way to have work in flight."""
+"""Hold a partition's stream until a test opens it: reliable work in flight."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from greensched import Partition, PinnedBuffer
 
 
 class Gate:
-    """While closed, nothing submitted to the partition after it begins.
+    """While closed, no work submitted to the partition after it begins.
 
-    A stream wait on a word of pinned memory: every driver honours it, with device code or without.
-    Opened at the end of its block at the latest, so that no test hangs the device.
+    It is a stream wait on a word of pinned memory, which every driver honours, with device code or
+    without. It opens at the end of its block at the latest, so that no test hangs the device.
     """
 
     def __init__(self, word: PinnedBuffer) -> None:
@@ -22,7 +22,7 @@ class Gate:
 
     @classmethod
     async def closed(cls, p: Partition) -> Gate:
-        """Closes the partition's stream, behind what was submitted before."""
+        """Close the partition's stream after the work submitted before."""
         gate = cls(await p.empty_pinned(1, np.uint32))
         lease = p._open()
         track = lease.launch_stream
@@ -33,7 +33,7 @@ class Gate:
         return gate
 
     def open(self) -> None:
-        """Lets the work behind it begin."""
+        """Let the work after it begin."""
         self._word.array[0] = 1
 
     def __enter__(self) -> Self:

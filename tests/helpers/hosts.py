@@ -1,4 +1,4 @@
-"""Hosts that greensched is embedded in, as programs of their own: LitServe, BentoML, Triton."""
+"""Run hosts that embed greensched as processes of their own: LitServe, BentoML, Triton."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ ENVIRONMENT = os.environ | {
     "OPENBLAS_NUM_THREADS": "1",
     "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
 }
-#: A host, its imports and its workers take so many seconds at most.
+#: The most seconds that a host, its imports and its workers take to start.
 MOST_S = 60
 IMPORT = "from greensched.kernels import reduce_sum\n"
-#: Each kernel takes so long on the simulated GPU: requests of one moment are there at once.
+#: Makes kernels slow on the simulated GPU, so that concurrent requests overlap.
 SLOW = f"""{IMPORT}from greensched.typing import Cost
 
 reduce_sum.spec.cost = lambda *_: Cost(fixed_ns=400_000_000)
@@ -29,7 +29,7 @@ reduce_sum.spec.cost = lambda *_: Cost(fixed_ns=400_000_000)
 
 
 def slowed(recipe: Path, folder: Path) -> Path:
-    """The same program in another folder, with a kernel that takes its time."""
+    """Copy a program to another folder, with slow kernels."""
     source = recipe.read_text()
     assert IMPORT in source
     made = folder / recipe.name
@@ -44,7 +44,7 @@ def free_port() -> int:
 
 
 class Said:
-    """All that a host prints, as it comes."""
+    """The output of a host, as it comes."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -60,7 +60,7 @@ class Said:
             self._more.notify_all()
 
     def wait_for(self, word: str) -> None:
-        """Until it has said so; fails where it ends before that."""
+        """Wait until the output has a word; fail if the host ends before."""
         with self._more:
             assert self._more.wait_for(lambda: word in self.text or self._is_over, MOST_S)
             assert word in self.text, self.text
@@ -72,7 +72,7 @@ class Said:
 
 @contextmanager
 def hosted(command: Sequence[str], ready: str, folder: Path, **variables: str) -> Iterator[Said]:
-    """A host from when it says that it is ready; behind the block it is told to end, and ends."""
+    """Run a host: enter the block when it says that it is ready, and end it after the block."""
     said = Said()
     with subprocess.Popen(
         command,
@@ -92,6 +92,6 @@ def hosted(command: Sequence[str], ready: str, folder: Path, **variables: str) -
             process.send_signal(signal.SIGTERM)
             process.wait(MOST_S)
         finally:
-            with suppress(ProcessLookupError):  # what it has left behind, on the way or at last
+            with suppress(ProcessLookupError):  # also processes that it left behind
                 os.killpg(process.pid, signal.SIGKILL)
             reader.join()

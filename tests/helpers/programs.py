@@ -1,4 +1,4 @@
-"""Examples that serve, as programs of their own."""
+"""Run examples that serve, as processes of their own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 
 class Program:
-    """One that serves: its address, and all that it said, once it has ended."""
+    """A serving process: its address, and its output once it has ended."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
@@ -23,14 +23,14 @@ class Program:
         self.address = address[1]
 
     def end(self) -> None:
-        """Ends it by SIGTERM, as who runs it would."""
+        """End it by SIGTERM, as a supervisor does, and read its output."""
         self._process.send_signal(signal.SIGTERM)
         self.said += self._output.read()
 
 
 @contextmanager
 def serving(command: Sequence[str], environment: Mapping[str, str]) -> Iterator[Program]:
-    """A program while it serves; it must end well, without a traceback."""
+    """Run a program while it serves; it must end without a traceback."""
     with subprocess.Popen(
         command,
         env=environment,

@@ -1,4 +1,4 @@
-"""Pools with few executors: few made beforehand, few kept of other shapes."""
+"""Pools with few executors: few prebuilt ones, and few kept of other shapes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from greensched import Pool
 from greensched.scheduling.cells import DeviceCells
 
 
-def one_cell_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pools make lanes over each cell, over all but one, and over everything; no others."""
+def one_cell_executors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prebuild executors over each cell, over all but one, and over everything; no others."""
 
     def menu(cells: DeviceCells, _: int) -> list[int]:
         each = [1 << number for number in range(cells.count)]
@@ -22,6 +22,6 @@ def one_cell_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def keeping(pool: Pool, max_extra: int) -> Pool:
-    """The same pool, which keeps few executors that were not made beforehand. Not open yet."""
+    """Limit how many other executors a pool keeps; the pool is not open yet."""
     pool._lifecycle.options = replace(pool._lifecycle.options, max_extra=max_extra)
     return pool

@@ -1,4 +1,4 @@
-"""Driving a coroutine step by step, to see where it waits and to cancel it there."""
+"""Drive a coroutine step by step, to find where it waits and to cancel it there."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Place = tuple[str, str, int]
 
 @dataclass
 class Steps:
-    """Where a coroutine waited; and it is cancelled when it waits for the `cancel_at`-th time.
+    """Records where a coroutine waits, and cancels it at its `cancel_at`-th wait.
 
     Args:
         cancel: cancels the task that runs the coroutine; called while it is about to wait.
@@ -27,7 +27,7 @@ class Steps:
     is_cancelled: bool = False
 
     async def drive(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Runs it; every time it waits is noted, with the lines of the frames that wait."""
+        """Run it; record each wait, with the lines of the waiting frames."""
         return await _Driven(self, coroutine)
 
     def note(self, coroutine: Any) -> None:
@@ -61,7 +61,7 @@ class _Driven:
 
 
 def lines(waiting: Any) -> Iterator[tuple[str, int]]:
-    """(file, line) of every frame of a suspended coroutine, outermost first."""
+    """Yield (file, line) of every frame of a suspended coroutine, outermost first."""
     while waiting is not None:
         frame = getattr(waiting, "cr_frame", None) or getattr(waiting, "gi_frame", None)
         if frame is not None:
@@ -70,7 +70,7 @@ def lines(waiting: Any) -> Iterator[tuple[str, int]]:
 
 
 def awaits_in(path: Path) -> list[Place]:
-    """Every place in a file where a coroutine can wait: each await, async with and async for.
+    """Return every place in a file where a coroutine can wait: await, async with, async for.
 
     Awaitable objects written as generators count by their `yield from`.
     """

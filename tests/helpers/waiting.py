@@ -1,4 +1,4 @@
-"""Waiting for something to be the case."""
+"""Wait for conditions."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Awaitable, Callable
 
 import anyio
 
-#: Virtual time passes only while nothing is ready, so now and then a waiting test is not.
+#: Virtual time advances only while nothing is ready, so every so many turns `until` sleeps.
 PAUSE_EVERY = 50
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Lets other tasks run, and time pass, until something is the case."""
+    """Let other tasks run, and time pass, until a condition holds."""
     with anyio.fail_after(20):
         turn = 0
         while not condition():
@@ -20,13 +20,13 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def turns(number: int = 20) -> None:
-    """Lets other tasks run for a while, and no time pass."""
+    """Let other tasks run for a while, without time passing."""
     for _ in range(number):
         await anyio.sleep(0)
 
 
 async def still_waits(work: Awaitable[object]) -> None:
-    """Checks that something is not over within 10 ms, and gives up waiting for it."""
+    """Check that an awaitable is not done within 10 ms, and cancel the wait."""
     with anyio.move_on_after(0.01) as scope:
         await work
     assert scope.cancelled_caught

@@ -1,7 +1,7 @@
-"""Other people's packages on a partition: each the real one, skipped where it is not installed.
+"""Integrations with the real packages of others; skipped where a package is not installed.
 
-`make test-integrations` installs them. On the CUDA driver, a real one or the stand-in, where the
-test says so; what needs device code is in tests/gpu.
+`make test-integrations` installs them. Some run on the CUDA driver, a GPU's or the stand-in; tests
+with device code are in tests/gpu.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from greensched.driver import simulated
 from greensched.kernels import spin
 from greensched.leasing.latency import measure
 from helpers.gate import Gate
-from helpers.small_executors import one_cell_lanes
+from helpers.small_executors import one_cell_executors
 from helpers.stepping import Place, Steps, awaits_in
 from helpers.waiting import turns, until
 
@@ -331,7 +331,7 @@ async def as_before(stage: Stage) -> None:
 @pytest.fixture(autouse=True)
 def few_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few executors are made beforehand."""
-    one_cell_lanes(monkeypatch)
+    one_cell_executors(monkeypatch)
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])

@@ -20,7 +20,7 @@ from greensched.driver.types import StreamHandle
 from greensched.execution.call_context import current_call
 from greensched.kernels import fill, spin
 from helpers.gate import Gate
-from helpers.small_executors import keeping, one_cell_lanes
+from helpers.small_executors import keeping, one_cell_executors
 from helpers.waiting import turns, until
 
 ONE = LaunchConfig(grid=1, block=32)
@@ -44,7 +44,7 @@ def test_partitions_that_exchange_buffers_do_not_wait_in_a_circle() -> None:
 
 def test_what_outlives_its_lane_reads_a_word_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """A job and a buffer of a lane that was ended are done with it, whoever has its word now."""
-    one_cell_lanes(monkeypatch)
+    one_cell_executors(monkeypatch)
 
     async def main() -> None:
         async with keeping(Pool(driver="simulated:h200"), 1) as pool:
@@ -307,7 +307,7 @@ def test_a_context_that_cannot_be_entered_fails_each_call(
 
 def test_lanes_beside_the_menu_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many odd shapes are asked for at once, so many lanes stay and no more."""
-    one_cell_lanes(monkeypatch)
+    one_cell_executors(monkeypatch)
     clock = simulated.VirtualClock(seed=1)
     driver = simulated.open("h200", clock=clock)
 

@@ -14,7 +14,7 @@ from greensched import ALL, REST, CloseReport, LaunchConfig, Partition, Pool, Po
 from greensched.driver import simulated
 from greensched.kernels import spin
 from helpers.gate import Gate
-from helpers.small_executors import one_cell_lanes
+from helpers.small_executors import one_cell_executors
 from helpers.waiting import turns, until
 
 ONE = LaunchConfig(grid=1, block=1)
@@ -94,7 +94,7 @@ def race(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any
 
     A lane of 24 SMs is not made beforehand.
     """
-    one_cell_lanes(monkeypatch)
+    one_cell_executors(monkeypatch)
     backend, seed = request.param
     clock = simulated.VirtualClock(seed=seed)
     driver = simulated.open("h200", clock=clock)

@@ -239,8 +239,8 @@ def test_what_a_job_raises_is_raised(fleet: Fleet, run: Any) -> None:
     with pytest.raises(ZeroDivisionError) as caught:
         run(fleet.submit(lambda: 1 / 0, sms=8))
     assert "1 / 0" in caught.value.__notes__[0]
-    with pytest.raises(greensched.InvalidRequest, match="nobody"):
-        run(fleet.submit(pid, sms=8, service="nobody"))
+    with pytest.raises(greensched.InvalidRequest, match="missing"):
+        run(fleet.submit(pid, sms=8, service="missing"))
     assert run(fleet.submit(pid, sms=8))
 
 
@@ -270,7 +270,7 @@ def test_gpus_that_are_not_free_are_not_waited_for(
             assert mine != theirs
             await second.stop()
         with pytest.raises(greensched.NoPool, match="no pool"):
-            async with Fleet("nobody", None):
+            async with Fleet("missing", None):
                 pass
 
     run(main())
@@ -513,7 +513,7 @@ def test_a_blocked_pool_is_seen(fleet: Fleet, run: Any, tmp_path: Path) -> None:
 
 
 def test_a_session_keeps_its_sms(fleet: Fleet, run: Any) -> None:
-    """Its jobs run on one pool, one after another or at once, and its SMs are nobody else's."""
+    """Its jobs run on one pool, one after another or at once, and it shares no SMs."""
 
     async def main() -> None:
         async with fleet.partition(32, deadline=5) as session:

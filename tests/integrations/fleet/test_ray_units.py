@@ -1,4 +1,4 @@
-"""What of a fleet needs no cluster: choosing, packing, both ends of a line, whose GPU is whose."""
+"""Parts of a fleet without a cluster: balancing, packing, both ends of a connection, GPUs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Known:
 
 
 def chosen(pools: list[Known], sms: int = 16, held: dict[str, int] | None = None) -> set[str]:
-    """Whom chance can have chosen."""
+    """Return the pools that chance can have chosen."""
     chance = random.Random(1)
     found = (balancing.choose(pools, sms, held or {}, chance) for _ in range(200))
     return {pool.name for pool in found if pool is not None}
@@ -65,13 +65,13 @@ def test_of_two_by_chance_the_one_with_less_to_do() -> None:
 
 
 def test_where_the_data_is_comes_before_load() -> None:
-    """Whoever has most bytes of the arguments is chosen, however busy; without any, anybody."""
+    """The pool with most bytes of the arguments is chosen, however busy; without any, any pool."""
     pools = [Known("a", "x", load=(9, 0)), Known("b", "y"), Known("c", "z")]
     assert chosen(pools, held={"x": 2, "y": 1}) == {"a"}
     assert chosen(pools, held={"elsewhere": 5}) == {"a", "b", "c"} - {"a"}
 
 
-def test_who_cannot_is_not_chosen() -> None:
+def test_an_unfit_pool_is_not_chosen() -> None:
     """Closed pools and small ones never are, silent ones only where there is no other."""
     silent = Known("silent", is_fresh=False)
     pools = [Known("closed", is_open=False), Known("small", most=8), silent]
@@ -184,7 +184,7 @@ FACTS = protocol.PoolInfo("f/0", "node", 1, None, 132, SNAPSHOT)
 
 
 class Actor:
-    """Ray's handle of a pool's actor, played: letters come here, and are answered by hand."""
+    """A fake of Ray's handle of a pool's actor: it records batches, and a test replies."""
 
     def __init__(self) -> None:
         self.batches: list[protocol.MessageBatch] = []
@@ -229,7 +229,7 @@ def on_a_line(test: Callable[[PoolConnection, Actor], Any]) -> None:
         actor = Actor()
         connection = PoolConnection(actor, "key", FACTS, {b"d": b"code", b"e": b"more"})
         await turn()
-        assert [len(batch.messages) for batch in actor.batches] == [0]  # a new line listens
+        assert [len(batch.messages) for batch in actor.batches] == [0]  # a new connection polls
         actor.reply(0)
         await turn()
         actor.batches.clear()
@@ -255,7 +255,7 @@ def test_a_new_line_listens() -> None:
 
 
 def test_what_is_asked_in_one_turn_goes_together() -> None:
-    """Jobs of one turn are one letter; code is in the first that needs it, and in no other."""
+    """Jobs of one turn are one batch; code is in the first that needs it, and in no other."""
 
     async def test(connection: PoolConnection, actor: Actor) -> None:
         jobs = [job(connection) for _ in range(5)]
@@ -292,7 +292,7 @@ def test_calls_of_ray_are_bounded() -> None:
 
 
 def test_while_something_is_awaited_a_call_listens() -> None:
-    """An answer without the outcome is followed by an empty letter that waits for it."""
+    """A reply without the outcome is followed by an empty batch that waits for it."""
 
     async def test(connection: PoolConnection, actor: Actor) -> None:
         one = job(connection)
@@ -398,8 +398,8 @@ async def three(p: Any) -> int:
     return 3
 
 
-def test_letters_are_taken_in_their_order() -> None:
-    """A letter that overtook another waits for it: a cancellation never comes before its job."""
+def test_batches_are_handled_in_their_order() -> None:
+    """A batch that overtook another waits for it: a cancellation never comes before its job."""
 
     async def test(caller: RemoteClient, actor: pool_actor.PoolActor) -> None:
         code = protocol.cloudpickle.dumps(three)
@@ -413,8 +413,8 @@ def test_letters_are_taken_in_their_order() -> None:
     with_a_caller(test)
 
 
-def test_a_newer_letter_releases_the_older() -> None:
-    """One letter waits at most, so that a caller can always send another."""
+def test_a_newer_batch_releases_the_older() -> None:
+    """At most one batch waits, so that a client can always send another."""
 
     async def test(caller: RemoteClient, actor: pool_actor.PoolActor) -> None:
         first = asyncio.ensure_future(caller.reply(batch(0)))
@@ -429,7 +429,7 @@ def test_a_newer_letter_releases_the_older() -> None:
 
 
 def test_a_caller_is_told_what_is_new_of_the_pool() -> None:
-    """A letter is answered when the pool is another than he was told, and not before."""
+    """A batch gets its reply when the pool's state has changed, and not before."""
 
     async def test(caller: RemoteClient, actor: pool_actor.PoolActor) -> None:
         first = asyncio.ensure_future(caller.reply(batch(0)))
@@ -461,7 +461,7 @@ def test_jobs_of_one_pool_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_callers_of_one_pool_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their calls must not queue in Ray, where nobody sees them: the next caller is refused."""
+    """Their calls must not queue inside Ray, where they are invisible: the next is refused."""
     assert pool_actor.MOST_CALLERS * (CALLS + 1) < pool_actor.CONCURRENCY
     monkeypatch.setattr(pool_actor, "MOST_CALLERS", 0)
     with pytest.raises(greensched.QueueFull):
@@ -469,7 +469,7 @@ def test_callers_of_one_pool_are_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_another_version_is_refused() -> None:
-    """A caller of another version is told both, before the pool is opened for him."""
+    """A client of another version gets an error with both, before the pool opens."""
     actor = pool_actor.PoolActor("f/0", Pool)
     with pytest.raises(greensched.VersionSkew) as caught:
         asyncio.run(actor.hello("key", protocol.PROTOCOL + 1))
@@ -478,7 +478,7 @@ def test_another_version_is_refused() -> None:
 
 
 def test_a_spoilt_process_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a fault that nobody's job met, callers are told, and the process ends by its status."""
+    """After a fault while idle, clients get errors, and the process exits with its status."""
     left: list[int] = []
     monkeypatch.setattr(pool_actor.os, "_exit", left.append)
     monkeypatch.setattr(
@@ -533,7 +533,7 @@ def test_a_part_of_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 
 def test_a_lost_node_is_seen_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By who answers on its port, where Ray still waits for its heartbeats; and by Ray's word."""
+    """By its port, while Ray still waits for its heartbeats; and by Ray's own state."""
     with (
         socket.create_server(("127.0.0.1", 0)) as there,
         socket.create_server(("127.0.0.1", 0)) as other,

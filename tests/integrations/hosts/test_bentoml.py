@@ -53,7 +53,7 @@ def test_too_many(port: int, tmp_path: Path) -> None:
 
 
 def test_a_dead_gpu(port: int, tmp_path: Path) -> None:
-    """After a device fault it is 503, not ready, and not alive: whoever watches replaces it."""
+    """After a device fault it is 503, not ready, and not alive: a supervisor replaces it."""
     source = (RECIPES / "bentoml_service.py").read_text()
     right = "Pool(max_waiting=2, prepare=[reduce_sum])"
     assert right in source

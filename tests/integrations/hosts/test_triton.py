@@ -109,7 +109,7 @@ def test_a_dead_gpu(port: int, tmp_path: Path) -> None:
             assert await status() == 503
             assert "ILLEGAL_ADDRESS" in said[-1]
             for path in ("/v2/health/ready", "/v2/health/live", "/v2/models/sums/ready"):
-                assert (await client.get(path)).status_code == 200  # so nobody can go by these
+                assert (await client.get(path)).status_code == 200  # so these cannot be used
             for verb in ("unload", "load"):
                 path = f"/v2/repository/models/sums/{verb}"
                 assert (await client.post(path)).status_code == 200

@@ -114,7 +114,7 @@ async def serving(app: ASGIApp) -> AsyncGenerator[httpx.AsyncClient]:
 async def call(
     app: ASGIApp, pool: Pool, *, leaves: anyio.Event | None = None, path: str = "/answer"
 ) -> list[Message]:
-    """What an application sends to a client; who leaves, where that is given."""
+    """Return what an application sends to a client, which disconnects where that is given."""
     scope = {
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -165,7 +165,7 @@ async def test_it_answers(sim_gpu: SimGPU, sim_pool: SimPool, make_app: Any) -> 
 
 
 async def test_a_full_queue_is_429(sim_pool: SimPool, make_app: Any) -> None:
-    """Who finds the queue full is told to come back, in whole seconds; the others are served."""
+    """A full queue is 429 with whole seconds to retry after; the other requests are served."""
     async with serving(make_app(sim_pool(max_waiting=2), spin_for_10_ms)) as client:
         answers = await asyncio.gather(*(client.get("/answer") for _ in range(5)))
     assert sorted(answer.status_code for answer in answers) == [200, 200, 200, 429, 429]
@@ -176,7 +176,7 @@ async def test_a_full_queue_is_429(sim_pool: SimPool, make_app: Any) -> None:
 
 
 async def test_a_deadline_that_passes_is_504(sim_pool: SimPool, make_app: Any) -> None:
-    """Who is not granted SMs within his deadline is told so when it passes."""
+    """A request without SMs at its deadline fails when it passes."""
     pool = sim_pool()
     async with serving(make_app(pool, spin_for_10_ms)) as client, pool.partition(ALL):
         answer = await asyncio.create_task(client.get("/answer"))
@@ -184,8 +184,10 @@ async def test_a_deadline_that_passes_is_504(sim_pool: SimPool, make_app: Any) -
     assert "1 s" in answer.json()["detail"]
 
 
-async def test_who_would_be_late_is_503(sim_gpu: SimGPU, sim_pool: SimPool, make_app: Any) -> None:
-    """Who is known to be late is told at once, and when to come back."""
+async def test_a_request_that_would_be_late_is_503(
+    sim_gpu: SimGPU, sim_pool: SimPool, make_app: Any
+) -> None:
+    """A request that would miss its deadline fails at once, and says when to retry."""
 
     async def endpoint(request: Request) -> Response:
         async with request.state.pool.partition(ALL, deadline=2, duration=1.5) as p:
@@ -202,7 +204,7 @@ async def test_who_would_be_late_is_503(sim_gpu: SimGPU, sim_pool: SimPool, make
 
 
 async def test_a_closed_pool_is_503(sim_pool: SimPool, make_app: Any) -> None:
-    """While the pool is drained, who waits and who comes are both told to go elsewhere."""
+    """While the pool is drained, queued and new requests both fail with 503."""
     pool = sim_pool()
     async with serving(make_app(pool, spin_for_10_ms)) as client:
         async with pool.partition(ALL):
@@ -216,7 +218,7 @@ async def test_a_closed_pool_is_503(sim_pool: SimPool, make_app: Any) -> None:
 
 
 async def test_a_poisoned_pool_is_503(sim_pool: SimPool, make_app: Any) -> None:
-    """Whose kernel faulted and who comes later are both told that the GPU is unusable."""
+    """The request with the faulting kernel and later ones both say that the GPU is unusable."""
     async with serving(make_app(sim_pool(faults=[Crash("spin")]), spin_for_10_ms)) as client:
         for _ in range(2):
             answer = await client.get("/answer")
@@ -352,7 +354,7 @@ async def test_clients_that_leave_at_random(
     async with serving(app := make_app(pool, endpoint)):
         await asyncio.gather(*(client(app) for _ in range(60)))
         last = sim_gpu.time
-        async with pool.partition(ALL):  # whatever still ran has ended: nobody submitted more
+        async with pool.partition(ALL):  # all work has ended, and none was added
             ended = max((ran.end for ran in sim_gpu.launches()), default=last)
             assert sim_gpu.time < max(last, ended) + SLACK
             assert ended < last + 0.020
@@ -403,7 +405,7 @@ async def test_twice_the_capacity(sim_gpu: SimGPU, sim_pool: SimPool, make_app: 
         assert sms <= 16 * sum(start <= when < end + SLACK for start, end in ran)
 
 
-async def test_who_stays_is_not_disturbed(sim_pool: SimPool, make_app: Any) -> None:
+async def test_a_connected_client_is_not_disturbed(sim_pool: SimPool, make_app: Any) -> None:
     """What the block gives and raises comes out as it is; what is behind it is not cancelled."""
     done: list[str] = []
 
@@ -426,7 +428,7 @@ async def test_who_stays_is_not_disturbed(sim_pool: SimPool, make_app: Any) -> N
 
 
 async def test_a_block_of_a_client_that_has_left(sim_pool: SimPool) -> None:
-    """Who has left before is noticed at the first wait; what ended before that is not undone."""
+    """An earlier disconnect is noticed at the first wait; what ended before is not undone."""
     leaves = anyio.Event()
     leaves.set()
     seen: list[str] = []
@@ -437,7 +439,7 @@ async def test_a_block_of_a_client_that_has_left(sim_pool: SimPool) -> None:
         with pytest.raises(ClientDisconnect):
             async with asgi.while_connected(request):
                 await anyio.sleep_forever()
-        with pytest.raises(asyncio.CancelledError):  # of the task, by somebody else: not ours
+        with pytest.raises(asyncio.CancelledError):  # a cancellation of the task from elsewhere
             async with asgi.while_connected(request):
                 raise asyncio.CancelledError
         return PlainTextResponse("")
@@ -496,9 +498,9 @@ async def test_a_gpu_that_dies_idle_is_seen(sim_gpu: SimGPU, make_app: Any) -> N
         assert await probes(client) == (200, 200)
         second = driver.devices[1]
         with driver.machine.timeline.lock:  # as another library's kernel would have it
-            driver.machine.timeline.fail(second, from_status(700, "somebody else's kernel"))
+            driver.machine.timeline.fail(second, from_status(700, "another kernel"))
         assert await probes(client) == (503, 503)
-        assert "somebody else" in (await client.get("/readyz")).json()["detail"]
+        assert "another kernel" in (await client.get("/readyz")).json()["detail"]
 
 
 async def test_probes_of_a_pool_not_opened(sim_pool: SimPool) -> None:

@@ -127,7 +127,7 @@ def test_a_client_that_hangs_up(
     began, may_end = threading.Event(), threading.Event()
 
     def is_over() -> bool:
-        began.set()  # somebody asks only once it runs
+        began.set()  # a request arrived, so it runs
         return may_end.is_set()
 
     monkeypatch.setattr(spin.spec, "cost", lambda *_: Cost(until=is_over))

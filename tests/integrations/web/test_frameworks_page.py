@@ -24,7 +24,7 @@ def block(kind: str, number: int = 0) -> str:
 
 
 def test_the_pages_tests_pass_on_the_pages_application(tmp_path: Path) -> None:
-    """Whoever copies both into a folder and runs pytest there sees three tests pass."""
+    """Copied into a folder, both give three passing tests."""
     (tmp_path / "app.py").write_text(block("python"))
     (tmp_path / "test_app.py").write_text(block("py"))
     done = subprocess.run(
@@ -41,7 +41,7 @@ def test_the_pages_tests_pass_on_the_pages_application(tmp_path: Path) -> None:
 
 
 async def test_the_job_of_the_page_gives_way(sim_gpu: SimGPU, sim_pool: SimPool) -> None:
-    """It has what is free, the requests' floor on loan too, gives that back, and ends at once."""
+    """It has all free SMs, including the borrowed reserve, returns those, and ends at once."""
     page: dict[str, Any] = {"__name__": "app"}
     exec(block("python", 1), page)
     page["piece"] = cost(0.005)(page["piece"])
