@@ -154,6 +154,79 @@ def test_every_error_is_of_one_tree(name: str) -> None:
     assert issubclass(getattr(errors, name), greensched.GreenschedError)
 
 
+# -- what depends on what ---------------------------------------------------------------------
+
+
+def imports() -> Any:
+    """Every import between modules, also under TYPE_CHECKING and inside functions.
+
+    Those of the package itself are left out: `greensched/__init__.py` names modules of all layers.
+    """
+    grimp = pytest.importorskip("grimp")
+    graph = grimp.build_graph("greensched", cache_dir=None)
+    for module in graph.find_modules_directly_imported_by("greensched"):
+        graph.remove_import(importer="greensched", imported=module)
+    return graph
+
+
+def test_no_import_cycle() -> None:
+    """No module imports itself through others, not even for a type or inside a function."""
+    graph = imports()
+    cycles = {
+        tuple(sorted(graph.find_shortest_chain(importer=imported, imported=module)))
+        for module in graph.modules
+        for imported in graph.find_modules_directly_imported_by(module)
+        if graph.chain_exists(importer=imported, imported=module)
+    }
+    assert not cycles
+
+
+#: What `Any` may stand for in `device` and `execution`: values of users and of other libraries.
+VALUES = {
+    *("value", "_value", "args", "kwargs", "options", "key", "source"),
+    *("loop", "trio", "task", "_task", "waiter", "_monitoring"),
+}
+
+
+def untyped(source: str) -> list[str]:
+    """Attributes, variables and parameters annotated `Any` that are not values."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.AnnAssign):
+            name = node.target.attr if isinstance(node.target, ast.Attribute) else None
+            name = node.target.id if isinstance(node.target, ast.Name) else name
+        elif isinstance(node, ast.arg) and node.annotation is not None:
+            name = node.arg
+        else:
+            continue
+        kinds = {part.strip() for part in ast.unparse(node.annotation).split("|")}
+        if kinds & {"Any", "typing.Any"} and name not in VALUES:
+            found.append(f"{node.lineno}: {name}")
+    return found
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in MODULES if path.startswith(("context", "device/", "execution/"))]
+)
+def test_nothing_reaches_upward_untyped(path: str) -> None:
+    """`device` and `execution` hold no object typed `Any` through which to call a higher layer."""
+    assert not untyped((SOURCE / path).read_text())
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "class Track:\n    def __init__(self):\n        self.crew: Any = None",
+        "class Track:\n    owner: Any | None",
+        "class Owner(Protocol):\n    loader: Any",
+        "def hand_over(self, channel: Any) -> None: ...",
+    ],
+)
+def test_an_untyped_reference_is_found(source: str) -> None:
+    """The check above fails on a reference to a higher layer that is typed `Any`."""
+    assert untyped(source)
+
+
 # -- every file -------------------------------------------------------------------------------
 
 

@@ -37,7 +37,7 @@ import numpy as np
 from benchmarks.lib.timing import Comparison, Row, Samples, Work, table
 from greensched import Device, LaunchConfig, PinnedBuffer, Pool, Program
 from greensched import driver as drivers
-from greensched.device.launch import KernelArguments
+from greensched.device.arguments import KernelArguments
 from greensched.driver.interface import Driver
 from greensched.kernels import matmul
 from greensched.typing import Cost

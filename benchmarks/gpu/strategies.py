@@ -35,7 +35,8 @@ from greensched import (
     Pool,
     Stream,
 )
-from greensched.device.launch import KernelArguments, PreparedLaunch
+from greensched.device.arguments import KernelArguments
+from greensched.device.launch import PreparedLaunch
 
 #: Pieces that who works without pause keeps in flight, so that the GPU never waits for the host.
 DEPTH = 2
@@ -91,7 +92,7 @@ class OnStream:
         # Kept whole: a launch reads its parameters where its plan has them.
         self._plans = []
         for launch in work:
-            arguments = KernelArguments(launch.kernel, stream.context.device_ordinal)
+            arguments = KernelArguments(launch.kernel, stream.context.device_id)
             arguments.fill(launch.args)
             with stream.context.entered(wait=True):
                 handle = loader.load(launch.kernel)

@@ -28,7 +28,7 @@ from benchmarks.lib.raw_calls import SMS, RawCalls, raw_calls
 from benchmarks.lib.timing import SCALES, Comparison, Row, Work, compare, table
 from greensched import LaunchConfig, Partition, Pool
 from greensched import driver as drivers
-from greensched.device.launch import KernelArguments
+from greensched.device.arguments import KernelArguments
 from greensched.driver.interface import Driver
 from greensched.kernels import spin
 

@@ -1,7 +1,7 @@
 """Contexts: primary, green, of their own, adopted; and closing in the right order.
 
-Launches never depend on the current context: a stream knows its own. What does need one (an
-allocation, an event, a copy) happens inside one synchronous `with context.entered()`.
+Launches never depend on the current context: a stream knows its own. Calls that do need one (an
+allocation, an event, a copy) are made inside one synchronous `with context.entered()`.
 """
 
 from __future__ import annotations
@@ -14,15 +14,22 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Literal, Self, TypeVar
 
+import greensched
 from greensched import driver as drivers
 from greensched._asynclib import is_coroutine_function
 from greensched._cleanup import run_all
-from greensched.device import current_context
-from greensched.device.current_context import ContextOwnership, ContextScope, UserContextScope
+from greensched.device import await_guard, current_context
+from greensched.device.current_context import (
+    ContextOwnership,
+    ContextScope,
+    UserContextScope,
+    _ThreadToken,
+    here,
+)
+from greensched.device.health import DeviceHealth
 from greensched.device.limits import ContextLimits
 from greensched.device.resources import DeviceResources
-from greensched.device.streams import Event, Stream, TicketedStream
-from greensched.device.thread_state import _ThreadToken, here
+from greensched.device.streams import Event, Stream
 from greensched.driver.interface import Driver
 from greensched.driver.types import ContextHandle, EventHandle, GreenHandle, StreamHandle
 from greensched.errors import (
@@ -36,24 +43,21 @@ from greensched.kernels import Loader
 from greensched.typing import ContextFlags, DeviceFacts
 
 if TYPE_CHECKING:
-    from greensched.device.device import Device
+    from greensched import Device
 
 T = TypeVar("T")
 
 logger = logging.getLogger("greensched")
+await_guard.skip_frames_of(__name__)
 
-#: What a driver answers that nobody has initialised. Source: cuda.h.
+#: The answer of a driver that is not initialised yet. Source: cuda.h.
 NOT_INITIALIZED = 3
-#: What a context is: the device's one, some of its SMs, one that owns itself, somebody else's.
+#: The device's one context, some of its SMs, one that owns itself, another library's.
 Kind = Literal["primary", "green", "own", "adopted"]
 #: The ways to wait: a context has one of them.
 _WAYS = (ContextFlags.SCHED_SPIN, ContextFlags.SCHED_YIELD, ContextFlags.SCHED_BLOCKING_SYNC)
 
-
-#: Makes the device of an adopted context: `Device`, of the room above, which fills it in.
-open_device: Callable[[int, Driver], Device] | None = None
-
-#: Every context that is not closed, so that what is current is found again as what it is.
+#: Every open context, so that `Context.current` returns the same object again.
 _contexts: weakref.WeakSet[Context] = weakref.WeakSet()
 _contexts_lock = threading.Lock()
 
@@ -62,23 +66,22 @@ class Context(ContextLimits):
     """A device's primary context, a green one (some of its SMs), one that owns itself, or adopted.
 
     Made by `Device.primary`, `Device.create_context`, `Context.create` and `Context.current`.
-    Streams and events made from it hold it; what is left of them when it closes is ended first.
-    Whoever forgets to close a green one or one of its own is warned: no destructor calls CUDA.
+    Streams and events made from it keep it alive; `close` ends what is left of them first. A green
+    one, or one of its own, that was never closed warns: no destructor calls CUDA.
 
     It may be used from any thread, and moves between them: by `push` and `pop`, by `with`, by
-    `set_current`. A green one is *current* on one thread at a time, and the second is refused;
-    launching on its streams is fine from any.
+    `set_current`. A green one is *current* on one thread at a time, and a second thread is
+    refused; launching on its streams works from any.
 
     Attributes:
         handle: the driver's (a `CUcontext`).
         kind: `"primary"`, `"green"`, `"own"` or `"adopted"`.
-        device: its `Device`.
-        device_ordinal: of its device.
+        device: its `Device`; `device_id` is that one's ordinal.
         green: the driver's green context; None on any other.
         primary: its device's primary context on a green one, else itself.
     """
 
-    #: Until there is something to close: its finaliser runs after a failed making, too.
+    #: Until there is a handle to close: `__del__` runs after a failed creation, too.
     is_closed = True
 
     def __init__(
@@ -101,15 +104,18 @@ class Context(ContextLimits):
         self.green = green
         self.primary: Context = self if primary is None else primary
         self.kind: Kind = kind or ("primary" if green is None else "green")
+        #: The device's.
+        self.health = DeviceHealth() if device is None else device.health
         #: None on a primary, which may be current on any number of threads.
-        self.turn = None if green is None else ContextOwnership(driver)
+        self.ownership = None if green is None else ContextOwnership(driver)
         self.streams: set[StreamHandle] = set()
         self.events: set[EventHandle] = set()
-        #: Of a primary: the tracks of its device, by their streams' addresses.
-        self.tracks: dict[int, TicketedStream] = {}
-        #: The threads inside a block of it, or standing on it, once for each time.
+        #: Of a primary: what orders a stream (given by address) behind each ticketed stream of its
+        #: device, by that one's address.
+        self.order_before: dict[int, Callable[[int], None]] = {}
+        #: The threads inside a block of it, or with it current without one, once for each time.
         self.inside: list[weakref.ref[_ThreadToken]] = []
-        #: Its end was given up, because it still works or the device is lost: nobody warns of it.
+        #: It is left as it is, because it still works or the device is lost: nothing warns of it.
         self.is_abandoned = False
         self._release = release
         self._device = device
@@ -119,18 +125,18 @@ class Context(ContextLimits):
 
     @classmethod
     def create(cls, device: Device, flags: ContextFlags = ContextFlags.SCHED_AUTO) -> Self:
-        """A context of its own beside the primary one, current nowhere. May block.
+        """Create a context of its own beside the primary one, current nowhere. May block.
 
-        For programs that want one: pools never use it, its streams and events do not mix with
-        those of other contexts, and its memory is another address space.
+        Pools never use such a context, its streams and events do not mix with those of other
+        contexts, and its memory is another address space.
 
         Args:
-            device: a `Device`, which must not be closed before it.
-            flags: how its threads wait, and what else. `MAP_HOST` is always on from CUDA 11 on.
+            device: a `Device`, which must not be closed before the context.
+            flags: how its threads wait, and more. `MAP_HOST` is always on from CUDA 11 on.
 
         Raises:
-            InvalidRequest: no such flags, or two ways to wait.
-            NotSupported: the driver has one of the flags no more.
+            InvalidRequest: unknown flags, or two ways to wait.
+            NotSupported: the driver has dropped one of the flags.
             CUDAError: the driver refused it.
         """
         check_flags(flags)
@@ -148,10 +154,10 @@ class Context(ContextLimits):
 
     @classmethod
     def current(cls, driver: str | Driver | None = None) -> Context | None:
-        """The context that is current on the calling thread, None if there is none.
+        """Return the context that is current on the calling thread, None if there is none.
 
-        One of ours is returned as the object it is. Any other is adopted: it stays somebody
-        else's, closing it here ends only what was made of it here. Does not wait.
+        A context of this library is returned as the object it is. Any other is adopted: closing
+        that object ends only the streams and events made from it. Does not wait.
 
         Args:
             driver: as for `Device`; a simulated one is a machine of its own, so give the driver.
@@ -177,24 +183,23 @@ class Context(ContextLimits):
     def device(self) -> Device:
         """Its `Device`."""
         if self._device is None:
-            assert open_device is not None, "whoever imports greensched.Context has Device's room"
-            self._device = open_device(self.device_ordinal, self.driver)
+            self._device = greensched.Device(self.device_id, driver=self.driver)
         return self._device
 
     @property
-    def device_ordinal(self) -> int:
+    def device_id(self) -> int:
         """The ordinal of its device."""
         return self.facts.ordinal
 
     @property
     def is_green(self) -> bool:
-        """Whether it has some of the device's SMs only."""
+        """Whether it has only some of the device's SMs."""
         return self.green is not None
 
     @property
     def resources(self) -> DeviceResources:
-        """What it was given: `sm`, which can be split again, and `workqueue`."""
-        return DeviceResources(self.driver, self.device_ordinal, self.handle, self._check)
+        """Its resources: `sm`, which can be split again, and `workqueue`."""
+        return DeviceResources(self.driver, self.device_id, self.handle, self._check)
 
     @property
     def _base(self) -> Context:
@@ -203,7 +208,7 @@ class Context(ContextLimits):
     # -- being current -----------------------------------------------------------------------------
 
     def entered(self, *, wait: bool = False) -> ContextScope:
-        """A synchronous block in which it is current on this thread; no await inside.
+        """Return a synchronous block in which it is current on this thread; no await inside.
 
         Args:
             wait: block while a green one is current on another thread, instead of raising
@@ -213,14 +218,14 @@ class Context(ContextLimits):
 
     @property
     def is_current(self) -> bool:
-        """Whether it is current on the calling thread, by whatever way."""
+        """Whether it is current on the calling thread."""
         return self.driver.current() == self.handle
 
     def set_current(self) -> None:
-        """Makes it current on this thread in the place of what is, until something else is.
+        """Make it current on this thread in the place of the present one, until another is.
 
-        Like `Device.set_current` it is not looked after across an `await`: what a loop's thread
-        has current so is every task's.
+        Unlike a `with` block it is not checked for an `await`: on a loop's thread it is current
+        for every task.
 
         Raises:
             CurrentElsewhere: it is green, and current on another thread; names both.
@@ -229,7 +234,7 @@ class Context(ContextLimits):
         current_context.replace(self)
 
     def push(self) -> None:
-        """Makes it current on this thread, on top of what is; `pop` brings that back.
+        """Make it current on this thread, on top of the present one, which `pop` restores.
 
         Raises:
             CurrentElsewhere: it is green, and current on another thread; names both.
@@ -238,37 +243,40 @@ class Context(ContextLimits):
         current_context.push(self)
 
     def pop(self) -> None:
-        """Takes it off the top of this thread's stack; then it floats, and any thread may have it.
+        """Take it off the top of this thread's stack, so that another thread may push it.
 
         Raises:
-            InvalidRequest: it is not what is current here, or is so by a `with` block.
+            InvalidRequest: it is not current here, or is so by a `with` block.
         """
         current_context.pop(self)
 
     def __enter__(self) -> Self:
-        """Makes it current on this thread. Reentrant, reusable; a green one on one at a time.
+        """Make it current on this thread. Reentrant, reusable; a green one on one at a time.
 
         No `await` inside: see `HeldAcrossAwait`.
 
         Raises:
-            CurrentElsewhere: it is green, and current on another thread: in a `run`, perhaps.
+            CurrentElsewhere: it is green, and current on another thread, such as in a `run`.
         """
         self._check()
         UserContextScope(self).__enter__()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """Restores what the driver said was current; never hides the body's own error.
+        """Restore the context of before; never hides the body's own error.
 
         Raises:
             HeldAcrossAwait: it was held across an await, and that is an error here.
-            CUDAError: what was current before could not be restored. Logged, too.
+            CUDAError: the context of before could not be restored. Logged, too.
             WrongThread: it was entered on another thread.
         """
         block = UserContextScope.ending(self)
         try:
             if block is None:
-                raise WrongThread(f"a block of {self!r} ended on a thread where it did not begin")
+                raise WrongThread(
+                    f"a block of {self!r} ended on thread {here.token.name!r}, and began on "
+                    "another: leave a block on the thread that entered it"
+                )
             block.__exit__()
         except GreenschedError as error:
             logger.error("leaving a block of %r failed: %s", self, error)
@@ -278,28 +286,30 @@ class Context(ContextLimits):
                 raise
 
     def scoped(self, function: Callable[[], T]) -> T:
-        """Calls a function with it current on this thread, and returns or raises what that does.
+        """Call a function with it current on this thread; return its value.
 
         Raises:
-            InvalidRequest: the function is a coroutine's: its body would run later, without it.
+            InvalidRequest: a coroutine function, whose body would run later, without the context.
         """
         if is_coroutine_function(function):
-            raise InvalidRequest(f"{function!r} is asynchronous: give what runs at once, or p.run")
+            raise InvalidRequest(
+                f"{function!r} is asynchronous: give a plain function, which runs at once"
+            )
         with self:
             return function()
 
     def synchronize(self) -> None:
-        """Blocks until all *its* work is done (a primary's green contexts' too).
+        """Block until all *its* work is done (a primary's green contexts' too).
 
-        Whatever is current on this thread, and that stays so. Not for an event-loop thread.
+        The current context does not matter, and stays. Not for an event-loop thread.
         """
         self._check()
         self.driver.synchronize_context(self.handle)
 
-    # -- what it makes -----------------------------------------------------------------------------
+    # -- streams and events ------------------------------------------------------------------------
 
     def create_stream(self, *, priority: int = 0, nonblocking: bool = True) -> Stream:
-        """A non-blocking stream on its SMs, of a green context or one of its own. May block.
+        """Create a non-blocking stream on the SMs of a green context, or one of its own. May block.
 
         Args:
             priority: a hint for kernels; smaller is more urgent, and the driver clamps it.
@@ -307,8 +317,8 @@ class Context(ContextLimits):
                 stream (cuda.h, cuGreenCtxStreamCreate).
 
         Raises:
-            InvalidRequest: a blocking stream; what is no priority; or a primary context, whose
-                streams `Device.create_stream` makes, because they run on every SM.
+            InvalidRequest: a blocking stream; a bad priority; or a primary context, whose streams
+                `Device.create_stream` makes, because they run on every SM.
         """
         self._check()
         if self.kind == "primary":
@@ -317,30 +327,30 @@ class Context(ContextLimits):
             )
         if nonblocking is not True:
             raise InvalidRequest(
-                f"nonblocking={nonblocking!r}: there are non-blocking streams only"
+                f"nonblocking={nonblocking!r}: there are non-blocking streams only; leave it out"
             )
         return Stream(self, priority=priority)
 
     def create_event(self, *, timing: bool = False, blocking: bool = True) -> Event:
-        """An event for its streams.
+        """Create an event for its streams.
 
         Args:
-            timing: it can be given to `Event.elapsed_since`.
+            timing: allow `Event.elapsed_since`.
             blocking: `Event.sync` sleeps instead of spinning.
         """
         self._check()
         return Event(self, timing=timing, blocking=blocking)
 
-    # -- its end -----------------------------------------------------------------------------------
+    # -- closing -----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Ends it: events, then streams, then itself. Idempotent. Blocks until its work is done.
+        """Destroy its events, its streams, then itself. Idempotent. Blocks until its work is done.
 
-        An adopted one goes on living: only what was made of it here ends.
+        An adopted context stays: only the streams and events made from it here end.
 
         Raises:
             InvalidRequest: it is current on this thread, or a thread is inside a block of it.
-            CUDAError: what the driver answered first; everything was tried all the same.
+            CUDAError: the first error of the driver; every step was tried.
         """
         if self.is_closed:
             return
@@ -357,15 +367,15 @@ class Context(ContextLimits):
         run_all([*steps, self._release])
 
     def refuse_while_used(self) -> None:
-        """Raises InvalidRequest where `close` would, and ends nothing."""
-        current_context.forget(self)
-        # The primary may be current by others, torch say, who hold it, too: to them it stays.
-        is_ours = self.kind in ("green", "own") or current_context.is_by_us(self)
+        """Raise InvalidRequest where `close` would; end nothing."""
+        current_context.forget_replaced(self)
+        # The primary may be current by another library, such as torch, which retains it, too.
+        is_ours = self.kind in ("green", "own") or current_context.is_entered_here(self)
         if self.kind != "adopted" and is_ours and self.is_current:
             raise InvalidRequest(f"{self!r} is current on this thread: leave its block, then close")
         threads = [thread.name for ref in self.inside if (thread := ref()) is not None]
-        if current_context.stands(self):  # below what was pushed or entered since
-            threads.append(here.me.name)
+        if current_context.is_unscoped(self):  # below what was pushed or entered since
+            threads.append(here.token.name)
         if threads:
             raise InvalidRequest(
                 f"{self!r} is current, or will be again, on thread {threads[-1]!r}: leave its "
@@ -387,19 +397,21 @@ class Context(ContextLimits):
 
     def __repr__(self) -> str:
         closed = ", closed" if self.is_closed else ""
-        return f"<Context: {self.kind}, device {self.device_ordinal}, {self.handle!r}{closed}>"
+        return f"<Context: {self.kind}, device {self.device_id}, {self.handle!r}{closed}>"
 
 
 def check_flags(flags: object) -> None:
-    """Refuses what are no flags of a context.
+    """Check the flags of a context.
 
     Raises:
-        InvalidRequest: says which there are.
+        InvalidRequest: not `ContextFlags`, unknown bits, or two ways to wait.
     """
     if not isinstance(flags, ContextFlags):
-        raise InvalidRequest(f"flags={flags!r} are no ContextFlags, such as SCHED_BLOCKING_SYNC")
-    unknown = int(flags) & ~int(~ContextFlags(0))  # what no name stands for
+        raise InvalidRequest(
+            f"flags={flags!r}: give ContextFlags, such as ContextFlags.SCHED_BLOCKING_SYNC"
+        )
+    unknown = int(flags) & ~int(~ContextFlags(0))  # the bits without a name
     if unknown:
-        raise InvalidRequest(f"flags={flags!r}: {unknown:#x} is nothing that is known")
+        raise InvalidRequest(f"flags={flags!r}: the bits {unknown:#x} are unknown; leave them out")
     if sum(way in flags for way in _WAYS) > 1:
-        raise InvalidRequest(f"flags={flags!r}: a context waits one way, so give one SCHED_ flag")
+        raise InvalidRequest(f"flags={flags!r}: a context waits one way; give one SCHED_ flag")

@@ -37,7 +37,7 @@ class Lent:
         self.buffer = buffer
         self.dtype = buffer.dtype
         self.asked: list[int] = []
-        self.device = facts.get("device", (2, buffer.device))
+        self.device = facts.get("device", (2, buffer.device_id))
         self.capsule = facts.get("capsule")
 
     def __dlpack_device__(self) -> tuple[int, int]:
@@ -64,7 +64,7 @@ class Untyped:
         self._buffer = buffer
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return 2, self._buffer.device
+        return 2, self._buffer.device_id
 
     def __dlpack__(self, *, stream: int, max_version: tuple[int, int]) -> object:
         return self._buffer.__dlpack__(stream=stream, max_version=max_version)
@@ -580,11 +580,11 @@ def test_a_stream_follows_anybodys(backend: Backend) -> None:
             theirs.follow(1)
             p.stream.follow(p.stream)
             for wrong in (0, -1, None, "stream", True, Device):
-                with pytest.raises(greensched.InvalidRequest, match="is no stream"):
+                with pytest.raises(greensched.InvalidRequest, match="is not a stream"):
                     theirs.follow(wrong)  # type: ignore[arg-type]
             for bad in ((1, 3), 3, (0,)):
                 strange = type("Strange", (), {"__cuda_stream__": lambda _, bad=bad: bad})()
-                with pytest.raises(greensched.InvalidRequest, match="no version"):
+                with pytest.raises(greensched.InvalidRequest, match="has version"):
                     theirs.follow(strange)
             x.close()
 

@@ -177,7 +177,7 @@ def test_a_device_beyond_the_last_is_refused_and_leaves_the_rest(backend: Backen
 
     async def main() -> None:
         driver = backend.driver()
-        with pytest.raises(greensched.InvalidRequest, match="no device 99"):
+        with pytest.raises(greensched.InvalidRequest, match="device 99 does not exist"):
             await Pool([0, 99], driver=driver).open()
         async with Pool([0], driver=driver) as pool:
             assert pool.is_ready

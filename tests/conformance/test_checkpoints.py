@@ -130,7 +130,7 @@ class Refusing:
         self.refuses = False
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return 2, self.buffer.device
+        return 2, self.buffer.device_id
 
     def __dlpack__(self, *, stream: int, max_version: tuple[int, int] | None = None) -> object:
         if self.refuses:

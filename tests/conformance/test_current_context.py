@@ -20,7 +20,7 @@ from greensched import (
     Device,
     SMResourceOptions,
 )
-from greensched.device.thread_state import here
+from greensched.device.current_context import here
 from greensched.driver.interface import Driver
 from helpers.backend import Backend, opened
 
@@ -144,7 +144,7 @@ def test_two_devices_nest_four_deep(backend: Backend) -> None:
 
         def now() -> int | None:
             current = Context.current(driver)
-            return None if current is None else current.device_ordinal
+            return None if current is None else current.device_id
 
         with one:
             with two:
@@ -365,11 +365,11 @@ def test_what_others_replaced_is_not_in_use(backend: Backend) -> None:
             driver.set_current(device.primary.handle)  # past our rooms
             device.set_current()
             assert on_thread(lambda: green.scoped(lambda: green.is_current))
-        assert len(here.standing) == 1
+        assert len(here.unscoped) == 1
         green.set_current()
         driver.set_current(None)
         green.close()
-        assert here.standing == []
+        assert here.unscoped == []
 
 
 def test_a_repr_tells(backend: Backend) -> None:
@@ -458,11 +458,11 @@ def test_a_context_floats_between_threads(backend: Backend) -> None:
 def test_popping_what_is_not_on_top_is_refused(backend: Backend) -> None:
     """Not current, under another, or there by a block: the stack stays as it is."""
     with opened(backend) as (device,), closing(Context.create(device)) as own:
-        with pytest.raises(greensched.InvalidRequest, match="not what is current"):
+        with pytest.raises(greensched.InvalidRequest, match="not the current context"):
             own.pop()
         own.push()
         with device:
-            with pytest.raises(greensched.InvalidRequest, match="not what is current"):
+            with pytest.raises(greensched.InvalidRequest, match="not the current context"):
                 own.pop()
             with pytest.raises(greensched.InvalidRequest, match="`with` block"):
                 device.primary.pop()

@@ -198,12 +198,12 @@ def test_what_is_made_on_a_device_is_made_there(
         with here:
             stream: Stream = there.create_stream()
             with closing(stream), closing(stream.record()), closing(there.primary.create_event()):
-                assert stream.context.device_ordinal == 1
+                assert stream.context.device_id == 1
             assert here.primary.is_current
         assert made == [primary] * 3
         assert driver.context_device(primary) == 1
         if driver.supports(Feature.WORKQUEUES):
-            assert [device.resources.workqueue.device for device in (here, there)] == [0, 1]
+            assert [device.resources.workqueue.device_id for device in (here, there)] == [0, 1]
 
 
 # -- cutting ----------------------------------------------------------------------------------

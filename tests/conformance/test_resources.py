@@ -77,7 +77,7 @@ def test_a_device_says_its_work_queues_where_it_has_them(device: Device) -> None
         return
     queue = device.resources.workqueue
     assert queue.handle is not None
-    assert queue.device == device.ordinal
+    assert queue.device_id == device.ordinal
     assert queue.sharing_scope == "device_ctx"
     assert queue.concurrency_limit >= 1
     before = repr(queue)

@@ -9,7 +9,7 @@ from contextlib import suppress
 import pytest
 
 from greensched import Context, ContextOptions, Device, InvalidRequest, SMResourceOptions
-from greensched.device.thread_state import here
+from greensched.device.current_context import here
 from greensched.driver import simulated
 from greensched.driver.interface import Driver
 
@@ -97,7 +97,9 @@ def test_the_stack_is_what_its_calls_say(contexts: list[Context], seed: int) -> 
     """A block leaves all of it as it was, what is on it cannot be closed, and no turn stays."""
     for number in range(PROGRAMS):
         Program(seed * PROGRAMS + number, contexts).run()
-        assert not here.standing
+        assert not here.unscoped
         assert not here.blocks
         assert not any(context.inside for context in contexts)
-        assert all(context.turn is None or context.turn._holder is None for context in contexts)
+        assert all(
+            context.ownership is None or context.ownership._owner is None for context in contexts
+        )

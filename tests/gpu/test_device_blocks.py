@@ -95,7 +95,7 @@ def test_blocks_nest_in_every_order(
     def check(ordinal: int) -> None:
         current = Context.current()
         assert current is not None
-        assert current.device_ordinal == ordinal
+        assert current.device_id == ordinal
         assert torch.cuda.current_device() == ordinal
         assert cupy.cuda.runtime.getDevice() == ordinal
 

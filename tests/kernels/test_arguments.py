@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from greensched import ArgumentMismatch, Pool, Program
-from greensched.device.launch import KernelArguments
+from greensched.device.arguments import KernelArguments
 from greensched.kernels import Parameter, fill
 
 PAIR = np.array([(1, 2.5)], [("n", "i4"), ("x", "f4")])

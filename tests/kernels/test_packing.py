@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from greensched import ArgumentMismatch, Program
-from greensched.device.launch import KernelArguments
-from greensched.device.packing import FORMATS, packer
+from greensched.device.arguments import FORMATS, KernelArguments
+from greensched.device.buffers import Buffer
 from greensched.kernels import Parameter
 
 SIGNATURE = (
@@ -22,29 +22,39 @@ SIGNATURE = (
     Parameter("y", "V1", pointer=True),
     Parameter("n", "u8"),
 )
-TRACK: Any = object()
+STREAM: Any = object()
 TICKET = 7
 
 
 def buffer(**other: Any) -> Any:
-    """What `packer` needs to know of a buffer that only `TRACK` has used."""
-    memory = SimpleNamespace(is_closed=other.pop("is_gone", False), fault=other.pop("fault", None))
-    usual = {"sole": TRACK, "is_closed": False, "dtype": np.dtype("f4"), "address": 4096}
-    return SimpleNamespace(**(usual | other), memory=memory, readers={}, writers={})
+    """A buffer that only `STREAM` has used."""
+    health = SimpleNamespace(is_over=other.pop("is_lost", False))
+    memory = SimpleNamespace(is_closed=other.pop("is_gone", False), health=health)
+    memory.give_back = lambda *_: None
+    made = Buffer(memory, 4096, (1,), np.dtype("f4"))  # type: ignore[arg-type]
+    usual = {"only_user": STREAM, "is_closed": False}
+    for name, value in (usual | other).items():
+        setattr(made, name, value)
+    return made
 
 
-def slots(number: int) -> ctypes.Array[ctypes.c_uint64]:
-    return (ctypes.c_uint64 * number)()
+def arguments(*parameters: Parameter) -> KernelArguments:
+    return KernelArguments(Program("").kernel("f", parameters=parameters), 0)
 
 
-def test_the_usual_case_is_stored_and_noted() -> None:
-    """Numbers and addresses are each in a slot; buffers know who reads and who writes them."""
-    memory, x, y = slots(4), buffer(address=16), buffer(address=32, dtype=np.dtype("i8"))
-    assert packer(SIGNATURE, memory)((1.5, x, y, 2**63), TRACK, TICKET)
-    assert np.frombuffer(memory, np.float32)[0] == 1.5
-    assert memory[1:] == [16, 32, 2**63]
-    assert (x.readers, x.writers) == ({TRACK: TICKET}, {})
-    assert (y.readers, y.writers) == ({}, {TRACK: TICKET})
+def stored(arguments: KernelArguments, count: int) -> ctypes.Array[ctypes.c_uint64]:
+    return (ctypes.c_uint64 * count).from_buffer(arguments._slots)
+
+
+def test_the_usual_case_is_stored_and_recorded() -> None:
+    """Numbers and addresses are each in a slot; buffers record the streams that use them."""
+    packed, x, y = arguments(*SIGNATURE), buffer(address=16), buffer(address=32)
+    y.dtype = np.dtype("i8")
+    assert packed.pack((1.5, x, y, 2**63), STREAM, TICKET)
+    assert np.frombuffer(stored(packed, 1), np.float32)[0] == 1.5
+    assert stored(packed, 4)[1:] == [16, 32, 2**63]
+    assert (x.readers, x.writers) == ({STREAM: TICKET}, {})
+    assert (y.readers, y.writers) == ({}, {STREAM: TICKET})
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
@@ -52,9 +62,9 @@ def test_each_number_has_its_own_width(dtype: str) -> None:
     """Of each type the largest value is stored whole, and nothing beside it."""
     kind = np.dtype(dtype)
     most = kind.type(np.finfo(kind).max if kind.kind == "f" else np.iinfo(kind).max)
-    memory = slots(2)
-    memory[1] = 1
-    assert packer((Parameter("x", dtype),), memory)((most.item(),), TRACK, TICKET)
+    packed = arguments(Parameter("x", dtype), Parameter("next", "u8"))
+    assert packed.pack((most.item(), 1), STREAM, TICKET)
+    memory = stored(packed, 2)
     assert np.frombuffer(memory, kind)[0] == most
     assert bytes(memory)[kind.itemsize : 8] == bytes(8 - kind.itemsize)
     assert memory[1] == 1
@@ -64,38 +74,45 @@ def test_each_number_has_its_own_width(dtype: str) -> None:
     "values",
     [
         (1.0, buffer(), buffer()),
+        (1.0,),
         (1.0, buffer(), buffer(), 1, 2),
         ("1", buffer(), buffer(), 1),
         (1.0, buffer(), buffer(), 2**64),
         (1.0, buffer(), buffer(), 1.5),
         (1.0, buffer(), None, 1),
         (1.0, buffer(), np.zeros(1, np.float32), 1),
-        (1.0, buffer(), buffer(sole=None), 1),
+        (1.0, buffer(), buffer(only_user=None), 1),
         (1.0, buffer(), buffer(is_closed=True), 1),
         (1.0, buffer(), buffer(is_gone=True), 1),
-        (1.0, buffer(), buffer(fault=OSError()), 1),
+        (1.0, buffer(), buffer(is_lost=True), 1),
         (1.0, buffer(dtype=np.dtype("i4")), buffer(), 1),
     ],
 )
 def test_what_is_unusual_is_left_alone(values: tuple[Any, ...]) -> None:
-    """Another number of values, or one of another kind: no buffer is noted as used."""
-    assert not packer(SIGNATURE, slots(4))(values, TRACK, TICKET)
+    """Another number of values, or one of another kind: no buffer records a use."""
+    assert not arguments(*SIGNATURE).pack(values, STREAM, TICKET)
     for value in values:
-        if isinstance(value, SimpleNamespace):
+        if isinstance(value, Buffer):
             assert not value.readers
             assert not value.writers
 
 
+def test_a_dtype_that_is_equal_is_usual() -> None:
+    """An equal dtype is accepted, whether or not it is the same object."""
+    same = np.dtype("f4").newbyteorder("<")
+    assert arguments(*SIGNATURE).pack((1.0, buffer(dtype=same), buffer(), 1), STREAM, TICKET)
+
+
 def test_a_signature_beyond_it_is_never_usual() -> None:
-    """Half floats and structures have no format: `fill` knows them."""
+    """Half floats and structures have no format: only `fill` packs them."""
     for dtype in ("f2", "V16"):
-        assert not packer((Parameter("x", dtype),), slots(2))((1.0,), TRACK, TICKET)
+        assert not arguments(Parameter("x", dtype)).pack((1.0,), STREAM, TICKET)
 
 
 def test_without_parameters_nothing_is_stored() -> None:
-    """A kernel that takes nothing is the usual case, given nothing."""
-    assert packer((), slots(1))((), TRACK, TICKET)
-    assert not packer((), slots(1))((1,), TRACK, TICKET)
+    """A kernel without parameters is the usual case, given nothing."""
+    assert arguments().pack((), STREAM, TICKET)
+    assert not arguments().pack((1,), STREAM, TICKET)
 
 
 VALUES = st.one_of(
@@ -114,15 +131,13 @@ def test_what_is_stored_is_what_fill_stores(pairs: list[tuple[str, Any]]) -> Non
     """Whatever the numbers are: both store the same, or `fill` has the word."""
     parameters = tuple(Parameter(f"p{i}", dtype) for i, (dtype, _) in enumerate(pairs))
     values = [value for _, value in pairs]
-    arguments = KernelArguments(Program("").kernel("f", parameters=parameters), 0)
-    memory = slots(len(pairs) + 1)
+    packed, filled = arguments(*parameters), arguments(*parameters)
     with np.errstate(all="ignore"):
-        is_stored = packer(parameters, memory)(values, TRACK, TICKET)
+        is_packed = packed.pack(values, STREAM, TICKET)
         try:
-            arguments.fill(values)
+            filled.fill(values)
         except ArgumentMismatch:
-            assert not is_stored
+            assert not is_packed
             return
-    if is_stored:
-        filled = (ctypes.c_uint64 * len(pairs)).from_buffer(arguments._slots)
-        assert bytes(filled) == bytes(memory)[: 8 * len(pairs)]
+    if is_packed:
+        assert bytes(stored(filled, len(pairs))) == bytes(stored(packed, len(pairs)))

@@ -15,8 +15,9 @@ from typing import Any, Protocol
 from greensched.capacity.interference import Guard, slowdowns
 from greensched.capacity.latency_tables import SpeedupCurve
 from greensched.capacity.workload import ServiceProfile
+from greensched.device.arguments import KernelArguments
 from greensched.device.device import Device
-from greensched.device.launch import KernelArguments, LaunchConfig, PreparedLaunch
+from greensched.device.launch import LaunchConfig, PreparedLaunch
 from greensched.device.streams import Stream
 from greensched.driver.simulated import (
     DeviceModel,
@@ -189,9 +190,9 @@ class Launch:
             handle = device.loader.load(kernel)
         self._arguments = arguments
         self._plan = PreparedLaunch(stream, config, kernel, handle, arguments)
-        self._plan.fire()  # the first launch on a context may block
+        self._plan.launch()  # the first launch on a context may block
         stream.sync()
 
     def __call__(self, ns: int) -> None:
         self._arguments.set(0, ns)
-        self._plan.fire()
+        self._plan.launch()

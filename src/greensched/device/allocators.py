@@ -1,14 +1,12 @@
-"""A device's memory, and pinned memory for it: where buffers are from, and go back to.
+"""Allocators of device memory and of pinned host memory. Any thread may call them.
 
-Rules, all entered by any thread:
-
-1. Device memory comes from one stream-ordered pool of ours that never shrinks. Growing it may
-   block, so `would_grow` is asked first, and where it would, a thread of ours allocates.
-2. What is closed while the device still uses it waits in `_closed` until every ticket is reached.
+1. Device memory comes from one stream-ordered pool that never shrinks. Growing it may block:
+   where `would_grow` says so, an executor's thread allocates.
+2. A buffer closed while the device still uses it waits in `_closed` until its tickets are reached.
    Device memory is then freed on a stream of its own, and counts as available when that stream
-   has done so; pinned memory is ready for the next who wants some.
-3. Pinned memory is given back to the driver at the end only: cuMemHostUnregister waits until
-   nothing runs on the device any more (seen on an H200, driver 580), whoever runs it.
+   has done so; pinned memory is used again.
+3. Pinned memory returns to the driver at the end only: cuMemHostUnregister waits until nothing
+   runs on the device (seen on an H200, driver 580), whichever thread calls it.
 4. Destructors only append to a list.
 """
 
@@ -26,28 +24,31 @@ from typing import Any
 import numpy as np
 
 from greensched._cleanup import run_all
-from greensched.device.buffers import Buffer, MemoryQuota, PinnedBuffer, Use
-from greensched.device.streams import Stream, StreamOwner, TicketedStream
-from greensched.device.tickets import PAGE, TicketMemory
+from greensched.context import Context
+from greensched.device.buffers import Buffer, PinnedBuffer, Use
+from greensched.device.quota import MemoryQuota
+from greensched.device.streams import Stream
+from greensched.device.tickets import PAGE, TicketedStream, TicketMemory
 from greensched.driver.interface import Driver
 from greensched.driver.types import HostMemory
-from greensched.errors import BufferClosed, CUDAError, OutOfMemory, too_late
+from greensched.errors import BufferClosed, CUDAError, OutOfMemory
 
 logger = logging.getLogger("greensched")
 
-#: cuMemAllocFromPoolAsync hands out multiples of 512 bytes (seen; the manual says 256 at least).
+#: cuMemAllocFromPoolAsync returns multiples of 512 bytes (seen; the manual says 256 at least).
 GRAIN = 512
-#: The host's memory in all: no more can ever be pinned.
+#: All of the host's memory: no more can ever be pinned.
 _HOST_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-class _Memory:
-    """What both kinds are: a device's, until it is closed, or a fault ends its use."""
+class _Allocator:
+    """Base of both allocators of a device."""
 
-    def __init__(self, primary: StreamOwner) -> None:
-        self.device = primary.device_ordinal
+    def __init__(self, primary: Context) -> None:
+        self.device = primary.device
+        self.device_id = primary.device_id
+        self.health = primary.health
         self.is_closed = False
-        self.fault: BaseException | None = None
         self._primary = primary
         self._driver = primary.driver
         self._lock = threading.Lock()
@@ -55,34 +56,33 @@ class _Memory:
     def _check(self) -> None:
         if self.is_closed:
             raise BufferClosed("the memory of this device")
-        if self.fault is not None:
-            raise too_late(self.fault)
+        self.health.check()
 
 
-class DeviceAllocator(_Memory):
-    """One device's memory: a pool of ours, and what waits to be given back to it. May block."""
+class DeviceAllocator(_Allocator):
+    """Allocates device memory from one pool of the driver's. May block."""
 
-    def __init__(self, primary: StreamOwner, words: TicketMemory) -> None:
+    def __init__(self, primary: Context, words: TicketMemory) -> None:
         super().__init__(primary)
         with ExitStack() as undo:
-            self._pool = self._driver.create_memory_pool(self.device)
+            self._pool = self._driver.create_memory_pool(self.device_id)
             undo.callback(self._driver.destroy_memory_pool, self._pool)
-            self._janitor = words.create_track(primary)
+            self._free_stream = words.create_stream(primary)
             undo.pop_all()
         self._used = 0
         self._reserved = 0
         self._live: dict[int, int] = {}
         self._closed: deque[tuple[int, int, tuple[Use, ...]]] = deque()
         self._freed: deque[tuple[int, int]] = deque()
-        #: Whether each other device that asked can reach this memory.
-        self._guests: dict[int, bool] = {}
-        #: Up to which ticket tracks of other devices use this memory.
-        self._visits: dict[TicketedStream, int] = {}
+        #: By device: whether it can reach this memory.
+        self._peers: dict[int, bool] = {}
+        #: Up to which ticket streams of other devices use this memory.
+        self._peer_uses: dict[TicketedStream, int] = {}
 
-    # -- taking ----------------------------------------------------------------------------------
+    # -- allocating --------------------------------------------------------------------------------
 
     def would_grow(self, nbytes: int) -> bool:
-        """Whether an allocation may block because the pool must grow for it."""
+        """Whether an allocation may block because the pool must grow."""
         self.reap()
         return self._used + _rounded(nbytes) > self._reserved
 
@@ -90,34 +90,34 @@ class DeviceAllocator(_Memory):
         self,
         shape: tuple[int, ...],
         dtype: np.dtype[Any],
-        track: TicketedStream,
+        stream: TicketedStream,
         ticket: int,
-        allowance: MemoryQuota | None = None,
+        quota: MemoryQuota | None = None,
     ) -> Buffer:
-        """A buffer usable by work on `track` from now on, and by others behind `ticket`.
+        """Allocate a buffer for work on `stream` from now on, and for other work behind `ticket`.
 
-        It counts against the allowance until it is closed.
+        It counts against the quota until it is closed.
 
         Raises:
-            OutOfMemory: with what was asked, free and there in all; nothing is lost.
+            OutOfMemory: with the bytes requested, free and total; nothing is lost.
         """
         nbytes = math.prod(shape) * dtype.itemsize
-        if allowance is not None:
-            allowance.take(nbytes)
+        if quota is not None:
+            quota.take(nbytes)
         try:
-            address = self._take(nbytes, track.stream) if nbytes else 0
+            address = self._take(nbytes, stream.stream) if nbytes else 0
         except BaseException:
-            if allowance is not None:
-                allowance.give(nbytes)
+            if quota is not None:
+                quota.give(nbytes)
             raise
         buffer = Buffer(self, address, shape, dtype)
-        buffer.allowance = allowance
+        buffer.quota = quota
         if address:
-            buffer.note(track, ticket, write=True)
+            buffer.record_use(stream, ticket, write=True)
         return buffer
 
     def _take(self, nbytes: int, stream: Stream) -> int:
-        """The lock is not held while the driver may block: what is asked for counts as used."""
+        """Count the bytes as used first: the lock is not held while the driver may block."""
         size = _rounded(nbytes)
         with self._lock:
             self._check()
@@ -144,69 +144,69 @@ class DeviceAllocator(_Memory):
             raise OutOfMemory("allocate", nbytes, free + unused, total) from error
 
     def reserve(self, nbytes: int) -> None:
-        """Has the pool take so much of the device now; it never gives it back. Blocks.
+        """Have the pool take bytes of the device now, for good. Blocks.
 
         Raises:
             OutOfMemory: as `allocate`.
         """
         if nbytes:
-            janitor = self._janitor.stream
-            self.give_back(self._take(nbytes, janitor), nbytes, ())
+            stream = self._free_stream.stream
+            self.give_back(self._take(nbytes, stream), nbytes, ())
             self.reap()
-            janitor.sync()
+            stream.sync()
             self.reap()
 
     # -- other devices ---------------------------------------------------------------------------
 
-    def admits(self, device: int) -> bool | None:
-        """Whether another device can reach this memory; None: nobody asked yet. Never blocks."""
-        return self._guests.get(device)
+    def peer_enabled(self, device_id: int) -> bool | None:
+        """Whether another device can reach this memory; None: not known yet. Never blocks."""
+        return self._peers.get(device_id)
 
-    def admit(self, device: int) -> bool:
-        """Lets another device reach this memory, if it can. The first time may block."""
-        found = self._guests.get(device)
-        if found is None:
-            found = self._driver.can_access_peer(device, self.device)
-            if found:
-                self._driver.share_memory_pool(self._pool, device)
-            self._guests[device] = found
-        return found
+    def enable_peer(self, device_id: int) -> bool:
+        """Let another device reach this memory, if it can. The first time may block."""
+        enabled = self._peers.get(device_id)
+        if enabled is None:
+            enabled = self._driver.can_access_peer(device_id, self.device_id)
+            if enabled:
+                self._driver.share_memory_pool(self._pool, device_id)
+            self._peers[device_id] = enabled
+        return enabled
 
-    def visit(self, track: TicketedStream, ticket: int) -> None:
-        """Work of another device uses this memory up to a ticket."""
-        with self._lock:  # loops of several threads come here
-            pending = self._visits.items()
-            self._visits = {who: up_to for who, up_to in pending if not who.reached(up_to)}
-            self._visits[track] = ticket
+    def record_peer_use(self, stream: TicketedStream, ticket: int) -> None:
+        """Record that work of another device uses this memory up to a ticket."""
+        with self._lock:  # loops of several threads call this
+            uses = self._peer_uses.items()
+            self._peer_uses = {other: up_to for other, up_to in uses if not other.reached(up_to)}
+            self._peer_uses[stream] = ticket
 
     @property
-    def is_visited(self) -> bool:
-        """Whether work of another device still uses it."""
+    def is_used_by_peers(self) -> bool:
+        """Whether work of another device still uses this memory."""
         with self._lock:
-            return not all(track.reached(ticket) for track, ticket in self._visits.items())
+            return not all(stream.reached(ticket) for stream, ticket in self._peer_uses.items())
 
-    # -- giving back -----------------------------------------------------------------------------
+    # -- freeing -----------------------------------------------------------------------------------
 
     def give_back(self, address: int, nbytes: int, uses: tuple[Use, ...]) -> None:
-        """Notes what is not wanted any more. Called by destructors: it only appends."""
+        """Take memory back behind its uses. Called by destructors: it only appends."""
         self._closed.append((address, nbytes, uses))
 
     def reap(self) -> None:
-        """Frees what nobody uses any more. Does not block."""
-        if self.fault is not None or not (self._closed or self._freed):
+        """Free memory whose uses are done. Does not block."""
+        if self.health.is_over or not (self._closed or self._freed):
             return
         with self._lock:
             if self.is_closed:
                 return
             self._free_unused()
-            while self._freed and self._janitor.reached(self._freed[0][0]):
+            while self._freed and self._free_stream.reached(self._freed[0][0]):
                 self._used -= self._freed.popleft()[1]
 
     def _free_unused(self) -> None:
         ready = []
         for _ in range(len(self._closed)):
             address, nbytes, uses = self._closed.popleft()
-            if all(track.reached(ticket) for track, ticket in uses):
+            if all(stream.reached(ticket) for stream, ticket in uses):
                 ready.append((address, nbytes))
             else:
                 self._closed.append((address, nbytes, uses))
@@ -217,65 +217,65 @@ class DeviceAllocator(_Memory):
             with self._primary.entered():
                 while ready:
                     address, nbytes = ready[-1]
-                    self._driver.free(address, self._janitor.stream.handle)
+                    self._driver.free(address, self._free_stream.stream.handle)
                     del self._live[address]
                     freed += _rounded(ready.pop()[1])
-        except CUDAError as error:  # not for whoever came by; a fault is for the sweep to find
+        except CUDAError as error:  # not the caller's error; the poller's sweep reports a fault
             logger.warning("device memory could not be given back yet: %s", error)
             self._closed.extend((address, nbytes, ()) for address, nbytes in ready)
         if freed:
-            ticket = self._janitor.issue()
-            self._janitor.mark(ticket)
+            ticket = self._free_stream.issue()
+            self._free_stream.mark(ticket)
             self._freed.append((ticket, freed))
 
     def close(self) -> None:
-        """Ends the pool and every buffer of it; no work may be left on the device. May block."""
+        """Destroy the pool and every buffer of it; the device must have no work. May block."""
         with self._lock:
             self.is_closed = True
         run_all(
             (
                 self._free_everything,
-                self._janitor.stream.sync,
-                self._janitor.close,
+                self._free_stream.stream.sync,
+                self._free_stream.close,
                 lambda: self._driver.destroy_memory_pool(self._pool),
             )
         )
 
     def _free_everything(self) -> None:
-        janitor = self._janitor.stream.handle
+        stream = self._free_stream.stream.handle
         with self._primary.entered():
-            run_all(partial(self._driver.free, address, janitor) for address in self._live)
+            run_all(partial(self._driver.free, address, stream) for address in self._live)
         self._live.clear()
 
     @property
     def used_bytes(self) -> int:
-        """Bytes in use, or on their way back."""
+        """Bytes in use, or not freed yet."""
         return self._used
 
 
-class PinnedAllocator(_Memory):
-    """Pinned host memory of one device, registered once and used again and again."""
+class PinnedAllocator(_Allocator):
+    """Allocates pinned host memory for one device; each piece is registered once and reused."""
 
-    def __init__(self, primary: StreamOwner) -> None:
+    def __init__(self, primary: Context) -> None:
         super().__init__(primary)
         self._live: list[HostMemory] = []
-        #: What is ready for the next, by its size: a power of two.
+        #: Free pieces, by their size: a power of two.
         self._free: dict[int, list[HostMemory]] = {}
         self._closed: deque[tuple[HostMemory, tuple[Use, ...]]] = deque()
 
     def allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> PinnedBuffer:
-        """Zeroed. May block.
+        """Allocate a zeroed buffer. May block.
 
         Raises:
-            OutOfMemory: the host has less in all, or at the moment.
+            OutOfMemory: the host has less in total, or at the moment.
         """
         nbytes = math.prod(shape) * dtype.itemsize
-        if nbytes > _HOST_BYTES:  # before anybody tries to pin it, page by page
-            raise _no_room(nbytes)
+        if nbytes > _HOST_BYTES:  # refused before the driver tries to pin it, page by page
+            raise _out_of_host_memory(nbytes)
         size = max(PAGE, 1 << (nbytes - 1).bit_length())
         with self._lock:
             self._check()
-            self._reap()
+            self._reap_locked()
             free = self._free.get(size)
             host = free.pop() if free else None
         if host is None:
@@ -287,20 +287,20 @@ class PinnedAllocator(_Memory):
         return PinnedBuffer(self, host, shape, dtype)
 
     def give_back(self, host: HostMemory, uses: tuple[Use, ...]) -> None:
-        """Notes what is not wanted any more. Called by destructors: it only appends."""
+        """Take memory back behind its uses. Called by destructors: it only appends."""
         self._closed.append((host, uses))
 
-    def _reap(self) -> None:
-        """With the lock held: the threads of several lanes come here."""
+    def _reap_locked(self) -> None:
+        """Move memory whose uses are done to the free pieces."""
         for _ in range(len(self._closed)):
             host, uses = self._closed.popleft()
-            if all(track.reached(ticket) for track, ticket in uses):
+            if all(stream.reached(ticket) for stream, ticket in uses):
                 self._free.setdefault(host.nbytes, []).append(host)
             else:
                 self._closed.append((host, uses))
 
     def close(self) -> None:
-        """Gives all of it back to the driver; no work may be left on the device. May block."""
+        """Return all of it to the driver; the device must have no work. May block."""
         with self._lock:
             self.is_closed = True
             self._free.clear()
@@ -310,18 +310,18 @@ class PinnedAllocator(_Memory):
 
 
 def allocate_pinned(driver: Driver, nbytes: int) -> HostMemory:
-    """Pinned memory. May block, and needs a current context.
+    """Allocate pinned memory. May block, and needs a current context.
 
     Raises:
-        OutOfMemory: with what was asked, free and there in all, of the host's memory.
+        OutOfMemory: with the bytes requested, free and total, of the host's memory.
     """
     try:
         return driver.allocate_host(nbytes)
     except OutOfMemory as error:
-        raise _no_room(nbytes) from error
+        raise _out_of_host_memory(nbytes) from error
 
 
-def _no_room(nbytes: int) -> OutOfMemory:
+def _out_of_host_memory(nbytes: int) -> OutOfMemory:
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return OutOfMemory("allocate_host", nbytes, free, _HOST_BYTES)
 

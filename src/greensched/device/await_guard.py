@@ -1,29 +1,30 @@
-"""`with context:` held across an `await`: noticed, and told with the block and the await.
+"""`with context:` held across an `await`: detected, and reported with the block and the await.
 
-A current context is its thread's, not its task's: if a task is suspended inside the block, every
-other task of the loop runs with that context. Nothing about a block says whether it was left in
-time but that some other turn of the loop finds it open. So who enters the first block of a turn
-asks to be called when the turn is over; launches and blocks off a loop's thread pay nothing.
+A current context belongs to its thread, not to its task: if a task is suspended inside the block,
+every other task of the loop runs with that context. The only sign is that a later turn of the loop
+finds the block open. So the first block of a turn asks to be called when the turn is over. Launches
+cost nothing more, and neither do blocks off a loop's thread.
 
-* asyncio, uvloop: by `call_soon`, once a turn. It comes before anything that an await of this turn
-  can be woken by: reliable, and late: other tasks have run on the leaked context by then. Asking in
-  each block and cancelling at its end would cost four times as much (993 against 222 ns with the
-  driver's own calls, 183 of them a block that is not watched: cuda-bindings 13.5 on a driver stood
-  in for).
-* trio: by an instrument of its run, from the block to the end of the task's step, so right at the
-  await. Trio shuffles what it calls, so a callback could come too late. An instrument that stays
-  would make every checkpoint of the program a third slower.
-* In asyncio's debug mode, or Python's (`-X dev`), the error is raised instead of warned of: on
-  Python 3.12 and newer at the await itself, by `sys.monitoring`, before anybody else runs; where
+* asyncio, uvloop: by `call_soon`, once a turn. That callback runs before anything that an await of
+  this turn can be woken by: reliable, but late, since other tasks have run on the leaked context by
+  then. Asking in each block and cancelling at its end would cost four times as much (993 against
+  222 ns with the driver's own calls, 183 of them a block that is not checked: cuda-bindings 13.5 on
+  a stand-in driver).
+* trio: by an instrument of the run, from the block to the end of the task's step, so right at the
+  await. Trio shuffles its callbacks, so one could come too late. An instrument that stays would
+  make every checkpoint of the program a third slower.
+* In asyncio's debug mode, or Python's (`-X dev`), an error is raised in place of the warning: on
+  Python 3.12 and newer at the await itself, by `sys.monitoring`, before any other task runs; where
   that does not reach (3.11, a block inside a generator, a coroutine that returned with its block
   open) when the block ends.
 
-Not noticed: the first step of an eager task (3.12) that another task starts inside a block. It is
-synchronous, and runs on that context; whatever of it holds the block longer is noticed.
+Not detected: the first step of an eager task (3.12) that another task starts inside a block. It is
+synchronous, and runs on that context; a later step that holds the block is detected.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import warnings
@@ -36,14 +37,8 @@ from typing import Any
 from greensched._asynclib import running_asyncio, running_trio
 from greensched.errors import HeldAcrossAwait
 
-#: Frames of these modules stand between a block and the code that it is written in.
-_BETWEEN = {
-    __name__,
-    "greensched.context",
-    "greensched.device.current_context",
-    "greensched.device.device",
-    "contextlib",
-}
+#: Modules whose frames stand between a block and the code that says `with`; see `skip_frames_of`.
+_skipped = {__name__, contextlib.__name__}
 #: Frames that await: coroutines (also those made of generators), and asynchronous generators.
 #: Source: inspect, CO_COROUTINE, CO_ITERABLE_COROUTINE, CO_ASYNC_GENERATOR.
 _COROUTINE, _AWAITS = 0x80, 0x80 | 0x100 | 0x200
@@ -53,7 +48,7 @@ _monitoring: Any = getattr(sys, "monitoring", None)
 
 
 class _Here(threading.local):
-    """What the calling thread has open, and who was asked to look at that."""
+    """Open blocks of the calling thread, and the loop that will call `_check` at the turn's end."""
 
     def __init__(self) -> None:
         self.open: list[OpenScope] = []
@@ -87,23 +82,23 @@ class OpenScope:
         self.debug = debug
         self.block = written.f_code.co_filename, written.f_lineno
         self.module = written.f_globals
-        #: Where it awaits: the innermost frame that can, None in a mere callback.
+        #: The innermost frame that can await; None in a plain callback.
         self.frame = _awaiting(written)
-        #: Who awaits that, the nearest first: it may return and leave the block open to them.
+        #: The frames that await that one, the nearest first: it may return with the block open.
         self.awaiters = _awaiters(self.frame)
-        #: What its end shall raise.
+        #: Raised when the block ends.
         self.problem: HeldAcrossAwait | None = None
 
 
 def begin(context: object) -> OpenScope | None:
-    """A block begins on this thread; None where no loop runs, and nobody else could be hurt."""
+    """Record that a block begins on this thread; None where no loop runs on it."""
     loop = running_asyncio()
     if loop is not None:
         task = sys.modules["asyncio"].current_task(loop)
         watch = OpenScope(context, loop, task, loop.get_debug())
         if _here.asked is not loop:
             _here.asked = loop
-            loop.call_soon(_look, loop)
+            loop.call_soon(_check, loop)
     else:
         trio = running_trio()
         if trio is None:
@@ -115,29 +110,34 @@ def begin(context: object) -> OpenScope | None:
             _here.asked = runner
             trio.lowlevel.add_instrument(_Instrument(trio, runner))
     if watch.debug and watch.frame is not None and _monitoring is not None:
-        _guard.begin(watch.frame.f_code)
+        _monitor.begin(watch.frame.f_code)
     _here.open.append(watch)
     return watch
 
 
 def end(watch: OpenScope) -> HeldAcrossAwait | None:
-    """A block ends on the thread where it began: what it shall raise, if it was held."""
+    """Record that a block ends on the thread where it began; return the error it shall raise."""
     _here.open.remove(watch)
     if watch.debug and watch.frame is not None and _monitoring is not None:
-        _guard.end(watch.frame.f_code)
+        _monitor.end(watch.frame.f_code)
     return watch.problem
 
 
 def awaiting() -> FrameType | None:
-    """The innermost frame of this thread that can be suspended by an await."""
+    """Return the innermost frame of this thread that an await can suspend."""
     return _awaiting(sys._getframe(1))
 
 
-# -- looking --------------------------------------------------------------------------------------
+def skip_frames_of(module: str) -> None:
+    """Report a block where its caller wrote it, not in this module (given as its `__name__`)."""
+    _skipped.add(module)
 
 
-def _look(runner: object) -> None:
-    """A turn of the loop, or a step of a task, is over: no block of it may be open."""
+# -- checking -------------------------------------------------------------------------------------
+
+
+def _check(runner: object) -> None:
+    """Report each open block of a loop: its turn, or its task's step, is over."""
     if _here.asked is runner:
         _here.asked = None
     for watch in tuple(_here.open):
@@ -146,7 +146,7 @@ def _look(runner: object) -> None:
 
 
 class _Instrument:
-    """Looks at the end of the task's step in which it was added. Any class will do for trio."""
+    """Checks at the end of the task's step in which it was added. Trio takes any class."""
 
     def __init__(self, trio: Any, runner: object) -> None:
         self._trio = trio
@@ -154,11 +154,11 @@ class _Instrument:
 
     def after_task_step(self, task: object) -> None:  # noqa: ARG002  trio's signature
         self._trio.lowlevel.remove_instrument(self)
-        _look(self._runner)
+        _check(self._runner)
 
 
 def _report(watch: OpenScope) -> None:
-    """Warns where the block is written; what must be an error waits for the block's end."""
+    """Warn where the block is written; an error waits for the block's end."""
     problem = _problem(watch)
     if watch.debug:
         watch.problem = problem
@@ -171,10 +171,10 @@ def _report(watch: OpenScope) -> None:
             module=watch.module.get("__name__"),
             registry=watch.module.setdefault("__warningregistry__", {}),
         )
-    except HeldAcrossAwait:  # warnings are errors: not of the loop, which only calls us
+    except HeldAcrossAwait:  # warnings are errors: the block raises it, not the loop's callback
         watch.problem = problem
     else:
-        watch.runner = None  # once told is enough
+        watch.runner = None  # report it once
 
 
 def _problem(watch: OpenScope) -> HeldAcrossAwait:
@@ -192,7 +192,7 @@ def _problem(watch: OpenScope) -> HeldAcrossAwait:
 
 
 def _has_returned(frame: FrameType) -> bool:
-    """Whether it is over: where a helper's coroutine opened the block for whoever awaited it."""
+    """Whether a coroutine has returned, as a helper that opens a block for its caller does."""
     code = frame.f_code
     is_coroutine = bool(code.co_flags & _COROUTINE)
     return is_coroutine and opname[code.co_code[frame.f_lasti]].startswith("RETURN")
@@ -203,14 +203,14 @@ def _place(frame: FrameType) -> str:
 
 
 def _written_in(frame: FrameType) -> FrameType:
-    """The frame of the code that says `with`."""
-    while frame.f_globals.get("__name__") in _BETWEEN and frame.f_back is not None:
+    """Return the frame of the code that says `with`."""
+    while frame.f_globals.get("__name__") in _skipped and frame.f_back is not None:
         frame = frame.f_back
     return frame
 
 
 def _awaiting(frame: FrameType | None) -> FrameType | None:
-    """The frame, or the nearest that called it, that can be suspended by an await."""
+    """Return the frame, or its nearest caller, that an await can suspend."""
     while frame is not None and not frame.f_code.co_flags & _AWAITS:
         frame = frame.f_back
     return frame
@@ -227,9 +227,9 @@ def _awaiters(frame: FrameType | None) -> list[FrameType]:
 
 
 class _YieldMonitor:
-    """Has coroutines that are inside a block call us as they are suspended (PEP 669, PY_YIELD).
+    """Calls `_suspending` when a coroutine inside a block is suspended (PEP 669, PY_YIELD).
 
-    Only their own code is instrumented, and only while such a block is open.
+    Only the coroutine's own code is instrumented, and only while such a block is open.
     """
 
     def __init__(self) -> None:
@@ -242,7 +242,7 @@ class _YieldMonitor:
             return  # an asynchronous generator also yields values, which is no await
         with self._lock:
             if self._tool is None and not self._claim():
-                return  # debuggers and profilers have every place: the block's end will tell
+                return  # debuggers and profilers have every tool id: the block's end reports it
             self._open[code] += 1
             _monitoring.set_local_events(self._tool, code, _monitoring.events.PY_YIELD)
 
@@ -256,7 +256,7 @@ class _YieldMonitor:
                     _monitoring.set_local_events(self._tool, code, 0)
 
     def _claim(self) -> bool:
-        """A tool of our own: 3 and 4 are nobody's. Source: sys.monitoring, "Tool identifiers"."""
+        """Take a tool id: 3 and 4 are unassigned. Source: sys.monitoring, "Tool identifiers"."""
         for tool in (4, 3):
             try:
                 _monitoring.use_tool_id(tool, "greensched")
@@ -268,15 +268,15 @@ class _YieldMonitor:
         return False
 
 
-_guard = _YieldMonitor()
+_monitor = _YieldMonitor()
 
 
 def _suspending(code: CodeType, offset: int, value: object) -> None:  # noqa: ARG001  PEP 669's
-    """A guarded coroutine is being suspended: an error there, if it is one with a block open."""
+    """Raise at the await, if the coroutine being suspended has a block open."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back
     for watch in _here.open:
         if frame is not None and watch.frame is frame and watch.debug and watch.runner is not None:
-            watch.runner = None  # told here and now: the block's end has nothing to add
+            watch.runner = None  # reported here: the block's end does not report it again
             raise _problem(watch)

@@ -1,4 +1,4 @@
-"""A device: its facts, its primary context, and the front desk where everything on it is made."""
+"""`Device`: its facts, its primary context, and the methods that create everything else on it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from functools import partial
 from typing import Self
 from weakref import WeakSet
 
-from greensched import context as contexts
 from greensched import driver as drivers
 from greensched._cleanup import run_all
-from greensched.context import Context as Context
+from greensched.context import Context, check_flags
+from greensched.device import await_guard
+from greensched.device.health import DeviceHealth
 from greensched.device.resources import ContextOptions, DeviceResources, describe
 from greensched.device.streams import Stream
 from greensched.driver.interface import Driver
@@ -19,20 +20,22 @@ from greensched.errors import Closed, InvalidRequest
 from greensched.kernels import Loader
 from greensched.typing import ContextFlags, DeviceFacts, SupportsDevice
 
+await_guard.skip_frames_of(__name__)
+
 
 class Device:
-    """A GPU. Making one initialises the driver, which may block; CUDA memory is not touched.
+    """A GPU. Creating one initialises the driver, which may block; it allocates no memory.
 
     The primary context is retained when first needed, and released by `close()`.
 
     Args:
-        ordinal: which device, as the driver counts them; or another library's device that says so
-            by `device_id`, as cuda.core's does.
+        ordinal: the driver's number of the device; or another library's device that has a
+            `device_id`, as cuda.core's does.
         driver: a driver, `"cuda"`, or `"simulated:h200"`; None: the environment's, else CUDA.
 
     Raises:
         DriverUnavailable: no usable driver or device; says what to install or change.
-        InvalidRequest: no such device.
+        InvalidRequest: the device does not exist.
     """
 
     def __init__(
@@ -43,30 +46,31 @@ class Device:
         count = self.driver.device_count()
         ordinal = getattr(ordinal, "device_id", ordinal)
         if type(ordinal) is not int or not 0 <= ordinal < count:
-            raise InvalidRequest(f"no device {ordinal!r}: there are {count}, from 0 on")
-        #: What never changes about it.
+            raise InvalidRequest(_missing(ordinal, count))
+        #: Its constant properties.
         self.facts: DeviceFacts = self.driver.device_facts(ordinal)
         #: The kernels loaded on it.
         self.loader = Loader(self.driver, self.facts)
+        self.health = DeviceHealth()
         self._primary: Context | None = None
-        #: The green contexts made here and not forgotten, to be ended before the primary.
+        #: The green contexts made here that still exist, to be closed before the primary.
         self._greens: WeakSet[Context] = WeakSet()
         self._closed = False
         self._lock = threading.Lock()
 
     @property
     def ordinal(self) -> int:
-        """Which device, as the driver counts them."""
+        """The driver's number of it."""
         return self.facts.ordinal
 
     @property
     def name(self) -> str:
-        """The vendor's name of it."""
+        """The vendor's name for it."""
         return self.facts.name
 
     @property
     def uuid(self) -> str:
-        """The same in every process, whatever ordinal it has there."""
+        """The same in every process, whatever its ordinal there."""
         return self.facts.uuid
 
     @property
@@ -76,12 +80,12 @@ class Device:
 
     @property
     def sm_count(self) -> int:
-        """How many SMs it has."""
+        """The number of its SMs."""
         return self.facts.sm_count
 
     @property
     def resources(self) -> DeviceResources:
-        """What it has to give out: `sm`, every SM of it, to be split, and `workqueue`."""
+        """Its resources: `sm`, every SM of it, to be split, and `workqueue`."""
         return DeviceResources(self.driver, self.ordinal)
 
     @property
@@ -104,35 +108,35 @@ class Device:
             return self._primary
 
     def set_current(self) -> None:
-        """Makes its primary context current on this thread, until something else is.
+        """Make its primary context current on this thread, until another one is.
 
-        The first time may block, as `primary` does. Not looked after across an `await`.
+        The first time may block, as `primary` does. Not checked for an `await`, as a block is.
         """
         self.primary.set_current()
 
     def set_flags(self, flags: ContextFlags) -> None:
-        """Has the primary context made with flags, when it is. Before anybody uses the device.
+        """Set the flags of the primary context, before its first use.
 
         Raises:
-            InvalidRequest: no such flags, or the context is active with others already: made by a
+            InvalidRequest: unknown flags, or the context is active with others already: made by a
                 pool, by another library, or by this object.
-            NotSupported: the driver has one of the flags no more.
+            NotSupported: the driver has dropped one of the flags.
         """
-        contexts.check_flags(flags)
+        check_flags(flags)
         has, active = self.driver.primary_state(self.ordinal)
         ways = ContextFlags.SCHED_SPIN | ContextFlags.SCHED_YIELD | ContextFlags.SCHED_BLOCKING_SYNC
         decided = ways | ContextFlags.LMEM_RESIZE_TO_MAX
         if active and (has ^ flags) & decided:
             raise InvalidRequest(
-                f"the primary context of device {self.ordinal} is active with flags {has:#x}, and "
-                "whoever made it counts on them: set them before its first use"
+                f"the primary context of device {self.ordinal} is active with flags {has:#x}, "
+                "which its other users rely on: set flags before its first use"
             )
         self.driver.set_primary_flags(self.ordinal, flags)
 
     def create_context(self, options: ContextOptions) -> Context:
-        """A green context over what `options` lists. May block; does not become current.
+        """Create a green context over the resources of `options`, current nowhere. May block.
 
-        The driver keeps a descriptor of each combination as long as the process lives: make
+        The driver keeps a descriptor of each combination as long as the process lives: create
         contexts once and reuse them.
 
         Raises:
@@ -162,16 +166,16 @@ class Device:
         return context
 
     def create_stream(self, *, priority: int = 0) -> Stream:
-        """A non-blocking stream of the primary context: its work runs on *every* SM. May block."""
+        """Create a stream of the primary context: its work runs on *every* SM. May block."""
         return Stream(self.primary, priority=priority)
 
     def close(self) -> None:
-        """Ends its green contexts, unloads kernels, releases the primary. Idempotent. May block.
+        """Close its green contexts, unload kernels, release the primary. Idempotent. May block.
 
         Raises:
             InvalidRequest: one of its contexts is current on this thread, or a thread is inside a
-                block of it. Nothing has ended then.
-            CUDAError: what the driver answered first; everything was tried all the same.
+                block of it. Nothing is closed then.
+            CUDAError: the first error of the driver; every step was tried.
         """
         with self._lock:
             if self._closed:
@@ -183,7 +187,7 @@ class Device:
             primary, self._primary = self._primary, None
         steps: list[Callable[[], None]] = [context.close for context in greens]
         if primary is None:
-            steps.append(self.loader.close)  # contexts of their own may have used it
+            steps.append(self.loader.close)  # `Context.create`'s contexts may have used it
         else:
             steps += [partial(self._unload, primary), primary.close]
         run_all(steps)
@@ -193,7 +197,7 @@ class Device:
             self.loader.close()
 
     def __enter__(self) -> Self:
-        """Makes its primary context current on this thread, until the block ends.
+        """Make its primary context current on this thread, until the block ends.
 
         Reentrant, reusable, and each thread's own. The first use of a device may block. No `await`
         inside: see `HeldAcrossAwait`.
@@ -202,11 +206,11 @@ class Device:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """Restores what the driver said was current before, nothing included.
+        """Restore the context of before, or none.
 
         Raises:
             HeldAcrossAwait: the block was held across an await, and that is an error here.
-            CUDAError: what was current before could not be restored. It never hides the body's.
+            CUDAError: the context of before could not be restored. It never hides the body's.
         """
         self.primary.__exit__(*exc)
 
@@ -214,4 +218,7 @@ class Device:
         return f"<Device {self.ordinal}: {self.name}, {self.sm_count} SMs>"
 
 
-contexts.open_device = lambda ordinal, driver: Device(ordinal, driver=driver)
+def _missing(ordinal: object, count: int) -> str:
+    have = ", ".join(map(str, range(count)))
+    number = f"{count} device{'' if count == 1 else 's'}"
+    return f"device {ordinal!r} does not exist: this machine has {number} ({have})."

@@ -1,7 +1,7 @@
-"""DLPack: device arrays in and out of Python's capsules, as the struct of dlpack.h.
+"""DLPack: reading and making capsules of device arrays, by the structs of dlpack.h.
 
-A capsule is read and never taken: it stays its own, and whoever keeps it keeps the memory, which
-its destructor gives back.
+A capsule is read, not consumed: an object that keeps it keeps the memory, which its destructor
+releases.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from greensched.errors import InvalidArray
 
 #: Source: dlpack.h 1.1, DLDeviceType.
 CUDA, CUDA_MANAGED = 2, 13
-#: What None stands for as a taker's stream. Source: the array API's `__dlpack__`.
+#: The meaning of None as a consumer's stream. Source: the array API's `__dlpack__`.
 LEGACY = 1
-#: The newest layout that is read here; a producer may give an older one.
+#: The newest layout that is read here; a producer may return an older one.
 VERSION: Final = (1, 1)
 #: DLPACK_FLAG_BITMASK_READ_ONLY
 _READ_ONLY: Final = 1
 #: DLDataTypeCode, as numpy's kinds.
 _KINDS: Final = {0: "i", 1: "u", 2: "f", 5: "c", 6: "b"}
-#: What numpy has no number for.
+#: Types that numpy lacks.
 _OTHERS: Final = {4: "bfloat16"}
 
 
@@ -47,7 +47,7 @@ class _Tensor(ctypes.Structure):
 
 
 class _Managed(ctypes.Structure):
-    """DLManagedTensor, of before 1.0: says nothing of reading and writing."""
+    """DLManagedTensor, of before 1.0: without a read-only flag."""
 
     _fields_ = (
         ("tensor", _Tensor),
@@ -69,13 +69,12 @@ class _Versioned(ctypes.Structure):
     )
 
 
-#: By the name of a capsule that nobody took yet.
+#: By the name of a capsule that is not consumed yet.
 _LAYOUTS: Final = {b"dltensor": _Managed, b"dltensor_versioned": _Versioned}
 #: Source: numpy 2.1's release notes.
 _GIVES_VERSIONED: Final = tuple(map(int, np.__version__.split(".")[:2])) >= (2, 1)
 
-# Functions of our own: those that are attributes of `ctypes.pythonapi` are everybody's, and other
-# libraries declare them otherwise.
+# Not attributes of `ctypes.pythonapi`: those are shared, and others declare them otherwise.
 _name = ctypes.PYFUNCTYPE(ctypes.c_char_p, ctypes.py_object)(
     ("PyCapsule_GetName", ctypes.pythonapi)
 )
@@ -86,9 +85,9 @@ _pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """An array as a capsule, or somebody's `__cuda_array_interface__`, describes it.
+    """An array as a capsule, or a `__cuda_array_interface__`, describes it.
 
-    `strides` count bytes; None: C order. `kind` says of the dtype what numpy may have no word for.
+    `strides` count bytes; None: C order. `kind` names the dtype, also one that numpy lacks.
     """
 
     address: int
@@ -100,22 +99,24 @@ class View:
 
 
 def read(capsule: object) -> View:
-    """What a capsule describes. It must be kept as long as the memory is used.
+    """Read a capsule, which must be kept as long as the memory is used.
 
     Raises:
-        InvalidArray: it is none, it was taken already, or its elements are none of whole bytes.
+        InvalidArray: not a capsule, one consumed already, or elements that are not whole bytes.
     """
     if type(capsule).__name__ != "PyCapsule":
-        raise InvalidArray(f"__dlpack__ gave a {type(capsule).__name__}, and no capsule")
+        raise InvalidArray(f"__dlpack__ returned a {type(capsule).__name__}, not a capsule")
     name = _name(capsule)
     layout = _LAYOUTS.get(name)
     if layout is None:
         if name.startswith(b"used_"):
             raise InvalidArray("its DLPack capsule was consumed already: give the array itself")
-        raise InvalidArray(f"a capsule named {name!r} is none of DLPack's")
+        raise InvalidArray(f"a capsule named {name!r} is not one of DLPack's")
     managed = layout.from_address(_pointer(capsule, name))
     if layout is _Versioned and managed.major != VERSION[0]:
-        raise InvalidArray(f"its DLPack is of version {managed.major}, and 1 is known here")
+        raise InvalidArray(
+            f"its DLPack has version {managed.major}, and version {VERSION[0]} is supported"
+        )
     tensor = managed.tensor
     dtype, kind = _dtype(tensor)
     strides = tensor.strides[: tensor.ndim] if tensor.strides else None
@@ -132,7 +133,9 @@ def read(capsule: object) -> View:
 def _dtype(tensor: _Tensor) -> tuple[np.dtype[Any], str]:
     size, part = divmod(tensor.bits * tensor.lanes, 8)
     if part or not size:
-        raise InvalidArray(f"its elements are of {tensor.bits * tensor.lanes} bits: whole bytes go")
+        raise InvalidArray(
+            f"its elements have {tensor.bits * tensor.lanes} bits: whole bytes are needed"
+        )
     code = _KINDS.get(tensor.code)
     if code is None or tensor.lanes != 1:
         name = _OTHERS.get(tensor.code, f"of DLPack's kind {tensor.code}")
@@ -140,49 +143,50 @@ def _dtype(tensor: _Tensor) -> tuple[np.dtype[Any], str]:
     try:
         found = np.dtype(f"{code}{size}")
     except TypeError:
-        raise InvalidArray(f"numpy has no number of kind {code!r} and {size} bytes") from None
+        raise InvalidArray(f"numpy has no dtype of kind {code!r} with {size} bytes") from None
     return found, found.name
 
 
 # -- out ------------------------------------------------------------------------------------------
 
 
-class _Lent:
-    """Memory that numpy takes for an array of its own, and never looks at."""
+class _Exported:
+    """Device memory that numpy wraps as an array, and never reads."""
 
-    def __init__(self, interface: dict[str, Any], returned: Callable[[], None]) -> None:
+    def __init__(self, interface: dict[str, Any], released: Callable[[], None]) -> None:
         self.__array_interface__ = interface
-        self._returned = returned
+        self._released = released
 
     def __del__(self) -> None:
-        self._returned()
+        self._released()
 
 
 def make(
     address: int,
     shape: tuple[int, ...],
     dtype: np.dtype[Any],
-    device: int,
+    device_id: int,
     *,
     newest: tuple[int, int] | None,
-    returned: Callable[[], None],
+    released: Callable[[], None],
 ) -> object:
-    """A capsule for device memory in C order.
+    """Make a capsule for device memory in C order.
 
-    It is numpy's, told where the memory lies: a capsule may end while an exception is on its way,
-    or on a thread that has never seen Python, and only C can go about that.
+    It is numpy's, with another device: a capsule may end while an exception propagates, or on a
+    thread without Python, and only code in C can handle that.
 
     Args:
         address: of the first element.
-        device: its ordinal.
-        newest: the version of the layout that the taker knows; None: that of before 1.0.
-        returned: called once, when whoever took it lets go, or nobody did; on any thread.
+        device_id: its device's ordinal.
+        newest: the newest layout that the consumer knows; None: that of before 1.0.
+        released: called once, when the consumer releases the capsule, or never consumed it; on
+            any thread.
 
     Raises:
         InvalidArray: DLPack has no such elements.
     """
     interface = {"data": (address, False), "shape": shape, "typestr": dtype.str, "version": 3}
-    array = np.asarray(_Lent(interface, returned))
+    array = np.asarray(_Exported(interface, released))
     options: Any = {"max_version": newest} if newest is not None and _GIVES_VERSIONED else {}
     try:
         capsule = array.__dlpack__(**options)
@@ -190,5 +194,5 @@ def make(
         raise InvalidArray(f"DLPack has no elements of dtype {dtype}: {error}") from None
     name = _name(capsule)
     tensor = _LAYOUTS[name].from_address(_pointer(capsule, name)).tensor
-    tensor.device_type, tensor.device_id = CUDA, device
+    tensor.device_type, tensor.device_id = CUDA, device_id
     return capsule

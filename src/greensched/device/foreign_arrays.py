@@ -1,14 +1,14 @@
 """Arrays of other libraries in device memory, used where they lie.
 
-Whatever has `__dlpack__` or `__cuda_array_interface__` can be a kernel's argument or one end of a
-copy. Rules:
+An object with `__dlpack__` or `__cuda_array_interface__` can be a kernel's argument or one end of
+a copy. Rules:
 
-1. DLPack goes first: its producer orders our stream behind its own, by an event, when it is told
-   ours. By the other protocol it tells its stream, and we record the event; a producer that tells
-   none has nothing in flight, or is the user's to wait for. No host ever waits.
-2. It is looked at when the arguments are, and ordered (`before`) when the stream is known; both
-   before anything is queued.
-3. The array, and the memory, are kept until the ticket of whoever uses it is reached.
+1. DLPack goes first: given our stream, the producer orders it behind its own, by an event. By the
+   other protocol the producer names its stream, and we record the event; a producer that names
+   none has nothing in flight, or the user waits for it. No host thread ever waits.
+2. The array is checked with the arguments, and ordered (`dependencies`) when the stream is known;
+   both before anything is queued.
+3. The array, and its memory, are kept until the ticket of the work that uses it is reached.
 """
 
 from __future__ import annotations
@@ -21,26 +21,27 @@ import numpy as np
 
 from greensched.device import dlpack
 from greensched.device.buffers import BoundUser, Buffer, Use, dtype_of
-from greensched.device.streams import Stream, TicketedStream
+from greensched.device.streams import Stream
+from greensched.device.tickets import TicketedStream
 from greensched.errors import GreenschedError, InvalidArray, WrongDevice
 
 
 class ForeignArray:
-    """Somebody's device array, as a `Buffer` is used here. Made by `as_foreign_array`.
+    """Another library's device array, used like a `Buffer`. Made by `as_foreign_array`.
 
     Attributes:
-        source: the array. A capsule of it, where there is one, is kept with it.
-        device: the ordinal of its device; None: it does not say.
-        address, shape, dtype, nbytes: as a Buffer's; a dtype that numpy lacks is of plain bytes.
+        source: the array. Its DLPack capsule, if any, is kept with it.
+        device_id: the ordinal of its device; None: unknown.
+        address, shape, dtype, nbytes: as a Buffer's; a dtype that numpy lacks becomes plain bytes.
         kind: the dtype in words.
-        is_typed: whether its elements are of a dtype at all; else it is so many bytes.
-        is_read_only: as it says. Not every array says so.
+        is_typed: whether its elements have a dtype at all; else it is plain bytes.
+        is_read_only: as the array says. Not every array does.
     """
 
     __slots__ = (
         "_capsule",
         "address",
-        "device",
+        "device_id",
         "dtype",
         "is_read_only",
         "is_typed",
@@ -55,7 +56,7 @@ class ForeignArray:
         source: Any,
         view: dlpack.View,
         *,
-        device: int | None,
+        device_id: int | None,
         capsule: object = None,
     ) -> None:
         self.source = source
@@ -66,75 +67,75 @@ class ForeignArray:
         self.nbytes = math.prod(view.shape) * view.dtype.itemsize
         self.is_typed = capsule is None or hasattr(source, "dtype")
         self.is_read_only = view.is_read_only
-        self.device = device
+        self.device_id = device_id
         self._capsule = capsule
         if not _is_contiguous(view):
             raise InvalidArray(
-                f"is not contiguous: {view.shape} with strides of {view.strides} bytes; make it so"
+                f"is not contiguous: {view.shape} with strides of {view.strides} bytes: "
+                "copy it first"
             )
 
-    def check(self, device: int) -> None:
-        """Refuses one of another device, where it says which it is of.
+    def check(self, device_id: int) -> None:
+        """Refuse an array of another device, where its device is known.
 
         Raises:
             WrongDevice: it belongs to another device.
         """
-        if self.device is not None and self.device != device:
-            raise WrongDevice("this array", self.device, device)
+        if self.device_id is not None and self.device_id != device_id:
+            raise WrongDevice("this array", self.device_id, device_id)
 
     def holds(self, dtype: np.dtype[Any]) -> bool:
-        """Whether it is of such elements, or bytes that can be."""
+        """Whether its elements have this dtype, or are bytes that can be read as it."""
         return self.dtype == dtype or (not self.is_typed and self.nbytes % dtype.itemsize == 0)
 
-    def before(self, track: TicketedStream, *, write: bool) -> Sequence[Use]:  # noqa: ARG002  as Buffer's
-        """Orders the track behind its producer. Nobody else of ours is known to use it.
+    def dependencies(self, stream: TicketedStream, *, write: bool) -> Sequence[Use]:  # noqa: ARG002  as Buffer's
+        """Order the stream behind the array's producer. Its other users are unknown.
 
         Raises:
-            WrongDevice: it lies in memory of another device.
-            InvalidArray: it lies in no device's, or its producer refuses to hand it out.
-            InvalidRequest: its producer's stream is capturing, or nothing can be ordered behind it.
+            WrongDevice: its memory is another device's.
+            InvalidArray: its memory is no device's, or its producer refuses to export it.
+            InvalidRequest: its producer's stream is capturing, or cannot be waited for.
         """
-        self.order(track.stream)
+        self.order(stream.stream)
         return ()
 
     def order(self, stream: Stream) -> None:
-        """Later work on a stream comes behind its producer. Raises as `before`."""
+        """Have later work on a stream wait for the producer. Raises as `dependencies`."""
         context = stream.context
         if self._capsule is not None:
-            _capsule_of(self.source, stream.address)  # for its order; the first one is kept
+            _capsule_of(self.source, stream.address)  # only orders; the first capsule is kept
             return
         if self.nbytes:
             device = context.driver.memory_device(self.address)
             if device is None:
-                raise InvalidArray(f"the array lies at {self.address:#x}, in no memory of a device")
-            if device != context.device_ordinal:
-                raise WrongDevice("this array", device, context.device_ordinal)
+                raise InvalidArray(f"the array is at {self.address:#x}, in no memory of a device")
+            if device != context.device_id:
+                raise WrongDevice("this array", device, context.device_id)
         producer = _producer(self.source.__cuda_array_interface__)
         if producer is not None:
             stream.follow(producer)
 
-    def note(self, track: TicketedStream, ticket: int, *, write: bool) -> None:  # noqa: ARG002  as Buffer's
-        """Work on `track` up to `ticket` uses it: it lives until then. On the holder's loop."""
-        track.keep(ticket, self)
-        track.crew.notify_when(track, ticket, track.let_go)
+    def record_use(self, stream: TicketedStream, ticket: int, *, write: bool) -> None:  # noqa: ARG002  as Buffer's
+        """Keep it alive until work on `stream` up to `ticket` is done."""
+        stream.keep(ticket, self)
 
     def bind(self, bound: BoundUser, *, write: bool) -> None:
-        """A bound launch uses it, and has it, until `unbind`."""
+        """Do nothing: the bound launch keeps it alive until `unbind`."""
 
     def unbind(self, bound: BoundUser, ticket: int) -> None:
-        """The bound launch is over; its last use has this ticket. The lease's end lets it go."""
+        """Keep it alive until the last use of a bound launch, which has this ticket, is done."""
         bound.track.keep(ticket, self)
 
     def __repr__(self) -> str:
         return f"<{type(self.source).__name__} {self.shape} {self.kind}>"
 
 
-#: What lies in device memory, and can be used there.
+#: An array in device memory that work can use.
 DeviceOperand = Buffer | ForeignArray
 
 
 def is_on_device(value: object) -> bool:
-    """Whether it is an array in device memory, by what it says of itself."""
+    """Whether a value is an array in device memory, by its own protocols."""
     if isinstance(value, np.ndarray):
         return False
     device_of = getattr(value, "__dlpack_device__", None)
@@ -144,11 +145,11 @@ def is_on_device(value: object) -> bool:
 
 
 def as_foreign_array(value: Any) -> ForeignArray | None:
-    """An array of another library, looked at; None: it is no array at all.
+    """Return a view of another library's array; None: the value is not an array.
 
     Raises:
         InvalidArray: it is in host memory, not contiguous, of foreign byte order, masked, or its
-            producer refuses to hand it out; says why.
+            producer refuses to export it; says why.
     """
     if isinstance(value, ForeignArray):
         return value
@@ -160,41 +161,41 @@ def as_foreign_array(value: Any) -> ForeignArray | None:
             return ForeignArray(
                 value,
                 dlpack.read(capsule),
-                device=device if kind == dlpack.CUDA else None,
+                device_id=device if kind == dlpack.CUDA else None,
                 capsule=capsule,
             )
-        raise InvalidArray("is in no CUDA device's memory: `await p.upload(array)` first")
+        raise InvalidArray("is not in device memory: `await p.upload(array)` first")
     interface = getattr(value, "__cuda_array_interface__", None)
     if interface is None:
         return None
     _producer(interface)
-    return ForeignArray(value, _view(interface), device=None)
+    return ForeignArray(value, _view(interface), device_id=None)
 
 
 def _capsule_of(source: Any, stream: int) -> object:
-    """Its capsule, for work on a stream; -1: on none."""
+    """Return its DLPack capsule, for work on a stream; -1: on none."""
     try:
         try:
             return source.__dlpack__(stream=stream, max_version=dlpack.VERSION)
         except TypeError:  # of before DLPack 1.0
             return source.__dlpack__(stream=stream)
-    except GreenschedError:  # a Buffer's own, behind somebody's view of it
+    except GreenschedError:  # a Buffer's own, behind another library's view of it
         raise
     except Exception as error:
-        raise InvalidArray(f"is not handed out by its library: {error}") from error
+        raise InvalidArray(f"is not exported by its library: {error}") from error
 
 
 def _view(interface: dict[str, Any]) -> dlpack.View:
-    """What a `__cuda_array_interface__` says, of version 2 or 3."""
+    """Read a `__cuda_array_interface__` of version 2 or 3."""
     try:
         dtype = np.dtype(interface["typestr"])
         address, is_read_only = interface["data"]
         shape, strides = interface["shape"], interface.get("strides")
         mask = interface.get("mask")
     except (KeyError, TypeError, ValueError) as error:
-        raise InvalidArray(f"its __cuda_array_interface__ is not as agreed: {error!r}") from None
+        raise InvalidArray(f"its __cuda_array_interface__ is malformed: {error!r}") from None
     if mask is not None:
-        raise InvalidArray("is masked, and a kernel would not see the mask")
+        raise InvalidArray("is masked, and a kernel does not see the mask: fill it first")
     return dlpack.View(
         int(address or 0),
         tuple(shape),
@@ -206,18 +207,20 @@ def _view(interface: dict[str, Any]) -> dlpack.View:
 
 
 def _producer(interface: dict[str, Any]) -> int | None:
-    """The stream that it says its work is on; None: it says none.
+    """Return the stream that its producer works on; None: it names none.
 
-    Looked up each time: it may be another by now, and a stream of before may be gone.
+    Read each time: the array may have another stream by now, and an earlier one may be gone.
     """
     stream = interface.get("stream")
     if stream is not None and (type(stream) is not int or stream <= 0):
-        raise InvalidArray(f"its __cuda_array_interface__ says stream {stream!r}, which is none")
+        raise InvalidArray(
+            f"its __cuda_array_interface__ has stream {stream!r}: a positive int or None is needed"
+        )
     return stream
 
 
 def _is_contiguous(view: dlpack.View) -> bool:
-    """Whether it is in C order; the stride of a dimension of one says nothing."""
+    """Whether it is in C order; the stride of a dimension of size one does not matter."""
     if view.strides is None or 0 in view.shape:
         return True
     wanted = view.dtype.itemsize

@@ -1,8 +1,8 @@
-"""What a context is set to: limits, cache configuration, flags, as properties of `Context`.
+"""A context's settings (limits, cache configuration, flags) as properties of `Context`.
 
-Nothing is remembered: each property asks the driver, and each assignment tells it. All of it is the
-primary context's, and its green contexts share it: they are views of it (cuda.h of 13.3,
-cuCtxFromGreenCtx), and nothing is documented of state of their own.
+Nothing is cached: each property asks the driver, and each assignment tells the driver. All
+settings are the primary context's, and its green contexts share them: those are views of it
+(cuda.h of 13.3, cuCtxFromGreenCtx), and no settings of their own are documented.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from greensched.driver.interface import Driver
 from greensched.errors import InvalidRequest
 from greensched.typing import CacheConfig, ContextFlags, Limit
 
-#: What a `size_t` of the driver holds at most: past it a wheel raises.
-MOST_BYTES = 2**64 - 1
+#: The largest `size_t` of the driver; the bindings raise for more.
+MAX_BYTES = 2**64 - 1
 
 
 class ContextLimits(abc.ABC):
     """Typed properties for everything that a context can be set to.
 
-    Reading never waits; assigning may, until the device is idle (a stack that grows): not for an
-    event-loop thread. What was assigned is a wish: read it again to see what the driver made of it.
-    Each of them raises:
+    Reading never waits. Assigning may wait until the device is idle (a stack that grows): not for
+    an event-loop thread. The driver may round what is assigned: read the property again. Each
+    property raises:
 
         Closed: the context is closed.
-        InvalidRequest: what is assigned is no such value.
+        InvalidRequest: the assigned value has the wrong type, or is out of range.
         NotSupported: the device has nothing that this limits.
-        CUDAError: the driver refused it.
+        CUDAError: the driver refused the value.
     """
 
     driver: Driver
@@ -36,15 +36,15 @@ class ContextLimits(abc.ABC):
     @property
     @abc.abstractmethod
     def _base(self) -> Enterable:
-        """The context that has the state: never a green one, which needs its turn."""
+        """The context that has the settings: never a green one, which one thread at a time owns."""
 
     @abc.abstractmethod
     def _check(self) -> None:
-        """Raises `Closed` where the context has ended."""
+        """Raise `Closed` where the context has ended."""
 
     @property
     def flags(self) -> ContextFlags:
-        """How it was made: how a thread of it waits, and what else was asked for."""
+        """The flags the context was made with: how its threads wait, and more."""
         with self._inside():
             return self.driver.context_flags()
 
@@ -79,8 +79,8 @@ class ContextLimits(abc.ABC):
     def persisting_l2_bytes(self) -> int:
         """Bytes of L2 set aside for persisting accesses (CU_LIMIT_PERSISTING_L2_CACHE_SIZE).
 
-        From compute capability 8.0 on. A driver rounds them up; more than the device has are
-        refused (`CUDAError`).
+        From compute capability 8.0 on. The driver rounds up, and refuses more than the device has
+        (`CUDAError`).
         """
         return self._limit(Limit.PERSISTING_L2)
 
@@ -90,14 +90,16 @@ class ContextLimits(abc.ABC):
 
     @property
     def cache_config(self) -> CacheConfig:
-        """What its kernels would rather have more of, L1 cache or shared memory; a hint."""
+        """Whether its kernels prefer more L1 cache or more shared memory; a hint."""
         with self._inside():
             return self.driver.cache_config()
 
     @cache_config.setter
     def cache_config(self, config: CacheConfig) -> None:
         if not isinstance(config, CacheConfig):
-            raise InvalidRequest(f"cache_config={config!r} is no CacheConfig, such as PREFER_L1")
+            raise InvalidRequest(
+                f"cache_config={config!r}: give a CacheConfig, such as CacheConfig.PREFER_L1"
+            )
         with self._inside():
             self.driver.set_cache_config(config)
 
@@ -106,10 +108,8 @@ class ContextLimits(abc.ABC):
             return self.driver.limit(limit)
 
     def _set_limit(self, limit: Limit, nbytes: int, what: str) -> None:
-        if type(nbytes) is not int or not 0 <= nbytes <= MOST_BYTES:
-            raise InvalidRequest(
-                f"{what}={nbytes!r} is no number of bytes: give an int from 0 to {MOST_BYTES}"
-            )
+        if type(nbytes) is not int or not 0 <= nbytes <= MAX_BYTES:
+            raise InvalidRequest(f"{what}={nbytes!r}: give a number of bytes from 0 to {MAX_BYTES}")
         with self._inside():
             self.driver.set_limit(limit, nbytes)
 

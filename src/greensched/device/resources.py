@@ -1,4 +1,4 @@
-"""What a device has to give out, and what a context or a stream was given: SMs and work queues."""
+"""Resources of a device, a context or a stream: SMs and work queues."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ PORTABLE_CLUSTER = 8
 
 
 class SMResource:
-    """Some SMs of a device, as the driver gave them out. Immutable; nothing to close.
+    """Some SMs of a device. Immutable; nothing to close.
 
-    Made by a device's `resources`, a context's, a stream's, or a split; never by hand: the driver
-    knows its own by opaque bytes inside.
+    Made by the `resources` of a device, context or stream, or by a split; never by hand: it holds
+    opaque bytes of the driver.
 
     Args:
-        cut: what all outputs of one split have in common; None: it can be split itself.
-        is_trial: it came from a dry run, and nothing can be made of it.
+        cut: an object that all outputs of one split share; None: it can be split itself.
+        is_trial: it came from a dry run, and no context can be made of it.
         is_device: it is every SM of its device.
     """
 
@@ -39,7 +39,7 @@ class SMResource:
         "_driver",
         "coscheduled_alignment",
         "cut",
-        "device",
+        "device_id",
         "flags",
         "handle",
         "is_trial",
@@ -50,7 +50,7 @@ class SMResource:
     def __init__(
         self,
         driver: Driver,
-        device: int,
+        device_id: int,
         handle: ResourceHandle,
         cut: object = None,
         *,
@@ -63,61 +63,59 @@ class SMResource:
         self._driver = driver
         self.cut = cut
         self.is_trial = is_trial
-        self.device = device
-        #: The driver's own.
+        self.device_id = device_id
+        #: The driver's.
         self.handle = handle
-        #: How many SMs.
+        #: The number of SMs.
         self.sm_count = facts.sm_count
-        #: The smallest group it can be cut into. Of outputs and contexts 0 where the driver does
-        #: not say (12.x); of a device it is tried there.
+        #: The smallest group of a split. 0 for outputs and contexts where the driver does not say
+        #: (12.x); for a device it is found by trying there.
         self.min_partition_size = facts.min_partition_size
-        #: SMs that are co-scheduled: counts are multiples. 0 as above.
+        #: SMs that are co-scheduled: counts are multiples of it. 0 as above.
         self.coscheduled_alignment = facts.coscheduled_alignment
-        #: As the driver has them: 1 for a group that was backfilled (CUdevSmResourceGroup_flags).
+        #: The driver's: 1 for a group that was backfilled (CUdevSmResourceGroup_flags).
         self.flags = facts.flags
 
     def split(
         self, options: SMResourceOptions, *, dry_run: bool = False
     ) -> tuple[list[SMResource], SMResource | None]:
-        """Cuts it into groups of just the sizes asked for; does not block.
+        """Split it into groups of exactly the sizes of `options`. Does not block.
 
         All groups and the remainder of *one* call are disjoint, and may be combined in one
         context. Two calls start from the same SMs: their groups overlap. Nothing is reserved.
 
         Args:
-            options: how many groups of how many SMs.
-            dry_run: ask only. It makes the same split, so that it answers and is refused just as
-                that; its outputs have their sizes, and can be used for nothing.
+            options: the number of groups, and their SMs.
+            dry_run: only ask. It makes the same split, and is refused in the same way; its outputs
+                have their sizes, and no context can be made of them.
 
         Returns:
-            The groups, as many as asked, and what is left over (None: nothing). A remainder
-            promises no co-scheduled SMs.
+            The groups, and the remainder (None: no SM is left over). A remainder may have no
+            co-scheduled SMs.
 
         Raises:
-            InvalidSplit: the device or the driver cannot; says why, and what is nearest.
-            InvalidRequest: values that are none; or it is itself the output of a split (make a
-                context of it, and split that context's `resources.sm`).
-            NotSupported: groups that are not alike, backfill or preferred sizes, below CUDA 13.1.
+            InvalidSplit: such a split is not possible; says why, and the nearest sizes.
+            InvalidRequest: bad values; or it is itself the output of a split (make a context of
+                it, and split that context's `resources.sm`).
+            NotSupported: unequal groups, backfill or preferred sizes, below CUDA 13.1.
         """
         if not isinstance(options, SMResourceOptions):
-            raise InvalidRequest(
-                f"split takes SMResourceOptions(count=...), and {options!r} is none"
-            )
+            raise InvalidRequest(f"split takes SMResourceOptions(count=...); got {options!r}")
         groups = options.groups
         self._check_whole()
-        cut = splitting.split(self._driver, self.device, self.handle, groups)
+        cut = splitting.split(self._driver, self.device_id, self.handle, groups)
         return self._outputs(cut, trial=dry_run)
 
     def split_evenly(
         self, minimum: int, *, fine: bool = False
     ) -> tuple[list[SMResource], SMResource | None]:
-        """As many equal groups as there can be: how a pool cuts a device. For the pool.
+        """Split it into as many equal groups as possible, for a pool.
 
-        `split` cuts the sizes that are asked for. How many groups a chip has room for only its
-        driver can tell, by the older split by count, which rounds sizes up.
+        Only the driver knows how many groups fit on a chip, by the older split by count, which
+        rounds sizes up.
 
         Args:
-            minimum: SMs of a group at least.
+            minimum: the least number of SMs of a group.
             fine: SMs need not be co-scheduled: finer groups, without large clusters.
 
         Raises:
@@ -141,33 +139,33 @@ class SMResource:
         mark = object()
 
         def output(handle: ResourceHandle) -> SMResource:
-            return SMResource(self._driver, self.device, handle, mark, is_trial=trial)
+            return SMResource(self._driver, self.device_id, handle, mark, is_trial=trial)
 
         return [output(handle) for handle in handles], None if rest is None else output(rest)
 
     def __repr__(self) -> str:
         trial = ", of a dry run" if self.is_trial else ""
-        return f"<SMResource: {self.sm_count} SMs of device {self.device}{trial}>"
+        return f"<SMResource: {self.sm_count} SMs of device {self.device_id}{trial}>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkqueueResourceOptions:
-    """What `WorkqueueResource.configure` shall set; None leaves it as it is.
+    """The settings of `WorkqueueResource.configure`; None leaves one as it is.
 
     Attributes:
-        sharing_scope: `"device_ctx"`: work queues are shared by all contexts;
-            `"green_ctx_balanced"`: not with other contexts that ask for this, where that can be.
-        concurrency_limit: how many streams are expected to have work at once, at least 1; a hint.
+        sharing_scope: `"device_ctx"`: all contexts share work queues; `"green_ctx_balanced"`: not
+            with other contexts that have this setting, where that is possible.
+        concurrency_limit: the number of streams that will have work at once, at least 1; a hint.
     """
 
     sharing_scope: SharingScope | None = None
     concurrency_limit: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuses what is none, on every driver.
+        """Check the values, in the same way for every driver.
 
         Raises:
-            InvalidRequest: no such scope or limit.
+            InvalidRequest: an unknown scope, or a limit out of range.
         """
         scope, limit = self.sharing_scope, self.concurrency_limit
         if scope is not None and scope not in get_args(SharingScope):
@@ -180,37 +178,37 @@ class WorkqueueResourceOptions:
 
 
 class WorkqueueResource:
-    """How a context uses the device's work queues: a configuration. Nothing to close.
+    """A configuration of how a context uses the device's work queues. Nothing to close.
 
-    Made by a device's `resources`, a context's or a stream's, on drivers of CUDA 13.1 and newer.
+    Made by the `resources` of a device, context or stream, on drivers of CUDA 13.1 and newer.
     """
 
-    __slots__ = ("_driver", "device", "handle")
+    __slots__ = ("_driver", "device_id", "handle")
 
-    def __init__(self, driver: Driver, device: int, handle: ResourceHandle) -> None:
+    def __init__(self, driver: Driver, device_id: int, handle: ResourceHandle) -> None:
         self._driver = driver
-        self.device = device
-        #: The driver's own; another one after `configure`.
+        self.device_id = device_id
+        #: The driver's; another one after `configure`.
         self.handle = handle
 
     @property
     def sharing_scope(self) -> SharingScope:
-        """Who shares its work queues."""
+        """Which contexts share its work queues."""
         return self._driver.workqueue_facts(self.handle).sharing_scope
 
     @property
     def concurrency_limit(self) -> int:
-        """Streams expected to have work at once; at first CUDA_DEVICE_MAX_CONNECTIONS."""
+        """Number of streams that will have work at once; first CUDA_DEVICE_MAX_CONNECTIONS."""
         return self._driver.workqueue_facts(self.handle).concurrency_limit
 
     def configure(self, options: WorkqueueResourceOptions) -> None:
-        """Changes it, for contexts made of it from here on. Does not block.
+        """Change it for contexts made of it later. Does not block.
 
         Raises:
-            InvalidRequest: these are no options; nothing is changed.
+            InvalidRequest: not `WorkqueueResourceOptions`; nothing is changed.
         """
         if not isinstance(options, WorkqueueResourceOptions):
-            raise InvalidRequest(f"configure takes WorkqueueResourceOptions, not {options!r}")
+            raise InvalidRequest(f"configure takes WorkqueueResourceOptions; got {options!r}")
         now = self._driver.workqueue_facts(self.handle)
         scope, limit = options.sharing_scope, options.concurrency_limit
         scope = now.sharing_scope if scope is None else scope
@@ -220,78 +218,78 @@ class WorkqueueResource:
     def __repr__(self) -> str:
         return (
             f"<WorkqueueResource: {self.sharing_scope}, {self.concurrency_limit} at once, "
-            f"device {self.device}>"
+            f"device {self.device_id}>"
         )
 
 
 class DeviceResources:
-    """What a device has to give out, or what a context was given. The driver is asked each time.
+    """The resources of a device, or of a context. Each property asks the driver.
 
     Args:
-        context: whose; None: the device's.
+        context: the context; None: the device.
         check: raises where the context has ended.
     """
 
-    __slots__ = ("_check", "_context", "_driver", "device")
+    __slots__ = ("_check", "_context", "_driver", "device_id")
 
     def __init__(
         self,
         driver: Driver,
-        device: int,
+        device_id: int,
         context: ContextHandle | None = None,
         check: Callable[[], object] = lambda: None,
     ) -> None:
         self._driver = driver
         self._context = context
         self._check = check
-        self.device = device
+        self.device_id = device_id
 
     @property
     def sm(self) -> SMResource:
-        """The SMs; they can be split."""
+        """The SMs, which can be split."""
         self._check()
         if self._context is None:
-            whole = self._driver.device_resource(self.device)
-            return SMResource(self._driver, self.device, whole, is_device=True)
+            whole = self._driver.device_resource(self.device_id)
+            return SMResource(self._driver, self.device_id, whole, is_device=True)
         handle = self._driver.context_resource(self._context)
-        return SMResource(self._driver, self.device, handle)
+        return SMResource(self._driver, self.device_id, handle)
 
     @property
     def workqueue(self) -> WorkqueueResource:
-        """The work-queue configuration, a copy of one's own to configure.
+        """The work-queue configuration, as a copy to configure.
 
         Raises:
             NotSupported: a driver below CUDA 13.1.
         """
         self._check()
         if self._context is None:
-            handle = self._driver.device_workqueue(self.device)
+            handle = self._driver.device_workqueue(self.device_id)
         else:
             handle = self._driver.context_workqueue(self._context)
-        return WorkqueueResource(self._driver, self.device, handle)
+        return WorkqueueResource(self._driver, self.device_id, handle)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextOptions:
-    """What `Device.create_context` makes a green context of.
+    """The resources of a green context, for `Device.create_context`.
 
     Attributes:
-        resources: SMs (several: outputs of one split), and at most one work-queue configuration,
-            which alone stands for every SM.
+        resources: SMs (several: outputs of one split), and at most one work-queue configuration;
+            that one alone means every SM.
     """
 
     resources: Sequence[SMResource | WorkqueueResource]
 
 
-def describe(driver: Driver, device: int, options: ContextOptions) -> DescriptorHandle:
-    """What a green context is made of; the driver keeps it as long as the process lives.
+def describe(driver: Driver, device_id: int, options: ContextOptions) -> DescriptorHandle:
+    """Create the descriptor of a green context; the driver keeps it until the process ends.
 
     Raises: as `Device.create_context`.
     """
     resources = _checked(options)
     for resource in resources:
-        if resource.device != device:
-            raise WrongDevice("a resource", resource.device, device)
+        if resource.device_id != device_id:
+            raise WrongDevice("a resource", resource.device_id, device_id)
     sms = [resource for resource in resources if isinstance(resource, SMResource)]
     overlap = _overlap(sms)
     if overlap is not None:
@@ -301,13 +299,13 @@ def describe(driver: Driver, device: int, options: ContextOptions) -> Descriptor
     except CUDAError as error:
         if error.status not in splitting.REFUSALS:
             raise
-        raise InvalidCombination(_why_not(sms)) from error
+        raise InvalidCombination(_explain(sms)) from error
 
 
 def _checked(options: object) -> tuple[SMResource | WorkqueueResource, ...]:
     if not isinstance(options, ContextOptions):
         raise InvalidRequest(
-            f"create_context takes ContextOptions(resources=[...]), and {options!r} is none"
+            f"create_context takes ContextOptions(resources=[...]); got {options!r}"
         )
     given: object = options.resources
     resources = tuple(given) if isinstance(given, Sequence) else ()
@@ -317,16 +315,20 @@ def _checked(options: object) -> tuple[SMResource | WorkqueueResource, ...]:
             "WorkqueueResource objects, one at least"
         )
     if any(isinstance(r, SMResource) and r.is_trial for r in resources):
-        raise InvalidRequest("nothing can be made of a dry run's outputs: split without dry_run")
+        raise InvalidRequest(
+            "no context can be made of a dry run's outputs: split without dry_run=True"
+        )
     if sum(isinstance(r, WorkqueueResource) for r in resources) > 1:
-        raise InvalidRequest("a context has one work-queue configuration at most")
+        raise InvalidRequest(
+            f"resources={given!r}: a context has one work-queue configuration at most"
+        )
     return resources
 
 
 def _overlap(sms: Sequence[SMResource]) -> str | None:
-    """Why SMs would be in a combination twice, if so.
+    """Return why a combination would have SMs twice, if it would.
 
-    Driver 580 takes that, and counts them twice (docs/measurements/h200-580/resources.txt).
+    Driver 580 accepts that, and counts them twice (docs/measurements/h200-580/resources.txt).
     """
     if len(sms) < 2:
         return None
@@ -339,8 +341,8 @@ def _overlap(sms: Sequence[SMResource]) -> str | None:
     return None
 
 
-def _why_not(sms: Sequence[SMResource]) -> str:
-    """What is known to stand against a combination; the driver does not say."""
+def _explain(sms: Sequence[SMResource]) -> str:
+    """Return the known reason against a combination; the driver gives none."""
     if len({one.coscheduled_alignment for one in sms}) > 1:
         return (
             "from CUDA 13.1 on SMs of unequal alignment cannot be combined "
@@ -352,13 +354,13 @@ def _why_not(sms: Sequence[SMResource]) -> str:
 
 
 def max_cluster_size(compute_capability: tuple[int, int], sms: SMResource) -> int:
-    """Blocks of the largest thread-block cluster that is sure to find room; 1: no clusters.
+    """Return the blocks of the largest thread-block cluster that always fits; 1: no clusters.
 
-    A cluster lies on SMs that are co-scheduled.
+    A cluster runs on co-scheduled SMs.
 
     Args:
         compute_capability: of the device.
-        sms: those of a context; of a split's outputs driver 580 does not say how they are aligned.
+        sms: those of a context; driver 580 does not say the alignment of a split's outputs.
     """
     if compute_capability < (9, 0):
         return 1

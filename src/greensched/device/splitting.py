@@ -1,8 +1,8 @@
-"""How SMs are cut into groups: what is asked, the driver's way of doing it, and why it cannot be.
+"""Splitting SMs into groups: the options, the driver's calls, and the reason for a refusal.
 
-Below CUDA 13.1 a driver only cuts equal groups, of sizes it rounds up by itself. What is asked here
-is never rounded: a group has the SMs asked for on every driver, or the request is refused, with
-the nearest one that is possible.
+Below CUDA 13.1 a driver only makes equal groups, of sizes it rounds up. A split here is never
+rounded: on every driver a group has the SMs of the options, or the split is refused with the
+nearest one that is possible.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from greensched.driver.types import ResourceFacts, ResourceHandle, SMGroup
 from greensched.errors import CUDAError, InvalidRequest, InvalidSplit, NotSupported
 from greensched.typing import Feature
 
-#: What a split gave: the groups, and what is left over (None: nothing).
+#: The result of a split: the groups, and the remainder (None: no SM is left over).
 Cut = tuple[list[ResourceHandle], ResourceHandle | None]
 
-#: What the structured split takes. Source: cuda.h of 13.1, and wheels of cuda-bindings.
+#: The requirement of the structured split. Source: cuda.h of 13.1, and wheels of cuda-bindings.
 NEEDED = "driver and bindings of CUDA 13.1"
 
 #: CUDA_ERROR_INVALID_VALUE and CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION. Source: cuda.h.
 REFUSALS = (1, 915)
 
-#: What an `unsigned int` of the driver holds at most: past it a wheel raises, or cuts digits off.
+#: The largest `unsigned int` of the driver: for more the bindings raise, or truncate.
 MOST = 2**32 - 1
 
 #: The largest sets of co-scheduled SMs, from compute capability 9.0 on and before. Source:
@@ -35,17 +35,17 @@ LARGEST_SETS = (32, 2)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SMResourceOptions:
-    """What `SMResource.split` shall cut. Counts are SMs; the names are cuda.core's.
+    """The groups that `SMResource.split` makes. Counts are SMs; the names are cuda.core's.
 
-    A sequence has a value for each group, a single value stands for all. `count` decides how many
-    groups there are: one, or as many as it has values.
+    A sequence has a value for each group; a single value is for all. `count` decides the number of
+    groups: one, or as many as it has values.
 
     Attributes:
-        count: SMs of a group, even; None: the largest group there can be.
-        coscheduled_sm_count: SMs co-scheduled at least, for thread-block clusters; None: the
-            device's own number (8 from compute capability 9.0 on, else 2). `count` is a multiple
-            of it. 2 allows every even count, and gives up large clusters.
-        preferred_coscheduled_sm_count: as many co-scheduled, where that can be (13.1).
+        count: SMs of a group, even; None: the largest group possible.
+        coscheduled_sm_count: the least number of co-scheduled SMs, for thread-block clusters;
+            None: the device's own number (8 from compute capability 9.0 on, else 2). `count` is a
+            multiple of it. 2 allows every even count, and gives up large clusters.
+        preferred_coscheduled_sm_count: the same, where that is possible (13.1).
         backfill: take any SMs where co-scheduled ones do not suffice (13.1).
     """
 
@@ -59,7 +59,7 @@ class SMResourceOptions:
         """One entry for each group.
 
         Raises:
-            InvalidRequest: a value that is none, or sequences that do not fit `count`.
+            InvalidRequest: a bad value, or sequences of another length than `count`.
         """
         several = _is_sequence(self.count)
         number = len(self.count) if several else 1  # type: ignore[arg-type]  # then it has a length
@@ -100,21 +100,21 @@ def _flag(name: str, value: object) -> bool:
 
 
 def split(driver: Driver, device: int, whole: ResourceHandle, groups: Sequence[SMGroup]) -> Cut:
-    """Cuts the groups asked for out of some SMs, all of one call and disjoint. Does not block.
+    """Split SMs into groups, by one call, so that they are disjoint. Does not block.
 
     Args:
-        driver: who cuts.
-        device: the ordinal of the SMs' device.
+        driver: the SMs' driver.
+        device: the ordinal of their device.
         whole: the SMs.
-        groups: what is asked.
+        groups: the groups to make.
 
     Raises:
-        InvalidSplit: it cannot be cut so; says why, and what is nearest.
-        NotSupported: groups that are not alike, and a driver below CUDA 13.1.
+        InvalidSplit: such a split is not possible; says why, and the nearest sizes.
+        NotSupported: unequal groups, and a driver below CUDA 13.1.
     """
-    way = _way(driver, groups)
+    method = _split_method(driver, groups)
     try:
-        return way(driver, whole, groups)
+        return method(driver, whole, groups)
     except CUDAError as error:
         if error.status not in REFUSALS:
             raise
@@ -123,7 +123,7 @@ def split(driver: Driver, device: int, whole: ResourceHandle, groups: Sequence[S
         asked = tuple(group.sm_count or None for group in groups)
         has_clusters = driver.device_facts(device).compute_capability >= (9, 0)
         largest_set = LARGEST_SETS[0 if has_clusters else 1]
-        why = _why(have, groups, largest_set, structured=way is _structured)
+        why = _explain(have, groups, largest_set, structured=method is _structured)
         raise InvalidSplit(asked, have.sm_count, why, nearest) from error
 
 
@@ -143,19 +143,19 @@ def granularity(driver: Driver, device: ResourceHandle, facts: ResourceFacts) ->
     return replace(facts, min_partition_size=least, coscheduled_alignment=step)
 
 
-def _way(driver: Driver, groups: Sequence[SMGroup]) -> Callable[..., Cut]:
+def _split_method(driver: Driver, groups: Sequence[SMGroup]) -> Callable[..., Cut]:
     if driver.supports(Feature.STRUCTURED_SPLIT):
         return _structured
     major, minor = driver.version
-    here = f"CUDA {major}.{minor}"
+    version = f"CUDA {major}.{minor}"
     first = groups[0]
     for asked, what in (
-        (any(group != first for group in groups), "cutting groups that are not alike in one split"),
+        (any(group != first for group in groups), "cutting unequal groups in one split"),
         (first.backfill, "backfill"),
         (first.preferred_coscheduled_sm_count, "preferred_coscheduled_sm_count"),
     ):
         if asked:
-            raise NotSupported(what, NEEDED, here)
+            raise NotSupported(what, NEEDED, version)
     return _by_count
 
 
@@ -164,7 +164,7 @@ def _structured(driver: Driver, whole: ResourceHandle, groups: Sequence[SMGroup]
 
 
 def _by_count(driver: Driver, whole: ResourceHandle, groups: Sequence[SMGroup]) -> Cut:
-    """Equal groups, by the older split; refused where that would round up, or give fewer."""
+    """Make equal groups by the older split; refuse where it would round up, or make fewer."""
     have, one = driver.resource_facts(whole), groups[0]
     fine = one.coscheduled_sm_count == 2
     if one.coscheduled_sm_count not in (0, 2, have.coscheduled_alignment):
@@ -190,46 +190,45 @@ def _by_count(driver: Driver, whole: ResourceHandle, groups: Sequence[SMGroup]) 
 # -- refusing ---------------------------------------------------------------------------------
 
 
-def _why(
+def _explain(
     have: ResourceFacts, groups: Sequence[SMGroup], largest_set: int, *, structured: bool
 ) -> str:
-    """What stands against it, as far as numbers tell."""
+    """Return the reason of a refusal, as far as the numbers show it."""
     counts = [group.sm_count for group in groups]
     for count, group in zip(counts, groups, strict=True):
         sets, wider = group.coscheduled_sm_count, group.preferred_coscheduled_sm_count
         for size in (sets, wider):
             if size % 2 or size > largest_set:
-                return f"sets of {size} are none: they are even, and of {largest_set} SMs at most"
+                return f"sets of {size}: sets are even, and have {largest_set} SMs at most"
         step = sets or have.coscheduled_alignment or 2
         fine = sets == 2  # has a least group of its own
         least = step if structured or fine else max(step, have.min_partition_size)
         if wider % step:
-            return f"sets of {wider} are preferred, which is no multiple of {step}"
+            return f"sets of {wider} are preferred, which is not a multiple of {step}"
         if count > have.sm_count:
             return f"{count} are more than there are"
         if count % 2:
             return f"{count} is odd, and SMs come in pairs"
         if count % step and not group.backfill:
-            return f"{count} is no multiple of the {step} that are co-scheduled" + _ways(structured)
+            return f"{count} is not a multiple of the {step} co-scheduled SMs{_hints(structured)}"
         if count and count < least:
             return f"{count} are fewer than the {least} of the smallest group"
     if sum(counts) > have.sm_count:
         return f"together they are {sum(counts)}"
     if 0 in counts[:-1]:
-        return "the largest group leaves nothing for those behind it"
+        return "the largest group leaves no SM for the next ones"
     if not have.coscheduled_alignment:
-        return "this driver cuts groups of other sizes only, and does not say which"
-    borders = "co-scheduled SMs lie within the chip's borders, and there are not enough"
-    return borders + _ways(structured)
+        return "this driver makes groups of other sizes only, and does not say which"
+    return f"the chip does not have enough co-scheduled SMs{_hints(structured)}"
 
 
-def _ways(structured: bool) -> str:
+def _hints(structured: bool) -> str:
     backfill = ", or backfill=True" if structured else ""
     return f" (coscheduled_sm_count=2 gives up large clusters{backfill})"
 
 
 def _nearest(driver: Driver, whole: ResourceHandle, groups: Sequence[SMGroup]) -> tuple[int, ...]:
-    """The sizes nearest to those asked that can be cut; fewer groups where not all can.
+    """Return the nearest sizes that are possible; fewer groups where not all are.
 
     Found by trying: only the driver knows the chip. A split reserves nothing.
     """
@@ -240,7 +239,7 @@ def _nearest(driver: Driver, whole: ResourceHandle, groups: Sequence[SMGroup]) -
     for group in groups:
         left = have.sm_count - sum(one.sm_count for one in found)
         trials = (replace(group, sm_count=size) for size in _sizes(group, have, left))
-        fitting = (one for one in trials if _can(_structured, driver, whole, [*found, one]))
+        fitting = (one for one in trials if _can_split(_structured, driver, whole, [*found, one]))
         first = next(fitting, None)
         if first is None:
             break
@@ -251,17 +250,17 @@ def _nearest(driver: Driver, whole: ResourceHandle, groups: Sequence[SMGroup]) -
 def _nearest_alike(
     driver: Driver, whole: ResourceHandle, groups: Sequence[SMGroup]
 ) -> tuple[int, ...]:
-    """Of one size, as many as can be, where the driver cuts equal groups only."""
+    """Return as many groups of one size as possible, where the driver makes equal groups only."""
     have, one = driver.resource_facts(whole), groups[0]
     for number in range(min(len(groups), have.sm_count), 0, -1):
         for size in _sizes(one, have, have.sm_count // number):
-            if _can(_by_count, driver, whole, [replace(one, sm_count=size)] * number):
+            if _can_split(_by_count, driver, whole, [replace(one, sm_count=size)] * number):
                 return (size,) * number
     return ()
 
 
 def _sizes(group: SMGroup, have: ResourceFacts, most: int) -> list[int]:
-    """Sizes to try for a group, those nearest to what was asked first."""
+    """Return the sizes to try for a group, the nearest to its own first."""
     step = group.coscheduled_sm_count or have.coscheduled_alignment or 2
     sizes = range(2 if group.backfill or step % 2 else step, most + 1, 2)
     fitting = [size for size in sizes if group.backfill or size % step == 0]
@@ -269,11 +268,11 @@ def _sizes(group: SMGroup, have: ResourceFacts, most: int) -> list[int]:
     return sorted(fitting, key=lambda size: (abs(size - wanted), -size))
 
 
-def _can(
-    way: Callable[..., Cut], driver: Driver, whole: ResourceHandle, groups: Sequence[SMGroup]
+def _can_split(
+    method: Callable[..., Cut], driver: Driver, whole: ResourceHandle, groups: Sequence[SMGroup]
 ) -> bool:
     try:
-        way(driver, whole, groups)
+        method(driver, whole, groups)
     except CUDAError as error:
         if error.status not in REFUSALS:
             raise

@@ -1,10 +1,8 @@
-"""Large copies: in chunks of pinned memory, two of them, by a thread of ours.
+"""Large copies: through two chunks of pinned memory, by an executor's thread.
 
-While the device moves one chunk the host fills or empties the other. What a copy needs is lent to
-it by its device's `StagingPool` and comes back with its end, so there is never more of it than
-copies
-were under way at once: two chunks; and of the other device, for a copy that goes there through
-host memory, a stream.
+While the device moves one chunk the host fills or empties the other. A copy borrows what it needs
+from its device's `StagingPool`, and returns it at its end: two chunks; and, for a copy to another
+device through host memory, a stream of that device.
 """
 
 from __future__ import annotations
@@ -20,21 +18,23 @@ import numpy as np
 import numpy.typing as npt
 
 from greensched._cleanup import run_all
+from greensched.context import Context
 from greensched.device.allocators import allocate_pinned
 from greensched.device.staging_ring import Bytes, pieces
-from greensched.device.streams import Event, Stream, StreamOwner, TicketedStream
-from greensched.driver.types import HostMemory, StreamHandle
+from greensched.device.streams import Event, Stream
+from greensched.device.tickets import TicketedStream
+from greensched.driver.types import HostMemory
 
 #: A chunk of a large copy. 4 MiB take 70 us over PCIe 5.0, far above the cost of a copy.
 CHUNK = 4 << 20
-#: A part of a copy that somebody wants to hear of while it goes from device memory to device
-#: memory: 64 MiB take 30 us inside an H200, 150 us between two of them.
+#: A part of a copy between device memories that reports its progress: 64 MiB take 30 us inside an
+#: H200, 150 us between two of them.
 PART = 64 << 20
 
 Array = npt.NDArray[Any]
-#: Told of bytes that were moved; what it raises ends the copy.
+#: Called with the number of bytes moved; an exception ends the copy.
 Moved = Callable[[int], object]
-#: (where it begins, bytes).
+#: (offset, bytes).
 Part = tuple[int, int]
 T = TypeVar("T")
 
@@ -42,7 +42,7 @@ T = TypeVar("T")
 class DoubleBuffer:
     """Two chunks of pinned memory, for one copy at a time."""
 
-    def __init__(self, primary: StreamOwner) -> None:
+    def __init__(self, primary: Context) -> None:
         self._driver = primary.driver
         self.memory: list[HostMemory] = []
         try:
@@ -54,18 +54,18 @@ class DoubleBuffer:
         self._bytes: list[Bytes] = [np.frombuffer(memory.view, np.uint8) for memory in self.memory]
 
     def place(self, which: int, like: Array) -> Array:
-        """The beginning of a chunk, as an array of the same shape and dtype."""
+        """Return the beginning of a chunk as an array like another one."""
         return self._bytes[which][: like.nbytes].view(like.dtype).reshape(like.shape)
 
     def close(self) -> None:
-        """Ends the memory. May block."""
+        """Free the memory. May block."""
         run_all(partial(self._driver.free_host, memory) for memory in self.memory)
 
 
 class PeerStream:
-    """A stream of a device's primary context for what others copy there, an event a chunk."""
+    """A stream of a device for copies from another device, with an event for each chunk."""
 
-    def __init__(self, primary: StreamOwner) -> None:
+    def __init__(self, primary: Context) -> None:
         self.primary = primary
         with ExitStack() as undo:
             self.stream = Stream(primary)
@@ -76,47 +76,47 @@ class PeerStream:
             undo.pop_all()
 
     def close(self) -> None:
-        """Ends them. May block."""
+        """Destroy the events and the stream. May block."""
         run_all((*(event.close for event in self.events), self.stream.close))
 
 
 class StagingPool:
-    """What large copies of one device are lent. Thread-safe. Making some blocks."""
+    """Lends chunks and streams to the large copies of one device. Thread-safe; creating blocks."""
 
-    def __init__(self, primary: StreamOwner) -> None:
+    def __init__(self, primary: Context) -> None:
         self._primary = primary
-        self._pairs: list[DoubleBuffer] = []
-        self._ends: list[PeerStream] = []
+        self._buffers: list[DoubleBuffer] = []
+        self._peers: list[PeerStream] = []
         self._made: list[DoubleBuffer | PeerStream] = []
         self._lock = threading.Lock()
 
     def prepare(self, copies: int) -> None:
-        """Makes the chunks for so many large copies at once."""
-        pairs = [self.take() for _ in range(copies)]
-        self._pairs += pairs
+        """Create the chunks for a number of large copies at once."""
+        buffers = [self.take() for _ in range(copies)]
+        self._buffers += buffers
 
     def take(self) -> DoubleBuffer:
-        """Two chunks nobody uses."""
-        return self._one(self._pairs, DoubleBuffer)
+        """Return two free chunks."""
+        return self._take(self._buffers, DoubleBuffer)
 
-    def put(self, pair: DoubleBuffer) -> None:
-        """The device has let go of them."""
-        self._pairs.append(pair)
+    def put(self, buffer: DoubleBuffer) -> None:
+        """Take two chunks back that the device uses no more."""
+        self._buffers.append(buffer)
 
     @contextmanager
-    def far_end(self) -> Iterator[PeerStream]:
-        """A stream of this device, for a copy that a stream of another one makes.
+    def peer_stream(self) -> Iterator[PeerStream]:
+        """Lend a stream of this device to a copy from another one.
 
-        It comes back when its work is done; where that cannot be said it does not.
+        It is returned when its work is done; where the driver cannot say so, never.
         """
-        end = self._one(self._ends, PeerStream)
+        peer = self._take(self._peers, PeerStream)
         try:
-            yield end
+            yield peer
         finally:
-            end.stream.sync()
-            self._ends.append(end)
+            peer.stream.sync()
+            self._peers.append(peer)
 
-    def _one(self, free: list[Any], make: Callable[[StreamOwner], T]) -> T:
+    def _take(self, free: list[Any], make: Callable[[Context], T]) -> T:
         with self._lock:
             if free:
                 found: T = free.pop()
@@ -127,53 +127,54 @@ class StagingPool:
         return made
 
     def close(self) -> None:
-        """Ends all of it; no work may be left. May block."""
+        """Free all of it; the device must have no work. May block."""
         made, self._made = self._made, []
-        self._pairs, self._ends = [], []
+        self._buffers, self._peers = [], []
         with self._primary.entered():
             run_all(one.close for one in made)
 
 
 class ChunkedCopier:
-    """Large copies of one track, one at a time, on one thread at a time.
+    """Large copies on one stream, one at a time, on one thread at a time.
 
-    Every method blocks, needs the primary context current, and returns when all is moved. What
-    `moved` or the host raises ends the copy between two chunks.
+    Every method blocks, needs the primary context current, and returns when all bytes are moved.
+    An exception of `moved`, or of the host's copy, ends the copy between two chunks.
 
     Args:
-        track: where the copies go.
-        events: two, of the context of its stream.
+        stream: where the copies go.
+        events: two, of the stream's context.
         staging: lends the chunks.
     """
 
     def __init__(
-        self, track: TicketedStream, events: tuple[Event, Event], staging: StagingPool
+        self, stream: TicketedStream, events: tuple[Event, Event], staging: StagingPool
     ) -> None:
-        self._track = track
-        self._driver = track.stream.context.driver
+        self._stream = stream.stream
+        self._event = stream.event
+        self._driver = stream.stream.context.driver
         self._events = events
         self._staging = staging
 
     def upload(self, array: Array, address: int, moved: Moved) -> None:
-        """Copies an array to device memory."""
+        """Copy an array to device memory."""
 
         def begin(which: int, item: tuple[int, Array]) -> Event:
             offset, piece = item
             np.copyto(pair.place(which, piece), piece, casting="no")
             host = pair.memory[which].address
-            self._driver.copy_to_device(address + offset, host, piece.nbytes, self._stream)
+            self._driver.copy_to_device(address + offset, host, piece.nbytes, self._stream.handle)
             return self._record(which)
 
         with self._lent() as pair:
             _by_twos(pieces(array, CHUNK), begin, lambda _, item: moved(item[1].nbytes))
 
     def download(self, address: int, out: Array, moved: Moved) -> None:
-        """Copies device memory into an array."""
+        """Copy device memory into an array."""
 
         def begin(which: int, item: tuple[int, Array]) -> Event:
             offset, piece = item
             host = pair.memory[which].address
-            self._driver.copy_to_host(host, address + offset, piece.nbytes, self._stream)
+            self._driver.copy_to_host(host, address + offset, piece.nbytes, self._stream.handle)
             return self._record(which)
 
         def end(which: int, item: tuple[int, Array]) -> None:
@@ -184,7 +185,7 @@ class ChunkedCopier:
             _by_twos(pieces(out, CHUNK), begin, end)
 
     def in_parts(self, copy: Callable[[int, int], None], nbytes: int, moved: Moved) -> None:
-        """Has `copy(offset, nbytes)` submit a copy of device memory, part by part."""
+        """Have `copy(offset, nbytes)` submit a copy of device memory, part by part."""
 
         def begin(which: int, part: Part) -> Event:
             copy(*part)
@@ -192,58 +193,58 @@ class ChunkedCopier:
 
         _by_twos(_parts(nbytes, PART), begin, lambda _, part: moved(part[1]))
 
-    def fetch(self, far: StagingPool, source: int, target: int, nbytes: int, moved: Moved) -> None:
-        """Copies memory of another device to this one's, through the chunks."""
-        driver, track = self._driver, self._track
-
-        def begin(which: int, part: Part) -> Event:
-            offset, size = part
-            host = pair.memory[which].address
-            with end.primary.entered():
-                driver.copy_to_host(host, source + offset, size, end.stream.handle)
-            track.stream.wait(end.stream.record(end.events[which]))
-            driver.copy_to_device(target + offset, host, size, self._stream)
-            return self._record(which)
-
-        with self._lent() as pair, far.far_end() as end:
-            end.stream.wait(track.stream.record(track.event))
-            _by_twos(_parts(nbytes, CHUNK), begin, lambda _, part: moved(part[1]))
-
-    def send(self, far: StagingPool, source: int, target: int, nbytes: int, moved: Moved) -> None:
-        """Copies this device's memory to another one's, through the chunks."""
+    def copy_from_peer(
+        self, far: StagingPool, source: int, target: int, nbytes: int, moved: Moved
+    ) -> None:
+        """Copy memory of another device to this one's, through the chunks."""
         driver = self._driver
 
         def begin(which: int, part: Part) -> Event:
             offset, size = part
             host = pair.memory[which].address
-            driver.copy_to_host(host, source + offset, size, self._stream)
-            end.stream.wait(self._record(which))
-            with end.primary.entered():
-                driver.copy_to_device(target + offset, host, size, end.stream.handle)
-            return end.stream.record(end.events[which])
+            with peer.primary.entered():
+                driver.copy_to_host(host, source + offset, size, peer.stream.handle)
+            self._stream.wait(peer.stream.record(peer.events[which]))
+            driver.copy_to_device(target + offset, host, size, self._stream.handle)
+            return self._record(which)
 
-        with self._lent() as pair, far.far_end() as end:
+        with self._lent() as pair, far.peer_stream() as peer:
+            peer.stream.wait(self._stream.record(self._event))
+            _by_twos(_parts(nbytes, CHUNK), begin, lambda _, part: moved(part[1]))
+
+    def copy_to_peer(
+        self, far: StagingPool, source: int, target: int, nbytes: int, moved: Moved
+    ) -> None:
+        """Copy this device's memory to another one's, through the chunks."""
+        driver = self._driver
+
+        def begin(which: int, part: Part) -> Event:
+            offset, size = part
+            host = pair.memory[which].address
+            driver.copy_to_host(host, source + offset, size, self._stream.handle)
+            peer.stream.wait(self._record(which))
+            with peer.primary.entered():
+                driver.copy_to_device(target + offset, host, size, peer.stream.handle)
+            return peer.stream.record(peer.events[which])
+
+        with self._lent() as pair, far.peer_stream() as peer:
             _by_twos(_parts(nbytes, CHUNK), begin, lambda _, part: moved(part[1]))
 
     def close(self) -> None:
-        """Ends the events."""
+        """Destroy the events."""
         run_all(event.close for event in self._events)
 
-    @property
-    def _stream(self) -> StreamHandle:
-        return self._track.stream.handle
-
     def _record(self, which: int) -> Event:
-        return self._track.stream.record(self._events[which])
+        return self._stream.record(self._events[which])
 
     @contextmanager
     def _lent(self) -> Iterator[DoubleBuffer]:
-        """Given back when the device has let go of them; where that cannot be said they are not."""
+        """Lend two chunks until the device uses them no more; where it cannot say so, for good."""
         pair = self._staging.take()
         try:
             yield pair
         except BaseException:
-            self._track.stream.sync()  # not an event, which may be what could not be recorded
+            self._stream.sync()  # not an event, which may be what could not be recorded
             self._staging.put(pair)
             raise
         self._staging.put(pair)
@@ -252,7 +253,7 @@ class ChunkedCopier:
 def _by_twos(
     items: Iterable[T], begin: Callable[[int, T], Event], end: Callable[[int, T], object]
 ) -> None:
-    """Two under way at a time: each is begun on one of two chunks, and ended once it is done."""
+    """Begin each item on one of two chunks, and end it once it is done; two are under way."""
     under_way: deque[tuple[Event, int, T]] = deque()
 
     def end_first() -> None:

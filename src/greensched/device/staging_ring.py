@@ -1,9 +1,9 @@
 """Copies between arrays and device memory, through pinned staging.
 
 The device reads and writes host memory at full speed only where it is pinned, and a copy from
-other memory blocks the caller; so everything goes through pinned memory of ours. Small arrays
-take one slot of a ring shared by the device, copied by whoever asks. Large ones go in chunks
-(`staging`), by a thread of the lane's own: no loop ever copies more than a slot.
+other memory blocks the caller; so every copy goes through pinned memory. A small array takes one
+slot of a ring that the device shares, copied on the calling thread. A large one goes in chunks
+(`staging`), by an executor's thread: no loop ever copies more than a slot.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from greensched.context import Context
 from greensched.device.buffers import dtype_of
 from greensched.device.foreign_arrays import DeviceOperand, is_on_device
-from greensched.device.streams import StreamOwner, TicketedStream
+from greensched.device.tickets import TicketedStream
 from greensched.driver.types import HostMemory
 from greensched.errors import InvalidArray
 
-#: A slot: what a loop may copy itself. 64 KiB take some 6 us at 10 GB/s.
+#: Bytes of a slot, which a loop's thread may copy. 64 KiB take some 6 us at 10 GB/s.
 SLOT = 64 << 10
-#: Slots of a device: as many small copies can be under way; more take the way of large ones.
+#: Slots of a device: small copies under way at once; further ones go by `staging`.
 SLOTS = 64
 
 Array = npt.NDArray[Any]
@@ -45,7 +46,7 @@ class StagingSlot:
 class StagingRing:
     """The ring of slots of one device. Thread-safe."""
 
-    def __init__(self, primary: StreamOwner) -> None:
+    def __init__(self, primary: Context) -> None:
         self._primary = primary
         with primary.entered():
             self._memory = primary.driver.allocate_host(SLOT * SLOTS)
@@ -54,22 +55,22 @@ class StagingRing:
         self._lock = threading.Lock()
 
     def take(self) -> StagingSlot | None:
-        """A slot nobody uses; None: all are under way."""
+        """Return a free slot; None: all are in use."""
         with self._lock:
             while self._used and self._used[0][0].reached(self._used[0][1]):
                 self._free.append(self._used.popleft()[2])
             return self._free.pop() if self._free else None
 
-    def put(self, slot: StagingSlot, track: TicketedStream, ticket: int) -> None:
-        """The slot is free again once a ticket is reached."""
-        self._used.append((track, ticket, slot))
+    def release_after(self, slot: StagingSlot, stream: TicketedStream, ticket: int) -> None:
+        """Make the slot free once a ticket is reached."""
+        self._used.append((stream, ticket, slot))
 
-    def put_now(self, slot: StagingSlot) -> None:
-        """The slot is free again."""
+    def release(self, slot: StagingSlot) -> None:
+        """Make the slot free."""
         self._free.append(slot)
 
     def close(self) -> None:
-        """Ends the pinned memory. May block."""
+        """Free the pinned memory. May block."""
         self._free.clear()
         self._used.clear()
         with self._primary.entered():
@@ -77,24 +78,24 @@ class StagingRing:
 
 
 def stage_in(slot: StagingSlot, array: Array) -> None:
-    """Copies a small array into a slot, in C order."""
+    """Copy a small array into a slot, in C order."""
     place = slot.bytes[: array.nbytes].view(array.dtype).reshape(array.shape)
     np.copyto(place, array, casting="no")
 
 
 def stage_out(slot: StagingSlot, out: Array) -> Array:
-    """Copies a small array out of its slot."""
+    """Copy a small array out of its slot."""
     place = slot.bytes[: out.nbytes].view(out.dtype).reshape(out.shape)
     np.copyto(out, place, casting="no")
     return out
 
 
 def pieces(array: Array, limit: int, offset: int = 0) -> Iterator[tuple[int, Array]]:
-    """Views of an array of at most `limit` bytes each, with their offsets in its C order.
+    """Yield views of an array of at most `limit` bytes each, with their offsets in its C order.
 
-    Whatever the strides, no piece copies anything.
+    No piece is a copy, whatever the strides.
     """
-    array = np.asarray(array)  # of a subclass rows may be no rows: a matrix's are matrices
+    array = np.asarray(array)  # indexing a subclass may keep a dimension, as a matrix does
     if array.nbytes <= limit:
         yield offset, array
     elif array.ndim:
@@ -103,23 +104,25 @@ def pieces(array: Array, limit: int, offset: int = 0) -> Iterator[tuple[int, Arr
         for start in range(0, len(array), step):
             part = array[start, ...] if row > limit else array[start : start + step]
             yield from pieces(part, limit, offset + start * row)
-    else:  # a single element that is larger: its bytes
+    else:  # one element larger than the limit: its bytes
         yield from pieces(array.reshape(1).view(np.uint8), limit, offset)
 
 
 def source_array(array: object) -> Array:
-    """What is to be uploaded, as numpy sees it, without a copy where it is an array already.
+    """Return an array to upload as numpy's, without a copy where it is one already.
 
     Raises:
         InvalidArray: not an array, an array of Python objects or of foreign byte order, or one
-            that lives on a device.
+            in device memory.
     """
     if is_on_device(array):
-        raise InvalidArray(f"{type(array).__name__} is in device memory already")
+        raise InvalidArray(
+            f"{type(array).__name__} is in device memory already: pass it to the kernel as it is"
+        )
     try:
         found = np.asarray(array)
     except (TypeError, ValueError) as error:
-        raise InvalidArray(f"{type(array).__name__} is no array: {error}") from None
+        raise InvalidArray(f"{type(array).__name__} is not an array: {error}") from None
     dtype_of(found.dtype)
     return found
 
@@ -128,20 +131,20 @@ def target_array(buffer: DeviceOperand, out: object) -> Array:
     """Where a download goes: `out`, or a new array.
 
     Raises:
-        InvalidArray: `out` is no array, is read-only, or differs in shape or dtype.
+        InvalidArray: `out` is not an array, is read-only, or differs in shape or dtype.
     """
     if out is None:
         return np.empty(buffer.shape, buffer.dtype)
     if not isinstance(out, np.ndarray):
-        raise InvalidArray(f"out must be a numpy array, and is {type(out).__name__}")
+        raise InvalidArray(f"out is {type(out).__name__}: give a numpy array")
     if not out.flags.writeable:
-        raise InvalidArray("out is read-only")
+        raise InvalidArray("out is read-only: give a writable array")
     check_alike(out, buffer, "out")
     return out
 
 
 def check_alike(array: Array, buffer: DeviceOperand, what: str) -> None:
-    """Refuses an array that is not as its buffer."""
+    """Check that an array has its buffer's shape and dtype."""
     if array.shape != buffer.shape or array.dtype != buffer.dtype:
         raise InvalidArray(
             f"{what} is {array.dtype} {array.shape}, and the buffer is "

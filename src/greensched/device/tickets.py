@@ -1,39 +1,328 @@
-"""Ticket words: pinned memory that streams write when work is done, and hosts read.
+"""Tickets: how the completion of a stream's work is known.
 
-Each has a cache line of its own, so that no reader waits for another's writer.
+Each piece of work is followed by a *ticket*, a growing number whose lowest 32 bits the stream
+itself writes into a word of pinned memory. Reading the word tells whether the work is done: no
+driver call, no thread, and one read covers everything before it.
 """
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import ctypes
+import threading
+from collections import deque
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack, suppress
 from functools import partial
+from typing import ClassVar, Final, Protocol
 
 from greensched._cleanup import run_all
-from greensched.device.streams import (
-    Event,
-    EventTicketedStream,
-    Stream,
-    StreamOwner,
-    TicketedStream,
-)
-from greensched.driver.types import HostMemory
-from greensched.errors import CUDAError, DeviceFault
-from greensched.typing import Feature
+from greensched.device.streams import Event, Stream, StreamContext, any_current
+from greensched.driver.types import HostMemory, Mailbox
+from greensched.errors import CUDAError, DeviceFault, InvalidRequest
+from greensched.typing import CaptureMode, Feature
 
+#: The part of a ticket that is written: its lowest 32 bits. There are never 2**32 in flight.
+MASK: Final = 0xFFFFFFFF
 #: A word for each ticket on a cache line of its own: 64 bytes on x86-64 and most of AArch64.
-LINE = 64
-PAGE = 4096
+LINE: Final = 64
+PAGE: Final = 4096
+
+
+class StreamOwner(Protocol):
+    """What a ticketed stream belongs to: an executor. Streams of one partition share it."""
+
+    @property
+    def is_entered(self) -> bool:
+        """Whether the calling thread has the executor's context current."""
+
+    def wait(self, stream: TicketedStream, ticket: int) -> Awaitable[None]:
+        """Return an object to await on the calling loop until a ticket may be reached."""
+
+    def sleep_until_done(self, stream: TicketedStream, then: Callable[[bool], object]) -> bool:
+        """Have a thread block until the stream's event is done, and tell `then` whether it is."""
+
+
+class TicketedStream:
+    """A stream, and the word that its tickets are written to.
+
+    Tickets are issued, and written, in one order. `issued` runs ahead of `submitted` while a
+    thread of an executor still has to submit.
+
+    Args:
+        stream: where the work goes.
+        event: of the stream's context.
+        word: one element of pinned memory, as 32-bit unsigned.
+        address: the same word, for the device.
+        release: takes the word back on `close`.
+        first: the ticket before the first (for tests of the wrap).
+    """
+
+    __slots__ = (
+        "_release",
+        "_submit_waiters",
+        "_write",
+        "event",
+        "first_uses",
+        "health",
+        "issued",
+        "kept",
+        "last_reached",
+        "launch_errors",
+        "owner",
+        "stream",
+        "submitted",
+        "word",
+    )
+
+    def __init__(
+        self,
+        stream: Stream,
+        event: Event,
+        word: memoryview[int],
+        address: int,
+        release: Callable[[], None],
+        first: int = 0,
+    ) -> None:
+        self.stream = stream
+        self.word = word
+        word[0] = first & MASK
+        self._release = release
+        #: The device's: after its end no ticket is reached.
+        self.health = stream.context.health
+        #: While not empty, a driver call for this stream may wait, except writing a ticket: an
+        #: event loop makes none then (`kernels.Loader`).
+        self.first_uses = stream.context.loader.first_uses
+        #: Recorded behind the work, to block a thread or to order another stream behind it.
+        self.event = event
+        self.issued = self.submitted = first
+        #: A ticket that was seen to be reached: no earlier one is read again.
+        self.last_reached = first
+        self.owner: StreamOwner | None = None
+        #: Threads that wait until a ticket is submitted.
+        self._submit_waiters: list[tuple[int, Mailbox[None]]] = []
+        #: (up to which ticket, object): memory of other libraries that work here uses.
+        self.kept: deque[tuple[int, object]] = deque()
+        #: Failed references of simulated kernels, each with the ticket behind its launch. Those of
+        #: jobs that nothing asks stay, so their number is bounded.
+        self.launch_errors: deque[tuple[int, Exception]] = deque(maxlen=64)
+        stream.context.driver.report_reference_errors(stream.handle, self._launch_failed)
+        self._write = self._bind(address)
+        stream.context.primary.order_before[stream.address] = self.order_before
+
+    def _bind(self, address: int) -> Callable[[int], None]:
+        return self.stream.context.driver.bind_mark(self.stream.handle, address)
+
+    def issue(self) -> int:
+        """Return the next ticket, for work about to be submitted."""
+        self.issued = ticket = self.issued + 1
+        return ticket
+
+    def mark(self, ticket: int) -> None:
+        """Have the stream write a ticket behind its work."""
+        self._write(ticket & MASK)
+        self.submitted = ticket
+        if self._submit_waiters:
+            self.wake_submit_waiters()
+
+    def mark_here(self, ticket: int) -> None:
+        """Write a ticket from the host: only for a stream without work."""
+        self.word[0] = ticket & MASK
+        self.submitted = ticket
+        if self._submit_waiters:
+            self.wake_submit_waiters()
+
+    def reached(self, ticket: int) -> bool:
+        """Whether the work of a ticket is done, and everything before it.
+
+        Not before `submitted` says so, which another thread sets after writing the ticket: after
+        awaiting everything, a caller finds everything submitted.
+        """
+        if ticket <= self.last_reached:
+            return True
+        written = self.word[0]  # read before `issued`, so that it is never ahead of that
+        issued = self.issued
+        if ticket > self.submitted or ticket > issued - ((issued - written) & MASK):
+            return False
+        self.last_reached = ticket  # another thread may set an earlier one after this: also true
+        return True
+
+    def has_submitted(self, ticket: int) -> bool:
+        """Whether the work of a ticket is on the stream, so that an event can record it.
+
+        For a ticket not issued yet (a bound launch's next one): whether all before it is.
+        """
+        return self.submitted >= min(ticket, self.issued)
+
+    def wait_until_submitted(self, ticket: int) -> None:
+        """Block until a ticket is submitted, or the device is lost. Not on a loop's thread.
+
+        Tickets are issued in one order over all streams, and a thread that submits waits for
+        earlier ones only: so threads never wait in a circle.
+        """
+        passed: Mailbox[None] = self.stream.context.driver.create_mailbox()
+        self._submit_waiters.append((ticket, passed))
+        self.wake_submit_waiters()  # the ticket may have been submitted just before
+        passed.get()
+
+    def wake_submit_waiters(self) -> None:
+        """Wake each thread whose ticket is submitted, or never will be."""
+        for entry in tuple(self._submit_waiters):
+            if self.health.is_over or self.has_submitted(entry[0]):
+                with suppress(ValueError):  # another thread removed it at the same time
+                    self._submit_waiters.remove(entry)
+                    entry[1].put(None)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every ticket issued is reached."""
+        return self.reached(self.issued)
+
+    def check_capture(self) -> None:
+        """Refuse to order work behind a capture, which would draw that work into it.
+
+        Raises:
+            InvalidRequest: the stream is capturing.
+        """
+        if self.stream.context.driver.is_capturing(self.stream.handle):
+            raise InvalidRequest(
+                "a buffer is in use by a partition whose stream is capturing: end the capture first"
+            )
+
+    def order_behind(self, other: TicketedStream) -> None:
+        """Have later work here wait for everything submitted to another stream so far."""
+        driver = self.stream.context.driver
+        driver.record_event(other.event.handle, other.stream.handle)
+        driver.wait_event(self.stream.handle, other.event.handle)
+
+    def order_before(self, address: int) -> None:
+        """Have later work on a stream of any library wait for everything submitted here so far.
+
+        Raises:
+            InvalidRequest: this stream is capturing.
+        """
+        if address != self.stream.address:
+            self.check_capture()
+            driver = self.stream.context.driver
+            driver.record_event(self.event.handle, self.stream.handle)
+            with any_current(self.stream.context.primary):
+                driver.wait_event(driver.foreign_stream(address), self.event.handle)
+
+    def keep(self, ticket: int, thing: object) -> None:
+        """Keep an object alive until a ticket is reached: until `release_kept` finds it so."""
+        self.kept.append((ticket, thing))
+
+    def release_kept(self) -> None:
+        """Release what was kept for work that is done. From any thread."""
+        with suppress(IndexError):  # another thread releases at the same time
+            for _ in range(len(self.kept)):
+                kept = self.kept.popleft()
+                if not self.reached(kept[0]):
+                    self.kept.append(kept)
+
+    def _launch_failed(self, error: Exception) -> None:
+        """Keep a failed reference for the job whose ticket is written next."""
+        written = self.word[0]  # read before `issued`, so that it is never ahead of that
+        issued = self.issued
+        self.launch_errors.append((issued - ((issued - written) & MASK) + 1, error))
+
+    def take_launch_error(self, ticket: int) -> Exception | None:
+        """Return the failed reference behind which a reached ticket was written, once."""
+        for entry in tuple(self.launch_errors):
+            if self._is_behind(ticket, entry[0]):
+                self.launch_errors.remove(entry)
+                return entry[1]
+        return None
+
+    def _is_behind(self, ticket: int, next_ticket: int) -> bool:
+        return ticket == next_ticket
+
+    def close(self) -> None:
+        """Destroy its event and its stream, which has no work left. May block.
+
+        An old job or buffer that still asks reads a private word: the shared one is used again.
+        """
+        self.word = _private_word(self.issued)
+        self.kept.clear()
+        self.stream.context.primary.order_before.pop(self.stream.address, None)
+        run_all((self.event.close, self.stream.close, self._release))
+
+
+class EventTicketedStream(TicketedStream):
+    """A ticketed stream for a driver whose streams cannot write words: events stand for tickets.
+
+    Each look costs an event query, and a query can spoil another library's capture: so the
+    thread's capture mode is relaxed around it.
+    """
+
+    #: Tickets in flight at most; each has an event of its own, created beforehand.
+    DEPTH: ClassVar[int] = 64
+
+    __slots__ = ("_lock", "_pending", "_ring")
+
+    def __init__(self, stream: Stream, event: Event, first: int = 0) -> None:
+        self._ring: list[Event] = []
+        with ExitStack() as undo:
+            for _ in range(self.DEPTH):
+                self._ring.append(Event(stream.context))
+                undo.callback(self._ring[-1].close)
+            undo.pop_all()
+        self._pending: deque[int] = deque()
+        self._lock = threading.Lock()  # loops of several threads may look
+        super().__init__(stream, event, _private_word(first), 0, lambda: None, first)
+
+    def _bind(self, address: int) -> Callable[[int], None]:  # noqa: ARG002  no word to write
+        driver, handle = self.stream.context.driver, self.stream.handle
+
+        def write(ticket: int) -> None:
+            driver.record_event(self._event_of(ticket).handle, handle)
+            self._pending.append(ticket)
+
+        return write
+
+    def mark_here(self, ticket: int) -> None:
+        """Write a ticket from the host: the events before it are done."""
+        with self._lock:
+            self._pending.clear()
+            super().mark_here(ticket)
+
+    def reached(self, ticket: int) -> bool:
+        """Whether the work of a ticket is done; asks the driver where that is not known yet."""
+        if not super().reached(ticket):
+            with suppress(CUDAError):  # the poller's sweep reports a device fault, not this call
+                self._look()
+        return super().reached(ticket)
+
+    def _look(self) -> None:
+        driver = self.stream.context.driver
+        before = driver.exchange_capture_mode(CaptureMode.RELAXED)
+        try:
+            with self._lock:
+                while self._pending and driver.query_event(self._event_of(self._pending[0]).handle):
+                    self.word[0] = self._pending.popleft()
+        finally:
+            driver.exchange_capture_mode(before)
+
+    def _is_behind(self, ticket: int, next_ticket: int) -> bool:
+        return ticket >= next_ticket  # the word is only as new as the last look
+
+    def _event_of(self, ticket: int) -> Event:
+        return self._ring[ticket % self.DEPTH]
+
+    def close(self) -> None:
+        """Destroy its events and its stream."""
+        self._pending.clear()
+        run_all((*(event.close for event in self._ring), super().close))
 
 
 class TicketMemory:
     """Pinned words for tickets, each on a cache line of its own. For one thread at a time."""
 
-    def __init__(self, primary: StreamOwner) -> None:
+    def __init__(self, primary: StreamContext) -> None:
         self._primary = primary
-        #: Whether streams write them; `try_writing` finds out.
-        self.are_written = True
+        #: Whether streams write words; `probe_stream_writes` finds out.
+        self.stream_writes = True
         self._pages: list[HostMemory] = []
-        #: One list for life: tracks give their words back to it.
+        #: One list for life: streams return their words to it.
         self._free: list[tuple[memoryview[int], int]] = []
 
     def _take(self) -> tuple[memoryview[int], int]:
@@ -48,19 +337,19 @@ class TicketMemory:
             ]
         return self._free.pop()
 
-    def create_track(self, context: StreamOwner) -> TicketedStream:
-        """A new stream of a context, and the tickets of its work. May block."""
+    def create_stream(self, context: StreamContext) -> TicketedStream:
+        """Create a stream of a context, with the word for its tickets. May block."""
         with ExitStack() as undo:
             stream = Stream(context)
             undo.callback(stream.close)
             event = Event(context)
             undo.callback(event.close)
-            track = self._track(stream, event)
+            ticketed = self._ticketed(stream, event)
             undo.pop_all()
-        return track
+        return ticketed
 
-    def _track(self, stream: Stream, event: Event) -> TicketedStream:
-        if not self.are_written:
+    def _ticketed(self, stream: Stream, event: Event) -> TicketedStream:
+        if not self.stream_writes:
             return EventTicketedStream(stream, event)
         word, address = taken = self._take()
         give_back = partial(self._free.append, taken)
@@ -70,29 +359,34 @@ class TicketMemory:
             give_back()
             raise
 
-    def try_writing(self, context: StreamOwner) -> None:
-        """Finds out, once, whether streams of a context write words; else events stand for them.
+    def probe_stream_writes(self, context: StreamContext) -> None:
+        """Find out, once, whether streams of a context write words; else events stand for them.
 
-        A driver may have the call and refuse it (virtual GPUs), or not do it. Blocks.
+        A driver may offer the call and refuse it (virtual GPUs), or not do it. Blocks.
         """
-        self.are_written = context.driver.supports(Feature.WRITE_VALUE)
-        if not self.are_written:
+        self.stream_writes = context.driver.supports(Feature.WRITE_VALUE)
+        if not self.stream_writes:
             return
-        track = self.create_track(context)
+        ticketed = self.create_stream(context)
         try:
-            track.mark(track.issue())
-            track.stream.sync()
-            self.are_written = track.is_idle
+            ticketed.mark(ticketed.issue())
+            ticketed.stream.sync()
+            self.stream_writes = ticketed.is_idle
         except DeviceFault:
             raise
         except CUDAError:
-            self.are_written = False
+            self.stream_writes = False
         finally:
-            track.close()
+            ticketed.close()
 
     def close(self) -> None:
-        """Ends all pages, also where one cannot be. May block."""
+        """Free all pages, also where freeing one fails. May block."""
         self._free.clear()
         pages, self._pages = self._pages, []
         with self._primary.entered():
             run_all(partial(self._primary.driver.free_host, page) for page in pages)
+
+
+def _private_word(ticket: int) -> memoryview[int]:
+    """Return a word that no stream writes."""
+    return memoryview((ctypes.c_uint32 * 1)(ticket & MASK)).cast("B").cast("I")
