@@ -33,7 +33,7 @@ from benchmarks.lib.timing import Comparison, Row, Work, compare, table
 from benchmarks.micro.launch import BURST
 from greensched import Buffer, Partition, Pool
 from greensched import driver as drivers
-from greensched.device.launch import KernelArguments
+from greensched.device.arguments import KernelArguments
 from greensched.driver.interface import Driver
 from greensched.kernels import saxpy
 

@@ -99,15 +99,15 @@ class OnStream:
             self._plans.append(
                 PreparedLaunch(stream, launch.config, launch.kernel, handle, arguments)
             )
-        self._fires = [plan.fire for plan in self._plans]
+        self._launches = [plan.launch for plan in self._plans]
         self._mark = driver.bind_mark(stream.handle, word.address)
         self._word = memoryview(word.array)
         self._started = None if started is None else memoryview(started.array)
         self._submitted = 0
 
     def _submit(self) -> int:
-        for fire in self._fires:
-            fire()
+        for launch in self._launches:
+            launch()
         self._submitted += 1
         self._mark(self._submitted)
         return self._submitted

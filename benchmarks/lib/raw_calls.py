@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from greensched import Buffer, LaunchConfig, Pool
-from greensched.device.launch import KernelArguments
+from greensched.device.arguments import KernelArguments
 from greensched.driver.interface import Driver
 from greensched.kernels import saxpy
 

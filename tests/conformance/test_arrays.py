@@ -338,15 +338,15 @@ def refusing() -> object:
 
 
 REFUSED: list[tuple[str, Callable[[Buffer], Any]]] = [
-    ("is in no CUDA device's memory.*p.upload", lambda b: np.ones(8, np.float32)),
+    ("is not in device memory.*p.upload", lambda b: np.ones(8, np.float32)),
     ("is not contiguous", lambda b: Shown(b, strides=(8,))),
     ("masked", lambda b: Shown(b, mask=np.ones(8))),
     ("big-endian", lambda b: Shown(b, typestr=">f4")),
-    ("not as agreed", lambda b: Shown(b, typestr="what")),
+    ("malformed", lambda b: Shown(b, typestr="what")),
     ("stream 0", lambda b: Shown(b, stream=0)),
     ("consumed already", lambda b: Lent(b, capsule=consumed(b))),
-    ("no capsule", lambda b: Lent(b, capsule=lambda: 3)),
-    ("not handed out by its library: requires grad", lambda b: Lent(b, capsule=refusing)),
+    ("not a capsule", lambda b: Lent(b, capsule=lambda: 3)),
+    ("not exported by its library: requires grad", lambda b: Lent(b, capsule=refusing)),
 ]
 
 

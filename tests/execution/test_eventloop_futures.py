@@ -48,7 +48,7 @@ def run(request: pytest.FixtureRequest) -> Callable[..., Any]:
 
 def looking() -> CompletionPoller:
     """The running loop's, of no pool."""
-    return CompletionPoller(current_adapter(), simulated.open(DEVICE), print, lambda: 0.0)
+    return CompletionPoller(current_adapter(), simulated.open(DEVICE), lambda: 0.0)
 
 
 async def waiting(waiter: Awaitable[None], log: list[str], name: str = "it") -> None:

@@ -74,7 +74,7 @@ def test_an_upload_without_room_gives_its_slot_back() -> None:
             taken = [slots.take() for _ in range(SLOTS)]
             assert all(taken)
             for slot in filter(None, taken):
-                slots.put_now(slot)
+                slots.release(slot)
 
     anyio.run(main)
     driver.close()

@@ -35,10 +35,10 @@ class StreamOwner(Protocol):
     def is_entered(self) -> bool:
         """Whether the calling thread has the executor's context current."""
 
-    def wait(self, stream: TicketedStream, ticket: int) -> Awaitable[None]:
+    def wait(self, stream: TicketedStream, ticket: int) -> Awaitable[object]:
         """Return an object to await on the calling loop until a ticket may be reached."""
 
-    def sleep_until_done(self, stream: TicketedStream, then: Callable[[bool], object]) -> bool:
+    def wait_for_event(self, stream: TicketedStream, then: Callable[[bool], object]) -> bool:
         """Have a thread block until the stream's event is done, and tell `then` whether it is."""
 
 

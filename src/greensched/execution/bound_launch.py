@@ -9,14 +9,13 @@ from greensched._asynclib import get_ident
 from greensched.device.buffers import Buffer, PinnedBuffer, Use
 from greensched.device.foreign_arrays import ForeignArray
 from greensched.device.launch import PreparedLaunch
-from greensched.device.streams import MASK, TicketedStream
+from greensched.device.tickets import MASK, TicketedStream
 from greensched.errors import (
     CUDAError,
     DeviceFault,
     DeviceLost,
     PartitionClosed,
     WouldBlock,
-    too_late,
     wrong_thread,
 )
 from greensched.execution.jobs import Job
@@ -122,7 +121,7 @@ class BoundLaunch:
                 self._launch_deferred()
                 return
         try:
-            self._prepared.fire()
+            self._prepared.launch()
         except CUDAError as error:
             self._failed(error)
         lease.launches_without_ticket += 1
@@ -139,7 +138,7 @@ class BoundLaunch:
         full = (issued - stream.word[0]) & MASK >= lease.executor.depth
         if full or stream.submitted != issued or stream.first_uses or self._must_defer():
             return self._launch_deferred()
-        return lease.submit_now(self._prepared.fire, self._name, issued + 1)
+        return lease.submit_now(self._prepared.launch, self._name, issued + 1)
 
     def set(self, index: int, value: object) -> None:
         """Patch one argument, for later launches.
@@ -200,7 +199,7 @@ class BoundLaunch:
         for buffer, _ in self._arguments.buffers.values():
             buffer.unbind(self, ticket)
         self._cache, self.track = self._lease.executor.cache, self._lease.launch_stream
-        self._prepared = self._prepared.on(self.track.stream)
+        self._prepared = self._prepared.with_stream(self.track.stream)
         self._elsewhere.clear()
         reasons = {Reason.MOVED}
         if self._prepared.kernel not in self._cache.loaded:
@@ -221,7 +220,7 @@ class BoundLaunch:
         buffer.bind(self, write=write)
 
     def _add_uses(self, buffer: Buffer | PinnedBuffer | ForeignArray, *, write: bool) -> None:
-        self._elsewhere.update(buffer.before(self.track, write=write))
+        self._elsewhere.update(buffer.dependencies(self.track, write=write))
         if self._elsewhere:
             self._slow_reasons.add(Reason.USED_ELSEWHERE)
 
@@ -235,8 +234,8 @@ class BoundLaunch:
         """See to every reason before the next launch; those that last are kept."""
         reasons = self._slow_reasons
         if Reason.CLOSED in reasons:
-            if self.track.fault is not None:
-                raise too_late(self.track.fault)
+            if self.track.health.is_over:
+                raise self.track.health.error()
             raise PartitionClosed("the partition of this bound launch")
         self._lease.check_capture()
         for buffer, write in self._arguments.buffers.values():
@@ -272,8 +271,8 @@ class BoundLaunch:
 
     def _check_room(self) -> None:
         if not self._lease.may_launch_bound():
-            if self.track.fault is not None:
-                raise DeviceLost(self.track.fault)
+            if self.track.health.is_over:
+                raise self.track.health.error()
             raise WouldBlock("too many launches are in flight: `await p.drain()` first")
 
     def _launch_deferred(self) -> Job[None]:
@@ -287,14 +286,14 @@ class BoundLaunch:
         self._slow_reasons.discard(Reason.USED_ELSEWHERE)
 
         def step(_: int) -> None:
-            twin.fire()
+            twin.launch()
             loaded.add(twin.kernel)
 
         return lease.submit(self._name, step, uses, may_block=True)
 
     def _failed(self, error: CUDAError) -> NoReturn:
         if isinstance(error, DeviceFault):
-            self._lease.executor.host.device_failed(error)
+            self._lease.executor.health.fail(error)
             raise DeviceLost(error) from None
         raise error
 

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from greensched.device.streams import TicketedStream
+from greensched.device.tickets import TicketedStream
 from greensched.driver.interface import Driver
 from greensched.errors import CUDAError, DeviceFault
 from greensched.execution.eventloop.base import LoopAdapter, Waiter
@@ -85,7 +85,6 @@ class CompletionPoller:
     Args:
         loop: the loop.
         driver: the pool's.
-        device_failed: called with a device fault, once or more often.
         on_queue_tick: called while requests of this loop are queued; returns after how many
             seconds it is to be called again.
     """
@@ -94,7 +93,6 @@ class CompletionPoller:
         self,
         loop: LoopAdapter,
         driver: Driver,
-        device_failed: Callable[[BaseException], None],
         on_queue_tick: Callable[[], float],
     ) -> None:
         self.loop = loop
@@ -103,7 +101,6 @@ class CompletionPoller:
         self.waiting = 0
         self._driver = driver
         self._policy = PollPolicy(driver.spin_budget)
-        self._device_failed = device_failed
         self._on_queue_tick = on_queue_tick
         self._queue_tick_due = 0.0
         #: Pieces of work that threads have to do for this loop.
@@ -275,14 +272,16 @@ class CompletionPoller:
         progressed = self._on_device = False
         for stream, pending in tuple(self.pending.items()):
             entries = pending.entries
-            while entries and (stream.fault is not None or stream.reached(entries[0][0])):
+            while entries and (stream.health.is_over or stream.reached(entries[0][0])):
                 progressed = True
                 _, callback, waiter = entries.popleft()
                 if callback is not None:
                     callback()
                 elif waiter is not None:
                     self._reached.append(waiter)
-            if not entries and (stream.fault is not None or stream.reached(stream.issued)):
+            if stream.kept and stream.reached(stream.kept[0][0]):
+                stream.release_kept()
+            if not entries and (stream.health.is_over or stream.reached(stream.issued)):
                 self.pending.pop(stream, None)
             elif entries and entries[0][0] <= stream.submitted:
                 self._on_device = True
@@ -325,7 +324,7 @@ class CompletionPoller:
                 self.kick_threadsafe()
 
         pending.thread_waits = True
-        if not stream.crew.wait_for_event(stream, event_reached):
+        if stream.owner is None or not stream.owner.wait_for_event(stream, event_reached):
             pending.thread_waits = False  # the safety poll sees the ticket
 
     def _record(self, stream: TicketedStream, pending: PendingStream) -> None:
@@ -347,7 +346,7 @@ class CompletionPoller:
             if self._driver.is_capturing(handle):  # begun meanwhile, by the worker thread
                 return
         except DeviceFault as fault:
-            self._device_failed(fault)
+            stream.health.fail(fault)
         except CUDAError as error:  # then no thread waits: the safety poll sees the ticket
             logger.debug("an event could not be recorded: %s", error)
         else:
@@ -369,6 +368,6 @@ class CompletionPoller:
         except CUDAError as error:
             # A fault of a newer driver's status is no `DeviceFault`; a capture's is harmless.
             if error.status not in CAPTURE_STATUSES and error.status != NOT_RECORDED:
-                self._device_failed(error)
+                stream.health.fail(error)
         finally:
             self._driver.exchange_capture_mode(before)

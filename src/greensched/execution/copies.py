@@ -71,7 +71,7 @@ def upload(lease: Lease, array: npt.ArrayLike, tell: ProgressCallback | None) ->
             buffer = memory.allocate(source.shape, source.dtype, track, ticket, allowance)
         except BaseException:
             if slot is not None:
-                lease.device_memory.slots.put_now(slot)
+                lease.device_memory.slots.release(slot)
             raise
         try:
             _fill(lease, buffer, source, slot, ticket, _moved(progress))
@@ -148,7 +148,7 @@ def download(
             progress.finish()
 
     job = lease.submit("download", begin, [(buffer, False)])
-    _finish(lease, job, end, lambda: slots.put_now(slot))
+    _finish(lease, job, end, lambda: slots.release(slot))
     return job
 
 
@@ -261,7 +261,7 @@ def _fill(
                 buffer.address, slot.address, source.nbytes, track.stream.handle
             )
     finally:
-        slots.put(slot, track, ticket)
+        slots.release_after(slot, track, ticket)
 
 
 def _copy_buffer(
@@ -275,14 +275,14 @@ def _copy_buffer(
         return lease.submit("copy", lambda _: None, uses)
     may_block = progress is not None
     if far is not None:
-        may_block = may_block or not far.memory.admits(lease.ordinal)
+        may_block = may_block or not far.memory.peer_enabled(lease.ordinal)
         stream = lease.launch_stream
-        far.memory.visit(stream, stream.issued + 1)  # the ticket that it will be given
+        far.memory.record_peer_use(stream, stream.issued + 1)  # the ticket that it will be given
     moved = _moved(progress)
 
     def step(_: int) -> None:
         with lease.executor.device.primary.entered():
-            if far is not None and not far.memory.admit(lease.ordinal):
+            if far is not None and not far.memory.enable_peer(lease.ordinal):
                 _copy_by_host(lease, far, dst, src, moved)
             elif progress is not None:
                 lease.executor.chunks.in_parts(copy_part, dst.nbytes, moved)
@@ -301,15 +301,15 @@ def _neighbour(lease: Lease, *buffers: DeviceOperand) -> DeviceMemory | None:
     """
     elsewhere: list[Buffer] = []
     for buffer in buffers:
-        if isinstance(buffer, ForeignArray) or buffer.device == lease.ordinal:
+        if isinstance(buffer, ForeignArray) or buffer.device_id == lease.ordinal:
             buffer.check(lease.ordinal)
         else:
-            buffer.check(buffer.device)
+            buffer.check(buffer.device_id)
             elsewhere.append(buffer)
     if not elsewhere:
         return None
-    far = lease.device_memory.neighbours.get(elsewhere[0].device)
-    if len(elsewhere) == 2 or far is None or not elsewhere[0].is_from(far.memory):
+    far = lease.device_memory.neighbours.get(elsewhere[0].device_id)
+    if len(elsewhere) == 2 or far is None or elsewhere[0].memory is not far.memory:
         elsewhere[0].check(lease.ordinal)
     return far
 
@@ -324,7 +324,7 @@ def _copier(
             dst.address + offset, src.address + offset, nbytes, stream
         )
     near, other = (device.primary.handle for device in (lease.executor.device, far.device))
-    is_near = dst.device == lease.ordinal
+    is_near = dst.device_id == lease.ordinal
     into, out_of = (near, other) if is_near else (other, near)
     return lambda offset, nbytes: driver.copy_peer(
         dst.address + offset, into, src.address + offset, out_of, nbytes, stream
@@ -336,7 +336,7 @@ def _copy_by_host(
 ) -> None:
     """Where the hardware has no way between the two."""
     chunks = lease.executor.chunks
-    go = chunks.fetch if dst.device == lease.ordinal else chunks.send
+    go = chunks.copy_from_peer if dst.device_id == lease.ordinal else chunks.copy_to_peer
     go(far.staging, src.address, dst.address, dst.nbytes, moved)
 
 

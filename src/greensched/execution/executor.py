@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from contextvars import Context as ContextVars
 from contextvars import copy_context
@@ -37,8 +37,7 @@ from greensched.device.resources import (
     max_cluster_size,
 )
 from greensched.device.staging import ChunkedCopier, StagingPool
-from greensched.device.streams import EventTicketedStream, TicketedStream
-from greensched.device.tickets import TicketMemory
+from greensched.device.tickets import EventTicketedStream, TicketedStream, TicketMemory
 from greensched.errors import CUDAError, DeviceFault
 from greensched.execution.call_context import CallContext, running_call
 from greensched.execution.completion import CAPTURE_STATUSES, CompletionPoller
@@ -60,8 +59,6 @@ class ExecutorHost(Protocol):
     """What an executor needs of the pool that owns it."""
 
     def current_poller(self) -> CompletionPoller: ...
-
-    def device_failed(self, error: BaseException) -> None: ...
 
 
 class Executor:
@@ -87,6 +84,7 @@ class Executor:
     ) -> None:
         self.device = device
         self.driver = device.driver
+        self.health = device.health
         self.mask = mask
         self.host = host
         self.is_leased = False
@@ -98,8 +96,8 @@ class Executor:
             self.sm_count = sms.sm_count
             #: Blocks of the largest thread-block cluster; 1: no clusters.
             self.max_cluster_size = max_cluster_size(device.compute_capability, sms)
-            self.launch_stream = words.create_track(self.context)
-            self.call_stream = words.create_track(self.context)
+            self.launch_stream = words.create_stream(self.context)
+            self.call_stream = words.create_stream(self.context)
             #: Captures all work of the green context, beyond what has tickets.
             self.context_event = self.context.create_event()
             # Kept here: they outlive their context where that is closed at once.
@@ -132,8 +130,8 @@ class Executor:
         #: Calls that the submit thread has yet to forward: later calls must not overtake them.
         self._calls_to_forward: deque[None] = deque()
         self._scope = self.context.entered(wait=True)
-        self._ownership = self.context.turn
-        self.launch_stream.crew = self.call_stream.crew = self
+        self._ownership = self.context.ownership
+        self.launch_stream.owner = self.call_stream.owner = self
 
     def _thread(self, role: str, context: Context | None = None) -> WorkerThread:
         name = f"greensched {self.device.ordinal}:{self.mask:x} {role}"
@@ -165,16 +163,6 @@ class Executor:
         """
         return self.host.current_poller().wait(stream, ticket)
 
-    def notify_when(
-        self, stream: TicketedStream, ticket: int, callback: Callable[[], object]
-    ) -> None:
-        """Call a function on the running loop's thread once a ticket is reached, or is lost.
-
-        Raises:
-            NoLoop: no loop is running on this thread.
-        """
-        self.host.current_poller().when_reached(stream, ticket, callback)
-
     def create_copy_stream(self) -> None:
         """Make the stream for copies beside the launches, if there is none. Blocks.
 
@@ -185,7 +173,7 @@ class Executor:
             return
         primary = self.device.primary
         with ExitStack() as undo:
-            stream = self._words.create_track(primary)
+            stream = self._words.create_stream(primary)
             undo.callback(stream.close)
             first = primary.create_event()
             undo.callback(first.close)
@@ -193,7 +181,7 @@ class Executor:
             undo.pop_all()
         self.copy_chunks = ChunkedCopier(stream, (first, second), self._staging)
         self._event_wait_threads[stream] = self._thread("copy wait", primary)
-        stream.crew = self
+        stream.owner = self
         self.copy_stream = stream  # last: other threads use it from here on
 
     def wait_for_event(self, stream: TicketedStream, then: Callable[[bool], object]) -> bool:
@@ -208,7 +196,7 @@ class Executor:
                 self.driver.synchronize_event(stream.event.handle)
                 is_done = True
             except DeviceFault as fault:
-                self.host.device_failed(fault)
+                self.health.fail(fault)
             except CUDAError as error:  # the safety poll sees the ticket
                 logger.debug("a thread could not wait for an event: %s", error)
             then(is_done)
@@ -248,7 +236,7 @@ class Executor:
             try:
                 job._stream.mark(job._ticket)
             except CUDAError as error:
-                self.host.device_failed(error)
+                self.health.fail(error)
             poller.thread_work_done_threadsafe()
 
         self._submit_thread.post(submit)
@@ -354,7 +342,7 @@ class Executor:
             else:
                 stream.mark(ticket)
         except CUDAError as error:
-            self.host.device_failed(error)
+            self.health.fail(error)
         call.poller.thread_work_done_threadsafe()
 
     def _has_no_work(self, stream: TicketedStream) -> bool:
@@ -388,15 +376,14 @@ class Executor:
     def _threads(self) -> tuple[WorkerThread, ...]:
         return self._worker, self._submit_thread, *self._event_wait_threads.values()
 
-    def fail(self, error: BaseException) -> None:
-        """Wait for no ticket any more: the device has failed, or the pool is closed."""
+    def wake_submit_waiters(self) -> None:
+        """Wake the threads that wait for a ticket: the use of the device is over."""
         for stream in self.streams:
-            stream.fault = error
-            stream.pass_lagging()
+            stream.wake_submit_waiters()
 
     def close_released(self) -> None:
         """Have released values closed, if the worker runs. From any thread; does not wait."""
-        if self.launch_stream.fault is None:
+        if not self.launch_stream.health.is_over:
             self._worker.submit_if_running(self.locals.close_released)
 
     def close(self) -> None:

@@ -22,7 +22,6 @@ from greensched.errors import (
     InvalidCapture,
     InvalidRequest,
     WrongDevice,
-    too_late,
 )
 from greensched.execution import calls
 from greensched.execution.completion import CAPTURE_STATUSES
@@ -282,7 +281,7 @@ class _CapturedGraph:
     @property
     def is_alive(self) -> bool:
         """Whether there is something to be closed, on a device that works."""
-        return not self.is_closed and self.executor.launch_stream.fault is None
+        return not self.is_closed and not self.executor.launch_stream.health.is_over
 
     @property
     def is_idle(self) -> bool:
@@ -307,8 +306,8 @@ class _CapturedGraph:
         if error is not None:
             self._is_refused = True  # its ticket may come much later, behind what runs there
             raise error
-        if runs.fault is not None:
-            raise too_late(runs.fault)
+        if runs.health.is_over:
+            raise runs.health.error()
         self.executor.launch_stream.order_behind(runs)
 
 

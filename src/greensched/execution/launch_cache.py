@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from greensched.device.arguments import KernelArguments
 from greensched.device.device import Device
-from greensched.device.launch import KernelArguments, LaunchConfig, PreparedLaunch, check_limits
+from greensched.device.launch import LaunchConfig, PreparedLaunch, check_limits
 from greensched.device.streams import Stream
 from greensched.kernels import Kernel
 

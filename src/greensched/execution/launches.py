@@ -6,7 +6,8 @@ that, and submits whatever comes behind it until then.
 
 from __future__ import annotations
 
-from greensched.device.launch import KernelArguments, LaunchConfig, PreparedLaunch, check_launch
+from greensched.device.arguments import KernelArguments
+from greensched.device.launch import LaunchConfig, PreparedLaunch, check_launch
 from greensched.errors import GreenschedError, WouldBlock
 from greensched.execution.jobs import Job
 from greensched.execution.lease import Lease
@@ -30,7 +31,7 @@ def launch(
         return _launch_deferred(lease, config, kernel, args)
     arguments, ticket = prepared.arguments, issued + 1
     if arguments.pack(args, stream, ticket):
-        return lease.submit_now(prepared.fire, kernel.name, ticket)
+        return lease.submit_now(prepared.launch, kernel.name, ticket)
     arguments.fill(args)
     uses = tuple(arguments.buffers.values())
     arguments.buffers.clear()
@@ -38,13 +39,13 @@ def launch(
     if dependencies.unsubmitted:
         return _launch_deferred(lease, config, kernel, args)
     for buffer, write in uses:
-        buffer.note(stream, ticket, write=write)
+        buffer.record_use(stream, ticket, write=write)
     if not dependencies.streams:
-        return lease.submit_now(prepared.fire, kernel.name, ticket)
+        return lease.submit_now(prepared.launch, kernel.name, ticket)
 
     def launch_in_order() -> None:
         dependencies.order_before(stream)
-        prepared.fire()
+        prepared.launch()
 
     return lease.submit_now(launch_in_order, kernel.name, ticket)
 
@@ -89,7 +90,7 @@ def prepare_bound(
             f"kernel {kernel.name!r} was not used on these SMs yet: "
             "`await p.prepare(config, kernel)` first, or give it to Pool(prepare=[...])"
         )
-    return first.having(arguments)
+    return first.with_arguments(arguments)
 
 
 def pack_arguments(
@@ -114,7 +115,7 @@ def _launch_deferred(
     def step(_: int) -> None:
         if kernel not in cache.loaded:
             loader.load(kernel)  # gives it its handle; the launch does the rest
-        cache.create(kernel, config, arguments).fire()
+        cache.create(kernel, config, arguments).launch()
         cache.loaded.add(kernel)
 
     return lease.submit(kernel.name, step, uses, may_block=True)

@@ -21,11 +21,11 @@ from typing import Any, Final, Protocol, TypeVar
 
 from greensched._asynclib import get_ident
 from greensched.device.allocators import DeviceAllocator, PinnedAllocator
-from greensched.device.buffers import MemoryQuota
 from greensched.device.device import Device
+from greensched.device.quota import MemoryQuota
 from greensched.device.staging import StagingPool
 from greensched.device.staging_ring import StagingRing
-from greensched.device.streams import MASK, TicketedStream
+from greensched.device.tickets import MASK, TicketedStream
 from greensched.errors import (
     CUDAError,
     DeviceFault,
@@ -165,7 +165,7 @@ class Lease:
 
     def _update_fast_path(self) -> None:
         """Set the one flag that each submission reads: nothing but thread and room to check."""
-        works = self.executor.launch_stream.fault is None
+        works = not self.executor.launch_stream.health.is_over
         self.fast_path_ok = self.state is LeaseState.OPEN and works and not self.stream_shared
 
     @property
@@ -282,7 +282,7 @@ class Lease:
         inline = self.all_submitted and not must_wait
         ticket = stream.issue()
         for buffer, write in uses:
-            buffer.note(stream, ticket, write=write)
+            buffer.record_use(stream, ticket, write=write)
 
         def ordered_step() -> T:
             dependencies.order_before(stream)
@@ -322,7 +322,7 @@ class Lease:
             finally:
                 stream.mark(ticket)
         except CUDAError as error:
-            executor.host.device_failed(error)
+            executor.health.fail(error)
             raise DeviceLost(error) from None
         self.launches_without_ticket = 0
         poller = self.poller
@@ -388,7 +388,7 @@ class Lease:
     async def wait_for_bound_launches(self) -> None:
         """Wait until a bound launch can be submitted, or never can."""
         stream = self.executor.launch_stream
-        while not self.may_launch_bound() and stream.fault is None:
+        while not self.may_launch_bound() and not stream.health.is_over:
             await self.poller.wait(stream, self._batches[0])
 
     def _batches_in_flight(self) -> int:
@@ -417,7 +417,7 @@ class Lease:
         try:
             self.executor.launch_stream.mark(ticket)
         except CUDAError as error:
-            self.executor.host.device_failed(error)
+            self.executor.health.fail(error)
 
     def close_bound_launches(self) -> None:
         """Refuse further launches of what is bound: the lease ends, or the pool, or is cached."""
@@ -434,11 +434,11 @@ class Lease:
         A cancellation changes nothing.
         """
         executor, stream = self.executor, self.executor.launch_stream
-        while stream.fault is None:
+        while not stream.health.is_over:
             self.ticket_bound_launches()
             for one in executor.streams:
                 last = one.issued
-                while not (one.reached(last) or one.fault is not None):
+                while not (one.reached(last) or one.health.is_over):
                     await self.poller.wait(one, last)
             last = stream.issued
             if self.foreign_work:
@@ -468,7 +468,7 @@ class Lease:
         """Have its bound launches follow from the executor that it had."""
         for bound in self.bound_launches:
             bound.move()
-        before.launch_stream.let_go()
+        before.launch_stream.release_kept()
 
     # -- its end -----------------------------------------------------------------------------------
 
@@ -481,7 +481,7 @@ class Lease:
             and self.reusable
             and not self.failed
             and not stream.launch_errors
-            and (issued == stream.known or issued & MASK == stream.word[0])
+            and (issued == stream.last_reached or issued & MASK == stream.word[0])
             and issued == stream.submitted
             and not stream.kept
             and self.thread == get_ident()
@@ -502,9 +502,9 @@ class Lease:
         self.pending_holder = None
         self.close_bound_launches()
         stream = self.executor.launch_stream
-        if stream.fault is None:
+        if not stream.health.is_over:
             self._end_stream()
-        if stream.fault is not None:
+        if stream.health.is_over:
             self._close()
         elif self._has_last_ticket():
             self._await_last_ticket()
@@ -520,7 +520,7 @@ class Lease:
             try:
                 self.executor.drop_capture(self.executor.launch_stream)
             except CUDAError as error:
-                self.executor.host.device_failed(error)
+                self.executor.health.fail(error)
                 return
         self.ticket_bound_launches()
 
@@ -559,7 +559,7 @@ class Lease:
             stream.mark(ticket)
             self._last_ticket = ticket
         except CUDAError as error:
-            self.executor.host.device_failed(error)
+            self.executor.health.fail(error)
         poller.loop.call_threadsafe(poller.thread_work_done)
         self.poller.loop.call_threadsafe(self._await_last_ticket)
 
@@ -568,7 +568,7 @@ class Lease:
         try:
             self._order_behind_green_context()
         except CUDAError as error:
-            if self.executor.launch_stream.fault is not None:
+            if self.executor.launch_stream.health.is_over:
                 raise
             # A capture is open on a stream of a library: the work outside it can be waited for.
             logger.warning(
@@ -588,7 +588,7 @@ class Lease:
 
     def _await_last_ticket(self) -> None:
         stream, last = self.executor.launch_stream, self._last_ticket
-        if stream.fault is not None or (last is not None and stream.reached(last)):
+        if stream.health.is_over or (last is not None and stream.reached(last)):
             self._close()
         elif last is not None:
             self.poller.when_reached(stream, last, self._close)
@@ -597,7 +597,7 @@ class Lease:
         if self.state is LeaseState.CLOSED:
             return
         self.state = LeaseState.CLOSED
-        self.executor.launch_stream.let_go()
+        self.executor.launch_stream.release_kept()
         for job in self._unfinished:
             job._finalize()
         self._listener.lease_closed(self)

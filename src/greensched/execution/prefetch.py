@@ -88,7 +88,7 @@ class Prefetcher:
         lease.ticket_bound_launches()  # else bound launches have no ticket to wait for
         for buffer in tuple(self._given)[:-1]:
             for track, ticket in buffer.uses():
-                while track in tracks and not (track.reached(ticket) or track.fault is not None):
+                while track in tracks and not (track.reached(ticket) or track.health.is_over):
                     await lease.poller.wait(track, ticket)
         self._close(keep=1)
 

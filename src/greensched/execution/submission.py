@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from greensched.device.buffers import Buffer, PinnedBuffer
 from greensched.device.foreign_arrays import ForeignArray
-from greensched.device.streams import TicketedStream
+from greensched.device.tickets import TicketedStream
 
 #: Buffers that a piece of work uses, each with whether it writes them.
 Uses = Iterable[tuple[Buffer | PinnedBuffer | ForeignArray, bool]]
@@ -52,11 +52,11 @@ def find_dependencies(
     unsubmitted: dict[TicketedStream, int] = {}
     streams: dict[TicketedStream, None] = {}
     for buffer, write in uses:
-        for other, ticket in buffer.before(stream, write=write):
+        for other, ticket in buffer.dependencies(stream, write=write):
             if other.has_submitted(ticket):
                 other.check_capture()
                 streams[other] = None
-            elif other.crew is not stream.crew or copy_stream in (other, stream):
+            elif other.owner is not stream.owner or copy_stream in (other, stream):
                 unsubmitted[other] = max(ticket, unsubmitted.get(other, ticket))
                 streams[other] = None
     return Dependencies(unsubmitted, list(streams))

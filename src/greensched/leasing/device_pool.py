@@ -32,6 +32,7 @@ from greensched.device.staging_ring import StagingRing
 from greensched.device.tickets import TicketMemory
 from greensched.errors import (
     CUDAError,
+    GreenschedError,
     InvalidCombination,
     InvalidRequest,
     PoolClosed,
@@ -125,7 +126,7 @@ class DevicePool:
         """On a green context, as the executors are."""
         context = self.device.create_context(ContextOptions(resources=self.cut.groups[:1]))
         try:
-            self.words.try_writing(context)
+            self.words.probe_stream_writes(context)
         finally:
             context.close()
 
@@ -220,10 +221,10 @@ class DevicePool:
         busy = [repr(executor) for executor in self.busy]
         if is_held:
             busy.append(f"{self.device!r}: an executor is being made")
-        if self.memory.is_visited:
+        if self.memory.is_used_by_peers:
             busy.append(f"{self.device!r}: another device uses its memory")
         if busy:
-            self.fail(PoolClosed("this pool"))
+            self.close_use(lambda: PoolClosed("this pool"))
             self.forget()
             return busy
         steps: list[Callable[[], object]] = [executor.close for executor in self.executors.values()]
@@ -253,11 +254,19 @@ class DevicePool:
         for executor in self.executors.values():
             executor.abandon()
 
-    def fail(self, fault: BaseException) -> None:
-        """After what ends its use: no ticket is waited for any more, and no memory comes back."""
+    def device_failed(self, error: BaseException) -> None:
+        """Record a device fault: no ticket is waited for any more, and no memory comes back."""
+        self.device.health.record(error)
+        self._wake_submit_waiters()
+
+    def close_use(self, closed_by: Callable[[], GreenschedError]) -> None:
+        """End the device's use: its pool was closed over unfinished work, or forked."""
+        self.device.health.close(closed_by)
+        self._wake_submit_waiters()
+
+    def _wake_submit_waiters(self) -> None:
         for executor in self.executors.values():
-            executor.fail(fault)
-        self.memory.fault = self.pinned.fault = fault
+            executor.wake_submit_waiters()
 
 
 def split_device(device: Device, *, fine: bool = False) -> DeviceSplit:

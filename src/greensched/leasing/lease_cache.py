@@ -92,7 +92,7 @@ class LeaseCache:
             return False
         if lease.bound_launches:
             lease.close_bound_launches()
-            lease.launch_stream.let_go()  # of what was bound: it is done
+            lease.launch_stream.release_kept()  # of what was bound: it is done
         granted: list[Request] = []
         with self.lock:
             scheduler, charges, grant = self.scheduler, self._charges, lease.grant

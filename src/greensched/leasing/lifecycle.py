@@ -77,7 +77,7 @@ class PoolLifecycle:
     @property
     def failure(self) -> BaseException | None:
         """The device fault that ended the pool, if one did."""
-        return None if self._manager is None else self._manager.fault
+        return None if self._manager is None else self._manager.failure
 
     @property
     def device_pools(self) -> tuple[DevicePool, ...]:

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Final
 
 from greensched._asynclib import get_ident
-from greensched.device.buffers import MemoryQuota
+from greensched.device.quota import MemoryQuota
 from greensched.driver.interface import Driver
 from greensched.errors import (
     DeadlineExceeded,
@@ -77,7 +77,6 @@ class LeaseManager:
         self.builder = builder
         self.lock = lock
         self.state = PoolState.OPENING
-        self.fault: BaseException | None = None
         self.sites: tuple[DevicePool, ...] = ()
         self.scheduler: Scheduler
         self.leases: set[Lease] = set()
@@ -124,6 +123,8 @@ class LeaseManager:
         update_quotas(self._allowances, services)
         with self.lock:
             self.sites, self.scheduler = tuple(sites), scheduler
+            for site in sites:
+                site.device.health.on_failure = self.device_failed
             if self.state is PoolState.OPENING:  # else it is closed as soon as it is open
                 self.state = OPEN
                 self._parking.start(self.scheduler)
@@ -477,24 +478,29 @@ class LeaseManager:
         door = current_adapter()
         completion = self._completions.get(door)
         if completion is None:
-            completion = CompletionPoller(door, self.driver, self.device_failed, self._tend)
+            completion = CompletionPoller(door, self.driver, self._tend)
             with self.lock:
                 self._completions[door] = completion
             self._adopt(completion)
         self._latest = completion
         return completion
 
+    @property
+    def failure(self) -> BaseException | None:
+        """The first device fault, if there was one."""
+        failures = (site.device.health.failure for site in self.sites)
+        return next((failure for failure in failures if failure is not None), None)
+
     def device_failed(self, fault: BaseException) -> None:
-        """A device fault, met by anybody, on any thread: the first one ends everything."""
+        """End the pool by a device fault. From any thread; only the first one counts."""
         with self.lock:
-            if self.fault is not None or self.state is PoolState.CLOSED:
+            if self.failure is not None or self.state is PoolState.CLOSED:
                 return
-            self.fault = fault
             self.state = PoolState.POISONED
             waiting = self._stop_granting()
             completions = list(self._completions.values())
             for site in self.sites:
-                site.fail(fault)
+                site.device_failed(fault)
             for lease in self.leases:
                 lease.close_bound_launches()
         logger.error("the GPU is unusable until this process is replaced: %s", fault)
@@ -514,8 +520,8 @@ class LeaseManager:
 
     def refusal(self) -> GreenschedError:
         """Why nothing is granted."""
-        if self.fault is not None:
-            return DeviceLost(self.fault)
+        if self.failure is not None:
+            return DeviceLost(self.failure)
         if self.state is FORKED:
             return ForkedPool("this pool")
         return PoolClosed("this pool", self.state.value)
@@ -529,7 +535,7 @@ class LeaseManager:
         self._parking.lock, self._parking.scheduler = self.lock, None
         self._parking.clear()
         for site in self.sites:
-            site.fail(ForkedPool("this pool"))
+            site.close_use(lambda: ForkedPool("this pool"))
         for lease in tuple(self.leases):
             lease.close_bound_launches()
 
@@ -573,7 +579,7 @@ class LeaseManager:
         On the builder, or beside it where it `is_held_up`.
         """
         with self.lock:
-            if self.fault is not None:  # no more CUDA calls: the process is to be replaced
+            if self.failure is not None:  # no more CUDA calls: the process is to be replaced
                 for site in self.sites:
                     site.forget()
                 return [repr(site.device) for site in self.sites]

@@ -20,7 +20,6 @@ from greensched.errors import (
     InvalidRequest,
     PartitionClosed,
     WouldBlock,
-    too_late,
 )
 from greensched.execution import calls, copies, graphs, launches
 from greensched.execution.bound_launch import BoundLaunch
@@ -133,8 +132,8 @@ class Partition(Asker["Partition"]):
         unseen = lease.unretrieved_error
         if unseen is not None:
             raise unseen
-        if lease.launch_stream.fault is not None:
-            raise too_late(lease.launch_stream.fault)
+        if lease.launch_stream.health.is_over:
+            raise lease.launch_stream.health.error()
 
     def _granted(self) -> Lease:
         if self._leased is None:
@@ -537,7 +536,7 @@ class Partition(Asker["Partition"]):
         lease = self._mine()
         lease.check_capture()
         for track in (lease.launch_stream, lease.executor.call_stream):
-            while not lease.has_room(track) and track.fault is None:
+            while not lease.has_room(track) and not track.health.is_over:
                 oldest = track.issued - lease.executor.depth + 1
                 await lease.poller.wait(track, oldest)
         await lease.wait_for_bound_launches()

@@ -116,7 +116,7 @@ class RequestParser:
             service=service or "",
             deadline=checked_deadline(deadline),
             duration=checked_duration(duration),
-            near=None if near is None else near.device,
+            near=None if near is None else near.device_id,
             is_reused=is_reused,
         )
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from greensched.device.buffers import MemoryQuota
+from greensched.device.quota import MemoryQuota
 from greensched.leasing.device_pool import DevicePool
 from greensched.scheduling.scheduler import Scheduler
 from greensched.scheduling.services import ServiceClass
