@@ -29,14 +29,19 @@ PAGE: Final = 4096
 
 
 class StreamOwner(Protocol):
-    """What a ticketed stream belongs to: an executor. Streams of one partition share it."""
+    """The owner of a ticketed stream: an executor. All streams of a partition have the same."""
 
     @property
     def is_entered(self) -> bool:
         """Whether the calling thread has the executor's context current."""
 
     def wait(self, stream: TicketedStream, ticket: int) -> Awaitable[object]:
-        """Return an object to await on the calling loop until a ticket may be reached."""
+        """Return an object to await on the calling loop until a ticket is reached, or is lost."""
+
+    def notify_when(
+        self, stream: TicketedStream, ticket: int, callback: Callable[[], object]
+    ) -> None:
+        """Call a function on the calling loop's thread once a ticket is reached, or is lost."""
 
     def wait_for_event(self, stream: TicketedStream, then: Callable[[bool], object]) -> bool:
         """Have a thread block until the stream's event is done, and tell `then` whether it is."""

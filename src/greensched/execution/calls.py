@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from greensched._asynclib import is_coroutine_function
 from greensched.device.buffers import Buffer, PinnedBuffer
-from greensched.device.streams import TicketedStream
+from greensched.device.tickets import TicketedStream
 from greensched.errors import InvalidRequest, WouldBlock
 from greensched.execution.call_context import hooks
 from greensched.execution.jobs import Job
@@ -40,11 +40,10 @@ def submit_call(
     name = getattr(fn, "__name__", None)  # an object may have any value there
     ticket = stream.issue()
     for buffer, write in uses:
-        buffer.note(stream, ticket, write=write)
+        buffer.record_use(stream, ticket, write=write)
     job: Job[T] = Job(stream, ticket, name if isinstance(name, str) else "run", lease.failed)
     if wrappers:  # the libraries' work may outlast the call
         stream.keep(ticket, given)
-        poller.when_reached(stream, ticket, stream.let_go)
     lease.expect_foreign_work()
     poller.watch(stream)
     lease.executor.call(call, job, poller, where)
@@ -77,9 +76,7 @@ def keep_alive(lease: Lease, things: tuple[object, ...]) -> Job[None]:
     """See `Partition.keep_alive`."""
     lease.check_capture()
     stream = lease.launch_stream
-    job = lease.submit("keep_alive", lambda ticket: stream.keep(ticket, things))
-    lease.poller.when_reached(stream, job._ticket, stream.let_go)
-    return job
+    return lease.submit("keep_alive", lambda ticket: stream.keep(ticket, things))
 
 
 def check_blocking(fn: object) -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from contextvars import Context as ContextVars
 from contextvars import copy_context
@@ -162,6 +162,16 @@ class Executor:
             NoLoop: no loop is running on this thread.
         """
         return self.host.current_poller().wait(stream, ticket)
+
+    def notify_when(
+        self, stream: TicketedStream, ticket: int, callback: Callable[[], object]
+    ) -> None:
+        """Call a function on the running loop's thread once a ticket is reached, or is lost.
+
+        Raises:
+            NoLoop: no loop is running on this thread.
+        """
+        self.host.current_poller().when_reached(stream, ticket, callback)
 
     def create_copy_stream(self) -> None:
         """Make the stream for copies beside the launches, if there is none. Blocks.

@@ -325,8 +325,7 @@ def _spoilt(error: CUDAError) -> InvalidCapture:
     )
 
 
-def _lease_of(p: Any) -> Lease:
+def _lease_of(p: LaunchTarget) -> Lease:
     if not hasattr(p, "_ready"):
         raise InvalidRequest(f"Graph.launch takes a Partition, not {type(p).__name__}: {p!r}")
-    lease: Lease = p._ready()
-    return lease
+    return p._ready()

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Awaitable, Callable, Generator
 from contextlib import suppress
 from contextvars import Context, copy_context
 from functools import partial
 from typing import Any, Generic
 
 from greensched.device.buffers import Closable
-from greensched.device.streams import TicketedStream
-from greensched.errors import WouldBlock, WrongThread, too_late
+from greensched.device.tickets import StreamOwner, TicketedStream
+from greensched.errors import WouldBlock, WrongThread
 from greensched.execution.eventloop import current_adapter, current_trio
-from greensched.execution.eventloop.base import Waiter
 from greensched.typing import T
 
 logger = logging.getLogger("greensched")
@@ -57,7 +56,7 @@ class Job(Generic[T]):
     def done(self) -> bool:
         """Whether it has ended, successfully or not. Does not wait."""
         stream, ticket = self._stream, self._ticket  # what is known needs no call
-        return ticket <= stream.known or stream.reached(ticket) or stream.fault is not None
+        return ticket <= stream.last_reached or stream.reached(ticket) or stream.health.is_over
 
     def cancelled(self) -> bool:
         """Return False: a job cannot be cancelled. `asyncio.wait` asks."""
@@ -73,10 +72,10 @@ class Job(Generic[T]):
             Exception: what the job itself failed with.
         """
         if not self._stream.reached(self._ticket):
-            if self._stream.fault is None:
+            if not self._stream.health.is_over:
                 raise WouldBlock(f"{self!r} is not done: await it")
             self._set_retrieved()
-            raise too_late(self._stream.fault)
+            raise self._stream.health.error()
         if self._stream.launch_errors and self._error is None:
             error = self._stream.take_launch_error(self._ticket)
             if error is not None:
@@ -119,7 +118,7 @@ class Job(Generic[T]):
         if self.done():
             call()
         else:
-            self._stream.crew.notify_when(self._stream, self._ticket, call)
+            self._owner.notify_when(self._stream, self._ticket, call)
 
     def remove_done_callback(self, callback: Callable[[Job[T]], object]) -> int:
         """Remove a function that was added, however often it was; return how often."""
@@ -155,15 +154,20 @@ class Job(Generic[T]):
             waiter = self._next_waiter()
         return self.result()
 
-    def _next_waiter(self) -> Waiter | None:
+    def _next_waiter(self) -> Awaitable[object] | None:
         """Make something to await, and then to call this again; None once the job is done."""
         if self.done():
             return None
-        executor = self._stream.crew
-        if executor.is_entered:
+        owner = self._owner
+        if owner.is_entered:
             raise WrongThread("no `await` inside `with p.context:`: leave that block first")
-        waiter: Waiter = executor.wait(self._stream, self._ticket)
-        return waiter
+        return owner.wait(self._stream, self._ticket)
+
+    @property
+    def _owner(self) -> StreamOwner:
+        owner = self._stream.owner
+        assert owner is not None, "an executor's streams have their owner from the start"
+        return owner
 
     # -- for its lease and its executor ------------------------------------------------------------
 

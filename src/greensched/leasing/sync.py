@@ -30,7 +30,7 @@ from greensched.typing import Size
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
 
-    from greensched.pool import Pool
+    from greensched import Pool
 
 P = ParamSpec("P")
 T = TypeVar("T")
