@@ -34,9 +34,9 @@ from benchmarks.suites import load
 MOST = 1.05
 #: Names of rows as they were, and as they are now.
 RENAMED = {
-    r"eight lanes at once": "eight partitions at once",
-    r"all lanes in turn \| one lane": "all partitions in turn | one",
-    r"lease of a class with a floor": "lease of a class with a reserve",
+    r"eight \w+ at once \|": "eight partitions at once |",
+    r"all \w+ in turn \| one\b[\w ]*": "all partitions in turn | one",
+    r"lease of a class with a \w+": "lease of a class with a reserve",
     r"a job, 64 in flight \| raw launches": "a job, 64 in flight | raw launch + mark",
     r"a client hangs up: SMs free, after its kernel's end": "client disconnects: SMs free after "
     "its kernel's end",

@@ -25,9 +25,9 @@ is pure and answers in one call. Before the packages had their present form this
 * anything else is *direct*: a method of a higher class that no lower class declares, an imported
   function, a hook in a module.
 
-Callbacks and interfaces are printed and allowed. What this method cannot see: who stored a callable
-in an attribute (a lower module could import a higher function and store it itself, which the import
-contract forbids), and calls from C code into C code.
+Callbacks and interfaces are printed and allowed. What this method cannot see: which package stored
+a callable in an attribute (a lower module could import a higher function and store it itself, which
+the import contract forbids), and calls from C code into C code.
 """
 
 from __future__ import annotations
@@ -268,7 +268,7 @@ def _is_value(caller: FrameType, callee: FrameType) -> bool:
         return _held_value(node.func, caller, callee)
     if isinstance(node, ast.Attribute):  # a property
         return node.attr != callee.f_code.co_name
-    # `with`, `await`, `for`, an operator: a method of an object in hand, unless it is no such
+    # `with`, `await`, `for`, an operator: a method of an object, unless it is no such
     # method at all: a destructor, a weak reference's callback.
     name = callee.f_code.co_name
     return not (name.startswith("__") and name.endswith("__")) or name == "__del__"

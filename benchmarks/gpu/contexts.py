@@ -18,12 +18,12 @@ from greensched import driver as drivers
 from greensched.driver.interface import Driver
 from greensched.errors import CUDAError
 
-#: Contexts at the beginning and at the end whose times are given.
+#: Contexts at the beginning and at the end whose median is printed.
 SOME = 64
 
 
 def measure(driver: Driver, most: int, seconds: float) -> dict[str, Any]:
-    """Times in microseconds, memory in MiB each."""
+    """Return times in microseconds, and memory in MiB for each context."""
     with Device(0, driver=driver) as device:
         groups, _ = driver.split_by_count(driver.device_resource(0), None, device.sm_count // 8)
         made: list[tuple[Any, Any]] = []
@@ -59,7 +59,10 @@ def measure(driver: Driver, most: int, seconds: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.contexts", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu.contexts",
+        description="Create green contexts until there are no more.",
+    )
     parser.add_argument("--driver", default="cuda", help="cuda, or a simulated one")
     parser.add_argument("--most", type=int, default=100_000, help="contexts at most")
     parser.add_argument("--seconds", type=float, default=60.0, help="for making them, at most")

@@ -1,24 +1,23 @@
-"""A critical kernel beside one that fills the GPU: partitions, and what else keeps them apart.
+"""A critical kernel beside one that fills the GPU: in partitions, and in other arrangements.
 
 `python -m benchmarks.gpu.isolation [--driver NAME] [--json]`. Not on the stand-in, whose kernels
 take no SMs from each other.
 
-The batch is a product of matrices on every SM its stream has, always several queued. The critical
-kernel is a smaller one, as large as its 16 SMs. Launching, and hearing of the end by a word that
-the stream writes, are the same on all arms; what differs is whose streams they are:
+The batch is a product of matrices on every SM of its stream, always several queued. The critical
+kernel is a smaller one, as large as its 16 SMs. Launching, and seeing the end by a word that the
+stream writes, are the same in all arrangements; they differ in the streams:
 
-* **partitions**: 16 SMs, and the rest of them but 8, by a pool;
+* **partitions**: of a pool, 16 SMs, and the others but 8;
 * **plain streams**, **priority streams**: two streams of the primary context, on every SM; in the
-  second the critical one has the highest priority there is, and the batch the lowest;
-* **cuda.core**: two groups of one split and a green context over each, as its `SMResource.split`
-  makes them;
-* **torch**: two `GreenContext.create`, of as many SMs as the partitions have. Each cuts the device
-  anew, and nothing in torch says that the two are disjoint.
+  second the critical one has the highest priority, and the batch the lowest;
+* **cuda.core**: two groups of one split and a green context over each, by its `SMResource.split`;
+* **torch**: two `GreenContext.create`, of as many SMs as the partitions. Each splits the device
+  anew, and nothing in torch ensures that the two are disjoint.
 
-An arm is measured with its batch and without it, in turns.
+An arrangement is measured with its batch and without it, in turns.
 
-Then dispatch: a kernel that does nothing in a partition, from its submission until a host that only
-looks sees its ticket, while the batch runs on the rest, or does not.
+Then dispatch: a kernel that does nothing in a partition, from its submission until a host that
+polls sees its ticket, with the batch on the other SMs and without it.
 """
 
 from __future__ import annotations
@@ -44,13 +43,12 @@ from greensched.typing import Cost
 
 SMS = 16
 #: Rows of the matrices, and passes over them: 16 blocks for the critical kernel, one for each of
-#: its SMs, and 4096 for the batch, which are several waves on any GPU of today and take
-#: milliseconds.
+#: its SMs, and 4096 for the batch: several waves on any GPU of today, which take milliseconds.
 CRITICAL, BATCH = (128, 16), (2048, 2)
 #: Batch kernels queued while the critical one is measured.
 QUEUED = 4
 ROUNDS, PER_ROUND = 25, 40
-#: SMs that nobody holds, for leases: one cell of today's devices.
+#: SMs that are left free for leases: one cell of today's devices.
 LEFT = 8
 
 nothing = Program('extern "C" __global__ void nothing() {}', name="nothing.cu").kernel("nothing")
@@ -65,7 +63,7 @@ def _nothing_cost(*_: object) -> Cost:
     return Cost(sm_ns=1000)
 
 
-class Marked:
+class MarkedLaunch:
     """A kernel launched on a stream, and a word by which its end is seen."""
 
     def __init__(
@@ -96,47 +94,47 @@ class Marked:
 
 
 @dataclass(slots=True)
-class Arm:
-    """Whose streams they are, and what was measured: with the batch as ours, without as theirs."""
+class Arrangement:
+    """The streams, and what was measured: with the batch as ours, without it as the reference."""
 
     comparison: Comparison
-    critical: Marked
-    batch: Marked
+    critical: MarkedLaunch
+    batch: MarkedLaunch
 
 
-def fill(batch: Marked) -> None:
-    """Has the batch's stream hold its queue."""
+def fill(batch: MarkedLaunch) -> None:
+    """Keep the batch's queue full."""
     while batch.in_flight < QUEUED:
         batch.submit()
 
 
-def one(critical: Marked) -> float:
-    """From the submission until the end is seen."""
+def one(critical: MarkedLaunch) -> float:
+    """Return the seconds from the submission until the end is seen."""
     start = perf_counter()
     critical.submit()
     critical.finish()
     return perf_counter() - start
 
 
-def measure_arm(arm: Arm, *, beside: bool) -> Samples:
+def measure_both(arrangement: Arrangement, *, beside: bool) -> Samples:
     found = []
     for _ in range(PER_ROUND):
         if beside:
-            fill(arm.batch)
-        found.append(one(arm.critical))
-    arm.batch.finish()
+            fill(arrangement.batch)
+        found.append(one(arrangement.critical))
+    arrangement.batch.finish()
     return np.array(found)
 
 
 class Bench:
-    """The streams of every arm, and the memory that their kernels use."""
+    """The streams of every arrangement, and the memory that their kernels use."""
 
     def __init__(self, driver: Driver, pool: Pool, stack: AsyncExitStack) -> None:
         self.driver = driver
         self.pool = pool
         self.stack = stack
         self.device: Device = pool.devices[0]
-        self.arms: list[Arm] = []
+        self.arrangements: list[Arrangement] = []
         self._words = 0
 
     async def __aenter__(self) -> Self:
@@ -156,29 +154,29 @@ class Bench:
             buffer.close()
 
     async def _matrices(self, rows: int, passes: int) -> tuple[Any, ...]:
-        """The arguments of a product."""
+        """Return the arguments of a product."""
         ones = np.ones((rows, rows), np.float32)
         matrices = [await self.p.upload(ones) for _ in range(3)]
         return (*matrices, rows, rows, rows, passes)
 
-    def marked(self, stream: Any, product: tuple[Any, ...]) -> Marked:
+    def marked(self, stream: Any, product: tuple[Any, ...]) -> MarkedLaunch:
         values = KernelArguments(matmul, self.device.ordinal)
         values.fill(product)
         config = LaunchConfig(grid=(product[3] // 32) ** 2, block=256)
         kernel = self.device.loader.loaded(matmul)
         self._words += 1
-        return Marked(self.driver, stream, kernel, config, values, self.word, self._words)
+        return MarkedLaunch(self.driver, stream, kernel, config, values, self.word, self._words)
 
     def add(self, name: str, critical: Any, batch: Any) -> None:
         what = f"{name}: beside the batch | without it"
-        arm = Arm(
+        arrangement = Arrangement(
             Comparison(what), self.marked(critical, self.small), self.marked(batch, self.large)
         )
-        self.arms.append(arm)
+        self.arrangements.append(arrangement)
 
     async def add_all(self) -> None:
         self.add("partitions", self.p.stream.handle, self.rest.stream.handle)
-        await asyncio.to_thread(self._add_others)  # making streams may block
+        await asyncio.to_thread(self._add_others)  # creating streams may block
 
     def _add_others(self) -> None:
         low, high = self._priorities()
@@ -225,27 +223,32 @@ class Bench:
             green.set_context()
             stream = torch.cuda.current_stream()
             green.pop_context()
-            self.stack.callback(lambda *_: None, green, stream)  # kept
+            self.stack.callback(lambda *_: None, green, stream)  # keeps them alive
             streams.append(self.driver.foreign_stream(stream.cuda_stream))
         self.add("torch green contexts", *streams)
 
     def run(self) -> list[Row]:
-        """Rows of the critical kernel, by arms. First launches block: not on a loop's thread."""
+        """Return rows of the critical kernel. First launches block: not on a loop's thread."""
         for number in range(ROUNDS + 1):
-            for arm in self.arms[:: 1 if number % 2 else -1]:
+            for arrangement in self.arrangements[:: 1 if number % 2 else -1]:
                 for beside in (True, False):
-                    found = measure_arm(arm, beside=beside)
+                    found = measure_both(arrangement, beside=beside)
                     if number:  # the first round warms up
-                        side = arm.comparison.ours if beside else arm.comparison.theirs
+                        side = (
+                            arrangement.comparison.ours if beside else arrangement.comparison.theirs
+                        )
                         side.append(found)
         rows = []
-        for arm in self.arms:
-            most = 1.05 if arm is self.arms[0] else None
-            rows += [arm.comparison.row(0.5, "us"), arm.comparison.row(0.99, "us", most=most)]
+        for arrangement in self.arrangements:
+            most = 1.05 if arrangement is self.arrangements[0] else None
+            rows += [
+                arrangement.comparison.row(0.5, "us"),
+                arrangement.comparison.row(0.99, "us", most=most),
+            ]
         return rows
 
     async def dispatch(self) -> list[Row]:
-        """Rows of a kernel that does nothing: in a lease that is held, and with a lease each."""
+        """Return rows of a kernel that does nothing: in a held lease, and with a lease each."""
         config = LaunchConfig(grid=1, block=32)
         bound = self.p.bind(config, nothing)
         batch = self.marked(self.rest.stream.handle, self.large)
@@ -275,9 +278,9 @@ class Bench:
 
 
 async def _dispatched(
-    what: str, beside: Work, alone: Work, batch: Marked, most: float
+    what: str, beside: Work, alone: Work, batch: MarkedLaunch, most: float
 ) -> list[Row]:
-    """Beside the batch, and alone in a lease that is held: the bar is on the difference."""
+    """Measure with the batch, and in a held lease without it: the bar is on the difference."""
     found = Comparison(f"{what}: beside the batch | held, without it")
     for number in range(ROUNDS + 1):
         for side, work, is_beside in (
@@ -300,7 +303,7 @@ async def _dispatched(
 
 
 async def measure(driver: Driver) -> list[Row]:
-    """Of each arm median and p99, beside the batch and without it; then dispatch."""
+    """Return the median and p99 of each arrangement, with the batch and without; then dispatch."""
     async with AsyncExitStack() as stack:
         pool = await stack.enter_async_context(Pool([0], driver=driver, prepare=[matmul, nothing]))
         async with Bench(driver, pool, stack) as bench:
@@ -309,8 +312,10 @@ async def measure(driver: Driver) -> list[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.isolation", description=__doc__)
-    parser.add_argument("--driver", default="cuda", help="cuda, or a simulated one")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu.isolation", description="Measure isolation."
+    )
+    parser.add_argument("--driver", default="cuda", help="cuda, or a simulated one (default: cuda)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args()
     found = asyncio.run(measure(drivers.open(options.driver)))

@@ -1,20 +1,21 @@
-"""The same work on as many SMs by other libraries, and by other ways than a pool.
+"""The same work on as many SMs by other libraries, and without a pool.
 
-Each as its users can write it best; skipped where it is not installed, and on a simulated device:
+Each is written as its users can write it best, and skipped where it is not installed, and on a
+simulated device:
 
-* **cuda.core**: `launch` of a kernel of its own, of the same code, on the stream that is launched
-  on by raw. It packs its arguments each time, as our `launch` does; `bind` did so once.
-* **A callback of the driver's**, which is how numba's `Stream.async_done` wakes the loop, behind a
-  launch whose arguments were packed once. By hand: in numba-cuda 0.30.4 it raises `AttributeError`
-  on every stream.
-* **A split per call**, by FlashInfer's `split_device_green_ctx`: nothing of it is compiled when it
-  is called. Then a launch on its stream, polled. It makes a context and a stream over the group
-  and over the remainder too, and has no call that ends them, so what ends them here (a device has
-  room for some 26,000) is beside the stopwatch. Who asks for the same sizes keeps what was made;
-  this is for who cannot. Where FlashInfer is not installed (it brings gigabytes), the same calls of
-  the driver in the same order, as read in flashinfer-python 0.7.2: device, its SMs, split, then a
-  descriptor, a context and a stream for each part.
-* **torch.cuda.green_contexts**: made beforehand, set for one element-wise operation and popped, an
+* **cuda.core**: `launch` of a kernel object of its own, of the same code, on the stream of the raw
+  calls. It packs its arguments each time, as our `launch` does; `bind` packed them once.
+* **A callback of the driver**, by which numba's `Stream.async_done` wakes the loop, behind a launch
+  that was packed once. The call itself, because numba-cuda 0.30.4 raises `AttributeError` on every
+  stream.
+* **A split per call**, by FlashInfer's `split_device_green_ctx`, which compiles nothing when
+  called; then a launch on its stream, polled. It also creates a context and a stream over the
+  remainder, and has no call that destroys them, so they are destroyed here after the clock is read
+  (a device holds some 26,000). Programs that ask for the same sizes keep them; this is for those
+  that cannot. Where FlashInfer is not installed (it brings gigabytes), the same calls of the driver
+  in the same order, as read in flashinfer-python 0.7.2: device, its SMs, split, then a descriptor,
+  a context and a stream for each part.
+* **torch.cuda.green_contexts**: created before, set for one element-wise operation and popped, an
   event behind it polled, and a semaphore around that: a context is current once. Beside a lease
   with that operation in a block of `greensched.integrations.torch`.
 """
@@ -42,7 +43,7 @@ _HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 async def measure(driver: Driver) -> list[Row]:
-    """Median and p99 of each that is there."""
+    """Return the median and p99 of each that is installed."""
     if driver.name != "cuda":
         return []
     found: list[Comparison] = []
@@ -106,7 +107,7 @@ async def _beside_cuda_core(
     theirs = burst(
         lambda: core.launch(stream, config, kernel, number, address, address, items), end
     )
-    # First what is not bound: a launch on a buffer that a bound one uses must look after its order.
+    # Launches first: one on a buffer that a bound launch uses has to keep its order behind that.
     launches = burst(lambda: p.launch(CONFIG, saxpy, *values), p.keep_alive)
     launched = await compare("launch | cuda.core launch", launches, theirs)
     bound = burst(p.bind(CONFIG, saxpy, *values), p.keep_alive)
@@ -147,7 +148,7 @@ async def _beside_a_split_per_call(driver: Driver, pool: Pool) -> Comparison:
     packed = KernelArguments(saxpy, pool.devices[0].ordinal)
     packed.fill(arguments(buffer))
     geometry = (CONFIG.grid3, CONFIG.block3, 0, packed.address)
-    split, whose = _flashinfer()
+    split, name = _flashinfer()
 
     async def ours() -> None:
         async with pool.partition(SMS) as p:
@@ -165,11 +166,11 @@ async def _beside_a_split_per_call(driver: Driver, pool: Pool) -> Comparison:
         return took
 
     with buffer:
-        return await compare(f"lease, launch, await | {whose}", _once(ours), theirs)
+        return await compare(f"lease, launch, await | {name}", _once(ours), theirs)
 
 
 def _flashinfer() -> tuple[Callable[[], list[int]], str]:
-    """What splits device 0 and gives its streams: FlashInfer, or what it does; and who it is."""
+    """Return a function that splits device 0 and returns its streams, and its name."""
     flashinfer, torch = _library("flashinfer.green_ctx"), _library("torch")
     if flashinfer is not None and torch.cuda.is_available():
         device = torch.device("cuda:0")
@@ -200,7 +201,7 @@ def _as_flashinfer() -> list[int]:
 
 
 def _end(streams: list[int]) -> None:
-    """Ends streams and the green contexts they are of."""
+    """Destroy streams and their green contexts."""
     from cuda.bindings import driver as cuda
 
     for stream in map(cuda.CUstream, streams):

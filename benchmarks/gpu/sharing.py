@@ -1,27 +1,28 @@
-"""Two users on one GPU: W1, W2, W7 and W8, by hand and by greensched. Issue 4, bar 8.
+"""Two users on one GPU: workloads W1, W2, W7 and W8, on streams and by greensched.
 
 `python -m benchmarks.gpu.sharing [--driver cuda|simulated:h200] [--seconds N] [--json FILE]`
 
-What the users do is in `works`, where their work runs in `arms`. The arms, in turns:
+The workloads are in `workloads`, the places where they run in `strategies`. The strategies are
+measured in turns:
 
-* *alone*: the critical user on every SM, and nobody else. *alone, same SMs*: on those of the
-  split. *other alone*: the other user, and nobody else. These are what all ratios are over.
+* *alone*: the critical user alone on every SM. *alone, same SMs*: alone on those of the split.
+  *other alone*: the other user alone. All ratios are over these.
 * *B1*: two streams of the primary context.
 * *B2*: the same, the critical one of the highest priority, the other of the lowest.
-* *B3b*: two green contexts, cut by hand: of all splits the one that a sweep in the same process
-  found best. Best is: the other user's throughput, among the splits with a critical p95 of at most
-  1.3 times that alone; where there is none, the smallest p95. In W8: the smaller of the two users'
-  worse slowdowns.
-* *greensched*: a pool with the classes of `works`, whose critical floor is as large as B3b's part,
-  and a lease for each request, scheduler and all. In W1 also a lease held while it is idle.
+* *B3b*: two green contexts over a fixed split, the best that a sweep in the same process found: the
+  one with the highest throughput of the other user, among those with a critical p95 of at most 1.3
+  times that alone; if there is none, the one with the smallest p95. In W8: the one where the larger
+  slowdown of the two users is smallest.
+* *greensched*: a pool with the workload's classes, the critical reserve as large as B3b's part, and
+  a lease for each request, scheduler included. In W1 also a lease that is held while it is idle.
 
-By hand means: launches packed once, a word in pinned memory that the stream writes behind each
-piece, and a loop that looks at it in every turn. Nothing one writes in Python does it for less. So
-our loop looks in every turn, too (`spin_budget`): the arms differ in where work runs, not in how a
-host waits, which is `waking`'s affair. One loop drives both users in every arm. Requests that were
-due and not begun when a slice ended count with what they had waited by then, so the p99 of an arm
-that cannot keep up is a lower bound; how many they are is printed. The first round is thrown away;
-intervals are the bootstrap's, over rounds.
+On B1 to B3b launches are packed once, the stream writes a word in pinned memory behind each piece,
+and a loop polls it in every turn: nothing that is written in Python costs less. So our loop polls
+in every turn, too (`spin_budget`): the strategies differ in where work runs, not in how a host
+waits, which `micro.completion` measures. One loop drives both users in every strategy. Requests
+that were due and not begun when a slice ended count with the time that they had waited by then, so
+the p99 of a strategy that cannot keep up is a lower bound; their number is printed. The first round
+is thrown away; intervals are bootstrap intervals over rounds.
 """
 
 from __future__ import annotations
@@ -42,17 +43,17 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu.strategies import (
-    Done,
     Held,
     Leased,
     OnStream,
     Place,
-    Raw,
+    Progress,
+    RawStreams,
     Work,
     blocking,
     until,
 )
-from benchmarks.gpu.workloads import KERNELS, WORKLOADS, Workload, Works
+from benchmarks.gpu.workloads import KERNELS, WORKLOADS, Workload, WorkloadLaunches
 from benchmarks.lib.report import Report, clocks
 from benchmarks.lib.timing import Comparison, MachineLoad, Row, Samples, percentile, table
 from greensched import Device, Pool, Stream
@@ -61,36 +62,36 @@ from greensched.driver.interface import Driver
 from greensched.driver.simulated import SimulatedDriver
 
 ROUNDS = 5
-#: Of a workload's time: the sweep's part.
+#: The sweep's part of a workload's time.
 SWEEP = 0.12
-#: A slice at least, and one of the round that is thrown away, in seconds.
+#: The shortest slice, and a slice of the round that is thrown away, in seconds.
 LEAST = 0.1
 WARM = 0.15
-#: What a slice takes besides: changing the classes, the last pieces.
+#: Seconds that a slice takes besides: changing the classes, the last pieces.
 BESIDES = 0.04
-#: Mean pause between two requests of W1: its kernel takes 2 us, and should find any moment.
+#: Mean pause between two requests of W1: its kernel takes 2 us, and should begin at any moment.
 PAUSE = 0.0005
-#: What the sweep allows the critical user, over alone.
+#: The slowdown of the critical user that the sweep allows.
 ALLOWED = 1.3
-#: Launches that are timed together to find how many make a request.
+#: Launches that are timed together, to find how many make a request.
 SOME = 16
-#: Who works without pause ends his segments in so much of what his class says they take: if he is
-#: late once, he gets no loans for a time.
+#: The part of a class's checkpoint interval after which a busy user comes to its checkpoint: a user
+#: that is late once borrows no SMs for a time.
 OF_SEGMENT = 0.6
-#: Issue 4, bar 3.
+#: Of W2: the p99 over that alone on the same SMs and on all SMs, and the other user's throughput.
 BARS = {"same SMs": 1.15, "all SMs": 1.3, "throughput": 0.70}
 
 ALONE, SAME, OTHER = "alone", "alone, same SMs", "other alone"
-BY_HAND = ("B1 plain streams", "B2 priority streams", "B3b best split")
+BASELINES = ("B1 plain streams", "B2 priority streams", "B3b best split")
 
-#: A critical user's and another's place; None: he is not there.
+#: The places of the critical user and the other; None: there is no such user.
 Pair = tuple[Place | None, Place | None]
-Arm = Callable[[], AbstractAsyncContextManager[Pair]]
+Strategy = Callable[[], AbstractAsyncContextManager[Pair]]
 
 
 @dataclass(slots=True)
 class Slice:
-    """What one arm gave in one slice: seconds, pieces a second, requests never begun."""
+    """What was measured in one slice: seconds, pieces a second, requests never begun."""
 
     critical: list[float] = field(default_factory=list)
     other: list[float] = field(default_factory=list)
@@ -100,8 +101,8 @@ class Slice:
 
 
 @dataclass(slots=True)
-class Seen:
-    """An arm's slices."""
+class Measured:
+    """A strategy's slices."""
 
     slices: list[Slice] = field(default_factory=list)
 
@@ -109,23 +110,23 @@ class Seen:
         return [np.array(each.critical) for each in self.slices if each.critical]
 
     def other(self) -> list[Samples]:
-        """Latencies where the other user has requests, else seconds for a piece."""
+        """Return latencies where the other user has requests, else seconds for a piece."""
         found = [each.other or ([1 / each.rate] if each.rate else []) for each in self.slices]
         return [np.array(each) for each in found if each]
 
     def as_dict(self) -> dict[str, Any]:
         parts = {"p50": 0.5, "p95": 0.95, "p99": 0.99, "p99.9": 0.999}
 
-        def told(rounds: list[Samples]) -> dict[str, float]:
+        def percentiles(rounds: list[Samples]) -> dict[str, float]:
             if not rounds:
                 return {}
             return {name: 1e6 * percentile(rounds, part) for name, part in parts.items()}
 
         return {
-            "critical_us": told(self.critical()),
+            "critical_us": percentiles(self.critical()),
             "critical_samples": sum(len(each.critical) for each in self.slices),
             "critical_dropped": sum(each.dropped for each in self.slices),
-            "other_us": told(self.other()),
+            "other_us": percentiles(self.other()),
             "other_sms": sorted({sms for each in self.slices for sms in each.sms}),
             "other_per_s": [each.rate for each in self.slices],
             "critical_p99_us_by_round": [1e6 * percentile([r], 0.99) for r in self.critical()],
@@ -136,7 +137,7 @@ class Seen:
 
 
 class Clients:
-    """The two users, on whatever places an arm gives them."""
+    """The two users, on whatever places a strategy gives them."""
 
     def __init__(self, workload: Workload, driver: Driver) -> None:
         self._workload = workload
@@ -145,21 +146,21 @@ class Clients:
         self.alone = (0.001, 0.001)
 
     async def slice(self, pair: Pair, case: str, seconds: float, seed: int) -> Slice:
-        """Both for so long; ends soon after, with an error if it does not.
+        """Run both users for so many seconds.
 
         Raises:
             TimeoutError: the GPU did not answer.
         """
         critical, other = pair
-        found, done = Slice(), Done()
+        found, done = Slice(), Progress()
         begin = time.perf_counter() + 0.005
         end = begin + seconds
-        # The other user is at work when the first request comes, and until the last is answered.
+        # The other user is busy when the first request comes, and until the last is answered.
         first = begin + 0.1 * seconds if other is not None else begin
         async with asyncio.timeout(2 * seconds + 20), asyncio.TaskGroup() as users:
             if other is not None:
-                if self._workload.other == "churn":
-                    users.create_task(other.churn(end + 0.01, done))
+                if self._workload.other == "keep_busy":
+                    users.create_task(other.keep_busy(end + 0.01, done))
                 else:
                     load = self._workload.cases[case] / self.alone[1]
                     users.create_task(
@@ -179,7 +180,7 @@ class Clients:
 
 
 async def _closed(place: Place, out: list[float], begin: float, end: float, seed: int) -> None:
-    """One request after another, with pauses."""
+    """Make one request after another, with pauses."""
     rng = random.Random(seed)
     await until(begin)
     while time.perf_counter() < end:
@@ -190,7 +191,7 @@ async def _closed(place: Place, out: list[float], begin: float, end: float, seed
 async def _open(
     place: Place, out: list[float], count: Slice, rate: float, begin: float, end: float, seed: int
 ) -> None:
-    """Requests at Poisson times, one at a time, first come, first served."""
+    """Make requests at Poisson times, one at a time, first come, first served."""
     rng = random.Random(seed)
     due = begin
     while (due := due + rng.expovariate(rate)) < end:
@@ -203,14 +204,14 @@ async def _open(
         out.append(time.perf_counter() - due)
 
 
-# -- arms -----------------------------------------------------------------------------------------
+# -- strategies -----------------------------------------------------------------------------------
 
 
 class Bench:
-    """One workload on one driver: its sweep, its arms, its rows.
+    """One workload on one driver: its sweep, its strategies, its rows.
 
     Args:
-        device: of ours, beside the pools', with the streams of what is by hand.
+        device: the device of the baselines' streams, beside the pools'.
     """
 
     def __init__(self, workload: Workload, driver: Driver, device: Device, report: Report) -> None:
@@ -225,76 +226,76 @@ class Bench:
         self.rows: list[Row] = []
 
     async def measure(self, seconds: float) -> None:
-        """The sweep, then all cases in turns; what is found is kept as it is found."""
+        """Sweep, then measure all cases in turns; each figure is reported at once."""
         end = time.perf_counter() + seconds
         self.found["clocks before"] = await blocking(clocks)
-        async with self._opened([]) as (_pool, works):
-            await self._sweep(works, SWEEP * seconds)
+        async with self._opened([]) as (_pool, launches):
+            await self._sweep(launches, SWEEP * seconds)
         services = next(iter(self._workload.variants.values()))(self.split)
-        async with self._opened(services) as (pool, works):
+        async with self._opened(services) as (pool, launches):
             for done, case in enumerate(self._workload.cases):
                 self._report.put(self._workload.name, self.found)
                 if self._report.left < 1:
-                    raise TimeoutError("the time is up: what is left was not measured")
+                    raise TimeoutError("the time is up: the cases left were not measured")
                 left = (end - time.perf_counter()) / (len(self._workload.cases) - done)
-                await self._case(pool, works, case, left)
+                await self._case(pool, launches, case, left)
         self.found["clocks after"] = await blocking(clocks)
         self._report.put(self._workload.name, self.found)
 
     @asynccontextmanager
-    async def _opened(self, services: Any) -> AsyncIterator[tuple[Pool, Works]]:
-        """A pool, and the workload's launches on buffers of it."""
+    async def _opened(self, services: Any) -> AsyncIterator[tuple[Pool, WorkloadLaunches]]:
+        """Provide a pool, and the workload's launches on buffers of it."""
         small = isinstance(self._driver, SimulatedDriver)
         async with Pool([0], driver=self._driver, services=services, prepare=KERNELS) as pool:
             async with pool.partition(8) as p:
-                works = await self._workload.build(p, small)
+                launches = await self._workload.build(p, small)
                 words = [await p.empty_pinned(1, np.uint32) for _ in range(64)]
-            works.critical = list(works.critical) * self._repeats
+            launches.critical = list(launches.critical) * self._repeats
             if self._workload.other == "requests":
-                repeated = {case: list(w) * self._repeats for case, w in works.others.items()}
-                works.others = repeated
+                repeated = {case: list(w) * self._repeats for case, w in launches.others.items()}
+                launches.others = repeated
             self._words = list(words)
             try:
-                yield pool, works
+                yield pool, launches
             finally:
-                for thing in (*works.keep, *words):
+                for thing in (*launches.keep, *words):
                     thing.close()
 
-    def _on(self, stream: Stream, work: Work, works: Works) -> OnStream:
+    def _on(self, stream: Stream, work: Work, launches: WorkloadLaunches) -> OnStream:
         word = self._words.pop()
         word.array[0] = 0
-        return OnStream(stream, work, word, works.started)
+        return OnStream(stream, work, word, launches.started)
 
-    async def _sweep(self, works: Works, seconds: float) -> None:
-        """Finds what a request takes alone, and the best split."""
+    async def _sweep(self, launches: WorkloadLaunches, seconds: float) -> None:
+        """Find what a request takes alone, and the best split."""
         case = self._workload.sweep
-        raw = await blocking(Raw, self._device)
+        raw = await blocking(RawStreams, self._device)
         try:
-            some = list(works.critical) * (SOME if self._workload.request else 1)
-            critical = await blocking(self._on, await blocking(raw.stream), some, works)
+            some = list(launches.critical) * (SOME if self._workload.request else 1)
+            critical = await blocking(self._on, await blocking(raw.stream), some, launches)
             if self._workload.request:
                 one = await self._seconds(critical) / SOME
                 self._repeats = max(1, round(self._workload.request / one))
-                works.critical = list(works.critical) * self._repeats
+                launches.critical = list(launches.critical) * self._repeats
                 if self._workload.other == "requests":
-                    works.others[case] = list(works.others[case]) * self._repeats
-                place = partial(self._on, works=works)
-                critical = await blocking(place, await blocking(raw.stream), works.critical)
+                    launches.others[case] = list(launches.others[case]) * self._repeats
+                place = partial(self._on, launches=launches)
+                critical = await blocking(place, await blocking(raw.stream), launches.critical)
             took = await self._seconds(critical)
             self._clients.alone = (took, took)
-            self.found |= {"launches": len(works.critical), "alone_ms": 1e3 * took}
+            self.found |= {"launches": len(launches.critical), "alone_ms": 1e3 * took}
             each = max(LEAST, seconds / (len(raw.sizes) + 1))
             alone = await self._clients.slice((critical, None), case, each, 1)
             sweep: dict[int, tuple[float, float]] = {}
             for sms in raw.sizes:
                 mine, rest = await blocking(raw.split, sms)
                 pair = (
-                    await blocking(self._on, mine, works.critical, works),
-                    await blocking(self._on, rest, works.others[case], works),
+                    await blocking(self._on, mine, launches.critical, launches),
+                    await blocking(self._on, rest, launches.others[case], launches),
                 )
                 got = await self._clients.slice(pair, case, each, 1)
-                seen = Seen([got])
-                slow, usual = (_p95(each) for each in (seen, Seen([alone])))
+                seen = Measured([got])
+                slow, usual = (_p95(each) for each in (seen, Measured([alone])))
                 sweep[sms] = slow / usual, _p95(seen, of_other=True)
             self.split = _best(sweep, worse_of_both=self._workload.other == "requests")
             self.found |= {
@@ -307,7 +308,10 @@ class Bench:
             await blocking(raw.close)
 
     async def _seconds(self, place: Place) -> float:
-        """Of a request: the least of three medians of ten, for the rate of all arms goes by it."""
+        """Return the seconds of a request: the least of three medians of ten.
+
+        The rate of requests in every strategy depends on it.
+        """
         medians = []
         for _ in range(3):
             took = []
@@ -318,16 +322,18 @@ class Bench:
             medians.append(float(np.median(took)))
         return min(medians)
 
-    async def _case(self, pool: Pool, works: Works, case: str, seconds: float) -> None:
-        raw = await blocking(Raw, self._device)
+    async def _case(
+        self, pool: Pool, launches: WorkloadLaunches, case: str, seconds: float
+    ) -> None:
+        raw = await blocking(RawStreams, self._device)
         try:
-            arms = await self._arms(raw, pool, works, case)
-            seen = {name: Seen() for name in arms}
-            each = max(LEAST, (seconds / len(arms) - WARM - BESIDES) / ROUNDS - BESIDES)
+            strategies = await self._arms(raw, pool, launches, case)
+            seen = {name: Measured() for name in strategies}
+            each = max(LEAST, (seconds / len(strategies) - WARM - BESIDES) / ROUNDS - BESIDES)
             for number in range(ROUNDS + 1):
-                names = list(arms)
+                names = list(strategies)
                 for name in names[number % len(names) :] + names[: number % len(names)]:
-                    async with arms[name]() as pair:
+                    async with strategies[name]() as pair:
                         some = each if number else min(each, WARM)
                         got = await self._clients.slice(pair, case, some, 10 * number)
                     if number:
@@ -338,11 +344,13 @@ class Bench:
         finally:
             await blocking(raw.close)
 
-    async def _arms(self, raw: Raw, pool: Pool, works: Works, case: str) -> dict[str, Arm]:
-        critical, other = works.critical, works.others[case]
+    async def _arms(
+        self, raw: RawStreams, pool: Pool, launches: WorkloadLaunches, case: str
+    ) -> dict[str, Strategy]:
+        critical, other = launches.critical, launches.others[case]
         least, most = await blocking(raw.priorities)
         mine, rest = await blocking(raw.split, self.split)
-        made = partial(blocking, self._on, works=works)
+        made = partial(blocking, self._on, launches=launches)
 
         async def pair(a: Stream, b: Stream) -> Pair:
             return await made(a, critical), await made(b, other)
@@ -351,26 +359,26 @@ class Bench:
         split = await pair(mine, rest)
         high = partial(raw.stream, priority=most)
         low = partial(raw.stream, priority=least)
-        arms: dict[str, Arm] = {
+        strategies: dict[str, Strategy] = {
             ALONE: _always((plain[0], None)),
             OTHER: _always((None, plain[1])),
-            BY_HAND[0]: _always(plain),
-            BY_HAND[1]: _always(await pair(await blocking(high), await blocking(low))),
-            BY_HAND[2]: _always(split),
+            BASELINES[0]: _always(plain),
+            BASELINES[1]: _always(await pair(await blocking(high), await blocking(low))),
+            BASELINES[2]: _always(split),
         }
         if self._workload.same_sms:
-            arms[SAME] = _always((split[0], None))
+            strategies[SAME] = _always((split[0], None))
         for name, classes in self._workload.variants.items():
-            arms[name] = partial(self._leased, pool, works, case, classes(self.split))
+            strategies[name] = partial(self._leased, pool, launches, case, classes(self.split))
         if self._workload.holds:
             (classes,) = self._workload.variants.values()
-            held = partial(self._held, pool, works, case, classes(self.split))
-            arms["greensched, a lease held"] = held
-        return arms
+            held = partial(self._held, pool, launches, case, classes(self.split))
+            strategies["greensched, a lease held"] = held
+        return strategies
 
     @asynccontextmanager
     async def _leased(
-        self, pool: Pool, works: Works, case: str, services: Any
+        self, pool: Pool, launches: WorkloadLaunches, case: str, services: Any
     ) -> AsyncIterator[Pair]:
         pool.reconfigure(services=services)
         segment = next(s.checkpoint_interval for s in services if s.name == "other")
@@ -378,24 +386,24 @@ class Bench:
             pool,
             "other",
             (8, self._device.sm_count),
-            works.others[case],
+            launches.others[case],
             segment=OF_SEGMENT * (segment or 0.010),
         )
-        yield Leased(pool, "critical", self.split, works.critical, works.started), other
+        yield Leased(pool, "critical", self.split, launches.critical, launches.started), other
 
     @asynccontextmanager
     async def _held(
-        self, pool: Pool, works: Works, case: str, services: Any
+        self, pool: Pool, launches: WorkloadLaunches, case: str, services: Any
     ) -> AsyncIterator[Pair]:
         async with (
-            self._leased(pool, works, case, services) as (_, other),
+            self._leased(pool, launches, case, services) as (_, other),
             pool.partition(self.split, service="critical") as p,
         ):
-            yield Held(p, works.critical, works.started), other
+            yield Held(p, launches.critical, launches.started), other
 
     # -- rows -------------------------------------------------------------------------------------
 
-    def _judge(self, case: str, seen: dict[str, Seen]) -> None:
+    def _judge(self, case: str, seen: dict[str, Measured]) -> None:
         alone, other = seen[ALONE].critical(), seen[OTHER].other()
         rows: list[Row] = []
         what_other = "request" if self._workload.other == "requests" else "piece"
@@ -408,7 +416,7 @@ class Bench:
                 what = f"{self._workload.name} {case}, {name} | {over}"
                 rows.append(Comparison(what, a, b).row(part, "us", **bar))
 
-        for name in (*BY_HAND, *ours):
+        for name in (*BASELINES, *ours):
             mine = seen[name]
             judged = name in ours and self._workload.name == "W2"
             add(name, ALONE, 0.5, mine.critical(), alone)
@@ -420,7 +428,7 @@ class Bench:
             bar = {"most": 1 / BARS["throughput"]} if judged else {}
             add(f"{name}: other's {what_other}", OTHER, 0.5, mine.other(), other, **bar)
         for name in ours:
-            for hand in BY_HAND:
+            for hand in BASELINES:
                 add(name, hand, 0.99, seen[name].critical(), seen[hand].critical())
                 add(
                     f"{name}: other's {what_other}",
@@ -434,10 +442,10 @@ class Bench:
             for row in rows
             if row.interval
             and row.interval[0] > 1
-            and any(f"| {hand}" in row.what for hand in BY_HAND)
+            and any(f"| {hand}" in row.what for hand in BASELINES)
         ]
         self.found["cases"][case] = {
-            "arms": {name: each.as_dict() for name, each in seen.items()},
+            "strategies": {name: each.as_dict() for name, each in seen.items()},
             "rows": [row.as_dict() for row in rows],
             "lost": lost,
         }
@@ -451,22 +459,22 @@ class Bench:
         print("\n".join(f"we lose: {what}" for what in lost), flush=True)
 
 
-def _always(pair: Pair) -> Arm:
+def _always(pair: Pair) -> Strategy:
     @asynccontextmanager
-    async def arm() -> AsyncIterator[Pair]:
+    async def strategy() -> AsyncIterator[Pair]:
         yield pair
 
-    return arm
+    return strategy
 
 
-def _p95(seen: Seen, *, of_other: bool = False) -> float:
-    """In seconds; infinite where nothing was done."""
+def _p95(seen: Measured, *, of_other: bool = False) -> float:
+    """Return the p95 in seconds; infinite where nothing was done."""
     found = seen.other() if of_other else seen.critical()
     return percentile(found, 0.95) if found else math.inf
 
 
 def _best(sweep: dict[int, tuple[float, float]], *, worse_of_both: bool) -> int:
-    """The best split, of (slowdown of the critical user, seconds of the other's) for each."""
+    """Return the best split, given (critical slowdown, seconds of the other's piece) of each."""
     if worse_of_both:
         least = min(other for _, other in sweep.values())
         return min(sweep, key=lambda sms: max(sweep[sms][0], sweep[sms][1] / least))
@@ -502,33 +510,41 @@ async def _main(driver: Driver, device: Device, names: list[str], report: Report
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.sharing", description=__doc__)
-    parser.add_argument("--driver", help="cuda, or simulated:h200; else GREENSCHED_DRIVER's")
-    parser.add_argument("--seconds", type=float, default=320)
-    parser.add_argument("--json", type=Path, help="a file, written whenever something is found")
-    parser.add_argument("--only", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu.sharing", description="Measure two users on one GPU."
+    )
+    parser.add_argument("--driver", help="cuda or simulated:h200 (default: GREENSCHED_DRIVER)")
+    parser.add_argument("--seconds", type=float, default=320, help="for all (default: 320)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="written after each step")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=WORKLOADS,
+        default=list(WORKLOADS),
+        help="these workloads (default: all)",
+    )
     options = parser.parse_args()
     return run(options.driver, options.only, Report(options.json, options.seconds))
 
 
 def run(spec: str | None, names: list[str], report: Report) -> int:
-    """Measures the workloads of these names; 1 if a bar was missed, or anything failed."""
-    load = MachineLoad()
+    """Measure the workloads of these names; return 1 if a bar was missed or a workload failed."""
+    machine = MachineLoad()
     driver = drivers.open(spec)
     driver.spin_budget = math.inf
     device = Device(0, driver=driver)
     report.put("device", f"{device.name}, {device.sm_count} SMs, {driver.name}")
     print(report.found["device"], flush=True)
     if isinstance(driver, SimulatedDriver):
-        sys.setswitchinterval(100e-6)  # its GPU is a thread, which a loop that polls would starve
+        sys.setswitchinterval(100e-6)  # the simulated GPU is a thread that a polling loop starves
     with device:
-        pass  # the primary context is made here, not on the loop's thread
+        pass  # the primary context is created here, not on the loop's thread
     rows = asyncio.run(_main(driver, device, names, report))
     device.close()
     driver.close()
-    report.put("machine", str(load))
+    report.put("machine", str(machine))
     failed = [row for row in rows if row.passed is False]
-    print(f"\n{load}\n{len(rows)} rows, {len(failed)} bars missed, ", end="")
+    print(f"\n{machine}\n{len(rows)} rows, {len(failed)} bars missed, ", end="")
     print(f"{len(report.found['errors'])} errors", flush=True)
     return int(bool(failed or report.found["errors"]))
 

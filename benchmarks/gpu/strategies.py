@@ -1,12 +1,12 @@
 """Ways to put two users on one GPU: plain streams, priority streams, a fixed split, and a pool.
 
-A *place* is where one user's work runs. A user is the same program on every place: `request` does
-one request of his and waits for it, `begin` launches one kernel and waits for its start, `churn`
-works without pause. One event loop drives both users everywhere, so that what Python costs is in
-every arm alike.
+A *place* is where one user's work runs. A user is the same program on every place: `request` makes
+one request and waits for it, `begin` launches one kernel and waits for its start, `keep_busy` works
+without pause. One event loop drives both users everywhere, so every strategy pays the same for
+Python.
 
-What is written by hand is the cheapest that can be: launches packed once, a word that the stream
-writes behind each piece, and a loop that looks at the word in every turn.
+On plain streams launches are packed once, the stream writes a word behind each piece, and a loop
+polls the word in every turn: the cheapest that can be written.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from greensched import (
 from greensched.device.arguments import KernelArguments
 from greensched.device.launch import PreparedLaunch
 
-#: Pieces that who works without pause keeps in flight, so that the GPU never waits for the host.
+#: Pieces that a busy user keeps in flight, so that the GPU never waits for the host.
 DEPTH = 2
 
 
@@ -55,15 +55,15 @@ Work = Sequence[Launch]
 
 
 @dataclass(slots=True)
-class Done:
-    """When pieces of who works without pause were seen to be done, in seconds of the host."""
+class Progress:
+    """When the pieces of a busy user were seen to be done, in seconds of the host."""
 
     at: list[float] = field(default_factory=list)
-    #: SMs that he was seen to have, where they change.
+    #: The numbers of SMs that the user had, where they change.
     sms: set[int] = field(default_factory=set)
 
     def rate(self) -> float:
-        """Pieces a second, from the first that was done to the last; 0: there were no two."""
+        """Return pieces a second, from the first done to the last; 0: there were no two."""
         return (len(self.at) - 1) / (self.at[-1] - self.at[0]) if len(self.at) > 1 else 0.0
 
 
@@ -72,24 +72,24 @@ class Place(Protocol):
 
     async def request(self) -> None: ...
     async def begin(self) -> float: ...
-    async def churn(self, until: float, done: Done) -> None: ...
+    async def keep_busy(self, until: float, done: Progress) -> None: ...
 
 
 class OnStream:
-    """A stream of one's own, whatever SMs its context has.
+    """A stream, on the SMs of its context.
 
     Args:
-        stream: where.
-        work: what one request, or one piece, is.
-        word: written by the stream behind each piece.
-        started: set by the kernel of a work that is one, as it begins.
+        stream: the stream.
+        work: the launches of one request, or of one piece.
+        word: the stream writes to it behind each piece.
+        started: the kernel sets it as it begins, if the work is one kernel that does.
     """
 
     def __init__(
         self, stream: Stream, work: Work, word: PinnedBuffer, started: PinnedBuffer | None
     ) -> None:
         loader, driver = stream.context.loader, stream.context.driver
-        # Kept whole: a launch reads its parameters where its plan has them.
+        # Kept whole: a launch reads its parameters in the memory of its plan.
         self._plans = []
         for launch in work:
             arguments = KernelArguments(launch.kernel, stream.context.device_id)
@@ -117,11 +117,11 @@ class OnStream:
             await asyncio.sleep(0)
 
     async def request(self) -> None:
-        """Does one, and waits for it."""
+        """Make one request, and wait for it."""
         await self._wait(self._submit())
 
     async def begin(self) -> float:
-        """Launches one; seconds until its first block was seen to run."""
+        """Launch one; return the seconds until its first block was seen to run."""
         assert self._started is not None
         self._started[0] = 0
         asked = time.perf_counter()
@@ -132,8 +132,8 @@ class OnStream:
         await self._wait(ticket)
         return took
 
-    async def churn(self, until: float, done: Done) -> None:
-        """Does one after another until a time."""
+    async def keep_busy(self, until: float, done: Progress) -> None:
+        """Work without pause until a time."""
         in_flight = deque[int]()
         while time.perf_counter() < until:
             in_flight.append(self._submit())
@@ -145,14 +145,14 @@ class OnStream:
 
 
 class Leased:
-    """A lease of a pool for each request; who works without pause has one, with checkpoints.
+    """A lease for each request; a busy user has one lease, with checkpoints.
 
     Args:
-        pool: whose classes say who is who.
-        service: on whose behalf.
+        pool: the pool, which has the class.
+        service: the user's class.
         sms: as for `Pool.partition`.
         work, started: as of `OnStream`.
-        segment: seconds between two checkpoints of who works without pause.
+        segment: seconds between two checkpoints of a busy user.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class Leased:
         self._segment = segment
 
     def _all_on(self, p: Partition) -> Job[None]:
-        """All of it, each kind packed once; what comes before the last needs no job of its own."""
+        """Launch all, each kind packed once; only the last launch needs a job."""
         *firsts, last = self._work
         if not firsts:
             return p.launch(last.config, last.kernel, *last.args)
@@ -183,12 +183,12 @@ class Leased:
         return bounds[id(last)].submit()
 
     async def request(self) -> None:
-        """Leases, does one, and gives back once it is done."""
+        """Lease, make one request, and return the lease once it is done."""
         async with self._ask() as p:
             await self._all_on(p)
 
     async def begin(self) -> float:
-        """Leases and launches; seconds from asking until the first block was seen to run."""
+        """Lease and launch; return the seconds until the first block was seen to run."""
         assert self._started is not None
         word = memoryview(self._started.array)
         word[0] = 0
@@ -199,11 +199,11 @@ class Leased:
                 await asyncio.sleep(0)
             return time.perf_counter() - asked
 
-    async def churn(self, until: float, done: Done) -> None:
-        """Does one after another until a time; between segments its SMs may change.
+    async def keep_busy(self, until: float, done: Progress) -> None:
+        """Work without pause until a time; between segments the SMs may change.
 
-        A piece may be cut by a checkpoint, between two launches. A segment is ended where the next
-        launch, as long as the last ones were, would not fit into it.
+        A checkpoint may divide a piece, between two launches. A segment ends before a launch that,
+        as long as the last ones, would not fit into it.
         """
         async with self._ask() as p:
             bounds = [p.bind(each.config, each.kernel, *each.args) for each in self._work]
@@ -234,7 +234,7 @@ class Leased:
 
 
 class Held:
-    """A lease that is held while it is idle, with launches packed once: what costs least of ours.
+    """A lease that is held while it is idle, with bound launches: the cheapest of ours.
 
     Args:
         p: the lease.
@@ -246,14 +246,14 @@ class Held:
         self._started = started
 
     async def request(self) -> None:
-        """Does one, and waits for it."""
+        """Make one request, and wait for it."""
         *firsts, last = self._bounds
         for first in firsts:
             first()
         await last.submit()
 
     async def begin(self) -> float:
-        """Launches one; seconds until its first block was seen to run."""
+        """Launch one; return the seconds until its first block was seen to run."""
         assert self._started is not None
         word = memoryview(self._started.array)
         word[0] = 0
@@ -265,8 +265,8 @@ class Held:
         await job
         return took
 
-    async def churn(self, until: float, done: Done) -> None:
-        """Does one after another until a time."""
+    async def keep_busy(self, until: float, done: Progress) -> None:
+        """Work without pause until a time."""
         *firsts, last = self._bounds
         in_flight = deque[Job[None]]()
         while time.perf_counter() < until:
@@ -280,11 +280,11 @@ class Held:
             await in_flight.popleft()
 
 
-class Raw:
-    """A device without a pool: its streams, and contexts over parts of its SMs. All calls block.
+class RawStreams:
+    """Streams of a device without a pool, also over parts of its SMs. All calls block.
 
     Args:
-        device: whose; it stays its owner's.
+        device: the device; it is not closed.
     """
 
     def __init__(self, device: Device) -> None:
@@ -293,20 +293,20 @@ class Raw:
         self._stack = ExitStack()
 
     def stream(self, *, priority: int = 0) -> Stream:
-        """One on every SM."""
+        """Create a stream on every SM."""
         stream = self.device.create_stream(priority=priority)
         self._stack.callback(stream.close)
         return stream
 
     def priorities(self) -> tuple[int, int]:
-        """(least, most) urgent."""
+        """Return the least and the most urgent priority."""
         with self.device:
             return self.device.driver.priority_range()
 
     def split(self, sms: int) -> tuple[Stream, Stream]:
-        """Streams on so many SMs and on all others; `sms` is a multiple of 8.
+        """Create streams on so many SMs and on all others; `sms` is a multiple of 8.
 
-        The second has what the cut left over as well, where the driver lets it be combined.
+        The second also has the remainder of the split, if the driver lets it be combined.
         """
         count = sms // 8
         others = self._groups[count:]
@@ -331,28 +331,28 @@ class Raw:
 
     @property
     def sizes(self) -> list[int]:
-        """SMs that a first part can have, at most three quarters of the device."""
+        """Return the sizes of a first part, at most three quarters of the device."""
         most = 3 * len(self._groups) // 4
         return [8 * n for n in (1, 2, 3, 4, 6, 8, 10, 12) if n <= most]
 
     def close(self) -> None:
-        """Ends streams and contexts; they have no work any more."""
+        """Close streams and contexts; they have no work any more."""
         self._stack.close()
 
 
 async def until(when: float) -> None:
-    """Waits to the microsecond: a loop's timers are up to a millisecond late."""
+    """Wait to the microsecond: a loop's timers are up to a millisecond late."""
     await asyncio.sleep(max(0.0, when - time.perf_counter() - 0.002))
-    while time.perf_counter() < when:  # noqa: ASYNC110  the time is what it waits for
+    while time.perf_counter() < when:  # noqa: ASYNC110  it waits for a time
         await asyncio.sleep(0)
 
 
 async def blocking(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls what may block on a thread."""
+    """Call a function that may block, on a thread."""
     return await asyncio.to_thread(function, *args, **kwargs)
 
 
 async def filled(p: Partition, *sizes: int) -> list[Buffer]:
-    """Buffers of float32 with random numbers, the same each time."""
+    """Return buffers of float32 with random numbers, the same each time."""
     rng = np.random.default_rng(7)
     return [await p.upload(rng.random(size, dtype=np.float32)) for size in sizes]

@@ -1,23 +1,22 @@
-"""A torch model in a partition: the same numbers, its own SMs, and its own pace. Issue 6, bar 6.
+"""A torch model in a partition: its results, its SMs, and its latency beside training.
 
 `python -m benchmarks.gpu.torch [--driver cuda|simulated:h200] [--seconds 120] [--json FILE]`
 
 The model is a small transformer (random weights); a request is one forward pass, awaited on the
-event loop. Beside it: a training loop of large layers, in another partition or on another stream;
-or a canary, a kernel of ours that is bound by arithmetic. By hand means torch's streams and one
-thread for each user, which is how a program without partitions does it. Three questions:
+event loop. Beside it runs a training loop of large layers, in another partition or on another
+stream, or a canary, a kernel that is bound by arithmetic. The baseline is torch's streams and one
+thread for each user, as a program without partitions does it. Three questions:
 
-1. *The same numbers*: the output on 16 SMs, and on others, bit-equal on every partition of that
+1. *Results*: the output on 16 SMs, and on other sizes, is bit-equal on every partition of that
    size, each time, also beside training; and near that of the whole GPU, by the norm of the
-   difference over the norm. The dtype's tolerance is `torch.testing`'s rtol.
-2. *Its own SMs*: the canary on the complement keeps 0.95 of the speed it has there alone.
-3. *Its own pace*: p99 beside training at most 1.15 times that alone on the same SMs. Training has
-   all other SMs, or few: partitions have no power of their own, so the clock of the SMs is asked
-   meanwhile, and how long the pass took on the GPU, by events around it.
+   difference over the norm. The dtype's tolerance is the rtol of `torch.testing`.
+2. *SMs*: the canary on the complement keeps 0.95 of the speed that it has there alone.
+3. *Latency*: the p99 beside training is at most 1.15 times that alone on the same SMs. Training has
+   all other SMs, or few: partitions share the board's power, so the clock of the SMs is read
+   meanwhile, and the time of the pass on the GPU, by events around it.
 
-With CUDA graphs of a forward pass and of a training step, and with neither. On a
-simulated GPU torch works on the CPU: that shows that the program runs, and no figure of it means
-anything.
+With CUDA graphs of a forward pass and of a training step, and without. On a simulated GPU torch
+runs on the CPU: that tests the program, and its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -36,40 +35,36 @@ from typing import Any
 import numpy as np
 import torch
 
-import greensched.integrations.torch  # noqa: F401  torch's current stream in p.run is ours by this
-from benchmarks.gpu.sharing import Seen, Slice
-from benchmarks.gpu.strategies import Done, Held, OnStream, Raw, blocking
-from benchmarks.gpu.workloads import KERNELS, Launch
-from benchmarks.lib.report import Report, clocks
-from benchmarks.lib.timing import Comparison, MachineLoad, Row, Samples, table
-from greensched import REST, Device, LaunchConfig, Partition, Pool
-from greensched import driver as drivers
-from greensched.driver.interface import Driver
-from greensched.driver.simulated import SimulatedDriver
-from greensched.kernels import matmul
-from greensched.typing import Size
+import greensched.integrations.torch  # noqa: F401  makes a partition's stream torch's current one
+in p.run from benchmarks.gpu.sharing import Measured, Slice from benchmarks.gpu.strategies import
+Held, OnStream, Progress, RawStreams, blocking from benchmarks.gpu.workloads import KERNELS, Launch
+from benchmarks.lib.report import Report, clocks from benchmarks.lib.timing import Comparison,
+MachineLoad, Row, Samples, table from greensched import REST, Device, LaunchConfig, Partition, Pool
+from greensched import driver as drivers from greensched.driver.interface import Driver from
+greensched.driver.simulated import SimulatedDriver from greensched.kernels import matmul from
+greensched.typing import Size
 
 SMS = (16, 48)
-#: The size of the second and third question; and of a training that leaves others their power.
+#: The size of the second and third question; and that of a training that leaves power to others.
 JUDGED, FEW = 48, 16
 ROUNDS = 6
-#: Seconds that a wait may take at most.
+#: The most seconds that a wait may take.
 PATIENCE = 60.0
-#: Of the second and third question.
+#: The dtype of the second and third question.
 USUAL = torch.bfloat16 if torch.cuda.is_available() else torch.float32
 #: Source: torch.testing.assert_close, its table of rtol.
 TOLERANCE = {torch.float32: 1.3e-6, torch.bfloat16: 1.6e-2, torch.float16: 1e-3}
 ON_GPU = torch.cuda.is_available()
-#: Of the model: tokens, width, layers; of training: rows and width. Small where a CPU does it.
+#: The model's tokens, width and layers; training's rows and width. Small on a CPU.
 TOKENS, WIDTH, LAYERS = (1024, 1024, 6) if ON_GPU else (16, 32, 1)
 HEAD = 64 if ON_GPU else 16
 BATCH, WIDE = (8192, 4096) if ON_GPU else (32, 64)
-#: Of the canary: some 2 ms on the whole GPU, so that the host is never what it waits for.
+#: The canary's size: some 2 ms on the whole GPU, so that it never waits for the host.
 M, K, PASSES = (1536, 64, 96) if ON_GPU else (512, 64, 216)
 
 #: Submits work on torch's current stream.
 Submit = Callable[[], None]
-#: Does one forward pass, and waits for it.
+#: Runs one forward pass, and waits for it.
 Request = Callable[[], Awaitable[Any]]
 
 
@@ -78,20 +73,20 @@ def device() -> str:
 
 
 def settled() -> None:
-    """Waits for what torch's current stream has: what is made there is used on others."""
+    """Wait for torch's current stream: what it computes is used on other streams."""
     if ON_GPU:
         torch.cuda.current_stream().synchronize()
 
 
 def captured(submit: Submit) -> Submit:
-    """A CUDA graph of it, on torch's current stream; what it gives replays it there. Blocks."""
+    """Capture a CUDA graph on torch's current stream; return its replay. Blocks."""
     for _ in range(3):
         submit()
     if not ON_GPU:
         return submit
     settled()
     graph = torch.cuda.CUDAGraph()
-    # Threads of a pool ask the driver meanwhile, which a capture of this thread need not forbid.
+    # Threads of a pool call the driver meanwhile: a capture must not forbid that.
     current = torch.cuda.current_stream()
     with torch.cuda.graph(graph, stream=current, capture_error_mode="thread_local"):
         submit()
@@ -100,7 +95,7 @@ def captured(submit: Submit) -> Submit:
 
 
 class Layer(torch.nn.Module):
-    """Attention and a perceptron, each beside a shortcut."""
+    """Attention and a perceptron, each with a residual connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +115,7 @@ class Layer(torch.nn.Module):
 
 
 class Model:
-    """A transformer's forward pass, and its input. Making one blocks."""
+    """A transformer's forward pass, and its input. Creating one blocks."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         torch.manual_seed(7)
@@ -130,12 +125,12 @@ class Model:
         settled()
 
     def forward(self) -> Any:
-        """On torch's current stream."""
+        """Run it on torch's current stream."""
         with torch.no_grad():
             return self._model(self._x)
 
     def submit(self) -> None:
-        """The same; nobody wants what comes out."""
+        """Run it, and drop its output."""
         self.forward()
 
 
@@ -151,7 +146,7 @@ class Training:
         settled()
 
     def step(self) -> None:
-        """One, on torch's current stream."""
+        """Run one step on torch's current stream."""
         self._model.zero_grad(set_to_none=True)
         self._model(self._x).square().mean().backward()
         with torch.no_grad():
@@ -174,7 +169,7 @@ class Timed:
             event.record()
 
     def seconds(self) -> float:
-        """Of the last pass, on the GPU, once it is done; nan where there is none."""
+        """Return the last pass's seconds on the GPU, once it is done; nan without a GPU."""
         if not self._events:
             return float("nan")
         first, last = self._events
@@ -182,28 +177,28 @@ class Timed:
 
 
 class Thread:
-    """By hand: a thread with a torch stream of its own."""
+    """The baseline: a thread with a torch stream of its own."""
 
     def __init__(self, priority: int = 0) -> None:
         self._thread = ThreadPoolExecutor(1)
         self._stream = torch.cuda.Stream(priority=priority) if ON_GPU else None
 
     async def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Calls it on the stream, and waits for what it put there."""
+        """Call a function on the stream, and wait for what it submitted there."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, self._call, function, args)
 
     def _call(self, function: Callable[..., Any], args: Any) -> Any:
-        with torch.cuda.stream(self._stream):  # None, where there is no GPU: nothing
+        with torch.cuda.stream(self._stream):  # None without a GPU: nothing
             result = function(*args)
             settled()
         return result
 
-    async def train(self, step: Submit, stop: Callable[[], bool], done: Done) -> None:
-        """Steps without pause; two are under way at once."""
+    async def train(self, step: Submit, stop: Callable[[], bool], done: Progress) -> None:
+        """Run steps without pause; two are in flight at once."""
         await self.run(self._steps, step, stop, done)
 
-    def _steps(self, step: Submit, stop: Callable[[], bool], done: Done) -> None:
+    def _steps(self, step: Submit, stop: Callable[[], bool], done: Progress) -> None:
         events = deque[Any]()
         while not stop():
             step()
@@ -217,8 +212,8 @@ class Thread:
         self._thread.shutdown(wait=False)
 
 
-async def trained(p: Partition, step: Submit, stop: Callable[[], bool], done: Done) -> None:
-    """The loop in a partition: two calls of `p.run` are under way at once."""
+async def trained(p: Partition, step: Submit, stop: Callable[[], bool], done: Progress) -> None:
+    """Run steps in a partition: two calls of `p.run` are in flight at once."""
     jobs = deque[Any]()
     while not stop():
         jobs.append(p.run(step))
@@ -230,7 +225,7 @@ async def trained(p: Partition, step: Submit, stop: Callable[[], bool], done: Do
 
 
 async def timed(request: Request, seconds: float) -> AsyncIterator[float]:
-    """Requests one after another, for so long; what each took."""
+    """Make requests one after another for so many seconds; yield what each took."""
     end = time.perf_counter() + seconds
     while (began := time.perf_counter()) < end:
         await request()
@@ -239,7 +234,7 @@ async def timed(request: Request, seconds: float) -> AsyncIterator[float]:
 
 @dataclass(slots=True)
 class Paced:
-    """A slice of the third question: seconds a request, and of them on the GPU; steps a second."""
+    """A slice of the third question: seconds a request, of them on the GPU, steps a second."""
 
     took: Samples
     on_gpu: Samples
@@ -270,7 +265,7 @@ class Bench:
         self.rows: list[Row] = []
         self.verdicts: list[Verdict] = []
 
-    def _told(self, name: str) -> None:
+    def _save(self, name: str) -> None:
         self._report.put(
             name,
             {
@@ -282,28 +277,28 @@ class Bench:
     # -- the same numbers ------------------------------------------------------------------------
 
     async def numbers(self) -> None:
-        """Question 1."""
-        by_hand, training = Thread(), await blocking(Training)
+        """Answer question 1."""
+        baseline, training = Thread(), await blocking(Training)
         for dtype in TOLERANCE if ON_GPU else (torch.float32,):
             model = await blocking(Model, dtype)
 
             def output(given: Model = model) -> Any:
                 return given.forward().float().cpu().numpy()
 
-            whole = await by_hand.run(output)
+            whole = await baseline.run(output)
             for sms in SMS:
                 async with self._pool.partitions(sms, sms, REST) as (p, q, rest):
                     found = [await one.run(output) for one in (p, q) * 3]
                     over = asyncio.Event()
                     async with asyncio.TaskGroup() as users:
-                        users.create_task(trained(rest, training.step, over.is_set, Done()))
+                        users.create_task(trained(rest, training.step, over.is_set, Progress()))
                         try:
                             found += [await p.run(output) for _ in range(5)]
                         finally:
                             over.set()
                 self._compare(f"{dtype}, {sms} SMs".removeprefix("torch."), dtype, whole, found)
-        by_hand.close()
-        self._told("numbers")
+        baseline.close()
+        self._save("numbers")
 
     def _compare(self, name: str, dtype: torch.dtype, whole: Any, found: list[Any]) -> None:
         alike = sum(bool(np.array_equal(found[0], each)) for each in found)
@@ -318,10 +313,10 @@ class Bench:
     # -- its own SMs -----------------------------------------------------------------------------
 
     async def canary(self, seconds: float) -> None:
-        """Question 2: the canary's speed, alone and beside the model; by hand, too."""
-        raw = await blocking(Raw, self._device)
+        """Answer question 2: the canary's speed, alone and beside the model; the baseline, too."""
+        raw = await blocking(RawStreams, self._device)
         model, mine = await blocking(Model, USUAL), Thread()
-        seen = {name: Seen() for name in ("alone", "beside", "plain alone", "plain beside")}
+        seen = {name: Measured() for name in ("alone", "beside", "plain alone", "plain beside")}
         grid = LaunchConfig(grid=(M // 32, M // 32), block=(16, 16))
         try:
             async with self._pool.partitions(JUDGED, REST) as (p, rest):
@@ -357,12 +352,12 @@ class Bench:
         self.rows.append(row.row(0.5, "us", most=1 / 0.95))
         row = Comparison("canary beside the model, plain streams | alone", *_pair(seen, "plain "))
         self.rows.append(row.row(0.5, "us"))
-        self._told("canary")
+        self._save("canary")
 
     async def _both(self, place: Any, request: Request | None, seconds: float) -> Slice:
-        done, end = Done(), time.perf_counter() + seconds
+        done, end = Progress(), time.perf_counter() + seconds
         async with asyncio.timeout(seconds + PATIENCE), asyncio.TaskGroup() as users:
-            users.create_task(place.churn(end, done))
+            users.create_task(place.keep_busy(end, done))
             if request is not None:
                 users.create_task(_drained(timed(request, seconds)))
         return Slice(rate=done.rate())
@@ -370,7 +365,7 @@ class Bench:
     # -- its own pace ----------------------------------------------------------------------------
 
     async def pace(self, seconds: float, *, eagerly: bool, others: Size = REST) -> None:
-        """Question 3: the model's latency, alone and beside training on `others`; by hand, too."""
+        """Answer question 3: the model's latency, alone and beside training; the baseline, too."""
         model, training = await blocking(Model, USUAL), await blocking(Training)
         mine, theirs, first, last = Thread(), Thread(), Thread(priority=-1), Thread()
         names = ("alone", "beside", "plain alone", "plain beside", "priority beside")
@@ -388,7 +383,7 @@ class Bench:
             ours, plain, high = 0, 1, 2
             forward = [Timed(await made(run, model.submit)) for run in (p.run, mine.run, first.run)]
             step = [await made(run, training.step) for run in (rest.run, theirs.run, last.run)]
-            arms: dict[str, tuple[Any, int, Any]] = {
+            strategies: dict[str, tuple[Any, int, Any]] = {
                 "alone": (p, ours, None),
                 "beside": (p, ours, lambda *how: trained(rest, step[ours], *how)),
                 "plain alone": (mine, plain, None),
@@ -398,7 +393,7 @@ class Bench:
             each = seconds / ROUNDS / len(names)
             for number in range(ROUNDS + 1):
                 for name in names:
-                    where, which, beside = arms[name]
+                    where, which, beside = strategies[name]
                     got = await self._paced(where, forward[which], beside, each if number else 0.3)
                     if number:
                         took[name].append(got.took)
@@ -407,7 +402,7 @@ class Bench:
                         drew[name].append(got.clocks)
                 if self._report.left < 0:
                     break
-            forward.clear()  # graphs are gone before the pool is closed
+            forward.clear()  # graphs must be freed before the pool is closed
             step.clear()
         for thread in (mine, theirs, first, last):
             thread.close()
@@ -425,7 +420,7 @@ class Bench:
                 self.rows.append(row.row(part, "us"))
         self._report.put(f"{how}: steps of {what} a second", steps)
         self._report.put(f"{how}: clocks, {what}", drew)
-        self._told(f"pace, {how}, {what}")
+        self._save(f"pace, {how}, {what}")
 
     def _against_alone(
         self,
@@ -439,8 +434,8 @@ class Bench:
         self.rows.append(Comparison(what, seen[name], seen[alone]).row(part, "us", most=most))
 
     async def _paced(self, where: Any, forward: Timed, beside: Any, seconds: float) -> Paced:
-        """`where` runs a forward pass, again and again."""
-        over, done = asyncio.Event(), Done()
+        """Run forward passes, one after another."""
+        over, done = asyncio.Event(), Progress()
         took, on_gpu = [], []
         async with asyncio.timeout(seconds + PATIENCE), asyncio.TaskGroup() as users:
             if beside is not None:
@@ -451,7 +446,7 @@ class Bench:
                 async for second in timed(lambda: _awaited(where.run(forward)), seconds):
                     took.append(second)
                     on_gpu.append(forward.seconds())
-                drew = await blocking(clocks)  # who asks disturbs: behind the last request
+                drew = await blocking(clocks)  # reading disturbs: after the last request
             finally:
                 over.set()
         return Paced(np.array(took), np.array(on_gpu), done.rate(), drew)
@@ -466,7 +461,7 @@ async def _drained(took: AsyncIterator[float]) -> None:
         pass
 
 
-def _pair(seen: dict[str, Seen], prefix: str) -> tuple[list[Samples], list[Samples]]:
+def _pair(seen: dict[str, Measured], prefix: str) -> tuple[list[Samples], list[Samples]]:
     return seen[f"{prefix}beside"].other(), seen[f"{prefix}alone"].other()
 
 
@@ -497,16 +492,18 @@ async def _main(driver: Driver, ours: Device, report: Report) -> Bench:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.torch")
-    parser.add_argument("--driver", help="cuda, or simulated:h200; else GREENSCHED_DRIVER's")
-    parser.add_argument("--seconds", type=float, default=120)
-    parser.add_argument("--json", type=Path, help="a file, written whenever something is found")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu.torch", description="Measure a torch model in a partition."
+    )
+    parser.add_argument("--driver", help="cuda or simulated:h200 (default: GREENSCHED_DRIVER)")
+    parser.add_argument("--seconds", type=float, default=120, help="for all (default: 120)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="written after each step")
     options = parser.parse_args()
     report = Report(options.json, options.seconds)
-    load = MachineLoad()
+    machine = MachineLoad()
     driver = drivers.open(options.driver)
     if isinstance(driver, SimulatedDriver):
-        sys.setswitchinterval(100e-6)  # its GPU is a thread, which others would starve
+        sys.setswitchinterval(100e-6)  # the simulated GPU is a thread that others starve
     ours = Device(0, driver=driver)
     with ours:
         if ON_GPU:
@@ -515,10 +512,10 @@ def main() -> int:
         "device", f"{ours.name}, {ours.sm_count} SMs, {driver.name}, torch {torch.__version__}"
     )
     bench = asyncio.run(_main(driver, ours, report))
-    report.put("machine", str(load))
+    report.put("machine", str(machine))
     ours.close()
     driver.close()
-    print(report.found["device"], load, sep="\n")
+    print(report.found["device"], machine, sep="\n")
     print(table(bench.rows) if bench.rows else "no rows")
     print(*bench.verdicts, sep="\n")
     passed = [row.passed for row in bench.rows] + [each.passed for each in bench.verdicts]

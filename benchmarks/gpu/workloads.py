@@ -1,7 +1,7 @@
-"""What the users of `sharing` do: workloads W1, W2, W7 and W8, as kernel launches.
+"""The workloads of `sharing`, W1, W2, W7 and W8, as kernel launches.
 
-Times in the comments are of an H200. Where numpy stands for the GPU the arrays are small, for a
-simulated device computes its references on the host.
+Times in the comments are of an H200. On a simulated device the arrays are small, because it
+computes the kernels' references on the host.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ extern "C" __global__ void copy(const float *source, float *target, size_t n) {
 """
 _program = Program(_SOURCE, name="benchmarks/workloads.cu")
 
-#: Says to the host that it has begun, then adds 1 to n items.
+#: Tells the host that it has begun, then adds 1 to n items.
 stamp = _program.kernel("stamp")
-#: Copies n items, a multiple of 4: bound by memory, and takes all the bandwidth there is.
+#: Copies n items, a multiple of 4: bound by memory, it takes all the bandwidth.
 copy = _program.kernel("copy")
 
 KERNELS = (spin, matmul, saxpy, stamp, copy)
@@ -67,14 +67,14 @@ def _copy_cost(_: LaunchFacts, _source: Any, _target: Any, n: np.uint64) -> Cost
 
 
 @dataclass(slots=True)
-class Works:
+class WorkloadLaunches:
     """One workload's launches, on buffers of one pool.
 
     Attributes:
         critical: one request of the critical user.
         others: one piece of the other user's work, by case.
-        started: see `stamp`.
-        keep: buffers, to be closed with the pool.
+        started: the word that `stamp` sets.
+        keep: buffers, closed with the pool.
     """
 
     critical: Work
@@ -88,23 +88,23 @@ class Workload:
     """One of the four.
 
     Attributes:
-        cases: of each, its name and the load of the critical user: the part of the time in which
-            he would be at work alone.
+        cases: the name of each, and the load of the critical user: the part of the time in which
+            that user alone would be busy.
         measures: what is timed: until a kernel begins (one request after another, with pauses),
-            or requests that come at Poisson times, from when each was due.
-        other: the other user works without pause, or has requests like the first.
-        request: a request's seconds alone; the launches are repeated until it is that. 0: once.
-        share: of the time there is.
-        variants: our arms: the classes of each, given the critical user's SMs.
+            or requests at Poisson times, each from when it was due.
+        other: the other user is busy without pause, or has requests like the first.
+        request: seconds of a request alone, to which its launches are repeated. 0: once.
+        share: its part of the time.
+        variants: our strategies: the classes of each, given the critical user's SMs.
     """
 
     name: str
     about: str
-    build: Callable[[Partition, bool], Awaitable[Works]]
+    build: Callable[[Partition, bool], Awaitable[WorkloadLaunches]]
     cases: dict[str, float]
     sweep: str
     measures: Literal["begin", "requests"]
-    other: Literal["churn", "requests"]
+    other: Literal["keep_busy", "requests"]
     share: float
     variants: dict[str, Callable[[int], list[ServiceClass]]]
     request: float = 0.0
@@ -113,26 +113,26 @@ class Workload:
 
 
 def _block_spin(milliseconds: float) -> Launch:
-    """Fills an H200 (two blocks of 1024 threads for each SM) in waves of at least 10 us.
+    """Return a kernel that fills an H200 (two blocks of 1024 threads for each SM).
 
-    Several waves, as real large grids have: a priority stream gets in between two of them.
+    In several waves of at least 10 us, as real large grids have: a priority stream comes between.
     """
     waves = int(min(max(milliseconds * 1e3 / 20, 2), 32))
     config = LaunchConfig(grid=264 * waves, block=1024)
     return Launch(spin, config, (int(milliseconds * 1e6 / waves),))
 
 
-async def _w1(p: Partition, small: bool) -> Works:  # noqa: ARG001  its arrays are small anyway
+async def _w1(p: Partition, small: bool) -> WorkloadLaunches:  # noqa: ARG001  its arrays are small anyway
     (x,) = await filled(p, 1024)
     started = await p.empty_pinned(1, np.uint32)
     others = {f"spin {ms:g} ms": [_block_spin(ms)] for ms in (0.04, 0.25, 2, 10)}
     half = LaunchConfig(grid=66, block=1024)
     others["spin 2 ms on half"] = [Launch(spin, half, (2_000_000,))]
     stamped = Launch(stamp, LaunchConfig(grid=4, block=256), (started, x, 1024))
-    return Works([stamped], others, started, [x, started])
+    return WorkloadLaunches([stamped], others, started, [x, started])
 
 
-async def _w2(p: Partition, small: bool) -> Works:
+async def _w2(p: Partition, small: bool) -> WorkloadLaunches:
     side, passes = (128, 8) if small else (256, 8)  # some 70 us, on at most 64 SMs
     a, b, c = await filled(p, side * side, side * side, side * side)
     tiles = (side // 32, side // 32)
@@ -148,19 +148,19 @@ async def _w2(p: Partition, small: bool) -> Works:
     update = Launch(saxpy, LaunchConfig(grid=1056, block=512), (-1e-6, gradient, weight, weights))
     step = [large] * 6 + [update]
     buffers = [a, b, c, left, right, product, gradient, weight]
-    return Works([little], dict.fromkeys(W2.cases, step), None, buffers)
+    return WorkloadLaunches([little], dict.fromkeys(W2.cases, step), None, buffers)
 
 
-async def _w7(p: Partition, small: bool) -> Works:
+async def _w7(p: Partition, small: bool) -> WorkloadLaunches:
     n, large = (1 << 16, 1 << 18) if small else (1 << 24, 1 << 26)  # 192 and 512 MiB moved
     x, y, source = await filled(p, n, n, large)
     target = await p.empty(large)
     reads = Launch(saxpy, LaunchConfig(grid=1056, block=512), (1e-6, x, y, n))
     copies = Launch(copy, LaunchConfig(grid=1056, block=1024), (source, target, large))
-    return Works([reads], {"copy": [copies]}, None, [x, y, source, target])
+    return WorkloadLaunches([reads], {"copy": [copies]}, None, [x, y, source, target])
 
 
-async def _w8(p: Partition, small: bool) -> Works:
+async def _w8(p: Partition, small: bool) -> WorkloadLaunches:
     side, passes = (64, 8) if small else (160, 8)  # 25 blocks: both together leave most SMs idle
     buffers = await filled(p, *[side * side] * 6)
     config = LaunchConfig(grid=(side // 32, side // 32), block=(16, 16))
@@ -168,13 +168,13 @@ async def _w8(p: Partition, small: bool) -> Works:
     def product(a: Any, b: Any, c: Any) -> Launch:
         return Launch(matmul, config, (a, b, c, side, side, side, passes))
 
-    return Works(
+    return WorkloadLaunches(
         [product(*buffers[:3])], {"two small": [product(*buffers[3:])]}, None, list(buffers)
     )
 
 
 def _kept(sms: int) -> list[ServiceClass]:
-    """The critical class has a floor that is never lent; the other one has what is left."""
+    """Return a critical class with a reserve that is never lent, and another on what is left."""
     return [
         ServiceClass("critical", reserve=sms, priority=10),
         ServiceClass("other", preemptible=True, checkpoint_interval=0.010),
@@ -182,7 +182,7 @@ def _kept(sms: int) -> list[ServiceClass]:
 
 
 def _lent(sms: int, seconds: float = 0.004) -> list[ServiceClass]:
-    """The floor is lent while it is idle, to be back in time: a request takes 4 ms alone."""
+    """Return the classes of a reserve that is lent while idle: a request takes 4 ms alone."""
     return [
         ServiceClass("critical", reserve=sms, priority=10, max_wait_for_reserve=seconds),
         ServiceClass("other", preemptible=True, checkpoint_interval=seconds),
@@ -190,7 +190,7 @@ def _lent(sms: int, seconds: float = 0.004) -> list[ServiceClass]:
 
 
 def _shared(sms: int) -> list[ServiceClass]:
-    """Not split while both have their latencies."""
+    """Return classes that share all SMs while both keep their latencies."""
     return [
         ServiceClass("critical", reserve=sms, priority=10, latency=0.050, shared=True),
         ServiceClass("other", latency=0.050, shared=True),
@@ -199,32 +199,32 @@ def _shared(sms: int) -> list[ServiceClass]:
 
 W1 = Workload(
     "W1",
-    "critical: one kernel of 1024 items, from asking to the host's seeing it begin; other: spin "
-    "kernels that fill the device (or half of its SMs), two in flight",
+    "critical: one kernel of 1024 items, from the request until the host sees it begin; other: "
+    "spin kernels that fill the device (or half of its SMs), two in flight",
     _w1,
     dict.fromkeys(
         ("spin 0.04 ms", "spin 0.25 ms", "spin 2 ms", "spin 10 ms", "spin 2 ms on half"), 0.0
     ),
     "spin 2 ms",
     "begin",
-    "churn",
+    "keep_busy",
     0.2,
     {"greensched, a lease each": _kept},
     holds=True,
 )
 W2 = Workload(
     "W2",
-    "critical: requests of some 4 ms of small kernels, Poisson; other: a loop as of training",
+    "critical: requests of some 4 ms of small kernels, Poisson; other: a loop like training",
     _w2,
     {"load 0.25": 0.25, "load 0.5": 0.5, "load 0.75": 0.75},
     "load 0.5",
     "requests",
-    "churn",
+    "keep_busy",
     0.52,
     {
-        "greensched, floor kept": _kept,
-        "greensched, floor lent": _lent,
-        "greensched, floor lent, 1.5 ms": partial(_lent, seconds=0.0015),
+        "greensched, reserve kept": _kept,
+        "greensched, reserve lent": _lent,
+        "greensched, reserve lent, 1.5 ms": partial(_lent, seconds=0.0015),
     },
     request=0.004,
     same_sms=True,
@@ -237,7 +237,7 @@ W7 = Workload(
     {"copy": 0.3},
     "copy",
     "requests",
-    "churn",
+    "keep_busy",
     0.1,
     {"greensched": _kept},
     request=0.0006,
@@ -253,8 +253,8 @@ W8 = Workload(
     "requests",
     "requests",
     0.12,
-    {"greensched, shared": _shared, "greensched, floors": _kept},
+    {"greensched, shared": _shared, "greensched, reserves": _kept},
     request=0.001,
 )
-#: In the order in which they are measured: what takes longest has the time that is left.
+#: In the order in which they are measured: the longest has the time that is left.
 WORKLOADS = {each.name: each for each in (W1, W7, W8, W2)}

@@ -1,8 +1,8 @@
-"""A picture of what was measured: ours over theirs, each with its interval and its bar.
+"""Plot what was measured: the ratio of ours to the reference, with its interval and its bar.
 
-`python -m benchmarks --plot FILE` and `python -m benchmarks.suites --plot FILE` draw what they have
-found. `python -m benchmarks.lib.plot FOUND.json FILE` draws what either wrote with `--json`: a
-machine with a GPU may be without matplotlib.
+`python -m benchmarks host --plot FILE` and `python -m benchmarks gpu --plot FILE` draw their
+figures. `python -m benchmarks.lib.plot FOUND.json FILE` draws what either wrote with `--json`:
+a machine with a GPU may be without matplotlib.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from benchmarks.lib.timing import Row
 from greensched.capacity.plot import pyplot, write
 from greensched.errors import MissingPackage
 
-#: Inches of a row, and of all that is above and below the rows of a part.
+#: Inches of a row, and of the space above and below the rows of a part.
 ROW, AROUND = 0.22, 1.1
 WIDTH = 11.0
 COLOURS = {None: "grey", True: "tab:green", False: "tab:red"}
-#: A bar of the table: a number, and whether it is a ratio, a time, or a time beyond theirs.
+#: A bar of the table: a number, and whether it is a ratio, a time, or a difference of times.
 _BAR = re.compile(r"<= (?P<more>\+ )?(?P<number>[\d.e+-]+) (?P<unit>x|s|ms|us)(?: \(was .*\))?$")
 
 
 def save(found: Mapping[str, Sequence[Row]], machine: str, path: Path) -> None:
-    """Draws a part below another, each row that has a ratio, on a logarithmic scale.
+    """Draw the parts one below the other, each row with a ratio, on a logarithmic scale.
 
-    A dot is the ratio, the line through it its interval, a stroke the bar. Green passed, red did
-    not, and grey has no bar.
+    A dot is the ratio, the line through it its interval, a stroke the bar. Green rows passed, red
+    rows failed, grey rows have no bar.
 
     Args:
         found: the rows of each part.
-        machine: what it was measured on.
-        path: the format is what the name ends in.
+        machine: what was measured on.
+        path: its suffix is the format.
 
     Raises:
         MissingPackage: matplotlib is not installed; says what to install.
@@ -53,7 +53,7 @@ def save(found: Mapping[str, Sequence[Row]], machine: str, path: Path) -> None:
 
 
 def picture(name: str) -> Path:
-    """Of a program's option: refuses before anything is measured where nothing can be drawn."""
+    """Parse a program's option; refuse it, before anything is measured, without matplotlib."""
     try:
         pyplot()
     except MissingPackage as error:
@@ -62,12 +62,12 @@ def picture(name: str) -> Path:
 
 
 def drawable(rows: Sequence[Row]) -> list[Row]:
-    """The rows that have a place on a logarithmic scale: something of ours, over something."""
+    """Return the rows that have a place on a logarithmic scale: both figures are positive."""
     return [row for row in rows if row.ours > 0 and row.theirs > 0]
 
 
 def most(row: Row) -> float | None:
-    """The bar as a ratio; None: it has none, or another kind."""
+    """Return the bar as a ratio; None: the row has none, or one of another kind."""
     bar = _BAR.search(row.bar)
     if bar is None:
         return None
@@ -92,12 +92,14 @@ def _draw(axis: Any, name: str, rows: list[Row]) -> None:
     axis.set_yticks(range(len(rows)), [row.what for row in rows], fontsize="x-small")
     axis.set_ylim(len(rows) - 0.5, -0.5)  # the first on top
     axis.set_title(name, fontsize="medium")
-    axis.set_xlabel("ours / theirs", fontsize="small")
+    axis.set_xlabel("ours / reference", fontsize="small")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.lib.plot", description=__doc__)
-    parser.add_argument("found", type=Path, help="what was written with --json")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.lib.plot", description="Plot the figures of a suite."
+    )
+    parser.add_argument("found", type=Path, help="a file written with --json")
     parser.add_argument("file", type=picture, help="the picture")
     options = parser.parse_args()
     found = json.loads(options.found.read_text())

@@ -1,4 +1,4 @@
-"""An application on a port of its own, in this process and on this loop."""
+"""Serve an application on a port of its own, in this process and on this loop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from starlette.types import ASGIApp
 
 @asynccontextmanager
 async def serving(app: ASGIApp) -> AsyncGenerator[tuple[str, uvicorn.Server]]:
-    """Its address, and its server, which is stopped behind the block as by a signal."""
+    """Provide its address, and its server, which stops after the block as by a signal."""
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None))
     running = asyncio.create_task(server.serve())
     while not server.started:  # noqa: ASYNC110  uvicorn has no event for it

@@ -96,12 +96,12 @@ class Load:
         """All of it; see the module."""
         async with serving(self.app) as (address, server):
             self.at_once = self.pool.statistics().sms_total // 16
-            alone = _accepted(await _come(address, ALONE * seconds, together=1))
+            alone = _accepted(await _answers(address, ALONE * seconds, together=1))
             together = self.at_once + self.most
-            found = _accepted(await _come(address, FINDING * seconds, together=together))
+            found = _accepted(await _answers(address, FINDING * seconds, together=together))
             capacity = together / float(np.mean(found))  # Little's law
             before = await self._look(server)
-            answers = await _come(address, seconds, rate=2 * capacity)
+            answers = await _answers(address, seconds, rate=2 * capacity)
             after = await self._look(server)
             rows = [
                 Row(
@@ -215,7 +215,7 @@ async def _start(address: str, **options: float) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, cwd=root)
 
 
-async def _come(address: str, seconds: float, **options: float) -> clients.Answers:
+async def _answers(address: str, seconds: float, **options: float) -> clients.Answers:
     process = await _start(address, seconds=seconds, **options)
     said, _ = await process.communicate()
     return [(status, took) for status, took in json.loads(said)]

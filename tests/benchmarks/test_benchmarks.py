@@ -254,7 +254,7 @@ def test_threads_that_did_not_end_are_seen(names: list[str], count: int) -> None
 def test_two_users_are_measured_on_every_arm(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A short W8 has a sweep, every arm's samples, and rows against each way by hand."""
+    """A short W8 has a sweep, every strategy's samples, and rows against each way by hand."""
     monkeypatch.setattr(sharing, "ROUNDS", 1)
     monkeypatch.setattr(sharing, "LEAST", 0.05)
     monkeypatch.setattr(sharing, "SWEEP", 0.0)
@@ -269,16 +269,20 @@ def test_two_users_are_measured_on_every_arm(
     found = json.loads(file.read_text())
     assert found["errors"] == []
     case = found["W8"]["cases"]["two small"]
-    assert set(sharing.BY_HAND) < set(case["arms"])
-    assert all(arm["critical_samples"] for name, arm in case["arms"].items() if "other" not in name)
-    for hand in sharing.BY_HAND:
+    assert set(sharing.BASELINES) < set(case["strategies"])
+    assert all(
+        strategy["critical_samples"]
+        for name, strategy in case["strategies"].items()
+        if "other" not in name
+    )
+    for hand in sharing.BASELINES:
         assert any(
             row["what"].startswith("W8") and f"| {hand}" in row["what"] for row in case["rows"]
         )
 
 
 def test_the_best_split_is_the_one_that_serves_both() -> None:
-    """Of splits that the critical user can live with, the other one's fastest; else his own."""
+    """The fastest for the other user that keeps the critical p95; else that with the best p95."""
     assert sharing._best({8: (1.1, 2.0), 16: (1.2, 1.0), 24: (1.4, 0.5)}, worse_of_both=False) == 16
     assert sharing._best({8: (3.0, 1.0), 16: (2.0, 9.0)}, worse_of_both=False) == 16
     assert sharing._best({8: (2.0, 1.0), 16: (1.2, 1.5)}, worse_of_both=True) == 16
