@@ -35,14 +35,18 @@ from typing import Any
 import numpy as np
 import torch
 
-import greensched.integrations.torch  # noqa: F401  makes a partition's stream torch's current one
-in p.run from benchmarks.gpu.sharing import Measured, Slice from benchmarks.gpu.strategies import
-Held, OnStream, Progress, RawStreams, blocking from benchmarks.gpu.workloads import KERNELS, Launch
-from benchmarks.lib.report import Report, clocks from benchmarks.lib.timing import Comparison,
-MachineLoad, Row, Samples, table from greensched import REST, Device, LaunchConfig, Partition, Pool
-from greensched import driver as drivers from greensched.driver.interface import Driver from
-greensched.driver.simulated import SimulatedDriver from greensched.kernels import matmul from
-greensched.typing import Size
+import greensched.integrations.torch  # noqa: F401  sets torch's current stream in p.run
+from benchmarks.gpu.sharing import Measured, Slice
+from benchmarks.gpu.strategies import Held, OnStream, Progress, RawStreams, blocking
+from benchmarks.gpu.workloads import KERNELS, Launch
+from benchmarks.lib.report import Report, clocks
+from benchmarks.lib.timing import Comparison, MachineLoad, Row, Samples, table
+from greensched import REST, Device, LaunchConfig, Partition, Pool
+from greensched import driver as drivers
+from greensched.driver.interface import Driver
+from greensched.driver.simulated import SimulatedDriver
+from greensched.kernels import matmul
+from greensched.typing import Size
 
 SMS = (16, 48)
 #: The size of the second and third question; and that of a training that leaves power to others.
