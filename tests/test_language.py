@@ -29,6 +29,7 @@ CHECKED = (
     "src/greensched/capacity",
     "src/greensched/cli",
     "src/greensched/errors.py",
+    "src/greensched/integrations",
     "src/greensched/kernels",
     "src/greensched/pool.py",
     "src/greensched/typing.py",

@@ -9,7 +9,8 @@ Two drivers implement it, `driver.cuda` and `driver.simulated`, with the same be
    references.
 3. Every call is marked with its `Blocking` and with whether it needs a current context. A `MAY`
    call is never made on an event loop's thread: the simulated driver raises `LoopWouldBlock` there.
-   Sources of the marks: CUDA driver API reference 13.5, and the measurements in docs/completion.md.
+   Sources of the marks: CUDA driver API reference 13.5, and the measurements in
+   docs/internals/completion.md.
 4. No call runs Python on a driver thread.
 
 Times are seconds unless a name says `_ns`; sizes are bytes; devices are ordinals.
@@ -62,7 +63,8 @@ class Driver(HostServices, abc.ABC):
     #: Whether a kernel must be compiled before `load_code` (a simulation runs its reference).
     needs_binary: ClassVar[bool]
     #: Seconds that a loop's idle turns poll a ticket before a thread waits for it. 50 us: a wake-up
-    #: across threads costs 25-60 us (docs/completion.md). 0 where no time passes while polling.
+    #: across threads costs 25-60 us (docs/internals/completion.md). 0 where no time passes
+    #: while polling.
     spin_budget: float = 50e-6
 
     # -- process and devices ------------------------------------------------------------------

@@ -51,7 +51,7 @@ from greensched.typing import T
 logger = logging.getLogger("greensched")
 
 #: Jobs in flight on a stream at most, so that no launch blocks: a driver's launch queue holds about
-#: 1,000 entries (docs/completion.md), and a job is up to three.
+#: 1,000 entries (docs/internals/completion.md), and a job is up to three.
 DEPTH = 256
 
 

@@ -24,7 +24,8 @@ from greensched.kernels.program import Kernel, Program
 from greensched.typing import DeviceFacts, Limit, Parameter
 
 #: Seconds between announcing a first use and beginning it: a thread that checked `first_uses` just
-#: before has finished its driver call by then. A call takes microseconds (docs/completion.md).
+#: before has finished its driver call by then. A call takes microseconds
+#: (docs/internals/completion.md).
 ANNOUNCE_S = 1e-3
 
 
