@@ -116,7 +116,8 @@ def _response(error: Exception) -> Response | None:
     refusal, status = refusals[0]
     headers = {}
     if isinstance(refusal, QueueFull):
-        headers["Retry-After"] = _whole_seconds(refusal.retry_after)
+        headers["Retry-After"] = seconds = _whole_seconds(refusal.retry_after)
+        refusal = QueueFull(refusal.waiting, int(seconds))  # the body says what the header does
     elif isinstance(refusal, DeadlineImpossible):
         headers["Retry-After"] = _whole_seconds(refusal.predicted - refusal.deadline)
     return JSONResponse({"detail": str(refusal)}, status or 500, headers)

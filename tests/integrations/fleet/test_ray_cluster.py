@@ -518,7 +518,7 @@ def test_a_session_keeps_its_sms(fleet: Fleet, run: Any) -> None:
     async def main() -> None:
         async with fleet.partition(32, deadline=5) as session:
             assert session.sm_count == 32
-            await remaining(lambda: fleet.pools()[session.pool].sms_free == 88)
+            await remaining(lambda: fleet.pools()[session.pool].sms_free == SMS - 32)
             assert len({*await asyncio.gather(*(session.run(pid) for _ in range(5)))}) == 1
             assert await session.run(double, 4, deadline=5) == 8
             with pytest.raises(ZeroDivisionError):

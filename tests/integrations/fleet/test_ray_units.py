@@ -443,7 +443,7 @@ def test_a_caller_is_told_what_is_new_of_the_pool() -> None:
         assert not second.done()
         async with actor.pool.partition(16):
             caller.update(actor.snapshot())
-            assert (await asyncio.wait_for(second, 10)).snapshot.sms_free == 104
+            assert (await asyncio.wait_for(second, 10)).snapshot.sms_free == 116
 
     with_a_caller(test)
 

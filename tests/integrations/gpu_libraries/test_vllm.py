@@ -35,7 +35,7 @@ def test_the_engine_has_its_sms(monkeypatch: pytest.MonkeyPatch) -> None:
     call = current_call()
     assert call is not None
     assert call.sm_count == 96
-    assert worker.greensched_state() == {"is_ready": True, "sms_free": 24}
+    assert worker.greensched_state() == {"is_ready": True, "sms_free": 36}
     with worker.greensched.sync.partition(16) as p:
         assert p.run(lambda: 1) == 1
     worker.destroy_worker_extension()

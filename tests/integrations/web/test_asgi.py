@@ -254,6 +254,18 @@ async def test_what_is_answered(sim_pool: SimPool, make_app: Any, kind: str) -> 
         assert (await client.get("/answer")).status_code == wanted
 
 
+async def test_the_body_and_the_header_agree(sim_pool: SimPool, make_app: Any) -> None:
+    """Both say when to retry in whole seconds, rounded up."""
+
+    async def endpoint(_: Request) -> Response:
+        raise greensched.QueueFull(3, 1.234)
+
+    async with serving(make_app(sim_pool(), endpoint)) as client:
+        answer = await client.get("/answer")
+    assert answer.headers["Retry-After"] == "2"
+    assert answer.json() == {"detail": "3 requests are waiting already; retry in 2 s"}
+
+
 async def test_an_error_behind_the_first_byte_is_raised(sim_pool: SimPool, make_app: Any) -> None:
     """Once a response has begun its status is out: the server hears of the error itself."""
 
