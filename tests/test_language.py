@@ -32,6 +32,7 @@ CHECKED = (
     "src/greensched/integrations",
     "src/greensched/kernels",
     "src/greensched/pool.py",
+    "src/greensched/scheduling",
     "src/greensched/typing.py",
 )
 SUFFIXES = {".py", ".md", ".toml", ".pbtxt", ".pyi"}

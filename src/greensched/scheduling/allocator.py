@@ -144,35 +144,35 @@ class SMAllocator:
         left = state.cap - state.sms
         if left < cells.total:
             least, most = min(least, left // cells.size), min(most, left // cells.size)
-        wish = parts[0]
-        if len(parts) > 1 or wish.named is not None:
+        size = parts[0]
+        if len(parts) > 1 or size.named is not None:
             masks = cells.fit_all(self.visible(state, device, least), parts, ready)
             return masks if sum(map(cells.sm_count, masks)) <= left else ()
-        if wish.most > left:
-            wish = SizeRange(wish.least, max(wish.least, left))
-        needed = cells.cells_for(wish.least)
+        if size.most > left:
+            size = SizeRange(size.least, max(size.least, left))
+        needed = cells.cells_for(size.least)
         if needed > least:  # the remainder may do alone
-            if not cells.is_helped(free, wish.least):
+            if not cells.is_helped(free, size.least):
                 return ()
             most = least
-        elif reservations.owners and wish.most < (needed + 1) * cells.size:
+        elif reservations.owners and size.most < (needed + 1) * cells.size:
             # Owners in their own block, others outside all blocks, where that suffices.
             among = free & reservations.blocks.get(state, reservations.beside)
-            if among.bit_count() < needed and wish.most <= needed * cells.size:
+            if among.bit_count() < needed and size.most <= needed * cells.size:
                 among = self.visible(state, device, most) & cells.cell_mask
             if among.bit_count() >= needed:
                 return (cells.choose(among, needed, ready),)
-        return self._find_one(state, device, wish, most, left)
+        return self._find_one(state, device, size, most, left)
 
     def _find_one(
-        self, state: ClassState, device: int, wish: SizeRange, most: int, left: int
+        self, state: ClassState, device: int, size: SizeRange, most: int, left: int
     ) -> tuple[int, ...]:
         """Fit one part in at most so many cells, and so many SMs."""
         cells, ready = self.devices[device], self.ready_masks[device]
         visible = self.visible(state, device, most)
-        mask = cells.fit(visible, wish, ready)
+        mask = cells.fit(visible, size, ready)
         if left < cells.total and cells.sm_count(mask) > left:
-            mask = cells.fit(visible & cells.cell_mask, wish, ready)
+            mask = cells.fit(visible & cells.cell_mask, size, ready)
             return (mask,) if mask and cells.sm_count(mask) <= left else ()
         return (mask,) if mask else ()
 
@@ -374,8 +374,8 @@ class SMAllocator:
         device, cells = grant.device, self.devices[grant.device]
         choices = self._choices(grant, least, most)
         most = choices.most
-        wish = SizeRange(least, max(least, most))
-        ideals = [cells.fit(among, wish, self.ready_masks[device]) for among in choices.sets]
+        size = SizeRange(least, max(least, most))
+        ideals = [cells.fit(among, size, self.ready_masks[device]) for among in choices.sets]
         ideals = [mask for mask in ideals if choices.allow(cells, mask, least)]
         made = [mask for mask in ideals if self.is_made(device, mask)]
         found = [*made]

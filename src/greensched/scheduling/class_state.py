@@ -20,42 +20,6 @@ QUOTA_WINDOW = 1.0
 class ClassState:
     """The state of one class. All requests without a class belong to one state, named ""."""
 
-    __slots__ = (
-        "borrowed",
-        "cap",
-        "cells",
-        "checkpoint_interval",
-        "finish",
-        "granted",
-        "home",
-        "latency",
-        "lent",
-        "longest_duration",
-        "margin",
-        "max_wait",
-        "max_waiting",
-        "mean_duration",
-        "overrun_factor",
-        "preemptible",
-        "priority",
-        "queued_work",
-        "quota",
-        "refilled",
-        "reports_latency",
-        "reserve_cells",
-        "reserved_free",
-        "rules",
-        "shared",
-        "short",
-        "sm_time",
-        "sms",
-        "start",
-        "tag",
-        "tokens",
-        "waiting",
-        "weight",
-    )
-
     def __init__(self, rules: ServiceClass) -> None:
         #: SMs it holds, draining ones included.
         self.sms = 0
