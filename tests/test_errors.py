@@ -19,6 +19,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "ArgumentMismatch": ("kernel", "problem"),
     "CompileFailed": ("kernel", "sm_90", "log"),
     "NotSimulable": ("kernel", "cost"),
+    "ReferenceFailed": ("kernel", ValueError("why")),
     "WrongDevice": ("buffer", 0, 1),
     "DeviceTaken": (0,),
     "WrongContext": ("stream", "event"),

@@ -28,6 +28,7 @@ CHECKED = (
     "src/greensched/_validation.py",
     "src/greensched/capacity",
     "src/greensched/cli",
+    "src/greensched/driver",
     "src/greensched/errors.py",
     "src/greensched/integrations",
     "src/greensched/kernels",

@@ -264,10 +264,10 @@ class NoLoop(GreenschedError, RuntimeError):
 class LoopWouldBlock(GreenschedError, RuntimeError):
     """A driver call that can block was made on an event-loop thread."""
 
-    def __init__(self, verb: str) -> None:
-        self.verb = verb
+    def __init__(self, call: str) -> None:
+        self.call = call
         super().__init__(
-            f"{verb} can block and was called on an event-loop thread: "
+            f"{call} can block and was called on an event-loop thread: "
             "call it from a worker thread (asyncio.to_thread, or p.run)"
         )
 

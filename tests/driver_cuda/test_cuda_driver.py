@@ -1,4 +1,4 @@
-"""The real driver's verbs, through the real bindings, on the stand-in."""
+"""The calls of the CUDA driver, through the real bindings, on the stand-in."""
 
 from __future__ import annotations
 
@@ -470,7 +470,7 @@ def test_pinned_memory(driver: Driver, primary: Any, monkeypatch: pytest.MonkeyP
 
 
 def test_a_view_outlives_its_pinned_memory(driver: Driver, primary: Any) -> None:
-    """Whoever still has the view after free_host reads bytes, and not a hole."""
+    """A view that is used after free_host reads valid memory."""
     memory = driver.allocate_host(64)
     view = memory.view.cast("I")
     view[3] = 7

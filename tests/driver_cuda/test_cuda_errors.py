@@ -110,14 +110,14 @@ def test_a_device_fault_is_told_by_every_question(python: Callable[..., str]) ->
         kernel = driver.get_kernel(code, "trap")
         driver.record_event(event, stream)  # before the fault, which may come at any time
         driver.bind_launch(stream, kernel, (1, 1, 1), (1, 1, 1), 0, 0)()
-        for verb in (driver.synchronize_stream, driver.query_stream) * 2:
+        for call in (driver.synchronize_stream, driver.query_stream) * 2:
             try:
-                verb(stream)
+                call(stream)
             except greensched.errors.DeviceFault as error:
                 print(error.status, error.name)
-        for verb in (driver.query_event, driver.synchronize_event):
+        for call in (driver.query_event, driver.synchronize_event):
             try:
-                verb(event)
+                call(event)
             except greensched.errors.DeviceFault as error:
                 print(error.status, error.name)
         """
@@ -156,8 +156,8 @@ class Life:
                 self.errors.append(error)
                 end()
 
-    def _later(self, verb: Callable[..., None], *handles: object) -> None:
-        self._ends.append(functools.partial(verb, *handles))
+    def _later(self, call: Callable[..., None], *handles: object) -> None:
+        self._ends.append(functools.partial(call, *handles))
 
     def _live(self) -> None:
         driver = self.driver
@@ -182,11 +182,11 @@ class Life:
             driver.set_current(view)
             # Not while it is current: the view goes with the green context.
             self._later(driver.set_current, context)
-            self._lane(green, library, pool, host)
+            self._streams_and_copies(green, library, pool, host)
             driver.set_current(context)
             driver.synchronize_context(view)
 
-    def _lane(self, green: Any, library: Any, pool: Any, host: Any) -> None:
+    def _streams_and_copies(self, green: Any, library: Any, pool: Any, host: Any) -> None:
         driver = self.driver
         stream = driver.create_stream(green)
         self._later(driver.destroy_stream, stream)

@@ -24,8 +24,8 @@ UNKNOWN = 12345
 # -- the whole -------------------------------------------------------------------------------------
 
 
-def test_every_verb_is_there() -> None:
-    """The driver implements every verb of the port itself, and nothing of it stays abstract."""
+def test_every_driver_call_is_there() -> None:
+    """The CUDA driver implements every driver call itself, and none stays abstract."""
     own = {name for base in CudaDriver.__mro__ if base is not Driver for name in vars(base)}
     assert not CudaDriver.__abstractmethods__
     assert own >= set(DRIVER_CALLS)

@@ -14,7 +14,7 @@ THREADS = 4
 
 #: Runs in a process with two devices of its own. Each thread does its share of the steps: trees of
 #: blocks, scopes, pushes and plain sets, left normally or by an exception, with other libraries'
-#: calls (the driver's own, past our rooms) in between, and contexts closed and made anew. Every
+#: calls (the driver's own) in between, and contexts closed and made anew. Every
 #: enclosing construct asserts that it left the thread with what it found.
 PROGRAM = """
 import random, threading
@@ -41,7 +41,7 @@ class Planned(Exception):
 
 
 def now():
-    status, context = raw.cuCtxGetCurrent()  # asked past our rooms
+    status, context = raw.cuCtxGetCurrent()  # asked bypassing greensched
     assert not status
     return int(context)
 
@@ -109,7 +109,7 @@ class Walk:
             self.step("stand")
 
     def inside(self, depth):
-        '''Nested constructs, then what a block must undo: foreign calls that nobody takes back.'''
+        '''Nested constructs, then what a block must undo: foreign calls that are not undone.'''
         self.body(depth + 1)
         if self.rng.random() < 0.4:
             self.foreign(depth)

@@ -87,7 +87,7 @@ def asked_by_leases(standin: Standin, folder: Path, pool: Pool) -> Counter[str]:
 
 
 def test_a_warm_lease_makes_no_call_that_can_allocate(standin: Standin, tmp_path: Path) -> None:
-    """Kernels of every geometry, copies of every size, calls: on every lane, without one."""
+    """Kernels of every geometry, copies of every size, calls: on every executor, without one."""
     pool = Pool(driver="cuda", prepare=[fill, saxpy], reserve_bytes=512 << 20)
     asked = asked_by_leases(standin, tmp_path, pool)
     assert set(asked) <= HARMLESS

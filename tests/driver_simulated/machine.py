@@ -1,4 +1,4 @@
-"""A simulated machine in a test's hands: contexts, streams, kernels and memory in a line each."""
+"""A simulated machine for tests: contexts, streams, kernels and memory in a line each."""
 
 from __future__ import annotations
 

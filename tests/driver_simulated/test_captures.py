@@ -1,4 +1,4 @@
-"""Stream captures: who may do what beside one, and what spoils it."""
+"""Stream captures: what a thread may call beside one, and what invalidates it."""
 
 from __future__ import annotations
 
@@ -65,15 +65,15 @@ def test_captures_begin_and_end_in_turn(machine: Machine) -> None:
     driver.destroy_graph(driver.end_capture(stream))
 
 
-@pytest.mark.parametrize("verb", ["query_stream", "synchronize_stream"])
-def test_asking_a_capturing_stream_spoils_its_capture(machine: Machine, verb: str) -> None:
-    """Whatever the modes: 900 for who asks, and 901 at the end of the capture."""
+@pytest.mark.parametrize("name", ["query_stream", "synchronize_stream"])
+def test_asking_a_capturing_stream_spoils_its_capture(machine: Machine, name: str) -> None:
+    """Whatever the modes: 900 for the call, and 901 at the end of the capture."""
     driver = machine.driver
     driver.exchange_capture_mode(RELAXED)
     stream = machine.stream()
     driver.begin_capture(stream, RELAXED)
     with pytest.raises(CUDAError, match="900"):
-        getattr(driver, verb)(stream)
+        getattr(driver, name)(stream)
     assert driver.is_capturing(stream), "spoilt, and still to be ended"
     with pytest.raises(CUDAError, match="901"):
         driver.end_capture(stream)
@@ -122,7 +122,7 @@ def is_allowed(caller: CaptureMode, capture: CaptureMode, *, own: bool) -> bool:
 @pytest.mark.parametrize("own", [True, False], ids=["own", "another's"])
 @pytest.mark.parametrize("capture", CaptureMode)
 @pytest.mark.parametrize("caller", CaptureMode)
-def test_who_may_spoil_whose_capture(
+def test_which_threads_may_spoil_which_captures(
     machine: Machine, caller: CaptureMode, capture: CaptureMode, own: bool
 ) -> None:
     """An unsafe call passes or is refused, and spoils the capture or not, by the manual's rule."""
@@ -186,7 +186,7 @@ def test_launches_and_marks_elsewhere_are_safe(machine: Machine) -> None:
 
 
 def test_destroying_a_capturing_stream_ends_its_capture(machine: Machine) -> None:
-    """Nobody is held up by the capture of a stream that is gone."""
+    """The capture of a destroyed stream blocks no other call."""
     stream = machine.stream()
     machine.driver.begin_capture(stream, GLOBAL)
     machine.driver.destroy_stream(stream)
@@ -199,7 +199,7 @@ def test_destroying_a_capturing_stream_ends_its_capture(machine: Machine) -> Non
 def test_an_event_recorded_in_a_capture_is_no_event_to_wait_for(machine: Machine) -> None:
     """It answers 907, and 1 behind the capture, until it is recorded outside again.
 
-    Who asks about it or waits for it spoils the capture. Source: tests/gpu/test_graphs_on_sms.py.
+    A query of it or a wait for it invalidates the capture. Source: tests/gpu/test_graphs_on_sms.py.
     """
     driver = machine.driver
     driver.exchange_capture_mode(RELAXED)

@@ -44,9 +44,9 @@ def test_a_later_kernel_waits_for_full_sms(machine: Machine) -> None:
 
 
 def test_kernels_start_in_the_order_they_came(machine: Machine) -> None:
-    """Whatever their streams and sizes: a small one overtakes nobody who waits for its SMs.
+    """Whatever their streams and sizes: a small one overtakes no kernel that waits for its SMs.
 
-    One leaves half of the room: the second takes it, so the third waits for both.
+    One leaves half of the space: the second takes it, so the third waits for both.
     """
     green = machine.green(16)
     machine.run(machine.stream(green), "half", blocks=FILL // 2, fixed_ns=1_000)
@@ -201,7 +201,7 @@ def test_a_fixed_time_takes_room(machine: Machine) -> None:
 
 
 def test_a_fixed_time_takes_no_arithmetic(machine: Machine) -> None:
-    """Beside one that only waits, whoever has room for a block on each SM is as fast as alone."""
+    """Beside one that only waits, a kernel with a block on each SM is as fast as alone."""
     green = machine.green(16)
     machine.run(machine.stream(green), "waits", blocks=FILL - 16, fixed_ns=5_000)
     machine.run(machine.stream(green), "works", blocks=FILL, sm_ns=16_000)
@@ -311,7 +311,7 @@ class Running:
     sms: int
     cap: int
     part: float
-    room: float
+    occupancy: float
     cost: Cost
     working: bool = False
 
@@ -335,7 +335,7 @@ def running(draw: st.DrawFn) -> list[Running]:
 
 @given(running())
 def test_no_sm_is_given_out_twice(kernels: list[Running]) -> None:
-    """Who works has a share, of no more than it can use; all shares fit on the SMs there are."""
+    """A working kernel has a share of no more than it can use; all shares fit on the SMs."""
     _, shares = settle(kernels)
     for kernel, share in zip(kernels, shares, strict=True):
         assert (share > 0) == kernel.working
@@ -352,19 +352,19 @@ def test_no_room_is_given_out_twice(kernels: list[Running]) -> None:
     runs, _ = settle(kernels)
     assert runs[0]
     for i, kernel in enumerate(kernels):
-        before = sum(k.room for k in kernels[:i] if k.sms & kernel.sms)
+        before = sum(k.occupancy for k in kernels[:i] if k.sms & kernel.sms)
         if before <= kernel.sms.bit_count() - kernel.part:
             assert runs[i]
     same = [replace(kernel, sms=255) for kernel in kernels]
     for i, run in enumerate(settle(same)[0]):
-        left = 8 - sum(k.room for k in same[:i])
+        left = 8 - sum(k.occupancy for k in same[:i])
         if abs(left - same[i].part) > 1e-6:
             assert run == (left > same[i].part)
 
 
 @given(running(), st.data())
-def test_who_has_begun_never_loses_room(kernels: list[Running], data: st.DataObject) -> None:
-    """When a kernel ends, whoever had room has it still."""
+def test_a_running_kernel_never_loses_space(kernels: list[Running], data: st.DataObject) -> None:
+    """When a kernel ends, the others keep the space that they had."""
     runs, _ = settle(kernels)
     gone = data.draw(st.integers(0, len(kernels) - 1))
     later, _ = settle(kernels[:gone] + kernels[gone + 1 :])
@@ -373,8 +373,8 @@ def test_who_has_begun_never_loses_room(kernels: list[Running], data: st.DataObj
 
 
 @given(running())
-def test_who_is_elsewhere_does_not_matter(kernels: list[Running]) -> None:
-    """A kernel on SMs that nobody else has may as well be alone on the device."""
+def test_kernels_on_other_sms_do_not_matter(kernels: list[Running]) -> None:
+    """A kernel on SMs of its own is as fast as alone on the device."""
     alone = Running(0xFF00, 8, 0.5, 8.0, Cost(sm_ns=1.0), working=True)
     runs, shares = settle(kernels)
     assert settle([*kernels, alone]) == ([*runs, True], [*shares, 8.0])
@@ -398,8 +398,8 @@ def test_no_byte_is_moved_twice(kernels: list[Running], per_ns: float) -> None:
     st.floats(1.0, 1e6),
 )
 def test_fair_is_max_min(asked: list[tuple[float, float]], capacity: float) -> None:
-    """Nobody has more than it wants; who has less has, for its weight, as much as anybody."""
-    wanted, weights = [wish for wish, _ in asked], [weight for _, weight in asked]
+    """No kernel has more than it wants; one with less has, for its weight, as much as any."""
+    wanted, weights = [amount for amount, _ in asked], [weight for _, weight in asked]
     granted = fair(wanted, capacity, weights)
     assert all(0 <= g <= w for g, w in zip(granted, wanted, strict=True))
     assert sum(granted) <= capacity * (1 + 1e-9)
@@ -410,7 +410,7 @@ def test_fair_is_max_min(asked: list[tuple[float, float]], capacity: float) -> N
         assert min(levels[i] for i in short) >= max(levels) * (1 - 1e-6)
 
 
-def test_measured_interference_slows_who_works_beside_it() -> None:
+def test_measured_interference_slows_kernels_beside_it() -> None:
     """What a model says kernels do to each other holds while both work, on disjoint SMs too."""
 
     def slowed(at_work: Sequence[tuple[str, float]]) -> list[float]:

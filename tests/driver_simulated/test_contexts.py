@@ -1,4 +1,4 @@
-"""Contexts: what is current where, who counts, who may end what."""
+"""Contexts: what is current where, how users are counted, and what may be destroyed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_primary_counts_its_users(machine: Machine) -> None:
 
 
 def test_a_green_context_retains_its_primary(machine: Machine) -> None:
-    """As long as a green context lives the primary is active, whoever released it."""
+    """As long as a green context lives the primary is active, however often it was released."""
     driver = machine.driver
     green = machine.green()
     driver.set_current(None)
@@ -139,14 +139,14 @@ def test_a_thread_that_ends_takes_its_current_context_with_it(machine: Machine) 
 @pytest.mark.parametrize(
     "name", [name for name, mark in DRIVER_CALLS.items() if mark.needs_context]
 )
-def test_a_verb_that_needs_a_current_context_says_so(machine: Machine, name: str) -> None:
+def test_a_driver_call_that_needs_a_current_context_says_so(machine: Machine, name: str) -> None:
     """Without one it answers INVALID_CONTEXT, whatever it was given."""
     with pytest.raises(CUDAError, match="INVALID_CONTEXT"):
         on_thread(getattr(machine.driver, name))
 
 
 @pytest.mark.parametrize("name", sorted(set(DRIVER_CALLS) - {"initialise"}))
-def test_no_verb_works_before_initialise_or_after_close(make: Make, name: str) -> None:
+def test_no_driver_call_works_before_initialise_or_after_close(make: Make, name: str) -> None:
     """Before it is initialised a driver answers NOT_INITIALIZED, and DEINITIALIZED in the end."""
     machine = make()
     machine.driver.machine.initialised = False
@@ -257,7 +257,7 @@ def test_what_was_bound_to_a_stream_ends_with_it(machine: Machine) -> None:
 
 
 def test_destroying_a_green_context_ends_its_captures(machine: Machine) -> None:
-    """A capture left open on one of its streams is over, and holds up nobody any more."""
+    """A capture left open on one of its streams is over, and blocks no call any more."""
     driver = machine.driver
     green = machine.green()
     driver.begin_capture(machine.stream(green), CaptureMode.GLOBAL)
@@ -287,7 +287,7 @@ def test_synchronising_a_context(machine: Machine) -> None:
 
 
 def test_synchronising_waits_for_what_is_there_and_not_for_more(machine: Machine) -> None:
-    """Work that is submitted while somebody synchronises is not waited for."""
+    """A synchronisation does not wait for work that is submitted meanwhile."""
     driver = machine.driver
     stream = machine.stream(machine.green())
     first, second = machine.hold(stream), machine.word()
@@ -321,7 +321,7 @@ def test_synchronising_waits_for_streams_that_were_destroyed(machine: Machine) -
 
 
 def test_handles_of_the_wrong_kind_are_refused(machine: Machine) -> None:
-    """Every verb refuses what is not its kind of handle, where a real driver would crash."""
+    """Every driver call refuses a wrong kind of handle, where a real driver would crash."""
     driver = machine.driver
     stream, event, green = machine.stream(), machine.event(), machine.green()
     for call, wrong in (
@@ -479,7 +479,7 @@ def test_only_a_context_of_its_own_is_destroyed(machine: Machine) -> None:
 
 @pytest.mark.parametrize("flags", [ContextFlags(3), ContextFlags(6), ContextFlags(64)])
 def test_a_context_waits_one_way(machine: Machine, flags: ContextFlags) -> None:
-    """Two ways to wait at once, or a flag nobody knows, are an INVALID_VALUE."""
+    """Two ways to wait at once, or an unknown flag, are an INVALID_VALUE."""
     with pytest.raises(CUDAError, match="INVALID_VALUE"):
         machine.driver.create_context(0, flags)
     with pytest.raises(CUDAError, match="INVALID_VALUE"):

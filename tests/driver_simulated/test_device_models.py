@@ -101,7 +101,7 @@ def test_a_name_that_is_none_is_refused(spec: str, message: str) -> None:
         parse(spec)
 
 
-def test_the_one_door_opens_simulated_machines() -> None:
+def test_driver_open_makes_simulated_machines() -> None:
     """`driver.open` takes the same names; every simulated machine is its own."""
     opened = driver.open("simulated:h200x2@13.0")
     opened.initialise()
@@ -112,7 +112,7 @@ def test_the_one_door_opens_simulated_machines() -> None:
 
 
 def test_a_machine_of_ones_own_models() -> None:
-    """`open` takes models too, also such as nobody sells."""
+    """`open` takes models too, also of devices that do not exist."""
     tiny = replace(PRESETS["t4"], name="tiny", gpcs=(4, 2))
     opened = simulated.open([tiny, PRESETS["h200"]])
     opened.initialise()

@@ -27,7 +27,7 @@ Make = Callable[..., Machine]
 @pytest.mark.parametrize(
     "name", sorted(set(DRIVER_CALLS) - {"initialise", "retain_primary", "set_current"})
 )
-def test_every_verb_can_fail(machine: Machine, name: str) -> None:
+def test_every_driver_call_can_fail(machine: Machine, name: str) -> None:
     """The call that shall fail answers its status, does nothing, and the next one is itself."""
     driver = machine.driver
     before = driver.live()
@@ -62,7 +62,7 @@ def test_bound_calls_can_fail(machine: Machine, name: str) -> None:
     calls[name]()
 
 
-def test_a_verb_can_fail_for_a_while(make: Make) -> None:
+def test_a_driver_call_can_fail_for_a_while(make: Make) -> None:
     """From the nth call up to the last one, and no longer."""
     machine = make(faults=[Fail("create_event", nth=2, status="OUT_OF_MEMORY", last=4)])
     outcomes = []
@@ -75,7 +75,7 @@ def test_a_verb_can_fail_for_a_while(make: Make) -> None:
     assert outcomes == [True, False, False, False, True, True]
 
 
-def test_a_slow_verb_takes_longer(make: Make) -> None:
+def test_a_slow_driver_call_takes_longer(make: Make) -> None:
     """It lasts so much longer on the driver's clock, each time, and then does what it does."""
     machine = make(faults=[Slow("allocate_host", 2.5), Slow("synchronize_stream", 0.5)])
 
@@ -105,13 +105,13 @@ def test_a_slow_verb_takes_longer(make: Make) -> None:
     ],
 )
 def test_a_script_that_makes_no_sense_is_refused(fault: Callable[[], object]) -> None:
-    """Unknown verbs and statuses, slow verbs that never block, crashes that are no fault."""
+    """Unknown calls and statuses, slow calls that never block, crashes that are no fault."""
     with pytest.raises(InvalidRequest):
         fault()
 
 
 def test_scripts_count_from_many_threads() -> None:
-    """Each call has a number of its own: the nth fails, whoever makes it, and no other."""
+    """Each call has its own number: the nth fails on any thread, and no other."""
     script = FaultScript([Fail("mark", nth) for nth in range(1, 400, 2)])
 
     def count() -> int:
@@ -138,7 +138,7 @@ def test_a_hung_kernel_never_ends(make: Make) -> None:
     def body() -> None:
         machine.launch(stream, kernel)
         machine.driver.synchronize_stream(stream)
-        machine.launch(stream, kernel, blocks=128)  # half of the room
+        machine.launch(stream, kernel, blocks=128)  # half of the space
         machine.run(beside, "beside", sm_ns=16_000)
         machine.run(elsewhere, "elsewhere", sm_ns=16_000)
         for each in (beside, elsewhere):
@@ -275,7 +275,7 @@ def test_after_a_fault_nothing_comes_to_pass(machine: Machine) -> None:
     assert machine.spans == []
 
 
-def test_a_fault_wakes_who_waits(machine: Machine) -> None:
+def test_a_fault_wakes_waiting_threads(machine: Machine) -> None:
     """Threads blocked on the stream, the event, the context or a full queue get the fault."""
     driver = machine.driver
     stream, event = machine.stream(), machine.event()
@@ -307,7 +307,7 @@ def test_a_fault_wakes_who_waits(machine: Machine) -> None:
 
 
 def test_another_device_is_none_the_worse(make: Make) -> None:
-    """A fault is its device's: work on another goes on, its verbs answer as ever."""
+    """A fault is its device's: work on another goes on, its calls work as before."""
     machine = make("h200x2")
     there = machine.stream(machine.green(device=1))
     machine.run(there, "before", fixed_ns=10_000)
@@ -320,7 +320,7 @@ def test_another_device_is_none_the_worse(make: Make) -> None:
 
 @pytest.mark.parametrize("status", ["ILLEGAL_ADDRESS", "LAUNCH_FAILED", "ASSERT", 719])
 def test_the_first_fault_is_the_fault(machine: Machine, status: int | str) -> None:
-    """Its status is what everybody is told, whatever else would have gone wrong later."""
+    """Every later call has its status, whatever else fails afterwards."""
     driver = machine.driver
     driver.script.add(Crash("bad", 1, status))
     driver.script.add(Crash("bad", 2, "MISALIGNED_ADDRESS"))

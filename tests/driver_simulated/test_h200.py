@@ -268,8 +268,8 @@ def test_memory_of_one_partition_in_another(h200: Machine) -> None:
     driver.synchronize_stream(two)
 
 
-def test_tickets_of_many_lanes(h200: Machine) -> None:
-    """Words written by all lanes at once each come, and none before its time."""
+def test_tickets_of_many_streams(h200: Machine) -> None:
+    """Words written by all streams at once each come, and none before its time."""
     driver, seen = h200.driver, PROBE["words_on_green_streams"]["lanes writing at once"]
     streams = [h200.stream(green) for green in h200.greens(seen["lanes"], 8)]
     words, kernel = [h200.word() for _ in streams], h200.kernel()
@@ -287,7 +287,7 @@ def test_tickets_of_many_lanes(h200: Machine) -> None:
 
 
 def test_a_ticket_comes_behind_a_copy(h200: Machine) -> None:
-    """Whoever sees the ticket sees all bytes that were copied before it."""
+    """A thread that sees the ticket sees all bytes that were copied before it."""
     asked = "64 MiB copy then ticket: last bytes wrong at first sight"
     assert PROBE["words_on_green_streams"][asked] == "0 of 20"
     driver, word, nbytes = h200.driver, h200.word(), 1 << 16

@@ -270,7 +270,7 @@ MEANWHILE: dict[str, Callable[[Beside], Call]] = {
 @pytest.mark.parametrize("holder", HOLDS)
 @pytest.mark.parametrize("name", MEANWHILE)
 def test_which_calls_wait_with_one_that_waits(h200: Machine, name: str, holder: str) -> None:
-    """Who changes code holds up the calls that it was seen to hold up, and no others."""
+    """A change of code blocks the calls that it was seen to block, and no others."""
     driver, word = h200.driver, h200.word()
     hold, call = HOLDERS[holder](Beside(h200)), MEANWHILE[name](Beside(h200))
     context = driver.current()
@@ -333,7 +333,7 @@ def test_a_second_kernel_of_a_library_does_not_wait(h200: Machine) -> None:
 
 
 def test_a_fault_ends_the_waiting(h200: Machine) -> None:
-    """Who waits for a device that fails is let go, and told; what he ended is ended."""
+    """A wait for a device that fails ends with its fault; what was to be destroyed is destroyed."""
     driver = h200.driver
     calls = [CALLS[name](Beside(h200)) for name in ("create green", "host unregister")]
     unload = CALLS["cuLibraryUnload"](Beside(h200))
@@ -455,7 +455,7 @@ def test_what_does_not_come_back(h200: Machine, case: str) -> None:
 
 
 def test_all_comes_back_with_the_primary(h200: Machine) -> None:
-    """What was lost is lost as long as somebody keeps the primary context, and no longer."""
+    """Lost memory stays lost as long as the primary context is retained, and no longer."""
     seen = recorded("after opening and closing a pool")
     driver, lanes, before = h200.driver, 55, free_mib(h200)
     for _ in range(lanes):

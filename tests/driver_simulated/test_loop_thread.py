@@ -45,7 +45,7 @@ LOOPS = pytest.mark.parametrize("on_loop", [on_asyncio, on_trio])
 
 @LOOPS
 @pytest.mark.parametrize("name", MAY)
-def test_a_verb_that_may_block_is_refused(
+def test_a_driver_call_that_may_block_is_refused(
     machine: Machine, name: str, on_loop: Callable[..., Any]
 ) -> None:
     """On a loop's thread it raises before it does anything, and says what to do instead."""
@@ -55,7 +55,7 @@ def test_a_verb_that_may_block_is_refused(
 
 @LOOPS
 @pytest.mark.parametrize("name", OTHERS)
-def test_a_verb_that_never_blocks_is_not(
+def test_a_driver_call_that_never_blocks_is_not(
     machine: Machine, name: str, on_loop: Callable[..., Any]
 ) -> None:
     """On a loop's thread it gets as far as its arguments."""

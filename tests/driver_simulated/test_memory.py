@@ -118,7 +118,7 @@ def test_copies_take_pinned_memory_only(machine: Machine) -> None:
 
 
 def test_memory_is_not_used_after_its_end(machine: Machine) -> None:
-    """A freed address is dead to the host at once, and is given to nobody else."""
+    """A freed address is invalid for the host at once, and is not used again."""
     driver, stream = machine.driver, machine.stream()
     address = machine.device_memory(64, stream)
     driver.free(address, stream)

@@ -162,7 +162,7 @@ def test_what_a_launch_was_given_when_it_was_made_counts(machine: Machine) -> No
 def test_a_first_use_waits_until_nothing_runs(make: Make, clock: Callable[[], Any]) -> None:
     """A kernel is loaded when all work of the device is done, and used at once from then on.
 
-    On either clock: the work ends only when somebody who saw the load begin lets it.
+    On either clock: the work ends only once a thread has seen the load begin.
     """
     machine = make(clock=clock())
     driver = machine.driver
@@ -234,7 +234,7 @@ def test_a_first_use_is_one_of_each_device(make: Make) -> None:
 
 
 def test_a_first_use_ends_with_its_device(make: Make) -> None:
-    """A device that fails meanwhile lets nobody wait, and says what became of it."""
+    """A device that fails meanwhile ends the wait with its fault."""
     machine = make(faults=[Crash("wild")])
     one, two = machine.stream(), machine.stream()
     machine.run(two, "endless", sm_ns=math.inf)

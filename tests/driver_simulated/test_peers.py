@@ -1,4 +1,4 @@
-"""Several devices: who reaches whose memory, and what a copy between them takes."""
+"""Several devices: access to each other's memory, and the time of a copy between them."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def test_modelled_time_does_not_depend_on_references(machine: Machine) -> None:
 
 
 def test_a_reference_is_run_off_the_callers_thread(machine: Machine) -> None:
-    """Nobody pays for a reference but the device's own thread."""
+    """Only the device's own thread spends time on a reference."""
     seen: list[threading.Thread] = []
 
     def reference(launch: LaunchFacts) -> None:
@@ -154,7 +154,7 @@ def test_many_threads_submit_at_once(machine: Machine) -> None:
     assert len(machine.spans) == 801
 
 
-def test_a_fault_wakes_who_waits(machine: Machine) -> None:
+def test_a_fault_wakes_waiting_threads(machine: Machine) -> None:
     """A thread blocked in the driver gets the fault as soon as it happens."""
     driver = machine.driver
     driver.script.add(Crash("bad"))
@@ -194,7 +194,7 @@ def test_the_devices_thread_ends_and_begins_again(
 
 
 def test_closing_ends_the_devices_thread(make: Make) -> None:
-    """Also while work is held for ever: it never runs, and who waits for it is told."""
+    """Also while work is held for ever: it never runs, and a wait for it raises."""
     machine = make(clock=None)
     driver, stream = machine.driver, machine.stream()
     machine.hold(stream)
@@ -282,7 +282,7 @@ def test_each_driver_has_a_clock_of_its_own() -> None:
 def test_kernels_share_as_on_the_virtual_clock(machine: Machine) -> None:
     """What the model says of kernels that come together holds on the real clock, to the ns.
 
-    The first two have half of the room each; the last has none until the short one ends.
+    The first two have half of the space each; the last has none until the short one ends.
     """
     driver, gate, green = machine.driver, machine.word(), machine.green(16)
     for name, blocks, work in (("long", 128, 16_000), ("short", 128, 4_000), ("last", 256, 16_000)):
@@ -301,7 +301,7 @@ def test_kernels_share_as_on_the_virtual_clock(machine: Machine) -> None:
 
 
 def test_a_limit_is_kept_to_the_nanosecond(machine: Machine) -> None:
-    """A kernel whose word never comes ends at its limit, and who waits for its SMs goes on then."""
+    """A kernel whose word never comes ends at its limit, and the next on its SMs starts."""
     driver, gate, green = machine.driver, machine.word(), machine.green(16)
     costs = {"latch": {"until": lambda: False, "limit_ns": 1_000_000}, "after": {"fixed_ns": 10}}
     for name, kernel_cost in costs.items():

@@ -146,7 +146,7 @@ def test_the_resource_of_a_primary_is_the_device(machine: Machine) -> None:
 
 
 def test_a_stream_has_the_sms_of_its_context(make: Make) -> None:
-    """From 13.1 a stream says which SMs it was given; before, nobody can ask."""
+    """From 13.1 on a stream has a resource; before, the call is not supported."""
     machine = make("h200@13.1")
     green = machine.green(16)
     resource = machine.driver.stream_resource(machine.stream(green))

@@ -242,7 +242,7 @@ def test_an_event_never_recorded_is_done(machine: Machine) -> None:
 
 
 def test_recording_again_captures_anew(machine: Machine) -> None:
-    """A new record forgets the old one for whoever asks; who waits already waits for the old."""
+    """A new record replaces the old one for queries; a wait that began before is for the old."""
     driver = machine.driver
     stream, waiter, event = machine.stream(), machine.stream(), machine.event()
 
@@ -365,7 +365,7 @@ def test_elapsed_time(machine: Machine) -> None:
             driver.elapsed(first, second)
 
 
-def test_an_event_can_be_destroyed_while_somebody_waits(machine: Machine) -> None:
+def test_an_event_can_be_destroyed_during_a_wait(machine: Machine) -> None:
     """The wait stays; the handle is dead."""
     driver = machine.driver
     stream, waiter, event = machine.stream(), machine.stream(), machine.event()

@@ -78,8 +78,8 @@ def test_bandwidth_is_shared_whatever_the_sms(machine: Machine) -> None:
     assert machine.lengths() == {"a": 2_000, "b": 2_000}
 
 
-def test_who_asks_little_bandwidth_gets_it_all(machine: Machine) -> None:
-    """Max-min: the small wish (480 a ns) is met, the large one has the other 4320.
+def test_a_small_demand_for_bandwidth_is_met(machine: Machine) -> None:
+    """Max-min: the small demand (480 a ns) is met, the large one has the other 4320.
 
     Large: 4320000 of 4800000 in 1000, then 480000 at 4800 = 100 more.
     """
@@ -89,8 +89,8 @@ def test_who_asks_little_bandwidth_gets_it_all(machine: Machine) -> None:
     assert machine.lengths() == {"small": 1_000, "large": 1_100}
 
 
-def test_three_wishes_for_bandwidth(machine: Machine) -> None:
-    """Wishes of 1200, 4800 and 4800 a ns: the first is met, the others have 1800 each.
+def test_three_demands_for_bandwidth(machine: Machine) -> None:
+    """Demands of 1200, 4800 and 4800 a ns: the first is met, the others have 1800 each.
 
     Light: 1000. Heavy ones: 1800000 of 3600000 by then, 1800000 left at 2400 = 750 more.
     """
@@ -161,7 +161,7 @@ def test_copies_and_kernels_overlap(machine: Machine) -> None:
 
 
 def test_spans_tell_what_happened(machine: Machine) -> None:
-    """Who, where, how much, and when: enqueued <= start <= end <= seen."""
+    """Which, where, how much, and when: enqueued <= start <= end <= seen."""
     driver = machine.driver
     green = machine.green(16)
     stream = machine.stream(green)

@@ -1,4 +1,4 @@
-"""The virtual clock: it passes only when nobody has anything to do, the same for the same seed."""
+"""The virtual clock: it passes only when no thread can run, the same for the same seed."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_trios_timeouts_follow_the_clock() -> None:
 
 
 @BACKENDS
-def test_time_stands_while_anybody_runs(backend: Backend) -> None:
+def test_time_stands_while_a_thread_runs(backend: Backend) -> None:
     """However long a task or a worker computes, no virtual time passes meanwhile."""
     clock = VirtualClock()
     driver = simulated.open(clock=clock)
@@ -175,7 +175,7 @@ def test_a_loop_is_told_when_the_device_progressed(make: Make, backend: Backend)
 
 
 def test_only_a_loop_of_the_clock_can_be_told(machine: Machine) -> None:
-    """Outside of `clock.run` there is nobody to tell, and the refusal says what to do."""
+    """Outside of `clock.run` no loop can be told, and the refusal says what to do."""
     with pytest.raises(DriverMisuse, match=r"clock\.run\(main\)"):
         machine.driver.subscribe(lambda: None)
     assert machine.driver.spin_budget == 0.0
@@ -256,7 +256,7 @@ def test_different_seeds_are_different_histories() -> None:
 
 
 def test_workers_go_one_at_a_time() -> None:
-    """A worker runs until it waits: nobody else does anything meanwhile."""
+    """A worker runs until it waits: no other thread runs meanwhile."""
     clock = VirtualClock(3)
     driver = simulated.open(clock=clock)
     inside, log = [0], []
@@ -542,7 +542,7 @@ def test_a_finaliser_may_submit_work_from_inside_the_timeline(machine: Machine) 
 
 
 def test_a_clock_does_not_grow() -> None:
-    """After many loops, workers and pauses a clock knows nobody any more."""
+    """After many loops, workers and pauses a clock has no participants."""
     clock = VirtualClock()
     driver = simulated.open(clock=clock)
 

@@ -26,7 +26,7 @@ LAYOUTS = {"f": ((0, 8), (8, 4), (16, 8)), "g": ()}
 
 
 class FakeDriver:
-    """The verbs a loader uses, and a list of what was called."""
+    """The driver calls of a loader, and a list of those that were made."""
 
     def __init__(self, *, needs_binary: bool = True) -> None:
         self.needs_binary = needs_binary
@@ -37,10 +37,10 @@ class FakeDriver:
         self.local_bytes = {"f": 0, "g": 5000}
         self.stack = 1024
 
-    def _call(self, verb: str, what: object) -> None:
-        self.calls.append((verb, what))
-        if verb in self.failing or what in self.failing:
-            raise from_status(200, f"{verb} {what}")
+    def _call(self, name: str, what: object) -> None:
+        self.calls.append((name, what))
+        if name in self.failing or what in self.failing:
+            raise from_status(200, f"{name} {what}")
 
     def load_code(self, image: CodeImage) -> LibraryHandle:
         self._call("load_code", image.name)
@@ -152,7 +152,7 @@ def test_a_driver_may_give_less_local_memory(facts: DeviceFacts) -> None:
 
     driver = Clamping()
     loader_of(driver, facts).load(Program(SOURCE).kernel("g"))
-    assert [what for verb, what in driver.calls if verb == "set_limit"] == [2048]
+    assert [what for name, what in driver.calls if name == "set_limit"] == [2048]
 
 
 def test_a_program_is_loaded_once(facts: DeviceFacts, compiled: list[str]) -> None:
@@ -163,7 +163,7 @@ def test_a_program_is_loaded_once(facts: DeviceFacts, compiled: list[str]) -> No
     loader.load(program.kernel("f"))
     loader.load(program.kernel("g"))
     loader.load(Program(SOURCE).kernel("f"))
-    assert [verb for verb, _ in driver.calls].count("load_code") == 2
+    assert [name for name, _ in driver.calls].count("load_code") == 2
     assert len(compiled) == 2
 
 
@@ -247,11 +247,11 @@ def test_a_driver_that_cannot_tell_is_trusted(facts: DeviceFacts) -> None:
 # -- failures, threads, the end -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("verb", ["load_code", "get_kernel"])
-def test_a_failed_load_can_be_tried_again(facts: DeviceFacts, verb: str) -> None:
+@pytest.mark.parametrize("name", ["load_code", "get_kernel"])
+def test_a_failed_load_can_be_tried_again(facts: DeviceFacts, name: str) -> None:
     """Whatever step fails, there is no handle, and a later try does what is missing."""
     driver = FakeDriver()
-    driver.failing = {verb}
+    driver.failing = {name}
     loader = loader_of(driver, facts)
     kernel = Program(SOURCE).kernel("f")
     with pytest.raises(CUDAError):
@@ -293,7 +293,7 @@ def test_threads_load_once(facts: DeviceFacts) -> None:
     for thread in threads:
         thread.join()
     assert handles == [KernelHandle("f")] * 8
-    calls = Counter(verb for verb, _ in driver.calls)
+    calls = Counter(name for name, _ in driver.calls)
     assert 1 <= calls.pop("get_kernel") <= 8  # which gives the same one each time
     assert calls == {"load_code": 1, "load_kernel": 8}
 
@@ -326,7 +326,7 @@ def test_closing_unloads_in_reverse(facts: DeviceFacts) -> None:
     loader.close()
     loader.close()
     assert driver.calls[-2:] == [("unload_code", "second"), ("unload_code", "first")]
-    assert [verb for verb, _ in driver.calls].count("unload_code") == 2
+    assert [name for name, _ in driver.calls].count("unload_code") == 2
     assert loader.loaded(first) is None
     with pytest.raises(Closed):
         loader.load(first)
@@ -342,5 +342,5 @@ def test_closing_tries_every_library(facts: DeviceFacts) -> None:
     with pytest.raises(CUDAError, match="unload_code c") as caught:
         loader.close()
     assert caught.value.__notes__ == ["and then: unload_code a: INVALID_IMAGE (200)"]
-    assert [what for verb, what in driver.calls if verb == "unload_code"] == ["c", "b", "a"]
+    assert [what for name, what in driver.calls if name == "unload_code"] == ["c", "b", "a"]
     loader.close()

@@ -130,7 +130,7 @@ def _own_workqueue(workqueue: ResourceHandle) -> Workqueue:
 
 
 def _group_params(words: Any, groups: Sequence[SMGroup]) -> Any:
-    """The groups as the installed wheel takes them; `words` is the memory they lie in."""
+    """Return the groups in the form that the wheel takes; `words` is their memory."""
     for i, group in enumerate(groups):
         start = i * _GROUP_WORDS
         words[start : start + 4] = (
@@ -147,7 +147,7 @@ def _group_params(words: Any, groups: Sequence[SMGroup]) -> Any:
 
 
 class Resources(Driver):
-    """Who may have which SMs."""
+    """SM and work-queue resources, splits and green contexts."""
 
     def device_resource(self, device: int) -> ResourceHandle:
         """Call `cuDeviceGetDevResource`; an MPS thread percentage reduces it."""
@@ -164,7 +164,7 @@ class Resources(Driver):
         return _resource(call(_of_stream, stream, _SM))
 
     def resource_facts(self, resource: ResourceHandle) -> ResourceFacts:
-        """What was read when the resource was made: a resource never changes."""
+        """Return the facts that were read when it was made: a resource never changes."""
         return _own(resource).facts
 
     def split_by_count(

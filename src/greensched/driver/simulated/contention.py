@@ -1,9 +1,9 @@
 """How kernels on one device share its SMs and its memory bandwidth. Pure arithmetic.
 
-*Room.* The threads of a kernel's blocks occupy their part of the SMs, and an SM is given out first
-come, first served: blocks of a later kernel start in the room that earlier ones leave, and where
-they leave none the kernel waits. So a short kernel behind a large grid waits for that grid; on SMs
-of its own it does not.
+*Occupancy.* The threads of a kernel's blocks occupy their part of the SMs, and an SM is given out
+first come, first served: blocks of a later kernel start in the space that earlier ones leave, and
+where they leave none the kernel waits. So a short kernel behind a large grid waits for that grid;
+on SMs of its own it does not.
 
 *Arithmetic.* The blocks on an SM share its compute by their threads, as its warp schedulers do, but
 none gets more than it can use; a block alone on an SM has all of it.
@@ -13,7 +13,7 @@ rest.
 
 A model, not a promise. Blocks are counted in fractions, and all of a grid until the whole of it
 ends: a real grid frees SMs block by block in its last wave, and blocks without work at once. Only
-threads take room: registers, shared memory, stream priorities and L2 are not modelled, nor what a
+threads take space: registers, shared memory, stream priorities and L2 are not modelled, nor what a
 real memory system does to two tenants.
 
 Source for the order: "leftover" block scheduling. CUDA programming guide, green contexts: even a
@@ -40,16 +40,16 @@ class Kernel(Protocol):
     Attributes:
         sms: the SMs that it may use, a mask.
         cap: the most SMs that it can use at once.
-        part: the part of an SM's room that one block takes.
-        room: the room that all its blocks take, in SMs' worth.
-        working: it is in the part that SM time or bytes make longer; else it only takes room.
+        part: the part of an SM that one block occupies.
+        occupancy: what all its blocks occupy, in SMs' worth.
+        working: it is in the part that SM time or bytes make longer; else it only occupies its SMs.
         cost: the cost of all of it.
     """
 
     sms: int
     cap: int
     part: float
-    room: float
+    occupancy: float
     working: bool
     cost: Cost
 
@@ -59,7 +59,7 @@ class Area:
 
     Attributes:
         sms: a mask.
-        free: the free part of its room.
+        free: the free part.
         held: the part of each kernel, by number.
     """
 
@@ -80,7 +80,7 @@ class Area:
 
 
 def settle(kernels: Sequence[Kernel]) -> tuple[list[bool], list[float]]:
-    """Return whether each kernel has room to run, and the SMs' worth of compute it gets.
+    """Return whether each kernel has space to run, and the SMs' worth of compute it gets.
 
     Args:
         kernels: all on the device, in the order they came.
@@ -91,10 +91,10 @@ def settle(kernels: Sequence[Kernel]) -> tuple[list[bool], list[float]]:
     if not indices:
         return runs, shares
     crowd = [kernels[i] for i in indices]
-    areas, rooms = _place(crowd)
+    areas, occupied = _place(crowd)
     computed = _compute(crowd, areas)
-    for index, kernel, room, share in zip(indices, crowd, rooms, computed, strict=True):
-        runs[index] = room >= kernel.part * (1 - ROUNDING)
+    for index, kernel, space, share in zip(indices, crowd, occupied, computed, strict=True):
+        runs[index] = space >= kernel.part * (1 - ROUNDING)
         shares[index] = share
     return runs, shares
 
@@ -109,14 +109,14 @@ def _crowd(kernels: Sequence[Kernel]) -> list[int]:
 
 
 def _place(kernels: Sequence[Kernel]) -> tuple[list[Area], list[float]]:
-    """Distribute the room, in the order the kernels came: where, and how much to each.
+    """Distribute the space, in the order the kernels came: where, and how much to each.
 
-    A kernel's need is spread over its SMs as their free room is. A kernel that lacks room takes
-    what there is, so that no later kernel overtakes it on its SMs; as room only grows when a kernel
-    ends, a kernel that has begun never loses any.
+    A kernel's need is spread over its SMs as their free space is. A kernel that lacks space takes
+    what there is, so that no later kernel overtakes it on its SMs; as space only grows when a
+    kernel ends, a kernel that has begun never loses any.
     """
     areas = [Area(functools.reduce(operator.or_, (k.sms for k in kernels)), 1.0, {})]
-    rooms = []
+    occupied = []
     for number, kernel in enumerate(kernels):
         mine, free = [], 0.0
         for area in tuple(areas):
@@ -128,12 +128,12 @@ def _place(kernels: Sequence[Kernel]) -> tuple[list[Area], list[float]]:
             if area.free > 0:
                 mine.append(area)
                 free += area.size * area.free
-        rooms.append(min(kernel.room, free))
-        taken = min(1.0, kernel.room / free) if mine else 0.0
+        occupied.append(min(kernel.occupancy, free))
+        taken = min(1.0, kernel.occupancy / free) if mine else 0.0
         for area in mine:
             area.held[number] = area.free * taken
             area.free *= 1.0 - taken
-    return areas, rooms
+    return areas, occupied
 
 
 def _compute(kernels: Sequence[Kernel], areas: Sequence[Area]) -> list[float]:

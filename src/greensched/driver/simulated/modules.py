@@ -172,7 +172,7 @@ class Modules(Component):
         That waits until nothing runs on the device. Source: the probe's
         `first_launch_beside_a_latch`: a first launch took the 2 s for which a kernel ran in another
         green context; one of a kernel used before took no time, also if that was in another green
-        context: in `many_lanes`, kernels begin on new contexts beside a loaded one without delay.
+        context: in the probe, kernels begin on new contexts beside a loaded one without delay.
         The first use is whichever comes first: a launch, `load_kernel`, or asking for a kernel's
         parameters (stuck-and-lost.json).
         """
@@ -220,7 +220,7 @@ class Modules(Component):
         reference = spec.reference
         fault = self.machine.script.start(spec.name)
         if isinstance(fault, Hang):
-            cost = Cost(sm_ns=math.inf)  # it keeps its room on its SMs
+            cost = Cost(sm_ns=math.inf)  # it keeps occupying its SMs
 
         def body() -> CUDAError | None:
             if isinstance(fault, int):

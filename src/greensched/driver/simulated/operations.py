@@ -26,10 +26,10 @@ from greensched.typing import Cost
 
 
 class KernelOp(Operation):
-    """A kernel: it queues for room on its SMs, and occupies the room from its start on.
+    """A kernel: it queues for space on its SMs, and occupies it from its start on.
 
     Its fixed time comes first (or it runs until its `until` is true), then its work, which shares
-    SMs and bandwidth. `start` is when its first blocks had room.
+    SMs and bandwidth. `start` is when its first blocks had space.
     """
 
     kind = "kernel"
@@ -47,8 +47,8 @@ class KernelOp(Operation):
         self.cost = cost
         self.sms = sms
         self.cap = min(cost.sms or blocks, blocks, sms.bit_count())
-        self.part = part  # of an SM's room that a block takes
-        self.room = min(blocks * part, self.cap)
+        self.part = part  # of an SM that a block occupies
+        self.occupancy = min(blocks * part, self.cap)
         self.effect = body  # type: ignore[method-assign]  # one call less for each kernel
         self.started = False
         self.working = False
@@ -58,13 +58,13 @@ class KernelOp(Operation):
         self.version = 0  # of its scheduled end: a change of speed makes the older one void
 
     def begin(self, timeline: Timeline) -> StartResult:
-        """Queue for room: the kernel starts as soon as those before it leave some."""
+        """Queue for space: the kernel starts as soon as those before it leave some."""
         self.stream.device.kernels[self] = None
         _share(timeline, self.stream.device)
         return StartResult.RUNNING
 
     def go(self, timeline: Timeline) -> None:
-        """Start its time: it has room."""
+        """Start its time: it has space."""
         self.started = True
         self.start = timeline.now
         if self.cost.until is not None:
@@ -112,7 +112,7 @@ class KernelOp(Operation):
             self._leave(timeline)
 
     def _leave(self, timeline: Timeline) -> None:
-        """End, and give its room to the kernels that wait for it. Once."""
+        """End, and give its space to the kernels that wait for it. Once."""
         device = self.stream.device
         if self in device.kernels:
             del device.kernels[self]
@@ -122,7 +122,7 @@ class KernelOp(Operation):
 
 
 def _share(timeline: Timeline, device: DeviceState) -> None:
-    """Give every kernel on a device its room and its speed, after the set of kernels changed."""
+    """Give every kernel on a device its space and its speed, after the set of kernels changed."""
     kernels = cast("list[KernelOp]", list(device.kernels))
     runs, shares = settle(kernels)
     for kernel, run in zip(kernels, runs, strict=True):
