@@ -250,12 +250,6 @@ class Dispatcher:
             self._again = True
         return self.allocator.most_free()
 
-    def handed_over(self, request: Request, now: float) -> None:
-        """Look at the request behind one that was handed a grant."""
-        following = request.line.first()
-        if following is not None and (self.allocator.most_free() or self.allocator.may_share):
-            self._blocked(following, now, is_first=True)
-
     # -- requests that do not fit ----------------------------------------------------------------
 
     def note_missing(self, request: Request) -> None:

@@ -129,7 +129,6 @@ class Request:
     """What a caller wants: which sizes, where, and how urgently."""
 
     __slots__ = (
-        "answer",
         "arrived",
         "class_state",
         "cost_failed",
@@ -149,7 +148,6 @@ class Request:
         "rank",
         "state",
         "target",
-        "waiter",
         "within",
         "work",
     )
@@ -190,10 +188,8 @@ class Request:
         #: Seconds in which the next piece should be done, from the last checkpoint.
         self.within: float | None = None
         self.holder = holder
-        #: For the caller of the scheduler, which does not read them.
+        #: For the caller of the scheduler, which does not read it.
         self.owner = owner
-        self.waiter: Any = None
-        self.answer: object = None
         self.state = QUEUED
         self.rank: tuple[float, ...] = ()
         self.grants: tuple[Grant, ...] = ()

@@ -343,7 +343,7 @@ class Scheduler:
         if state.name in allocator.retired:
             return False
         allocator.suspend(grant, now)
-        self.pass_on(grant, None)
+        self._set_holder(grant, None)
         self._suspended[grant] = None
         return True
 
@@ -351,8 +351,13 @@ class Scheduler:
         """Grant a suspended grant to a request for the same, and count that as any other."""
         del self._suspended[grant]
         self.allocator.resume(grant, now)
-        self.count_again(1)
-        self.pass_on(grant, holder)
+        self._requested += 1
+        self._granted += 1
+        self._set_holder(grant, holder)
+
+    def _set_holder(self, grant: Grant, holder: Hashable) -> None:
+        self.dispatcher.set_holder(grant, holder)
+        grant.request.holder = holder
 
     def reclaim(self, now: float) -> None:
         """Free the cells of all suspended grants, and call `on_reclaim` if there are any."""
@@ -363,56 +368,6 @@ class Scheduler:
             granted = self.drained(now, grant)
             assert not granted, "a grant was suspended while a request waited"
         self._on_reclaim()
-
-    # To be removed with the present lease cache, which uses them instead of the above.
-
-    def pause(self, now: float, grant: Grant) -> bool:
-        """Suspend a grant without noting it."""
-        allocator = self.allocator
-        if grant.loans or allocator.may_share or grant.class_state.quota is not None:
-            return False
-        allocator.suspend(grant, now)
-        return True
-
-    def unpause(self, now: float, grant: Grant) -> None:
-        """Resume a paused grant; `pass_on` and `count_again` follow later."""
-        self.allocator.resume(grant, now)
-
-    def next_for(self, grant: Grant) -> Request | None:
-        """Return the next request, if it may have a grant whose lease ended as it is."""
-        line = self.queue.only_line()
-        first, last = line.first() if line is not None else None, grant.request
-        if first is None or self.allocator.is_classed or first.missing_executors:
-            return None
-        part, reservation = first.parts[0], self.queue.reservation
-        is_one = len(first.parts) == 1 and part.named is None and part.least == part.most
-        if not is_one or first.parts != last.parts or grant.device not in first.devices:
-            return None
-        is_known = first.duration is not None or last.duration is not None
-        is_kept_out = reservation is not None and reservation.request is not first
-        return None if is_known or is_kept_out else first
-
-    def hand_over(self, now: float, grant: Grant, request: Request) -> None:
-        """Give a grant to the request that is `next_for` it, as if it had been drained."""
-        grant.request.grants = ()
-        grant.request = request
-        grant.begin(now)
-        self.pass_on(grant, request.holder)
-        request.grants = (grant,)
-        request.state = GRANTED
-        self._granted += 1
-        self.queue.remove(request)
-        self.dispatcher.handed_over(request, now)
-
-    def count_again(self, number: int) -> None:
-        """Count leases that were granted without a decision."""
-        self._requested += number
-        self._granted += number
-
-    def pass_on(self, grant: Grant, holder: Hashable) -> None:
-        """Let another holder have a grant; None: no holder in particular."""
-        self.dispatcher.set_holder(grant, holder)
-        grant.request.holder = holder
 
     # -- other events ----------------------------------------------------------------------------
 
