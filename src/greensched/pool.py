@@ -19,8 +19,7 @@ from greensched.kernels import Kernel
 from greensched.leasing.latency import LatencyCurve, default_sizes, measure
 from greensched.leasing.lifecycle import PoolLifecycle, PoolOptions
 from greensched.leasing.manager import LeaseManager
-from greensched.leasing.partition import Partition
-from greensched.leasing.partition_group import PartitionGroup
+from greensched.leasing.partition import Partition, PartitionGroup
 from greensched.leasing.preview import SplitPreview, preview
 from greensched.leasing.requests import LeaseOptions, RequestParser, checked_kernels
 from greensched.leasing.status import CloseReport, PoolState, PoolStatistics
@@ -216,7 +215,7 @@ class Pool:
         Raises:
             InvalidSize, InvalidRequest: what can never be right.
         """
-        return Partition(self._lifecycle.grantor, self._parser.parse(sms, **options))
+        return Partition(self._lifecycle, self._parser.parse(sms, **options))
 
     def partitions(
         self, *sizes: Size, **options: Unpack[LeaseOptions]
@@ -237,11 +236,7 @@ class Pool:
             Others: as `partition`, and as its `async with`.
         """
         request = self._parser.parse(sms, **options)
-        manager = self._manager
-        channel = manager.take(request)
-        if channel is None:
-            (channel,) = manager.acquire_nowait(request)
-        return Partition(manager, request, channel)
+        return Partition(self._lifecycle, request, self._manager.acquire_nowait(request))
 
     async def launch(
         self,
@@ -295,7 +290,7 @@ class Pool:
         Raises:
             InvalidRequest, TooManySMs: what can never be; and whatever `fn` raises.
         """
-        first = self._manager.sites[0]
+        first = self._manager.device_pools[0]
         ordinal = first.device.ordinal if device is None else device
         sizes = default_sizes(first.cells) if sms is None else sms
         clock = first.device.driver.time
@@ -382,7 +377,7 @@ class Pool:
             InvalidSize, InvalidRequest: what can never be right, on no device.
             PoolClosed: the pool is not open; only an open one has split its devices.
         """
-        return tuple(preview(each.device, each.cells, sizes) for each in self._manager.sites)
+        return tuple(preview(each.device, each.cells, sizes) for each in self._manager.device_pools)
 
     async def verify(self) -> Verification:
         """Prove on each device that partitions share no SM.
@@ -393,7 +388,7 @@ class Pool:
             VerificationFailed: two partitions shared an SM, or one was not seen on as many as it
                 has.
         """
-        cells = {each.device.ordinal: each.cells for each in self._manager.sites}
+        cells = {each.device.ordinal: each.cells for each in self._manager.device_pools}
         return await verify(self.partitions, cells)
 
     def __repr__(self) -> str:

@@ -1,13 +1,12 @@
-"""One device as a pool uses it: how it is cut, the executors over it, its memory and its staging.
+"""One device of a pool: how it is split, the executors over it, its memory and its staging.
 
-The device is cut once, by one split, so its cells are disjoint by construction; an executor is a
-green context over a set of them. Executors are made beforehand from a menu (aligned blocks and
-their complements), or when a request lacks one; those that are no longer wanted go least recently
-used first, and never with work in flight.
+The device is split once, so its cells are disjoint; an executor is a green context over a set of
+cells. Executors are made beforehand over a set of shapes (aligned blocks and their complements),
+or when a request misses one; those in excess are closed least recently used first, and never with
+work in flight.
 
-Making and ending executors blocks: it happens on the pool's builder thread, and is entered by it
-alone. `add`, `take` and `surplus` are entered under the pool's lock, once it is open: others look
-through the executors under it.
+Making and closing executors blocks: it happens on the pool's builder thread, which alone may do
+it. Once the pool is open, its lock guards `add`, `take` and `evictable`.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 from greensched._cleanup import run_all
 from greensched.device.allocators import DeviceAllocator, PinnedAllocator
@@ -30,60 +28,46 @@ from greensched.device.resources import (
 from greensched.device.staging import StagingPool
 from greensched.device.staging_ring import StagingRing
 from greensched.device.tickets import TicketMemory
-from greensched.errors import (
-    CUDAError,
-    GreenschedError,
-    InvalidCombination,
-    InvalidRequest,
-    PoolClosed,
-)
+from greensched.errors import CUDAError, GreenschedError, InvalidRequest, PoolClosed
 from greensched.execution.executor import Executor, ExecutorHost
 from greensched.kernels import Kernel
+from greensched.leasing.device_split import split_device
 from greensched.scheduling.cells import DeviceCells
 
 logger = logging.getLogger("greensched")
 
-#: Executors made beforehand at most, some 5 MiB and 1 ms each on an H200: the first lease of any
-#: size then makes none. By eights it has 87, and by twos 131 that begin or end where the device
-#: does, so that two who share it can move the border. What a driver can hold is not documented, so
-#: the menu ends quietly where the driver says it is enough.
-MENU = 132
-#: Executors of other shapes kept at most, some 5 MiB each on an H200. Generous, because making one
+#: Executors made beforehand at most, some 5 MiB and 1 ms each on an H200, so that the first lease
+#: of any size waits for none. Split into groups of 8 SMs a device has 87 shapes, and split into
+#: groups of 2 it has 131 that begin or end where the device does, so that two leases that share it
+#: can move their border. What a driver can hold is not documented: making them ends quietly where
+#: the driver refuses one.
+MAX_PREBUILT = 132
+#: Executors of other shapes kept at most, some 5 MiB each on an H200. Many, because making one
 #: waits there until nothing runs on the device, and driver 580 takes 4 of the 5 MiB back only with
 #: the primary context (docs/measurements/h200-580/stuck-and-lost.json).
 MAX_EXTRA = 96
-#: Streams of an executor that have work at once: one of launches, one of calls (`executor`).
+#: Streams of an executor that have work at once: one of launches, one of calls.
 STREAMS = 2
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceSplit:
-    """A device cut into cells: its equal groups, and what was left over."""
-
-    whole: SMResource
-    groups: tuple[SMResource, ...]
-    remainder: SMResource | None
-    cells: DeviceCells
 
 
 class DevicePool:
     """A device of a pool.
 
     Args:
-        device: opened by the pool, closed here.
-        home: the pool.
-        kernels: loaded for every executor as it is made. Where there are any, everything else that
-            a lease may need is made beforehand, too.
-        reserve_bytes: of device memory, taken beforehand.
-        fine: cut it as finely as can be, without large thread-block clusters.
-        balanced: every executor asks for work queues that it does not share.
-        max_extra: executors of other shapes than the menu's, kept at most.
+        device: opened by the pool, and closed here.
+        host: the pool.
+        kernels: loaded for every executor as it is made. If there are any, everything else that a
+            lease may need is allocated beforehand, too.
+        reserve_bytes: device memory allocated beforehand.
+        fine: split the device as finely as possible, without large thread-block clusters.
+        balanced: give every executor work queues that it does not share, where possible.
+        max_extra: executors that were not prebuilt, kept at most.
     """
 
     def __init__(
         self,
         device: Device,
-        home: ExecutorHost,
+        host: ExecutorHost,
         kernels: Sequence[Kernel] = (),
         reserve_bytes: int = 0,
         *,
@@ -92,46 +76,47 @@ class DevicePool:
         max_extra: int = MAX_EXTRA,
     ) -> None:
         self.device = device
-        self._home = home
+        self._host = host
         self._kernels = kernels
         self._max_extra = max_extra
-        #: The other devices of the pool, by ordinal; known once all are opened.
+        #: The other devices of the pool, by ordinal; set once all are open.
         self.neighbours: Mapping[int, DevicePool] = {}
+        #: By cells, the least recently used first.
         self.executors: OrderedDict[int, Executor] = OrderedDict()
         self.executors_made = 0
         try:
-            self._queues = [_balanced(device)] if balanced else []
+            self._queues = [_balanced_queues(device)] if balanced else []
             self.words = TicketMemory(device.primary)
-            self.cut = split_device(device, fine=fine)
-            self._try_words()
-            self.menu = frozenset(self.cells.menu(MENU))
+            self.split = split_device(device, fine=fine)
+            self._probe_words()
+            self.prebuilt = frozenset(self.cells.menu(MAX_PREBUILT))
             self.slots = StagingRing(device.primary)
             self.staging = StagingPool(device.primary)
             self.memory = DeviceAllocator(device.primary, self.words)
             self.pinned = PinnedAllocator(device.primary)
             self.memory.reserve(reserve_bytes)
-            if kernels:  # at most so many executors are leased at once
+            if kernels:  # at most this many executors are leased at once
                 self.staging.prepare(self.cells.count + bool(self.cells.remainder_mask))
-            self._make_menu()
+            self._prebuild()
         except BaseException:
             self.abandon()
             raise
 
     @property
     def cells(self) -> DeviceCells:
-        """What planning counts with."""
-        return self.cut.cells
+        """The cells that scheduling counts with."""
+        return self.split.cells
 
-    def _try_words(self) -> None:
-        """On a green context, as the executors are."""
-        context = self.device.create_context(ContextOptions(resources=self.cut.groups[:1]))
+    def _probe_words(self) -> None:
+        """Try whether streams can write tickets, on a green context as the executors have."""
+        context = self.device.create_context(ContextOptions(resources=self.split.groups[:1]))
         try:
             self.words.probe_stream_writes(context)
         finally:
             context.close()
 
-    def _make_menu(self) -> None:
-        for mask in self.cells.menu(MENU):
+    def _prebuild(self) -> None:
+        for mask in self.cells.menu(MAX_PREBUILT):
             try:
                 self.add(self.make(mask))
             except CUDAError as error:
@@ -143,29 +128,31 @@ class DevicePool:
     # -- executors ---------------------------------------------------------------------------------
 
     def take(self, mask: int) -> Executor:
-        """The executor over a set of cells, which is made; leased and used from now on."""
+        """Return the executor over a set of cells, which exists: leased and used from now on."""
         executor = self.executors[mask]
         executor.is_leased = True
         self.executors.move_to_end(mask)
         return executor
 
     def make(self, mask: int) -> Executor:
-        """Makes an executor, to be added, unless there is one. Blocks.
+        """Make an executor, for `add`, unless it exists. Blocks.
 
         Raises:
-            CUDAError: the driver could not.
+            CUDAError: the driver refused.
         """
         executor = self.executors.get(mask)
         if executor is None:
-            executor = Executor(
-                self.device, self._resources(mask), mask, self.words, self.staging, self._home
-            )
+            resources: list[SMResource | WorkqueueResource] = [
+                *self.split.resources(mask),
+                *self._queues,
+            ]
+            executor = Executor(self.device, resources, mask, self.words, self.staging, self._host)
             self._prepare(executor)
             self.executors_made += 1
         return executor
 
     def _prepare(self, executor: Executor) -> None:
-        """What a launch would have to wait for is done before anybody has the executor."""
+        """Do beforehand what a launch would have to wait for."""
         try:
             for kernel in self._kernels:
                 check_runnable(kernel, self.device.driver)
@@ -178,24 +165,19 @@ class DevicePool:
             raise
 
     def add(self, executor: Executor) -> None:
-        """An executor that was made can be taken from here on."""
+        """Let an executor be taken from here on."""
         self.executors[executor.mask] = executor
 
-    def surplus(self, keep: Collection[int]) -> list[int]:
-        """Executors to end, least recently used first: beside the menu, not leased, too many."""
-        extra = [m for m in self.executors if m not in self.menu]
-        spare = [m for m in extra if m not in keep and not self.executors[m].is_leased]
-        idle = [m for m in spare if self.executors[m].is_idle]
-        return idle[: max(0, len(extra) - self._max_extra)]
+    def evictable(self, keep: Collection[int]) -> list[int]:
+        """Return the cells of executors to close, least recently used first.
 
-    def _resources(self, mask: int) -> list[SMResource | WorkqueueResource]:
-        split_device = self.cut
-        if mask & self.cells.full_mask == self.cells.full_mask:  # alone, or as one of several there
-            return [split_device.whole, *self._queues]
-        chosen = [group for i, group in enumerate(split_device.groups) if mask >> i & 1]
-        if mask & self.cells.remainder_mask and split_device.remainder is not None:
-            chosen.append(split_device.remainder)
-        return [*chosen, *self._queues]
+        Those in excess of the most that are kept: neither prebuilt nor to keep, without a lease or
+        work.
+        """
+        extra = [mask for mask in self.executors if mask not in self.prebuilt]
+        unused = [m for m in extra if m not in keep and not self.executors[m].is_leased]
+        idle = [mask for mask in unused if self.executors[mask].is_idle]
+        return idle[: max(0, len(extra) - self._max_extra)]
 
     # -- its end -----------------------------------------------------------------------------------
 
@@ -205,21 +187,21 @@ class DevicePool:
         executors = self.executors.values()
         return [executor for executor in executors if executor.is_leased or not executor.is_idle]
 
-    def close(self, *, is_held: bool = False) -> list[str]:
-        """Ends everything, if nothing works any more; else leaves all as it is. Blocks.
+    def close(self, *, is_building: bool = False) -> list[str]:
+        """Close everything if nothing works any more; else leave all as it is. Blocks.
 
-        Beside work that does not end, much of it would wait for that: cuMemHostUnregister and
-        cuLibraryUnload do, on an H200 with driver 580. A leased executor counts as one that works:
-        what its holder put there without a ticket shows nowhere.
+        Beside work that does not end, much of it would wait for that work: cuMemHostUnregister and
+        cuLibraryUnload do, on an H200 with driver 580. A leased executor counts as one that works,
+        because work without a ticket does not show.
 
         Args:
-            is_held: an executor is being made here meanwhile; it counts as one that works.
+            is_building: an executor is being made here; it counts as one that works.
 
         Returns:
-            What still is leased or has work, or could not be ended.
+            What is leased or has work, or could not be closed.
         """
         busy = [repr(executor) for executor in self.busy]
-        if is_held:
+        if is_building:
             busy.append(f"{self.device!r}: an executor is being made")
         if self.memory.is_used_by_peers:
             busy.append(f"{self.device!r}: another device uses its memory")
@@ -227,7 +209,7 @@ class DevicePool:
             self.close_use(lambda: PoolClosed("this pool"))
             self.forget()
             return busy
-        steps: list[Callable[[], object]] = [executor.close for executor in self.executors.values()]
+        steps: list[Callable[[], object]] = [each.close for each in self.executors.values()]
         parts = self.memory, self.pinned, self.staging, self.slots, self.words, self.device
         steps += [part.close for part in parts]
         try:
@@ -238,18 +220,18 @@ class DevicePool:
         return []
 
     def abandon(self) -> None:
-        """Ends what was made of it, when opening failed half way. Blocks."""
+        """Close what exists of it, when opening failed half way. Blocks."""
         steps = [executor.close for executor in self.executors.values()]
         names = "memory", "pinned", "staging", "slots", "words"
-        made = [getattr(self, name, None) for name in names]
-        steps += [part.close for part in made if part is not None]
+        parts = [getattr(self, name, None) for name in names]
+        steps += [part.close for part in parts if part is not None]
         try:
             run_all([*steps, self.device.close])
         except CUDAError as error:
             logger.warning("closing %r after a failure: %s", self.device, error)
 
     def forget(self) -> None:
-        """Leaves all as it is, dead or at work, until the process ends. Never waits."""
+        """Leave everything as it is, lost or at work, until the process ends. Never waits."""
         self.device.primary.is_abandoned = True
         for executor in self.executors.values():
             executor.abandon()
@@ -269,27 +251,8 @@ class DevicePool:
             executor.wake_submit_waiters()
 
 
-def split_device(device: Device, *, fine: bool = False) -> DeviceSplit:
-    """Cuts a device into its smallest cells, and finds out whether the remainder joins them.
-
-    One split only: a second one would overlap the first.
-
-    Args:
-        fine: the smallest there are when SMs need not be co-scheduled.
-    """
-    whole = device.resources.sm
-    if fine:
-        groups, remainder = whole.split_evenly(1, fine=True)
-    else:
-        groups, remainder = whole.split_evenly(whole.min_partition_size)
-    left = remainder.sm_count if remainder is not None else 0
-    joins = remainder is not None and _joins(device, groups[0], remainder)
-    cells = DeviceCells(size=groups[0].sm_count, count=len(groups), remainder=left, joins=joins)
-    return DeviceSplit(whole, tuple(groups), remainder, cells)
-
-
-def _balanced(device: Device) -> WorkqueueResource:
-    """What every executor asks for: work queues of its own, where that can be."""
+def _balanced_queues(device: Device) -> WorkqueueResource:
+    """Describe work queues that an executor does not share, where possible."""
     queue = device.resources.workqueue
     queue.configure(
         WorkqueueResourceOptions(sharing_scope="green_ctx_balanced", concurrency_limit=STREAMS)
@@ -297,23 +260,14 @@ def _balanced(device: Device) -> WorkqueueResource:
     return queue
 
 
-def _joins(device: Device, group: SMResource, remainder: SMResource) -> bool:
-    """Tried once: from CUDA 13.1 on resources of unequal alignment are refused."""
-    try:
-        device.create_context(ContextOptions(resources=[group, remainder])).close()
-    except (CUDAError, InvalidCombination):
-        return False
-    return True
-
-
-def index_of(sites: Sequence[DevicePool], ordinal: int) -> int:
-    """Which of a pool's devices has an ordinal.
+def index_of(device_pools: Sequence[DevicePool], ordinal: int) -> int:
+    """Return the index of a pool's device.
 
     Raises:
-        InvalidRequest: none.
+        InvalidRequest: the pool does not have it.
     """
-    for index, site in enumerate(sites):
-        if site.device.ordinal == ordinal:
+    for index, device_pool in enumerate(device_pools):
+        if device_pool.device.ordinal == ordinal:
             return index
-    mine = ", ".join(str(site.device.ordinal) for site in sites)
-    raise InvalidRequest(f"device {ordinal} is not in this pool, which has {mine}")
+    known = ", ".join(str(each.device.ordinal) for each in device_pools)
+    raise InvalidRequest(f"device {ordinal} is not in this pool, which has {known}")

@@ -1,83 +1,77 @@
-"""Tasks that wait to be told something by the desk, each on its own loop.
-
-Whoever asks is a request's `owner`, by his loop's view of the work, and awaits its `waiter`.
-"""
+"""Waiting for a grant: what a queued request has on the loop of the task that waits."""
 
 from __future__ import annotations
 
-from contextlib import suppress
-
 from greensched.execution.completion import CompletionPoller
-from greensched.execution.lease import Lease
 from greensched.scheduling.requests import Request
 
 
-def expect(request: Request, completion: CompletionPoller) -> None:
-    """Somebody on the running loop is going to wait for a request."""
-    request.owner = completion
-    request.waiter = completion.loop.create_waiter()
+class GrantWaiter:
+    """One task's wait for its queued request. The request's `owner`.
 
-
-def heard(request: Request) -> CompletionPoller:
-    """His loop's view of the work, if he was not told an error: that is raised."""
-    answer = request.answer
-    if answer is not None and not isinstance(answer, Lease):
-        assert isinstance(answer, Exception)
-        raise answer
-    assert isinstance(request.owner, CompletionPoller)
-    return request.owner
-
-
-def waits_no_more(request: Request) -> None:
-    """Its loop tends one less, since he has claimed what he got, or does not want it any more.
-
-    Counted once, however often it is said.
-    """
-    if isinstance(request.owner, CompletionPoller):
-        request.owner.waiting -= 1
-    request.owner = None
-
-
-def let_go(request: Request) -> None:
-    """The same, and forgets whose it was: what was claimed or left may stay in a queue for a while.
-
-    His task would stay with it, and what that returned.
-    """
-    waits_no_more(request)
-    request.waiter = request.answer = request.holder = None
-
-
-def is_left(request: Request) -> bool:
-    """Whether nobody is going to claim it any more, since his loop is closed."""
-    return isinstance(request.owner, CompletionPoller) and request.owner.loop.is_closed
-
-
-def tell(request: Request, error: Exception | None = None) -> bool:
-    """Wakes who waits for a request, from whatever thread; False if his loop is closed.
+    The thread that grants or refuses the request calls `notify` or `set_error`; the loop of the
+    task wakes it.
 
     Args:
-        request: granted, or with an `error` refused.
-        error: why it is not granted.
+        request: queued, and not known to other threads yet.
+        poller: of the running loop.
     """
-    completion, waiter = request.owner, request.waiter
-    if not isinstance(completion, CompletionPoller) or waiter is None:  # nobody waits, or any more
-        return True
-    if error is not None:
-        request.answer = error
-    return completion.loop.wake_threadsafe(waiter)
+
+    __slots__ = ("_error", "_poller", "_request", "_waiter")
+
+    def __init__(self, request: Request, poller: CompletionPoller) -> None:
+        self._poller = poller
+        self._waiter = poller.loop.create_waiter()
+        self._error: Exception | None = None
+        self._request = request
+        request.owner = self
+
+    async def wait(self) -> None:
+        """Wait until the request is granted. Raise the reason if it is refused."""
+        self._poller.request_queued(self._request.deadline)
+        try:
+            await self._waiter
+        finally:
+            self._poller.waiting -= 1
+        if self._error is not None:
+            raise self._error
+
+    def notify(self) -> bool:
+        """Wake the task, from any thread; return False if its loop is closed."""
+        return self._poller.loop.wake_threadsafe(self._waiter)
+
+    def set_error(self, error: Exception) -> None:
+        """Wake the task, from any thread, with the reason why it is not granted."""
+        self._error = error
+        self.notify()
+
+    @property
+    def is_orphaned(self) -> bool:
+        """Whether its loop is closed, so that the task will never go on."""
+        return self._poller.loop.is_closed
+
+    def close(self) -> None:
+        """Take the task off the request, which may stay in a queue for a while.
+
+        The request would keep the task alive, and what it returned.
+        """
+        self._request.owner = self._request.holder = None
 
 
-def tell_all(refused: list[tuple[Request, Exception]]) -> None:
-    """Tells each why he will not be granted, once, and empties the list."""
-    while refused:
-        with suppress(IndexError):  # another thread was first
-            tell(*refused.pop())
+def notify(request: Request) -> bool:
+    """Wake the task that waits for a granted request, if one does; False if its loop is closed."""
+    waiter = request.owner
+    return waiter.notify() if isinstance(waiter, GrantWaiter) else True
 
 
-def take_handed(request: Request) -> Lease | None:
-    """What one that waited was handed; it is not kept, or lease and request would be a circle."""
-    handed = request.answer
-    if not isinstance(handed, Lease):
-        return None
-    request.answer = None
-    return handed
+def refuse(request: Request, error: Exception) -> None:
+    """Wake the task that waits for a request, if one does, with the reason of its refusal."""
+    waiter = request.owner
+    if isinstance(waiter, GrantWaiter):
+        waiter.set_error(error)
+
+
+def is_orphaned(request: Request) -> bool:
+    """Whether the loop is closed on which a task waited for a request."""
+    waiter = request.owner
+    return isinstance(waiter, GrantWaiter) and waiter.is_orphaned

@@ -17,7 +17,7 @@ from greensched.errors import DriverUnavailable, PoolClosed
 from greensched.execution.background import BackgroundTask
 from greensched.execution.threads import WorkerThread
 from greensched.kernels import Kernel
-from greensched.leasing import asking, process
+from greensched.leasing import process
 from greensched.leasing.device_pool import MAX_EXTRA, DevicePool
 from greensched.leasing.manager import LeaseManager
 from greensched.leasing.status import CloseReport, PoolState
@@ -82,7 +82,7 @@ class PoolLifecycle:
     @property
     def device_pools(self) -> tuple[DevicePool, ...]:
         """The devices, in the order of the options; none before the pool is open."""
-        return () if self._manager is None else self._manager.sites
+        return () if self._manager is None else self._manager.device_pools
 
     def manager(self) -> LeaseManager:
         """Return the manager of the leases.
@@ -91,7 +91,7 @@ class PoolLifecycle:
             PoolClosed: the pool is not open yet, or was closed before it was.
         """
         manager = self._manager
-        if manager is None or not manager.sites:
+        if manager is None or not manager.device_pools:
             hint = ": use `async with pool:` or `await pool.open()`"
             raise PoolClosed("this pool", self.state.value + hint)
         return manager
@@ -160,7 +160,7 @@ class PoolLifecycle:
             process.release_devices(driver, claimed)
             with self.lock:  # the next open() starts anew
                 self._opening = self._manager = None
-            manager.builder.dismiss()
+            manager.builder.thread.dismiss()
             raise
 
     # -- closing ---------------------------------------------------------------------------------
@@ -173,8 +173,8 @@ class PoolLifecycle:
         try:
             if manager is not None:
                 manager.stop()
-                if manager.sites:
-                    await asking.wait_for_leases(manager, grace)
+                if manager.device_pools:
+                    await manager.wait_until_idle(grace)
         finally:
             self._finish_closing(manager, closing)
         return await closing.wait()
@@ -193,7 +193,7 @@ class PoolLifecycle:
             manager.stop()
             self._finish_closing(manager, closing)
 
-        manager.builder.submit(close)
+        manager.builder.thread.submit(close)
 
     def _begin_closing(self) -> BackgroundTask[CloseReport]:
         with self.lock:
@@ -215,8 +215,8 @@ class PoolLifecycle:
         if manager is None:
             closing.run()
             return
-        builder = closer = manager.builder
-        if manager.is_held_up:
+        builder = closer = manager.builder.thread
+        if manager.builder.is_held_up:
             closer = WorkerThread(manager.driver, "greensched closer")
         closer.submit(closing.run)
         for thread in (closer, builder):
@@ -228,7 +228,7 @@ class PoolLifecycle:
         if manager is None:
             return CloseReport()
         abandoned = manager.close()
-        ordinals = [device_pool.device.ordinal for device_pool in manager.sites]
+        ordinals = [device_pool.device.ordinal for device_pool in manager.device_pools]
         process.release_devices(manager.driver, ordinals)
         if abandoned:
             logger.warning("the pool was closed over leases or work: %s", ", ".join(abandoned))
@@ -239,17 +239,3 @@ class PoolLifecycle:
         self.lock = threading.Lock()  # a thread that the child does not have may hold the old one
         if self._manager is not None:
             self._manager.forked(self.lock)
-
-    # -- for partitions --------------------------------------------------------------------------
-
-    def opened(self) -> LeaseManager:
-        """Return the manager."""
-        return self.manager()
-
-    def take(self, _: object) -> None:
-        """Nothing is cached before the pool is open."""
-
-    @property
-    def grantor(self) -> PoolLifecycle | LeaseManager:
-        """What a partition asks."""
-        return self if self._manager is None or not self._manager.sites else self._manager

@@ -1,12 +1,12 @@
-"""The desk: where the head's decisions meet the loops. One for each open pool.
+"""The lease manager: takes requests, grants leases, and keeps account of them until the pool ends.
 
-The scheduler decides, under one short lock; whoever made it decide delivers what it granted,
-outside the lock, each waiter through the door of its own loop. A lease belongs to one loop from
-its grant until its work is done; what a closed loop leaves behind is taken over by whichever loop
-next waits for it, and what it was granted goes to others.
+The scheduler decides, under one short lock. The thread that made it decide wakes the tasks whose
+requests were granted, outside the lock, each through the adapter of its own loop. A lease belongs
+to one loop from its grant until its work is done. When a loop has closed, its queued requests are
+cancelled, and the next loop that uses the pool takes over its leases.
 
-Nothing is lost by a cancellation: a request that was queued leaves the queue, and one that was
-granted in the meantime gives its cells back.
+A cancellation loses nothing: a queued request leaves the queue, and a request that was granted
+meanwhile gives its cells back.
 """
 
 from __future__ import annotations
@@ -16,37 +16,22 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Final
 
-from greensched._asynclib import get_ident
+import anyio
+
 from greensched.device.quota import MemoryQuota
 from greensched.driver.interface import Driver
-from greensched.errors import (
-    DeadlineExceeded,
-    DeviceLost,
-    ForkedPool,
-    GreenschedError,
-    PoolClosed,
-)
+from greensched.errors import DeadlineExceeded, DeviceLost, ForkedPool, GreenschedError, PoolClosed
 from greensched.execution.completion import CompletionPoller
-from greensched.execution.eventloop import current_adapter
 from greensched.execution.eventloop.base import LoopAdapter, Waiter
-from greensched.execution.executor import Executor
 from greensched.execution.lease import Lease
 from greensched.execution.threads import WorkerThread
 from greensched.leasing.device_pool import DevicePool, index_of
-from greensched.leasing.grant_waiter import (
-    expect,
-    heard,
-    is_left,
-    let_go,
-    take_handed,
-    tell,
-    tell_all,
-    waits_no_more,
-)
+from greensched.leasing.executor_builder import ExecutorBuilder
+from greensched.leasing.grant_waiter import GrantWaiter, is_orphaned, notify, refuse
 from greensched.leasing.lease_cache import LeaseCache
+from greensched.leasing.pollers import PollerRegistry
 from greensched.leasing.requests import LeaseRequest, checked_deadline, checked_duration
 from greensched.leasing.status import PoolState, PoolStatistics, collect_statistics, update_quotas
 from greensched.scheduling.allocator import Placement
@@ -57,549 +42,480 @@ from greensched.scheduling.services import ServiceClass
 
 logger = logging.getLogger("greensched")
 
-#: While requests wait, closed loops are looked for so often.
-TEND_S = 0.050
-#: Looked up for every lease: a name of a module is found faster than members of an enum.
+#: While requests are queued, closed loops are looked for this often.
+TICK_S = 0.050
+#: Looked up for every lease: a name of a module is found faster than the member of an enum.
 OPEN: Final = PoolState.OPEN
 FORKED: Final = PoolState.FORKED
 WORKING: Final = (PoolState.OPENING, OPEN, PoolState.CLOSING)
 
 
 class LeaseManager:
-    """Grants leases, and keeps account of who holds what, until the pool ends.
+    """Grants the leases of one pool. Made closed; `start` opens it.
 
-    Made closed; `start` opens it.
+    Args:
+        driver: the pool's.
+        builder: the thread on which everything happens that blocks.
+        lock: guards the scheduler, the leases and the state.
     """
 
     def __init__(self, driver: Driver, builder: WorkerThread, lock: threading.Lock) -> None:
         self.driver = driver
         self._time = driver.time
-        self.builder = builder
         self.lock = lock
         self.state = PoolState.OPENING
-        self.sites: tuple[DevicePool, ...] = ()
+        self.device_pools: tuple[DevicePool, ...] = ()
         self.scheduler: Scheduler
+        self.cache: LeaseCache
+        #: Leases that are open or draining; cached ones, too.
         self.leases: set[Lease] = set()
-        #: Of classes whose memory is bounded, or was.
-        self._allowances: dict[str, MemoryQuota] = {}
-        self._completions: dict[LoopAdapter, CompletionPoller] = {}
-        #: Who asked last.
-        self._latest: CompletionPoller | None = None
-        #: Executors the builder is to make, by device and cells.
-        self._making: set[tuple[int, int]] = set()
-        #: Where it makes one right now.
-        self._making_at: DevicePool | None = None
-        self._waiting_for_none: list[tuple[LoopAdapter, Waiter]] = []
-        #: Requests of tasks that were collected while they waited: the next caller gives them up.
-        self._forsaken: deque[Request] = deque()
-        self._parking = LeaseCache(self.lock, self._free, self._tell_freed, driver.time)
-        #: A lease that was parked, as `ask` would give it; and how one is left that can be.
-        self.take, self.park = self._parking.take, self._parking.park
+        self.builder = ExecutorBuilder(self, builder)
+        self.pollers = PollerRegistry(
+            driver, lock, self._on_queue_tick, self._take_over_closed_loops
+        )
+        self.current_poller = self.pollers.current
+        #: Of each class whose memory is bounded, or was.
+        self._quotas: dict[str, MemoryQuota] = {}
+        #: Tasks that wait until every cell is free.
+        self._idle_waiters: list[tuple[LoopAdapter, Waiter]] = []
+        #: Requests whose task was collected while it waited; the next caller cancels them.
+        self._abandoned: deque[Request] = deque()
 
     def start(
         self,
-        sites: Sequence[DevicePool],
+        device_pools: Sequence[DevicePool],
         policy: Policy,
         max_waiting: int,
         services: Sequence[ServiceClass],
         placement: Placement,
     ) -> None:
-        """Opens the desk over the sites.
+        """Begin to grant the SMs of these devices.
 
         Raises:
-            InvalidRequest: the floors of the classes do not fit on the devices.
+            InvalidRequest: the reserves of the classes do not fit on the devices.
         """
         scheduler = Scheduler(
-            [site.cells for site in sites],
+            [each.cells for each in device_pools],
             policy,
             max_waiting,
-            lambda index, mask: mask in sites[index].executors,
+            lambda index, mask: mask in device_pools[index].executors,
             services=services,
             placement=placement,
+            on_reclaim=self._close_cached_locked,
         )
-        for site, warm in zip(sites, scheduler.ready_masks, strict=True):
-            for mask in site.executors:
-                warm.setdefault(mask.bit_count(), {})[mask] = None
-        update_quotas(self._allowances, services)
+        for each, ready in zip(device_pools, scheduler.ready_masks, strict=True):
+            for mask in each.executors:
+                ready.setdefault(mask.bit_count(), {})[mask] = None
+        update_quotas(self._quotas, services)
         with self.lock:
-            self.sites, self.scheduler = tuple(sites), scheduler
-            for site in sites:
-                site.device.health.on_failure = self.device_failed
+            self.device_pools, self.scheduler = tuple(device_pools), scheduler
+            self.cache = LeaseCache(self.lock, scheduler, self._time)
+            for each in device_pools:
+                each.device.health.on_failure = self.device_failed
             if self.state is PoolState.OPENING:  # else it is closed as soon as it is open
                 self.state = OPEN
-                self._parking.start(self.scheduler)
-        self._have_made()
+        self.builder.make_missing()
 
-    # -- asking ----------------------------------------------------------------------------------
+    # -- requests --------------------------------------------------------------------------------
 
-    def opened(self) -> LeaseManager:
-        """Itself. A pool says its desk by that."""
-        return self
+    async def acquire(self, request: LeaseRequest) -> tuple[Lease, ...]:
+        """Wait until a request is granted, and return its leases: one for each of its parts.
 
-    def ask(self, wish: LeaseRequest, completion: CompletionPoller) -> tuple[Lease, ...] | Request:
-        """A grant at once, or a request that is queued, whose owner is told when to `claim`.
-
-        Whoever does not wait for it any more has it `leave`.
+        A checkpoint on trio; on asyncio it yields only if it waits. A cancellation leaves nothing
+        behind: no place in the queue, no SM.
 
         Raises:
-            TooManySMs, WouldDeadlock: it can never be, or not any more.
-            QueueFull, DeadlineImpossible: it cannot be now.
+            TooManySMs, WouldDeadlock: it can never be granted, or not any more.
+            QueueFull, DeadlineImpossible, DeadlineExceeded: it cannot be granted now, or in time.
             PoolClosed, DeviceLost, ForkedPool: nothing is granted any more.
+            CUDAError: a green context over its SMs cannot be made.
         """
-        self._give_up_forsaken()
-        with self.lock:
-            request = self._request(wish, completion, wait=True)
-            others = self.scheduler.resized(request)
-            leases = self._claim(request, completion) if request.grants else ()
-            if not leases:
-                expect(request, completion)
-        self._deliver(others)
+        cached = self._take_cached(request)
+        if cached is not None:
+            return (cached,)
+        poller = self.current_poller()
+        if poller.loop.always_yields:
+            await poller.loop.checkpoint()
+        queued, leases = self._request(request, poller, wait=True)
         if leases:
             return leases
-        completion.request_queued(request.deadline)
-        return request
+        waiter = queued.owner
+        assert isinstance(waiter, GrantWaiter)
+        try:
+            await waiter.wait()
+            with self.lock:
+                self.check()
+                return self._claim_locked(queued, poller)
+        except GeneratorExit:  # the collector ended the task: no lock may be taken here
+            self._abandoned.append(queued)
+            raise
+        except BaseException:
+            self._cancel(queued)
+            raise
+        finally:
+            waiter.close()
 
-    def claim(self, request: Request) -> tuple[Lease, ...]:
-        """What was granted to one that was told.
+    def acquire_nowait(self, request: LeaseRequest) -> Lease:
+        """Grant one lease at once. Raises `WouldBlock`, and what `acquire` does."""
+        cached = self._take_cached(request)
+        if cached is not None:
+            return cached
+        poller = self.current_poller()
+        self._take_over_closed_loops(poller)  # no tick does, where no request is queued
+        _, (lease,) = self._request(request, poller, wait=False)
+        return lease
 
-        Raises:
-            DeadlineExceeded, TooManySMs, CUDAError: why it was not.
-            PoolClosed, DeviceLost, ForkedPool: nothing is granted any more.
-        """
-        completion = heard(request)
-        with self.lock:
-            self.check()
-            leases = self._claim(request, completion)
-        let_go(request)
-        return leases
-
-    def acquire_nowait(self, wish: LeaseRequest) -> tuple[Lease, ...]:
-        """A grant at once, on executors that are made; raises `WouldBlock` and what `ask` does."""
-        completion = self.current_poller()
-        self._adopt(completion)  # nobody else may come by to do it
-        self._give_up_forsaken()
-        with self.lock:
-            request = self._request(wish, completion, wait=False)
-            others = self.scheduler.resized(request)
-            leases = self._claim(request, completion)
-        self._deliver(others)
-        return leases
-
-    def unpark(self) -> None:
-        """The scheduler knows again who holds what, and what is free. Holds the lock."""
-        parking = self._parking
-        if not (parking.put or parking.is_taken):
-            return
-        leases, taken = parking.clear()
-        self.scheduler.count_again(taken)
-        for lease in leases:
-            lease.executor.is_leased = False
-            self.leases.discard(lease)
-            granted = self.scheduler.drained(self._time(), lease.grant)
-            assert not granted, "something was parked while somebody waited"
-        for lease in self.leases:
-            if lease.pending_holder is not None:
-                self.scheduler.pass_on(lease.grant, lease.pending_holder)
-                lease.pending_holder = None
-
-    def _request(self, wish: LeaseRequest, completion: CompletionPoller, *, wait: bool) -> Request:
-        """Asks the scheduler. Holds the lock."""
+    def _take_cached(self, request: LeaseRequest) -> Lease | None:
         if self.state is not OPEN:
             raise self.refusal()
-        self.unpark()
-        now = self._time()
-        return self.scheduler.request(
-            now,
-            wish.parts,
-            service=wish.service,
-            devices=None if wish.device is None else (index_of(self.sites, wish.device),),
-            near=None if wish.near is None else index_of(self.sites, wish.near),
-            deadline=None if wish.deadline is None else now + wish.deadline,
-            duration=wish.duration,
-            holder=completion.loop.current_holder(),
-            wait=wait,
-        )
+        return self.cache.take(request)
 
-    def _have_made(self) -> None:
-        """Has the builder make what requests lack, each once. Never blocks."""
-        while self.scheduler.missing_executors:
-            with self.lock, suppress(KeyError):  # another thread was first
-                (index, mask), _ = self.scheduler.missing_executors.popitem()
-                if (index, mask) not in self._making and self.state is OPEN:
-                    self._making.add((index, mask))
-                    self.builder.submit(partial(self._make, index, mask))
-
-    def _make(self, index: int, mask: int) -> None:
-        """On the builder: makes an executor; tells who is granted by that, or why it cannot be."""
-        failure: Exception | None = None
-        surplus: list[Executor] = []
-        site = self.sites[index]
+    def _request(
+        self, request: LeaseRequest, poller: CompletionPoller, *, wait: bool
+    ) -> tuple[Request, tuple[Lease, ...]]:
+        """Ask the scheduler; return the leases, or none if the request is queued."""
+        self._cancel_abandoned()
+        near, device = request.near, request.device
         with self.lock:
-            if not self._works:  # any more
-                return
-            self._making_at = site
-        try:
-            executor = site.make(mask)
-        except Exception as error:  # whatever it is: somebody waits to be told
-            failure = error
-        with self.lock:
-            self._making_at = None
-            self._making.discard((index, mask))
-            if self.state is PoolState.CLOSED:  # meanwhile: this is left with all else there
-                if failure is None:
-                    executor.abandon()
-                return
-            if failure is None:
-                surplus = self._add(index, executor)
-                granted = self.scheduler.made(self._time())
-            else:
-                lacking = [
-                    r for r in self.scheduler.queued() if (index, mask) in r.missing_executors
-                ]
-                granted = [other for request in lacking for other in self._drop(request)]
-        if failure is not None:
-            for request in lacking:
-                tell(request, failure)
-        self._deliver(granted)
-        for old in surplus:
-            old.close()
+            if self.state is not OPEN:
+                raise self.refusal()
+            now = self._time()
+            asked = self.scheduler.request(
+                now,
+                request.parts,
+                service=request.service,
+                devices=None if device is None else (index_of(self.device_pools, device),),
+                near=None if near is None else index_of(self.device_pools, near),
+                deadline=None if request.deadline is None else now + request.deadline,
+                duration=request.duration,
+                holder=poller.loop.current_holder(),
+                wait=wait,
+            )
+            granted = self.scheduler.resized(asked)
+            leases = self._claim_locked(asked, poller) if asked.grants else ()
+            if not leases:
+                GrantWaiter(asked, poller)
+        self.notify_granted(granted)
+        return asked, leases
 
-    def _add(self, index: int, executor: Executor) -> list[Executor]:
-        """An executor can be granted from here on; returns those to end. Holds the lock."""
-        site, warm, mask = self.sites[index], self.scheduler.ready_masks[index], executor.mask
-        site.add(executor)
-        warm.setdefault(mask.bit_count(), {})[mask] = None
-        leases = [lease for request in self._unclaimed() for lease in request.grants]
-        keep = {mask} | {lease.mask for lease in leases if lease.device == index}
-        surplus = []
-        for other in site.surplus(keep):
-            surplus.append(site.executors.pop(other))
-            del warm[other.bit_count()][other]
-        return surplus
-
-    def _claim(self, request: Request, completion: CompletionPoller) -> tuple[Lease, ...]:
-        """The executors of a grant are in this loop's hands from here on. Holds the lock."""
-        grants, request.grants = request.grants, ()  # no circle, which the collector would free
-        handed = take_handed(request)
-        if handed is not None:
-            handed.thread = get_ident()  # where this loop runs by now
-            return (handed,)
+    def _claim_locked(self, request: Request, poller: CompletionPoller) -> tuple[Lease, ...]:
+        """Turn the grants of a request into leases of this loop."""
+        grants, request.grants = request.grants, ()  # or request and grants would be a cycle
         leases = []
         for grant in grants:
-            site = self.sites[grant.device]
-            quota = self._allowances.get(request.class_state.name)
-            lease = Lease(grant, site.take(grant.mask), completion, site, self, quota)
+            device_pool = self.device_pools[grant.device]
+            executor = device_pool.take(grant.mask)
+            quota = self._quotas.get(request.class_state.name)
+            lease = Lease(grant, executor, poller, device_pool, self, quota)
             self.leases.add(lease)
             leases.append(lease)
         return tuple(leases)
 
-    def _unclaimed(self) -> list[Request]:
-        """Whose requests are granted, and they had no turn to claim that. Holds the lock."""
-        held = [lease.request for live in self.scheduler.allocator.grants for lease in live]
-        return [request for request in dict.fromkeys(held) if request.grants]
+    def _unclaimed_locked(self) -> list[Request]:
+        """Return the requests that are granted, and whose tasks had no turn to claim that."""
+        owners = [grant.request for held in self.scheduler.allocator.grants for grant in held]
+        return [request for request in dict.fromkeys(owners) if request.grants]
+
+    def _cancel(self, request: Request) -> None:
+        """Cancel a request, queued or granted."""
+        if self.state is FORKED:
+            return
+        with self.lock:
+            granted = self.cancel_locked(request)
+        self.notify_granted(granted)
+
+    def _cancel_abandoned(self) -> None:
+        """Cancel the requests of collected tasks.
+
+        The collector ends them at any allocation, on any thread, perhaps while the lock is held: so
+        they only append to a list.
+        """
+        while self._abandoned:
+            with suppress(IndexError):  # another thread was first
+                self._cancel(self._abandoned.popleft())
+
+    def cancel_locked(self, request: Request) -> list[Request]:
+        """End a request that is queued, or granted and not claimed; a second time does nothing.
+
+        Returns the requests that are granted because of it.
+        """
+        now = self._time()
+        granted = self.scheduler.cancel(now, request)
+        grants, request.grants = request.grants, ()
+        for grant in grants:
+            granted += self.scheduler.drained(now, grant)
+        return granted
+
+    # -- changes ---------------------------------------------------------------------------------
 
     def checkpoint(self, lease: Lease, duration: object, deadline: object) -> None:
-        """A lease without work gives cells back, or takes some up.
+        """Let the scheduler change the cells of a lease that has no work; the lease then moves.
 
         Raises:
-            PoolClosed, DeviceLost, ForkedPool: it is over. InvalidRequest: no duration, or no
-            deadline.
+            PoolClosed, DeviceLost, ForkedPool: the pool has ended.
+            InvalidRequest: not a duration, or not a deadline.
         """
-        told = (checked_duration(duration), checked_deadline(deadline))
+        told = checked_duration(duration), checked_deadline(deadline)
+        executor = lease.executor
         with self.lock:
             self.check()
-            self.unpark()
-            executor, grant = lease.executor, lease.grant
-            before = grant.mask
+            grant, before = lease.grant, lease.grant.mask
             granted = self.scheduler.checkpoint(self._time(), grant, *told)
             if grant.mask != before:
                 executor.is_leased = False
-                lease.move_to(self.sites[grant.device].take(grant.mask))
-        self._deliver(granted)
+                lease.move_to(self.device_pools[grant.device].take(grant.mask))
+        self.notify_granted(granted)
         if lease.executor is not executor:
             lease.move_bound_launches(executor)
 
     def reconfigure(self, services: Sequence[ServiceClass] | None, policy: Policy | None) -> None:
-        """Other classes, or another policy; whoever can be granted because of that is.
+        """Change the classes, or the policy.
 
         Raises:
             PoolClosed, DeviceLost, ForkedPool: nothing is granted any more.
-            InvalidRequest: the floors of the classes do not fit; nothing has changed.
+            InvalidRequest: the reserves of the classes do not fit; nothing has changed.
         """
         with self.lock:
             if self.state is not OPEN:
                 raise self.refusal()
-            self.unpark()
             granted = self.scheduler.reconfigure(self._time(), services, policy)
             if services is not None:
-                update_quotas(self._allowances, services)
-            self._parking.start(self.scheduler)
-        self._deliver(granted)
+                update_quotas(self._quotas, services)
+        self.notify_granted(granted)
 
     def observe(self, service: str, latency: float, count: int) -> None:
-        """So many of a class had this latency; whoever can be granted because of that is."""
+        """Tell the scheduler a latency of a class."""
         with self.lock:
             self.check()
             granted = self.scheduler.observe(self._time(), service, latency, count)
-        self._deliver(granted)
+        self.notify_granted(granted)
 
     def statistics(self) -> PoolStatistics:
-        """What the pool has and did, at one moment."""
+        """Return what the pool has and did, at one moment."""
         with self.lock:
-            self.unpark()
-            return collect_statistics(self.state, self.sites, len(self.leases), self.scheduler)
+            count = len(self.leases) - len(self.cache)
+            return collect_statistics(self.state, self.device_pools, count, self.scheduler)
 
     # -- giving back -----------------------------------------------------------------------------
 
-    def forsake(self, request: Request) -> None:
-        """The collector ended who waited: the next caller gives it up."""
-        waits_no_more(request)
-        self._forsaken.append(request)
-
-    def leave(self, request: Request) -> None:
-        """Somebody does not want his request any more, queued or granted."""
-        self._give_up(request)
-        let_go(request)
-
-    def _give_up(self, request: Request) -> None:
-        if self.state is FORKED:
-            return
+    def leave(self, request: LeaseRequest, lease: Lease) -> bool:
+        """End a lease that has no work left: cache it, or free its cells. False: it has work."""
+        if not lease.is_unused():
+            return False
+        if lease.bound_launches:
+            lease.close_bound_launches()
+            lease.launch_stream.release_kept()  # the arguments of what was bound, which is done
         with self.lock:
-            granted = self._drop(request)
-        self._deliver(granted)
-
-    def _give_up_forsaken(self) -> None:
-        """Sees to what finalisers left, which must not: they may run while the lock is held.
-
-        The collector calls them at any allocation, on any thread, so they append and no more.
-        """
-        while self._forsaken:
-            with suppress(IndexError):  # another thread was first
-                self._give_up(request := self._forsaken.popleft())
-                let_go(request)
-
-    def _drop(self, request: Request) -> list[Request]:
-        """Ends a request that is queued, or granted and not claimed. Holds the lock.
-
-        Once, whoever comes first. Returns who is granted because of it.
-        """
-        now = self._time()
-        granted = self.scheduler.cancel(now, request)
-        leases, request.grants = request.grants, ()
-        handed = take_handed(request)
-        if handed is not None:
-            return self._free(handed)
-        for lease in leases:
-            granted += self.scheduler.drained(now, lease)
-        return granted
+            if self.state is OPEN and self.cache.put_locked(request, lease):
+                return True
+            lease.close_now()
+            granted = self._free_locked(lease)
+        self.notify_granted(granted)
+        self._cancel_abandoned()
+        return True
 
     def lease_draining(self, lease: Lease) -> None:
-        """A lease has ended, and its work has not: nobody holds it, and nobody gets it yet."""
+        """Tell the scheduler that a lease has ended before its work."""
         with self.lock:
             self.scheduler.release(lease.grant)
 
     def lease_closed(self, lease: Lease) -> None:
-        """All work of a lease is done: its cells are free."""
-        if self.state is FORKED:  # nobody asks
+        """Free the cells of a lease whose work is done."""
+        if self.state is FORKED:
             return
         with self.lock:
-            granted = self._free(lease)
-        self._tell_freed(granted)
+            granted = self._free_locked(lease)
+        self.notify_granted(granted)
+        self._cancel_abandoned()
 
-    def _free(self, lease: Lease) -> list[Request]:
-        """The cells of a lease are free; who is granted by that. Holds the lock."""
+    def _free_locked(self, lease: Lease) -> list[Request]:
         lease.executor.is_leased = False
         self.leases.discard(lease)
         return self.scheduler.drained(self._time(), lease.grant)
 
-    def _tell_freed(self, granted: list[Request]) -> None:
-        self._deliver(granted)
-        self._give_up_forsaken()
+    def _close_cached_locked(self) -> None:
+        """Close the cached leases, whose cells the scheduler reclaims."""
+        for lease in self.cache.clear_locked():
+            lease.close_now()
+            lease.executor.is_leased = False
+            self.leases.discard(lease)
 
-    def _deliver(self, granted: list[Request]) -> None:
-        """Tells who is granted, or never will be; what a closed loop is granted goes to others."""
-        for request in granted:  # it grows meanwhile
-            if not tell(request):
+    def notify_granted(self, granted: list[Request]) -> None:
+        """Wake the tasks of granted and rejected requests. Not under the lock.
+
+        What was granted to a task of a closed loop goes to others.
+        """
+        for request in granted:  # grows meanwhile
+            if not notify(request):
                 with self.lock:
-                    granted += self._drop(request)
-        if self.scheduler.rejected:
-            tell_all(self.scheduler.rejected)
+                    granted += self.cancel_locked(request)
+        rejected = self.scheduler.rejected
+        while rejected:
+            with suppress(IndexError):  # another thread was first
+                refuse(*rejected.pop())
         if self.scheduler.missing_executors:
-            self._have_made()
-        if self._waiting_for_none and self.scheduler.is_idle:
-            with self.lock:
-                told, self._waiting_for_none = self._waiting_for_none, []
-            for door, waiter in told:
-                door.wake_threadsafe(waiter)
+            self.builder.make_missing()
+        if self._idle_waiters and self.scheduler.is_idle:
+            self._wake_idle_waiters()
 
-    def _tend(self) -> float:
-        """While requests wait: passed deadlines, and loops that closed with leases in hand."""
-        self._adopt(self.current_poller())
-        self._give_up_forsaken()
+    def _on_queue_tick(self) -> float:
+        """Expire queued requests, and look for closed loops, while requests are queued.
+
+        Returns the seconds until it is to be called again.
+        """
+        self._take_over_closed_loops(self.current_poller())
+        self._cancel_abandoned()
         with self.lock:
             now = self._time()
             granted, expired = self.scheduler.tick(now)
             deadline = self.scheduler.next_deadline()
         for request in expired:
-            tell(request, DeadlineExceeded((request.deadline or now) - request.arrived))
-        self._deliver(granted)
-        return TEND_S if deadline is None else max(0.0, min(TEND_S, deadline - now))
+            refuse(request, DeadlineExceeded((request.deadline or now) - request.arrived))
+        self.notify_granted(granted)
+        return TICK_S if deadline is None else max(0.0, min(TICK_S, deadline - now))
 
-    def _adopt(self, completion: CompletionPoller) -> None:
-        """Takes over what closed loops left: requests go, leases end, executors drain."""
+    def _take_over_closed_loops(self, poller: CompletionPoller) -> None:
+        """Cancel the requests of closed loops, and end their leases, with this loop's poller."""
         granted: list[Request] = []
         with self.lock:
-            closed = [door for door in self._completions if door.is_closed]
-            if not closed:  # nor is anybody else's: who asks has one, and keeps it until it closes
+            if not self.pollers.remove_closed_locked():
                 return
-            self._latest = None
-            for door in closed:
-                del self._completions[door]
-            self.unpark()
-            asked = [*self.scheduler.queued(), *self._unclaimed()] if self.sites else []
-            for request in filter(is_left, asked):
-                granted += self._drop(request)
-            orphans = [h for h in self.leases if h.poller.loop.is_closed]
-        self._deliver(granted)
+            if self.device_pools:
+                self.scheduler.reclaim(self._time())
+                asked = [*self.scheduler.queued(), *self._unclaimed_locked()]
+                for request in filter(is_orphaned, asked):
+                    granted += self.cancel_locked(request)
+            orphans = [lease for lease in self.leases if lease.poller.loop.is_closed]
+        self.notify_granted(granted)
         for lease in orphans:
-            lease.take_over(completion)
+            lease.take_over(poller)
 
-    # -- for executors and their threads ---------------------------------------------------------
+    # -- state -----------------------------------------------------------------------------------
 
-    def current_poller(self) -> CompletionPoller:
-        """The running loop's view of the outstanding work.
+    def check(self) -> None:
+        """Raise what keeps granted leases from working: closed, lost, forked."""
+        if not self.works:
+            raise self.refusal()
 
-        Raises:
-            NoLoop: no loop is running on this thread.
-        """
-        latest = self._latest
-        if latest is not None and latest.loop.is_current():
-            return latest
-        door = current_adapter()
-        completion = self._completions.get(door)
-        if completion is None:
-            completion = CompletionPoller(door, self.driver, self._tend)
-            with self.lock:
-                self._completions[door] = completion
-            self._adopt(completion)
-        self._latest = completion
-        return completion
+    @property
+    def works(self) -> bool:
+        """Whether granted leases can be used."""
+        return self.state is OPEN or self.state in WORKING
 
     @property
     def failure(self) -> BaseException | None:
         """The first device fault, if there was one."""
-        failures = (site.device.health.failure for site in self.sites)
+        failures = (each.device.health.failure for each in self.device_pools)
         return next((failure for failure in failures if failure is not None), None)
 
-    def device_failed(self, fault: BaseException) -> None:
-        """End the pool by a device fault. From any thread; only the first one counts."""
-        with self.lock:
-            if self.failure is not None or self.state is PoolState.CLOSED:
-                return
-            self.state = PoolState.POISONED
-            waiting = self._stop_granting()
-            completions = list(self._completions.values())
-            for site in self.sites:
-                site.device_failed(fault)
-            for lease in self.leases:
-                lease.close_bound_launches()
-        logger.error("the GPU is unusable until this process is replaced: %s", fault)
-        for request in waiting:
-            tell(request, DeviceLost(fault))
-        for completion in completions:
-            completion.kick_threadsafe()
-
-    def check(self) -> None:
-        """Raises what keeps a granted partition from working: closed, poisoned, forked."""
-        if not self._works:
-            raise self.refusal()
-
-    @property
-    def _works(self) -> bool:
-        return self.state is OPEN or self.state in WORKING
-
     def refusal(self) -> GreenschedError:
-        """Why nothing is granted."""
+        """Return the error that says why nothing is granted."""
         if self.failure is not None:
             return DeviceLost(self.failure)
         if self.state is FORKED:
             return ForkedPool("this pool")
         return PoolClosed("this pool", self.state.value)
 
-    # -- its end ---------------------------------------------------------------------------------
+    def device_failed(self, error: BaseException) -> None:
+        """End everything because of a device fault, the first time. From any thread."""
+        with self.lock:
+            if self.failure is not None or self.state is PoolState.CLOSED:
+                return
+            self.state = PoolState.POISONED
+            waiting = self._stop_granting_locked()
+            pollers = self.pollers.all_locked()
+            for device_pool in self.device_pools:
+                device_pool.device_failed(error)
+            for lease in self.leases:
+                lease.close_bound_launches()
+        logger.error("the GPU is unusable until this process is replaced: %s", error)
+        for request in waiting:
+            refuse(request, DeviceLost(error))
+        for poller in pollers:
+            poller.kick_threadsafe()
 
     def forked(self, lock: threading.Lock) -> None:
-        """In a forked child: nothing works, and whoever tries is told."""
+        """Refuse everything in a forked child; take no lock that a thread of the parent holds."""
         self.lock = lock
         self.state = FORKED
-        self._parking.lock, self._parking.scheduler = self.lock, None
-        self._parking.clear()
-        for site in self.sites:
-            site.close_use(lambda: ForkedPool("this pool"))
+        for device_pool in self.device_pools:
+            device_pool.close_use(lambda: ForkedPool("this pool"))
         for lease in tuple(self.leases):
             lease.close_bound_launches()
 
-    def _stop_granting(self) -> list[Request]:
-        """Nothing is parked or queued any more. Returns who was queued."""
-        self._parking.scheduler = None
-        self.unpark()
-        return self.scheduler.close() if self.sites else []
+    # -- closing ---------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """Grants nothing more; who is queued is told."""
+        """Grant nothing more, and refuse what is queued."""
         with self.lock:
-            waiting = self._stop_granting() if self.state is OPEN else []
+            waiting = self._stop_granting_locked() if self.state is OPEN else []
             if self.state in (PoolState.OPENING, OPEN):
                 self.state = PoolState.CLOSING
         for request in waiting:
-            tell(request, PoolClosed("this pool", "closing"))
+            refuse(request, PoolClosed("this pool", "closing"))
 
-    def until_none(self, completion: CompletionPoller) -> Waiter | None:
-        """Who is told once every cell is free, unless all are, or never will be."""
+    def _stop_granting_locked(self) -> list[Request]:
+        """Reclaim what is cached and empty the queue; return the requests that were in it."""
+        if not self.device_pools:
+            return []
+        self.scheduler.reclaim(self._time())
+        return self.scheduler.close()
+
+    async def wait_until_idle(self, grace: float) -> None:
+        """Wait until no lease is granted, open or draining, or the grace has passed."""
+        poller = self.current_poller()
+        poller.request_queued()  # so that it ticks: a loop with leases may close meanwhile
+        try:
+            with anyio.move_on_after(grace):
+                while (waiter := self._create_idle_waiter(poller)) is not None:
+                    await waiter
+        finally:
+            poller.waiting -= 1
+
+    def _create_idle_waiter(self, poller: CompletionPoller) -> Waiter | None:
+        """Make a waiter that is woken once every cell is free; None if they are, or never will."""
         with self.lock:
             if self.scheduler.is_idle or self.state is not PoolState.CLOSING:
                 return None
-            waiter = completion.loop.create_waiter()
-            self._waiting_for_none.append((completion.loop, waiter))
+            waiter = poller.loop.create_waiter()
+            self._idle_waiters.append((poller.loop, waiter))
             return waiter
 
-    @property
-    def is_held_up(self) -> bool:
-        """Whether the builder makes an executor, or is to, on a device that works.
-
-        A driver may hold that up until the work ends, which it may never do. The site is to be left
-        as it is anyway, so the closing need not wait for the builder.
-        """
+    def _wake_idle_waiters(self) -> None:
         with self.lock:
-            return any(self.sites[index].busy for index, _ in self._making)
+            waiters, self._idle_waiters = self._idle_waiters, []
+        for loop, waiter in waiters:
+            loop.wake_threadsafe(waiter)
 
     def close(self) -> list[str]:
-        """Ends every site that is not used; says what was left. Blocks.
+        """Close every device that has no work; return what was left. Blocks.
 
-        On the builder, or beside it where it `is_held_up`.
+        On the builder thread, or beside it where it is held up.
         """
         with self.lock:
             if self.failure is not None:  # no more CUDA calls: the process is to be replaced
-                for site in self.sites:
-                    site.forget()
-                return [repr(site.device) for site in self.sites]
-            for request in self._unclaimed():
-                self._drop(request)
+                for device_pool in self.device_pools:
+                    device_pool.forget()
+                return [repr(device_pool.device) for device_pool in self.device_pools]
+            for request in self._unclaimed_locked():
+                self.cancel_locked(request)
             self.state = PoolState.CLOSED
-            held = self._making_at
-        abandoned = [left for site in self.sites for left in site.close(is_held=site is held)]
-        self._let_go()
+            building = self.builder.active
+        abandoned = [
+            left
+            for device_pool in self.device_pools
+            for left in device_pool.close(is_building=device_pool is building)
+        ]
+        self._end_waits()
         return abandoned
 
-    def _let_go(self) -> None:
-        """Whoever waits for work that was left behind hears of the end instead."""
+    def _end_waits(self) -> None:
+        """Wake every task that waits for work that was left behind: it raises PoolClosed."""
+        self._wake_idle_waiters()
         with self.lock:
-            leases, completions = tuple(self.leases), tuple(self._completions.values())
-            told, self._waiting_for_none = self._waiting_for_none, []
-        for door, waiter in told:
-            door.wake_threadsafe(waiter)
+            leases, pollers = tuple(self.leases), self.pollers.all_locked()
         for lease in leases:
             lease.close_bound_launches()
             lease.poller.loop.call_threadsafe(lease.pool_closed)
-        for completion in completions:
-            completion.kick_threadsafe()
+        for poller in pollers:
+            poller.kick_threadsafe()

@@ -1,9 +1,9 @@
-"""The lease of an executor: what `async with pool.partition(...)` yields."""
+"""`Partition`: the SMs that `async with pool.partition(...)` yields; and groups of partitions."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from types import TracebackType
 from typing import Any, Literal, NoReturn, ParamSpec, Self, TypeVar
 
@@ -15,12 +15,7 @@ from greensched.device.buffers import Buffer, PinnedBuffer
 from greensched.device.device import Device
 from greensched.device.launch import LaunchConfig
 from greensched.device.streams import Stream
-from greensched.errors import (
-    InvalidArray,
-    InvalidRequest,
-    PartitionClosed,
-    WouldBlock,
-)
+from greensched.errors import InvalidArray, InvalidRequest, PartitionClosed, WouldBlock
 from greensched.execution import calls, copies, graphs, launches
 from greensched.execution.bound_launch import BoundLaunch
 from greensched.execution.call_context import CallContext
@@ -30,7 +25,8 @@ from greensched.execution.lease import Lease
 from greensched.execution.prefetch import Prefetcher
 from greensched.execution.progress import ProgressCallback
 from greensched.kernels import Kernel
-from greensched.leasing.asking import Asker, Grantor
+from greensched.leasing.lifecycle import PoolLifecycle
+from greensched.leasing.requests import LeaseRequest
 from greensched.typing import DeviceArray
 
 P = ParamSpec("P")
@@ -38,12 +34,30 @@ T = TypeVar("T")
 Array = npt.NDArray[Any]
 
 
-class Partition(Asker["Partition"]):
+class AsyncBlock:
+    """What is used with `async with` alone: says so where it is awaited, or used with `with`."""
+
+    __slots__ = ()
+
+    def __await__(self) -> Generator[Any, Any, NoReturn]:
+        raise InvalidRequest("this is not awaited: write `async with pool.partition(...) as p:`")
+
+    def __enter__(self) -> NoReturn:
+        raise InvalidRequest(
+            "write `async with pool.partition(...) as p:`, or, on a thread without a loop, "
+            "`with pool.sync.partition(...) as p:`"
+        )
+
+    def __exit__(self, *_: object) -> None:
+        """Exist, so that Python calls `__enter__`."""
+
+
+class Partition(AsyncBlock):
     """SMs of one device, leased to one task at a time; made by `pool.partition(...)`.
 
     Inside its `async with` block: submit work, await it or leave it. Leaving the block normally
-    waits for all of it and raises the first failure that nobody has seen; leaving it by an
-    exception or a cancellation does not wait: the SMs go back when the device is done with them.
+    waits for all of it and raises the first failure that was not retrieved; leaving it by an
+    exception or a cancellation does not wait: the SMs go back once the device has done the work.
 
     Launches and copies happen in the order in which they are submitted. All methods that return a
     `Job` check everything first and raise, before anything is submitted:
@@ -56,197 +70,215 @@ class Partition(Asker["Partition"]):
       may be awaited anywhere, and the facts may be read anywhere.
     """
 
-    __slots__ = ("__weakref__", "_is_left")
+    __slots__ = ("__weakref__", "_is_entered", "_is_left", "_lease", "_lifecycle", "_request")
 
     def __init__(
-        self,
-        grantor: Grantor,
-        wish: Any,
-        granted: Lease | None = None,
-        is_entered: bool = False,
+        self, lifecycle: PoolLifecycle, request: LeaseRequest, lease: Lease | None = None
     ) -> None:
-        self._desk = grantor
-        self._wish = wish
-        self._is_entered = is_entered
-        self._leased = granted
-        #: Its block was left, and its lease may be somebody else's by now.
+        self._lifecycle = lifecycle
+        self._request = request
+        #: Granted, perhaps before the block is entered; until it was left without work.
+        self._lease = lease
+        self._is_entered = False
         self._is_left = False
 
     # -- being leased ------------------------------------------------------------------------------
 
-    def _refuse(self) -> NoReturn:
-        if self._leased is not None or self._is_left:
-            self._open()
-        raise InvalidRequest("this partition is entered already: ask for another")
+    async def __aenter__(self) -> Self:
+        """Wait for the SMs; a checkpoint on trio, and on asyncio only if it waits.
 
-    def _have(self, leases: tuple[Lease, ...]) -> Self:
-        (self._leased,) = leases
+        A cancellation leaves nothing behind: no place in the queue, no SM.
+
+        Raises:
+            TooManySMs, WouldDeadlock: it can never be granted, or not while this task holds SMs.
+            QueueFull: too many requests are queued.
+            DeadlineExceeded: the deadline passed while it was queued.
+            DeadlineImpossible: the work cannot be done in time.
+            PoolClosed, DeviceLost, ForkedPool: the pool grants nothing.
+            InvalidRequest: it is entered already, by any task.
+            PartitionClosed: its block has ended.
+        """
+        if self._is_entered:
+            if self._lease is not None or self._is_left:
+                self._open_lease()
+            raise InvalidRequest("this partition is entered already: ask for another")
+        self._is_entered = True
+        if self._lease is None:  # else `partition_nowait` made it
+            try:
+                (self._lease,) = await self._lifecycle.manager().acquire(self._request)
+            except BaseException:
+                self._is_entered = False  # it may be tried again
+                raise
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        """Ends the lease; see the class. A cancellation while it waits only stops the waiting."""
-        lease = self._leased
-        if lease is not None and kind is not GeneratorExit and self._desk.park(self._wish, lease):
-            self._leased, self._is_left = None, True
+        """End the lease; see the class. A cancellation while it waits only stops the waiting."""
+        lease = self._lease
+        if (
+            lease is not None
+            and kind is not GeneratorExit
+            and self._lifecycle.manager().leave(self._request, lease)
+        ):
+            self._lease, self._is_left = None, True
             return
-        self.leave(kind)
+        self._end_block(kind)
         if kind is None:
-            await self.finish()
-            self.raise_unseen()
+            await self._wait_closed()
+            self._raise_unretrieved()
 
-    def leave(self, kind: type[BaseException] | None) -> None:
-        """Ends it where its block is left.
+    def _end_block(self, kind: type[BaseException] | None) -> None:
+        """End the lease where its block is left.
 
-        By a `GeneratorExit` the collector may leave it, at any allocation of any thread, perhaps
-        while a lock is held that the end needs. Then its loop ends it in a turn of its own, or
-        whichever loop takes over from a closed one.
+        On a `GeneratorExit` this may be the collector, at any allocation of any thread, perhaps
+        while a lock is held that the end needs: so the lease's loop ends it in a turn of its own,
+        or the loop that takes over from a closed one.
         """
-        lease = self._leased or self._granted()
+        lease = self._granted_lease()
         if kind is GeneratorExit:
             self._is_left = True
             lease.poller.loop.call_threadsafe(lease.end)
         else:
             lease.end()
 
-    def end(self) -> None:
-        """Nothing more is submitted; the SMs go back when the work is done. Does not wait.
+    def _end(self) -> None:
+        """Submit nothing more; the SMs go back when the work is done. Idempotent; does not wait."""
+        if not self._is_left and self._granted_lease().is_open:
+            self._own_lease().end()
 
-        Idempotent: the lease may have ended already, with its loop.
-        """
-        if not self._is_left and self._granted().is_open:
-            self._mine().end()
+    async def _wait_closed(self) -> None:
+        """Wait until all work of an ended lease is done."""
+        if self._lease is not None and not self._lease.is_closed:
+            await self._lease.wait_closed()
 
-    async def finish(self) -> None:
-        """Waits until all work of an ended lease is done."""
-        lease = self._leased
-        if lease is not None and not lease.is_closed:
-            await lease.wait_closed()
-
-    def raise_unseen(self) -> None:
-        """Raises the first failure of a job that nobody has seen, or what ended everything."""
-        lease = self._leased
+    def _raise_unretrieved(self) -> None:
+        """Raise the first failure of a job that was not retrieved, or what ended everything."""
+        lease = self._lease
         if lease is None:
             return
-        unseen = lease.unretrieved_error
-        if unseen is not None:
-            raise unseen
+        if (error := lease.unretrieved_error) is not None:
+            raise error
         if lease.launch_stream.health.is_over:
             raise lease.launch_stream.health.error()
 
-    def _granted(self) -> Lease:
-        if self._leased is None:
+    def _granted_lease(self) -> Lease:
+        if self._lease is None:
             state = "closed" if self._is_left else "not granted: use it with `async with`"
             raise PartitionClosed("this partition", state)
-        return self._leased
+        return self._lease
 
-    def _open(self) -> Lease:
-        lease = self._granted()
+    def _open_lease(self) -> Lease:
+        """Return the lease, if it is open. From any thread."""
+        lease = self._granted_lease()
         lease.check_open()
         return lease
 
-    def _ready(self) -> Lease:
-        """The lease, where a job can be submitted now; raises what is in the way."""
-        lease = self._leased
-        if lease is None:
-            lease = self._open()
-        lease.check_ready()
-        return lease
-
-    def _mine(self) -> Lease:
-        lease = self._granted()
+    def _own_lease(self) -> Lease:
+        """Return the lease, if it is open and of this thread's loop."""
+        lease = self._granted_lease()
         lease.check_thread()
         return lease
 
+    def _ready_lease(self) -> Lease:
+        """Return the lease, if a job can be submitted now."""
+        lease = self._lease
+        if lease is None:
+            lease = self._granted_lease()
+        lease.check_ready()
+        return lease
+
     def __del__(self) -> None:
-        lease = self._leased
+        lease = self._lease
         if lease is not None and lease.is_open and not self._is_left:
-            said = f"{self!r} was never left: use it with `async with`"
-            # First: where warnings are errors, nothing after one is done.
+            message = f"{self!r} was never left: use it with `async with`"
+            # First: where warnings are errors, nothing behind the warning happens.
             lease.poller.loop.call_threadsafe(lease.end)
-            warnings.warn(said, ResourceWarning, stacklevel=2, source=self)
+            warnings.warn(message, ResourceWarning, stacklevel=2, source=self)
 
     # -- between two pieces of work ----------------------------------------------------------------
 
     async def checkpoint(self, duration: Any = None, *, deadline: float | None = None) -> int:
-        """Waits for all of the lease's work, then lets its SMs be changed; how many it has now.
+        """Wait for all of the lease's work, let its SMs be changed, and return how many it has.
 
-        A lease of a range of sizes, `sms=(8, 64)`, gives what it has above the least to whoever
-        waits for it, or takes up what is idle. Any other lease keeps its SMs, and tells its class
-        by this that it could give them back. Between checkpoints nothing moves.
+        A lease of a range of sizes, `sms=(8, 64)`, gives what it has above the least to queued
+        requests, or takes up what is idle. Any other lease keeps its SMs; its checkpoints tell its
+        class that it could give them back. Between checkpoints nothing moves.
 
-        Bound launches follow, buffers stay valid; `stream` and `context` are others afterwards: ask
-        for them again. A failed job does not show here, but where it is awaited, or at the end. A
+        Bound launches follow, and buffers stay valid; `stream` and `context` are others afterwards:
+        read them again. A failed job does not raise here, but where it is awaited, or at the end. A
         checkpoint on trio; on asyncio it yields only where it waits. Cancelled while it waits, it
-        changes nothing; the change itself waits for nothing. `duration`: of what comes next;
-        `deadline`: the seconds from now in which that should be done; None: its class's `latency`.
-        A policy that sizes leases goes by both; nothing is refused or ended because of them.
+        changes nothing; the change itself waits for nothing.
+
+        Args:
+            duration: of the work until the next checkpoint, in seconds or a curve.
+            deadline: the seconds from now in which that should be done; None: the class's
+                `latency`. A policy that sizes leases uses both; nothing is refused or ended
+                because of them.
 
         Raises:
             PartitionClosed, PoolClosed, DeviceLost: there is nothing to change any more.
-            InvalidRequest: the partition's stream is capturing, or that is no duration or deadline.
+            InvalidRequest: the partition's stream is capturing, or a wrong duration or deadline.
         """
-        lease = self._mine()
+        lease = self._own_lease()
         lease.check_capture()
         lease.check_pool()
-        door = lease.poller.loop
-        if door.always_yields:
-            await door.checkpoint()
+        if lease.poller.loop.always_yields:
+            await lease.poller.loop.checkpoint()
         executor = lease.executor
         await lease.wait_idle()
-        self._open()
+        self._open_lease()
         if lease.executor is executor:  # else another task's checkpoint was first
             lease.check_capture()
-            self._desk.checkpoint(lease, duration, deadline)
-            if duration is not None:  # this lease has it, and no later one that gives none
+            self._lifecycle.manager().checkpoint(lease, duration, deadline)
+            if duration is not None:  # no later lease may inherit it
                 lease.reusable = False
-        return self._open().executor.sm_count
+        return self._open_lease().executor.sm_count
 
     # -- facts -------------------------------------------------------------------------------------
 
     @property
     def sm_count(self) -> int:
-        """The SMs it was granted: never fewer than were asked for, often a few more."""
-        return self._open().executor.sm_count
+        """The SMs that were granted: never fewer than asked for, often a few more."""
+        return self._open_lease().executor.sm_count
 
     @property
     def is_shared(self) -> bool:
-        """Whether it has all SMs beside others that have them, too: see `ServiceClass.shared`."""
-        return self._open().grant.is_shared
+        """Whether it shares all SMs of the device with other leases: see `ServiceClass.shared`."""
+        return self._open_lease().grant.is_shared
 
     @property
     def max_cluster_size(self) -> int:
-        """Blocks of the largest thread-block cluster that is sure to find room here.
+        """Blocks of the largest thread-block cluster that surely fits here.
 
-        1: no clusters: the device has none (below compute capability 9.0). 2 where the pool cuts
-        finely, or on what a device's cut left over.
+        1: the device has no clusters (below compute capability 9.0). 2: the pool splits finely, or
+        these are the SMs that the split of the device left over.
         """
-        return self._open().executor.max_cluster_size
+        return self._open_lease().executor.max_cluster_size
 
     @property
     def device(self) -> Device:
         """Its device."""
-        return self._open().executor.device
+        return self._open_lease().executor.device
 
     @property
     def device_id(self) -> int:
         """The ordinal of its device."""
-        return self._open().ordinal
+        return self._open_lease().ordinal
 
     @property
     def stream(self) -> Stream:
         """The stream of its launches and copies, for libraries that take one.
 
-        What others put there is waited for at the end of the lease. While it is capturing,
-        nothing can be submitted here; await what was submitted before you begin a capture. One
-        that is open when the lease ends is dropped.
+        The end of the lease waits for what libraries put there. While it is capturing, nothing can
+        be submitted here: await what was submitted before you begin a capture. A capture that is
+        open when the lease ends is dropped.
 
         Raises:
             WouldBlock: something was submitted that is not on the stream yet (a first use, a large
-                copy): what others put there now would go before it. Await that first.
+                copy): the work of a library would go before it. Await it first.
         """
-        lease = self._open()
+        lease = self._open_lease()
         lease.check_pool()
         if not (lease.all_submitted or lease.launch_stream.is_idle):
             raise WouldBlock("not all that was submitted is on the stream yet: await it first")
@@ -255,23 +287,23 @@ class Partition(Asker["Partition"]):
 
     @property
     def context(self) -> Context:
-        """Its green context. Current on one thread at a time; no `await` while it is."""
-        lease = self._open()
+        """Its green context. Current on one thread at a time; never across an `await`."""
+        lease = self._open_lease()
         lease.check_pool()
         lease.expect_foreign_work()
         return lease.executor.context
 
     def __cuda_stream__(self) -> tuple[Literal[0], int]:
-        """The partition stands for its stream wherever libraries take one."""
+        """Stand for the stream wherever libraries take one."""
         return self.stream.__cuda_stream__()
 
     # -- launching ---------------------------------------------------------------------------------
 
     def launch(self, config: LaunchConfig, kernel: Kernel, *args: object) -> Job[None]:
-        """Launches a kernel and returns at once.
+        """Launch a kernel and return at once.
 
-        A kernel's first use on these SMs goes through a thread of ours, which compiles and loads
-        it, and so does what is submitted behind it until then.
+        A kernel's first use on these SMs goes through a thread of the partition, which compiles
+        and loads it, and so does what is submitted behind it until then.
 
         Args:
             config: the grid, the block and the dynamic shared memory.
@@ -282,38 +314,38 @@ class Partition(Asker["Partition"]):
                 where it lies, behind its producer's stream, and kept alive until the job is done.
 
         Raises:
-            ArgumentMismatch: wrong number or kind of arguments; an array in host memory, of other
-                strides than C order's, read-only where the parameter is not const, or one that its
-                library refuses to hand out.
-            InvalidArray: an array that lies in no device's memory, whatever it says.
+            ArgumentMismatch: wrong number or kind of arguments; an array in host memory, not in C
+                order, read-only where the parameter is not const, or one that its library refuses
+                to export.
+            InvalidArray: an array that is not in the memory of any device, whatever it says.
             InvalidLaunch: a grid, block or shared memory beyond the device.
             NotSimulable: simulated, and the kernel has no reference or no cost.
 
         What shows only later (a compile error, the driver's refusal) is the job's failure.
         """
-        return launches.launch(self._ready(), config, kernel, args)
+        return launches.launch(self._ready_lease(), config, kernel, args)
 
     def prepare(self, config: LaunchConfig, kernel: Kernel) -> Job[None]:
-        """Compiles and loads a kernel for these SMs, so that no later launch waits for that.
+        """Compile and load a kernel for these SMs, so that no later launch waits for that.
 
         It happens on the partition's own thread, behind the calls submitted before. A driver may
-        hold a kernel's first loading up until everything that runs on the device is done (seen
-        on an H200, driver 580): what a service launches is best given to `Pool(prepare=[...])`,
-        which does this for every partition. Later launches and `bind` may have any geometry.
+        delay a kernel's first load until everything that runs on the device is done (seen on an
+        H200, driver 580): give the kernels of a service to `Pool(prepare=[...])`, which does this
+        for every partition. Later launches and `bind` may have any geometry.
 
         Raises:
             InvalidLaunch, NotSimulable: as `launch`.
         """
-        return launches.prepare(self._ready(), config, kernel)
+        return launches.prepare(self._ready_lease(), config, kernel)
 
     def bind(self, config: LaunchConfig, kernel: Kernel, *args: object) -> BoundLaunch:
-        """Checks and packs a launch once, for launching often at the driver's own price.
+        """Check and pack a launch once, to launch it often at the cost of the driver's call.
 
         Raises:
-            WouldBlock: the kernel was not loaded for these SMs: `await prepare(kernel, config)`.
+            WouldBlock: the kernel was not loaded for these SMs: `await prepare(config, kernel)`.
             ArgumentMismatch, InvalidLaunch, NotSimulable: as `launch`.
         """
-        lease = self._ready()
+        lease = self._ready_lease()
         bound = BoundLaunch(lease, launches.prepare_bound(lease, config, kernel, args), kernel.name)
         lease.bound_launches.append(bound)
         return bound
@@ -321,50 +353,52 @@ class Partition(Asker["Partition"]):
     # -- memory ------------------------------------------------------------------------------------
 
     def empty(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike = np.float32) -> Job[Buffer]:
-        """An uninitialised buffer on the device, usable by every partition of it.
+        """Allocate an uninitialised buffer on the device, for every partition of it.
 
         Raises:
-            InvalidArray: a dtype that device memory cannot hold, or a shape that is none.
+            InvalidArray: a dtype that device memory cannot hold, or an impossible shape.
 
-        The job fails with `OutOfMemory` where there is no room.
+        The job fails with `OutOfMemory` if there is not enough.
         """
-        return copies.empty(self._ready(), shape, dtype)
+        return copies.empty(self._ready_lease(), shape, dtype)
 
     def empty_like(self, like: Buffer | Array) -> Job[Buffer]:
-        """An uninitialised buffer of the same shape and dtype. Raises and fails as `empty`."""
+        """Allocate a buffer of the same shape and dtype. Raises and fails as `empty`."""
         if not isinstance(like, (Buffer, np.ndarray)):
-            raise InvalidArray(f"a Buffer or an array is needed, not a {type(like).__name__}")
+            raise InvalidArray(
+                f"empty_like() takes a Buffer or a numpy array, not a {type(like).__name__}"
+            )
         return self.empty(like.shape, like.dtype)
 
     def empty_pinned(
         self, shape: int | tuple[int, ...], dtype: npt.DTypeLike = np.float32
     ) -> Job[PinnedBuffer]:
-        """Zeroed host memory that the device reads and writes directly. Fails as `empty`."""
-        return copies.empty_pinned(self._ready(), shape, dtype)
+        """Allocate zeroed host memory that the device accesses directly. Fails as `empty`."""
+        return copies.empty_pinned(self._ready_lease(), shape, dtype)
 
     def upload(
         self, array: npt.ArrayLike, *, progress: ProgressCallback | None = None
     ) -> Job[Buffer]:
-        """Copies an array to new device memory, in C order, whatever its strides.
+        """Copy an array to new device memory, in C order, whatever its strides.
 
         A large array must not change until the job is done; one of at most 64 KiB is read at once.
-        No device ever reads it: large ones go through chunks of pinned memory of ours, by a thread.
+        A device never reads it: a thread copies large ones through chunks of pinned memory.
 
         Args:
-            array: anything numpy takes for an array; or a device array, as in `launch`, which the
-                device copies.
-            progress: called on this loop's thread with the bytes done and the bytes in all, never
-                backwards, and with all of them before the job gives its value. What it raises
-                stops a large copy between two chunks and fails the job.
+            array: anything that numpy converts to an array; or a device array, as in `launch`,
+                which the device copies.
+            progress: called on this loop's thread with the bytes done, which never decrease, and
+                the bytes in all, and with all of them before the job is done. An exception stops a
+                large copy between two chunks and fails the job.
 
         Raises:
-            InvalidArray: Python objects, big-endian numbers, or no array at all.
+            InvalidArray: Python objects, big-endian numbers, or not an array.
 
-        The job fails with `OutOfMemory` where there is no room. Cancelling who awaits it stops the
-        waiting only: the copy goes on, and the array is in use until `job.done()`. To stop the
-        copy itself, raise in `progress`.
+        The job fails with `OutOfMemory` if there is not enough. Cancelling a task that awaits it
+        stops the waiting only: the copy goes on, and the array is in use until the job is done. To
+        stop the copy itself, raise in `progress`.
         """
-        return copies.upload(self._ready(), array, progress)
+        return copies.upload(self._ready_lease(), array, progress)
 
     def download(
         self,
@@ -373,11 +407,11 @@ class Partition(Asker["Partition"]):
         *,
         progress: ProgressCallback | None = None,
     ) -> Job[Array]:
-        """Copies a buffer to a numpy array: a new one, or `out`.
+        """Copy a buffer to a numpy array: a new one, or `out`.
 
-        `out` is in use until the job is done, also where nobody waits for it any more; a job that
-        failed, or was stopped by `progress`, may leave it half written. No device ever writes it:
-        that goes through pinned memory of ours.
+        `out` is in use until the job is done, also where no task awaits it any more; a job that
+        failed, or was stopped by `progress`, may leave it half written. A device never writes it
+        directly, but through pinned memory.
 
         Args:
             buffer: of this device; or a device array of another library, as in `launch`.
@@ -388,7 +422,7 @@ class Partition(Asker["Partition"]):
             InvalidArray: `out` is read-only, or of another shape or dtype; or a device array that
                 cannot be used, see `launch`.
         """
-        return copies.download(self._ready(), buffer, out, progress)
+        return copies.download(self._ready_lease(), buffer, out, progress)
 
     def copy(
         self,
@@ -397,143 +431,144 @@ class Partition(Asker["Partition"]):
         *,
         progress: ProgressCallback | None = None,
     ) -> Job[None]:
-        """Copies a buffer, or an array, into an existing buffer of the same shape and dtype.
+        """Copy a buffer, or an array, into an existing buffer of the same shape and dtype.
 
         An array must not change until the job is done, unless it has at most 64 KiB.
 
-        One of two buffers may be of another device of the pool. The copy comes behind what writes
-        or reads them there, as here. It goes straight from device to device where the hardware
-        can; else in chunks through pinned memory of the host, by a thread of ours.
+        One of two buffers may be of another device of the pool. The copy is ordered behind what
+        writes or reads them there, as here. It goes directly from device to device where the
+        hardware can; else a thread copies chunks through pinned memory.
 
         Args:
             dst: written: a buffer, or a device array of another library, as in `launch`.
             src: read: the same, or an array of the host.
-            progress: as of `upload`. A copy of device memory that is listened to goes in parts of
-                64 MiB.
+            progress: as of `upload`. A copy of device memory with `progress` goes in parts of 64
+                MiB.
 
         Raises:
-            InvalidArray: they differ in shape or dtype; or a device array that cannot be used.
+            InvalidArray: different shapes or dtypes, or a device array that cannot be used.
             WrongDevice: neither is of this device, or one is of a device outside the pool.
         """
-        return copies.copy(self._ready(), dst, src, progress)
+        return copies.copy(self._ready_lease(), dst, src, progress)
 
     def prefetch(self, arrays: Iterable[npt.ArrayLike]) -> Prefetcher:
-        """Uploads arrays one after another, each while work on the one before it runs.
+        """Upload arrays one after another, each while work on the one before it runs.
 
             async for x in p.prefetch(batches):
                 p.launch(config, kernel, x, ...)
 
         The copy of the next array runs beside the launches, by a stream and a thread of its own,
-        from the moment a buffer is given; so it does not matter whether the launches are awaited.
-        Each buffer is whole when it is given, may be used until the next but one is asked for, and
-        is closed then, behind its last user; at the end, or where the iteration is given up, all
-        are. Three of them exist at a time, at most: asking for one waits until the work on the one
-        before the last is done.
+        from the moment a buffer is returned; the launches need not be awaited. Each buffer is
+        complete when it is returned, may be used until the next but one is asked for, and is closed
+        then, behind its last use; all are closed when the iteration ends or is given up. At most
+        three exist at a time: asking for one waits until the work on the one before the last is
+        done.
 
         Args:
-            arrays: asked for one ahead, on this loop's thread. An array must not change until its
-                buffer is given. They may differ in shape and dtype.
+            arrays: iterated one ahead, on this loop's thread. An array must not change until its
+                buffer is returned. They may differ in shape and dtype.
 
         Raises:
             InvalidRequest: `arrays` cannot be iterated over.
 
-        Asking for the next buffer raises what `upload` does, and what the copy failed with. A
-        cancellation stops the waiting only: the copy that is under way goes on, and ends.
+        Asking for the next buffer raises as `upload`, and as its copy fails. A cancellation stops
+        the waiting only: the copy in progress goes on, and ends.
         """
-        return Prefetcher(self._ready, arrays)
+        return Prefetcher(self._ready_lease, arrays)
 
     # -- blocking callables ------------------------------------------------------------------------
 
     def run(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Job[T]:
-        """Calls a blocking function on the partition's own thread, on these SMs.
+        """Call a blocking function on the partition's own thread, on these SMs.
 
-        The green context is current there, and the run stream is ordered behind what was
-        submitted before; what is submitted later is ordered behind the call only once it was
-        awaited. The job is done when the call has returned and what it put on the run stream is
-        done. A call that nobody waits for any more runs to its end, and the SMs stay until then.
+        The green context is current there, and the call stream is ordered behind what was
+        submitted before; what is submitted later is ordered behind the call only once the call was
+        awaited. The job is done when the call has returned and its work on the call stream is
+        done. A call that no task awaits any more runs to its end, and the SMs stay until then.
 
-        Buffers among the arguments are kept in order as in a launch, and count as written.
-        It sees the context variables of its caller, as they are now, and sets them for itself.
-        Libraries with a current stream have it set where their integration was imported
-        (`greensched.integrations.torch`, say); `current_call()` says there what SMs there are.
+        Buffers among the arguments are kept in order as in a launch, and count as written. The call
+        sees a copy of its caller's context variables. The integration of a library, if imported
+        (`greensched.integrations.torch`, for example), sets its current stream; `current_call()`
+        describes the SMs and the stream.
         """
-        return calls.submit_call(self._ready(), fn, args, kwargs)
+        return calls.submit_call(self._ready_lease(), fn, args, kwargs)
 
     def capture(self, fn: Callable[P, object], /, *args: P.args, **kwargs: P.kwargs) -> Job[Graph]:
-        """Captures the work of a function as a CUDA graph, to be launched again and again.
+        """Capture the work of a function as a CUDA graph, to be launched again and again.
 
         `fn` is called as by `run`, with the stream capturing (relaxed mode): what it puts on
-        `current_call().stream` is recorded, and not done. It is called again, with the same
-        arguments, for each other set of SMs the graph is launched on, and must put the same work
-        there. What it returns lives as long as that.
+        `current_call().stream` is recorded, and does not run. It is called again, with the same
+        arguments, for each other set of SMs on which the graph is launched, and must put the same
+        work there. Its return value is kept as long as what it recorded.
 
         The graph uses the buffers among the arguments, which count as written, and those that
-        `launch(current_call().stream, ...)` is given inside. Prepare the kernels before.
+        `fn` gives to `launch(current_call().stream, ...)`. Prepare the kernels before.
 
         Raises:
             InvalidRequest, WouldBlock: as `run`.
 
-        The job fails with what `fn` raises, and with `InvalidCapture` where nothing was recorded
-        or the capture was spoilt, by waiting for the device, say; nothing is left of it then.
-        Cancelling who awaits it stops the waiting only; the graph is closed when it is made.
+        The job fails with what `fn` raises, and with `InvalidCapture` if nothing was recorded or
+        the capture became invalid, for example by waiting for the device; nothing is left of it
+        then. Cancelling a task that awaits it stops the waiting only; the graph is then closed as
+        soon as it is made.
         """
-        return graphs.capture(self._ready(), fn, args, kwargs)
+        return graphs.capture(self._ready_lease(), fn, args, kwargs)
 
     def keep_alive(self, *things: object) -> Job[None]:
-        """Keeps things alive until the device has done what it was given here so far.
+        """Keep objects alive until the device has done what was submitted here so far.
 
-        For arrays of other libraries that work on `stream` uses: a library may give their memory to
-        other work as soon as nobody has them. Returns at once; the job is done when that work is.
-        Cancelling who awaits it changes nothing.
+        For arrays of other libraries that work on `stream` uses: a library may reuse their memory
+        as soon as nothing refers to them. Returns at once; the job is done when that work is.
+        Cancelling a task that awaits it changes nothing.
 
         Raises:
             PartitionClosed, PoolClosed, DeviceLost, WrongThread: as `launch`.
             InvalidRequest: the partition's stream is capturing.
         """
-        lease = self._mine()
+        lease = self._own_lease()
         lease.check_pool()
         return calls.keep_alive(lease, things)
 
     @property
     def call(self) -> CallContext:
-        """Where its launches and copies go, for integrations whose blocks work there, too.
+        """Its launch stream and SMs, for integrations whose blocks work there, too.
 
         Raises:
             WouldBlock: as `stream`.
         """
-        lease, _ = self._open(), self.stream
+        lease, _ = self._open_lease(), self.stream
         return lease.context_on(lease.launch_stream)
 
     def local(self, factory: Callable[[], T]) -> Job[T]:
-        """What a function makes for these SMs: once, then the same to every lease of them.
+        """Return what a function makes for these SMs: made once, then kept for every lease of them.
 
         For what partitions must not share: handles of libraries, workspaces, communicators,
-        graphs. The first time `factory()` is called as by `run`; its value is kept by the function
-        itself, so give the same one each time. Later, the job is done at once. Another set of SMs
-        has a value of its own. When the set is given up, at the end of the pool at the latest,
-        `value.close()` is called, if there is one, on the same thread with the same context.
+        graphs. The first time `factory()` is called as by `run`; the function is the key of its
+        value, so give the same one each time. Later, the job is done at once. Another set of SMs
+        has a value of its own. When the green context of the SMs is closed, at the end of the pool
+        at the latest, `value.close()` is called, if it exists, on the same thread with the same
+        context.
 
         Raises:
-            InvalidRequest: it is no function, one that is to be awaited, or cannot be told apart
-                from others (not hashable).
+            InvalidRequest: not a function, a coroutine function, or not hashable.
 
         What the factory raises is the job's failure, and nothing is kept: the next call tries
-        again. It is `InvalidRequest` where 64 others have been given. Cancelling who awaits it
-        stops the waiting only: the value is made, and kept. After a device fault, or over work that
-        does not end, nothing is closed.
+        again. It fails with `InvalidRequest` if 64 others are kept. Cancelling a task that awaits
+        it stops the waiting only: the value is made, and kept. After a device fault, or over work
+        that does not end, nothing is closed.
         """
-        return calls.local(self._ready(), factory)
+        return calls.local(self._ready_lease(), factory)
 
-    # -- room --------------------------------------------------------------------------------------
+    # -- waiting for room --------------------------------------------------------------------------
 
     async def drain(self) -> None:
-        """Waits until a job or a bound launch can be submitted. A cancellation changes nothing.
+        """Wait until a job or a bound launch can be submitted. A cancellation changes nothing.
 
         Raises:
             PartitionClosed, PoolClosed, DeviceLost: there is nothing to wait for any more.
             InvalidRequest: the partition's stream is capturing.
         """
-        lease = self._mine()
+        lease = self._own_lease()
         lease.check_capture()
         for track in (lease.launch_stream, lease.executor.call_stream):
             while not lease.has_room(track) and not track.health.is_over:
@@ -543,8 +578,48 @@ class Partition(Asker["Partition"]):
         lease.check_pool()
 
     def __repr__(self) -> str:
-        lease = self._leased
+        lease = self._lease
         if lease is None:
-            return f"<Partition: {self._wish}, {'closed' if self._is_left else 'not granted'}>"
-        sms, state = lease.executor.sm_count, lease.state.value
-        return f"<Partition: {sms} SMs of device {lease.ordinal}, {state}>"
+            state = "closed" if self._is_left else "not granted"
+            return f"<Partition: {self._request}, {state}>"
+        sms, device = lease.executor.sm_count, lease.ordinal
+        return f"<Partition: {sms} SMs of device {device}, {lease.state.value}>"
+
+
+class PartitionGroup(AsyncBlock):
+    """Several partitions of one request: granted, entered and ended together."""
+
+    def __init__(self, lifecycle: PoolLifecycle, request: LeaseRequest) -> None:
+        self._lifecycle = lifecycle
+        self._request = request
+        self._is_entered = False
+        self._partitions: tuple[Partition, ...] = ()
+
+    async def __aenter__(self) -> tuple[Partition, ...]:
+        """Wait for the SMs of all. Waits and raises as `Partition.__aenter__`."""
+        if self._is_entered:
+            raise InvalidRequest("these partitions were entered already: ask for others")
+        self._is_entered = True
+        try:
+            leases = await self._lifecycle.manager().acquire(self._request)
+        except BaseException:
+            self._is_entered = False  # it may be tried again
+            raise
+        self._partitions = tuple(
+            Partition(self._lifecycle, self._request, lease) for lease in leases
+        )
+        for partition in self._partitions:
+            partition._is_entered = True
+        return self._partitions
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        """End all of them, then wait for each; raise the first failure."""
+        for partition in self._partitions:
+            partition._end_block(kind)
+        if kind is None:
+            for partition in self._partitions:
+                await partition._wait_closed()
+            for partition in self._partitions:
+                partition._raise_unretrieved()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from greensched import driver as drivers
 from greensched.device.device import Device
 from greensched.driver.interface import Driver
-from greensched.leasing.device_pool import split_device
+from greensched.leasing.device_split import split_device
 from greensched.scheduling.cells import DeviceCells, SizeRange, parse_sizes
 from greensched.typing import REST, Size
 

@@ -54,17 +54,17 @@ class PoolStatistics(SchedulerStatistics):
 
 
 def collect_statistics(
-    state: PoolState, sites: Sequence[DevicePool], leases: int, scheduler: Scheduler
+    state: PoolState, device_pools: Sequence[DevicePool], leases: int, scheduler: Scheduler
 ) -> PoolStatistics:
     """Collect what a pool has and did, at one moment; the caller holds the manager's lock."""
-    executors = [executor for site in sites for executor in site.executors.values()]
+    executors = [executor for each in device_pools for executor in each.executors.values()]
     return PoolStatistics(
         state=state,
-        devices=len(sites),
-        sms_total=sum(site.cells.total for site in sites),
+        devices=len(device_pools),
+        sms_total=sum(each.cells.total for each in device_pools),
         leases=leases,
         executors=len(executors),
-        executors_made=sum(site.executors_made for site in sites),
+        executors_made=sum(each.executors_made for each in device_pools),
         completion="event" if executors and executors[0].uses_events else "word",
         services=scheduler.services(),
         **asdict(scheduler.statistics()),

@@ -1,0 +1,56 @@
+"""Splitting a device into cells: once, so that all cells are disjoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from greensched.device.device import Device
+from greensched.device.resources import ContextOptions, SMResource
+from greensched.errors import CUDAError, InvalidCombination
+from greensched.scheduling.cells import DeviceCells
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSplit:
+    """The outputs of one split of a device: equal groups of SMs, and what was left over."""
+
+    whole: SMResource
+    groups: tuple[SMResource, ...]
+    remainder: SMResource | None
+    cells: DeviceCells
+
+    def resources(self, mask: int) -> list[SMResource]:
+        """Return the SMs of a set of cells."""
+        cells = self.cells
+        if mask & cells.full_mask == cells.full_mask:  # alone, or as one of several shared grants
+            return [self.whole]
+        chosen = [group for i, group in enumerate(self.groups) if mask >> i & 1]
+        if mask & cells.remainder_mask and self.remainder is not None:
+            chosen.append(self.remainder)
+        return chosen
+
+
+def split_device(device: Device, *, fine: bool = False) -> DeviceSplit:
+    """Split a device into its smallest cells, and try whether the remainder joins them.
+
+    Args:
+        fine: the smallest cells possible if SMs need not be co-scheduled.
+    """
+    whole = device.resources.sm
+    if fine:
+        groups, remainder = whole.split_evenly(1, fine=True)
+    else:
+        groups, remainder = whole.split_evenly(whole.min_partition_size)
+    left = remainder.sm_count if remainder is not None else 0
+    joins = remainder is not None and _joins(device, groups[0], remainder)
+    cells = DeviceCells(size=groups[0].sm_count, count=len(groups), remainder=left, joins=joins)
+    return DeviceSplit(whole, tuple(groups), remainder, cells)
+
+
+def _joins(device: Device, group: SMResource, remainder: SMResource) -> bool:
+    """Try to combine them: from CUDA 13.1 on, resources of unequal alignment are refused."""
+    try:
+        device.create_context(ContextOptions(resources=[group, remainder])).close()
+    except (CUDAError, InvalidCombination):
+        return False
+    return True

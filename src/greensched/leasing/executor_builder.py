@@ -1,0 +1,121 @@
+"""Making executors that requests wait for, on the builder thread."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import partial
+from threading import Lock
+from typing import Protocol
+
+from greensched.driver.interface import Driver
+from greensched.execution.executor import Executor
+from greensched.execution.threads import WorkerThread
+from greensched.leasing.device_pool import DevicePool
+from greensched.leasing.grant_waiter import refuse
+from greensched.leasing.status import PoolState
+from greensched.scheduling.requests import Request
+from greensched.scheduling.scheduler import Scheduler
+
+
+class BuilderHost(Protocol):
+    """What the builder needs of the manager."""
+
+    lock: Lock
+    scheduler: Scheduler
+    device_pools: tuple[DevicePool, ...]
+
+    state: PoolState
+    driver: Driver
+
+    @property
+    def works(self) -> bool:
+        """Whether granted leases can be used."""
+
+    def cancel_locked(self, request: Request) -> list[Request]: ...
+
+    def notify_granted(self, granted: list[Request]) -> None: ...
+
+
+class ExecutorBuilder:
+    """Makes the executors that the scheduler misses, each once.
+
+    Args:
+        host: the manager.
+        thread: of the pool; opening and closing happen on it, too.
+    """
+
+    def __init__(self, host: BuilderHost, thread: WorkerThread) -> None:
+        self.thread = thread
+        self._host = host
+        #: (device index, cells) of executors that the thread is to make.
+        self._queued: set[tuple[int, int]] = set()
+        #: The device on which it makes one right now.
+        self.active: DevicePool | None = None
+
+    def make_missing(self) -> None:
+        """Have the thread make what the scheduler misses. Never blocks."""
+        host, missing = self._host, self._host.scheduler.missing_executors
+        while missing:
+            with host.lock, suppress(KeyError):  # another thread was first
+                key, _ = missing.popitem()
+                if key not in self._queued and host.state is PoolState.OPEN:
+                    self._queued.add(key)
+                    self.thread.submit(partial(self._make, *key))
+
+    @property
+    def is_held_up(self) -> bool:
+        """Whether an executor is made, or will be, on a device that has work.
+
+        A driver may hold that up until the work ends, which it may never do. The device is then
+        left as it is, so the closing need not wait for the thread.
+        """
+        with self._host.lock:
+            return any(self._host.device_pools[index].busy for index, _ in self._queued)
+
+    def _make(self, index: int, mask: int) -> None:
+        """On the thread: make one, and wake the tasks that get it, or learn why they cannot."""
+        host, device_pool = self._host, self._host.device_pools[index]
+        with host.lock:
+            if not host.works:
+                return
+            self.active = device_pool
+        executor: Executor | None = None
+        failure: Exception | None = None
+        try:
+            executor = device_pool.make(mask)
+        except Exception as error:  # any error: a task waits, and raises it
+            failure = error
+        evicted: list[Executor] = []
+        refused: list[Request] = []
+        with host.lock:
+            self.active = None
+            self._queued.discard((index, mask))
+            if host.state is PoolState.CLOSED:  # the devices were left as they are
+                if executor is not None:
+                    executor.abandon()
+                return
+            if executor is not None:
+                evicted = self._add_locked(index, executor)
+                granted = host.scheduler.made(host.driver.time())
+            else:
+                refused = [r for r in host.scheduler.queued() if (index, mask) in r.missing_executors]
+                granted = [other for one in refused for other in host.cancel_locked(one)]
+        for request in refused:
+            assert failure is not None
+            refuse(request, failure)
+        host.notify_granted(granted)
+        for old in evicted:
+            old.close()
+
+    def _add_locked(self, index: int, executor: Executor) -> list[Executor]:
+        """Let an executor be granted; return the executors to close for it."""
+        scheduler, device_pool = self._host.scheduler, self._host.device_pools[index]
+        ready, mask = scheduler.ready_masks[index], executor.mask
+        device_pool.add(executor)
+        ready.setdefault(mask.bit_count(), {})[mask] = None
+        granted = {grant.mask for grant in scheduler.allocator.grants[index]}
+        evicted = []
+        for other in device_pool.evictable(keep={mask} | granted):
+            evicted.append(device_pool.executors.pop(other))
+            del ready[other.bit_count()][other]
+        return evicted
