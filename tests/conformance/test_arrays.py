@@ -88,7 +88,7 @@ WAYS: list[Callable[[Buffer], Any]] = [Lent, OldLent, Shown]
 @asynccontextmanager
 async def untouched(pool: Pool, p: Partition) -> AsyncIterator[None]:
     """Whatever is tried inside submits nothing, and the next work is right."""
-    executor = p._open().executor
+    executor = p._open_lease().executor
     before = executor.launch_stream.issued, executor.call_stream.issued
     yield
     assert (executor.launch_stream.issued, executor.call_stream.issued) == before
@@ -99,7 +99,7 @@ async def untouched(pool: Pool, p: Partition) -> AsyncIterator[None]:
 @asynccontextmanager
 async def foreign_stream(p: Partition) -> AsyncIterator[Stream]:
     """A stream of the primary context, as another library would have; made and ended aside."""
-    device = p._open().executor.device
+    device = p._open_lease().executor.device
     stream = await p.run(device.create_stream)
     yield stream
     await p.run(stream.sync)
@@ -515,7 +515,7 @@ def test_memory_in_other_hands_is_not_given_back(backend: Backend) -> None:
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:
-            memory = p._open().device_memory.memory
+            memory = p._open_lease().device_memory.memory
             before = memory.used_bytes
             x = await p.upload(ONES)
             held = [x.__dlpack__(stream=-1), x.__dlpack__(stream=-1, max_version=(1, 1))]

@@ -36,7 +36,7 @@ async def untouched(pool: Pool, p: Partition | None = None) -> AsyncIterator[Non
 
 
 def _tickets(p: Partition) -> tuple[int, ...]:
-    executor = p._open().executor
+    executor = p._open_lease().executor
     return executor.launch_stream.issued, executor.call_stream.issued
 
 

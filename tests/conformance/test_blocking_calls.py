@@ -121,7 +121,7 @@ def test_a_call_begins_behind_what_was_submitted(backend: Backend) -> None:
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:
-            stream = p._open().executor.call_stream.stream
+            stream = p._open_lease().executor.call_stream.stream
             with await p.upload(np.zeros(100)) as buffer:
                 with await Gate.closed(p) as gate:
                     p.copy(buffer, np.ones(100))
@@ -163,7 +163,7 @@ def test_who_no_longer_waits_is_forgotten(backend: Backend) -> None:
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:
-            lease = p._open()
+            lease = p._open_lease()
             with await p.upload(np.zeros(100)) as buffer:
                 with await Gate.closed(p) as gate:
                     p.copy(buffer, np.ones(100))
@@ -223,7 +223,7 @@ def test_buffers_in_a_call_are_kept_in_order(backend: Backend) -> None:
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as a, pool.partition(8) as b:
-            memory = a._open().device_memory.memory
+            memory = a._open_lease().device_memory.memory
             buffer = await a.upload(np.zeros(100))
             with await Gate.closed(a) as gate:
                 a.copy(buffer, np.ones(100))

@@ -54,9 +54,9 @@ def test_a_lease_of_one_size_keeps_it(backend: Backend) -> None:
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:
-            lease, sms = p._open(), p.sm_count
+            lease, sms = p._open_lease(), p.sm_count
             assert await p.checkpoint() == sms
-            assert p._open() is lease
+            assert p._open_lease() is lease
 
     backend.run(main)
 
@@ -99,11 +99,11 @@ def test_bound_launches_and_buffers_follow(backend: Backend) -> None:
                         await p.prepare(CONFIG, saxpy)
                         bound = p.bind(CONFIG, saxpy, 1.0, x, y, x.size)
                         bound()
-                        before = p._open().executor
+                        before = p._open_lease().executor
                         tasks.start_soon(hold, pool, 8, release)
                         await until(lambda: pool.statistics().waiting == 1)
                         await p.checkpoint()
-                        assert p._open().executor is not before
+                        assert p._open_lease().executor is not before
                         bound()
                         bound.set(0, 10.0)
                         await bound.submit()
@@ -140,11 +140,11 @@ class Refusing:
 
 async def moved(pool: Pool, tasks: anyio.abc.TaskGroup, p: Partition) -> anyio.Event:
     """A lease of as much as there is gives some to another, until that is told to go."""
-    before, release = p._open().executor, anyio.Event()
+    before, release = p._open_lease().executor, anyio.Event()
     tasks.start_soon(hold, pool, 8, release)
     await until(lambda: pool.statistics().waiting == 1)
     await p.checkpoint()
-    assert p._open().executor is not before
+    assert p._open_lease().executor is not before
     return release
 
 
@@ -187,9 +187,9 @@ def test_what_never_was_launched_on_other_sms_is_not_ready_there(backend: Backen
                 await p.prepare(CONFIG, fill)
                 p.bind(CONFIG, fill, x, 1.0, 8)
                 release = await moved(pool, tasks, p)
-                executor = p._open().executor
+                executor = p._open_lease().executor
             async with pool.partition(executor.sm_count) as p:
-                assert p._open().executor is executor
+                assert p._open_lease().executor is executor
                 with pytest.raises(greensched.WouldBlock, match="prepare"):
                     p.bind(CONFIG, fill, x, 1.0, 8)
             release.set()

@@ -169,7 +169,7 @@ def test_a_call_may_capture_while_others_go_on(backend: Backend) -> None:
             with await p.empty(8) as b:
                 await p.prepare(CONFIG, fill)
                 await q.prepare(CONFIG, fill)
-                stream = p._open().executor.call_stream.stream
+                stream = p._open_lease().executor.call_stream.stream
                 began: list[bool] = []
 
                 def capture(_: object) -> None:

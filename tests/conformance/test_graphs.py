@@ -97,7 +97,7 @@ def test_a_thousand_launches_between_jobs(backend: Backend) -> None:
             target, source = await pair(p)
             with target, source, await p.capture(copied, target, source) as graph:
                 await p.prepare(CONFIG, fill)
-                track, seen = p._open().launch_stream, 0
+                track, seen = p._open_lease().launch_stream, 0
                 for number in range(1000):
                     job = graph.launch(p)
                     if number % 20 == 0:
@@ -517,7 +517,7 @@ def test_an_event_that_went_into_a_capture_is_not_asked_about(
         pool = Pool(driver=driver, devices=[0])
         async with pool, pool.partition(8) as p:
             with await p.empty_pinned(1, np.uint32) as word:
-                track = p._open().executor.call_stream
+                track = p._open_lease().executor.call_stream
                 stream = track.stream.handle
                 held = p.run(lambda: driver.wait_value(here().handle, word.address, 1))
                 await until(lambda: track.submitted == track.issued)

@@ -335,7 +335,7 @@ def test_what_a_cancelled_job_gives_is_nobodys(backend: Backend) -> None:
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:
-            memory = p._open().device_memory.memory
+            memory = p._open_lease().device_memory.memory
             before = memory.used_bytes
             with await Gate.closed(p):
                 with anyio.CancelScope() as scope:
@@ -354,7 +354,7 @@ def test_a_call_may_hand_its_buffers_to_a_library(backend: Backend) -> None:
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:
-            runs = p._open().executor.call_stream
+            runs = p._open_lease().executor.call_stream
             with await p.upload(np.ones(10)) as buffer:
                 named = await p.run(lambda b: b.__cuda_array_interface__["stream"], buffer)
                 assert named == runs.stream.__cuda_stream__()[1]

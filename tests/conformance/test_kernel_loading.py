@@ -88,7 +88,7 @@ def test_nothing_is_submitted_by_the_loop_meanwhile(
                         r.bind(CONFIG, fill, x, 1.0, 64)()
                     await begin_first_use(backend, pool, p)
                     done = WAYS[way](q, here, x)
-                    assert not q._open().all_submitted
+                    assert not q._open_lease().all_submitted
                     gate.open()
                 result = await done
                 if way == "upload":
@@ -132,9 +132,9 @@ def test_everything_can_be_submitted_meanwhile(backend: Backend) -> None:
                 assert got[-1] == 4
                 with got[5] as uploaded:
                     np.testing.assert_array_equal(await q.download(uploaded), np.arange(8.0))
-                await until(lambda: q._open().all_submitted)
+                await until(lambda: q._open_lease().all_submitted)
                 q.launch(CONFIG, fill, y, 5.0, 64)
-                assert q._open().all_submitted, "at once again"
+                assert q._open_lease().all_submitted, "at once again"
 
     backend.run(main)
 

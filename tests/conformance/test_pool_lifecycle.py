@@ -107,13 +107,13 @@ def test_what_still_works_after_the_grace_is_abandoned_and_reported(backend: Bac
         assert "16 SMs" in report.abandoned[0]
         with gate:
             gate.open()
-            await until(lambda: p._leased is not None and p._leased.executor.is_idle)
+            await until(lambda: p._lease is not None and p._lease.executor.is_idle)
         _clean_up(pool)
 
     def _clean_up(pool: Pool) -> None:
         """What an abandoned pool leaves to the end of the process, this test ends itself."""
         manager = pool._manager
-        backend.leftover = manager.sites
+        backend.leftover = manager.device_pools
 
     backend.run(main)
     backend.join_threads()  # they may still be on their way out of the driver
@@ -175,7 +175,7 @@ def test_what_is_forgotten_comes_back_where_warnings_are_errors(
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:
-            site = p._open().device_memory
+            site = p._open_lease().device_memory
             held = [pool.partition_nowait(16), await p.empty(1), await p.empty_pinned(3000)]
             address = held[2].address
             held.clear()
@@ -203,11 +203,11 @@ def test_a_forgotten_pool_warns(backend: Backend) -> None:
 
     backend.run(main)
     manager = backend.leftover
-    for site in manager.sites:
+    for site in manager.device_pools:
         site.close()
-    manager.builder.stop()
+    manager.builder.thread.stop()
 
-    process.release_devices(driver, [site.device.ordinal for site in manager.sites])
+    process.release_devices(driver, [site.device.ordinal for site in manager.device_pools])
 
 
 def test_objects_below_the_pool_work_by_themselves(backend: Backend) -> None:

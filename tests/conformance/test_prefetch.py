@@ -133,7 +133,7 @@ def test_a_feed_given_up_leaves_nothing(backend: Backend, end: str) -> None:
                 async with pool.partition(8) as p:
                     with contextlib.suppress(KeyError):
                         await feed(p)
-            memory = pool._manager.sites[0].memory
+            memory = pool._manager.device_pools[0].memory
             await until(lambda: pool.statistics().leases == 0)
 
             def is_back() -> bool:
@@ -153,7 +153,7 @@ def test_a_lease_drains_until_its_copies_are_done(backend: Backend) -> None:
             p = await pool.partition(8).__aenter__()
             feed = p.prefetch(batches())
             await feed.__anext__()
-            copies = p._open().executor.copy_stream
+            copies = p._open_lease().executor.copy_stream
             assert copies is not None
             word = await p.empty_pinned(1, np.uint32)
             await until(lambda: copies.is_idle)
@@ -161,7 +161,7 @@ def test_a_lease_drains_until_its_copies_are_done(backend: Backend) -> None:
             driver.wait_value(copies.stream.handle, word.address, 1)
             await feed.__anext__()
             await still_waits(feed.__anext__())
-            p.end()
+            p._end()
             await still_waits(p.finish())
             assert pool.statistics().sms_draining == 8
             word.array[0] = 1

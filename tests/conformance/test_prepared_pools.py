@@ -27,13 +27,13 @@ def test_every_executor_binds_and_launches_at_once(backend: Backend) -> None:
             for blocks, size in enumerate(sizes, start=1):
                 async with pool.partitions(size) as (p,):
                     with await p.empty(64) as buffer:
-                        await until(lambda: p._open().all_submitted)  # the pool grew
+                        await until(lambda: p._open_lease().all_submitted)  # the pool grew
                         p.bind(LaunchConfig(grid=blocks, block=64), fill, buffer, 1.0, 64)()
-                        assert p._open().all_submitted
+                        assert p._open_lease().all_submitted
                         job = p.launch(
                             LaunchConfig(grid=blocks, block=32), saxpy, 1.0, *2 * (buffer,), 64
                         )
-                        assert p._open().all_submitted
+                        assert p._open_lease().all_submitted
                         await job
             async with pool.partitions(8, 24, 40, 16) as parts:  # of whatever cells
                 for p in parts:
@@ -53,10 +53,10 @@ def test_a_kernel_used_once_takes_any_geometry_at_once(backend: Backend) -> None
                     p.bind(LaunchConfig(grid=1, block=64), fill, buffer, 1.0, 64)
                 job = p.launch(LaunchConfig(grid=1, block=64), fill, buffer, 1.0, 64)
                 await job
-                await until(lambda: p._open().all_submitted)
+                await until(lambda: p._open_lease().all_submitted)
                 for block in (32, 64, 96):
                     p.launch(LaunchConfig(grid=1, block=block), fill, buffer, 1.0, 64)
-                    assert p._open().all_submitted
+                    assert p._open_lease().all_submitted
                 p.bind(LaunchConfig(grid=2, block=64), fill, buffer, 2.0, 64)()
 
     backend.run(main)
@@ -68,10 +68,10 @@ def test_a_geometry_beyond_the_device_is_refused_on_a_prepared_lane(backend: Bac
     async def main() -> None:
         async with backend.pool(prepare=[fill]) as pool, pool.partition(8) as p:
             with await p.empty(64) as buffer:
-                issued = p._open().launch_stream.issued
+                issued = p._open_lease().launch_stream.issued
                 with pytest.raises(InvalidLaunch, match="block"):
                     p.launch(LaunchConfig(grid=1, block=4096), fill, buffer, 1.0, 64)
-                assert p._open().launch_stream.issued == issued
+                assert p._open_lease().launch_stream.issued == issued
 
     backend.run(main)
 
@@ -81,7 +81,7 @@ def test_reserved_memory_is_there(backend: Backend) -> None:
 
     async def main() -> None:
         async with backend.pool(reserve_bytes=64 << 20) as pool, pool.partition(8) as p:
-            memory = pool._manager.sites[0].memory
+            memory = pool._manager.device_pools[0].memory
             reserved = memory._driver.reserved_bytes(memory._pool)
             assert not memory.would_grow(64 << 20)
             assert memory.would_grow((64 << 20) + (128 << 20))

@@ -123,14 +123,14 @@ def test_what_progress_raises_fails_the_job(
 
         async with backend.pool() as pool, pool.partition(8) as p:
             with await p.upload(array) as buffer:
-                used = pool._manager.sites[0].memory._used
+                used = pool._manager.device_pools[0].memory._used
                 job = copy(p, buffer, array, stop)
                 with pytest.raises(RuntimeError, match="that will do"):
                     await job
                 assert job.done()
                 await p.copy(buffer, array)
                 np.testing.assert_array_equal(await p.download(buffer), array)
-                memory = pool._manager.sites[0].memory
+                memory = pool._manager.device_pools[0].memory
 
                 def is_back() -> bool:
                     memory.reap()
@@ -176,7 +176,7 @@ def test_what_is_no_callback_is_refused(backend: Backend) -> None:
             for wrong in (7, later):
                 with pytest.raises(greensched.InvalidRequest, match="bytes done"):
                     p.upload(SMALL, progress=wrong)  # type: ignore[arg-type]
-            assert p._open().launch_stream.issued == p._open().launch_stream.submitted
+            assert p._open_lease().launch_stream.issued == p._open_lease().launch_stream.submitted
 
     backend.run(main)
 

@@ -257,7 +257,7 @@ def test_memory_is_given_back_behind_its_last_user(backend: Backend) -> None:
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:
-            memory = p._open().device_memory.memory
+            memory = p._open_lease().device_memory.memory
             with await p.upload(np.zeros(100)) as kept:
                 used = memory.used_bytes
                 with await Gate.closed(p) as gate:
@@ -372,7 +372,7 @@ def test_a_download_that_cannot_be_delivered_fails(backend: Backend) -> None:
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as other:
             with await other.upload(np.ones(64)) as buffer:
-                slots = other._open().device_memory.slots
+                slots = other._open_lease().device_memory.slots
                 for see in (True, False):
                     with pytest.raises(ValueError, match="read-only"):
                         async with pool.partition(8) as p:
@@ -445,7 +445,7 @@ def test_leaving_a_block_delivers_its_downloads(backend: Backend) -> None:
                     out = np.zeros(64)
                     async with pool.partition(8) as p:
                         job = p.download(buffer, out)
-                        while not p._open().launch_stream.reached(job._ticket):
+                        while not p._open_lease().launch_stream.reached(job._ticket):
                             pass  # no turn of the loop in between
                     assert out.all()
 
@@ -468,7 +468,7 @@ def test_a_library_is_told_of_the_writer(backend: Backend) -> None:
                 assert buffer.__cuda_array_interface__["stream"] is None
             with await p.empty(8) as small:
                 with await Gate.closed(p):
-                    await until(lambda: p._open().all_submitted)
+                    await until(lambda: p._open_lease().all_submitted)
                     job = p.copy(small, np.ones(8, np.float32))
                     assert small.__cuda_array_interface__["stream"] == p.__cuda_stream__()[1]
                 await job
@@ -489,10 +489,10 @@ def test_a_library_is_ordered_behind_every_writer(backend: Backend) -> None:
             stream = p.stream
             with await Gate.closed(q) as behind, await Gate.closed(p) as before:
                 # The submit threads may not have noted it yet, though the device is past it.
-                await until(lambda: p._open().all_submitted and q._open().all_submitted)
+                await until(lambda: p._open_lease().all_submitted and q._open_lease().all_submitted)
                 p.bind(CONFIG, fill, buffer, 1.0, 8)()
                 job = q.launch(CONFIG, fill, buffer, 2.0, 8)
-                p.end()
+                p._end()
                 assert buffer.__cuda_array_interface__["stream"] == stream.__cuda_stream__()[1]
                 before.open()
                 await still_waits(job)

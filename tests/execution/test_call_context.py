@@ -174,7 +174,7 @@ def test_what_a_hook_is_concerned_with_lives_until_the_stream_is_done(hooks: lis
     async def main(driver: Any) -> None:
         async with Pool(driver=driver) as pool, pool.partition(16) as p:
             register_call_hook(lambda call, given: lambda function: function())
-            stream = p._open().executor.call_stream.stream
+            stream = p._open_lease().executor.call_stream.stream
             word = await p.empty_pinned(1, "u4")
             gone = weakref.ref(thing := Thing())
 
@@ -205,10 +205,10 @@ def test_a_hook_that_fails_refuses_the_call(hooks: list[Any]) -> None:
     async def main(driver: Any) -> None:
         async with Pool(driver=driver) as pool, pool.partition(16) as p:
             register_call_hook(hook)
-            before = p._open().executor.call_stream.issued
+            before = p._open_lease().executor.call_stream.issued
             with pytest.raises(KeyError):
                 p.run(len, "abc")
-            assert p._open().executor.call_stream.issued == before
+            assert p._open_lease().executor.call_stream.issued == before
             hooks.clear()
             assert await p.run(len, "abc") == 3
 

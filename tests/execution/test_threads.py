@@ -79,7 +79,7 @@ class Account:
 
 def sms_of(p: Partition) -> int:
     """The SMs a partition's stream has, as the driver has them: a bit mask."""
-    return p._open().launch_stream.stream.handle.sms  # type: ignore[attr-defined,no-any-return]
+    return p._open_lease().launch_stream.stream.handle.sms  # type: ignore[attr-defined,no-any-return]
 
 
 async def lease(pool: Pool, account: Account, loop: str, rng: random.Random) -> None:

@@ -24,7 +24,7 @@ class Gate:
     async def closed(cls, p: Partition) -> Gate:
         """Close the partition's stream after the work submitted before."""
         gate = cls(await p.empty_pinned(1, np.uint32))
-        lease = p._open()
+        lease = p._open_lease()
         track = lease.launch_stream
         track.stream.context.driver.wait_value(track.stream.handle, gate._word.address, 1)
         gate._word.record_use(track, (track.issued + 1) & 0xFFFFFFFF, write=False)

@@ -219,9 +219,9 @@ async def _checkpoint(stage: Stage) -> None:
                 await p.checkpoint()
             finally:  # what it had or what it has now: never both, never none
                 held = [lease for lease in stage.pool._manager.leases if lease.is_open]
-                assert p._open() in held
-                assert p.sm_count == p._open().grant.sms
-                assert p._open().executor.mask == p._open().grant.mask
+                assert p._open_lease() in held
+                assert p.sm_count == p._open_lease().grant.sms
+                assert p._open_lease().executor.mask == p._open_lease().grant.mask
             await p.run(lambda: None)
 
 
@@ -313,7 +313,7 @@ async def as_before(stage: Stage) -> None:
         assert (s.sms_free, s.sms_leased, s.sms_draining, s.waiting) == (s.sms_total, 0, 0, 0)
         async with pool.partition(ALL) as p:
             assert p.sm_count == s.sms_total
-        memory = pool._manager.sites[0].memory
+        memory = pool._manager.device_pools[0].memory
     for gate in stage.gates:
         gate._word.close()
     stage.gates.clear()
@@ -322,7 +322,7 @@ async def as_before(stage: Stage) -> None:
         await until(lambda: memory.reap() is None and memory.used_bytes == 0)
     report = await pool.aclose()
     if report.abandoned:  # a cancelled aclose has no grace: what it left ends when its work has
-        stage.abandoned = pool._manager.sites
+        stage.abandoned = pool._manager.device_pools
         executors = [executor for site in stage.abandoned for executor in site.executors.values()]
         await until(lambda: all(executor.is_idle for executor in executors))
     await turns()

@@ -14,7 +14,7 @@ import greensched
 from greensched import ALL, Buffer, LaunchConfig, Partition, Pool
 from greensched.driver import simulated
 from greensched.kernels import spin
-from greensched.leasing.manager import TEND_S, LeaseManager
+from greensched.leasing.manager import TICK_S, LeaseManager
 from greensched.scheduling.policy import Fifo
 from helpers.gate import Gate
 from helpers.waiting import until
@@ -93,7 +93,7 @@ def test_those_who_wait_are_looked_after_together(monkeypatch: pytest.MonkeyPatc
     clock = simulated.VirtualClock(seed=1)
     driver, tend, tended = (
         simulated.open("h200", clock=clock),
-        LeaseManager._tend,
+        LeaseManager._on_queue_tick,
         list[LeaseManager](),
     )
 
@@ -102,7 +102,7 @@ def test_those_who_wait_are_looked_after_together(monkeypatch: pytest.MonkeyPatc
         return tend(manager)
 
     async def follow(pool: Pool) -> None:
-        async with pool.partition(8, deadline=TEND_S / 10):
+        async with pool.partition(8, deadline=TICK_S / 10):
             pass
 
     async def main() -> None:
@@ -114,10 +114,10 @@ def test_those_who_wait_are_looked_after_together(monkeypatch: pytest.MonkeyPatc
                 began = driver.time()
                 with pytest.raises(greensched.DeadlineExceeded):
                     await asyncio.create_task(follow(pool))
-                assert driver.time() - began < TEND_S / 2
+                assert driver.time() - began < TICK_S / 2
             await asyncio.gather(*waiting)
 
-    monkeypatch.setattr(LeaseManager, "_tend", counted)
+    monkeypatch.setattr(LeaseManager, "_on_queue_tick", counted)
     clock.run(main)
 
 
@@ -261,7 +261,7 @@ def test_a_closed_loops_downloads_give_their_staging_back(loops: Loops) -> None:
         return buffer
 
     async def go_on() -> None:
-        slots = pool._manager.sites[0].slots
+        slots = pool._manager.device_pools[0].slots
         under_way = len(slots._free)
         gates[0].open()
         await lease_once(pool, ALL, [])
@@ -302,5 +302,5 @@ def test_loops_in_turns_leave_nothing_behind(loops: Loops) -> None:
     for _ in range(20):
         loops.on_here(lease_once(pool, 8, served))
         loops.on_there(lease_once(pool, 8, served))
-    assert len(pool._manager._completions) == 2
+    assert len(pool._manager.pollers._pollers) == 2
     loops.on_here(pool.aclose())

@@ -44,7 +44,7 @@ def test_closed_while_a_grant_is_on_its_way(backend: Any, seed: int) -> None:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(ask)
             await until(lambda: pool.statistics().waiting == 1)
-            held.end()  # grants
+            held._end()  # grants
             report = await pool.aclose(grace=5.0)
         assert sums == [10.0]
         assert not report.abandoned
@@ -176,8 +176,8 @@ def test_a_closing_hears_of_the_last_lease_of_another_thread() -> None:
         thread.start()
         await until(held.is_set)
         manager: Any = pool._manager
-        manager.lock = manager._parking.lock = Contended(manager.lock)
-        manager._waiting_for_none = Slow(go, [over, manager.lock.had_to_wait])
+        manager.lock = manager.cache.lock = Contended(manager.lock)
+        manager._idle_waiters = Slow(go, [over, manager.lock.had_to_wait])
         async with asyncio.timeout(20):
             assert not (await pool.aclose(grace=1000.0)).abandoned
         thread.join(10)

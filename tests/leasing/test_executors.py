@@ -53,7 +53,7 @@ def test_what_outlives_its_lane_reads_a_word_of_its_own(monkeypatch: pytest.Monk
                 for number in range(20):
                     job = p.copy(buffer, np.full(8, number, np.float32))
                     await job
-                old = p._open().launch_stream
+                old = p._open_lease().launch_stream
             for sms in (40, 48, 56):  # each a new lane, for which an old one goes
                 async with pool.partition(sms):
                     pass
@@ -144,7 +144,7 @@ def test_tickets_never_wrap(first: int) -> None:
         async with Pool(driver="simulated:h200") as pool, pool.partition(8) as p:
             old = p.upload(np.ones(8, np.float32))
             buffer = await old
-            track = p._open().launch_stream
+            track = p._open_lease().launch_stream
             track.issued = track.submitted = first
             track.word[0] = first & 0xFFFFFFFF
             with buffer, await Gate.closed(p) as gate:
@@ -325,10 +325,10 @@ def test_lanes_beside_the_menu_are_bounded(monkeypatch: pytest.MonkeyPatch) -> N
                         tasks.start_soon(ask, size)
             assert pool.statistics().executors_made > made + 3
             assert pool.statistics().executors == made + 3
-            site = pool._manager.sites[0]
+            site = pool._manager.device_pools[0]
             site._max_extra = 2
-            wanted = [mask for mask in site.executors if mask not in site.menu][:2]
-            assert len(site.surplus(keep=wanted)) == 1, "those that are kept count, too"
+            wanted = [mask for mask in site.executors if mask not in site.prebuilt][:2]
+            assert len(site.evictable(keep=wanted)) == 1, "those that are kept count, too"
 
     clock.run(main)
     assert not driver.live()
@@ -366,7 +366,7 @@ def test_who_awaited_everything_finds_everything_submitted(monkeypatch: pytest.M
             assert not job.done()
             go.set()
             (await job).close()
-            assert p._open().all_submitted
+            assert p._open_lease().all_submitted
 
     anyio.run(main)
 

@@ -70,7 +70,7 @@ def test_an_upload_without_room_gives_its_slot_back() -> None:
             for _ in range(3):
                 with pytest.raises(greensched.OutOfMemory):
                     await p.upload(np.ones(5))
-            slots = pool._manager.sites[0].slots
+            slots = pool._manager.device_pools[0].slots
             taken = [slots.take() for _ in range(SLOTS)]
             assert all(taken)
             for slot in filter(None, taken):
@@ -284,12 +284,12 @@ def test_a_hung_bound_launch_does_not_hold_up_the_closing(clock: Any, leaves: bo
         await p.prepare(ONE, spin)
         p.bind(ONE, spin, 1000)()
         if leaves:
-            p.end()
+            p._end()
         with anyio.fail_after(10):
             report = await pool.aclose(grace=0.1)
         assert len(report.abandoned) == 1
         if not leaves:
-            p.end()
+            p._end()
 
     clock.run(main)
 
@@ -596,12 +596,12 @@ def test_an_array_that_cannot_be_ordered_is_refused(clock: Any) -> None:
                     "wait_event",
                 ):
                     before = driver.live()
-                    issued = p._open().launch_stream.issued
+                    issued = p._open_lease().launch_stream.issued
                     driver.script.add(Fail(verb, driver.script.calls[verb] + 1, "OUT_OF_MEMORY"))
                     with pytest.raises(greensched.OutOfMemory):
                         p.download(array)
                     assert driver.live() == before
-                    assert p._open().launch_stream.issued == issued
+                    assert p._open_lease().launch_stream.issued == issued
                     assert (await p.download(array)).tolist() == [0, 1, 2, 3]
             await p.run(theirs.close)
 
@@ -799,7 +799,7 @@ def test_memory_that_is_not_taken_back_is_nobodys_fault(status: int) -> None:
 
     async def main() -> None:
         async with Pool(driver=driver) as pool, pool.partition(16) as p:
-            memory = p._open().device_memory.memory
+            memory = p._open_lease().device_memory.memory
             (await p.upload(np.ones(2**20, np.uint8))).close()
             with await p.upload(np.ones(10)):
                 pass

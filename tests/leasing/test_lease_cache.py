@@ -30,7 +30,7 @@ CONFIG = LaunchConfig(grid=1, block=8)
 
 def parked(pool: Pool) -> int:
     """Leases that the pool has parked."""
-    return sum(len(channels) for channels in pool._manager._parking._spots.values())
+    return len(pool._manager.cache)
 
 
 async def leased(pool: Pool, sms: int = 16) -> None:
@@ -54,7 +54,7 @@ def test_the_next_of_the_same_size_has_it() -> None:
             async with with_nowait as p:
                 assert p.sm_count == 16
                 assert parked(pool) == 0
-            assert pool._manager._parking.put == 6
+            assert pool._manager.cache.put == 6
             stats = pool.statistics()
             assert (stats.requested, stats.granted) == (6, 6)
 
@@ -429,6 +429,6 @@ def test_where_leases_are_parked_does_not_pile_up(monkeypatch: pytest.MonkeyPatc
                 pool.reconfigure(services=[ServiceClass("a")])
                 async with pool.partition(8, service="a"):
                     pass
-            assert len(pool._manager._parking._spots) <= 2
+            assert len(pool._manager.cache._idle) <= 2
 
     asyncio.run(main())

@@ -35,7 +35,7 @@ class Race:
 
     def grant(self) -> None:
         """Gives everything back: whoever is first in the queue has it before this returns."""
-        self._held.end()
+        self._held._end()
 
     async def all_free(self) -> None:
         """The same, and nobody waits: every SM comes free."""
@@ -75,7 +75,7 @@ class Race:
     def occupy_builder(self) -> None:
         """The next lane is made a hundredth of a second later."""
         manager = self.pool._manager
-        manager.builder.submit(lambda: self.driver.clock.sleep(10**7))
+        manager.builder.thread.submit(lambda: self.driver.clock.sleep(10**7))
 
     async def all_is_back(self) -> None:
         """Nothing is leaked: every SM can be granted once more, and the pool ends quietly."""
@@ -250,7 +250,7 @@ def test_the_deadline_and_a_cancellation_in_one_turn(race: Any) -> None:
             tasks.start_soon(asking)
             await until(lambda: pool.statistics().waiting == 1)
             await anyio.sleep(1.0)
-            pool._manager._tend()  # the deadline passes here
+            pool._manager._on_queue_tick()  # the deadline passes here
             scope.cancel()
         s = pool.statistics()
         assert (s.waiting, s.expired + s.cancelled) == (0, 1)

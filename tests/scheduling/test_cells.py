@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from greensched.errors import InvalidRequest, InvalidSize
-from greensched.leasing.device_pool import MENU
+from greensched.leasing.device_pool import MAX_PREBUILT
 from greensched.scheduling.cells import DeviceCells, SizeRange, parse_size, parse_sizes
 from greensched.typing import ALL, REST
 
@@ -132,8 +132,8 @@ def test_largest_is_the_largest(cells: DeviceCells, most: int) -> None:
 def test_a_short_menu_has_what_moves_a_border() -> None:
     """Cut by twos, an H100 has the lanes of two that share it, wherever the border is between."""
     fine = DeviceCells(size=2, count=66)
-    menu = fine.menu(MENU)
-    assert len(menu) == MENU
+    menu = fine.menu(MAX_PREBUILT)
+    assert len(menu) == MAX_PREBUILT
     for cells in range(1, 66):
         assert {(1 << cells) - 1, fine.full_mask & ~((1 << cells) - 1)} <= {*menu}, cells
 

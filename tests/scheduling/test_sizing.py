@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from greensched.errors import InvalidRequest
-from greensched.leasing.device_pool import MENU
+from greensched.leasing.device_pool import MAX_PREBUILT
 from greensched.scheduling.cells import DeviceCells, SizeRange
 from greensched.scheduling.latency_margin import LEAST, MOST, SAFE, LatencyMargin
 from greensched.scheduling.policy import ClassView, Fifo, RequestView, Sized, SizingView
@@ -248,7 +248,7 @@ def test_a_need_is_met_with_the_partitions_that_are_made(
     seed: int, cells: DeviceCells, quiet: float
 ) -> None:
     """Where no more lanes can be made, or some now and then, a need is met after a checkpoint."""
-    made, rng = set(cells.menu(MENU)), random.Random(seed)
+    made, rng = set(cells.menu(MAX_PREBUILT)), random.Random(seed)
     scheduler = Scheduler([cells], Sized(), 10, lambda _, mask: mask in made,
                           services=(DECODE, BULK))  # fmt: skip
     for mask in sorted(made):

@@ -37,7 +37,7 @@ Used = tuple[Buffer | PinnedBuffer | ForeignArray, bool]
 class LaunchTarget(Protocol):
     """A partition."""
 
-    def _ready(self) -> Lease:
+    def _ready_lease(self) -> Lease:
         """Return its lease, or raise what keeps it from submitting."""
 
 
@@ -326,6 +326,6 @@ def _spoilt(error: CUDAError) -> InvalidCapture:
 
 
 def _lease_of(p: LaunchTarget) -> Lease:
-    if not hasattr(p, "_ready"):
+    if not hasattr(p, "_ready_lease"):
         raise InvalidRequest(f"Graph.launch takes a Partition, not {type(p).__name__}: {p!r}")
-    return p._ready()
+    return p._ready_lease()

@@ -293,8 +293,10 @@ class LeaseManager:
     def statistics(self) -> PoolStatistics:
         """Return what the pool has and did, at one moment."""
         with self.lock:
-            count = len(self.leases) - len(self.cache)
-            return collect_statistics(self.state, self.device_pools, count, self.scheduler)
+            self.scheduler.reclaim(self._time())
+            return collect_statistics(
+                self.state, self.device_pools, len(self.leases), self.scheduler
+            )
 
     # -- giving back -----------------------------------------------------------------------------
 

@@ -226,7 +226,7 @@ def test_streams_are_handed_over_by_events(
 
     async def main() -> None:
         async with cuda_pool as pool, pool.partition(8) as p:
-            run = p._open().executor.call_stream.stream.address
+            run = p._open_lease().executor.call_stream.stream.address
             address, _ = await p.run(call, x)
             assert address == run
             assert (cuda.log, x.on, y.on) == ([(run, "waits", "default")], [], ["default"])

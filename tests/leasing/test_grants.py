@@ -15,7 +15,7 @@ from greensched import ALL, LaunchConfig, Partition, PartitionClosed, Pool, Serv
 from greensched.errors import DeadlineExceeded, DeviceLost, PoolClosed, WouldDeadlock
 from greensched.execution.lease import Lease
 from greensched.kernels import fill, spin
-from greensched.leasing.partition_group import PartitionGroup
+from greensched.leasing.partition import PartitionGroup
 from helpers.waiting import turns, until
 
 CONFIG = LaunchConfig(grid=1, block=8)
@@ -30,8 +30,8 @@ def on_h200(**options: object) -> Pool:
 
 
 def lease_of(partition: Partition) -> Lease:
-    assert partition._leased is not None
-    return partition._leased
+    assert partition._lease is not None
+    return partition._lease
 
 
 class Taker:
