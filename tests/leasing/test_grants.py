@@ -1,4 +1,4 @@
-"""Leases that go as they are to who waits for the same: nobody else can tell, and none is lost."""
+"""Tasks that wait for a grant: each is granted, refused or cancelled once, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from greensched import ALL, LaunchConfig, Partition, PartitionClosed, Pool, Serv
 from greensched.errors import DeadlineExceeded, DeviceLost, PoolClosed, WouldDeadlock
 from greensched.execution.lease import Lease
 from greensched.kernels import fill, spin
-from greensched.leasing.partition import PartitionGroup
 from helpers.waiting import turns, until
 
 CONFIG = LaunchConfig(grid=1, block=8)
@@ -55,24 +54,20 @@ class Taker:
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
-def test_who_waits_has_the_lease_of_who_left(backend: str) -> None:
-    """In the order in which they came; who does nothing leaves it to the next, who works there."""
-    order, handed = list[int](), list[bool]()
+def test_queued_tasks_are_granted_in_order(backend: str) -> None:
+    """Tasks that want the same get it in the order of their requests, and are counted."""
+    order = list[int]()
 
     async def main() -> None:
         async with on_h200() as pool:
-            left: Lease | None = None
 
             async def lease(number: int) -> None:
-                nonlocal left
                 async with pool.partition(MOST) as p:
                     order.append(number)
-                    handed.append(lease_of(p) is left)
                     if number % 2:
                         with await p.upload(np.zeros(8, np.float32)) as x:
                             await p.launch(CONFIG, fill, x, number, 8)
                             assert list(await p.download(x)) == [number] * 8
-                    left = lease_of(p)
 
             async with anyio.create_task_group() as group:
                 async with pool.partition(ALL):
@@ -85,22 +80,20 @@ def test_who_waits_has_the_lease_of_who_left(backend: str) -> None:
 
     anyio.run(main, backend=backend)
     assert order == list(range(20))
-    assert handed == [False, True] * 10
 
 
-def test_who_left_has_it_no_more() -> None:
-    """His partition is closed, though another has the same lease by now."""
+def test_a_left_partition_stays_closed() -> None:
+    """A partition whose block was left is closed, though its SMs are granted to another task."""
 
     async def main() -> None:
         async with on_h200() as pool:
             first, second, third = Taker(pool), Taker(pool), Taker(pool)
             await turns()
-            old, lease = first.has, lease_of(first.has) if first.has else None
+            old = first.has
             assert old is not None
             await first.go()
             await turns()
             assert third.has is not None
-            assert lease_of(third.has) is lease
             with pytest.raises(PartitionClosed):
                 _ = old.sm_count
             assert third.has.sm_count == HALF
@@ -199,32 +192,6 @@ def test_who_was_served_is_not_kept() -> None:
         asyncio.run(main())
     finally:
         gc.enable()
-
-
-def test_what_fails_behind_a_claim_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who waits no more is tended no more, once: whoever waits next is tended."""
-
-    def fail(_: PartitionGroup, leases: tuple[Lease, ...]) -> None:
-        for lease in leases:
-            lease.end()
-        raise MemoryError
-
-    async def main() -> None:
-        async with on_h200() as pool:
-
-            async def both() -> None:
-                async with pool.partitions(8, 8):
-                    pass
-
-            async with pool.partition(ALL):
-                task = asyncio.create_task(both())
-                await until(lambda: pool.statistics().waiting == 1)
-                monkeypatch.setattr(PartitionGroup, "_have", fail)
-            with pytest.raises(MemoryError):
-                await task
-            assert pool._manager.current_poller().waiting == 0
-
-    asyncio.run(main())
 
 
 def test_a_fault_before_he_has_it_is_his() -> None:

@@ -54,7 +54,6 @@ def test_the_next_of_the_same_size_has_it() -> None:
             async with with_nowait as p:
                 assert p.sm_count == 16
                 assert parked(pool) == 0
-            assert pool._manager.cache.put == 6
             stats = pool.statistics()
             assert (stats.requested, stats.granted) == (6, 6)
 
