@@ -98,7 +98,9 @@ class ExecutorBuilder:
                 evicted = self._add_locked(index, executor)
                 granted = host.scheduler.made(host.driver.time())
             else:
-                refused = [r for r in host.scheduler.queued() if (index, mask) in r.missing_executors]
+                refused = [
+                    r for r in host.scheduler.queued() if (index, mask) in r.missing_executors
+                ]
                 granted = [other for one in refused for other in host.cancel_locked(one)]
         for request in refused:
             assert failure is not None

@@ -6,7 +6,7 @@ import enum
 import logging
 from collections.abc import Hashable, Mapping
 from math import frexp, inf
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 from greensched.scheduling.cells import SizeRange
 from greensched.scheduling.class_state import ClassState

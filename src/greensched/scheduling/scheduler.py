@@ -52,7 +52,7 @@ from greensched.scheduling.dispatch import Dispatcher
 from greensched.scheduling.policy import GuardedPolicy, Policy
 from greensched.scheduling.queue import RequestQueue
 from greensched.scheduling.request_line import RequestLine
-from greensched.scheduling.requests import GONE, GRANTED, QUEUED, Duration, Grant, Request, by_rank
+from greensched.scheduling.requests import GONE, QUEUED, Duration, Grant, Request, by_rank
 from greensched.scheduling.services import ServiceClass
 from greensched.scheduling.statistics import SchedulerStatistics, ServiceStatistics
 from greensched.typing import ALL
