@@ -28,6 +28,8 @@ CHECKED = (
     "src/greensched/_validation.py",
     "src/greensched/capacity",
     "src/greensched/cli",
+    "src/greensched/context.py",
+    "src/greensched/device",
     "src/greensched/driver",
     "src/greensched/errors.py",
     "src/greensched/integrations",

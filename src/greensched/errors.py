@@ -482,15 +482,6 @@ class DeviceLost(GreenschedError, RuntimeError):
         self.__cause__ = cause
 
 
-def too_late(cause: BaseException) -> GreenschedError:
-    """Return the error of work that will never be done; a new one, for its own traceback."""
-    if isinstance(cause, ForkedPool):
-        return ForkedPool(cause.what)
-    if isinstance(cause, PoolClosed):
-        return PoolClosed(cause.what, cause.state)
-    return DeviceLost(cause)
-
-
 def wrong_thread() -> WrongThread:
     """Return the error of using a partition on another thread than its loop's."""
     return WrongThread(

@@ -22,8 +22,9 @@ import anyio.lowlevel
 import pytest
 import trio
 
-from greensched import Context, ContextFlags, Device, HeldAcrossAwait, WrongThread
-from greensched.device import await_guard
+from greensched import Context, ContextFlags, Device, HeldAcrossAwait, WrongThread, context
+from greensched.device import await_guard, current_context
+from greensched.device import device as device_module
 from greensched.driver import simulated
 
 LEAKS = 100
@@ -144,6 +145,12 @@ def test_a_block_in_a_helper_is_told_where_it_is_written(device: Device, loop: s
             assert problem.suspended == f"{HERE}:{line_of(waits, '# the await')}"
 
     run(loop, main)
+
+
+def test_the_block_is_where_a_user_wrote_it() -> None:
+    """Each module with frames between a block and its `with` is skipped, wherever it is moved."""
+    between = (await_guard, current_context, context, device_module, contextlib)
+    assert await_guard._skipped == {module.__name__ for module in between}
 
 
 @LOOPS

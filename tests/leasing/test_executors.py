@@ -376,7 +376,7 @@ def test_one_page_of_words_that_cannot_be_ended_keeps_no_other() -> None:
     driver = simulated.open("h200")
     device = Device(0, driver=driver)
     words = TicketMemory(device.primary)
-    tracks = [words.create_track(device.primary) for _ in range(PAGE // LINE + 1)]
+    tracks = [words.create_stream(device.primary) for _ in range(PAGE // LINE + 1)]
     for track in tracks:
         track.close()
     assert driver.live()["pinned memory"] == 2
@@ -394,7 +394,7 @@ def test_words_given_back_are_used_again() -> None:
     device = Device(0, driver=driver)
     words = TicketMemory(device.primary)
     for _ in range(3):
-        tracks = [words.create_track(device.primary) for _ in range(3 * PAGE // LINE)]
+        tracks = [words.create_stream(device.primary) for _ in range(3 * PAGE // LINE)]
         for track in tracks:
             track.close()
     assert driver.live() == {"primary": 1, "pinned memory": 3}
@@ -411,7 +411,7 @@ def test_a_track_that_cannot_be_made_keeps_no_word() -> None:
     driver.script.add(Fail("bind_mark", last=PAGE // LINE + 1))
     for _ in range(PAGE // LINE + 1):
         with pytest.raises(CUDAError, match="bind_mark"):
-            words.create_track(device.primary)
+            words.create_stream(device.primary)
     assert driver.live() == {"primary": 1, "pinned memory": 1}
     words.close()
     device.close()

@@ -183,12 +183,12 @@ def _problem(watch: OpenScope) -> HeldAcrossAwait:
     while frame is not None and _has_returned(frame):
         frame = watch.awaiters.pop(0) if watch.awaiters else None
     suspended = "an unknown place" if frame is None else _place(frame)
-    who = "a callback" if frame is None else f"coroutine {frame.f_code.co_qualname!r}"
+    holder = "a callback" if frame is None else f"coroutine {frame.f_code.co_qualname!r}"
     name = getattr(task, "get_name", lambda: getattr(task, "name", None))()
     if name is not None:
-        who = f"task {name!r}, {who}"
+        holder = f"task {name!r}, {holder}"
     file, line = watch.block
-    return HeldAcrossAwait(repr(watch.context), f"{file}:{line}", who, suspended)
+    return HeldAcrossAwait(repr(watch.context), f"{file}:{line}", holder, suspended)
 
 
 def _has_returned(frame: FrameType) -> bool:
