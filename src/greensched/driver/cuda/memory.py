@@ -41,11 +41,6 @@ _registered: Final[dict[int, mmap.mmap]] = {}
 
 _allocate = cuda.cuMemAllocFromPoolAsync
 _free = cuda.cuMemFreeAsync
-_to_device = cuda.cuMemcpyHtoDAsync
-_to_host = cuda.cuMemcpyDtoHAsync
-_on_device = cuda.cuMemcpyDtoDAsync
-_between = cuda.cuMemcpyPeerAsync
-_fill = cuda.cuMemsetD8Async
 
 
 def _pool_properties(device: int) -> Any:
@@ -175,30 +170,15 @@ class Memory(Driver):
 
     def copy_to_device(self, address: int, host: int, nbytes: int, stream: StreamHandle) -> None:
         """Call `cuMemcpyHtoDAsync`; the host memory must live until the copy is done."""
-        try:
-            (status,) = _to_device(address, host, nbytes, stream)
-        except UNKNOWN_STATUS as error:
-            raise error_for_unknown_status(error, "cuMemcpyHtoDAsync") from None
-        if status:
-            raise error_for_status(status, "cuMemcpyHtoDAsync", f"{nbytes} bytes")
+        call(cuda.cuMemcpyHtoDAsync, address, host, nbytes, stream, detail=f"{nbytes} bytes")
 
     def copy_to_host(self, host: int, address: int, nbytes: int, stream: StreamHandle) -> None:
         """Call `cuMemcpyDtoHAsync`; the host memory must live until the copy is done."""
-        try:
-            (status,) = _to_host(host, address, nbytes, stream)
-        except UNKNOWN_STATUS as error:
-            raise error_for_unknown_status(error, "cuMemcpyDtoHAsync") from None
-        if status:
-            raise error_for_status(status, "cuMemcpyDtoHAsync", f"{nbytes} bytes")
+        call(cuda.cuMemcpyDtoHAsync, host, address, nbytes, stream, detail=f"{nbytes} bytes")
 
     def copy(self, target: int, source: int, nbytes: int, stream: StreamHandle) -> None:
         """Call `cuMemcpyDtoDAsync`."""
-        try:
-            (status,) = _on_device(target, source, nbytes, stream)
-        except UNKNOWN_STATUS as error:
-            raise error_for_unknown_status(error, "cuMemcpyDtoDAsync") from None
-        if status:
-            raise error_for_status(status, "cuMemcpyDtoDAsync", f"{nbytes} bytes")
+        call(cuda.cuMemcpyDtoDAsync, target, source, nbytes, stream, detail=f"{nbytes} bytes")
 
     def copy_peer(
         self,
@@ -214,18 +194,17 @@ class Memory(Driver):
         Source: programming guide, stream-ordered allocation: other copies of a pool's memory need
         the context of their stream current.
         """
-        try:
-            (status,) = _between(target, target_context, source, source_context, nbytes, stream)
-        except UNKNOWN_STATUS as error:
-            raise error_for_unknown_status(error, "cuMemcpyPeerAsync") from None
-        if status:
-            raise error_for_status(status, "cuMemcpyPeerAsync", f"{nbytes} bytes")
+        call(
+            cuda.cuMemcpyPeerAsync,
+            target,
+            target_context,
+            source,
+            source_context,
+            nbytes,
+            stream,
+            detail=f"{nbytes} bytes",
+        )
 
     def set_bytes(self, address: int, value: int, nbytes: int, stream: StreamHandle) -> None:
         """Call `cuMemsetD8Async`."""
-        try:
-            (status,) = _fill(address, value, nbytes, stream)
-        except UNKNOWN_STATUS as error:
-            raise error_for_unknown_status(error, "cuMemsetD8Async") from None
-        if status:
-            raise error_for_status(status, "cuMemsetD8Async", f"{nbytes} bytes")
+        call(cuda.cuMemsetD8Async, address, value, nbytes, stream, detail=f"{nbytes} bytes")

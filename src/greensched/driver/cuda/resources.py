@@ -10,11 +10,8 @@ from greensched import errors
 from greensched.driver.cuda.bindings import WHEEL_VERSION, cuda
 from greensched.driver.cuda.devices import device_handle
 from greensched.driver.cuda.errors import (
-    UNKNOWN_STATUS,
     call,
     error_for_missing_function,
-    error_for_status,
-    error_for_unknown_status,
 )
 from greensched.driver.cuda.init import driver_version, has
 from greensched.driver.interface import Driver
@@ -61,7 +58,6 @@ _RESOURCE_BYTES: Final = 144
 #: The driver's status where a resource cannot be cut as asked.
 _INVALID_RESOURCE_CONFIGURATION: Final = 915
 
-_record_green = cuda.cuGreenCtxRecordEvent
 #: Missing in wheel 13.0; `Feature.STREAM_RESOURCES` says whether the driver has it too.
 _of_stream: Any = getattr(cuda, "cuStreamGetDevResource", None)
 #: Missing in wheel 13.0; `Feature.STRUCTURED_SPLIT` says whether the driver has it too.
@@ -262,9 +258,4 @@ class Resources(Driver):
 
     def record_green(self, green: GreenHandle, event: EventHandle) -> None:
         """Call `cuGreenCtxRecordEvent`; the event may be of any context of the same primary."""
-        try:
-            (status,) = _record_green(green, event)
-        except UNKNOWN_STATUS as error:
-            raise error_for_unknown_status(error, "cuGreenCtxRecordEvent") from None
-        if status:
-            raise error_for_status(status, "cuGreenCtxRecordEvent")
+        call(cuda.cuGreenCtxRecordEvent, green, event)

@@ -38,12 +38,10 @@ _FENCED: Final = 0
 _query_stream = cuda.cuStreamQuery
 _wait_event = cuda.cuStreamWaitEvent
 _write_value = cuda.cuStreamWriteValue32
-_wait_value = cuda.cuStreamWaitValue32
 _is_capturing = cuda.cuStreamIsCapturing
 _exchange_mode = cuda.cuThreadExchangeStreamCaptureMode
 _record_event = cuda.cuEventRecord
 _query_event = cuda.cuEventQuery
-_launch_graph = cuda.cuGraphLaunch
 
 #: By value, in both directions: wheels up to 13.1 take no plain int for an enum.
 _THEIR_MODES: Final = tuple(cuda.CUstreamCaptureMode(mode.value) for mode in CaptureMode)
@@ -132,12 +130,7 @@ class Streams(Driver):
 
     def wait_value(self, stream: StreamHandle, address: int, value: int) -> None:
         """Call `cuStreamWaitValue32`; the driver's scheduler does not know this order."""
-        try:
-            (status,) = _wait_value(stream, address, value, _GEQ)
-        except UNKNOWN_STATUS as error:
-            raise error_for_unknown_status(error, "cuStreamWaitValue32") from None
-        if status:
-            raise error_for_status(status, "cuStreamWaitValue32")
+        call(cuda.cuStreamWaitValue32, stream, address, value, _GEQ)
 
     def host_function(self, stream: StreamHandle, function: int, data: int) -> None:
         """Call `cuLaunchHostFunc` by its address, so that no wheel puts Python in between."""
@@ -196,12 +189,7 @@ class Streams(Driver):
 
     def launch_graph(self, executable: ExecutableHandle, stream: StreamHandle) -> None:
         """Call `cuGraphLaunch`."""
-        try:
-            (status,) = _launch_graph(executable, stream)
-        except UNKNOWN_STATUS as error:
-            raise error_for_unknown_status(error, "cuGraphLaunch") from None
-        if status:
-            raise error_for_status(status, "cuGraphLaunch")
+        call(cuda.cuGraphLaunch, executable, stream)
 
     def destroy_executable(self, executable: ExecutableHandle) -> None:
         """Call `cuGraphExecDestroy`."""
