@@ -50,7 +50,7 @@ WORDS = {
     ],
     "a metaphor": [
         r"errands?|belongings|wish(?:es)?|desks?|crews?|houses?|doors?|janitors?|corridors?",
-        r"(?<!warp )lanes?",  # a CUDA lane is a thread of a warp
+        r"(?<!warp )(?<![.\"])lanes?",  # CUDA has lanes of a warp, DLPack has `tensor.lanes`
         r"rooms|(?:a|this|each|every|which|own|\w+'s) room|the room(?! for| in| on| left)",
         r"(?:the|a|no) head(?! of| node)|heads? (?:decide|know|touch|stand)(?:e?s)?",
         r"(?:the|its|their|own|in|no|\w+'s|\w+s') hands?(?! side)",
@@ -112,6 +112,7 @@ def test_the_word_list_finds(text: str, tmp_path: Path, monkeypatch: pytest.Monk
         "people who serve models",
         "The task whose kernel runs.",
         "warp lane 3",
+        "tensor.lanes == 1",
         "there is no room for it in the queue",
         "head-of-line blocking, at the head of the queue, on the Ray head node",
         "attention heads: 16",
