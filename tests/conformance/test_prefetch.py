@@ -183,7 +183,7 @@ def test_what_goes_wrong_with_a_feed_is_told_where_it_is_iterated(backend: Backe
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:
-            with pytest.raises(InvalidRequest, match="one after another"):
+            with pytest.raises(InvalidRequest, match="an iterable of arrays"):
                 p.prefetch(7)  # type: ignore[arg-type]
             with pytest.raises(InvalidArray, match="Python objects"):
                 async for _ in p.prefetch([np.ones(3), np.array([object()])]):

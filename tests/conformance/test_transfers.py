@@ -415,7 +415,7 @@ def test_a_download_is_whole_for_every_thread(
         async with backend.pool() as pool, pool.partition(8) as p:
             with await p.upload(np.ones(64)) as buffer, await Gate.closed(p) as gate:
                 job = p.download(buffer)
-                job._finishing = Announcing()  # type: ignore[assignment]
+                job._finalizing = Announcing()  # type: ignore[assignment]
                 thread = threading.Thread(target=lambda: found.append(job.result().copy()))
 
                 def slowly(

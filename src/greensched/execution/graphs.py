@@ -1,9 +1,9 @@
 """Graphs: work captured once for each set of SMs, and launched again as one piece.
 
-What was captured stays on the SMs of the stream it was captured on, wherever it is launched. So a
-graph is captured by each lane it is launched on, on the lane's own thread and its stream of calls,
-and kept with the lane. It is launched on the stream of launches, with a ticket behind it: none is
-ever inside, for a launch would turn the word back.
+Captured work stays on the SMs of the stream that it was captured on, wherever it is launched. So
+each executor that launches a graph captures it, on its worker thread and its call stream, and keeps
+it. It is launched on the launch stream, with a ticket behind it. No ticket is ever inside: a launch
+would turn the ticket's word back.
 """
 
 from __future__ import annotations
@@ -16,13 +16,7 @@ from typing import Any, Protocol
 from greensched.device.buffers import Buffer, Closable, PinnedBuffer
 from greensched.device.foreign_arrays import ForeignArray
 from greensched.driver.types import ExecutableHandle, GraphHandle
-from greensched.errors import (
-    Closed,
-    CUDAError,
-    InvalidCapture,
-    InvalidRequest,
-    WrongDevice,
-)
+from greensched.errors import Closed, CUDAError, InvalidCapture, InvalidRequest, WrongDevice
 from greensched.execution import calls
 from greensched.execution.completion import CAPTURE_STATUSES
 from greensched.execution.executor import Executor
@@ -42,10 +36,10 @@ class LaunchTarget(Protocol):
 
 
 class Graph(Closable):
-    """Work that was captured, to be launched again and again, on whatever SMs.
+    """Captured work, to be launched again and again, on whatever SMs.
 
-    Made by `Partition.capture`. It outlives leases. `close()` it, or use it in a `with` block; a
-    forgotten one warns and is closed all the same. For any thread, one at a time.
+    Made by `Partition.capture`. It outlives leases. `close()` it, or use it in a `with` block; one
+    that is not closed warns, and is closed all the same. For any thread, one at a time.
 
     Attributes:
         device_id: the ordinal of its device.
@@ -63,34 +57,33 @@ class Graph(Closable):
         super().__init__()
         self.device_id = device_id
         self._function, self._args, self._kwargs = function, args, kwargs
-        #: Where it was captured so far.
         self._captured: dict[Executor, _CapturedGraph] = {}
         given = (*args, *kwargs.values())
-        #: Known once it was captured; the same wherever it is.
+        #: Complete once it is captured; the same on each executor.
         self._uses: tuple[Used, ...] = tuple(
             (a, True) for a in given if isinstance(a, (Buffer, PinnedBuffer))
         )
 
     def launch(self, p: LaunchTarget) -> Job[None]:
-        """Launches it on a partition's SMs and returns at once; in order, as `Partition.launch`.
+        """Launch it on a partition's SMs, in the order of `Partition.launch`. Returns at once.
 
-        Where it was not captured for these SMs yet, that is done first, once, by the partition's
-        own thread; what is submitted behind it waits for that. The buffers it uses are kept in
-        order with other work on them, as in a launch.
+        Where it was not captured for these SMs yet, the partition's worker thread does that first,
+        once; what is submitted behind it waits for that. The buffers that it uses are kept in order
+        with other work on them, as in a launch.
 
         Args:
-            p: a partition of the device it was captured on, of this lease or any other.
+            p: a partition of the device that it was captured on, of this lease or any other.
 
         Raises:
             Closed: after `close()`.
             WrongDevice: the partition is of another device.
-            BufferClosed: something it uses is closed.
+            BufferClosed: a buffer that it uses is closed.
             PartitionClosed, PoolClosed, DeviceLost, ForkedPool, WouldBlock, WrongThread: as
                 `Partition.launch`.
-            InvalidRequest: `p` is no partition, or its stream is capturing.
+            InvalidRequest: `p` is not a partition, or its stream is capturing.
 
-        What capturing it anew fails with is the job's failure, and the next launch tries again.
-        Cancelling who awaits it stops the waiting only.
+        A failure to capture it is the job's failure, and the next launch tries again. Cancelling a
+        task that awaits the job stops the waiting only.
         """
         lease = _lease_of(p)
         if self.is_closed:
@@ -103,14 +96,14 @@ class Graph(Closable):
         if captured is None or captured.has_failed:
             captured = self._capture_again(lease)
         job = lease.submit("graph", captured.launch, self._uses, may_block=not captured.is_ready)
-        captured.last = job._ticket
+        captured.last_ticket = job._ticket
         return job
 
     def close(self) -> None:
-        """Nothing more is launched; what was launched is done all the same. Does not wait.
+        """Refuse further launches; what was launched is done all the same. Does not wait.
 
-        Its memory on the device comes back once that is done and the partition's thread has
-        something to do, when the pool is closed at the latest. Idempotent.
+        Its memory on the device is freed once that is done and the partition's worker thread runs
+        a call, when the pool is closed at the latest. Idempotent.
         """
         super().close()
         for captured in self._captured.values():
@@ -127,10 +120,10 @@ class Graph(Closable):
     # -- capturing ---------------------------------------------------------------------------------
 
     def capture(self, lease: Lease) -> Job[Graph]:
-        """The first time: what it uses is known afterwards."""
+        """Capture it for the first time: what it uses is known afterwards."""
 
         def capture(*args: Any, **kwargs: Any) -> Graph:
-            captured.make(partial(self._function, *args, **kwargs), self._record_uses)
+            captured.create(partial(self._function, *args, **kwargs), self._record_uses)
             self._captured[captured.executor] = captured
             return self
 
@@ -138,26 +131,30 @@ class Graph(Closable):
         return calls.submit_call(lease, capture, self._args, dict(self._kwargs))
 
     def _capture_again(self, lease: Lease) -> _CapturedGraph:
-        """For SMs it was not captured on yet."""
+        """Capture it on another executor."""
 
         def capture(*args: Any, **kwargs: Any) -> None:
-            captured.make(partial(function, *args, **kwargs), self._check_uses)
+            captured.create(partial(function, *args, **kwargs), self._check_uses)
 
         function, captured = self._function, _CapturedGraph(lease)
-        captured.again = calls.submit_call(lease, capture, self._args, dict(self._kwargs))
+        captured.capture_job = calls.submit_call(lease, capture, self._args, dict(self._kwargs))
         others = {executor: one for executor, one in self._captured.items() if not one.is_closed}
         self._captured = {**others, captured.executor: captured}
         return captured
 
     def _record_uses(self, recorded: Sequence[Used]) -> None:
-        """What it uses: what the function was given, and what kernels were launched with."""
+        """Add what its kernels were launched with to what the function was given."""
         uses = {id(used): (used, write) for used, write in self._uses}
         for used, write in recorded:
             uses[id(used)] = (used, write or uses.get(id(used), (used, False))[1])
         self._uses = tuple(uses.values())
 
     def _check_uses(self, recorded: Sequence[Used]) -> None:
-        """Other buffers than the first time would be ordered behind nobody, and kept by nobody."""
+        """Refuse a use that the first capture did not have: it would be neither ordered nor kept.
+
+        Raises:
+            InvalidCapture: there is one.
+        """
         known = {id(used): write for used, write in self._uses}
         for used, write in recorded:
             if not isinstance(used, ForeignArray) and known.get(id(used), not write) < write:
@@ -173,20 +170,21 @@ class Graph(Closable):
 
 
 class _CapturedGraph:
-    """A graph on one lane. Made and closed by the lane's worker, kept with what users keep there.
+    """A graph on one executor, whose worker thread creates and closes it, and which keeps it.
 
-    It does not know its `Graph`: a forgotten one is closed though the lane still has this.
+    It has no reference to its `Graph`: that can be collected, and closes it, while the executor
+    still has this.
     """
 
     __slots__ = (
         "_driver",
+        "_error_taken",
         "_executable",
-        "_is_refused",
         "_kept",
-        "again",
+        "capture_job",
         "executor",
         "is_closed",
-        "last",
+        "last_ticket",
     )
 
     def __init__(self, lease: Lease) -> None:
@@ -195,24 +193,24 @@ class _CapturedGraph:
         self._executable: ExecutableHandle | None = None
         #: What the function returned, and what it used: memory that the graph works on.
         self._kept: object = None
-        #: The call that makes it, where a launch asked for that.
-        self.again: Job[None] | None = None
-        #: Somebody was told that it failed.
-        self._is_refused = False
-        #: The ticket of its last launch.
-        self.last = 0
+        #: The call that creates it, where a launch asked for that.
+        self.capture_job: Job[None] | None = None
+        #: A launch has failed with that call's error.
+        self._error_taken = False
+        #: Of its last launch.
+        self.last_ticket = 0
         self.is_closed = False
 
-    # -- on the worker -----------------------------------------------------------------------------
+    # -- on the worker thread ----------------------------------------------------------------------
 
-    def make(
+    def create(
         self, function: Callable[[], object], accept: Callable[[Sequence[Used]], object]
     ) -> None:
-        """Captures what a function puts on the stream of the call.
+        """Capture what a function puts on the call stream.
 
         Raises:
-            InvalidCapture: it put nothing there, or spoilt the capture.
-            Exception: what the function raised, or `accept`, which is told what it used.
+            InvalidCapture: it put nothing there, or invalidated the capture.
+            Exception: what the function raised, or `accept`, which is called with what it used.
         """
         self.executor.locals.close_released()
         stream, driver = self.executor.call_stream.stream, self._driver
@@ -222,13 +220,13 @@ class _CapturedGraph:
         try:
             self._kept = function(), recorded
         except BaseException as error:
-            self._drop()
+            self._drop_capture()
             if isinstance(error, CUDAError) and error.status in CAPTURE_STATUSES:
-                raise _spoilt(error) from error
+                raise _invalidated(error) from error
             raise
         finally:
             stream.recorded = None
-        graph = self._end()
+        graph = self._end_capture()
         try:
             if not driver.node_count(graph):
                 raise InvalidCapture(
@@ -240,7 +238,7 @@ class _CapturedGraph:
         finally:
             driver.destroy_graph(graph)
 
-    def _end(self) -> GraphHandle:
+    def _end_capture(self) -> GraphHandle:
         stream = self.executor.call_stream.stream.handle
         if not self._driver.is_capturing(stream):
             raise InvalidCapture("it ended the capture itself")
@@ -249,16 +247,16 @@ class _CapturedGraph:
         except CUDAError as error:
             if error.status not in CAPTURE_STATUSES:
                 raise
-            raise _spoilt(error) from error
+            raise _invalidated(error) from error
 
-    def _drop(self) -> None:
+    def _drop_capture(self) -> None:
         stream = self.executor.call_stream.stream.handle
-        with suppress(CUDAError):  # spoilt: it is over all the same
+        with suppress(CUDAError):  # invalidated: it has ended all the same
             if self._driver.is_capturing(stream):
                 self._driver.destroy_graph(self._driver.end_capture(stream))
 
     def close(self) -> None:
-        """Ends it; no launch of it is under way."""
+        """Destroy it; no launch of it is in progress."""
         self.is_closed, self._kept = True, None
         executable, self._executable = self._executable, None
         if executable is not None:
@@ -267,48 +265,50 @@ class _CapturedGraph:
     # -- for its launches --------------------------------------------------------------------------
 
     @property
+    def _is_captured(self) -> bool:
+        return self.capture_job is None or self.capture_job.done()
+
+    @property
     def has_failed(self) -> bool:
-        """Whether it could not be made, as far as anybody was told."""
-        if self._executable is not None or self.again is None:
+        """Whether it could not be created, as far as a launch knows."""
+        if self._executable is not None or self.capture_job is None:
             return False
-        return self._is_refused or self.again.done()
+        return self._error_taken or self.capture_job.done()
 
     @property
     def is_ready(self) -> bool:
-        """Whether it is made, and on the device."""
-        return self._executable is not None and (self.again is None or self.again.done())
+        """Whether it is created, and on the device."""
+        return self._executable is not None and self._is_captured
 
     @property
     def is_alive(self) -> bool:
-        """Whether there is something to be closed, on a device that works."""
-        return not self.is_closed and not self.executor.launch_stream.health.is_over
+        """Whether it is to be closed, on a device that works."""
+        return not self.is_closed and not self.executor.health.is_over
 
     @property
     def is_idle(self) -> bool:
-        """Whether nobody makes it, and all its launches are done."""
-        is_made = self.again is None or self.again.done()
-        return is_made and self.executor.launch_stream.reached(self.last)
+        """Whether no thread creates it, and all its launches are done."""
+        return self._is_captured and self.executor.launch_stream.reached(self.last_ticket)
 
     def launch(self, _: int) -> None:
-        """Puts it on the stream of launches; where it is still to be made, on the mover."""
-        launches = self.executor.launch_stream
+        """Put it on the launch stream; on the submit thread, where it is yet to be created."""
         if not self.is_ready:
-            self._wait()
+            self._wait_until_created()
         assert self._executable is not None
-        self._driver.launch_graph(self._executable, launches.stream.handle)
+        handle = self.executor.launch_stream.stream.handle
+        self._driver.launch_graph(self._executable, handle)
 
-    def _wait(self) -> None:
-        """Blocks until it is made, and has the device wait until it is there."""
-        runs, again = self.executor.call_stream, self.again
-        assert again is not None
-        runs.wait_until_submitted(again._ticket)
-        error = again._take_error()
+    def _wait_until_created(self) -> None:
+        """Block until it is created, and order the launch stream behind that."""
+        stream, job = self.executor.call_stream, self.capture_job
+        assert job is not None
+        stream.wait_until_submitted(job._ticket)
+        error = job._take_error()
         if error is not None:
-            self._is_refused = True  # its ticket may come much later, behind what runs there
+            self._error_taken = True  # the ticket may come much later, behind work of the stream
             raise error
-        if runs.health.is_over:
-            raise runs.health.error()
-        self.executor.launch_stream.order_behind(runs)
+        stream.health.check()
+        self.executor.launch_stream.order_behind(stream)
 
 
 def capture(
@@ -319,9 +319,10 @@ def capture(
     return Graph(lease.ordinal, fn, args, kwargs).capture(lease)
 
 
-def _spoilt(error: CUDAError) -> InvalidCapture:
+def _invalidated(error: CUDAError) -> InvalidCapture:
     return InvalidCapture(
-        f"it waited for the device or for work outside, or left a stream of its own apart ({error})"
+        "it waited for the device or for work outside the capture, or did not join a stream of its "
+        f"own to the captured one ({error})"
     )
 
 

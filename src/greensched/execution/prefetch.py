@@ -1,8 +1,8 @@
-"""A stream of arrays to the device, each copied while work on the one before it runs.
+"""Uploads arrays one after another, each while work on the one before it runs.
 
-The copies go by a track of their own, beside the launches: on the device they take a copy engine,
-and no SM. So there are three buffers at most: one that is worked on, one whose work is queued
-behind that, and one that is being filled.
+The copies go by a stream of their own, beside the launches: they use a copy engine of the device,
+and no SM. Three buffers exist at most: one in use, one whose work is queued behind it, and one
+that is being filled.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from greensched.device import staging_ring
 from greensched.device.buffers import Buffer
 from greensched.errors import InvalidRequest
 from greensched.execution.background import BackgroundTask
+from greensched.execution.copies import allocate_and_fill
 from greensched.execution.jobs import Job
 from greensched.execution.lease import Lease
 
@@ -24,94 +25,90 @@ Array = npt.NDArray[Any]
 
 
 class Prefetcher:
-    """What `Partition.feed` gives: an asynchronous iterator of buffers; for one task.
+    """The asynchronous iterator of buffers that `Partition.prefetch` returns; for one task.
 
     Args:
-        ready: gives the partition's lease, or raises what keeps it from submitting.
-        arrays: what is uploaded, in this order.
+        ready: returns the partition's lease, or raises what keeps it from submitting.
+        arrays: uploaded in this order.
     """
 
     def __init__(self, ready: Callable[[], Lease], arrays: Iterable[npt.ArrayLike]) -> None:
         if not isinstance(arrays, Iterable):
-            raise InvalidRequest(f"feed takes arrays one after another, and {arrays!r} are none")
+            raise InvalidRequest(f"prefetch takes an iterable of arrays, not {arrays!r}")
         self._ready = ready
         self._arrays: Iterator[npt.ArrayLike] = iter(arrays)
-        self._ahead: Job[Buffer] | None = None
-        #: What was given: its work may run, or be queued.
-        self._given: deque[Buffer] = deque()
-        self._is_begun = False
+        self._next: Job[Buffer] | None = None
+        #: Returned, and perhaps in use.
+        self._returned: deque[Buffer] = deque()
+        self._is_started = False
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> Buffer:
-        if not self._is_begun:
-            await self._open_copies()
-            self._ahead = self._upload()
-            self._is_begun = True
-        if self._ahead is None:
-            self._close(keep=0)
+        if not self._is_started:
+            await self._open_copy_stream()
+            self._next = self._upload()
+            self._is_started = True
+        if self._next is None:
+            self._close_all_but(0)
             raise StopAsyncIteration
-        buffer = await self._ahead
-        buffer.is_known = False  # it is closed here, also where nobody iterates to the end
-        await self._make_room()
-        await self._open_copies()  # the partition may have other SMs since a checkpoint
-        self._given.append(buffer)  # from here on nothing waits: a cancellation loses no buffer
-        self._ahead = None
-        self._ahead = self._upload()
+        buffer = await self._next
+        buffer.is_known = False  # closed here, also where the iteration is given up
+        await self._wait_for_room()
+        await self._open_copy_stream()  # a checkpoint may have moved the partition
+        self._returned.append(buffer)  # no await from here on: a cancellation loses no buffer
+        self._next = None
+        self._next = self._upload()
         return buffer
 
-    async def _open_copies(self) -> None:
-        """The lane has its track for copies. A cancellation stops the waiting only."""
+    async def _open_copy_stream(self) -> None:
+        """Have the executor's copy stream made. A cancellation stops the waiting only."""
         lease = self._ready()
         lease.reusable = False
         if lease.executor.copy_stream is None:
-            errand = BackgroundTask(lease.executor.create_copy_stream)
+            task = BackgroundTask(lease.executor.create_copy_stream)
             lease.poller.thread_work_started()
-            lease.executor.submit_in_order(errand.run)
+            lease.executor.submit_in_order(task.run)
             try:
-                await errand.wait()
+                await task.wait()
             finally:
                 lease.poller.thread_work_done()
 
     def _upload(self) -> Job[Buffer] | None:
-        """The next array is on its way; None: there is none."""
+        """Submit the copy of the next array; None: there is none."""
         for array in self._arrays:
-            source = staging_ring.source_array(array)
-            return _upload(self._ready(), source)
+            return _upload(self._ready(), staging_ring.source_array(array))
         return None
 
-    async def _make_room(self) -> None:
-        """Waits for the work on all but the buffer that was given last."""
+    async def _wait_for_room(self) -> None:
+        """Wait for the work on all returned buffers but the last."""
         lease = self._ready()
-        tracks = lease.executor.streams
+        streams = lease.executor.streams
         lease.ticket_bound_launches()  # else bound launches have no ticket to wait for
-        for buffer in tuple(self._given)[:-1]:
-            for track, ticket in buffer.uses():
-                while track in tracks and not (track.reached(ticket) or track.health.is_over):
-                    await lease.poller.wait(track, ticket)
-        self._close(keep=1)
+        for buffer in tuple(self._returned)[:-1]:
+            for stream, ticket in buffer.uses():
+                while stream in streams and not (stream.reached(ticket) or stream.health.is_over):
+                    await lease.poller.wait(stream, ticket)
+        self._close_all_but(1)
 
-    def _close(self, keep: int) -> None:
-        while len(self._given) > keep:
-            self._given.popleft().close()
+    def _close_all_but(self, count: int) -> None:
+        while len(self._returned) > count:
+            self._returned.popleft().close()
 
 
 def _upload(lease: Lease, source: Array) -> Job[Buffer]:
-    memory = lease.device_memory.memory
-    copies, chunks = lease.executor.copy_stream, lease.executor.copy_chunks
-    allowance = lease.quota
-    assert copies is not None
+    stream, chunks = lease.executor.copy_stream, lease.executor.copy_chunks
+    assert stream is not None
     assert chunks is not None
 
-    def step(ticket: int) -> Buffer:
-        buffer = memory.allocate(source.shape, source.dtype, copies, ticket, allowance)
-        try:
-            if source.nbytes:
-                chunks.upload(source, buffer.address, lambda _: None)
-        except BaseException:
-            buffer.close()
-            raise
-        return buffer
+    def fill(buffer: Buffer) -> None:
+        if source.nbytes:
+            chunks.upload(source, buffer.address, lambda _: None)
 
-    return lease.submit("feed", step, may_block=True, on_copy_stream=True)
+    return lease.submit(
+        "prefetch",
+        lambda ticket: allocate_and_fill(lease, source, stream, ticket, fill),
+        may_block=True,
+        on_copy_stream=True,
+    )
