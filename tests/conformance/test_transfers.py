@@ -347,7 +347,7 @@ def test_pinned_memory_may_be_asked_for_by_many_at_once(
     backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One thread at a time sorts out which pinned memory is free again."""
-    reap = PinnedAllocator._reap
+    reap = PinnedAllocator._reap_locked
     unlocked = []
 
     def watched(memory: PinnedAllocator) -> None:
@@ -355,7 +355,7 @@ def test_pinned_memory_may_be_asked_for_by_many_at_once(
             unlocked.append(memory)
         reap(memory)
 
-    monkeypatch.setattr(PinnedAllocator, "_reap", watched)
+    monkeypatch.setattr(PinnedAllocator, "_reap_locked", watched)
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p, pool.partition(8) as q:
