@@ -1,4 +1,4 @@
-"""Device arrays of other libraries as arguments and ends of copies, and buffers in their hands.
+"""Device arrays of other libraries as arguments and ends of copies, and buffers used by them.
 
 The libraries are stood in for by views of our own buffers: `Lent` has DLPack, `Shown` the older
 protocol. The real ones have tests of their own (tests/integrations).
@@ -31,7 +31,7 @@ ONES = np.ones(8, np.float32)
 
 
 class Lent:
-    """A library's array, by DLPack: its producer is whoever writes the buffer."""
+    """A library's array, by DLPack: its producer is the stream that writes the buffer."""
 
     def __init__(self, buffer: Buffer, **facts: Any) -> None:
         self.buffer = buffer
@@ -160,7 +160,7 @@ def test_its_producer_is_waited_for_on_the_device(
     backend.run(main)
 
 
-def test_a_stream_of_nobody_we_know_is_waited_for(backend: Backend) -> None:
+def test_an_unknown_stream_is_waited_for(backend: Backend) -> None:
     """The stream that an array names, of another context, holds up what comes behind it."""
 
     async def main() -> None:
@@ -208,7 +208,7 @@ def test_our_stream_is_what_a_producer_is_told(backend: Backend) -> None:
 
 
 def test_it_lives_until_the_job_is_done(backend: Backend) -> None:
-    """The array is kept while work on it is queued or runs, whoever else lets go, and no longer."""
+    """The array is kept while work on it is queued or runs, even if unowned, and no longer."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:
@@ -229,7 +229,7 @@ def test_it_lives_until_the_job_is_done(backend: Backend) -> None:
 
 
 def test_a_bound_launch_keeps_it_until_its_end(backend: Backend) -> None:
-    """Whoever leaves over a bound launch in flight keeps its arrays until the device is done."""
+    """A block left with a bound launch in flight keeps its arrays until the device is done."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as q:
@@ -255,7 +255,7 @@ def test_a_bound_launch_keeps_it_until_its_end(backend: Backend) -> None:
 
 
 def test_a_block_that_is_left_lets_go_of_what_was_bound(backend: Backend) -> None:
-    """A block whose bound launches are done keeps no array, whoever has its SMs next."""
+    """A block whose bound launches are done keeps no array, whichever lease has its SMs next."""
 
     async def main() -> None:
         async with backend.pool(prepare=[fill]) as pool:
@@ -307,7 +307,7 @@ def flagged(buffer: Buffer) -> Callable[[], object]:
 
 
 def consumed(buffer: Buffer) -> Callable[[], object]:
-    """Capsules that somebody has taken."""
+    """Capsules that were consumed."""
 
     def make() -> object:
         capsule = buffer.__dlpack__(stream=-1)
@@ -323,7 +323,7 @@ FRESH, USED = b"dltensor", b"used_dltensor"
 rename = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(
     ("PyCapsule_SetName", ctypes.pythonapi)
 )
-#: Capsules that nobody ends: their memory would stay lent.
+#: Capsules that are never consumed: their memory would stay exported.
 taken: list[object] = []
 
 
@@ -485,7 +485,7 @@ def test_copies_go_to_it_and_from_it(backend: Backend, way: Callable[[Buffer], A
 
 
 def test_a_takers_stream_waits_for_the_writer(backend: Backend) -> None:
-    """Whoever takes a buffer by DLPack works behind what writes it, unless he wants no order."""
+    """A consumer of a buffer by DLPack is ordered after its writers, unless it wants no order."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p, foreign_stream(p) as theirs:
@@ -511,7 +511,7 @@ def test_a_takers_stream_waits_for_the_writer(backend: Backend) -> None:
 
 
 def test_memory_in_other_hands_is_not_given_back(backend: Backend) -> None:
-    """A closed buffer's memory is free once who took it by DLPack has let go, and not before."""
+    """A closed buffer's memory is free once its DLPack consumer has released it, and not before."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:

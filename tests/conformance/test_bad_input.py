@@ -240,7 +240,7 @@ NO_ARGUMENTS: list[tuple[str, Callable[[Any, Any], tuple[Any, ...]]]] = [
 
 
 def test_an_argument_of_the_wrong_kind_is_refused(backend: Backend) -> None:
-    """An argument of the wrong kind, a job nobody awaited say, is named with what it should be."""
+    """An argument of the wrong kind, such as a job, is named with what it should be."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:

@@ -157,8 +157,8 @@ def test_a_call_is_done_behind_what_was_submitted(backend: Backend) -> None:
     backend.run(main)
 
 
-def test_who_no_longer_waits_is_forgotten(backend: Backend) -> None:
-    """Cancelled awaits of one job do not add up; who waits all the while gets its value."""
+def test_a_cancelled_await_is_forgotten(backend: Backend) -> None:
+    """Cancelled awaits of one job do not add up; an await that goes on gets its value."""
     values: list[int] = []
 
     async def main() -> None:
@@ -189,7 +189,7 @@ def test_who_no_longer_waits_is_forgotten(backend: Backend) -> None:
 
 @pytest.mark.real_time(why="a running call waits for the loop")
 def test_a_cancelled_call_runs_to_its_end_and_holds_its_sms(backend: Backend) -> None:
-    """Whoever waits for a call is freed at once; the SMs come back when the call has returned."""
+    """A cancelled await of a call returns at once; the SMs come back when the call has returned."""
     may_return = threading.Event()
     began = threading.Event()
 

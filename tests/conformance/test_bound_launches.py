@@ -223,7 +223,7 @@ def test_a_buffer_in_two_arguments_stays_in_use(backend: Backend) -> None:
 
 
 def test_the_end_of_a_bound_launch_forgets_no_other_user(backend: Backend) -> None:
-    """Who used a buffer after a bound launch, elsewhere, is still waited for when that ends."""
+    """Later work on a buffer of a bound launch is still waited for when that ends."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as q, pool.partition(8) as r:
@@ -244,7 +244,7 @@ def test_the_end_of_a_bound_launch_forgets_no_other_user(backend: Backend) -> No
 
 
 def test_pinned_memory_outlives_its_bound_launches(backend: Backend) -> None:
-    """Pinned memory closed under a bound launch in flight goes to nobody before that is done."""
+    """Pinned memory closed under a bound launch in flight is not reused before that is done."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p, pool.partition(8) as q:

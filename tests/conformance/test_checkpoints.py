@@ -28,7 +28,7 @@ async def hold(pool: Pool, sms: int, release: anyio.Event, **options: object) ->
 
 
 def test_a_checkpoint_gives_back_and_takes_up(backend: Backend) -> None:
-    """An elastic lease goes down to its least for who waits, and takes up what is idle again."""
+    """An elastic lease shrinks to its least for a waiting request, and takes idle SMs up again."""
 
     async def main() -> None:
         async with backend.pool() as pool, anyio.create_task_group() as tasks:
@@ -62,7 +62,7 @@ def test_a_lease_of_one_size_keeps_it(backend: Backend) -> None:
 
 
 def test_a_checkpoint_awaits_the_work_first(backend: Backend) -> None:
-    """While a job runs nothing moves, whoever waits; a cancellation meanwhile changes nothing."""
+    """While a job runs nothing moves for waiting requests; a cancellation changes nothing."""
 
     async def main() -> None:
         async with backend.pool() as pool, anyio.create_task_group() as tasks:
@@ -151,7 +151,7 @@ async def moved(pool: Pool, tasks: anyio.abc.TaskGroup, p: Partition) -> anyio.E
 def test_an_array_that_is_refused_on_other_sms_is_the_next_launchs_failure(
     backend: Backend,
 ) -> None:
-    """A checkpoint moves nevertheless, and loses nobody; the array is let go with the block."""
+    """A checkpoint moves nevertheless and loses no waiter; the array is released with the block."""
 
     async def main() -> None:
         async with backend.pool(prepare=[fill]) as pool, anyio.create_task_group() as tasks:
@@ -253,7 +253,7 @@ def test_feeding_goes_on_over_a_checkpoint(backend: Backend) -> None:
 
 
 def test_an_owner_waits_for_a_checkpoint_alone(backend: Backend) -> None:
-    """What was lent of a floor is its owner's at the borrower's next checkpoint, all of it."""
+    """Lent SMs of a reserve return to its owner at the borrower's next checkpoint, all of them."""
     services = [
         ServiceClass("decode", reserve=16, priority=10, max_wait_for_reserve=0.020),
         ServiceClass("batch", preemptible=True, checkpoint_interval=0.010),

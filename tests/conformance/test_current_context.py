@@ -218,7 +218,7 @@ def test_threads_side_by_side(backend: Backend) -> None:
 
 
 def test_current_finds_each_context_as_the_object_it_is(backend: Backend) -> None:
-    """The primary, a green one and one of its own are found; somebody else's is adopted."""
+    """The primary, a green one and one of its own are found; a foreign one is adopted."""
     with opened(backend) as (device,):
         driver = device.driver
         assert Context.current(driver) is None
@@ -238,7 +238,7 @@ def test_current_finds_each_context_as_the_object_it_is(backend: Backend) -> Non
         with closing(adopted.create_stream()) as stream:
             on_thread(stream.sync)
         adopted.close()
-        assert driver.current() == raw, "closing an adopted one ends nothing of somebody else's"
+        assert driver.current() == raw, "closing an adopted one ends nothing foreign"
         driver.pop_current()
         driver.destroy_context(raw)
         for context in contexts[1:]:
@@ -362,7 +362,7 @@ def test_what_others_replaced_is_not_in_use(backend: Backend) -> None:
         device.primary  # noqa: B018
         for _ in range(5):
             green.set_current()
-            driver.set_current(device.primary.handle)  # past our rooms
+            driver.set_current(device.primary.handle)  # bypassing the library
             device.set_current()
             assert on_thread(lambda: green.scoped(lambda: green.is_current))
         assert len(here.unscoped) == 1
@@ -474,7 +474,7 @@ def test_popping_what_is_not_on_top_is_refused(backend: Backend) -> None:
 
 
 def test_what_is_pushed_in_a_block_ends_with_it(backend: Backend) -> None:
-    """A library that forgets to pop disturbs nobody: the block restores, the context is free."""
+    """A library that forgets to pop does no harm: the block restores, the context is free."""
     with opened(backend) as (device,):
         green = green_of(device)
         for leave_behind in (green.push, green.set_current):
@@ -528,7 +528,7 @@ def test_a_green_context_on_a_second_thread_is_refused_with_both_named(backend: 
 
 
 def test_a_thread_that_ends_gives_its_green_context_up(backend: Backend) -> None:
-    """What a thread left current when it ended is nobody's: others may enter it, or close it."""
+    """A context left current by a thread that ended is free: others may enter it, or close it."""
     with opened(backend) as (device,):
         green = green_of(device)
         if not backend.is_simulated:  # the stand-in would call it a thread that left one behind
@@ -651,7 +651,7 @@ def test_pools_use_no_context_of_its_own(backend: Backend) -> None:
 
 
 def test_what_is_current_can_be_asked_on_a_loop(backend: Backend) -> None:
-    """Asking, entering and leaving never block, also for what somebody else made current."""
+    """Asking, entering and leaving never block, also for what other code made current."""
     with opened(backend) as (device,):
         driver, primary = device.driver, device.primary
         raw = driver.create_context(0, ContextFlags.SCHED_AUTO)

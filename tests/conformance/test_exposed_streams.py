@@ -43,7 +43,7 @@ def end(stream: Stream) -> None:
 
 @pytest.mark.parametrize("leaves", [True, False])
 def test_a_capture_left_open_is_dropped(backend: Backend, leaves: bool) -> None:
-    """Whoever leaves in the middle of a capture gives the SMs back all the same."""
+    """A block left in the middle of a capture gives the SMs back all the same."""
 
     async def main() -> None:
         async with backend.pool() as pool:
@@ -77,7 +77,7 @@ def test_a_stream_is_lent_when_everything_is_on_it(backend: Backend) -> None:
 
 @pytest.mark.parametrize("stays", [True, False], ids=["in the lease", "after the lease"])
 def test_what_is_kept_lives_until_the_work_is_done(backend: Backend, stays: bool) -> None:
-    """`keep` holds what nobody else does while the device has work of before, and no longer."""
+    """`keep_alive` holds an object while the device has earlier work, and no longer."""
 
     async def main() -> None:
         async with backend.pool() as pool:

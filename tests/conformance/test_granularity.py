@@ -49,8 +49,8 @@ class Work:
         pass
 
 
-def test_two_who_share_a_device_move_the_border_by_pairs(backend: Backend) -> None:
-    """Each step has the SMs it needs, the other the rest, and no lane is made for it meanwhile."""
+def test_two_leases_move_their_border_by_pairs(backend: Backend) -> None:
+    """Each step has the SMs it needs, the other the rest, and no executor is made meanwhile."""
     services = [ServiceClass("steps", priority=1, latency=10.0), ServiceClass("bulk")]
 
     async def main() -> None:

@@ -143,7 +143,7 @@ def test_it_runs_on_the_sms_of_the_lease(backend: Backend) -> None:
 
 
 def test_it_is_captured_once_for_each_set_of_sms(backend: Backend) -> None:
-    """On the lane's own thread, by itself, and kept: the next lease of the same SMs has it."""
+    """On the executor's own thread, by itself, and kept: the next lease of the same SMs has it."""
 
     async def main() -> None:
         async with backend.pool() as pool:
@@ -426,9 +426,9 @@ def test_it_may_fail_on_other_sms(backend: Backend) -> None:
 
 @pytest.mark.parametrize("is_busy", [False, True], ids=["idle", "busy"])
 def test_it_uses_the_same_buffers_everywhere(backend: Backend, *, is_busy: bool) -> None:
-    """Others than the first time would be kept by nobody: such a capture is refused.
+    """Other buffers than the first time would not be kept alive: such a capture is refused.
 
-    Whoever knows of that launches again, and succeeds: also while its thread's stream is busy.
+    A second launch succeeds, also while its thread's stream is busy.
     """
     used: list[Buffer] = []
 
@@ -524,7 +524,7 @@ def test_an_event_that_went_into_a_capture_is_not_asked_about(
                 driver.begin_capture(stream, greensched.typing.CaptureMode.RELAXED)
                 driver.record_event(track.event.handle, stream)
                 looks.clear()
-                await until(lambda: len(looks) > 2)  # it asked somebody else, or nobody
+                await until(lambda: len(looks) > 2)  # it asked another one, or none
                 driver.destroy_graph(driver.end_capture(stream))
                 word.array[0] = 1
                 await held
@@ -584,7 +584,7 @@ def test_nothing_is_launched_too_late(backend: Backend) -> None:
 
 
 def test_a_closed_graph_gives_its_memory_back(backend: Backend) -> None:
-    """At once where nothing of it runs; else when the lane's thread next has something to do."""
+    """At once where nothing of it runs; else when the executor's thread next has work."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(16) as p:

@@ -1,4 +1,4 @@
-"""Jobs: what they give, in which order, who may await them, and what leaving them means."""
+"""Jobs: their results and order, how they are awaited, and what leaving them means."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ def test_work_happens_in_the_order_of_submission(backend: Backend) -> None:
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p, pool.partition(8) as other:
-            for lane in (p, other):  # the kernels are loaded for p by its first use, in between
-                with await lane.empty(64) as b:
-                    lane.launch(CONFIG, fill, b, 1.0, b.size)
-                    first = lane.download(b)
-                    lane.copy(b, np.full(64, 5, np.float32))
-                    second = lane.download(b)
-                    lane.launch(CONFIG, saxpy, 2.0, b, b, b.size)
-                    third = lane.download(b)
-                    lane.launch(CONFIG, fill, b, 7.0, b.size)
+            for q in (p, other):  # the kernels are loaded for p by its first use, in between
+                with await q.empty(64) as b:
+                    q.launch(CONFIG, fill, b, 1.0, b.size)
+                    first = q.download(b)
+                    q.copy(b, np.full(64, 5, np.float32))
+                    second = q.download(b)
+                    q.launch(CONFIG, saxpy, 2.0, b, b, b.size)
+                    third = q.download(b)
+                    q.launch(CONFIG, fill, b, 7.0, b.size)
                     values = [(await job)[0] for job in (first, second, third)]
                     assert values == [1.0, 5.0, 15.0]
-                    assert (await lane.download(b))[63] == 7.0
+                    assert (await q.download(b))[63] == 7.0
 
     backend.run(main)
 
@@ -86,7 +86,7 @@ def test_a_job_can_be_awaited_by_many_and_often(backend: Backend) -> None:
 
 
 def test_cancelling_an_awaiter_never_cancels_the_job(backend: Backend) -> None:
-    """Whoever stops waiting for a job leaves it as it is: others still get its result."""
+    """A cancelled await leaves its job as it is: others still get its result."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:
@@ -148,7 +148,7 @@ def test_leaving_the_block_waits_for_jobs_left_behind(backend: Backend) -> None:
 
 
 def test_unseen_failure_is_raised_at_the_end(backend: Backend) -> None:
-    """The first failure of a job nobody awaited is raised where the block ends normally."""
+    """The first failure of a job that was not awaited is raised where the block ends normally."""
 
     def fail(why: str) -> None:
         raise LookupError(why)
@@ -331,7 +331,7 @@ def test_pool_launch_and_run_lease_do_and_return(backend: Backend) -> None:
 
 
 def test_what_a_cancelled_job_gives_is_nobodys(backend: Backend) -> None:
-    """A buffer whose upload was cancelled is given back, without a word: nobody could close it."""
+    """A buffer whose upload was cancelled is freed silently: no caller could close it."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:

@@ -1,7 +1,7 @@
 """A kernel's first use waits until nothing runs on its device, and holds up the driver meanwhile.
 
 Launches, copies and records of every stream wait for it then, on an H200. So threads make them: no
-loop ever stands still, whatever somebody else loads.
+loop ever stands still, whatever other code loads.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def waits(backend: Backend) -> None:
 
 
 async def begin_first_use(backend: Backend, pool: Pool, p: Partition) -> None:
-    """A kernel nobody used yet is launched behind a gate, and is waited for by a thread."""
+    """A kernel without a first use is launched behind a gate, and is waited for by a thread."""
     p.launch(ONE, spin, 1)
     loader = pool.devices[0].loader
     while backend.kind != "virtual" and not loader.first_uses:
@@ -68,7 +68,7 @@ BEHIND = [(way, "another", marks) for way in WAYS if "launch" in way for marks i
 def test_nothing_is_submitted_by_the_loop_meanwhile(
     backend: Backend, way: str, beside: str, marks: str
 ) -> None:
-    """Whatever it is, behind whomever: a thread makes the calls, and it gets done."""
+    """Whatever it is, and whatever is before it: a thread makes the calls, and it gets done."""
     if marks == "events" and not backend.is_simulated:
         pytest.skip("tickets are events where streams cannot write words, and this driver's can")
     lacks = {"without": [Feature.WRITE_VALUE]} if marks == "events" else {}
@@ -140,7 +140,7 @@ def test_everything_can_be_submitted_meanwhile(backend: Backend) -> None:
 
 
 def test_what_is_in_flight_is_awaited_meanwhile(backend: Backend) -> None:
-    """Whoever sleeps until a job is done, no event being recorded, is woken all the same."""
+    """A thread that sleeps until a job is done, without a recorded event, is woken all the same."""
 
     async def main() -> None:
         async with (

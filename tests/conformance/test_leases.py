@@ -1,4 +1,4 @@
-"""Leases: what is granted, to whom, in which order, and what is refused."""
+"""Leases: what is granted, in which order, and what is refused."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ async def follow(pool: Pool, sms: object, name: object, order: list[object]) -> 
         order.append(name)
 
 
-def test_who_waits_is_granted_in_order(backend: Backend) -> None:
+def test_requests_are_granted_in_order(backend: Backend) -> None:
     """Requests of one size are granted in the order in which they came."""
     order: list[object] = []
 
@@ -238,7 +238,7 @@ def test_nowait_is_granted_or_refused(backend: Backend) -> None:
 
 
 def test_other_shapes_are_made_when_asked_for(backend: Backend) -> None:
-    """Cells that are not in the menu together get a lane, made once and warm from then on."""
+    """Cells that are not prebuilt together get an executor, made once and warm from then on."""
 
     async def main() -> None:
         async with backend.pool("h200") as pool, pool.partitions(24, 24, 24, 24):
@@ -421,7 +421,7 @@ def test_statistics_and_repr_tell_the_truth(backend: Backend) -> None:
 
 
 def test_the_first_lease_of_any_size_makes_no_executor(backend: Backend) -> None:
-    """Whatever size is asked for first, alone or beside the rest, its lane is there already."""
+    """Whatever size is requested first, alone or beside the rest, its executor is prebuilt."""
 
     async def main() -> None:
         async with backend.pool() as pool:
@@ -437,7 +437,7 @@ def test_the_first_lease_of_any_size_makes_no_executor(backend: Backend) -> None
 
 
 def test_a_generator_that_is_closed_has_left_its_block(backend: Backend) -> None:
-    """Where an async generator is closed in a block, that block was left, and nobody is warned."""
+    """An async generator closed in a block has left that block, and there is no warning."""
 
     async def numbers(pool: Pool) -> AsyncIterator[int]:
         async with pool.partition(8) as p:

@@ -1,4 +1,4 @@
-"""What users keep with a partition's SMs: made once, on the lane's thread, and closed with it."""
+"""Objects kept with a partition's SMs: made once, on the executor's thread, and closed with it."""
 
 from __future__ import annotations
 
@@ -73,10 +73,10 @@ def test_other_sms_and_other_functions_have_their_own(backend: Backend) -> None:
     backend.run(main)
 
 
-def test_it_is_made_and_closed_on_the_lanes_thread(backend: Backend) -> None:
+def test_it_is_made_and_closed_on_the_executors_thread(backend: Backend) -> None:
     """Where calls of the partition run, with its SMs current; closed with the pool, newest first.
 
-    While the lane lives nothing is closed.
+    While the executor lives nothing is closed.
     """
 
     async def main() -> None:
@@ -95,7 +95,7 @@ def test_it_is_made_and_closed_on_the_lanes_thread(backend: Backend) -> None:
 
 
 def test_two_tasks_ask_at_once(backend: Backend) -> None:
-    """Whoever asks while it is being made gets the same one."""
+    """A second request while it is being made gets the same one."""
     seen = set()
 
     async def main() -> None:
@@ -155,7 +155,7 @@ def test_a_factory_that_fails_keeps_nothing(backend: Backend) -> None:
     backend.run(main)
 
 
-def test_a_failure_nobody_saw_is_raised_at_the_end(backend: Backend) -> None:
+def test_an_unseen_failure_is_raised_at_the_end(backend: Backend) -> None:
     """Of a factory as of any job."""
 
     async def main() -> None:
@@ -169,7 +169,7 @@ def test_a_failure_nobody_saw_is_raised_at_the_end(backend: Backend) -> None:
 
 @pytest.mark.real_time(why="a running call waits for the loop")
 def test_a_cancellation_leaves_it_made(backend: Backend) -> None:
-    """Who waits is free at once; the factory runs to its end, and the next one has its value."""
+    """A cancelled await returns at once; the factory ends, and the next await has its value."""
     began, may_return = threading.Event(), threading.Event()
     made: list[object] = []
 
@@ -221,7 +221,7 @@ def test_nonsense_is_refused(backend: Backend) -> None:
 
 
 def test_a_new_function_each_time_is_told(backend: Backend) -> None:
-    """Beyond 64 things nothing more is made: somebody gives a new function each time."""
+    """Beyond 64 objects no more are made: some caller gives a new function each time."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:

@@ -92,7 +92,7 @@ def test_a_copy_waits_for_the_writer_on_the_other_device(
 
 
 def test_the_other_device_waits_for_a_copy(backend: Backend, pair: str) -> None:
-    """Who reads or writes the buffer on its own device comes behind what was copied into it."""
+    """Work that uses the buffer on its own device comes after what was copied into it."""
 
     async def main() -> None:
         async with both(backend, pair) as (p, q):
@@ -111,7 +111,7 @@ def test_the_other_device_waits_for_a_copy(backend: Backend, pair: str) -> None:
 
 
 def test_devices_copy_in_both_directions_at_once(backend: Backend, pair: str) -> None:
-    """Several lanes of two devices upload, copy across and download at the same time."""
+    """Several executors of two devices upload, copy across and download at the same time."""
 
     async def there_and_back(pool: Pool, number: int) -> None:
         array = ONES + number

@@ -36,9 +36,9 @@ def test_a_pool_can_be_made_anywhere_and_opened_often(backend: Backend) -> None:
             tasks.start_soon(pool.open)
         await pool.open()
         assert pool.is_ready
-        lanes = pool.statistics().executors_made
+        made = pool.statistics().executors_made
         await pool.open()
-        assert pool.statistics().executors_made == lanes
+        assert pool.statistics().executors_made == made
         report = await pool.aclose()
         assert not report.abandoned
         assert await pool.aclose() == report
@@ -59,8 +59,8 @@ def test_a_pool_never_opened_can_be_closed(backend: Backend) -> None:
     backend.run(main)
 
 
-def test_closing_tells_who_waits_and_lets_holders_finish(backend: Backend) -> None:
-    """Aclose refuses who is queued, and waits for who holds a lease, within its grace."""
+def test_closing_fails_requests_and_lets_leases_finish(backend: Backend) -> None:
+    """Aclose refuses queued requests, and waits for leases within its grace."""
 
     async def main() -> None:
         pool = backend.pool()
@@ -93,7 +93,7 @@ def test_closing_tells_who_waits_and_lets_holders_finish(backend: Backend) -> No
 
 
 def test_what_still_works_after_the_grace_is_abandoned_and_reported(backend: Backend) -> None:
-    """A lane with work that does not end is left as it is, and aclose says which."""
+    """An executor with work that does not end is left as it is, and aclose says which."""
 
     async def main() -> None:
         pool = backend.pool()
@@ -135,7 +135,7 @@ def test_a_cancelled_block_still_closes_the_pool(backend: Backend) -> None:
 
 
 def test_a_cancelled_opening_closes_the_pool(backend: Backend) -> None:
-    """Who is cancelled on the way into `async with pool` leaves the devices to others."""
+    """A cancellation on the way into `async with pool` leaves the devices to others."""
     driver = backend.driver()
 
     async def main() -> None:
@@ -303,7 +303,7 @@ def test_a_device_ends_its_green_contexts_before_its_primary(backend: Backend) -
 
 
 def test_a_device_closes_while_others_have_its_primary_current(backend: Backend) -> None:
-    """Who else holds the primary and made it current, as torch does, keeps it; none is refused."""
+    """Other code that holds the primary context current, as torch does, keeps it."""
     driver = backend.driver()
     device = Device(0, driver=driver)
     theirs = driver.retain_primary(0)
@@ -316,7 +316,7 @@ def test_a_device_closes_while_others_have_its_primary_current(backend: Backend)
 
 
 def test_a_forgotten_stream_warns(backend: Backend) -> None:
-    """A stream nobody closed warns, and ends with its context."""
+    """A stream that was not closed warns, and ends with its context."""
     device = Device(0, driver=backend.driver())
     stream = device.create_stream()
     with pytest.warns(ResourceWarning, match="never closed"):

@@ -19,7 +19,7 @@ LARGE = np.ones(3_000_000, np.float32)
 
 
 def test_every_executor_binds_and_launches_at_once(backend: Backend) -> None:
-    """On lanes nobody used yet, of the menu and made later, with any geometry, by no thread."""
+    """On unused executors, prebuilt and made later, with any geometry, by no thread."""
 
     async def main() -> None:
         async with backend.pool("h200", prepare=[fill, fill, saxpy]) as pool:
@@ -62,7 +62,7 @@ def test_a_kernel_used_once_takes_any_geometry_at_once(backend: Backend) -> None
     backend.run(main)
 
 
-def test_a_geometry_beyond_the_device_is_refused_on_a_prepared_lane(backend: Backend) -> None:
+def test_a_geometry_beyond_the_device_is_refused_when_prepared(backend: Backend) -> None:
     """What can be seen to be too much raises, prepared or not, and nothing is submitted."""
 
     async def main() -> None:

@@ -167,7 +167,7 @@ def test_a_stopped_download_leaves_the_rest_of_its_array_alone(backend: Backend)
 
 
 def test_what_is_no_callback_is_refused(backend: Backend) -> None:
-    """`progress` must be callable, and no coroutine function: nobody would await it."""
+    """`progress` must be callable, and no coroutine function: it would not be awaited."""
 
     async def later(done: int, total: int) -> None: ...
 
@@ -182,7 +182,7 @@ def test_what_is_no_callback_is_refused(backend: Backend) -> None:
 
 
 def test_a_cancelled_await_leaves_the_copy_going(backend: Backend) -> None:
-    """The array is in use until the job is done, which anybody may await again."""
+    """The array is in use until the job is done, which can be awaited again."""
 
     async def main() -> None:
         out = np.full_like(LARGE, -1)
@@ -205,7 +205,7 @@ def test_a_cancelled_await_leaves_the_copy_going(backend: Backend) -> None:
 def test_a_block_left_by_a_cancellation_keeps_the_array_until_the_job_is_done(
     backend: Backend,
 ) -> None:
-    """Who was cancelled is free at once; when the job says it is done, nobody touches the array."""
+    """A cancelled await returns at once; once the job is done, nothing touches the array."""
 
     async def main() -> None:
         source, jobs = LARGE.copy(), []

@@ -1,4 +1,4 @@
-"""Service classes through the pool: floors, bounds, deadlines, and other classes meanwhile."""
+"""Service classes through the pool: reserves, bounds, deadlines, and changes of classes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ async def hold(pool: Pool, sms: object, release: anyio.Event, **options: object)
         await release.wait()
 
 
-def test_a_floor_is_free_for_its_owner(backend: Backend) -> None:
-    """However many others wait, an owner enters his floor at once."""
+def test_a_reserve_is_free_for_its_owner(backend: Backend) -> None:
+    """However many others wait, a request of a class gets its reserve at once."""
     services = [ServiceClass("decode", reserve=16), ServiceClass("batch")]
 
     async def main() -> None:
@@ -40,14 +40,14 @@ def test_a_floor_is_free_for_its_owner(backend: Backend) -> None:
     backend.run(main)
 
 
-@pytest.mark.parametrize(("floor", "sms"), [(16, 8), (32, 16), (32, 8), (64, 32), (64, 16)])
-def test_a_floor_has_lanes_made_beforehand(backend: Backend, floor: int, sms: int) -> None:
-    """An owner has all of it in leases of one size at once: no lane is made while others work."""
-    services = [ServiceClass("decode", reserve=floor), ServiceClass("batch")]
+@pytest.mark.parametrize(("reserve", "sms"), [(16, 8), (32, 16), (32, 8), (64, 32), (64, 16)])
+def test_a_reserve_has_prebuilt_executors(backend: Backend, reserve: int, sms: int) -> None:
+    """A class has all of it in leases of one size at once, and no executor is made meanwhile."""
+    services = [ServiceClass("decode", reserve=reserve), ServiceClass("batch")]
 
     async def main() -> None:
         async with backend.pool("h200", services=services) as pool, AsyncExitStack() as held:
-            for _ in range(floor // sms):
+            for _ in range(reserve // sms):
                 p = await held.enter_async_context(pool.partition_nowait(sms, service="decode"))
                 assert p.sm_count == sms
             await held.enter_async_context(pool.partition_nowait(32, service="batch"))
@@ -106,7 +106,7 @@ def test_what_cannot_be_in_time_is_refused_at_once(backend: Backend) -> None:
     backend.run(main)
 
 
-def test_who_needs_less_because_another_came_is_granted_it(backend: Backend) -> None:
+def test_a_request_that_needs_less_now_is_granted_it(backend: Backend) -> None:
     """Under "sized", a request that goes first may leave others so little that it is free."""
     services = [
         ServiceClass("first", priority=2),
@@ -135,7 +135,7 @@ def test_who_needs_less_because_another_came_is_granted_it(backend: Backend) -> 
 
 
 def test_classes_change_while_it_runs(backend: Backend) -> None:
-    """Who waits and who holds SMs goes on, new requests go by the new classes."""
+    """Queued requests and leases go on, new requests go by the new classes."""
 
     async def main() -> None:
         async with backend.pool(services=[ServiceClass("a")]) as pool:
@@ -162,8 +162,8 @@ def test_classes_change_while_it_runs(backend: Backend) -> None:
     backend.run(main)
 
 
-def test_who_waits_for_what_is_reserved_now_is_told(backend: Backend) -> None:
-    """New floors that leave less than a request asks for end its waiting, by a typed error."""
+def test_a_request_for_reserved_sms_fails(backend: Backend) -> None:
+    """New reserves that leave less than a request needs end its waiting, by a typed error."""
 
     async def refused(pool: Pool) -> None:
         with pytest.raises(greensched.TooManySMs):
@@ -181,8 +181,8 @@ def test_who_waits_for_what_is_reserved_now_is_told(backend: Backend) -> None:
     backend.run(main)
 
 
-def test_floors_that_do_not_fit_are_refused_at_opening(backend: Backend) -> None:
-    """A pool whose floors are more than its devices have opens nothing, and says so."""
+def test_reserves_that_do_not_fit_are_refused_at_opening(backend: Backend) -> None:
+    """A pool whose reserves are more than its devices have opens nothing, and says so."""
 
     async def main() -> None:
         pool = backend.pool(services=[ServiceClass("decode", reserve=10**6)])

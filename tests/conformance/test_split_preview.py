@@ -28,7 +28,7 @@ def test_a_plan_is_what_is_granted(
             assert pool.statistics().requested == 0
             async with pool.partitions(*sizes) as parts:
                 assert tuple(p.sm_count for p in parts) == plan.granted
-                assert pool.preview(*sizes) == (plan,)  # whoever has leases now
+                assert pool.preview(*sizes) == (plan,)  # whatever is leased now
 
     backend.run(main)
 

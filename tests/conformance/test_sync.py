@@ -80,8 +80,8 @@ def test_a_program_without_a_loop(backend: Backend) -> None:
             assert (p.download(z) == np.arange(5)).all()
 
 
-def test_local_is_the_lanes(backend: Backend) -> None:
-    """What is kept with a lane is the same to tasks and to threads."""
+def test_local_is_the_executors(backend: Backend) -> None:
+    """What is kept with an executor is the same to tasks and to threads."""
     with opened(backend) as pool:
         with pool.sync.partition(ALL) as p:
             first = p.local(object)
@@ -321,7 +321,7 @@ def interrupted_when(condition: Callable[[], bool]) -> Iterator[None]:
 
 
 def test_an_interrupt_leaves_the_queue(backend: Backend) -> None:
-    """Who is interrupted while he waits for SMs has no place in the queue any more."""
+    """A thread interrupted while it waits for SMs has no place in the queue any more."""
     with opened(backend) as pool, ThreadPoolExecutor(1) as thread:
         held, may_end = threading.Event(), threading.Event()
 
@@ -343,7 +343,7 @@ def test_an_interrupt_leaves_the_queue(backend: Backend) -> None:
 
 @pytest.mark.real_time(why="work that is held up waits for a thread the clock does not know")
 def test_an_interrupt_ends_the_lease(backend: Backend) -> None:
-    """Who is interrupted while he waits for work is free; the SMs come back with the work."""
+    """A thread interrupted while it waits for work is free; the SMs come back with the work."""
     with opened(backend) as pool:
         gates: list[Gate] = []
 

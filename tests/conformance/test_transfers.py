@@ -291,7 +291,7 @@ def test_running_out_of_memory_fails_one_job(backend: Backend) -> None:
 
 
 def test_forgotten_buffer_warns_and_is_given_back(backend: Backend) -> None:
-    """A buffer nobody closed warns with ResourceWarning, and its memory comes back."""
+    """A buffer that was not closed warns with ResourceWarning, and its memory comes back."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:
@@ -319,7 +319,7 @@ def test_pinned_memory_is_shared_with_the_device(backend: Backend) -> None:
 
 
 def test_pinned_memory_is_used_again_once_its_work_is_done(backend: Backend) -> None:
-    """What was closed at work goes to nobody before that is done; then it comes again, zeroed."""
+    """A buffer closed at work is not reused before that is done; then it is reused, zeroed."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:
