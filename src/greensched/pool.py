@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar, Unpack, get_args
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, ParamSpec, Self, TypeVar, Unpack, get_args
 
 import anyio
 
@@ -185,6 +185,14 @@ class Pool:
             return
         with anyio.CancelScope(shield=True):
             await self.aclose()
+
+    def __enter__(self) -> NoReturn:
+        raise InvalidRequest(
+            "write `async with pool:`, or, on a thread without a loop, `with pool.sync:`"
+        )
+
+    def __exit__(self, *_: object) -> None:
+        """Exist, so that Python calls `__enter__`."""
 
     def __del__(self, is_open: PoolState = PoolState.OPEN, warn: Any = warnings.warn) -> None:
         # Bound as defaults, because at the interpreter's end the module may have lost them. The

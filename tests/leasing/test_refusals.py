@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from fractions import Fraction
 from typing import Any
 
@@ -252,3 +253,52 @@ def test_static_shared_memory_counts(monkeypatch: pytest.MonkeyPatch) -> None:
         stream.close()
     device.close()
     driver.close()
+
+
+def test_blocks_are_entered_with_async_with() -> None:
+    """`await pool.partition()` and plain `with` say what to write, and request nothing."""
+
+    async def main() -> None:
+        async with Pool(driver="simulated:h200") as pool:
+            for block in (pool.partition(8), pool.partitions(8, 8)):
+                with pytest.raises(greensched.InvalidRequest, match=r"async with pool\.partition"):
+                    await block  # type: ignore[misc]
+                with pytest.raises(greensched.InvalidRequest, match=r"async with pool\.partition"):
+                    with block:  # type: ignore[attr-defined]
+                        pass
+            with pytest.raises(greensched.InvalidRequest, match="async with pool:"), pool:
+                pass
+            assert pool.statistics().requested == 0
+
+    asyncio.run(main())
+
+
+def test_a_partition_of_a_closed_loop_says_so() -> None:
+    """Used on another loop after its own has closed it raises PartitionClosed, and why."""
+    pool = Pool(driver="simulated:h200")
+
+    async def enter() -> greensched.Partition:
+        await pool.open()
+        return await pool.partition(8).__aenter__()
+
+    async def use(p: greensched.Partition) -> None:
+        with pytest.raises(greensched.PartitionClosed, match="event loop"):
+            p.run(lambda: None)
+        with pytest.raises(greensched.PartitionClosed, match="event loop"):
+            await p.drain()
+        assert not (await pool.aclose()).abandoned
+
+    asyncio.run(use(asyncio.run(enter())))
+
+
+def test_statistics_are_json() -> None:
+    """`as_dict` has what `json.dumps` takes, also of classes."""
+
+    async def main() -> None:
+        services = [greensched.ServiceClass("a", reserve=8)]
+        async with Pool(driver="simulated:h200", services=services) as pool:
+            found = json.loads(json.dumps(pool.statistics().as_dict()))
+            assert found["state"] == "open"
+            assert found["services"]["a"]["sms"] == 0
+
+    asyncio.run(main())

@@ -127,8 +127,6 @@ class Lease:
         self.ordinal = executor.device.ordinal
         #: The thread of the loop that it was granted to: the only one that may submit.
         self.thread = get_ident()
-        #: The holder of a lease taken from the cache, of which the scheduler is yet to be told.
-        self.pending_holder: object = None
         #: Failed jobs whose failure was not retrieved, for the end of the block.
         self.failed: list[Job[Any]] = []
         self.bound_launches: list[BoundHandle] = []
@@ -499,7 +497,6 @@ class Lease:
         if self.state is not LeaseState.OPEN:
             return
         self.state = LeaseState.DRAINING
-        self.pending_holder = None
         self.close_bound_launches()
         stream = self.executor.launch_stream
         if not stream.health.is_over:

@@ -178,7 +178,7 @@ class Partition(AsyncBlock):
         """Return the lease, if it is open and of this thread's loop."""
         lease = self._granted_lease()
         lease.check_thread()
-        return lease
+        return _on_open_loop(lease)
 
     def _ready_lease(self) -> Lease:
         """Return the lease, if a job can be submitted now."""
@@ -186,7 +186,7 @@ class Partition(AsyncBlock):
         if lease is None:
             lease = self._granted_lease()
         lease.check_ready()
-        return lease
+        return _on_open_loop(lease)
 
     def __del__(self) -> None:
         lease = self._lease
@@ -584,6 +584,14 @@ class Partition(AsyncBlock):
             return f"<Partition: {self._request}, {state}>"
         sms, device = lease.executor.sm_count, lease.ordinal
         return f"<Partition: {sms} SMs of device {device}, {lease.state.value}>"
+
+
+def _on_open_loop(lease: Lease) -> Lease:
+    """Return a lease, unless its loop is closed: then the next loop that uses the pool ends it."""
+    if lease.poller.loop.is_closed:
+        state = "closed, because its event loop is: enter a partition in the loop that uses it"
+        raise PartitionClosed("this partition", state)
+    return lease
 
 
 class PartitionGroup(AsyncBlock):
