@@ -30,7 +30,7 @@ pytestmark = pytest.mark.parametrize("pair", PAIRS)
 def two(backend: Backend, pair: str) -> Pool:
     """A pool over two devices; skipped where another test says the same."""
     if "@" in pair and (backend.kind, backend.loop) != ("real", "asyncio"):
-        pytest.skip("older drivers copy alike on every loop: they are tried on asyncio's")
+        pytest.skip("other drivers copy alike on every loop: they are tested on asyncio's")
     if not backend.is_simulated and pair != PAIRS[0]:
         pytest.skip("only simulated machines have devices of each kind: this one's are tried once")
     return backend.pair(pair)

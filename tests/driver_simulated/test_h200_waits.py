@@ -457,8 +457,8 @@ def test_what_does_not_come_back(h200: Machine, case: str) -> None:
 def test_all_comes_back_with_the_primary(h200: Machine) -> None:
     """Lost memory stays lost as long as the primary context is retained, and no longer."""
     seen = recorded("after opening and closing a pool")
-    driver, lanes, before = h200.driver, 55, free_mib(h200)
-    for _ in range(lanes):
+    driver, before = h200.driver, free_mib(h200)
+    for _ in range(55):
         green = h200.green()
         driver.destroy_stream(h200.stream(green))
         driver.destroy_green(green)

@@ -190,7 +190,7 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_the_directory_is_made_for_us_alone(tmp_path: Path) -> None:
-    """A missing directory is made, with its parents, and nobody else may enter it."""
+    """A missing directory is made, with its parents, and no other user may enter it."""
     made = Cache(tmp_path / "a" / "b").directory
     assert made == tmp_path / "a" / "b"
     assert made.stat().st_mode & 0o777 == 0o700
@@ -219,7 +219,7 @@ def test_a_directory_others_may_read_is_used(tmp_path: Path) -> None:
 def test_a_directory_of_another_user_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever owns the directory could change what is in it."""
+    """The owner of the directory could change what is in it."""
     monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
     with pytest.warns(RuntimeWarning, match="belongs to another user"):
         assert Cache(tmp_path).directory is None
@@ -261,7 +261,7 @@ def test_no_home_means_memory_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_threads_that_want_the_same_make_it_once() -> None:
-    """Those who come while it is being made wait, and get what was made."""
+    """Threads that come while it is being made wait, and get what was made."""
     shared = Cache(None)
     inside, finish = threading.Event(), threading.Event()
     make = Maker()
@@ -287,7 +287,7 @@ def test_threads_that_want_the_same_make_it_once() -> None:
 
 
 def test_threads_that_want_different_things_do_not_wait() -> None:
-    """A long compilation holds up nobody who wants another cubin."""
+    """A long compilation blocks no thread that wants another cubin."""
     shared = Cache(None)
 
     def slow() -> bytes:
@@ -299,7 +299,7 @@ def test_threads_that_want_different_things_do_not_wait() -> None:
     assert shared.get("a", slow) == b"cubin"
 
 
-# -- through the compiler's door ----------------------------------------------------------------
+# -- through the compiler -----------------------------------------------------------------------
 
 
 @pytest.fixture

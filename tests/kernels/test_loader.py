@@ -298,7 +298,7 @@ def test_threads_load_once(facts: DeviceFacts) -> None:
     assert calls == {"load_code": 1, "load_kernel": 8}
 
 
-def test_a_compilation_keeps_nobody_from_loading(
+def test_a_compilation_blocks_no_other_load(
     facts: DeviceFacts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While one program is compiled, a kernel of another can be loaded."""

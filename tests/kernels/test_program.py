@@ -49,7 +49,7 @@ def test_a_program_says_what_it_is() -> None:
 
 
 def test_the_same_name_is_the_same_kernel() -> None:
-    """A reference given to a kernel is there for everybody who asks for it."""
+    """A reference given to a kernel is part of every later look-up of it."""
     program = Program(SOURCE)
     assert program.kernel("scale") is program.kernel("scale")
     assert program.kernel("scale") is not Program(SOURCE).kernel("scale")
@@ -239,7 +239,7 @@ def test_a_cubin_is_checked_when_made() -> None:
         Program.from_cubin(b"cubin", arch="sm_90", parameters={"f": [Parameter("x", "float")]})
 
 
-# -- the house --------------------------------------------------------------------------------
+# -- imports -----------------------------------------------------------------------------------
 
 
 def test_importing_is_light() -> None:
