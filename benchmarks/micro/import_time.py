@@ -1,4 +1,7 @@
-"""What `import greensched` costs, beside `import asyncio`: each in a fresh interpreter."""
+"""What `import greensched` costs, beside `import asyncio`, each in a new interpreter.
+
+`python -m benchmarks.micro.import_time`.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,12 @@ import numpy as np
 
 from benchmarks.lib.timing import Comparison, Row, table
 
-#: Interpreters of each.
+#: Interpreters for each.
 NUMBER = 25
-#: Ours, as a multiple of theirs at most (issue 2).
+#: The bar: ours as a multiple of `import asyncio`.
 MOST = 4.0
 
-#: In the interpreter, around the import alone: its start is not ours.
+#: Runs in the interpreter: the clock is around the import, without the interpreter's start.
 _PROGRAM = """
 from time import perf_counter
 start = perf_counter()
@@ -25,7 +28,7 @@ print(perf_counter() - start)
 
 
 def measure() -> list[Row]:
-    """The import itself, and what comes with the first use of a name: there, no bar."""
+    """Return the time of the import, with its bar, and that of the first use of a name."""
     alone, used = Comparison("import greensched | asyncio"), Comparison("...and its Pool | asyncio")
     statements = ("import greensched", "from greensched import Pool", "import asyncio")
     for statement in statements:

@@ -1,4 +1,7 @@
-"""What our pytest plugin adds to a suite that does not use it, in fresh interpreters."""
+"""What our pytest plugin adds to a suite that does not use it, in new interpreters.
+
+`python -m benchmarks.micro.pytest_plugin`.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +15,18 @@ import numpy as np
 
 from benchmarks.lib.timing import Comparison, Row, name_of, table
 
-#: Interpreters of each.
+#: Interpreters for each.
 NUMBER = 40
-#: Tests of the suite, none of which does anything: what a plugin costs for each of them counts.
+#: Tests of the suite, all empty: what a plugin costs for each test counts.
 TESTS = 100
-#: Seconds it may add (issue 6).
+#: The bar: seconds that it may add.
 MOST_S = 5e-3
-#: A low percentile: what other processes do can only lengthen a run.
+#: A low percentile: other processes can only lengthen a run.
 PART = 0.25
 
-#: In the interpreter, around the whole run: pytest itself is imported before, its plugins within.
-#: It waits for nothing, so its time is the processor's, which other processes lengthen least.
+#: Runs in the interpreter: the clock is around the whole run, with the import of the plugins and
+#: without that of pytest. The run waits for nothing, so its processor time is measured, which other
+#: processes lengthen least.
 _PROGRAM = """
 import sys
 from time import process_time
@@ -36,7 +40,7 @@ _SUITE = "import pytest\n\n@pytest.mark.parametrize('n', range({}))\ndef test(n)
 
 
 def measure() -> list[Row]:
-    """A suite's time with the plugin, and with an empty one; the bar is on what ours adds."""
+    """Return a suite's time with our plugin and with an empty one; the bar is on the difference."""
     found = Comparison("a suite with the plugin | with an empty one")
     with tempfile.TemporaryDirectory() as folder:
         suite = Path(folder, "test_unrelated.py")
@@ -64,7 +68,7 @@ def measure() -> list[Row]:
 
 
 def _seconds(suite: Path, plugin: str) -> float:
-    """Of one run; nobody else's plugins are in it."""
+    """Return the processor seconds of one run, without any other plugin."""
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     ran = subprocess.run(
         [sys.executable, "-c", _PROGRAM, "-p", plugin, str(suite)],

@@ -1,4 +1,4 @@
-"""The scheduler under traffic, without devices: who gets which share, and who waits how long.
+"""The scheduler under traffic, without devices: the share of each class, and how long jobs wait.
 
 The first shape is a published one: 16-SM jobs at 90 % load and a whole-device job every 500 ms,
 for 20 s. Everything is drawn from seeds, so the figures are the same everywhere.
@@ -25,19 +25,19 @@ DRAIN_S = 0.120
 
 #: (when, size, how long it runs)
 Job = tuple[float, Size, float]
-#: Seconds waited by those that were served, by size.
+#: The seconds that granted jobs waited, by size.
 Waits = dict[Size, list[float]]
 
 
 def poisson(rng: random.Random, size: int, load: float, mean_s: float) -> Iterator[Job]:
-    """Jobs that keep a part of the device's 132 SMs busy, of exponential length."""
+    """Yield jobs of exponential length that keep a part of the device's 132 SMs busy."""
     at = 0.0
     while (at := at + rng.expovariate(load * DEVICE.total / size / mean_s)) < SECONDS:
         yield at, size, rng.expovariate(1 / mean_s)
 
 
 def published(seed: int) -> list[Job]:
-    """90 % of eight 16-SM jobs at once, and 40 whole-device jobs."""
+    """Return 16-SM jobs at 90 % of eight at once, and 40 whole-device jobs."""
     rng = random.Random(seed)
     load = 0.9 * 8 * 16 / DEVICE.total
     whole: list[Job] = [(0.25 + 0.5 * i, ALL, 0.010) for i in range(40)]
@@ -45,7 +45,7 @@ def published(seed: int) -> list[Job]:
 
 
 def serve(jobs: list[Job], policy: Policy, *, known: bool = False) -> Waits:
-    """Runs jobs until the 20 s are over; their lengths are known beforehand, or not."""
+    """Run jobs for 20 s; their lengths are known to the scheduler, or not."""
     scheduler, order = Scheduler([DEVICE], policy, 10**6), count()
     events: list[tuple[float, int, Job | Request]] = [(job[0], next(order), job) for job in jobs]
     heapq.heapify(events)
@@ -68,7 +68,7 @@ def serve(jobs: list[Job], policy: Policy, *, known: bool = False) -> Waits:
 def saturate(
     weights: Mapping[str, float], mean_s: Mapping[str, float], seed: int, seconds: float
 ) -> Scheduler:
-    """Classes that always have more to do, under `fair`, each with leases of so many seconds."""
+    """Run classes that always have waiting requests, under `fair`, with leases of given lengths."""
     rng, order = random.Random(seed), count()
     services = [ServiceClass(name, weight=weight) for name, weight in weights.items()]
     scheduler = Scheduler([DEVICE], Fair(), 10**6, services=services)

@@ -1,7 +1,7 @@
 """`python -m benchmarks.micro.traffic [--trace FILE]`: the scheduler's bars, in simulated traffic.
 
-Each bar has what came out, its 95 % interval over the seeds, and PASS or FAIL; exit code 1 if one
-fails. Nothing depends on the machine but the last two parts, which measure time. `--parts` picks.
+Each bar has the figure, its 95 % interval over the seeds, and PASS or FAIL; exit code 1 if one
+fails. Only the last two parts measure time and depend on the machine. `--parts` selects.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ from greensched.typing import ALL
 #: From half to twice saturation; windows of so many seconds, and longer where at saturation fewer
 #: requests than these come in one: of 60, one that is late is more than the one in a hundred.
 RATES, SECONDS, REQUESTS = (0.5, 0.7, 0.85, 1.0, 1.15, 1.3, 2.0), 90.0, 400
-#: Traffic other than the trace: nothing was fitted to any of them.
+#: Traffic other than the trace: nothing was fitted to it.
 UNSEEN = ("azure-conv", "azure-code", "bursty", "gamma", "mooncake")
-#: Ours, where prompts are read and tokens written; and how finely every pool cuts there, the fixed
-#: splits', too: what a step of decoding needs is between two multiples of eight.
+#: Our policy for prompts and tokens; and how finely every pool splits there, also those of the
+#: fixed splits: a step of decoding needs a number of SMs between two multiples of eight.
 OURS, CUT = "sized", "fine"
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One thing that is asked for: what came out (value, low, high), and whether it is enough."""
+    """One requirement: the figure (value, low, high), and whether it is met."""
 
     what: str
     found: metrics.Interval
@@ -68,20 +68,20 @@ class Bar:
 
 
 def at_least(what: str, found: metrics.Interval, least: float) -> Bar:
-    """Passed from there on; what there is nothing to hold against passes."""
+    """Return a bar that passes from a value on, and where there is no figure."""
     return Bar(what, found, f">= {least:g}", math.isnan(found[0]) or found[0] >= least)
 
 
 def at_most(what: str, found: metrics.Interval, most: float) -> Bar:
-    """Passed up to there."""
+    """Return a bar that passes up to a value."""
     return Bar(what, found, f"<= {most:g}", found[0] <= most)
 
 
-# -- 1: what is known ---------------------------------------------------------------------------
+# -- 1: published figures -----------------------------------------------------------------------
 
 
 def known(seeds: Sequence[int]) -> Iterator[Bar]:
-    """Each published figure, over what comes out here."""
+    """Compare each published figure with ours."""
     for found in zip(*(validation.checks(seed) for seed in seeds), strict=True):
         over = metrics.interval([check.found / check.published for check in found])
         is_near = abs(over[0] - 1) <= WITHIN
@@ -92,7 +92,7 @@ def known(seeds: Sequence[int]) -> Iterator[Bar]:
 
 
 def prefill_and_decode(seeds: Sequence[int], traces: Sequence[Path]) -> Iterator[Bar]:
-    """Ours against plain streams, the best fixed split and the bound, on each traffic."""
+    """Compare ours with plain streams, the best fixed split and the bound, on each traffic."""
     for traffic in (*traces, *UNSEEN):
         asked = Experiment(
             policies=("streams", BEST_SPLIT, OURS),
@@ -128,12 +128,12 @@ def _against(traffic: str, answer: results.Results) -> Iterator[Bar]:
 
 
 def _least(found: Sequence[float]) -> metrics.Interval:
-    """What no seed is below, and the least and the most; nan: there is none."""
+    """Return the least, and the least and the most as its interval; nan: there is none."""
     return (min(found), min(found), max(found)) if found else (math.nan, math.nan, math.nan)
 
 
 def _over_best(answer: results.Results) -> metrics.Interval:
-    """The least of the bound over an arm that has its tokens in time, of all runs of a seed."""
+    """Return the least ratio of the bound to a strategy that keeps its latency, over all runs."""
     decode = next(n for n, s in answer.scenario.services.items() if s.role == "decode")
     latency = results.targets(answer, None)[decode]
     least = [math.inf] * answer.experiment.repeats
@@ -148,7 +148,7 @@ def _over_best(answer: results.Results) -> metrics.Interval:
 
 
 def beside_training(seeds: Sequence[int]) -> Iterator[Bar]:
-    """4 ms in small kernels, at a quarter and half of saturation, beside a training loop."""
+    """Run requests of 4 ms at a quarter and half of saturation, beside a training loop."""
     for rate in (0.25, 0.5):
         asked = Experiment(
             services="w2", generator="paced", policies=("elastic",), rates=(rate,), seconds=4.0,
@@ -169,13 +169,13 @@ def beside_training(seeds: Sequence[int]) -> Iterator[Bar]:
 
 # -- 4: lending ---------------------------------------------------------------------------------
 
-#: Requests at a stretch, and stretches. Who is lent to may wait once, for his half, for `BUDGET_S`.
+#: Requests in a row, and rows. The lender may wait once, for its half of the SMs, for `BUDGET_S`.
 AT_ONCE, TURNS, BUDGET_S = 200, 5, 0.005
 
 
 @dataclass(frozen=True, slots=True)
 class Loan:
-    """A tenant with half of a device, mostly idle, and one that always works, in equal pieces."""
+    """A tenant with half of a device, mostly idle, and one that is always busy, in equal pieces."""
 
     what: str
     request_ns: int
@@ -192,7 +192,7 @@ LOANS = (
 
 
 def lending(seeds: Sequence[int]) -> Iterator[Bar]:
-    """What a busy tenant gains of an idle one's half, and what that costs him: x never lending."""
+    """Compare lending with never lending: what the borrower gains, and what the lender pays."""
     for loan in LOANS:
         never = [_lent(loan, Split(52), seed) for seed in seeds]
         lent = [_lent(loan, Elastic(), seed) for seed in seeds]
@@ -205,7 +205,7 @@ def lending(seeds: Sequence[int]) -> Iterator[Bar]:
 
 
 def _lent(loan: Loan, strategy: Strategy, seed: int) -> tuple[float, float, float]:
-    """p99 of the lender and its longest latency in seconds; what the other did in a second."""
+    """Return the lender's p99 and longest latency in seconds, and the borrower's rate."""
     classes = pair(work(108), work(108))
     classes["critical"] = replace(
         classes["critical"], reserve=52, cap=52, max_wait_for_reserve=BUDGET_S
@@ -236,7 +236,7 @@ def _lent(loan: Loan, strategy: Strategy, seed: int) -> tuple[float, float, floa
 
 
 def shared(seeds: Sequence[int]) -> Iterator[Bar]:
-    """3:1 by weight, whatever leases take; and whole-device requests among small ones."""
+    """Check shares of 3:1 by weight, whatever leases take; and whole-device requests."""
     weights = {"gold": 3.0, "plain": 1.0}
     for lengths in ((0.010, 0.010), (0.005, 0.020), (0.020, 0.005)):
         means = dict(zip(weights, lengths, strict=True))
@@ -262,7 +262,7 @@ def shared(seeds: Sequence[int]) -> Iterator[Bar]:
 
 
 def hour(seeds: Sequence[int], traces: Sequence[Path]) -> Iterator[Bar]:
-    """An hour of a language model's traffic, as fast as it is, under the arm that decides most."""
+    """Simulate an hour of a language model's traffic under the strategy with the most decisions."""
     seed, seconds = seeds[0], 3600.0
     asked = Experiment(trace=traces[0] if traces else None, seconds=seconds)
     source = experiment._TrafficSource(asked, services("llm"))
@@ -277,7 +277,7 @@ def hour(seeds: Sequence[int], traces: Sequence[Path]) -> Iterator[Bar]:
 
 
 def _printed(order: str) -> bytes:
-    """What a process of its own prints of a short question; in it strings hash by this order."""
+    """Return what a new process prints of a short experiment, with this hash seed of strings."""
     program = (
         "from greensched.capacity import answers, compare, show; print(show.table(compare.ask("
         f"answers.Question(policies=({OURS!r},), seconds=5.0, repeats=2, check=False))))"
@@ -290,10 +290,17 @@ def _printed(order: str) -> bytes:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.micro.traffic", description=__doc__)
-    parser.add_argument("--trace", type=Path, action="append", default=[], help="a file")
-    parser.add_argument("--seeds", type=int, default=5, help="how many, from 1 on")
-    parser.add_argument("--parts", default="1,2,3,4,5,6,7", help="numbers with commas between")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.micro.traffic",
+        description="Check the scheduler's bars in simulated traffic.",
+    )
+    parser.add_argument("--trace", type=Path, action="append", default=[], help="a trace file")
+    parser.add_argument(
+        "--seeds", type=int, default=5, help="how many, from 1 on (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--parts", default="1,2,3,4,5,6,7", help="their numbers (default: %(default)s)"
+    )
     options = parser.parse_args()
     seeds = range(1, options.seeds + 1)
     parts: dict[str, Callable[[], Iterator[Bar]]] = {

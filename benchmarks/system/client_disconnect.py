@@ -1,8 +1,10 @@
-"""How soon the SMs of clients that hang up are free: uvicorn, real sockets, a simulated H200.
+"""How soon the SMs of clients that disconnect are free: uvicorn, real sockets, a simulated H200.
 
-One client at a time sends a request and hangs up at random while its kernel runs, or while the next
-one is about to be submitted. Its SMs should be free when the running kernel has ended: the row has
-how much later that was seen, by a look every half millisecond.
+One client at a time sends a request and disconnects at a random time, while a kernel runs or before
+the next one is submitted. The SMs should be free when the running kernel has ended: the row has the
+delay until that is seen, sampled every half millisecond.
+
+`python -m benchmarks.system.client_disconnect`.
 """
 
 from __future__ import annotations
@@ -25,21 +27,21 @@ from greensched.driver import simulated
 from greensched.integrations import asgi
 from greensched.kernels import spin
 
-#: Clients, after one that is let finish, so that all is loaded.
+#: Clients, after one that finishes, so that everything is loaded.
 NUMBER = 150
 #: Milliseconds of each of a request's kernels.
 KERNELS_MS = (20, 5, 20)
-#: Seconds after the running kernel's end at most (issue 6).
+#: The bar: seconds after the running kernel's end.
 MOST_S = 0.050
-#: Seconds between two looks.
-LOOK_S = 0.0005
+#: Seconds between two samples.
+SAMPLE_S = 0.0005
 
 
 def measure() -> list[Row]:
-    """The median and the worst lateness; the bar is on the worst."""
+    """Return the median and the longest delay; the bar is on the longest."""
     late = asyncio.run(_measure())
     median, worst = float(np.median(late)), float(late.max())
-    what = "a client hangs up: SMs free, after its kernel's end | allowed"
+    what = "client disconnects: SMs free after its kernel's end | allowed"
     allowed = 1e3 * MOST_S
     return [
         Row(f"{what}, median", 1e3 * median, allowed, "ms"),
@@ -67,8 +69,8 @@ async def _measure() -> Samples:
             await asyncio.sleep(rng.random() * sum(KERNELS_MS) / 1e3)
             left = driver.time()
             request.cancel()
-            while pool.statistics().leases:  # noqa: ASYNC110  nobody is told of another's end
-                await asyncio.sleep(LOOK_S)
+            while pool.statistics().leases:  # noqa: ASYNC110  another lease's end has no event
+                await asyncio.sleep(SAMPLE_S)
             late.append(driver.time() - max(left, ends[-1]))
     driver.close()
     return np.array(late)

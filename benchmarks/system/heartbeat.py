@@ -1,9 +1,11 @@
-"""Whether the demo holds the event loop: a 1 ms heartbeat, beside an idle loop's.
+"""Whether the demo blocks the event loop: a 1 ms heartbeat, beside that of an idle loop.
 
-A task sleeps for a millisecond, again and again; a *gap* is the time from one beat to the next.
-The loop is idle in one window and carries the demo's load in the next (clients in a partition of
-16 SMs, matrices on the rest, on a simulated H200 with the real clock), in turns, so that whatever
-else the machine does falls on both.
+A task sleeps for a millisecond, again and again; a *gap* is the time from one beat to the next. In
+turns, the loop is idle in one window and carries the demo's load in the next (clients in a
+partition of 16 SMs, matrices on the others, on a simulated H200 with the real clock), so that other
+load of the machine affects both.
+
+`python -m benchmarks.system.heartbeat`.
 """
 
 from __future__ import annotations
@@ -25,24 +27,23 @@ from greensched import Pool
 from greensched.cli.demo import Service
 from greensched.driver import simulated
 
-#: Windows of each kind, and how long each is: some 15,000 beats a kind, so that fifteen gaps lie
+#: Windows of each kind, and their seconds: some 15,000 beats a kind, so that fifteen gaps lie
 #: beyond the p99.9.
 WINDOWS = 12
 SECONDS = 1.5
 TICK_S = 1e-3
-#: The p99.9 of the busy loop may be so much longer than that of the idle one (issue 2).
+#: The bar: seconds that the p99.9 of the busy loop may be longer than that of the idle one.
 MOST_S = 5e-3
 PART = 0.999
 
-#: A kind of window: when it began and ended.
+#: When a window began and ended.
 Window = tuple[float, float]
-#: When a beat came, and what its thread had had by then: seconds on a core, and seconds that it
-#: could have run and had no core.
+#: When a beat came, and the thread's seconds by then: on a core, and ready to run without a core.
 Beat = tuple[float, float, float]
 
 
 def measure() -> list[Row]:
-    """Rows for each kind of loop; says on standard error what the longest gaps were spent on."""
+    """Return rows for each kind of loop; print on standard error what the longest gaps were."""
     return [row for name, factory in _loops().items() for row in _measure(name, factory)]
 
 
@@ -70,7 +71,7 @@ def _measure(name: str, factory: Callable[[], asyncio.AbstractEventLoop]) -> lis
 
 
 async def _windows(account: BinaryIO) -> tuple[Samples, list[Window], list[Window]]:
-    """The beats, and the busy and idle windows among them."""
+    """Return the beats, and the busy and idle windows among them."""
     driver = simulated.open("h200")
     beats: list[Beat] = []
     busy: list[Window] = []
@@ -94,7 +95,7 @@ async def _beat(beats: list[Beat], account: BinaryIO) -> None:
     while True:
         on_core, waited, _ = os.pread(account.fileno(), 64, 0).split()
         beats.append((time.perf_counter(), int(on_core) / 1e9, int(waited) / 1e9))
-        await asyncio.sleep(TICK_S)  # uvloop counts in milliseconds, and would spin on less
+        await asyncio.sleep(TICK_S)  # uvloop counts milliseconds, and would spin on less
 
 
 @contextmanager
@@ -105,12 +106,12 @@ def _noted(windows: list[Window]) -> Iterator[None]:
 
 
 def _meets(beats: Samples, window: Window) -> npt.NDArray[np.bool_]:
-    """Gaps with a part in a busy window: the load may have begun one, or left it."""
+    """Return gaps that overlap a busy window: the load may have begun or ended in one."""
     return (beats[1:, 0] > window[0]) & (beats[:-1, 0] < window[1])
 
 
 def _within(beats: Samples, window: Window) -> npt.NDArray[np.bool_]:
-    """Gaps that lie in an idle window altogether."""
+    """Return gaps that lie wholly in an idle window."""
     return (beats[:-1, 0] >= window[0]) & (beats[1:, 0] <= window[1])
 
 
@@ -129,13 +130,13 @@ def _judged(comparison: Comparison) -> Row:
 
 
 def _reasons(gaps: Samples) -> str:
-    """What the thread did in the longest: a loop that is held computes, or waits for a lock."""
+    """Say what the thread did in the longest gaps: a blocked loop computes, or waits for a lock."""
     longest = gaps[gaps[:, 0] >= percentile([gaps[:, 0]], PART)]
     whole, computing, without = 1e3 * longest.mean(axis=0)
     return (
         f"under load, {len(gaps)} gaps: from the {name_of(PART)} up {whole:.2f} ms on average, "
         f"{computing:.2f} of them computing, {without:.2f} without a core, "
-        f"{whole - computing - without:.2f} asleep (as it means to be for 1) or without the GIL"
+        f"{whole - computing - without:.2f} asleep (1 is intended) or without the GIL"
     )
 
 

@@ -1,9 +1,9 @@
 """`python -m benchmarks.system.http [--seconds 60]`: the FastAPI example at twice its capacity.
 
 examples/07_fastapi behind uvicorn, on a simulated H200 and the real clock; the clients are another
-process, and speak HTTP. First one client alone, then as many as it can take, to find what it is
-capable of; then twice that for so many seconds. At last its clients are killed again and again, the
-process with all of them, in the middle of the same load. Exit code 1 if a bar is missed.
+process, and speak HTTP. First one client alone, then as many as fit, to find the capacity; then
+twice that for so many seconds. At last the clients' process is killed several times under the same
+load. Exit code 1 if a bar is missed.
 """
 
 from __future__ import annotations
@@ -35,22 +35,27 @@ from greensched.kernels import reduce_sum
 from greensched.typing import Cost
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "07_fastapi" / "app.py"
-#: Seconds of the device for each request, as the modelled device is told: that is what makes the
-#: capacity, and not the host.
+#: Device seconds of each request, as the modelled device is told: they make the capacity, not the
+#: host.
 SECONDS_EACH = 0.1
-#: Of the time under load: one client alone, and those who find the capacity.
+#: Parts of the time under load: for one client alone, and for finding the capacity.
 ALONE, FINDING = 0.25, 0.15
-#: How often the clients are killed, for each second under load; once at least.
+#: Kills of the clients for each second under load; one at least.
 KILLS = 1 / 3
-#: After the running jobs' end, in seconds at most (issue 6).
+#: The bar: seconds after the end of the running jobs until the SMs are free.
 MOST_S = 0.050
-#: Seconds between two looks at whether SMs are free.
-LOOK_S = 0.0005
+#: Seconds between two samples of whether SMs are free.
+SAMPLE_S = 0.0005
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.system.http", description=__doc__)
-    parser.add_argument("--seconds", type=float, default=60, help="at twice the capacity")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.system.http",
+        description="Run the FastAPI example at twice its capacity.",
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=60, help="at twice the capacity (default: 60)"
+    )
     seconds = parser.parse_args().seconds
     machine = MachineLoad()
     rows = measure(seconds)
@@ -59,7 +64,7 @@ def main() -> int:
 
 
 def measure(seconds: float) -> list[Row]:
-    """The bars of issue 6, and what they are judged by."""
+    """Return the rows, with their bars."""
     cost, reduce_sum.spec.cost = reduce_sum.spec.cost, lambda *_: Cost(fixed_ns=SECONDS_EACH * 1e9)
     driver = simulated.open("h200")
     try:
@@ -82,7 +87,8 @@ class Load:
         self.pool = Pool(driver=driver, max_waiting=self.most, prepare=[reduce_sum])
         self.app = example.create_app(self.pool)
         self.summed = example.summed
-        #: Requests at work at once; what was alive on the device at last, while the pool was open.
+        #: Requests that run at once; objects alive on the device at the end, while the pool was
+        #: open.
         self.at_once = self.alive = 0
         #: The start and the end of each kernel, in seconds of the driver's clock.
         self.ran: list[tuple[float, float]] = []
@@ -93,19 +99,19 @@ class Load:
             self.ran.append((span.start / 1e9, span.end / 1e9))
 
     async def run(self, seconds: float) -> list[Row]:
-        """All of it; see the module."""
+        """Run all of it; see the module."""
         async with serving(self.app) as (address, server):
             self.at_once = self.pool.statistics().sms_total // 16
             alone = _accepted(await _answers(address, ALONE * seconds, together=1))
             together = self.at_once + self.most
             found = _accepted(await _answers(address, FINDING * seconds, together=together))
             capacity = together / float(np.mean(found))  # Little's law
-            before = await self._look(server)
+            before = await self._sample(server)
             answers = await _answers(address, seconds, rate=2 * capacity)
-            after = await self._look(server)
+            after = await self._sample(server)
             rows = [
                 Row(
-                    "requests a second: it is capable of | as the device is modelled",
+                    "requests a second: capacity | as the device is modelled",
                     capacity,
                     self.at_once / SECONDS_EACH,
                     "",
@@ -114,7 +120,7 @@ class Load:
                 _held("open or alive after the load", after, before),
                 await self._kill(address, max(1, round(KILLS * seconds)), 2 * capacity),
             ]
-            last = await self._look(server)
+            last = await self._sample(server)
             self.alive = sum(self.driver.live().values())
             return [*rows, _held("the same after the kills", last, before)]
 
@@ -127,7 +133,7 @@ class Load:
         accepted, alone_p99 = _accepted(answers), _p99(alone)
         p99 = _p99(accepted)
         return [
-            Row("requests a second: came | capable of", len(answers) / seconds, capacity, ""),
+            Row("requests a second: offered | capacity", len(answers) / seconds, capacity, ""),
             Row(
                 f"answers ({told}): wrong | all",
                 wrong,
@@ -152,12 +158,12 @@ class Load:
             ),
         ]
 
-    async def _look(self, server: uvicorn.Server) -> dict[str, int]:
-        """What is open or alive while nobody asks for anything."""
+    async def _sample(self, server: uvicorn.Server) -> dict[str, int]:
+        """Count what is open or alive while no request is in progress."""
         while server.server_state.connections or self.pool.statistics().leases:  # noqa: ASYNC110
-            await asyncio.sleep(LOOK_S)  # uvicorn tells nobody that a connection is closed
-        await self._use_every_lane()
-        await asyncio.to_thread(gc.collect)  # the loop's own thread for such calls is there, too
+            await asyncio.sleep(SAMPLE_S)  # uvicorn has no event for a closed connection
+        await self._use_every_executor()
+        await asyncio.to_thread(gc.collect)  # starts the loop's own thread for such calls, too
         statistics = self.pool.statistics()
         return {
             **{f"{kind} on the GPU": number for kind, number in self.driver.live().items()},
@@ -168,41 +174,36 @@ class Load:
             "files": len(os.listdir("/proc/self/fd")),  # noqa: PTH208  iterdir keeps it open
         }
 
-    async def _use_every_lane(self) -> None:
-        """A lane's threads begin with its first use, and memory comes back when some is taken."""
-        lanes = []
-        async with contextlib.AsyncExitStack() as held:
-            with contextlib.suppress(WouldBlock):
-                while True:
-                    p = await held.enter_async_context(self.pool.partition_nowait(16))
-                    await p.run(int)
-                    await p.checkpoint()  # by the mover, which else comes when memory must grow
-                    lanes.append(p)
-            # For long enough that threads sleep meanwhile: who came so far may not have used each.
-            await asyncio.gather(*(self.summed(p, np.zeros(1, np.float32)) for p in lanes))
+    async def _use_every_executor(self) -> None: """Start the threads of each executor, which begin
+    at their first use; reuse freed memory.""" partitions = [] async with
+    contextlib.AsyncExitStack() as held: with contextlib.suppress(WouldBlock): while True: p = await
+    held.enter_async_context(self.pool.partition_nowait(16)) await p.run(int) await ( p.checkpoint()
+    )  # starts the submit thread, which else begins when memory grows partitions.append(p) # Long
+    enough that threads sleep meanwhile: the requests so far may not have used each. await
+    asyncio.gather(*(self.summed(p, np.zeros(1, np.float32)) for p in partitions))
 
     async def _kill(self, address: str, number: int, rate: float) -> Row:
-        """How long after their running jobs' end the SMs of killed clients were free."""
+        """Return the time from the end of the running jobs until killed clients' SMs were free."""
         rng, late = random.Random(1), []
         for _ in range(number):
             process = await _start(address, seconds=60, rate=rate)
             while self.pool.statistics().waiting < self.most:  # noqa: ASYNC110  it has begun
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(SAMPLE_S)
             await asyncio.sleep(rng.random())
             process.kill()
             gone = await asyncio.to_thread(self._gone, process.pid)
-            while self.pool.statistics().leases:  # noqa: ASYNC110  nobody is told of another's end
-                await asyncio.sleep(LOOK_S)
+            while self.pool.statistics().leases:  # noqa: ASYNC110  another lease's end has no event
+                await asyncio.sleep(SAMPLE_S)
             free = self.driver.time()
             late.append(free - max([gone, *(end for start, end in self.ran if start <= gone)]))
             await process.wait()
-        what = f"clients killed {number} times: SMs free, after their jobs' end | allowed, worst"
+        what = f"clients killed {number} times: SMs free, after their jobs' end | allowed, longest"
         worst = max(late)
         bar = f"<= {1e3 * MOST_S:g} ms"
         return Row(what, 1e3 * worst, 1e3 * MOST_S, "ms", bar=bar, passed=worst <= MOST_S)
 
     def _gone(self, pid: int) -> float:
-        """When a killed process has let go of its sockets. Waits for that."""
+        """Wait until a killed process has closed its sockets; return when."""
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
             os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         return self.driver.time()
@@ -230,7 +231,7 @@ def _p99(times: list[float]) -> float:
 
 
 def _held(what: str, after: dict[str, int], before: dict[str, int]) -> Row:
-    """Nothing more than before; what there is more is named."""
+    """Return a row that passes if no count has grown; it names those that have."""
     more = {name: n - before.get(name, 0) for name, n in after.items() if n > before.get(name, 0)}
     named = ", ".join(f"{number} {name} more" for name, number in more.items())
     counts = sum(after.values()), sum(before.values())

@@ -2,10 +2,10 @@
 
     python -m benchmarks.system.ray [--jobs 100000] [--loss]
 
-First, empty jobs beside Ray's own empty actor calls, in turns, with so many in flight, and then all
-at once. Then the jobs, every second one idempotent; when three tenths are answered a node is
-killed, and replaced three seconds later. Each job notes that it ran, so what ran more than once,
-and what was answered without having run, is known. The exit code is 1 if a bar is missed (issue 6).
+First, empty jobs beside Ray's own empty actor calls, in turns, with several numbers in flight, and
+then all at once. Then the jobs, every second one idempotent; when three tenths are answered a node
+is killed, and replaced three seconds later. Each job records that it ran, so a job that ran twice,
+or was answered without having run, is known. Exit code 1 if a bar is missed.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from greensched.integrations.ray import Fleet
 from greensched.kernels import spin
 
 NODES = 3
-#: Jobs or calls in flight, and how many of them a round has.
+#: Jobs or calls in flight, and their number in a round.
 IN_FLIGHT = {1: 200, 16: 1000, 100: 3000, 1000: 6000}
 ROUNDS = 5
-#: Ours over Ray's own at least (issue 6, 4.4), each with so many in flight, and all at once.
+#: The bars: our rate over Ray's own, with some in flight, and with all at once.
 AWAITED, AT_ONCE = 0.5, 0.7
-#: Of the run in which a node is lost: jobs in flight, their size, and nanoseconds of their kernel.
+#: For the run that loses a node: jobs in flight, their size, and nanoseconds of their kernel.
 CLIENTS, SMS, KERNEL_NS = 300, 16, 15_000_000
-#: Seconds for a job; and those by which its answer may come later, while this process is busy.
+#: A job's deadline in seconds, and how much later its answer may come while this process is busy.
 DEADLINE, LATE = 20.0, 1.0
-#: The part of the jobs that is answered when a node is killed; seconds until another joins.
+#: The part of the jobs that is answered when the node is killed; seconds until another joins.
 KILLED_AT, AWAY = 0.3, 3.0
-#: Seconds after which what has not been told is taken for hung.
+#: Seconds after which a job without an answer counts as hung.
 LIMIT = 500.0
-#: Seconds from its joining until the first answer from there, at most.
+#: The bar: seconds from the new node's joining until its first answer.
 RECOVERY = 1.0
 
 CONFIG = LaunchConfig(grid=1, block=32)
@@ -59,7 +59,7 @@ make = partial(Pool, driver="simulated:h200", prepare=[spin])
 
 @contextmanager
 def cluster(gpus: tuple[int, ...] = (1,) * NODES) -> Iterator[Cluster]:
-    """A cluster of nodes with so many GPUs each, and this process connected to it."""
+    """Start a cluster of nodes with so many GPUs each, and connect this process to it."""
     if __name__ != "__main__":  # workers need not find this module
         ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     head = {"num_cpus": 1, "num_gpus": gpus[0], "include_dashboard": False}
@@ -78,17 +78,17 @@ def cluster(gpus: tuple[int, ...] = (1,) * NODES) -> Iterator[Cluster]:
 
 
 class Empty:
-    """Ray's own: an actor with nothing to do."""
+    """The reference: an actor whose call does nothing."""
 
     async def call(self) -> None: ...
 
 
 async def empty(p: Partition) -> None:
-    """Ours."""
+    """Do nothing."""
 
 
 async def throughput() -> list[Row]:
-    """Of each number in flight, and all at once: jobs and calls a second, and their ratio."""
+    """Return jobs and calls a second, for each number in flight and for all at once."""
     rows = []
     calls = _calls()
     async with fleet("throughput") as ours:
@@ -111,7 +111,7 @@ async def throughput() -> list[Row]:
 async def _in_turns(
     ours: Callable[[], Awaitable[float]], call: Callable[[], Any], number: int, in_flight: int
 ) -> tuple[float, float]:
-    """The medians of some rounds, after one that is thrown away."""
+    """Return the medians of some rounds, after one that is thrown away."""
 
     async def theirs() -> float:
         if in_flight:
@@ -141,7 +141,7 @@ async def _rate(work: Callable[[], Awaitable[None]], number: int, in_flight: int
 
 
 def _calls() -> Callable[[], Any]:
-    """Makes an empty actor on each node; a call goes to one after another."""
+    """Create an empty actor on each node; calls go to one after another."""
     kind = ray.remote(num_cpus=0, max_concurrency=1000)(Empty)
     nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
     strategies = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
@@ -157,7 +157,7 @@ def _calls() -> Callable[[], Any]:
 
 @asynccontextmanager
 async def fleet(name: str) -> AsyncGenerator[Fleet]:
-    """One that is stopped at the end."""
+    """Provide a fleet, and stop it at the end."""
     async with Fleet(name, make) as made:
         yield made
         await made.stop()
@@ -168,49 +168,49 @@ async def fleet(name: str) -> AsyncGenerator[Fleet]:
 
 @dataclass
 class Found:
-    """What became of the jobs, by number: the even ones are idempotent."""
+    """The results of the jobs, by number: the even ones are idempotent."""
 
     jobs: int
     seconds: float = 0.0
     #: How often each began to run.
     ran: Counter[int] = field(default_factory=Counter)
     answered: set[int] = field(default_factory=set)
-    #: By which error of ours; and whatever else came of any.
+    #: Jobs that ended with an error of greensched, and with any other.
     refused: dict[int, str] = field(default_factory=dict)
     wrong: dict[int, str] = field(default_factory=dict)
-    #: Seconds after its deadline that the last of all was told.
+    #: The longest time in seconds from a job's deadline until its answer.
     latest: float = -DEADLINE
-    #: When each process gave its first answer; when Ray first listed the other node; and when
-    #: `add_node` had it: "joined".
+    #: When each process gave its first answer; when Ray first listed the new node; and when
+    #: `add_node` returned.
     first: dict[int, float] = field(default_factory=dict)
     listed: float = 0.0
     joined: float = 0.0
 
     @property
     def has_recovered(self) -> bool:
-        """Whether the other node has answered."""
+        """Return whether the new node has answered."""
         return self.listed > 0 and max(self.first.values()) > self.listed
 
     def recovery(self, since: float) -> float:
-        """Seconds from then to the first answer from the other node."""
+        """Return the seconds from a time to the new node's first answer."""
         new = [when for when in self.first.values() if when > self.listed]
         return min(new, default=float("inf")) - since
 
     def bars(self) -> dict[str, bool]:
-        """What must hold, and whether it does."""
-        told = self.answered | self.refused.keys()
+        """Return each condition, and whether it holds."""
+        ended = self.answered | self.refused.keys()
         return {
-            f"each of {self.jobs} answered, or refused by an error of ours": (
-                told == set(range(self.jobs)) and not self.wrong
+            f"each of {self.jobs} answered, or failed with an error of greensched": (
+                ended == set(range(self.jobs)) and not self.wrong
             ),
-            "each that was answered has run": all(self.ran[n] for n in self.answered),
-            "none that is not idempotent ran twice": (
+            "each job that was answered has run": all(self.ran[n] for n in self.answered),
+            "no job that is not idempotent ran twice": (
                 max((self.ran[n] for n in range(1, self.jobs, 2)), default=0) <= 1
             ),
-            f"the last was told {self.latest:.2f} s after its deadline, < {LATE:g} s": (
+            f"the latest answer came {self.latest:.2f} s after its deadline, < {LATE:g} s": (
                 self.latest < LATE
             ),
-            f"recovery {self.recovery(self.joined):.2f} s after the other node had joined, "
+            f"recovery {self.recovery(self.joined):.2f} s after the new node had joined, "
             f"{self.recovery(self.listed):.2f} s after it was listed, <= {RECOVERY:g} s": (
                 self.recovery(self.joined) <= RECOVERY
             ),
@@ -228,7 +228,7 @@ class Found:
 
 
 def losing_a_node(made: Cluster, jobs: int) -> Found:
-    """Runs the jobs on a thread, for Ray begins nodes on the main one alone; kills a node here."""
+    """Run the jobs on a thread, and kill a node here: Ray starts nodes on the main thread alone."""
     found, kill, before = Found(jobs), threading.Event(), _nodes()
     with tempfile.TemporaryDirectory() as folder:
         client = Client(found, folder, kill)
@@ -259,7 +259,7 @@ def _watch(found: Found, before: set[str]) -> None:
 
 
 async def noted(p: Partition, number: int, folder: str) -> int:
-    """The job: notes that it runs, runs a kernel, and says in which process."""
+    """Record that the job runs, run a kernel, and return the process."""
     with Path(folder, str(os.getpid())).open("a") as journal:  # noqa: ASYNC230  some 30 us
         journal.write(f"{number}\n")
     await p.launch(CONFIG, spin, KERNEL_NS)
@@ -268,14 +268,14 @@ async def noted(p: Partition, number: int, folder: str) -> int:
 
 @dataclass
 class Client:
-    """Keeps so many jobs in flight until all are told."""
+    """Keeps so many jobs in flight until all have ended."""
 
     found: Found
     folder: str
     kill: threading.Event
 
     async def run(self) -> None:
-        """All of them; what has hung by then is told of no more."""
+        """Run all jobs; those that hang are given up after `LIMIT` seconds."""
         found, left = self.found, iter(range(self.found.jobs))
         began = time.monotonic()
         try:
@@ -316,16 +316,19 @@ class Client:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.system.ray", description=__doc__)
-    parser.add_argument("--jobs", type=int, default=100_000)
-    parser.add_argument("--loss", action="store_true", help="only the jobs that lose a node")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.system.ray",
+        description="Measure a fleet on a Ray cluster of three nodes.",
+    )
+    parser.add_argument("--jobs", type=int, default=100_000, help="default: 100000")
+    parser.add_argument("--loss", action="store_true", help="only the run that loses a node")
     options = parser.parse_args()
-    load, rows = MachineLoad(), list[Row]()
+    machine, rows = MachineLoad(), list[Row]()
     with cluster() as made:
         if not options.loss:
             rows = asyncio.run(throughput())
         found = losing_a_node(made, options.jobs)
-    print(f"{load}; Ray {ray.__version__}, {NODES} nodes")
+    print(f"{machine}; Ray {ray.__version__}, {NODES} nodes")
     if rows:
         print(f"\n{table(rows)}\n")
     print(found)
