@@ -20,6 +20,7 @@ CHECKED = (
     "CONTRIBUTING.md",
     *(str(page.relative_to(ROOT)) for page in ROOT.glob("docs/*.md")),
     "docs/internals",
+    "benchmarks",
     "examples",
     "src/greensched/__init__.py",
     "src/greensched/__main__.py",

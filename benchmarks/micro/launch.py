@@ -114,12 +114,12 @@ class _Bench:
         return theirs
 
     async def bound(self) -> Comparison:
-        """Arguments packed once on both sides: the price of submitting alone."""
+        """Compare launches whose arguments were packed once: the price of submitting alone."""
         what = "bound launch | raw launch, packed once"
         return await compare(what, self._ours(self.bind), self._launches())
 
     async def arguments_set(self) -> Comparison:
-        """Four arguments set before each launch: new numbers, the same buffers.
+        """Compare launches that set four arguments before: new numbers, the same buffers.
 
         The raw launch sets none.
         """
@@ -138,7 +138,7 @@ class _Bench:
         return await compare(what, self._ours(launch), self._launches())
 
     async def buffers_set(self, other: Buffer) -> Comparison:
-        """The same with two other buffers each time, whose order has to be kept."""
+        """Compare launches that set two other buffers, whose order has to be kept."""
         turns = itertools.cycle([arguments(other), self.bound_values])
 
         def launch() -> None:
@@ -153,18 +153,18 @@ class _Bench:
         return found
 
     async def submitted(self) -> Comparison:
-        """Both write a number behind the launch; ours returns a job."""
+        """Compare launches with a number written behind each; ours returns a job."""
         what = "bound.submit | raw launch + mark"
         return await compare(what, self._ours(self.bind.submit), self._marked_launches())
 
     async def launched(self) -> Comparison:
-        """A launch with every check, beside a raw launch that was packed once, and its mark."""
+        """Compare a launch with every check with a raw launch that was packed once, and its mark."""
         launch = partial(self.p.launch, CONFIG, saxpy, *self.values)
         what = "launch | raw launch + mark"
         return await compare(what, self._ours(launch), self._marked_launches())
 
     async def asked(self) -> Comparison:
-        """Asking about a job that is done, beside asking about an event that is reached."""
+        """Compare a query of a job that is done with one of an event that is reached."""
         job, query = self.bind.submit(), self.raw.query
         await job
         self.raw.record()
@@ -185,7 +185,7 @@ class _Bench:
         return await compare("is_done | event query", ours, theirs)
 
     async def awaited_each(self) -> Comparison:
-        """Submitted and awaited one at a time, beside launches and marks that are not awaited."""
+        """Compare jobs that are awaited one at a time with launches and marks that are not."""
         submit = self.bind.submit
 
         async def ours() -> float:
@@ -199,7 +199,7 @@ class _Bench:
         )
 
     async def batched(self) -> Comparison:
-        """Many launches, and a job that is awaited behind each 64; raw: an event at the end."""
+        """Compare many launches with a job behind each 64 with an event at the end."""
         launch, record, poll = self.raw.launch, self.raw.record, self.raw.poll
         bound, submit = self.bind, self.bind.submit
 
@@ -230,7 +230,7 @@ class _Bench:
         )
 
     async def in_flight(self) -> Comparison:
-        """Jobs of a stream that always has many, each awaited; raw: a mark each, an event last."""
+        """Compare jobs of a full stream, each awaited, with a mark each and an event last."""
         launch, mark, record, poll = (
             self.raw.launch, self.raw.mark, self.raw.record, self.raw.poll,
         )  # fmt: skip
@@ -261,7 +261,7 @@ class _Bench:
         return await compare(f"a job, {IN_FLIGHT} in flight | raw launch + mark", ours, theirs)
 
     async def awaited(self, wait: Callable[[], Awaitable[object]], by: str) -> Comparison:
-        """One launch at a time, awaited; raw: an event, waited for in one way or another."""
+        """Compare one launch at a time, awaited, with an event waited for in some way."""
         launch, values = self.p.launch, self.values
         pack_and_launch, record = self.raw.pack_and_launch, self.raw.record
 

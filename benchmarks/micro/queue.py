@@ -261,7 +261,7 @@ async def _heartbeat(pool: Pool) -> Row:
 
 
 async def _keep_in_flight(p: Partition, each: int, over: asyncio.Event) -> None:
-    """Always have so many jobs in flight, and await one after another."""
+    """Keep so many jobs in flight, and await one after another."""
     bound = p.bind(CONFIG, JOB, round(JOB_S * 1e9))
     in_flight: deque[Job[None]] = deque()
     while not over.is_set():

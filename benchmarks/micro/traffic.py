@@ -279,8 +279,9 @@ def hour(seeds: Sequence[int], traces: Sequence[Path]) -> Iterator[Bar]:
 def _printed(order: str) -> bytes:
     """Return what a new process prints of a short experiment, with this hash seed of strings."""
     program = (
-        "from greensched.capacity import answers, compare, show; print(show.table(compare.ask("
-        f"answers.Question(policies=({OURS!r},), seconds=5.0, repeats=2, check=False))))"
+        "from greensched.capacity import experiment, results, text_report; "
+        f"asked = results.Experiment(policies=({OURS!r},), seconds=5.0, repeats=2, check=False); "
+        "print(text_report.table(experiment.run_experiment(asked)))"
     )
     command, env = [sys.executable, "-c", program], os.environ | {"PYTHONHASHSEED": order}
     return subprocess.run(command, env=env, stdout=subprocess.PIPE, check=True).stdout

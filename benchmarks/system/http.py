@@ -174,13 +174,19 @@ class Load:
             "files": len(os.listdir("/proc/self/fd")),  # noqa: PTH208  iterdir keeps it open
         }
 
-    async def _use_every_executor(self) -> None: """Start the threads of each executor, which begin
-    at their first use; reuse freed memory.""" partitions = [] async with
-    contextlib.AsyncExitStack() as held: with contextlib.suppress(WouldBlock): while True: p = await
-    held.enter_async_context(self.pool.partition_nowait(16)) await p.run(int) await ( p.checkpoint()
-    )  # starts the submit thread, which else begins when memory grows partitions.append(p) # Long
-    enough that threads sleep meanwhile: the requests so far may not have used each. await
-    asyncio.gather(*(self.summed(p, np.zeros(1, np.float32)) for p in partitions))
+    async def _use_every_executor(self) -> None:
+        """Start the threads of each executor, which begin with its first use, and reuse memory."""
+        partitions = []
+        async with contextlib.AsyncExitStack() as held:
+            with contextlib.suppress(WouldBlock):
+                while True:
+                    p = await held.enter_async_context(self.pool.partition_nowait(16))
+                    await p.run(int)
+                    # Starts the submit thread, which else begins when memory grows.
+                    await p.checkpoint()
+                    partitions.append(p)
+            # Long enough that threads sleep meanwhile: the load may not have used each of them.
+            await asyncio.gather(*(self.summed(p, np.zeros(1, np.float32)) for p in partitions))
 
     async def _kill(self, address: str, number: int, rate: float) -> Row:
         """Return the time from the end of the running jobs until killed clients' SMs were free."""

@@ -159,7 +159,7 @@ async def launched(pool: Pool, rng: random.Random) -> None:
 
 
 async def launched_without_await(pool: Pool, rng: random.Random) -> None:
-    """Several launches, which the end of the block waits for."""
+    """Launch several times; the end of the block waits for all."""
     async with pool.partition(size(rng)) as p:
         for _ in range(rng.randint(1, 8)):
             p.launch(CONFIG, spin, duration(rng))
@@ -180,7 +180,7 @@ async def bound(pool: Pool, rng: random.Random) -> None:
 
 
 async def copied(pool: Pool, rng: random.Random) -> None:
-    """Two uploads, a kernel, a download."""
+    """Upload twice, launch, download."""
     array = np.full(ITEMS, rng.random(), np.float32)
     async with pool.partition(size(rng)) as p:
         with await p.upload(array) as x, await p.upload(array) as y:
@@ -202,7 +202,7 @@ async def several_partitions(pool: Pool, rng: random.Random) -> None:
 
 
 async def cancelled(pool: Pool, rng: random.Random) -> None:
-    """Cancelled after a random time: in the queue, or with a kernel running."""
+    """Cancel after a random time: in the queue, or with a kernel running."""
     with suppress(TimeoutError):
         async with asyncio.timeout(duration(rng) / 1e9):
             async with pool.partition(size(rng)) as p:
@@ -216,7 +216,7 @@ async def cancelled_in_a_call(pool: Pool, rng: random.Random) -> None:
 
 
 async def too_late(pool: Pool, rng: random.Random) -> None:
-    """A request for all SMs, with a deadline that it seldom meets."""
+    """Request all SMs, with a deadline that is seldom met."""
     with suppress(DeadlineExceeded):
         async with pool.partition(ALL, deadline=(1 + duration(rng)) / 1e9) as p:
             await p.launch(CONFIG, spin, duration(rng))
@@ -229,7 +229,7 @@ async def at_once_or_not(pool: Pool, rng: random.Random) -> None:
 
 
 async def failed(pool: Pool, rng: random.Random) -> None:
-    """A block that raises while a kernel runs, or a call that raises in it."""
+    """Raise in the block while a kernel runs, or in a call."""
 
     def fail() -> None:
         raise Intended
