@@ -158,7 +158,7 @@ class _Bench:
         return await compare(what, self._ours(self.bind.submit), self._marked_launches())
 
     async def launched(self) -> Comparison:
-        """Compare a launch with every check with a raw launch that was packed once, and its mark."""
+        """Compare a launch with every check with a raw launch, packed once, and its mark."""
         launch = partial(self.p.launch, CONFIG, saxpy, *self.values)
         what = "launch | raw launch + mark"
         return await compare(what, self._ours(launch), self._marked_launches())
