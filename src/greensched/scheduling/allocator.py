@@ -136,7 +136,7 @@ class SMAllocator:
         if not self.is_limited:
             return cells.fit_all(free, parts, ready)
         state, reservations = request.class_state, self.reservations[device]
-        least = most = cells.cell_count(free)
+        least = most = (free & cells.cell_mask).bit_count()
         if reservations.owners:
             least, most = reservations.available_for(least, request, request.fewest)
         if limit is not None:
@@ -150,7 +150,7 @@ class SMAllocator:
             return masks if sum(map(cells.sm_count, masks)) <= left else ()
         if size.most > left:
             size = SizeRange(size.least, max(size.least, left))
-        needed = cells.cells_for(size.least)
+        needed = -(-size.least // cells.size)
         if needed > least:  # the remainder may do alone
             if not cells.is_helped(free, size.least):
                 return ()
@@ -322,7 +322,7 @@ class SMAllocator:
         """
         device, state = grant.device, grant.class_state
         cells, reservations = self.devices[device], self.reservations[device]
-        free, is_shared = self.free_masks[device], cells.is_shared_mask(mask)
+        free, is_shared = self.free_masks[device], mask > cells.full_mask
         held, wanted = 0 if grant.is_shared else grant.mask, 0 if is_shared else mask
         if wanted & ~(free | held):
             raise AssertionError(f"cells granted twice: {wanted:b} of {free | held:b}")
@@ -336,20 +336,18 @@ class SMAllocator:
             del self.shared_grants[device][grant]
         grant.is_shared = is_shared
         if reservations.owners:
-            before, after = cells.cell_count(held), cells.cell_count(wanted)
+            all_cells, is_elastic = cells.cell_mask, grant.request.is_elastic
+            before, after = (held & all_cells).bit_count(), (wanted & all_cells).bit_count()
             if after > before:
-                kept = max(0, self._kept_to_end(grant, after) - before)
-                reservations.take(cells.cell_count(free), grant, after - before, kept)
+                kept = after  # of an elastic grant, only the least is kept to its end
+                if is_elastic:
+                    kept = min(after, cells.cells_for(grant.request.parts[0].least))
+                have = (free & all_cells).bit_count()
+                reservations.take(have, grant, after - before, max(0, kept - before))
             elif after < before:
                 reservations.give(grant, before - after)
-            reservations.note_short(grant, is_over=is_shared or not mask)
-
-    def _kept_to_end(self, grant: Grant, cells: int) -> int:
-        """Return how many of so many cells a grant gives back only at its end."""
-        request = grant.request
-        if not request.is_elastic:
-            return cells
-        return min(cells, self.devices[grant.device].cells_for(request.parts[0].least))
+            if is_elastic:
+                reservations.note_short(grant, is_over=not wanted)
 
     def choose_mask(
         self, grant: Grant, least: int, most: int, *, prefer: int = 0

@@ -120,10 +120,6 @@ class DeviceCells:
         """Return the mask of a shared grant: every cell, and a bit above that tells it apart."""
         return self.full_mask | 1 << self.count + 1 + number
 
-    def is_shared_mask(self, mask: int) -> bool:
-        """Return whether it is the mask of a shared grant."""
-        return mask > self.full_mask
-
     def possible(self, mask: int) -> bool:
         """Return whether one green context can have exactly these cells."""
         if not mask & self.remainder_mask or mask in (self.remainder_mask, self.full_mask):

@@ -179,7 +179,7 @@ class Dispatcher:
             most = self._take(request, granted)
 
     def _serve_lines(self, most: int, now: float, granted: list[Request]) -> None:
-        queue, is_first = self.queue, True
+        queue, is_first, is_ranked = self.queue, True, self.policy.class_rank is not None
         is_reserved, may_share = queue.reservation is not None, self.allocator.may_share
         firsts = [x for x in queue.firsts() if not (is_reserved and self._is_kept_out(x))]
         places = [queue.place(request) for request in firsts]
@@ -187,8 +187,8 @@ class Dispatcher:
         moves = len(places)  # between two grants: the rank of a class may differ at each call
         while places and (most or may_share):
             request: Request = places[0][-1]
-            if moves and self._has_moved(request, places[0][0]):
-                moves -= 1
+            if moves and is_ranked and places[0][0] != queue.class_rank(request.class_state):
+                moves -= 1  # the class was granted something
                 heapq.heapreplace(places, queue.place(request))
             elif not self._attempt(request, most, now):
                 heapq.heappop(places)
@@ -205,12 +205,6 @@ class Dispatcher:
                     heapq.heapreplace(places, queue.place(following))
                 else:
                     heapq.heappop(places)
-
-    def _has_moved(self, request: Request, rank: object) -> bool:
-        """Return whether the rank of its class has changed: the class was granted something."""
-        if self.policy.class_rank is None:
-            return False
-        return rank != self.queue.class_rank(request.class_state)
 
     def _serve_idle(self, now: float, granted: list[Request]) -> None:
         """Let owners that wait lend on devices where nothing is held: else all wait for ever."""
@@ -254,8 +248,7 @@ class Dispatcher:
 
     def note_missing(self, request: Request) -> None:
         """Note the executors that a request needs."""
-        if request.missing_executors:
-            self.missing_executors.update(dict.fromkeys(request.missing_executors))
+        self.missing_executors.update(dict.fromkeys(request.missing_executors))
 
     def _is_kept_out(self, request: Request) -> bool:
         """Return whether all a request may be granted on is kept for another."""
@@ -271,7 +264,8 @@ class Dispatcher:
 
     def _blocked(self, request: Request, now: float, *, is_first: bool) -> bool:
         """Handle a first of a line that does not fit. Return whether the next one is first now."""
-        self.note_missing(request)
+        if request.missing_executors:
+            self.note_missing(request)
         if not is_first:
             return False
         if self._is_limited(request):

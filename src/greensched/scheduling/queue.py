@@ -108,7 +108,7 @@ class RequestQueue:
             self._deadlines.discard(request)
         if self._buckets and request in self._buckets and self.ledger is not None:
             self.ledger.remove(self._buckets.pop(request), request.work)
-        if self.is_reserved_for(request):
+        if self.reservation is not None and self.reservation.request is request:
             self.reservation = None
         self.waiting -= 1
         state.waiting -= 1

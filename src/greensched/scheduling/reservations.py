@@ -162,7 +162,7 @@ class Reservations:
     def note_short(self, grant: Grant, *, is_over: bool = False) -> None:
         """Count whether an elastic grant of an owner has less than it may have."""
         state, part = grant.class_state, grant.request.target[0]
-        if state not in self.blocks or not grant.request.is_elastic:
+        if state not in self.blocks:
             return
         most = min(part.most, state.cap) // self.cells.size
         have = self.cells.cell_count(grant.mask)
@@ -205,7 +205,8 @@ class Reservations:
         """After a change of the classes, count what is granted and lent already."""
         for grant in grants:
             grant.is_short = False
-            self.note_short(grant)
+            if grant.request.is_elastic:
+                self.note_short(grant)
             if grant.class_state in self.blocks:
                 grant.class_state.account(self.cells.cell_count(grant.mask))
             loans, grant.loans = grant.loans, NO_LOANS

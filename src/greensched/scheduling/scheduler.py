@@ -187,13 +187,18 @@ class Scheduler:
         if not wait:
             self._refused += 1
             raise self._would_block(request)
-        if self.dispatcher.holds(request.holder):
+        if request.holder is not None and self.dispatcher.holds(request.holder):
             self._refuse_deadlock(request, line.devices)
-        self._refuse_full(request, line.asked, now)
+        state, waiting = request.class_state, self.queue.waiting
+        if waiting >= self.max_waiting or state.waiting >= state.max_waiting:
+            self._refused += 1
+            number = waiting if waiting >= self.max_waiting else state.waiting
+            raise QueueFull(number, self._retry_after(request, line.asked, now))
         if request.due is not None and request.duration is not None:
             self._admit(request, line, now)
         self.queue.add(request, line)
-        self.dispatcher.note_missing(request)
+        if request.missing_executors:
+            self.dispatcher.note_missing(request)
 
     def resized(self, request: Request) -> list[Request]:
         """Return the requests granted because of one just taken, by a policy that sizes."""
@@ -218,13 +223,15 @@ class Scheduler:
         """End a lease whose work may still run: its cells stay until it is `drained`."""
         if not grant.draining:
             grant.draining = True
-            self.dispatcher.set_holder(grant, None)
+            if grant.holder is not None:
+                self.dispatcher.set_holder(grant, None)
 
     def drained(self, now: float, grant: Grant) -> list[Request]:
         """Free the cells of a grant, whose work is done. Return the requests that are granted."""
         if grant.over:
             raise AssertionError(f"cells given back twice: {grant}")
-        self.release(grant)
+        if not grant.draining:
+            self.release(grant)
         grant.over = True
         self.allocator.free(grant, now)
         if not self.queue.waiting:
@@ -590,16 +597,6 @@ class Scheduler:
                 together = max(together, found, key=sum)
         holds = sum(allocator.devices[d].sm_count(mask) for d, mask in held.items())
         raise WouldDeadlock(holds, self.dispatcher.asked(request), most, together=together)
-
-    def _refuse_full(self, request: Request, asked: int, now: float) -> None:
-        """Refuse what would have to wait, where too many wait already."""
-        state, waiting = request.class_state, self.queue.waiting
-        if waiting < self.max_waiting:
-            if state.waiting < state.max_waiting:
-                return
-            waiting = state.waiting
-        self._refused += 1
-        raise QueueFull(waiting, self._retry_after(request, asked, now))
 
     def _retry_after(self, request: Request, asked: int, now: float) -> float:
         """Predict when the queue has a place again, in seconds.
