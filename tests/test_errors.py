@@ -66,7 +66,8 @@ def test_an_error_is_pickled_whole(kind: type[errors.GreenschedError]) -> None:
 def test_a_lost_device_says_which_and_why() -> None:
     """DeviceLost names the device and the first fault, and has both as attributes."""
     fault = errors.DeviceFault(700, "ILLEGAL_ADDRESS", "cuEventQuery")
-    lost = errors.DeviceLost(fault, device=1)
+    fault.device = 1
+    lost = errors.DeviceLost(fault)
     assert str(lost).startswith("device 1 failed")
     assert str(fault) in str(lost)
     assert (lost.device, lost.cause, lost.__cause__) == (1, fault, fault)

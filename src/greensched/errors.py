@@ -455,7 +455,13 @@ class OutOfMemory(CUDAError):
 
 
 class DeviceFault(CUDAError):
-    """A status after which the process must be replaced (a sticky error)."""
+    """A status after which the process must be replaced (a sticky error).
+
+    Attributes:
+        device: the ordinal of the device that failed; None if it is unknown.
+    """
+
+    device: int | None = None
 
 
 class DriverMisuse(GreenschedError, RuntimeError):
@@ -474,10 +480,10 @@ class DeviceLost(GreenschedError, RuntimeError):
         device: the ordinal of the device that failed; None if it is unknown.
     """
 
-    def __init__(self, cause: BaseException, device: int | None = None) -> None:
+    def __init__(self, cause: BaseException) -> None:
         self.cause = cause
-        self.device = device
-        which = "a device" if device is None else f"device {device}"
+        self.device: int | None = getattr(cause, "device", None)
+        which = "a device" if self.device is None else f"device {self.device}"
         super().__init__(f"{which} failed and is unusable until this process is replaced: {cause}")
         self.__cause__ = cause
 

@@ -56,10 +56,10 @@ class Mapped:
     """Memory that a kernel writes and the host reads, without a pool."""
 
     is_closed = False
-    fault = None
 
     def __init__(self, device: Device) -> None:
         self.device = device.ordinal
+        self.health = device.health
         self._owner = device
         with device:
             self.host: HostMemory = device.driver.allocate_host(4 * N)

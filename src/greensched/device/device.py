@@ -51,7 +51,7 @@ class Device:
         self.facts: DeviceFacts = self.driver.device_facts(ordinal)
         #: The kernels loaded on it.
         self.loader = Loader(self.driver, self.facts)
-        self.health = DeviceHealth()
+        self.health = DeviceHealth(self.ordinal)
         self._primary: Context | None = None
         #: The green contexts made here that still exist, to be closed before the primary.
         self._greens: WeakSet[Context] = WeakSet()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from greensched.errors import DeviceLost, GreenschedError
+from greensched.errors import DeviceFault, DeviceLost, GreenschedError
 
 
 class DeviceHealth:
     """What has ended the use of a device, if anything.
 
     Attributes:
+        device: the device's ordinal, which faults are marked with.
         is_over: the device has failed, or its pool ended over unfinished work: no ticket is
             reached any more, and no memory comes back. One attribute for the hot paths.
         failure: the first device fault.
@@ -19,9 +20,10 @@ class DeviceHealth:
             each of its devices, together with its own state.
     """
 
-    __slots__ = ("closed_by", "failure", "is_over", "on_failure")
+    __slots__ = ("closed_by", "device", "failure", "is_over", "on_failure")
 
-    def __init__(self) -> None:
+    def __init__(self, device: int | None = None) -> None:
+        self.device = device
         self.is_over = False
         self.failure: BaseException | None = None
         self.closed_by: Callable[[], GreenschedError] | None = None
@@ -31,6 +33,8 @@ class DeviceHealth:
         """Report a device fault. From any thread; only the first one counts."""
         if self.is_over:
             return
+        if isinstance(error, DeviceFault) and error.device is None:
+            error.device = self.device
         if self.on_failure is not None:
             self.on_failure(error)
         if not self.is_over:
