@@ -29,7 +29,7 @@ TICKET = 7
 def buffer(**other: Any) -> Any:
     """A buffer that only `STREAM` has used."""
     health = SimpleNamespace(is_over=other.pop("is_lost", False))
-    memory = SimpleNamespace(is_closed=other.pop("is_gone", False), health=health)
+    memory = SimpleNamespace(is_closed=other.pop("is_gone", False), health=health, device_id=0)
     memory.give_back = lambda *_: None
     made = Buffer(memory, 4096, (1,), np.dtype("f4"))  # type: ignore[arg-type]
     usual = {"only_user": STREAM, "is_closed": False}

@@ -54,8 +54,8 @@ def _launch_host_function() -> Any:
 
     Wheels up to 13.4 wrap any function, also a plain C one, in a trampoline that takes the GIL on
     the driver's thread, which deadlocks against a thread that holds the GIL and waits for the
-    driver's lock (promise 6; docs/completion.md). ctypes releases the GIL around the call, as the
-    wheel does.
+    driver's lock (promise 6; docs/internals/completion.md). ctypes releases the GIL around the
+    call, as the wheel does.
     """
     address = symbol_address("cuLaunchHostFunc", 10000)
     if not address:
