@@ -116,7 +116,7 @@ def test_what_a_call_leaves_current_is_not_the_next_ones(hooks: list[Any]) -> No
                 call = current_call()
                 return None if call is None else call.sm_count
 
-            jobs = [p.run(leave), p.run(sms)]  # in one block of the lane's context
+            jobs = [p.run(leave), p.run(sms)]  # in one block of the executor's context
             began.set()
             await jobs[0]
             assert [await jobs[1], await p.run(sms)] == [16, 16]

@@ -88,8 +88,8 @@ def test_a_task_goes_on_where_it_is_found(run: Callable[..., Any], debug: bool) 
 
 
 def test_it_goes_on_as_the_task_it_is(run: Callable[..., Any]) -> None:
-    """There `current_task()` and the context variables are the task's, and not of who resumes."""
-    variable: ContextVar[str] = ContextVar("variable", default="nobody's")
+    """There `current_task()` and the context variables are the task's, not the resumer's."""
+    variable: ContextVar[str] = ContextVar("variable", default="unset")
 
     async def main() -> None:
         adapter = current_adapter()
@@ -103,10 +103,10 @@ def test_it_goes_on_as_the_task_it_is(run: Callable[..., Any]) -> None:
             return seen
 
         def resume() -> None:
-            variable.set("who resumes")
+            variable.set("the resumer")
             adapter.resume(waiter)
             assert asyncio.current_task() is None
-            assert variable.get() == "who resumes"
+            assert variable.get() == "the resumer"
 
         task = asyncio.create_task(one())
         asyncio.get_running_loop().call_soon(resume)
@@ -116,7 +116,7 @@ def test_it_goes_on_as_the_task_it_is(run: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("how", ["wake", "resume"])
-def test_who_is_woken_before_he_waits_does_not_wait(run: Callable[..., Any], how: str) -> None:
+def test_a_task_woken_before_it_waits_does_not_wait(run: Callable[..., Any], how: str) -> None:
     """A wake that comes first is not lost, by whichever way."""
 
     async def main() -> list[str]:
@@ -131,7 +131,7 @@ def test_who_is_woken_before_he_waits_does_not_wait(run: Callable[..., Any], how
 
 @pytest.mark.parametrize("messages", [(), ("enough",)])
 def test_a_cancelled_task_goes_on_cancelled(run: Callable[..., Any], messages: Any) -> None:
-    """It is cancelled in the next turn, with its message, and who resumes it then does nothing."""
+    """It is cancelled in the next turn, with its message, and resuming it then does nothing."""
 
     async def main() -> list[str]:
         adapter, log = current_adapter(), list[str]()
@@ -148,8 +148,8 @@ def test_a_cancelled_task_goes_on_cancelled(run: Callable[..., Any], messages: A
     assert run(main) == ["it waits", f"it is cancelled {messages}"]
 
 
-def test_who_was_cancelled_leaves_nothing_with_what_he_awaited(run: Callable[..., Any]) -> None:
-    """It may be kept until the work is done; his context is not."""
+def test_a_cancelled_task_leaves_nothing_with_its_waiter(run: Callable[..., Any]) -> None:
+    """It may be kept until the work is done; the task's context is not."""
 
     class Thing:
         """Of a request, say."""
@@ -188,7 +188,7 @@ def test_a_callback_needs_no_context(run: Callable[..., Any]) -> None:
 
 
 def test_a_cancellation_before_the_first_wait_arrives_there(run: Callable[..., Any]) -> None:
-    """A task that cancelled itself does not wait for anybody to resume it."""
+    """A task that cancelled itself does not wait to be resumed."""
 
     async def main() -> list[str]:
         adapter, log = current_adapter(), list[str]()
@@ -224,7 +224,7 @@ def test_a_cancellation_behind_a_wake_is_not_lost(run: Callable[..., Any]) -> No
 
 
 def test_scopes_and_timeouts_end_the_wait(run: Callable[..., Any]) -> None:
-    """`asyncio.timeout`, `wait_for` and anyio's scopes end a wait that nobody else ends."""
+    """`asyncio.timeout`, `wait_for` and anyio's scopes end a wait that nothing else ends."""
 
     async def main() -> None:
         adapter = current_adapter()
@@ -241,8 +241,8 @@ def test_scopes_and_timeouts_end_the_wait(run: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", LOOPS)
-def test_a_task_that_ends_the_loop_keeps_nobody_waiting(kind: str) -> None:
-    """`SystemExit` of one task leaves the loop at once; who was to go on behind it still does."""
+def test_a_task_that_ends_the_loop_keeps_no_other_waiting(kind: str) -> None:
+    """`SystemExit` of one task leaves the loop at once; the task behind it still goes on."""
     log: list[str] = []
 
     async def leave(waiter: Awaitable[None]) -> None:

@@ -1,4 +1,4 @@
-"""What users keep with a lane, where the lane ends otherwise than with an idle pool."""
+"""Values kept with an executor that ends otherwise than with an idle pool."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CONFIG = LaunchConfig(grid=16, block=32)
 
 
 class Thing:
-    """Closed once, and by nobody twice."""
+    """Counts how often it is closed."""
 
     closed = 0
 
@@ -26,10 +26,10 @@ class Thing:
         self.closed += 1
 
 
-async def test_a_lane_that_is_given_up_closes_it(
+async def test_an_evicted_executor_closes_it(
     sim_pool: SimPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is closed with a lane that makes room for another, while the pool goes on."""
+    """It is closed with an executor that is evicted for another, while the pool goes on."""
     one_cell_executors(monkeypatch)
     things = [Thing(), Thing()]
 
@@ -44,7 +44,7 @@ async def test_a_lane_that_is_given_up_closes_it(
             await p.local(first)
         async with pool.partition(8) as p:
             await p.local(second)
-        for sms in (40, 48, 56):  # each a new lane, for which an old one goes
+        for sms in (40, 48, 56):  # each a new executor, for which an old one is evicted
             async with pool.partition(sms):
                 pass
         await anyio.sleep(1)  # the builder ends it behind the grant
@@ -69,8 +69,8 @@ async def test_what_may_not_be_touched_is_not_closed(
     assert thing.closed == 0
 
 
-def test_what_nobody_used_costs_no_thread() -> None:
-    """Closing a pool starts no thread for lanes with which nothing is kept."""
+def test_unused_locals_cost_no_thread() -> None:
+    """Closing a pool starts no thread for executors that keep nothing."""
     started: list[str] = []
     driver = simulated.open()
     start = driver.start_thread

@@ -106,9 +106,9 @@ async def work(
 
 
 class Doomed:
-    """A loop that is closed with leases in hand, requests queued and work in flight.
+    """A loop that is closed with leases held, requests queued and work in flight.
 
-    As by a crash: nobody cancels its tasks.
+    As by a crash: its tasks are not cancelled.
     """
 
     HELD = 3
@@ -157,7 +157,7 @@ class Doomed:
         self._tasks.append(asyncio.create_task(coroutine))
 
     async def _hold(self) -> None:
-        # Together: whoever held one and waited for the next could wait for ALL of another loop.
+        # Together: a task that held one and waited for the next could wait for ALL of another loop.
         async with self._pool.partitions(*[16] * self.HELD) as held:
             for p in held:
                 self._account.take("doomed", p)
@@ -211,7 +211,7 @@ def test_two_loops_share_a_pool_and_one_is_closed(survivor: str, leases: int) ->
     doomed.collect()
     print(
         f"{account.leases} leases (seed {SEED}): {dict(account.ended)}, at most {account.most} at "
-        f"once; the closed loop left {Doomed.HELD} in hand, {doomed.in_flight} jobs in flight, "
+        f"once; the closed loop left {Doomed.HELD} held, {doomed.in_flight} jobs in flight, "
         f"{doomed.queued} queued; {len(spans)} operations, {overlaps(spans)} overlaps"
     )
     assert not thread.is_alive()
@@ -349,7 +349,7 @@ def test_closing_waits_for_another_loops_lease() -> None:
 
 
 def test_a_job_may_be_awaited_on_another_loop() -> None:
-    """A job's result, and its failure, reach whoever awaits it, on whatever loop in any thread."""
+    """A job's result, and its failure, reach each task that awaits it, on any loop."""
     pool, results = Pool(driver="simulated:h200"), list[Any]()
 
     async def main() -> None:
@@ -476,7 +476,7 @@ def test_a_partition_is_for_its_own_thread(use: str) -> None:
                 "upload": lambda: p.upload(np.ones(3)),
                 "run": lambda: p.run(int),
                 "ready": lambda: asyncio.run(p.drain()),  # type: ignore[arg-type]
-                "end": p.end,
+                "end": p._end,
             }
 
             def other() -> None:
@@ -523,7 +523,7 @@ def test_a_thread_of_ours_may_meet_an_import(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_an_event_is_recorded_while_the_worker_has_the_context(strict: bool) -> None:
-    """Where an event and a stream may be of two contexts, the worker's call is in nobody's way.
+    """Where an event and a stream may be of two contexts, the worker's call blocks no other thread.
 
     Else the event must be made where the worker is, and a new one is refused, by name.
     """
