@@ -18,26 +18,14 @@ ROOT = Path(__file__).parents[1]
 CHECKED = (
     "README.md",
     "CONTRIBUTING.md",
-    *(str(page.relative_to(ROOT)) for page in ROOT.glob("docs/*.md")),
-    "docs/internals",
     "benchmarks",
+    "docs",
     "examples",
-    "src/greensched/__init__.py",
-    "src/greensched/__main__.py",
-    "src/greensched/_asynclib.py",
-    "src/greensched/_cleanup.py",
-    "src/greensched/_validation.py",
-    "src/greensched/capacity",
-    "src/greensched/cli",
-    "src/greensched/context.py",
-    "src/greensched/device",
-    "src/greensched/driver",
-    "src/greensched/errors.py",
-    "src/greensched/integrations",
-    "src/greensched/kernels",
-    "src/greensched/pool.py",
-    "src/greensched/scheduling",
-    "src/greensched/typing.py",
+    *(
+        str(path.relative_to(ROOT))
+        for path in sorted((ROOT / "src/greensched").iterdir())
+        if path.suffix in ("", ".py") and path.name not in ("__pycache__", "execution")
+    ),
 )
 SUFFIXES = {".py", ".md", ".toml", ".pbtxt", ".pyi"}
 
