@@ -58,7 +58,7 @@ class Mapped:
     is_closed = False
 
     def __init__(self, device: Device) -> None:
-        self.device = device.ordinal
+        self.device_id = device.ordinal
         self.health = device.health
         self._owner = device
         with device:
