@@ -74,7 +74,7 @@ class LazyHeap:
             row.popleft()
         else:
             self._stale += 1
-        live = len(self) - self._stale
+        live = len(row) + len(self._heap) - self._stale
         if not live:
             self._row.clear()
             self._heap.clear()
