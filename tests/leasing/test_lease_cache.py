@@ -1,4 +1,4 @@
-"""Leases that ended without work go to the next who asks the same, and nobody else can tell."""
+"""Cached leases: reused by the next request for the same, and accounted for like any other."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from helpers.waiting import turns
 CONFIG = LaunchConfig(grid=1, block=8)
 
 
-def parked(pool: Pool) -> int:
-    """Leases that the pool has parked."""
+def cached(pool: Pool) -> int:
+    """How many leases the pool has cached."""
     return len(pool._manager.cache)
 
 
@@ -42,26 +42,26 @@ def on_h200(**options: object) -> Pool:
     return Pool(driver="simulated:h200", **options)  # type: ignore[arg-type]
 
 
-def test_the_next_of_the_same_size_has_it() -> None:
-    """Leases that follow each other are one to the scheduler, and all are counted."""
+def test_the_next_request_for_the_same_is_counted() -> None:
+    """Leases that follow each other reuse one grant, and each is counted."""
 
     async def main() -> None:
         async with on_h200() as pool:
             for _ in range(5):
                 await leased(pool)
-                assert parked(pool) == 1
+                assert cached(pool) == 1
             with_nowait = pool.partition_nowait(16)
             async with with_nowait as p:
                 assert p.sm_count == 16
-                assert parked(pool) == 0
+                assert cached(pool) == 0
             stats = pool.statistics()
             assert (stats.requested, stats.granted) == (6, 6)
 
     asyncio.run(main())
 
 
-def test_parked_sms_are_free_to_everybody_else() -> None:
-    """Statistics, the whole device, and another size are as if nothing had been parked."""
+def test_cached_sms_are_free_to_other_requests() -> None:
+    """Statistics, the whole device and another size are as if nothing were cached."""
 
     async def main() -> None:
         async with on_h200() as pool:
@@ -78,8 +78,8 @@ def test_parked_sms_are_free_to_everybody_else() -> None:
     asyncio.run(main())
 
 
-def test_a_block_that_was_left_stays_left() -> None:
-    """Its partition is closed, though another holds the same lane by now."""
+def test_a_left_block_stays_left() -> None:
+    """A left partition is closed, though another holds the same executor by now."""
 
     async def main() -> None:
         async with on_h200() as pool:
@@ -103,8 +103,8 @@ def test_a_block_that_was_left_stays_left() -> None:
     asyncio.run(main())
 
 
-def test_nothing_is_parked_before_who_waits() -> None:
-    """Who waits is granted what the next lease gives back, before its holder has it again."""
+def test_queued_requests_go_before_the_cache() -> None:
+    """A queued request is granted what a lease gives back, before its holder has it again."""
 
     async def main() -> None:
         async with on_h200() as pool:
@@ -125,8 +125,8 @@ def test_nothing_is_parked_before_who_waits() -> None:
     asyncio.run(main())
 
 
-def test_who_holds_what_was_parked_is_known() -> None:
-    """A task that asks for what can never come while it holds a lease taken again is told so."""
+def test_the_holder_of_a_cached_lease_is_known() -> None:
+    """A task that holds a lease from the cache and asks for what can never come is refused."""
 
     async def main() -> None:
         async with on_h200() as pool:
@@ -140,8 +140,8 @@ def test_who_holds_what_was_parked_is_known() -> None:
     asyncio.run(main())
 
 
-def test_no_task_is_kept_by_what_it_left() -> None:
-    """A parked lease keeps no reference to who held it."""
+def test_a_cached_lease_keeps_no_task() -> None:
+    """A cached lease keeps no reference to the task that held it."""
 
     async def main() -> None:
         async with on_h200() as pool:
@@ -151,21 +151,21 @@ def test_no_task_is_kept_by_what_it_left() -> None:
             tasks.clear()
             await turns()
             gc.collect()
-            assert parked(pool)
+            assert cached(pool)
             assert all(ref() is None for ref in known)
 
     asyncio.run(main())
 
 
 def test_another_loop_asks_the_scheduler() -> None:
-    """What one loop has parked is no other's; it is given back when somebody else asks."""
+    """A lease is cached for its own loop; a request of another loop reclaims it."""
 
     async def main(pool: Pool) -> None:
         await leased(pool)
         other = threading.Thread(target=lambda: asyncio.run(leased(pool, 132)))
         other.start()
         await asyncio.to_thread(other.join)
-        assert parked(pool) == 1  # the other's, whose loop is over
+        assert cached(pool) == 1  # the other's, whose loop is over
         await leased(pool)
         await leased(pool)
         assert pool.statistics().sms_free == 132
@@ -178,13 +178,13 @@ def test_another_loop_asks_the_scheduler() -> None:
 
 
 def test_one_loop_after_the_other() -> None:
-    """A loop that is over has parked nothing for the next on its thread."""
+    """A closed loop has cached nothing for the next loop on its thread."""
     pool = on_h200()
 
     async def first() -> None:
         await pool.open()
         await leased(pool)
-        assert parked(pool) == 1
+        assert cached(pool) == 1
 
     async def second() -> None:
         async with pool.partition(16) as p, pool.partition(8):
@@ -195,8 +195,8 @@ def test_one_loop_after_the_other() -> None:
     asyncio.run(second())
 
 
-def test_who_asks_outside_of_any_task_asks_the_scheduler() -> None:
-    """What is parked belongs to the tasks of a loop; a callback of it is granted as anybody."""
+def test_a_request_outside_of_any_task_asks_the_scheduler() -> None:
+    """Cached leases belong to the tasks of a loop; a callback of it is granted like any other."""
 
     async def main() -> None:
         async with on_h200() as pool:
@@ -216,7 +216,7 @@ def test_who_asks_outside_of_any_task_asks_the_scheduler() -> None:
 
 
 def test_a_class_is_charged_for_each_lease() -> None:
-    """Its leases are parked, counted, and take what time they are held; parked they take none."""
+    """Leases of a class are cached, counted, and charged for the time in which they are held."""
     clock = simulated.VirtualClock(seed=1)
 
     async def main() -> None:
@@ -226,7 +226,7 @@ def test_a_class_is_charged_for_each_lease() -> None:
                 for service in ("a", "b"):
                     async with pool.partition(16, service=service):
                         await asyncio.sleep(0.010)
-                    assert parked(pool)
+                    assert cached(pool)
                 await asyncio.sleep(1.0)
             found = pool.statistics().services
             for service in ("a", "b"):
@@ -237,17 +237,17 @@ def test_a_class_is_charged_for_each_lease() -> None:
     clock.run(main)
 
 
-def test_a_floor_is_its_owners_though_leases_are_parked() -> None:
-    """Who asks finds the floors as they are: what is parked is free, and lent to nobody."""
+def test_a_reserve_is_kept_though_leases_are_cached() -> None:
+    """A request finds the reserves as they are: cached cells are free, and lent to no class."""
 
     async def main() -> None:
         services = [ServiceClass("a", reserve=64), ServiceClass("b")]
         async with on_h200(services=services) as pool:
             async with pool.partition(16, service="a"), pool.partition(16, service="b"):
                 pass
-            assert parked(pool) == 2
+            assert cached(pool) == 2
             async with pool.partition(56, service="b"):
-                assert parked(pool) == 0
+                assert cached(pool) == 0
                 with pytest.raises(WouldBlock):
                     pool.partition_nowait(16, service="b")
                 async with pool.partition(64, service="a") as p:
@@ -256,20 +256,20 @@ def test_a_floor_is_its_owners_though_leases_are_parked() -> None:
     asyncio.run(main())
 
 
-def test_a_change_of_classes_ends_what_is_parked() -> None:
-    """What was parked before it is given back, and what is held is parked by the new rules."""
+def test_a_change_of_classes_reclaims_the_cache() -> None:
+    """Cached leases are reclaimed, and held ones are cached by the new rules."""
 
     async def main() -> None:
         async with on_h200() as pool:
             await leased(pool)
             async with pool.partition(24):
                 pool.reconfigure(services=[ServiceClass("a", reserve=16)])
-                assert not parked(pool)
+                assert not cached(pool)
             await leased(pool)
-            assert parked(pool) == 1
+            assert cached(pool) == 1
             pool.reconfigure(services=[])
             await leased(pool)
-            assert parked(pool) == 1
+            assert cached(pool) == 1
             assert pool.statistics().leases == 0
 
     asyncio.run(main())
@@ -282,40 +282,40 @@ def test_a_change_of_classes_ends_what_is_parked() -> None:
         ServiceClass("a", shared=True, latency=1.0),
     ],
 )
-def test_what_is_looked_at_for_each_lease_is_not_parked(service: ServiceClass) -> None:
-    """A quota, and whether the device is split; an elastic lease is of the size of the moment."""
+def test_what_needs_a_decision_is_not_cached(service: ServiceClass) -> None:
+    """A quota, a device that may be split, and an elastic size are decided for each lease."""
 
     async def main() -> None:
         async with on_h200(services=[service]) as pool:
             async with pool.partition(16, service="a"):
                 pass
-            assert not parked(pool)
+            assert not cached(pool)
         async with on_h200(services=[ServiceClass("a")]) as pool:
             async with pool.partition((8, 64), service="a"):
                 pass
-            assert not parked(pool)
+            assert not cached(pool)
 
     asyncio.run(main())
 
 
 @pytest.mark.parametrize("services", [[], [ServiceClass("a")]])
-def test_a_lease_of_a_known_cost_is_not_parked(services: list[ServiceClass]) -> None:
-    """Its cost was said at a checkpoint; one that says none can be parked."""
+def test_a_lease_of_a_known_duration_is_not_cached(services: list[ServiceClass]) -> None:
+    """Its duration was given at a checkpoint; a lease without one can be cached."""
 
     async def main() -> None:
         async with on_h200(services=services) as pool:
             async with pool.partition(16) as p:
                 await p.checkpoint(0.005)
-            assert not parked(pool)
+            assert not cached(pool)
             async with pool.partition(16) as p:
                 await p.checkpoint()
-            assert parked(pool) == 1
+            assert cached(pool) == 1
 
     asyncio.run(main())
 
 
-def test_a_fault_ends_what_is_parked() -> None:
-    """After a device fault nobody is given a lease that was parked before it."""
+def test_a_fault_reclaims_the_cache() -> None:
+    """After a device fault no cached lease is granted."""
 
     async def main() -> None:
         async with on_h200() as pool:
@@ -328,8 +328,8 @@ def test_a_fault_ends_what_is_parked() -> None:
 
 
 @pytest.mark.parametrize("use", ["run", "stream", "context", "bind", "feed", "failed"])
-def test_what_has_more_to_see_to_is_ended(use: str) -> None:
-    """A lease whose end has more to do than to look at its launches is no other's before."""
+def test_a_lease_with_work_left_is_ended(use: str) -> None:
+    """A lease whose end has more to do than to look at its launches is not cached."""
 
     async def main() -> None:
         async with on_h200() as pool:
@@ -350,13 +350,13 @@ def test_what_has_more_to_see_to_is_ended(use: str) -> None:
                     else:
                         with pytest.raises(ZeroDivisionError):
                             await p.run(lambda: 1 // 0)
-            assert not parked(pool)
+            assert not cached(pool)
 
     asyncio.run(main())
 
 
-def test_bound_launches_that_are_done_are_no_reason_to_end_it() -> None:
-    """A lease whose bound launches were awaited is parked; they are over with its block."""
+def test_done_bound_launches_do_not_prevent_caching() -> None:
+    """A lease whose bound launches were awaited is cached; they are closed with its block."""
 
     async def main() -> None:
         async with on_h200(prepare=[fill]) as pool:
@@ -366,7 +366,7 @@ def test_bound_launches_that_are_done_are_no_reason_to_end_it() -> None:
                         bound = p.bind(CONFIG, fill, x, 1.0, 8)
                         bound()
                         await bound.submit()
-                    assert parked(pool) == 1
+                    assert cached(pool) == 1
                     with pytest.raises(PartitionClosed):
                         bound()
                 stats = pool.statistics()
@@ -380,8 +380,8 @@ async def pool_empty(pool: Pool) -> Buffer:
         return await p.empty(8)
 
 
-def test_a_class_that_went_is_refused_though_it_was_asked_for_before() -> None:
-    """What is asked for by size and class is read once, and again after a change of classes."""
+def test_a_removed_class_is_refused_though_it_was_used_before() -> None:
+    """A request by size and class is parsed once, and again after a change of classes."""
 
     async def main() -> None:
         async with on_h200(services=[ServiceClass("a", reserve=16)]) as pool:
@@ -397,7 +397,7 @@ def test_a_class_that_went_is_refused_though_it_was_asked_for_before() -> None:
 
 
 def test_a_lease_leaves_nothing_to_the_collector() -> None:
-    """What a lease was made of is free when it is over: nothing of it is in a circle."""
+    """The objects of a lease are freed when it is over: none is in a reference cycle."""
 
     async def main() -> None:
         async with on_h200(services=[ServiceClass("a", reserve=16)]) as pool:
@@ -416,8 +416,8 @@ def test_a_lease_leaves_nothing_to_the_collector() -> None:
     asyncio.run(main())
 
 
-def test_where_leases_are_parked_does_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No more places are kept than are in use, though sizes and classes change without end."""
+def test_the_cache_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no more entries than are in use, though sizes and classes change without end."""
     monkeypatch.setattr("greensched.leasing.requests.MAX_REUSED", 2)
 
     async def main() -> None:

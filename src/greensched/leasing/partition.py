@@ -559,7 +559,7 @@ class Partition(AsyncBlock):
         """
         return calls.local(self._ready_lease(), factory)
 
-    # -- waiting for room --------------------------------------------------------------------------
+    # -- waiting for capacity ----------------------------------------------------------------------
 
     async def drain(self) -> None:
         """Wait until a job or a bound launch can be submitted. A cancellation changes nothing.
