@@ -58,16 +58,16 @@ class Mapped:
     is_closed = False
 
     def __init__(self, device: Device) -> None:
+        self.device = device
         self.device_id = device.ordinal
         self.health = device.health
-        self._owner = device
         with device:
             self.host: HostMemory = device.driver.allocate_host(4 * N)
         self.buffer = PinnedBuffer(self, self.host, (N,), np.dtype(np.float32))
 
     def give_back(self, host: HostMemory, _uses: object) -> None:
-        with self._owner:
-            self._owner.driver.free_host(host)
+        with self.device:
+            self.device.driver.free_host(host)
 
     def close(self) -> None:
         self.buffer.close()
