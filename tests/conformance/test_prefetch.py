@@ -162,10 +162,10 @@ def test_a_lease_drains_until_its_copies_are_done(backend: Backend) -> None:
             await feed.__anext__()
             await still_waits(feed.__anext__())
             p._end()
-            await still_waits(p.finish())
+            await still_waits(p._wait_closed())
             assert pool.statistics().sms_draining == 8
             word.array[0] = 1
-            await p.finish()
+            await p._wait_closed()
             assert pool.statistics().sms_draining == 0
             with pytest.raises(PartitionClosed):
                 await feed.__anext__()
