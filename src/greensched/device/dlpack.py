@@ -39,7 +39,7 @@ class _Tensor(ctypes.Structure):
         ("ndim", ctypes.c_int32),
         ("code", ctypes.c_uint8),
         ("bits", ctypes.c_uint8),
-        ("vector_size", ctypes.c_uint16),
+        ("lanes", ctypes.c_uint16),
         ("shape", ctypes.POINTER(ctypes.c_int64)),
         ("strides", ctypes.POINTER(ctypes.c_int64)),
         ("byte_offset", ctypes.c_uint64),
@@ -131,17 +131,15 @@ def read(capsule: object) -> View:
 
 
 def _dtype(tensor: _Tensor) -> tuple[np.dtype[Any], str]:
-    size, part = divmod(tensor.bits * tensor.vector_size, 8)
+    size, part = divmod(tensor.bits * tensor.lanes, 8)
     if part or not size:
         raise InvalidArray(
-            f"its elements have {tensor.bits * tensor.vector_size} bits: whole bytes are needed"
+            f"its elements have {tensor.bits * tensor.lanes} bits: whole bytes are needed"
         )
     code = _KINDS.get(tensor.code)
-    if code is None or tensor.vector_size != 1:
+    if code is None or tensor.lanes != 1:
         name = _OTHERS.get(tensor.code, f"of DLPack's kind {tensor.code}")
-        return np.dtype(
-            f"V{size}"
-        ), name if tensor.vector_size == 1 else f"{tensor.vector_size} x {name}"
+        return np.dtype(f"V{size}"), name if tensor.lanes == 1 else f"{tensor.lanes} x {name}"
     try:
         found = np.dtype(f"{code}{size}")
     except TypeError:
