@@ -144,7 +144,7 @@ def gpu(compiled: str | None) -> tuple[Parts, Any]:
         try:
             rows = run_program(module, limit=LIMIT_S)
             if compiled is not None:
-                there = run_program(module, limit=LIMIT_S, env={"PYTHONPATH": compiled})
+                there = run_program(module, limit=LIMIT_S, env=_first_on_path(compiled))
                 rows = interleave(rows, there)
         except (subprocess.SubprocessError, ValueError) as error:
             print(f"{module}: {error}", file=sys.stderr)
@@ -164,12 +164,18 @@ def host_compiled(folder: str, standin: str | None) -> Parts:
         file = Path(place, "found.json")
         options = ["host", "--json", str(file), *(["--standin", standin] if standin else [])]
         command = [sys.executable, "-m", "benchmarks", *options]
-        env = os.environ | {"PYTHONPATH": folder}
+        env = os.environ | _first_on_path(folder)
         # A bar that is missed is no failure here: the exit code is for the whole of both builds.
         ran = subprocess.run(command, env=env, stdout=subprocess.DEVNULL, check=False)
         if not file.is_file():
             raise subprocess.CalledProcessError(ran.returncode, command)
         return load(file)
+
+
+def _first_on_path(folder: str) -> dict[str, str]:
+    """Return the environment in which a build in a folder is imported before any other."""
+    paths = [folder, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 def run_program(
