@@ -1,4 +1,4 @@
-"""The house: what importing loads, what is public, and what every file keeps to."""
+"""The sources: what importing loads, what is public, and what every file keeps to."""
 
 from __future__ import annotations
 
