@@ -91,7 +91,7 @@ def test_a_service_under_load_is_measured(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(judged) == 6
     answers = judged["answers"]
     assert " x 200, " in answers.what
-    assert " x 429)" in answers.what
+    assert " x 429" in answers.what
     assert answers.ours == 0 < answers.theirs
     for row in judged.values():  # the times depend on the machine, what is left does not
         assert row.passed is not None
