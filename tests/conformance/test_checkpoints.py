@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 
 import anyio
@@ -84,6 +85,62 @@ def test_a_checkpoint_awaits_the_work_first(backend: Backend) -> None:
                 release.set()
 
     backend.run(main)
+
+
+def test_a_checkpoint_ends_with_another_one_of_the_partition(backend: Backend) -> None:
+    """Of two tasks at a checkpoint one moves the partition, and the other waits for no more."""
+
+    async def main() -> None:
+        async with backend.pool() as pool, anyio.create_task_group() as tasks:
+            release = anyio.Event()
+            async with pool.partition((8, 1024)) as p:
+                sms = p.sm_count
+
+                async def first() -> None:
+                    await p.checkpoint()
+                    p.run(lambda: None)
+
+                with await Gate.closed(p) as gate:
+                    job = p.empty(8)
+                    tasks.start_soon(hold, pool, 8, release)
+                    await until(lambda: pool.statistics().waiting == 1)
+                    tasks.start_soon(first)
+                    await anyio.sleep(0.001)
+                    tasks.start_soon(p.checkpoint)
+                    await still_waits(job)
+                    gate.open()
+                    await until(lambda: p.sm_count < sms)
+                (await job).close()
+                release.set()
+
+    backend.run(main)
+
+
+def test_progress_is_reported_without_the_lock_at_a_checkpoint() -> None:
+    """A progress callback at a checkpoint may use the pool: it is called under no lock."""
+
+    async def main() -> None:
+        async with Pool(driver="simulated:h200") as pool, anyio.create_task_group() as tasks:
+            release = anyio.Event()
+            async with pool.partition((8, 1024)) as p:
+                executor = p._open_lease().executor
+                tasks.start_soon(hold, pool, 8, release)
+                await until(lambda: pool.statistics().waiting == 1)
+                locked: list[bool] = []
+
+                def progress(*_: int) -> None:
+                    locked.append(pool._manager.lock.locked())
+
+                job = p.upload(np.ones(8), progress=progress)
+                while not job.done():
+                    time.sleep(0.001)  # noqa: ASYNC251  so that the loop does not see it
+                await p.checkpoint()
+                assert p._open_lease().executor is not executor
+                assert locked == [False]
+                (await job).close()
+                release.set()
+
+    anyio.run(main)
 
 
 @pytest.mark.runs_device_code

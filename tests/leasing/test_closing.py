@@ -279,6 +279,28 @@ def test_closed_before_it_was_open() -> None:
     asyncio.run(main())
 
 
+def test_closed_as_another_thread_opens_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pool that is opened and closed at the same time is closed, and leaves nothing open."""
+
+    async def main() -> None:
+        driver = simulated.open("h200")
+        pool = Pool(driver=driver)
+        opening, begin = pool.open().__await__(), pool._lifecycle._begin_closing
+
+        def open_first() -> object:
+            opening.send(None)
+            return begin()
+
+        monkeypatch.setattr(pool._lifecycle, "_begin_closing", open_first)
+        assert not (await pool.aclose()).abandoned
+        opening.close()
+        assert pool.state is greensched.PoolState.CLOSED
+        async with Pool(driver=driver):
+            pass
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_closed_while_its_opening_fails(seed: int) -> None:
     """An opening that fails as the pool is closed takes nothing from under the closing."""

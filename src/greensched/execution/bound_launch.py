@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from typing import NoReturn
+from typing import Final, NoReturn
 
 from greensched._asynclib import get_ident
 from greensched.device.buffers import Buffer, PinnedBuffer, Use
@@ -39,6 +39,10 @@ class Reason(enum.Enum):
     MOVED = enum.auto()
     #: The kernel is not loaded on this executor: the submit thread launches it.
     NOT_LOADED = enum.auto()
+
+
+#: The reasons that end where the lease moves to another executor.
+ENDED_BY_MOVE: Final = frozenset(Reason) - {Reason.CLOSED}
 
 
 class BoundLaunch:
@@ -201,10 +205,11 @@ class BoundLaunch:
         self._cache, self.track = self._lease.executor.cache, self._lease.launch_stream
         self._prepared = self._prepared.with_stream(self.track.stream)
         self._elsewhere.clear()
-        reasons = {Reason.MOVED}
+        # In place: another thread may close it meanwhile.
+        self._slow_reasons -= ENDED_BY_MOVE
+        self._slow_reasons.add(Reason.MOVED)
         if self._prepared.kernel not in self._cache.loaded:
-            reasons.add(Reason.NOT_LOADED)
-        self._slow_reasons = reasons
+            self._slow_reasons.add(Reason.NOT_LOADED)
 
     def close(self) -> None:
         """Refuse further launches. Idempotent."""
@@ -238,13 +243,18 @@ class BoundLaunch:
                 raise self.track.health.error()
             raise PartitionClosed("the partition of this bound launch")
         self._lease.check_capture()
-        for buffer, write in self._arguments.buffers.values():
-            buffer.check(self._lease.ordinal)
-            if Reason.MOVED in reasons:
-                self._use(buffer, write=write)
-            elif Reason.BUFFERS_SHARED in reasons:
-                self._add_uses(buffer, write=write)
-        reasons -= {Reason.MOVED, Reason.BUFFER_CLOSED}
+        reasons.discard(Reason.BUFFER_CLOSED)  # first: another thread may close a checked buffer
+        try:
+            for buffer, write in self._arguments.buffers.values():
+                buffer.check(self._lease.ordinal)
+                if Reason.MOVED in reasons:
+                    self._use(buffer, write=write)
+                elif Reason.BUFFERS_SHARED in reasons:
+                    self._add_uses(buffer, write=write)
+        except BaseException:
+            reasons.add(Reason.BUFFER_CLOSED)
+            raise
+        reasons.discard(Reason.MOVED)
         if Reason.USED_ELSEWHERE in reasons:
             self._order_behind_uses()
         if self._prepared.kernel in self._cache.loaded:
@@ -252,16 +262,36 @@ class BoundLaunch:
 
     def _order_behind_uses(self) -> None:
         """Order the stream behind other uses of the buffers, if these are on their streams."""
-        stream, elsewhere = self.track, dict(self._elsewhere)
-        is_submitted = all(other.has_submitted(ticket) for other, ticket in elsewhere.items())
-        if not is_submitted or stream.first_uses:
-            return
-        running = [other for other, ticket in elsewhere.items() if not other.reached(ticket)]
-        for other in running:
-            other.check_capture()
-        self._slow_reasons.discard(Reason.USED_ELSEWHERE)  # first: other threads may add it again
-        self._elsewhere.clear()
-        Dependencies({}, running).order_before(stream)
+        stream, is_ordered = self.track, False
+        elsewhere = self._take_uses()
+        try:
+            is_submitted = all(other.has_submitted(ticket) for other, ticket in elsewhere.items())
+            if is_submitted and not stream.first_uses:
+                running = [
+                    other for other, ticket in elsewhere.items() if not other.reached(ticket)
+                ]
+                for other in running:
+                    other.check_capture()
+                Dependencies({}, running).order_before(stream)
+                is_ordered = True
+        finally:
+            if not is_ordered:
+                self._put_back(elsewhere)
+
+    def _take_uses(self) -> dict[TicketedStream, int]:
+        """Take the uses by other streams; those that other threads add from here on stay."""
+        self._slow_reasons.discard(Reason.USED_ELSEWHERE)  # first: other threads add it last
+        taken = {}
+        while self._elsewhere:
+            stream, ticket = self._elsewhere.popitem()
+            taken[stream] = ticket
+        return taken
+
+    def _put_back(self, uses: dict[TicketedStream, int]) -> None:
+        for stream, ticket in uses.items():
+            self._elsewhere.setdefault(stream, ticket)  # another thread's is later
+        if uses:
+            self._slow_reasons.add(Reason.USED_ELSEWHERE)
 
     def _must_defer(self) -> bool:
         """Whether the submit thread must launch it."""
@@ -282,14 +312,17 @@ class BoundLaunch:
         lease.check_capture()
         uses = tuple(self._arguments.buffers.values())
         twin, loaded = self._prepared.copy(), self._cache.loaded
-        self._elsewhere.clear()
-        self._slow_reasons.discard(Reason.USED_ELSEWHERE)
+        elsewhere = self._take_uses()  # the buffers know them, too
 
         def step(_: int) -> None:
             twin.launch()
             loaded.add(twin.kernel)
 
-        return lease.submit(self._name, step, uses, may_block=True)
+        try:
+            return lease.submit(self._name, step, uses, may_block=True)
+        except BaseException:
+            self._put_back(elsewhere)
+            raise
 
     def _failed(self, error: CUDAError) -> NoReturn:
         if isinstance(error, DeviceFault):

@@ -429,21 +429,30 @@ class Lease:
     async def wait_idle(self) -> None:
         """Wait until none of its work runs or is queued, also what is submitted meanwhile.
 
-        A cancellation changes nothing.
+        A cancellation changes nothing. Stops where another task ends the lease or moves it.
         """
         executor, stream = self.executor, self.executor.launch_stream
-        while not stream.health.is_over:
+        while not stream.health.is_over and self._has(executor):
             self.ticket_bound_launches()
             for one in executor.streams:
                 last = one.issued
                 while not (one.reached(last) or one.health.is_over):
                     await self.poller.wait(one, last)
+            if not self._has(executor):
+                return
+            # Not in `move_to`, under the pool's lock: these call progress callbacks.
+            for job in tuple(self._unfinished):
+                job._finalize()
             last = stream.issued
             if self.foreign_work:
                 await self._ticket_whole_context()
                 last += 1
             if not self.launches_without_ticket and last == stream.issued and executor.is_idle:
                 return
+
+    def _has(self, executor: Executor) -> bool:
+        """Whether work may still be submitted here, on this executor."""
+        return self.executor is executor and self.state is LeaseState.OPEN
 
     def _ticket_whole_context(self) -> Job[None]:
         """Submit a job that is done once the green context is, with the work of libraries on it."""
@@ -456,10 +465,8 @@ class Lease:
     def move_to(self, executor: Executor) -> None:
         """Go on with another executor; `move_bound_launches` follows, outside the pool's lock.
 
-        The executor that it has so far has no work of the lease any more.
+        The lease is idle (`wait_idle`).
         """
-        for job in self._unfinished:
-            job._finalize()
         self._start_on(executor)
 
     def move_bound_launches(self, before: Executor) -> None:

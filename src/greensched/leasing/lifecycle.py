@@ -169,7 +169,8 @@ class PoolLifecycle:
         """Stop granting, wait for the leases within a grace, then end all. See `Pool.aclose`."""
         if self.state is PoolState.FORKED:
             return CloseReport()
-        manager, closing = self._manager, self._begin_closing()
+        closing = self._begin_closing()  # first: from here on no thread can open the pool
+        manager = self._manager
         try:
             if manager is not None:
                 manager.stop()
