@@ -148,11 +148,17 @@ def split(scheduler: Scheduler) -> Request:
     return scheduler.request(0.0, parse_sizes((8,)), service="other")
 
 
-@pytest.mark.parametrize("case", [loan, quota, split])
+def told(scheduler: Scheduler) -> Request:
+    request = scheduler.request(0.0, parse_sizes((8,)), service="other")
+    scheduler.checkpoint(0.0, request.grants[0], duration=0.005)
+    return request
+
+
+@pytest.mark.parametrize("case", [loan, quota, split, told])
 def test_what_a_decision_would_look_at_is_not_suspended(
     case: Callable[[Scheduler], Request],
 ) -> None:
-    """Loans, quotas, and devices that may be split or not are looked at for each lease."""
+    """Loans, quotas, durations, and devices that may be split are looked at for each lease."""
     scheduler = Decided().scheduler
     (lease,) = case(scheduler).grants
     assert not scheduler.suspend(0.001, lease)

@@ -252,7 +252,7 @@ class Buffer(BaseBuffer):
 
     def bind(self, bound: BoundUser, *, write: bool) -> None:
         """Record that a bound launch uses it until `unbind`, in one argument or several."""
-        for other, writes in self._bound.items():
+        for other, writes in tuple(self._bound.items()):
             if other.track is not bound.track and (write or writes):
                 other.share()
                 bound.share()
@@ -272,21 +272,22 @@ class Buffer(BaseBuffer):
         (self.writers if write else self.readers)[stream] = ticket
         alone = not self._bound and _only(self.writers, stream) and _only(self.readers, stream)
         self.only_user = stream if alone else None
-        for bound, writes in self._bound.items():
+        for bound, writes in tuple(self._bound.items()):
             if write or writes:
                 bound.use_elsewhere(stream, ticket)
 
     def _written(self) -> tuple[Use, ...]:
-        bound = (bound.last_use() for bound, writes in self._bound.items() if writes)
+        bound = (bound.last_use() for bound, writes in tuple(self._bound.items()) if writes)
         return (*self.writers.items(), *bound)
 
     def uses(self) -> tuple[Use, ...]:
         """Return every stream that uses it, and up to which ticket."""
-        reading = (bound.last_use() for bound, writes in self._bound.items() if not writes)
+        users = tuple(self._bound.items())
+        reading = (bound.last_use() for bound, writes in users if not writes)
         return (*self.readers.items(), *reading, *self._written())
 
     def _give_back(self) -> None:
-        for bound in self._bound:
+        for bound in tuple(self._bound):
             bound.look_again()
         self._release()
 
@@ -462,9 +463,9 @@ class PinnedBuffer(BaseBuffer):
             self._uses[bound.track] = ticket
 
     def _give_back(self) -> None:
-        for bound in self._bound:
+        for bound in tuple(self._bound):
             bound.look_again()
-        uses = (*self._uses.items(), *(bound.last_use() for bound in self._bound))
+        uses = (*self._uses.items(), *(bound.last_use() for bound in tuple(self._bound)))
         self.memory.give_back(self._host, uses)
 
     def __repr__(self) -> str:

@@ -219,6 +219,8 @@ class TicketedStream:
     def release_kept(self) -> None:
         """Release what was kept for work that is done. From any thread."""
         with suppress(IndexError):  # another thread releases at the same time
+            if not self.reached(self.kept[0][0]):
+                return  # the first is the oldest, or nearly so
             for _ in range(len(self.kept)):
                 kept = self.kept.popleft()
                 if not self.reached(kept[0]):

@@ -279,7 +279,7 @@ class CompletionPoller:
                     callback()
                 elif waiter is not None:
                     self._reached.append(waiter)
-            if stream.kept and stream.reached(stream.kept[0][0]):
+            if stream.kept:
                 stream.release_kept()
             if not entries and (stream.health.is_over or stream.reached(stream.issued)):
                 self.pending.pop(stream, None)

@@ -231,8 +231,6 @@ class Partition(AsyncBlock):
         if lease.executor is executor:  # else another task's checkpoint was first
             lease.check_capture()
             self._lifecycle.manager().checkpoint(lease, duration, deadline)
-            if duration is not None:  # no later lease may inherit it
-                lease.reusable = False
         return self._open_lease().executor.sm_count
 
     # -- facts -------------------------------------------------------------------------------------

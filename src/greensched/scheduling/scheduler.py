@@ -342,12 +342,12 @@ class Scheduler:
         `resume` grants it again without a decision. Its cells count as free: `reclaim` frees them
         before anything else is decided. Return False if a decision would depend on more than free
         cells, so that the grant must be `drained`: requests wait, or it has a loan, a quota, a
-        shared device, or a removed class.
+        shared device, a removed class, or a duration, which the next request does not have.
         """
         allocator, state = self.allocator, grant.class_state
         if self.queue.waiting or grant.loans or allocator.may_share or state.quota is not None:
             return False
-        if state.name in allocator.retired:
+        if state.name in allocator.retired or grant.request.duration is not None:
             return False
         allocator.suspend(grant, now)
         self._set_holder(grant, None)
