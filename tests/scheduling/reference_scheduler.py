@@ -52,7 +52,12 @@ class ReferenceScheduler:
         return [
             device
             for device in request.devices
-            if (self.kept is None or self.kept[0] is request or self.kept[1] != device)
+            if (
+                self.kept is None
+                or self.kept[0] is request
+                or self.kept[1] != device
+                or device in request.held_devices
+            )
             and fits(self.devices[device], self.free(device), request.parts)
         ]
 

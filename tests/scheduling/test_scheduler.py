@@ -226,6 +226,25 @@ def test_no_device_is_kept_where_a_request_waits_for_itself() -> None:
     assert give_back(scheduler, 1.0, other) == [whole]
 
 
+@pytest.mark.parametrize("duration", [None, 5.0])
+def test_a_kept_device_is_open_to_a_request_whose_holder_has_grants_there(
+    duration: float | None,
+) -> None:
+    """Else the holder would wait for the first request, which waits for the holder's lease."""
+    scheduler = make(policy=Fifo(ageing=0.0))
+    outer = ask(scheduler, 0.0, 8, holder="task", duration=duration)
+    other = ask(scheduler, 0.0, 24)
+    whole = ask(scheduler, 1.0, ALL)
+    stranger = ask(scheduler, 2.0, 8, duration=duration)
+    nested = ask(scheduler, 3.0, 8, holder="task", duration=duration)
+    assert whole.state is stranger.state is nested.state is GrantState.QUEUED
+    assert give_back(scheduler, 4.0, other) == [nested]
+    at_once = ask(scheduler, 4.0, 8, holder="task")
+    assert at_once.state is GrantState.GRANTED
+    assert give_back(scheduler, 5.0, at_once) + give_back(scheduler, 5.0, nested) == []
+    assert give_back(scheduler, 5.0, outer) == [whole]
+
+
 def test_who_has_a_device_goes_first_everywhere() -> None:
     """An aged request is granted before others wherever it fits, not on its kept device alone."""
     scheduler = make(SMALL, SMALL, policy=Fifo(ageing=0.0))

@@ -92,6 +92,7 @@ class Dispatcher:
             reservation is None
             or reservation.request is request
             or reservation.device not in request.devices
+            or reservation.device in request.held_devices  # else each would wait for the other
         ):
             return self.grant(request, request.devices, now)
         if len(request.devices) > 1:
@@ -257,6 +258,8 @@ class Dispatcher:
         first, device = reservation
         if request is first or request.devices != (device,) or request.duration is not None:
             return False
+        if device in request.held_devices:
+            return False
         if self.allocator.reservations[device].reserved_free(request.class_state):
             return False
         request.missing_executors = ()
@@ -368,6 +371,10 @@ class Dispatcher:
     def holds(self, holder: Hashable) -> bool:
         """Return whether a holder has any grant that is not draining."""
         return holder in self._held
+
+    def held_devices(self, holder: Hashable) -> frozenset[int]:
+        """Return the devices on which a holder has grants that are not draining."""
+        return frozenset(grant.device for grant in self._held.get(holder, ()))
 
     def held_by(self, request: Request) -> dict[int, int]:
         """Return the cells that its own holder keeps from a request, by device."""

@@ -137,6 +137,7 @@ class Request:
         "due",
         "duration",
         "grants",
+        "held_devices",
         "holder",
         "line",
         "missing_executors",
@@ -188,6 +189,8 @@ class Request:
         #: Seconds in which the next piece should be done, from the last checkpoint.
         self.within: float | None = None
         self.holder = holder
+        #: The devices on which its holder had grants when it arrived.
+        self.held_devices: frozenset[int] = frozenset()
         #: For the caller of the scheduler, which does not read it.
         self.owner = owner
         self.state = QUEUED
@@ -215,12 +218,13 @@ class Request:
 
         A request that is known to end sooner may fit into a gap that is closed to others, so a
         known duration counts by its magnitude. A curve counts as itself, and need not be hashable.
+        No device is closed to a request whose holder has grants there.
         """
-        duration = self.duration
+        duration, held = self.duration, self.held_devices
         if duration is None:
-            return self.class_state, self.parts, self.devices
+            return self.class_state, self.parts, self.devices, held
         magnitude = frexp(duration)[1] if isinstance(duration, (int, float)) else id(duration)
-        return self.class_state, self.parts, self.devices, magnitude
+        return self.class_state, self.parts, self.devices, held, magnitude
 
     @property
     def allowed(self) -> float | None:

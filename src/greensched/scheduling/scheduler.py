@@ -7,13 +7,14 @@ Synchronous and deterministic: a call takes `now` and returns the requests that 
 2. A request is QUEUED, then GRANTED, or GONE (cancelled, expired, rejected). Only a QUEUED one is
    granted. A GRANTED one that is not wanted any more gives its grants back: `release`, `drained`.
 3. Cells become free by `drained`, by `reclaim`, and by the `checkpoint` of an elastic grant, alone.
-4. Requests of one class that want the same (sizes, devices, magnitude of a known duration) wait in
-   one line, and only the first of a line is ever tried: if it does not fit, no other of the line
+4. Requests of one class that want the same (sizes, devices, magnitude of a known duration), and
+   whose holders have grants on the same devices, wait in one line, and only the first of a line is ever tried: if it does not fit, no other of the line
    does. So a decision costs as much as there are lines, however many requests wait.
 5. The first request of all that does not fit lets others overtake as long as the policy says. Then
    one device is kept for it: it goes first, and nothing else is granted there, whatever its rank,
-   until the request is granted or gone. Exceptions: a class has what is free of its reserve, and a
-   request that is known to end before the first could begin (backfill).
+   until the request is granted or gone. Exceptions: a class has what is free of its reserve, a
+   request that is known to end before the first could begin (backfill) is granted, and so is one
+   whose holder has grants there, which may not end before.
    No device is kept for a request that could not be granted even then, because the rules of its
    class, or the duration of its leases, have changed: once it has aged, or nothing is held, it is
    `rejected`.
@@ -162,6 +163,8 @@ class Scheduler:
             state.priority if priority is None else priority, now, self._requested,
             near=near, due=due, deadline=deadline, duration=duration, holder=holder, owner=owner,
         )  # fmt: skip
+        if holder is not None and self.dispatcher.holds(holder):
+            request.held_devices = self.dispatcher.held_devices(holder)
         if due is not None and duration is not None:
             self._refuse_late(request, due)
         line = None
@@ -187,7 +190,7 @@ class Scheduler:
         if not wait:
             self._refused += 1
             raise self._would_block(request)
-        if request.holder is not None and self.dispatcher.holds(request.holder):
+        if request.held_devices:
             self._refuse_deadlock(request, line.devices)
         state, waiting = request.class_state, self.queue.waiting
         if waiting >= self.max_waiting or state.waiting >= state.max_waiting:
