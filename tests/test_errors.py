@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from typing import Any
 
 import pytest
@@ -77,3 +78,10 @@ def test_a_split_without_alternatives_says_so() -> None:
     """InvalidSplit says what to ask for instead, or that no split is possible."""
     assert "; ask for 8, 16" in str(errors.InvalidSplit((9, None), 24, "why", (8, 16)))
     assert "; no split is possible" in str(errors.InvalidSplit((9, None), 24, "why", ()))
+
+
+@pytest.mark.parametrize("kind", [errors.PartitionClosed, errors.PoolClosed])
+def test_a_closed_object_says_what_to_do(kind: type[errors.Closed]) -> None:
+    """Only where it is closed: another state brings its own advice."""
+    assert re.search(r"^this is closed: .*another$", str(kind("this")))
+    assert str(kind("this", "closing")) == "this is closing"

@@ -278,18 +278,25 @@ class LoopWouldBlock(GreenschedError, RuntimeError):
 class Closed(GreenschedError, RuntimeError):
     """An object was used after its end, or before its beginning; `state` says which."""
 
+    #: What to do where it is closed.
+    _remedy = ""
+
     def __init__(self, what: str, state: str = "closed") -> None:
         self.what = what
         self.state = state
-        super().__init__(f"{what} is {state}")
+        super().__init__(f"{what} is {state}{self._remedy if state == 'closed' else ''}")
 
 
 class PartitionClosed(Closed):
     """A partition was used outside its `async with` block."""
 
+    _remedy = ": use it inside its block, or request another"
+
 
 class PoolClosed(Closed):
     """The pool is closed, closing or was never opened (`state` says which)."""
+
+    _remedy = ": open another"
 
 
 class BufferClosed(Closed):

@@ -404,7 +404,8 @@ class Pool:
             s = self.statistics()
         except GreenschedError:
             return f"<Pool: {self.state.value}>"
+        devices = "1 device" if s.devices == 1 else f"{s.devices} devices"
         return (
-            f"<Pool: {s.state.value}, {s.devices} devices, {s.sms_total} SMs: {s.sms_free} free, "
+            f"<Pool: {s.state.value}, {devices}, {s.sms_total} SMs: {s.sms_free} free, "
             f"{s.sms_leased} leased, {s.sms_draining} draining; {s.waiting} waiting>"
         )

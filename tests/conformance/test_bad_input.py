@@ -102,6 +102,15 @@ def test_what_can_never_be_granted_together_is_refused(backend: Backend) -> None
 # -- the rest of a request --------------------------------------------------------------------
 
 
+def test_an_option_that_no_request_has_says_which_there_are(backend: Backend) -> None:
+    """The message names the caller's option, those of a request, and what limits the waiting."""
+    pool = backend.pool()
+    requests: list[Any] = [pool.partition, pool.partitions]
+    for request in requests:
+        with pytest.raises(TypeError, match=r"'timeout': give device.*use asyncio\.timeout"):
+            request(16, timeout=1.0)
+
+
 def test_a_deadline_that_is_none_is_refused(backend: Backend) -> None:
     """A deadline is a number of seconds from now, above 0; else nothing is asked for."""
 

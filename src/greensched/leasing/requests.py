@@ -101,8 +101,14 @@ class RequestParser:
         duration: Duration | None = None,
         near: Buffer | None = None,
         is_reused: bool = False,
+        **unknown: object,
     ) -> LeaseRequest:
-        """Parse a request for several partitions. Raises as `parse`."""
+        """Parse a request for several partitions. Raises as `parse`; TypeError: no such option."""
+        if unknown:
+            raise TypeError(
+                f"a request has no option {next(iter(unknown))!r}: give device, service, deadline, "
+                "duration or near; to limit how long the caller waits, use asyncio.timeout"
+            )
         if device is not None and not is_count(device):
             raise InvalidRequest(f"device={device!r}: give the ordinal of a device, such as 0")
         if service is not None:

@@ -8,8 +8,9 @@ Synchronous and deterministic: a call takes `now` and returns the requests that 
    granted. A GRANTED one that is not wanted any more gives its grants back: `release`, `drained`.
 3. Cells become free by `drained`, by `reclaim`, and by the `checkpoint` of an elastic grant, alone.
 4. Requests of one class that want the same (sizes, devices, magnitude of a known duration), and
-   whose holders have grants on the same devices, wait in one line, and only the first of a line is ever tried: if it does not fit, no other of the line
-   does. So a decision costs as much as there are lines, however many requests wait.
+   whose holders have grants on the same devices, wait in one line, and only the first of a line
+   is ever tried: if it does not fit, no other of the line does. So a decision costs as much as
+   there are lines, however many requests wait.
 5. The first request of all that does not fit lets others overtake as long as the policy says. Then
    one device is kept for it: it goes first, and nothing else is granted there, whatever its rank,
    until the request is granted or gone. Exceptions: a class has what is free of its reserve, a

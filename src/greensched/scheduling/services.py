@@ -103,8 +103,9 @@ def validate_services(services: object) -> tuple[ServiceClass, ...]:
             if not is_right:
                 value = getattr(service, field)
                 raise InvalidRequest(f"service {service.name!r}: {field}={value!r}: give {right}")
-    if len({service.name for service in given}) < len(given):
-        raise InvalidRequest(f"services={services!r}: give each name once")
+    names = [service.name for service in given]
+    if len(set(names)) < len(names):
+        raise InvalidRequest(f"services={names}: give each name once")
     return given
 
 
