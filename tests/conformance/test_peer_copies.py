@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 import greensched
-from greensched import Partition, Pool, WouldBlock, WrongDevice
+from greensched import LaunchConfig, Partition, Pool, WouldBlock, WrongDevice
 from greensched.device.staging import CHUNK
 from greensched.device.staging_ring import SLOT
+from greensched.kernels import fill
 from helpers.backend import Backend
 from helpers.gate import Gate
 from helpers.waiting import still_waits
@@ -145,5 +146,20 @@ def test_neither_of_this_device_is_refused(backend: Backend, pair: str) -> None:
                 b.close()
                 with pytest.raises(greensched.BufferClosed):
                     p.copy(mine, b)
+
+    backend.run(main)
+
+
+def test_a_buffer_of_the_other_device_is_not_launched_on(backend: Backend, pair: str) -> None:
+    """Although this device was the last to write it, and no other stream uses it."""
+
+    async def main() -> None:
+        config = LaunchConfig(grid=1, block=8)
+        async with both(backend, pair) as (p, q):
+            with await p.upload(ONES[:8]) as here, await q.upload(ONES[:8]) as there:
+                await p.launch(config, fill, here, 2.0, 8)
+                await p.copy(there, here)
+                with pytest.raises(WrongDevice, match="device 1, and this is device 0"):
+                    p.launch(config, fill, there, 3.0, 8)
 
     backend.run(main)

@@ -18,6 +18,7 @@ class Track:
     """A stream whose work is done."""
 
     owner = None
+    stream = SimpleNamespace(context=SimpleNamespace(device_id=0))
 
     def reached(self, ticket: int) -> bool:
         return True
@@ -67,7 +68,7 @@ def test_a_bound_launch_ends_while_a_buffer_goes_through_its_users(
     act: Callable[[Buffer, Any], object], writes: bool
 ) -> None:
     """A bound launch that another thread closes meanwhile disturbs no other user."""
-    buffer = Buffer(SimpleNamespace(give_back=None), 0, (8,), np.dtype(np.float32))  # type: ignore[arg-type]  # no memory
+    buffer = Buffer(SimpleNamespace(device_id=0), 0, (8,), np.dtype(np.float32))  # type: ignore[arg-type]  # no memory
     last = User(buffer)
     for user in (User(buffer, last), User(buffer), last):
         buffer.bind(user, write=writes)

@@ -192,7 +192,8 @@ class Buffer(BaseBuffer):
         self.readers: dict[TicketedStream, int] = {}
         #: Bound launches that use it, and whether they write it.
         self._bound: dict[BoundUser, bool] = {}
-        #: The only stream that has ever used it; None where there are others, or a bound launch.
+        #: The only stream that has ever used it, if it is of its device; None where there are
+        #: others, or a bound launch.
         self.only_user: TicketedStream | None = None
         #: One for each DLPack capsule that is not released yet.
         self._exports: list[None] = []
@@ -271,7 +272,8 @@ class Buffer(BaseBuffer):
     def _add(self, stream: TicketedStream, ticket: int, *, write: bool) -> None:
         (self.writers if write else self.readers)[stream] = ticket
         alone = not self._bound and _only(self.writers, stream) and _only(self.readers, stream)
-        self.only_user = stream if alone else None
+        is_here = stream.stream.context.device_id == self.device_id  # else it is not launched on
+        self.only_user = stream if alone and is_here else None
         for bound, writes in tuple(self._bound.items()):
             if write or writes:
                 bound.use_elsewhere(stream, ticket)
