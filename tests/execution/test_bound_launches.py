@@ -21,56 +21,54 @@ from greensched import (
 from greensched.device.launch import PreparedLaunch
 from greensched.execution.lease import Lease
 from greensched.kernels import saxpy
+from helpers.gate import Gate
 
 CONFIG = LaunchConfig(grid=1, block=8)
 
 
 def bound_on_a_partition(
-    test: Callable[[Partition, BoundLaunch, Buffer, Buffer], Awaitable[object]],
+    test: Callable[[BoundLaunch, Buffer, Buffer, Partition], Awaitable[object]],
 ) -> None:
-    """Run a test with a bound launch and the two buffers that it uses."""
+    """Run a test with a bound launch, the buffers that it uses, and another partition."""
 
     async def main() -> None:
-        async with Pool(driver="simulated:h200") as pool, pool.partition((8, 64)) as p:
-            with await p.empty(8) as x, await p.empty(8) as y:
-                await p.prepare(CONFIG, saxpy)
-                await test(p, p.bind(CONFIG, saxpy, 1.0, x, y, 8), x, y)
+        async with Pool(driver="simulated:h200") as pool:
+            async with pool.partition(8) as p, pool.partition(8) as q:
+                with await p.empty(8) as x, await p.empty(8) as y:
+                    await p.prepare(CONFIG, saxpy)
+                    await test(p.bind(CONFIG, saxpy, 1.0, x, y, 8), x, y, q)
 
     asyncio.run(main())
 
 
-class OtherStream:
-    """A stream of another thread that uses a buffer; counts how often it is asked for."""
-
-    def __init__(self, when_asked: Callable[[], object] = lambda: None) -> None:
-        self.asked = 0
-        self.has_submitted_all = True
-        self._when_asked = when_asked
-
-    def has_submitted(self, ticket: int) -> bool:
-        self.asked += 1
-        self._when_asked()
-        return self.has_submitted_all
-
-    def reached(self, ticket: int) -> bool:
-        return True
+def is_deferred(bound: BoundLaunch) -> bool:
+    """Launch, and return whether the submit thread did it, ordered by what the buffers know."""
+    issued = bound.track.issued
+    bound()
+    return bound.track.issued > issued
 
 
-def use(bound: BoundLaunch, stream: Any) -> None:
-    bound.use_elsewhere(stream, 1)
-
-
-def test_a_use_during_the_ordering_is_not_lost() -> None:
+def test_a_use_during_the_ordering_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """A use that another thread adds while a launch is ordered behind others defers that launch."""
 
-    async def test(_: Partition, bound: BoundLaunch, *__: Buffer) -> None:
-        issued = bound.track.issued
-        use(bound, OtherStream())
-        bound()
-        assert bound.track.issued == issued  # at once
-        use(bound, OtherStream(lambda: use(bound, OtherStream())))
-        bound()
-        assert bound.track.issued > issued  # ordered anew, by the submit thread
+    async def test(bound: BoundLaunch, _: Buffer, __: Buffer, q: Partition) -> None:
+        other = q._open_lease().launch_stream
+        driver = other.stream.context.driver
+
+        def use_again(_: object) -> bool:
+            bound.use_elsewhere(other, other.issued)
+            return False
+
+        with await Gate.closed(q) as gate:
+            job = q.empty(8)
+            bound.use_elsewhere(other, other.issued)
+            assert not is_deferred(bound)
+            bound.use_elsewhere(other, other.issued)
+            monkeypatch.setattr(driver, "is_capturing", use_again)
+            assert is_deferred(bound)
+            monkeypatch.undo()
+            gate.open()
+            (await job).close()
 
     bound_on_a_partition(test)
 
@@ -83,17 +81,17 @@ def test_a_refused_launch_is_ordered_when_it_is_tried_again(
     def refuse(*_: object, **__: object) -> None:
         raise InvalidRequest("a stream is capturing")
 
-    async def test(_: Partition, bound: BoundLaunch, *__: Buffer) -> None:
-        other = OtherStream()
-        other.has_submitted_all = False
-        use(bound, other)
+    async def test(bound: BoundLaunch, _: Buffer, __: Buffer, q: Partition) -> None:
+        other = q._open_lease().launch_stream
+        ticket = other.issue()  # not submitted yet
+        bound.use_elsewhere(other, ticket)
         with monkeypatch.context() as patch:
             patch.setattr(Lease, "submit", refuse)
             with pytest.raises(InvalidRequest):
                 bound()
-        other.has_submitted_all = True
-        bound()
-        assert other.asked == 2
+        assert bound.track.submitted == bound.track.issued
+        assert is_deferred(bound)
+        other.mark(ticket)
 
     bound_on_a_partition(test)
 
@@ -103,7 +101,7 @@ def test_a_buffer_closed_behind_its_check_is_refused_by_the_next_launch(
 ) -> None:
     """A buffer that another thread closes while a launch checks the others is not launched on."""
 
-    async def test(_: Partition, bound: BoundLaunch, x: Buffer, y: Buffer) -> None:
+    async def test(bound: BoundLaunch, x: Buffer, y: Buffer, _: Partition) -> None:
         check = Buffer.check
 
         def close_first(buffer: Buffer, device_id: int) -> None:
@@ -124,7 +122,7 @@ def test_a_buffer_closed_behind_its_check_is_refused_by_the_next_launch(
 def test_a_launch_closed_while_it_moves_stays_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bound launch that a device fault closes at a checkpoint launches nothing any more."""
 
-    async def test(_: Partition, bound: BoundLaunch, *__: Buffer) -> None:
+    async def test(bound: BoundLaunch, *_: object) -> None:
         with_stream = PreparedLaunch.with_stream
 
         def close_first(prepared: PreparedLaunch, stream: Any) -> PreparedLaunch:
