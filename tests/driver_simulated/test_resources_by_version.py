@@ -122,29 +122,29 @@ def test_preferred_sets_are_larger_where_there_is_room(opened: Open, version: st
 @pytest.mark.parametrize(
     ("version", "options", "why", "nearest"),
     [
-        ("13.1", {"count": 12}, "no multiple of the 8", (16,)),
+        ("13.1", {"count": 12}, "not a multiple of the 8", (16,)),
         ("13.1", {"count": 9}, "odd", (8,)),
         ("13.1", {"count": 200}, "more than there are", (120,)),
-        ("13.1", {"count": 128}, "within the chip's borders.*backfill=True", (120,)),
+        ("13.1", {"count": 128}, "enough co-scheduled SMs.*backfill=True", (120,)),
         ("13.1", {"count": (64, 72)}, "together they are 136", (64, 56)),
-        ("13.4", {"count": (None, None)}, "leaves nothing", (120,)),
-        ("13.1", {"count": (8,) * 16}, "borders", (8,) * 15),
+        ("13.4", {"count": (None, None)}, "leaves no SM", (120,)),
+        ("13.1", {"count": (8,) * 16}, "enough co-scheduled SMs", (8,) * 15),
         ("13.1", {"count": (64, 70), "coscheduled_sm_count": 2}, "together", (64, 68)),
-        ("13.1", {"count": 12, "coscheduled_sm_count": 3}, "sets of 3 are none", ()),
-        ("13.1", {"count": 64, "coscheduled_sm_count": 64}, "of 32 SMs at most", ()),
-        ("13.1", {"count": 32, "preferred_coscheduled_sm_count": 64}, "sets of 64 are none", ()),
+        ("13.1", {"count": 12, "coscheduled_sm_count": 3}, "sets of 3: sets are even", ()),
+        ("13.1", {"count": 64, "coscheduled_sm_count": 64}, "have 32 SMs at most", ()),
+        ("13.1", {"count": 32, "preferred_coscheduled_sm_count": 64}, "sets of 64: ", ()),
         (
             "13.1",
             {"count": 24, "preferred_coscheduled_sm_count": 12},
             "12 are preferred.* of 8",
             (),
         ),
-        ("13.0", {"count": 12}, "no multiple of the 8", (16,)),
-        ("13.0", {"count": (8,) * 16}, "borders", (8,) * 15),
+        ("13.0", {"count": 12}, "not a multiple of the 8", (16,)),
+        ("13.0", {"count": (8,) * 16}, "enough co-scheduled SMs", (8,) * 15),
         ("13.0", {"count": (72, 72)}, "together", (64, 64)),
         ("13.0", {"count": (4,) * 40, "coscheduled_sm_count": 2}, "together", (2,) * 40),
         ("13.0", {"count": 3, "coscheduled_sm_count": 2}, "odd", (4,)),
-        ("13.0", {"count": (None, None)}, "leaves nothing", (64, 64)),
+        ("13.0", {"count": (None, None)}, "leaves no SM", (64, 64)),
     ],
 )
 def test_a_refusal_says_why_and_what_is_nearest(
@@ -164,7 +164,7 @@ def test_below_8_the_oldest_split_has_a_smallest_group(opened: Open) -> None:
     assert refused.value.nearest == (4,)
     assert sizes(opened("a100@13.1"), count=2) == ([2], 106)
     assert sizes(opened("a100@13.0"), count=2, coscheduled_sm_count=2) == ([2], 106)
-    with pytest.raises(InvalidSplit, match=r"sets of 8 are none.* of 2 SMs at most"):
+    with pytest.raises(InvalidSplit, match=r"sets of 8: .*have 2 SMs at most"):
         sizes(opened("a100@13.1"), count=16, coscheduled_sm_count=8)
 
 

@@ -60,6 +60,23 @@ def test_the_next_request_for_the_same_is_counted() -> None:
     asyncio.run(main())
 
 
+def test_leases_of_several_sizes_are_cached_side_by_side() -> None:
+    """Sizes that fit beside each other are both reused; one that does not fit reclaims them."""
+
+    async def main() -> None:
+        async with on_h200() as pool:
+            for _ in range(3):
+                await leased(pool, 16)
+                await leased(pool, 24)
+            assert cached(pool) == 2
+            stats_before = pool._manager.scheduler.statistics()
+            assert (stats_before.requested, stats_before.granted) == (6, 6)
+            await leased(pool, 120)
+            assert cached(pool) == 1
+
+    asyncio.run(main())
+
+
 def test_cached_sms_are_free_to_other_requests() -> None:
     """Statistics, the whole device and another size are as if nothing were cached."""
 

@@ -105,18 +105,27 @@ class KernelArguments:
         The usual case is numbers, and buffers that only this stream has ever used. Otherwise it
         returns False and has recorded nothing: `fill` takes every value, or says what is wrong.
         """
-        if self._store is None:
+        store = self._store
+        if store is None:
             return False
-        packed = list(values)
+        packed = [*values]
         try:
             for index, dtype, _ in self._pointers:
-                # None in the unusual case, which `_store` then refuses
-                packed[index] = packed[index].only_user_address(stream, dtype)
-            self._store(self._slots, 0, *packed)
+                buffer = packed[index]
+                if buffer.only_user is not stream or buffer.is_closed:
+                    return False
+                if buffer.dtype is not dtype and dtype is not None and buffer.dtype != dtype:
+                    return False
+                memory = buffer.memory
+                if memory.is_closed or memory.health.is_over:
+                    return False
+                packed[index] = buffer.address
+            store(self._slots, 0, *packed)
         except _UNUSUAL:
             return False
         for index, _, write in self._pointers:
-            values[index].record_only_use(stream, ticket, write)
+            buffer = values[index]
+            (buffer.writers if write else buffer.readers)[stream] = ticket
         return True
 
     def fill(self, values: Sequence[object]) -> None:

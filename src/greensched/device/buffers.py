@@ -231,26 +231,6 @@ class Buffer(BaseBuffer):
                         del uses[use[0]]
         self._add(stream, ticket, write=write)
 
-    def only_user_address(self, stream: TicketedStream, dtype: np.dtype[Any] | None) -> int | None:
-        """Return its address for a launch on the only stream that has ever used it.
-
-        None where the launch must look closer: at other users, or at what is wrong with it.
-        """
-        memory = self.memory
-        if (
-            self.only_user is not stream
-            or self.is_closed
-            or memory.is_closed
-            or memory.health.is_over
-            or (dtype is not None and self.dtype != dtype)
-        ):
-            return None
-        return self.address
-
-    def record_only_use(self, stream: TicketedStream, ticket: int, write: bool) -> None:
-        """Record a use by the only stream that has ever used it; see `only_user_address`."""
-        (self.writers if write else self.readers)[stream] = ticket
-
     def bind(self, bound: BoundUser, *, write: bool) -> None:
         """Record that a bound launch uses it until `unbind`, in one argument or several."""
         for other, writes in tuple(self._bound.items()):

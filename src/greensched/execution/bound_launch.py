@@ -140,7 +140,8 @@ class BoundLaunch:
             self._resolve()
         issued = stream.issued
         full = (issued - stream.word[0]) & MASK >= lease.executor.depth
-        if full or stream.submitted != issued or stream.first_uses or self._must_defer():
+        deferred = self._slow_reasons and self._must_defer()
+        if full or deferred or stream.submitted != issued or stream.first_uses:
             return self._launch_deferred()
         return lease.submit_now(self._prepared.launch, self._name, issued + 1)
 

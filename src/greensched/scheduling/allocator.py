@@ -330,9 +330,10 @@ class SMAllocator:
         sms = cells.total if is_shared else cells.sm_count(mask)
         state.sms += sms - grant.sms
         grant.mask, grant.sms = mask, sms
+        was_shared = grant.is_shared
         if is_shared:
             self.shared_grants[device][grant] = None
-        elif grant.is_shared:
+        elif was_shared:
             del self.shared_grants[device][grant]
         grant.is_shared = is_shared
         if reservations.owners:
@@ -340,10 +341,12 @@ class SMAllocator:
             before, after = (held & all_cells).bit_count(), (wanted & all_cells).bit_count()
             if after > before:
                 kept = after  # of an elastic grant, only the least is kept to its end
-                if is_elastic:
+                if held:  # it can do without what it takes up at a checkpoint
+                    kept = 0
+                elif is_elastic and not was_shared:
                     kept = min(after, cells.cells_for(grant.request.parts[0].least))
                 have = (free & all_cells).bit_count()
-                reservations.take(have, grant, after - before, max(0, kept - before))
+                reservations.take(have, grant, after - before, kept)
             elif after < before:
                 reservations.give(grant, before - after)
             if is_elastic:
@@ -376,6 +379,8 @@ class SMAllocator:
         ideals = [cells.fit(among, size, self.ready_masks[device]) for among in choices.sets]
         ideals = [mask for mask in ideals if choices.allow(cells, mask, least)]
         made = [mask for mask in ideals if self.is_made(device, mask)]
+        if made and choices.gives_back:  # the preferred set leaves the reserves of others free
+            return made[0], 0
         found = [*made]
         if choices.sets and (cells.joins or not made):  # a joined remainder may fit better
             ready = chain.from_iterable(self.ready_masks[device].values())
@@ -402,7 +407,7 @@ class SMAllocator:
             own = grant.mask
             block = reservations.blocks.get(state, 0)
             outside = own & (~reservations.all_blocks | block)
-            return _Choices((outside, own), own, cells.cell_count(own), most, grant.sms)
+            return _Choices((outside, own), own, cells.cell_count(own), most, grant.sms, True)
         held = 0 if grant.is_shared else cells.cell_count(grant.mask)
         left = state.cap - state.sms + grant.sms
         room = reservations.available_for(cells.cell_count(free), request, request.fewest)
@@ -519,6 +524,7 @@ class _Choices(NamedTuple):
         cells: how many cells it may have.
         most: SMs that it should have at most.
         limit: SMs that it may have.
+        gives_back: whether it has more than it should.
     """
 
     sets: tuple[int, ...]
@@ -526,6 +532,7 @@ class _Choices(NamedTuple):
     cells: int
     most: int
     limit: int
+    gives_back: bool = False
 
     def allow(self, device: DeviceCells, mask: int, least: int) -> bool:
         """Return whether a grant that needs at least so many SMs may have a set of cells."""

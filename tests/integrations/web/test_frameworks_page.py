@@ -44,7 +44,7 @@ async def test_the_job_of_the_page_gives_way(sim_gpu: SimGPU, sim_pool: SimPool)
     """It has all free SMs, including the borrowed reserve, returns those, and ends at once."""
     page: dict[str, Any] = {"__name__": "app"}
     exec(block("python", 1), page)
-    page["piece"] = cost(0.005)(page["piece"])
+    page["step"] = cost(0.005)(page["step"])
     pool = sim_pool(services=page["CLASSES"], max_waiting=8)
     app = page["create_app"](pool)
     async with app.router.lifespan_context(app):
