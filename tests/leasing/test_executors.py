@@ -18,6 +18,7 @@ from greensched.driver import simulated
 from greensched.driver.simulated import Fail
 from greensched.driver.types import StreamHandle
 from greensched.execution.call_context import current_call
+from greensched.execution.executor import Executor
 from greensched.kernels import fill, spin
 from helpers.gate import Gate
 from helpers.small_executors import keeping, one_cell_executors
@@ -332,6 +333,30 @@ def test_lanes_beside_the_menu_are_bounded(monkeypatch: pytest.MonkeyPatch) -> N
 
     clock.run(main)
     assert not driver.live()
+
+
+def test_an_executor_that_cannot_be_closed_keeps_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several executors in excess each is closed, whatever closing another one raises."""
+    one_cell_executors(monkeypatch)
+    closed: list[Executor] = []
+    close = Executor.close
+
+    def close_and_fail(executor: Executor) -> None:
+        closed.append(executor)
+        close(executor)
+        raise CUDAError(999, "UNKNOWN", "cuEventDestroy")
+
+    async def main() -> None:
+        async with keeping(Pool(driver="simulated:h200"), 1) as pool:
+            async with pool.partition(16), pool.partition(24), pool.partition(32):
+                pass
+            with monkeypatch.context() as patch:
+                patch.setattr(Executor, "close", close_and_fail)
+                async with pool.partition(40):
+                    with anyio.fail_after(5):
+                        await until(lambda: len(closed) == 3)
+
+    anyio.run(main)
 
 
 def test_who_awaited_everything_finds_everything_submitted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from functools import partial
 from threading import Lock
 from typing import Protocol
 
+from greensched._cleanup import run_all
 from greensched.driver.interface import Driver
 from greensched.execution.executor import Executor
 from greensched.execution.threads import WorkerThread
@@ -106,8 +107,7 @@ class ExecutorBuilder:
             assert failure is not None
             refuse(request, failure)
         host.notify_granted(granted)
-        for old in evicted:
-            old.close()
+        run_all(old.close for old in evicted)
 
     def _add_locked(self, index: int, executor: Executor) -> list[Executor]:
         """Let an executor be granted; return the executors to close for it."""
