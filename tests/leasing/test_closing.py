@@ -17,6 +17,7 @@ from greensched import ALL, LaunchConfig, Pool
 from greensched.driver import simulated
 from greensched.driver.simulated import Fail, Hang
 from greensched.kernels import spin
+from greensched.leasing.executor_builder import ExecutorBuilder
 from helpers.waiting import turns, until
 
 ONE = LaunchConfig(grid=1, block=1)
@@ -256,6 +257,25 @@ def test_an_opening_without_a_thread_may_be_tried_again(monkeypatch: pytest.Monk
                 await pool.open()
         async with pool, pool.partition(8):
             pass
+
+    asyncio.run(main())
+
+
+def test_a_closing_without_a_thread_waits_for_the_builder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the builder is held up, and no other thread can be started, it closes the pool."""
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def main() -> None:
+        driver = simulated.open("h200")
+        async with Pool(driver=driver) as pool:
+            monkeypatch.setattr(ExecutorBuilder, "is_held_up", True)
+            monkeypatch.setattr(driver, "start_thread", refuse)
+            with suppress(RuntimeError):
+                await pool.aclose()
+            async with asyncio.timeout(5):
+                assert not (await pool.aclose()).abandoned
 
     asyncio.run(main())
 

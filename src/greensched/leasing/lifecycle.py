@@ -219,7 +219,10 @@ class PoolLifecycle:
         builder = closer = manager.builder.thread
         if manager.builder.is_held_up:
             closer = WorkerThread(manager.driver, "greensched closer")
-        closer.submit(closing.run)
+        try:
+            closer.submit(closing.run)
+        except RuntimeError:  # no thread can be started: the builder does it when it gets to it
+            builder.submit(closing.run)
         for thread in (closer, builder):
             thread.dismiss()  # once that is done
 
