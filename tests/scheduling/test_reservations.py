@@ -292,3 +292,27 @@ def test_an_elastic_lease_of_an_owner_has_its_floor_back() -> None:
     scheduler.drained(0.006, lease)
     scheduler.checkpoint(0.007, borrower)
     assert borrower.sms == 56, "nobody wants it any more"
+
+
+@pytest.mark.parametrize("cells", [1, 0])
+def test_a_grant_whose_least_is_in_the_remainder_borrows_every_cell_that_it_takes(
+    cells: int,
+) -> None:
+    """It can give all of them back while it keeps the remainder, so it never leaves it for them."""
+    device = DeviceCells(size=8, count=4, remainder=12, joins=False)
+    owner = ServiceClass("owner", reserve=32, max_wait_for_reserve=0.010)
+    scheduler = make(owner, BATCH, devices=(device,))
+    if cells:
+        ask(scheduler, 0.0, 8, "owner")
+    (grant,) = ask(scheduler, 0.0, (8, 100), "batch", duration=1.0).grants
+    assert grant.mask == device.remainder_mask
+    scheduler.checkpoint(0.0, grant)
+    if cells:
+        assert grant.mask == device.remainder_mask, "3 borrowed cells could not all be given back"
+        return
+    assert grant.mask == device.full_mask
+    assert sum(grant.loans.values()) == 4
+    waiting = ask(scheduler, 1.0, 32, "owner")
+    assert scheduler.checkpoint(1.0, grant) == [waiting]
+    assert grant.mask == device.remainder_mask
+    assert not grant.loans

@@ -424,7 +424,11 @@ class SMAllocator:
         if count < held or most <= grant.sms or (count == held and not cells.joins):
             return _Choices((), 0, 0, grant.sms, grant.sms)
         sets = (grant.mask | self.visible(state, device, count - held),)
-        return _Choices(sets, grant.mask | free, count, most, most)
+        # A remainder that has its least is kept, unless there are cells that it may keep as long.
+        base = grant.mask & cells.remainder_mask
+        if held + room[0] >= cells.cells_for(least):
+            base = 0
+        return _Choices(sets, grant.mask | free, count, most, most, base=base)
 
     # -- accounting for time ---------------------------------------------------------------------
 
@@ -525,6 +529,7 @@ class _Choices(NamedTuple):
         most: SMs that it should have at most.
         limit: SMs that it may have.
         gives_back: whether it has more than it should.
+        base: cells that it must keep.
     """
 
     sets: tuple[int, ...]
@@ -533,9 +538,12 @@ class _Choices(NamedTuple):
     most: int
     limit: int
     gives_back: bool = False
+    base: int = 0
 
     def allow(self, device: DeviceCells, mask: int, least: int) -> bool:
         """Return whether a grant that needs at least so many SMs may have a set of cells."""
-        if not mask or mask & ~self.reachable or device.cell_count(mask) > self.cells:
+        if not mask or mask & ~self.reachable or self.base & ~mask:
+            return False
+        if device.cell_count(mask) > self.cells:
             return False
         return least <= device.sm_count(mask) <= self.limit
