@@ -161,7 +161,7 @@ def test_a_lease_drains_until_its_copies_are_done(backend: Backend) -> None:
             driver.wait_value(copies.stream.handle, word.address, 1)
             await feed.__anext__()
             await still_waits(feed.__anext__())
-            p._end()
+            p._granted_lease().end()
             await still_waits(p._wait_closed())
             assert pool.statistics().sms_draining == 8
             word.array[0] = 1

@@ -492,7 +492,7 @@ def test_a_library_is_ordered_behind_every_writer(backend: Backend) -> None:
                 await until(lambda: p._open_lease().all_submitted and q._open_lease().all_submitted)
                 p.bind(CONFIG, fill, buffer, 1.0, 8)()
                 job = q.launch(CONFIG, fill, buffer, 2.0, 8)
-                p._end()
+                p._granted_lease().end()
                 assert buffer.__cuda_array_interface__["stream"] == stream.__cuda_stream__()[1]
                 before.open()
                 await still_waits(job)

@@ -29,7 +29,7 @@ def test_a_pool_closed_over_a_copy_leaves_both_devices(pair: str) -> None:
         with await p.upload(LARGE * 0) as here, there:
             with await Gate.closed(p) as gate:
                 job = p.copy(here, there)
-                p._end()
+                p._granted_lease().end()
                 report = await pool.aclose(grace=0)
                 assert len(report.abandoned) == 2
                 assert "device 1" in report.abandoned[1]

@@ -45,7 +45,7 @@ def test_closed_while_a_grant_is_on_its_way(backend: Any, seed: int) -> None:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(ask)
             await until(lambda: pool.statistics().waiting == 1)
-            held._end()  # grants
+            held._granted_lease().end()  # grants
             report = await pool.aclose(grace=5.0)
         assert sums == [10.0]
         assert not report.abandoned

@@ -284,12 +284,12 @@ def test_a_hung_bound_launch_does_not_hold_up_the_closing(clock: Any, leaves: bo
         await p.prepare(ONE, spin)
         p.bind(ONE, spin, 1000)()
         if leaves:
-            p._end()
+            p._granted_lease().end()
         with anyio.fail_after(10):
             report = await pool.aclose(grace=0.1)
         assert len(report.abandoned) == 1
         if not leaves:
-            p._end()
+            p._granted_lease().end()
 
     clock.run(main)
 

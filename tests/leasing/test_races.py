@@ -35,7 +35,7 @@ class Race:
 
     def grant(self) -> None:
         """Gives everything back: whoever is first in the queue has it before this returns."""
-        self._held._end()
+        self._held._granted_lease().end()
 
     async def all_free(self) -> None:
         """The same, and nobody waits: every SM comes free."""

@@ -135,10 +135,13 @@ class Lease:
         self._close_waiters: list[Waiter] = []
         #: The last ticket of all, once it is known.
         self._last_ticket: int | None = None
-        self._start_on(executor)
+        self.move_to(executor)
 
-    def _start_on(self, executor: Executor) -> None:
-        """Begin on an executor on which the lease has no work yet."""
+    def move_to(self, executor: Executor) -> None:
+        """Begin on an executor on which the lease has no work yet; it is idle on the one before.
+
+        `move_bound_launches` follows, outside the pool's lock.
+        """
         self.executor = executor
         self._first_ticket = executor.launch_stream.issued
         #: Libraries may have work on the green context that has no ticket: `run`, `stream`,
@@ -461,13 +464,6 @@ class Lease:
         self.poller.watch(stream)
         self.executor.submit_deferred(self._order_behind_context, job, self.poller)
         return job
-
-    def move_to(self, executor: Executor) -> None:
-        """Go on with another executor; `move_bound_launches` follows, outside the pool's lock.
-
-        The lease is idle (`wait_idle`).
-        """
-        self._start_on(executor)
 
     def move_bound_launches(self, before: Executor) -> None:
         """Have its bound launches follow from the executor that it had."""

@@ -142,11 +142,6 @@ class Partition(AsyncBlock):
         else:
             lease.end()
 
-    def _end(self) -> None:
-        """Submit nothing more; the SMs go back when the work is done. Idempotent; does not wait."""
-        if not self._is_left and self._granted_lease().is_open:
-            self._own_lease().end()
-
     async def _wait_closed(self) -> None:
         """Wait until all work of an ended lease is done."""
         if self._lease is not None and not self._lease.is_closed:
