@@ -119,3 +119,11 @@ def test_what_cannot_be_changes_nothing() -> None:
     assert set(scheduler.services()) == {"", "owner"}
     assert waiting.state is GrantState.QUEUED
     assert ask(scheduler, 32, "owner").state is GrantState.GRANTED
+
+
+def test_a_latency_of_a_class_that_is_gone_is_refused() -> None:
+    """The class may have been removed by another thread since the latency was checked."""
+    scheduler = Scheduler([DeviceCells(size=8, count=2)], Fifo(), 9, services=[ServiceClass("old")])
+    scheduler.reconfigure(0.0, [ServiceClass("new")], None)
+    with pytest.raises(InvalidRequest, match="no such class any more"):
+        scheduler.observe(0.0, "old", 0.001, 1)

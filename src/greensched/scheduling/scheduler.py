@@ -152,9 +152,7 @@ class Scheduler:
 
         Under a policy that sizes grants, `resized` comes next: others may now get less.
         """
-        state = self.allocator.classes.get(service)
-        if state is None or service in self.allocator.retired:
-            raise InvalidRequest(f"service={service!r}: the pool has no such class any more")
+        state = self._class_of(service)
         due = deadline
         if due is None and state.latency is not None:
             due = now + state.latency
@@ -181,6 +179,12 @@ class Scheduler:
             self._enqueue(request, line, now, wait=wait)
         self._requested += 1
         return request
+
+    def _class_of(self, service: str) -> ClassState:
+        state = self.allocator.classes.get(service)
+        if state is None or service in self.allocator.retired:
+            raise InvalidRequest(f"service={service!r}: the pool has no such class any more")
+        return state
 
     def _grant_beside_suspended(self, request: Request, now: float) -> bool:
         """Grant a request from the cells that are free without reclaiming, if only these decide.
@@ -408,8 +412,11 @@ class Scheduler:
         From then on these latencies count for whether devices are split, and for how much of its
         latency the class plans with, instead of the durations of its leases. Return the requests
         that are granted.
+
+        Raises:
+            InvalidRequest: there is no such class.
         """
-        state, controller = self.allocator.classes[service], self.allocator.split_controller
+        state, controller = self._class_of(service), self.allocator.split_controller
         state.reports_latency = True
         state.record_latency(latency, number)
         is_changed = state.shared and controller.record(state, latency, number, now)
