@@ -243,6 +243,7 @@ NO_ARGUMENTS: list[tuple[str, Callable[[Any, Any], tuple[Any, ...]]]] = [
     ("argument 0 .*float32", lambda p, b: (None, b, b, 8)),
     ("argument 3 .*whole number", lambda p, b: (2.0, b, b, "8")),
     ("argument 3 .*whole number", lambda p, b: (2.0, b, b, 8.0)),
+    (f"argument 3 .*whole number from 0 to {2**64 - 1}", lambda p, b: (2.0, b, b, -1)),
     ("takes 4 arguments .*and got 5", lambda p, b: (2.0, b, b, 8, 9)),
     ("takes 4 arguments .*and got 1", lambda p, b: ((2.0, b, b, 8),)),
 ]

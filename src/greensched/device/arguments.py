@@ -184,8 +184,11 @@ class KernelArguments:
         parameter = self._kernel.parameters[index]
         problem = str(error)
         if not parameter.pointer and parameter.dtype in FORMATS:  # memoryview speaks of formats
-            kind = np.dtype(parameter.dtype).name
-            problem = f"must be a {'' if kind.startswith('float') else 'whole '}number, of {kind}"
+            dtype = np.dtype(parameter.dtype)
+            problem = f"must be a number, of {dtype}"
+            if dtype.kind in "iu":
+                limits = np.iinfo(dtype)
+                problem = f"must be a whole number from {limits.min} to {limits.max}"
         return ArgumentMismatch(
             self._kernel.name,
             f"argument {index} ({_described(parameter)}) got {shown(value)}: {problem}",

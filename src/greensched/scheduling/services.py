@@ -127,7 +127,8 @@ def _rules(one: ServiceClass) -> Iterable[tuple[str, bool, str]]:
     yield "shared", isinstance(one.shared, bool), "True or False"
     wait = one.max_wait_for_reserve
     yield "max_wait_for_reserve", wait == 0 or _is_above_0(wait), "seconds, at least 0, or None"
-    yield "max_waiting", one.max_waiting is None or _is_count(one.max_waiting), "a whole number"
+    right = "a number of requests, at least 0, or None"
+    yield "max_waiting", one.max_waiting is None or _is_count(one.max_waiting), right
     yield "quota", _is_above_0(one.quota), "SMs, above 0, or None"
     right = "a number of bytes, at least 0, or None"
     yield "memory_bytes", one.memory_bytes is None or _is_count(one.memory_bytes), right
