@@ -226,3 +226,25 @@ def test_a_block_left_by_a_cancellation_keeps_the_array_until_the_job_is_done(
             buffer.close()
 
     backend.run(main)
+
+
+@pytest.mark.parametrize("copy", COPIES.values(), ids=COPIES)
+def test_a_progress_callback_may_ask_for_the_result(backend: Backend, copy: Copy) -> None:
+    """The callback that is told the end finds the job done, with its result."""
+
+    async def main() -> None:
+        results: list[object] = []
+
+        def tell(done: int, nbytes: int) -> None:
+            if job.done():
+                results.append(job.result())
+
+        async with backend.pool() as pool, pool.partition(8) as p:
+            with await p.upload(SMALL) as buffer:
+                job = copy(p, buffer, SMALL, tell)
+                result = await job
+                assert len(results) == 1
+                assert results[0] is result
+                close(result)
+
+    backend.run(main)

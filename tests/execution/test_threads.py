@@ -464,7 +464,7 @@ def test_a_green_context_is_current_on_one_thread_only() -> None:
 # -- the wrong thread ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("use", ["launch", "upload", "run", "ready", "end"])
+@pytest.mark.parametrize("use", ["launch", "upload", "run", "ready"])
 def test_a_partition_is_for_its_own_thread(use: str) -> None:
     """A partition used on another thread than its loop's raises WrongThread, and names it."""
     said: list[BaseException | None] = []
@@ -476,7 +476,6 @@ def test_a_partition_is_for_its_own_thread(use: str) -> None:
                 "upload": lambda: p.upload(np.ones(3)),
                 "run": lambda: p.run(int),
                 "ready": lambda: asyncio.run(p.drain()),  # type: ignore[arg-type]
-                "end": p._end,
             }
 
             def other() -> None:

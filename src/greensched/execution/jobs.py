@@ -40,7 +40,8 @@ class Job(Generic[T]):
     _callbacks: list[_DoneCallback] | None = None
     _finalizer: Callable[[T], object] | None = None
     _cleanup: Callable[[], object]
-    _finalizing: threading.Lock
+    _finalizing: threading.RLock
+    _is_finalizing = False
 
     def __init__(
         self, stream: TicketedStream, ticket: int, name: str, failures: list[Job[Any]]
@@ -204,7 +205,7 @@ class Job(Generic[T]):
             finalizer: called with the job's value.
             cleanup: called behind it, or instead of it where the job failed: the device is done.
         """
-        self._finalizing, self._cleanup = threading.Lock(), cleanup
+        self._finalizing, self._cleanup = threading.RLock(), cleanup
         self._finalizer = finalizer
 
     def _finalize(self) -> None:
@@ -217,6 +218,9 @@ class Job(Generic[T]):
             finalizer = self._finalizer
             if finalizer is None or not self._stream.reached(self._ticket):
                 return
+            if self._is_finalizing:  # a progress callback asks for the result
+                return
+            self._is_finalizing = True
             try:
                 if self._error is None:
                     finalizer(self._value)
