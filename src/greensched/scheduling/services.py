@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
 
 from greensched._validation import as_float
 from greensched.errors import InvalidRequest
@@ -106,7 +106,21 @@ def validate_services(services: object) -> tuple[ServiceClass, ...]:
     names = [service.name for service in given]
     if len(set(names)) < len(names):
         raise InvalidRequest(f"services={names}: give each name once")
-    return given
+    return tuple(map(_with_floats, given))
+
+
+def _with_floats(one: ServiceClass) -> ServiceClass:
+    """Return a class whose times and weights are Python's numbers: the compiled build needs them.
+
+    Without this a latency out of a numpy array raises TypeError there.
+    """
+    fields = "priority", "weight", "latency", "checkpoint_interval", "max_wait_for_reserve", "quota"
+    others: dict[str, Any] = {}
+    for field in fields:
+        value = getattr(one, field)
+        if value is not None and type(value) not in (int, float):
+            others[field] = float(value)
+    return replace(one, **others) if others else one
 
 
 def _rules(one: ServiceClass) -> Iterable[tuple[str, bool, str]]:
