@@ -140,7 +140,7 @@ def test_torch_takes_what_a_capsule_of_ours_says(monkeypatch: pytest.MonkeyPatch
             array.dtype,
             0,
             newest=newest,
-            returned=lambda: returned.append(1),
+            released=lambda: returned.append(1),
         )
         tensor = torch.from_dlpack(capsule)
         assert tensor.tolist() == [[0, 1, 2], [3, 4, 5]]

@@ -93,8 +93,8 @@ def test_a_dead_gpu(port: int, tmp_path: Path) -> None:
     source = program.read_text()
     assert right in source
     crashing = "Pool(driver=open(faults=[Crash('reduce_sum', 2)]), prepare=[reduce_sum])"
-    imports = "from greensched.driver.simulated import Crash, open\n\n#: Clients"
-    program.write_text(source.replace(right, crashing).replace("#: Clients", imports))
+    imports = "from greensched.driver.simulated import Crash, open\n\n#: Answered"
+    program.write_text(source.replace(right, crashing).replace("#: Answered", imports))
 
     async def main() -> None:
         async with client_of(port) as client:
