@@ -30,7 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out what needs another driver than the one chosen, or another build."""
     if not scheduler.__file__.endswith(".py"):
-        skip = pytest.mark.skip(reason="counts or replaces calls inside compiled rooms: make test")
+        skip = pytest.mark.skip(reason="counts or replaces calls in compiled code: make test")
         for item in items:
             if "white_box" in item.keywords:
                 item.add_marker(skip)

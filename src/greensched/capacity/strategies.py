@@ -147,7 +147,7 @@ class Alone(Split):
     name: str = "alone"
     about: str = "B0 each class alone on the whole device"
 
-    def sizes(self, machine: Machine, device: int) -> Mapping[str, Size]:  # noqa: ARG002
+    def sizes(self, machine: Machine, device: int) -> Mapping[str, Size]:  # noqa: ARG002  for subclasses
         """Return ALL for the one class."""
         return dict.fromkeys(machine.services, ALL)
 
