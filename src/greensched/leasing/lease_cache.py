@@ -2,9 +2,9 @@
 
 Most services ask for the same sizes of the same classes again and again, and mostly no request is
 queued. A lease that ended then is cached: the next task of its loop that asks for the same gets it
-without a decision (3-4 us instead of 21 us for a class, see docs/internals/profile.md). To the
-scheduler its grant is *suspended*: its cells are free, and are reclaimed before anything else is
-decided. Each lease is counted, and its class charged, as if it had been decided on.
+without a decision (`make bench` has rows with and without one). To the scheduler its grant is
+*suspended*: its cells are free, and are reclaimed before any decision that they could change. Each
+lease is counted, and its class charged, as if it had been decided on.
 """
 
 from __future__ import annotations

@@ -189,9 +189,9 @@ class Scheduler:
     def _grant_beside_suspended(self, request: Request, now: float) -> bool:
         """Grant a request from the cells that are free without reclaiming, if only these decide.
 
-        So leases of several sizes stay suspended side by side (two sizes in turn take at most 5
-        times a semaphore, `make bench`). Where a class has limits, a policy sizes, a device is
-        shared or there is a choice of devices, a decision depends on more than free cells.
+        So leases of several sizes stay suspended side by side: `make bench` has a bar for two sizes
+        in turn. Where a class has limits, a policy sizes, a device is shared or there is a choice
+        of devices, a decision depends on more than free cells.
         """
         allocator = self.allocator
         if allocator.is_limited or allocator.may_share or self.queue.policy.size is not None:
