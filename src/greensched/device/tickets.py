@@ -294,8 +294,8 @@ class EventTicketedStream(TicketedStream):
 
     def reached(self, ticket: int) -> bool:
         """Whether the work of a ticket is done; asks the driver where that is not known yet."""
-        if not super().reached(ticket):
-            with suppress(CUDAError):  # the poller's sweep reports a device fault, not this call
+        if not (super().reached(ticket) or self.health.is_over):
+            with suppress(Exception):  # the poller's check reports what the driver answers
                 self._look()
         return super().reached(ticket)
 

@@ -57,8 +57,9 @@ STATUS_NAMES: dict[int, str] = {
 #: After these the process must be replaced: it "must be terminated and relaunched" (cuda.h,
 #: 13.5). Of 214, 220, 710 and 999 the header says less, and nothing is trusted after them. 911
 #: (EXTERNAL_DEVICE) is not one of them: it says the same, but may also be the call's own failure.
+#: 4 is returned once the driver shuts down, by every call from then on.
 STICKY: frozenset[int] = frozenset(
-    {214, 220, 226, 700, 702, 710, 714, 715, 716, 717, 718, 719, 721, 810, 999}
+    {4, 214, 220, 226, 700, 702, 710, 714, 715, 716, 717, 718, 719, 721, 810, 999}
 )
 
 

@@ -33,9 +33,9 @@ from greensched.typing import CaptureMode
 
 #: What calls return because a stream is capturing. Source: cuda.h, CUDA_ERROR_STREAM_CAPTURE_*.
 CAPTURE_STATUSES = range(900, 909)
-#: And of an event that a capture took in, once that has ended. Source: an H200, driver 580.159.04
-#: (tests/gpu/test_graphs_on_sms.py).
-NOT_RECORDED = 1
+#: Of an event that a capture took in, once that has ended (source: an H200, driver 580.159.04,
+#: tests/gpu/test_graphs_on_sms.py); lack of memory; not ready. After these the device goes on.
+PASSING_STATUSES = frozenset({1, 2, 600, *CAPTURE_STATUSES})
 
 #: Waiters of a stream, some 30 KiB, before the cancelled ones among them are dropped.
 MAX_WAITERS: Final = 64
@@ -201,9 +201,16 @@ class CompletionPoller:
             self._timer.schedule(delay)
 
     def _on_timer(self) -> None:
-        """Poll, and schedule the next poll whatever is raised meanwhile."""
+        """Poll, and schedule the next poll whatever is raised meanwhile.
+
+        Only what ends the loop is raised from here: on trio anything else would end the program.
+        """
         try:
-            self._poll_by_policy()
+            try:
+                self._poll_by_policy()
+            except Exception:
+                logger.exception("a poll failed; it is tried again")
+                self._schedule(MAX_SAFETY_S)
             self._resume()
         except BaseException:
             self._schedule(MAX_SAFETY_S)
@@ -276,7 +283,7 @@ class CompletionPoller:
                 progressed = True
                 _, callback, waiter = entries.popleft()
                 if callback is not None:
-                    callback()
+                    self._call(callback, stream)
                 elif waiter is not None:
                     self._reached.append(waiter)
             if stream.kept:
@@ -286,6 +293,15 @@ class CompletionPoller:
             elif entries and entries[0][0] <= stream.submitted:
                 self._on_device = True
         return progressed
+
+    def _call(self, callback: Callback, stream: TicketedStream) -> None:
+        """Call a function that waited for a ticket; its failure leaves the other streams alone."""
+        try:
+            callback()
+        except DeviceFault as fault:
+            stream.health.fail(fault)
+        except Exception:
+            logger.exception("%r failed behind the work of a stream", callback)
 
     def _resume(self) -> None:
         """Run the tasks of reached waiters now, one by one; last of all, as they may do anything.
@@ -345,10 +361,8 @@ class CompletionPoller:
             self._driver.record_event(stream.event.handle, handle)
             if self._driver.is_capturing(handle):  # begun meanwhile, by the worker thread
                 return
-        except DeviceFault as fault:
-            stream.health.fail(fault)
-        except CUDAError as error:  # then no thread waits: the safety poll sees the ticket
-            logger.debug("an event could not be recorded: %s", error)
+        except Exception as error:  # then no thread waits: the safety poll sees the ticket
+            self._judge(error, stream)
         else:
             pending.recorded = ticket
 
@@ -356,18 +370,34 @@ class CompletionPoller:
         """Query an event of each stream: nothing else shows that a device has failed."""
         self._policy.checked_failures(time.perf_counter())
         for stream in tuple(self.pending):
-            if not stream.stream.is_closed:
+            if not (stream.stream.is_closed or stream.health.is_over):
                 self._check_failure(stream)
 
     def _check_failure(self, stream: TicketedStream) -> None:
-        before = self._driver.exchange_capture_mode(CaptureMode.RELAXED)
+        """Query the event of a stream. Never raises, whichever driver call fails."""
+        driver, failure = self._driver, None
         try:
-            # The event may be in a capture (`_record`), and a query would invalidate that.
-            if not self._driver.is_capturing(stream.stream.handle):
-                self._driver.query_event(stream.event.handle)
-        except CUDAError as error:
-            # A fault of a newer driver's status is no `DeviceFault`; a capture's is harmless.
-            if error.status not in CAPTURE_STATUSES and error.status != NOT_RECORDED:
-                stream.health.fail(error)
-        finally:
-            self._driver.exchange_capture_mode(before)
+            before = driver.exchange_capture_mode(CaptureMode.RELAXED)
+            try:
+                # The event may be in a capture (`_record`), and a query would invalidate that.
+                if not driver.is_capturing(stream.stream.handle):
+                    driver.query_event(stream.event.handle)
+            except Exception as error:
+                failure = error
+            driver.exchange_capture_mode(before)
+        except Exception as error:
+            failure = failure or error  # the first is the cause
+        if failure is not None:
+            self._judge(failure, stream)
+
+    def _judge(self, error: Exception, stream: TicketedStream) -> None:
+        """Report the loss of a stream's device, unless the device goes on after the error.
+
+        A fault of a newer driver's status is no `DeviceFault`, and a driver that shuts down has
+        none, so all but the known passing errors of these calls count as a loss.
+        """
+        is_passing = isinstance(error, CUDAError) and error.status in PASSING_STATUSES
+        if is_passing or stream.event.is_closed or stream.stream.is_closed:  # closed meanwhile
+            logger.debug("a driver call of a poll failed: %s", error)
+        else:
+            stream.health.fail(error)

@@ -242,7 +242,7 @@ class Executor:
                     raise refused
                 job._set_result(step())
             except BaseException as error:
-                job._set_exception(error)
+                self._job_failed(job, error)
             try:
                 job._stream.mark(job._ticket)
             except CUDAError as error:
@@ -341,7 +341,13 @@ class Executor:
                 self.call_stream.order_behind(self.launch_stream)
             call.run()
         except BaseException as error:
-            call.job._set_exception(error)
+            self._job_failed(call.job, error)
+
+    def _job_failed(self, job: Job[Any], error: BaseException) -> None:
+        """Set the failure of a job; a device fault is the loss of the device, too."""
+        job._set_exception(error)
+        if isinstance(error, DeviceFault):
+            self.health.fail(error)
 
     def _finish_call(self, call: _QueuedCall) -> None:
         """Write the ticket of a call that returned, behind the work that it left on the stream."""
