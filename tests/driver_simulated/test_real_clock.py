@@ -314,3 +314,24 @@ def test_a_limit_is_kept_to_the_nanosecond(machine: Machine) -> None:
     times = machine.times()
     assert times["latch"][1] - times["latch"][0] == 1_000_000
     assert times["after"][0] == times["latch"][1]
+
+
+def test_f30_14_work_that_comes_as_the_device_falls_asleep_is_run(machine: Machine) -> None:
+    """Work submitted between the end of an idle wait and its taking the lock again is not lost."""
+    driver, stream = machine.driver, machine.stream()
+    clock = driver.clock
+    assert isinstance(clock, real_clock.RealClock)
+    wait, submitted = clock._work.wait, list[bool]()
+
+    def timed_out(delay: float | None = None) -> bool:
+        if clock._timeline.next_time() is not None or submitted:
+            return wait(delay)
+        submitted.append(True)
+        machine.run(stream, "late", fixed_ns=10)  # on this thread, which holds the lock
+        return False
+
+    clock._work.wait = timed_out  # type: ignore[method-assign]
+    machine.run(stream, "early", fixed_ns=10)
+    spin(lambda: submitted)
+    spin(lambda: driver.query_stream(stream))
+    assert list(machine.times()) == ["early", "late"]

@@ -87,7 +87,11 @@ class RealClock(HostServices):
             self._thread = None
 
     def _sleep(self) -> bool:
-        """Wait for the next thing that is due; return whether nothing was due for `IDLE_S`."""
+        """Wait for the next thing that is due; return whether nothing was due for `IDLE_S`.
+
+        Work may come between the end of the wait and its taking the lock again: that notifies
+        nothing, so what is due is read anew.
+        """
         due = self._timeline.next_time()
         delay = IDLE_S if due is None else (due - self.now()) / 1e9
         if self._timeline.held:
@@ -97,4 +101,5 @@ class RealClock(HostServices):
         self._asleep_until = due
         notified = self._work.wait(delay)
         self._asleep_until = 0
-        return due is None and not notified and not self._timeline.held
+        is_idle = due is None and not notified and not self._timeline.held
+        return is_idle and self._timeline.next_time() is None
