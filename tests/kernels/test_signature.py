@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+from typing import TYPE_CHECKING
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from greensched.errors import InvalidRequest
+from greensched.kernels import signature
 from greensched.kernels.signature import Signatures
 from greensched.typing import Parameter
+
+if TYPE_CHECKING:
+    from types import FrameType
 
 
 def parameters(text: str) -> tuple[Parameter, ...]:
@@ -257,3 +264,56 @@ def test_kernels_stand_side_by_side(
     assert signatures.names == tuple(name for _, name, _ in several)
     for _, name, wanted in several:
         assert signatures.parameters(name) == wanted
+
+
+# -- work -------------------------------------------------------------------------------------
+
+
+def lines_run(source: str) -> int:
+    """Return how many lines of the reader run for a source, each turn of a loop among them."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, argument: object) -> object:
+        nonlocal count
+        if frame.f_code.co_filename != signature.__file__:
+            return None
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        Signatures(source)
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        "__global__ ",
+        "__global__ f(",
+        'extern "C" __global__ void f(int n) ',
+        "int x ",
+        "{ __global__ f",
+        "__global__ f(int x){",
+        "(",
+        "__global__ f(int x) {} ",
+    ],
+)
+def test_f30_05_reading_takes_work_in_proportion_to_the_source(part: str) -> None:
+    """Twice the source takes at most twice the work, whatever is repeated or left open in it."""
+    assert lines_run(part * 800) < 2.2 * lines_run(part * 400)
+
+
+@pytest.mark.parametrize("opening", ["/* ", 'R"( ', "#/* ", '"\\', "'\\", '# " /*'])
+def test_f30_05_what_is_left_open_is_read_once(opening: str) -> None:
+    """A comment or literal that is left open takes its line or the rest, not a search at each."""
+    assert len(list(signature._tokens(opening * 100))) <= 2
+
+
+def test_f30_05_what_is_left_open_hides_no_later_line() -> None:
+    """An apostrophe in text that the preprocessor skips ends with its line."""
+    source = '#if 0\nit doesn\'t matter\n#endif\nextern "C" __global__ void f(int n) {}'
+    assert Signatures(source).names == ("f",)

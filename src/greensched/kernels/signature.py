@@ -14,8 +14,8 @@ wrong address on a GPU.
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING, NoReturn
 
 from greensched.errors import InvalidRequest
@@ -60,12 +60,14 @@ _QUALIFIERS = {
     *("__grid_constant__", "std", "cuda", "::"),
 }
 
+#: What is left open ends with its line or with the source, so that no character is read twice.
 _TOKEN = re.compile(
     r"""
-      (?P<skip>    \s+ | \\\r?\n | //(?:\\\r?\n|[^\n])* | /\*.*?\*/ )
-    | (?P<line>    \#(?: \\\r?\n | //[^\n]* | /\*.*?\*/ | "[^"\n]*" | [^\n] )* )
-    | (?P<raw>     (?:u8|[uUL])?R"(?P<fence>[^()\\\s"]{0,16})\(.*?\)(?P=fence)" )
-    | (?P<literal> (?:u8|[uUL])?(?:"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])+') )
+      (?P<skip>    \s++ | \\\r?\n | //(?:\\\r?\n|[^\n])*+ | /\*.*?(?:\*/|\Z) )
+    | (?P<line>    \#(?: \\\r?\n | //[^\n]* | /\*.*?(?:\*/|\Z) | "[^"\n]*" | [^\n] )*+ )
+    | (?P<raw>     (?:u8|[uUL])?R"(?P<fence>[^()\\\s"]{0,16})\((?:.*?\)(?P=fence)"|.*\Z) )
+    | (?P<literal> (?:u8|[uUL])?
+                   (?:"(?:\\(?:\r\n|.)|[^"\\\n])*+"?|'(?:\\(?:\r\n|.)|[^'\\\n])*+'?) )
     | (?P<word>    [A-Za-z_]\w* )
     | (?P<number>  \.?\d(?:'?[\w.]|(?<=[eEpP])[+-])* )
     | (?P<mark>    :: | . )
@@ -85,21 +87,28 @@ class _Token:
 @dataclass(frozen=True, slots=True)
 class _Definition:
     name: _Token
-    parameters: list[_Token]
+    start: int  # of the parameters, in the source
+    end: int
     has_c_linkage: bool
 
 
 class Signatures:
-    """The kernels that a CUDA source defines, and their parameters. Reading never blocks."""
+    """The kernels that a CUDA source defines, and their parameters.
+
+    Reading never blocks, and takes time in proportion to the source, whatever that holds.
+    """
 
     def __init__(self, source: str) -> None:
         self._source = source
-        self._definitions = tuple(_definitions(source))
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The kernels with C linkage, in the order of the source."""
-        return tuple(dict.fromkeys(d.name.text for d in self._definitions if d.has_c_linkage))
+        self._definitions: dict[str, list[_Definition]] = {}
+        for definition in _definitions(list(_tokens(source))):
+            self._definitions.setdefault(definition.name.text, []).append(definition)
+        #: The kernels with C linkage, in the order of the source.
+        self.names = tuple(
+            name
+            for name, found in self._definitions.items()
+            if any(definition.has_c_linkage for definition in found)
+        )
 
     def parameters(self, kernel: str) -> tuple[Parameter, ...]:
         """Return the parameters of one kernel.
@@ -108,8 +117,8 @@ class Signatures:
             InvalidRequest: the source does not define the kernel, defines it without C linkage or
                 in two ways, or a parameter is not a scalar or a pointer of a known type.
         """
-        found = [d for d in self._definitions if d.name.text == kernel]
-        if not found:
+        found = self._definitions.get(kernel)
+        if found is None:
             raise InvalidRequest(self._missing(kernel))
         for definition in found:
             if not definition.has_c_linkage:
@@ -120,7 +129,7 @@ class Signatures:
         return read[0]
 
     def _read(self, definition: _Definition) -> tuple[Parameter, ...]:
-        tokens = definition.parameters
+        tokens = list(_tokens(self._source, definition.start, definition.end))
         if not tokens or [token.text for token in tokens] == ["void"]:
             return ()
         parts = _split(tokens)
@@ -199,57 +208,69 @@ def _split(tokens: list[_Token]) -> list[list[_Token]]:
 # -- definitions ------------------------------------------------------------------------------
 
 
-def _definitions(source: str) -> Iterator[_Definition]:
-    tokens = list(_tokens(source))
+def _definitions(tokens: list[_Token]) -> Iterator[_Definition]:
+    closing = _closings(tokens)
+    named = _names(tokens, closing)
+    found: set[int] = set()
     blocks: list[bool] = []  # for each open brace, whether it gives C linkage
-    start = 0  # of the current declaration
+    open_c_blocks = 0
+    links_as_c = is_template = False  # of the current declaration
     for index, token in enumerate(tokens):
-        if token.text == "__global__":
-            prefix = tokens[start:index]
-            definition = _definition(tokens, index + 1, _links_as_c(prefix) or any(blocks))
-            if definition is not None:
-                yield definition
-        elif token.text == "{":
-            blocks.append(_links_as_c(tokens[max(start, index - 2) : index]))
-        elif token.text == "}" and blocks:
-            blocks.pop()
-        if token.text in ("{", "}", ";"):
-            start = index + 1
+        text = token.text
+        if text == "__global__":
+            name = named[index + 1]
+            if name is not None and name not in found:
+                found.add(name)
+                has_c_linkage = (links_as_c and not is_template) or open_c_blocks > 0
+                end = tokens[closing[name + 1]].at
+                yield _Definition(tokens[name], tokens[name + 1].at + 1, end, has_c_linkage)
+        elif text == "template":
+            is_template = True
+        elif text == '"C"' and index and tokens[index - 1].text == "extern":
+            links_as_c = True
+        elif text == "{":
+            is_c_block = [t.text for t in tokens[max(0, index - 2) : index]] == ["extern", '"C"']
+            blocks.append(is_c_block)
+            open_c_blocks += is_c_block
+        elif text == "}" and blocks:
+            open_c_blocks -= blocks.pop()
+        if text in ("{", "}", ";"):
+            links_as_c = is_template = False
 
 
-def _definition(tokens: list[_Token], at: int, has_c_linkage: bool) -> _Definition | None:
-    """Return the definition after a token; None for a declaration, or one that a macro hides.
+def _names(tokens: list[_Token], closing: dict[int, int]) -> list[int | None]:
+    """Return the name of the definition that goes on at each token; None for a declaration.
 
-    `word (...)` is an attribute such as `__launch_bounds__(256)` unless a body follows.
+    `word (...)` is an attribute such as `__launch_bounds__(256)` unless a body follows. None also
+    for a definition that a macro hides.
     """
-    while at + 1 < len(tokens) and tokens[at].text not in ("{", "}", ";"):
-        if tokens[at].kind != "word" or tokens[at + 1].text != "(":
-            at += 1
+    names: list[int | None] = [None] * (len(tokens) + 2)
+    for at in range(len(tokens) - 2, -1, -1):
+        if tokens[at].text in ("{", "}", ";"):
             continue
-        closing = _closing(tokens, at + 1)
-        if closing + 1 < len(tokens) and tokens[closing + 1].text == "{":
-            return _Definition(tokens[at], tokens[at + 2 : closing], has_c_linkage)
-        at = closing + 1
-    return None
+        if tokens[at].kind != "word" or tokens[at + 1].text != "(":
+            names[at] = names[at + 1]
+        elif at + 1 in closing:
+            after = closing[at + 1] + 1
+            has_body = after < len(tokens) and tokens[after].text == "{"
+            names[at] = at if has_body else names[after]
+    return names
 
 
-def _closing(tokens: list[_Token], opening: int) -> int:
-    """Return the index of the parenthesis that closes `opening`, or the number of tokens."""
-    depth = 0
-    for index in range(opening, len(tokens)):
-        depth += (tokens[index].text == "(") - (tokens[index].text == ")")
-        if depth == 0:
-            return index
-    return len(tokens)
+def _closings(tokens: list[_Token]) -> dict[int, int]:
+    """Return the parenthesis that closes each one that is closed."""
+    closing: dict[int, int] = {}
+    opened: list[int] = []
+    for index, token in enumerate(tokens):
+        if token.text == "(":
+            opened.append(index)
+        elif token.text == ")" and opened:
+            closing[opened.pop()] = index
+    return closing
 
 
-def _links_as_c(prefix: list[_Token]) -> bool:
-    words = [token.text for token in prefix]
-    return ("extern", '"C"') in pairwise(words) and "template" not in words
-
-
-def _tokens(source: str) -> Iterator[_Token]:
-    for match in _TOKEN.finditer(source):
+def _tokens(source: str, start: int = 0, end: int = sys.maxsize) -> Iterator[_Token]:
+    for match in _TOKEN.finditer(source, start, end):
         kind = match.lastgroup or ""
         if kind not in ("skip", "line", "raw"):
             yield _Token(match.group(), kind, match.start())
