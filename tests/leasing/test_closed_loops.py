@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Awaitable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -304,3 +305,91 @@ def test_loops_in_turns_leave_nothing_behind(loops: Loops) -> None:
         loops.on_there(lease_once(pool, 8, served))
     assert len(pool._manager.pollers._pollers) == 2
     loops.on_here(pool.aclose())
+
+
+async def take_and_work(pool: Pool, sms: int) -> Partition:
+    """A lease with work that is done by the time of the answer, and that has not ended."""
+    p = await pool.partition(sms).__aenter__()
+    await p.launch(ONE, spin, KERNEL_NS)
+    return p
+
+
+@pytest.mark.parametrize("sms", [(8, ALL), 8], ids=repr)
+def test_f30_02_requests_that_never_wait_take_over_from_a_closed_loop(
+    loops: Loops, sms: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SMs of a closed loop come back though no request waits and nothing asks for statistics."""
+    monkeypatch.setattr("greensched.leasing.manager.TICK_S", 0.005)
+    pool = Pool(driver="simulated:h200")
+    manager = pool._lifecycle
+
+    async def use() -> None:
+        while any(lease.grant.sms == 96 for lease in manager.manager().leases):
+            async with pool.partition(sms, duration=1e-3):
+                pass
+        await pool.aclose()
+
+    loops.on_here(pool.open())
+    left = loops.on_there(take_and_work(pool, 96))
+    loops.on_here(lease_once(pool, sms, []))
+    loops.there.close()
+    loops.on_here(use())
+    with pytest.raises(greensched.PartitionClosed):
+        left.launch(ONE, spin, 1)
+
+
+def test_f30_02_a_checkpoint_takes_over_from_a_closed_loop(
+    loops: Loops, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One long elastic lease grows into the SMs of a closed loop, and nothing else is requested."""
+    monkeypatch.setattr("greensched.leasing.manager.TICK_S", 0.005)
+    pool = Pool(driver="simulated:h200")
+    elastic = pool.partition((8, ALL))
+
+    async def grow() -> None:
+        while elastic.sm_count < EVERY_SM:
+            await elastic.checkpoint()
+        await elastic.__aexit__(None, None, None)
+        await pool.aclose()
+
+    loops.on_here(pool.open())
+    loops.on_there(take_and_work(pool, 96))
+    loops.on_here(elastic.__aenter__())
+    loops.there.close()
+    loops.on_here(grow())
+
+
+def test_f30_02_statistics_take_over_from_a_closed_loop(loops: Loops) -> None:
+    """Statistics count SMs of a closed loop as free once its work is done."""
+    pool = Pool(driver="simulated:h200")
+
+    async def ask_statistics() -> None:
+        s = pool.statistics()
+        assert (s.sms_free, s.sms_leased, s.sms_draining) == (EVERY_SM, 0, 0)
+        await pool.aclose()
+
+    loops.on_here(pool.open())
+    loops.on_there(take_and_work(pool, 96))
+    loops.there.close()
+    loops.on_here(ask_statistics())
+
+
+def test_f30_02_statistics_without_a_loop_have_another_loop_take_over(loops: Loops) -> None:
+    """A thread that only reads statistics, as a scraper does, sees the SMs come back."""
+    pool = Pool(driver="simulated:h200")
+
+    async def scrape() -> None:
+        await until(lambda: on_a_thread(pool.statistics).sms_free == EVERY_SM)
+        await pool.aclose()
+
+    loops.on_here(pool.open())
+    loops.on_here(lease_once(pool, 8, []))
+    loops.on_there(take_and_work(pool, 96))
+    loops.there.close()
+    loops.on_here(scrape())
+
+
+def on_a_thread(function: Any) -> Any:
+    """What a function returns on a thread without a loop."""
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(function).result()

@@ -22,7 +22,14 @@ import anyio
 
 from greensched.device.quota import MemoryQuota
 from greensched.driver.interface import Driver
-from greensched.errors import DeadlineExceeded, DeviceLost, ForkedPool, GreenschedError, PoolClosed
+from greensched.errors import (
+    DeadlineExceeded,
+    DeviceLost,
+    ForkedPool,
+    GreenschedError,
+    NoLoop,
+    PoolClosed,
+)
 from greensched.execution.completion import CompletionPoller
 from greensched.execution.eventloop.base import LoopAdapter, Waiter
 from greensched.execution.lease import Lease
@@ -42,7 +49,7 @@ from greensched.scheduling.services import ServiceClass
 
 logger = logging.getLogger("greensched")
 
-#: While requests are queued, closed loops are looked for this often.
+#: While requests are queued or come, closed loops are looked for this often.
 TICK_S = 0.050
 #: Looked up for every lease: a name of a module is found faster than the member of an enum.
 OPEN: Final = PoolState.OPEN
@@ -74,6 +81,8 @@ class LeaseManager:
             driver, lock, self._on_queue_tick, self._take_over_closed_loops
         )
         self.current_poller = self.pollers.current
+        #: When a request next looks for closed loops.
+        self._look_due = 0.0
         #: Of each class whose memory is bounded, or was.
         self._quotas: dict[str, MemoryQuota] = {}
         #: Tasks that wait until every cell is free.
@@ -175,6 +184,8 @@ class LeaseManager:
     ) -> tuple[Request, tuple[Lease, ...]]:
         """Ask the scheduler; return the leases, or none if the request is queued."""
         self._cancel_abandoned()
+        if len(self.pollers) > 1:
+            self._look_for_closed_loops(poller)
         near, device = request.near, request.device
         with self.lock:
             if self.state is not OPEN:
@@ -257,6 +268,8 @@ class LeaseManager:
         """
         told = checked_duration(duration), checked_deadline(deadline)
         executor = lease.executor
+        if len(self.pollers) > 1:
+            self._look_for_closed_loops(lease.poller)
         with self.lock:
             self.check()
             grant, before = lease.grant, lease.grant.mask
@@ -291,7 +304,15 @@ class LeaseManager:
         self.notify_granted(granted)
 
     def statistics(self) -> PoolStatistics:
-        """Return what the pool has and did, at one moment."""
+        """Return what the pool has and did, at one moment.
+
+        What a closed loop held is taken over first: by this thread's loop, or else soon by another.
+        """
+        if self.works and self.pollers.has_closed:
+            try:
+                self._take_over_closed_loops(self.current_poller())
+            except NoLoop:
+                self.pollers.call_one(self._take_over_closed_loops)
         with self.lock:
             self.scheduler.reclaim(self._time())
             return collect_statistics(
@@ -375,6 +396,16 @@ class LeaseManager:
             refuse(request, DeadlineExceeded((request.deadline or now) - request.arrived))
         self.notify_granted(granted)
         return TICK_S if deadline is None else max(0.0, min(TICK_S, deadline - now))
+
+    def _look_for_closed_loops(self, poller: CompletionPoller) -> None:
+        """Take over what closed loops left, every `TICK_S` at most.
+
+        No tick does while no request is queued, and small or elastic ones need not queue.
+        """
+        now = self._time()
+        if now >= self._look_due:
+            self._look_due = now + TICK_S
+            self._take_over_closed_loops(poller)
 
     def _take_over_closed_loops(self, poller: CompletionPoller) -> None:
         """Cancel the requests of closed loops, and end their leases, with this loop's poller."""

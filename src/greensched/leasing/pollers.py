@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from threading import Lock
 
 from greensched.driver.interface import Driver
@@ -54,6 +55,20 @@ class PollerRegistry:
             self._on_new(poller)
         self._latest = poller
         return poller
+
+    def __len__(self) -> int:
+        return len(self._pollers)
+
+    @property
+    def has_closed(self) -> bool:
+        """Whether a loop has closed whose poller is still known. From any thread."""
+        return any(loop.is_closed for loop in tuple(self._pollers))
+
+    def call_one(self, function: Callable[[CompletionPoller], object]) -> None:
+        """Call a function of a poller on the loop of one that is open, if there is one, soon."""
+        for poller in tuple(self._pollers.values()):
+            if poller.loop.call_threadsafe(partial(function, poller)):
+                return
 
     def all_locked(self) -> tuple[CompletionPoller, ...]:
         """Return all pollers."""
