@@ -44,6 +44,12 @@ extern "C" __global__ void stream_copy(const float4 *src, float4 *dst, size_t n)
     size_t first = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     for (size_t i = first; i < n; i += stride) dst[i] = src[i];
 }
+
+extern "C" __global__ void narrow_copy(const float *src, float *dst, size_t n) {
+    size_t stride = (size_t)gridDim.x * blockDim.x;
+    size_t first = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+    for (size_t i = first; i < n; i += stride) dst[i] = src[i];
+}
 """
 #: Words of a bitmap of SMs: enough for 2048.
 SM_WORDS = 64
@@ -172,7 +178,15 @@ class Gpu:
         library = ok(drv.cuLibraryLoadData(self.image, [], [], 0, [], [], 0))
         self.kernels = {
             name: ok(drv.cuLibraryGetKernel(library, name.encode()))
-            for name in ("null_kernel", "smids", "spin", "fma_burn", "stream_copy", "latch")
+            for name in (
+                "null_kernel",
+                "smids",
+                "spin",
+                "fma_burn",
+                "stream_copy",
+                "narrow_copy",
+                "latch",
+            )
         }
         return {"load_ms": round((time.perf_counter() - start) * 1e3, 2)}
 

@@ -1,7 +1,7 @@
 """Ask a real GPU how its driver treats green contexts, and print the answers as JSON.
 
 `python -m benchmarks.probes.gpu [--out FILE] [--quick]` needs cuda-bindings with NVRTC and numpy,
-uses torch where it is installed, and takes three to four minutes (`--quick`: one). Run it again
+uses torch where it is installed, and takes four minutes (`--quick`: one). Run it again
 with CUDA_DEVICE_MAX_CONNECTIONS=32 for `many_contexts`. Every question is asked in isolation: one
 that fails is recorded as {"error": ...}, and the next is asked. Times are microseconds of the
 host's clock unless a key says otherwise.
@@ -14,12 +14,12 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cuda.bindings import driver as drv
 
-from benchmarks.probes import contexts, execution, libraries
+from benchmarks.probes import contexts, execution, libraries, sharing
 from benchmarks.probes.device import Answer, Gpu, ok
 
 Question = Callable[[Gpu], Answer]
@@ -37,6 +37,8 @@ QUESTIONS: tuple[Question, ...] = (
     execution.completion,
     execution.isolation,
     execution.scaling,
+    sharing.bandwidth,
+    sharing.power,
     execution.graphs,
     execution.pooled_memory,
     contexts.destroy_in_flight,
@@ -52,8 +54,8 @@ QUESTIONS: tuple[Question, ...] = (
 )
 
 
-def ask_all(*, quick: bool) -> dict[str, Answer]:
-    """Ask every question of device 0; the answers, by the question's name.
+def ask_all(*, quick: bool, only: Sequence[str] = ()) -> dict[str, Answer]:
+    """Ask every question of device 0, or only those of these names; the answers by name.
 
     Raises:
         CudaError: there is no device.
@@ -64,7 +66,7 @@ def ask_all(*, quick: bool) -> dict[str, Answer]:
         ("device", Gpu.facts),
         ("compile", Gpu.compile),
         ("load", Gpu.load),
-        *((question.__name__, question) for question in QUESTIONS),
+        *((each.__name__, each) for each in QUESTIONS if not only or each.__name__ in only),
     ):
         ok(drv.cuCtxSetCurrent(gpu.primary))
         answers[name] = _answer(name, question, gpu)
@@ -90,8 +92,10 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the answers there, too")
     parser.add_argument("--quick", action="store_true", help="ask with fewer samples")
+    names = [question.__name__ for question in QUESTIONS]
+    parser.add_argument("--only", nargs="+", choices=names, default=[], help="ask only these")
     options = parser.parse_args()
-    text = json.dumps(ask_all(quick=options.quick), indent=1, default=str)
+    text = json.dumps(ask_all(quick=options.quick, only=options.only), indent=1, default=str)
     if options.out is not None:
         options.out.write_text(text + "\n")
     print(text)

@@ -49,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_demo(commands.add_parser("demo", help="run a small service with and without partitions"))
     _add_plan(commands.add_parser("plan", help="show what a split would give on each device"))
     _add_simulate(commands.add_parser("simulate", help="run traffic on simulated GPUs"))
+    _add_measure(commands.add_parser("measure", help="measure this host and GPU for simulate"))
     return parser
 
 
@@ -143,6 +144,24 @@ def _add_simulate(simulate: argparse.ArgumentParser) -> None:
     simulate.set_defaults(command=_simulate)
 
 
+def _add_measure(measure: argparse.ArgumentParser) -> None:
+    measure.description = (
+        "Measure what a model's passes take by SMs and batch, and what the host takes, and write "
+        "the file that `simulate --tables` reads. A model file is Python that defines "
+        "prefill(tokens) or decode(batch), or both: each returns a function that puts one pass on "
+        "the current stream."
+    )
+    add = measure.add_argument
+    add("model", nargs="?", type=Path, help="a Python file that defines prefill, decode, or both")
+    add("--host", action="store_true", help="measure the host's part of each operation, too")
+    add("--out", type=Path, help="write the file here (default: standard output)")
+    add("--sms", default="8,16,32,64,96", help="sizes, besides all SMs (default: %(default)s)")
+    add("--batches", default="1,8,32", help="batches of decode (default: %(default)s)")
+    add("--tokens", default="256,1024", help="lengths of prompts (default: %(default)s)")
+    _add_driver(measure, "$GREENSCHED_DRIVER, else cuda")
+    measure.set_defaults(command=_measure)
+
+
 def _add_driver(command: argparse.ArgumentParser, default: str) -> None:
     command.add_argument(
         "--driver", help=f"cuda, or a simulated driver such as simulated:h200 (default: {default})"
@@ -192,6 +211,41 @@ def _plan(options: argparse.Namespace) -> int:
     else:
         print("\n".join(map(str, previews)))
     return 0 if any(each.is_possible for each in previews) else 1
+
+
+# -- measure ----------------------------------------------------------------------------------
+
+
+def _measure(options: argparse.Namespace) -> int:
+    """Print the tables, or write them to a file."""
+    from greensched import driver as drivers
+    from greensched.cli import measure
+
+    driver = drivers.open(options.driver)
+    found = measure.measure(
+        driver,
+        options.model,
+        host=options.host,
+        sms=_counts("--sms", options.sms),
+        batches=_counts("--batches", options.batches),
+        tokens=_counts("--tokens", options.tokens),
+    )
+    text = json.dumps(found, indent=1)
+    if options.out is None:
+        print(text)
+    else:
+        options.out.write_text(text + "\n")
+    return 0
+
+
+def _counts(option: str, text: str) -> list[int]:
+    try:
+        found = sorted({int(each) for each in text.split(",")})
+    except ValueError:
+        found = []
+    if not found or found[0] < 1:
+        raise InvalidRequest(f"{option} {text!r}: give numbers of at least 1, such as 8,16")
+    return found
 
 
 # -- simulate ---------------------------------------------------------------------------------

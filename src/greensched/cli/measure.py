@@ -1,0 +1,241 @@
+"""`greensched measure`: what this host and this GPU take, as a file for `greensched simulate`.
+
+The file is a JSON object. `"host"` has the microseconds of the host's part of an operation
+(`capacity.host_costs` says what each is). Every other name is a latency table
+(`capacity.latency_tables.load`): milliseconds by SMs, seconds by batch or prompt length, bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import math
+import statistics
+import subprocess
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from greensched.device.launch import LaunchConfig
+from greensched.driver.interface import Driver
+from greensched.errors import InvalidRequest
+from greensched.execution.call_context import current_call
+from greensched.kernels import spin
+from greensched.leasing.partition import Partition
+from greensched.pool import Pool
+from greensched.typing import ALL
+
+#: Repetitions of each host operation and of each pass; the first operations are not counted.
+HOST_REPEATS, PASS_REPEATS, WARM = 400, 7, 20
+#: Passes that are submitted together when a pass is timed, so that the host's part is hidden.
+TOGETHER = 5
+#: Nanoseconds of the kernel behind which a wake-up is timed: the event loop sleeps meanwhile.
+KERNEL_NS = 100_000
+#: Seconds of passes in a row after which power and clock are read.
+SUSTAINED_S = 1.5
+#: What a model file may define: the table's name, and what its argument counts.
+WORK = {"prefill": "tokens", "decode": "batch"}
+
+Table = dict[str, Any]
+Work = Callable[[], object]
+
+
+def measure(
+    driver: Driver,
+    model: Path | None,
+    *,
+    host: bool,
+    sms: Sequence[int],
+    batches: Sequence[int],
+    tokens: Sequence[int],
+) -> dict[str, Table]:
+    """Measure host costs, and the passes of a model file; return the content of the file.
+
+    Raises:
+        InvalidRequest: nothing to measure, or the model file defines no pass.
+    """
+    if model is None and not host:
+        raise InvalidRequest("nothing to measure: give a model file, or --host")
+    work = _load(model) if model is not None else None
+    sizes = {"prefill": tokens, "decode": batches}
+    return asyncio.run(_measure(driver, work, host=host, sms=sms, sizes=sizes))
+
+
+async def _measure(
+    driver: Driver,
+    work: ModuleType | None,
+    *,
+    host: bool,
+    sms: Sequence[int],
+    sizes: dict[str, Sequence[int]],
+) -> dict[str, Table]:
+    async with Pool([0], driver=driver, prepare=[spin]) as pool:
+        device = pool.devices[0]
+        where = f"{device.name}, {datetime.now(UTC):%Y-%m-%d}"
+        found: dict[str, Table] = {}
+        if host:
+            found["host"] = {**await host_costs(pool, driver), "source": where}
+        for name in WORK if work is not None else ():
+            make = getattr(work, name, None)
+            if make is not None:
+                found[name] = {**await _table(pool, make, sms, sizes[name]), "source": where}
+        return found
+
+
+# -- the host -----------------------------------------------------------------------------------
+
+
+async def host_costs(pool: Pool, driver: Driver) -> Table:
+    """Measure the host's part of each operation, in microseconds: medians and 99th percentiles."""
+    config = LaunchConfig(grid=1, block=32)
+    now = driver.time
+    async with pool.partition(8) as p:
+        bound = p.bind(config, spin, 0)
+        submission, wake = [], []
+        for _ in range(HOST_REPEATS):
+            bound.set(0, KERNEL_NS)
+            began = now()
+            job = bound.submit()
+            submitted = now()
+            await job
+            wake.append(now() - submitted - KERNEL_NS / 1e9)
+            submission.append(submitted - began)
+        hop = await _times(now, lambda: p.run(_nothing))
+
+    async def lease() -> None:
+        async with pool.partition(8):
+            pass
+
+    leases = await _times(now, lease)
+    async with pool.partition((8, ALL)) as p:
+        checkpoint = await _times(now, p.checkpoint)
+    rows = {
+        "submission": submission,
+        "wake": wake,
+        "hop": hop,
+        "lease": leases,
+        "checkpoint": checkpoint,
+    }
+    return {name: _percentiles(seconds[WARM:]) for name, seconds in rows.items()}
+
+
+async def _times(now: Callable[[], float], call: Callable[[], Awaitable[object]]) -> list[float]:
+    found = []
+    for _ in range(HOST_REPEATS):
+        began = now()
+        await call()
+        found.append(now() - began)
+    return found
+
+
+def _nothing() -> None:
+    """Do nothing: only the way to the thread and back takes time."""
+
+
+def _percentiles(seconds: Sequence[float]) -> Table:
+    found = sorted(seconds)
+    return {
+        "p50_us": round(1e6 * statistics.median_low(found), 2),
+        "p99_us": round(1e6 * found[math.ceil(0.99 * len(found)) - 1], 2),
+    }
+
+
+# -- a model ------------------------------------------------------------------------------------
+
+
+def _load(path: Path) -> ModuleType:
+    """Import a model file.
+
+    Raises:
+        InvalidRequest: it cannot be imported, or has neither `prefill` nor `decode`.
+    """
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise InvalidRequest(f"{path}: not a Python file that defines {' or '.join(WORK)}")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not any(hasattr(module, name) for name in WORK):
+        wanted = " or ".join(f"{name}({argument})" for name, argument in WORK.items())
+        raise InvalidRequest(f"{path}: define {wanted}, which returns a function of no arguments")
+    return module
+
+
+async def _table(
+    pool: Pool,
+    make: Callable[[int], Work],
+    sms: Sequence[int],
+    sizes: Sequence[int],
+) -> Table:
+    """Measure one kind of pass: by SMs at each size (a batch, or tokens of a prompt).
+
+    `make(size)` is called on the thread of a partition and returns a function that puts one pass on
+    the current stream. An attribute `nbytes` of that function is the bytes that a pass moves.
+    """
+    total = pool.devices[0].sm_count
+    rows: dict[int, list[float]] = {size: [] for size in sizes}
+    nbytes: list[float] = []
+    watts = 0.0
+    for count in dict.fromkeys((*(n for n in sms if n < total), total)):
+        async with pool.partition(ALL if count == total else count) as p:
+            for size in sizes:
+                work = await p.run(make, size)
+                rows[size].append(1e3 * await _seconds(p, work))
+                if count == total:
+                    nbytes.append(float(getattr(work, "nbytes", 0)))
+                    watts = max(watts, (await _sustained(p, work)) / total)
+    return {
+        "sms": [*(n for n in sms if n < total), total],
+        "ms": rows[sizes[-1]],
+        "sizes": list(sizes),
+        "ms_by_size": [rows[size] for size in sizes],
+        "bytes": nbytes,
+        "sm_watts": round(watts, 2),
+    }
+
+
+async def _seconds(p: Partition, work: Work) -> float:
+    """Return the median seconds of one pass, of several submitted together."""
+    await p.run(_timed, work)  # loads and compiles
+    return statistics.median([await p.run(_timed, work) for _ in range(PASS_REPEATS)])
+
+
+def _timed(work: Work) -> float:
+    call = current_call()
+    assert call is not None  # it runs in a partition's call
+    began = time.perf_counter()
+    for _ in range(TOGETHER):
+        work()
+    call.stream.sync()
+    return (time.perf_counter() - began) / TOGETHER
+
+
+async def _sustained(p: Partition, work: Work) -> float:
+    """Return the watts that passes in a row draw beyond an idle GPU; 0 without nvidia-smi."""
+    idle = await asyncio.to_thread(power)
+    drawn = 0.0
+    end = time.perf_counter() + SUSTAINED_S
+    while time.perf_counter() < end:
+        job = p.run(_repeat, work)
+        if time.perf_counter() > end - SUSTAINED_S / 3:
+            drawn = max(drawn, await asyncio.to_thread(power))
+        await job
+    return max(0.0, drawn - idle)
+
+
+def _repeat(work: Work) -> None:
+    end = time.perf_counter() + SUSTAINED_S / 3
+    while time.perf_counter() < end:
+        _timed(work)
+
+
+def power() -> float:
+    """Return the watts that the first GPU draws, by nvidia-smi; 0 without it. Blocks."""
+    command = ["nvidia-smi", "--query-gpu=power.draw", "--format=csv,noheader,nounits", "--id=0"]
+    try:
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+        return float(ran.stdout)
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        return 0.0

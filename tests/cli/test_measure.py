@@ -1,0 +1,75 @@
+"""`greensched measure`: the file that it writes, and that `simulate` reads it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from greensched.cli import main as cli
+from greensched.cli import measure as measuring
+
+MODEL = """
+def decode(batch):
+    def step():
+        pass
+    step.nbytes = 1000 * batch
+    return step
+"""
+
+
+def short(patch: pytest.MonkeyPatch) -> None:
+    """Repeat as little as gives figures."""
+    for name in ("HOST_REPEATS", "PASS_REPEATS"):
+        patch.setattr(measuring, name, 2)
+    patch.setattr(measuring, "WARM", 0)
+    patch.setattr(measuring, "SUSTAINED_S", 0.01)
+
+
+def test_measure_writes_tables_and_host_costs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model file and --host give a table for each pass that it defines, and the host's costs."""
+    short(monkeypatch)
+    model, out = tmp_path / "model.py", tmp_path / "tables.json"
+    model.write_text(MODEL)
+    arguments = ["measure", str(model), "--host", "--out", str(out), "--batches", "4,1"]
+    assert cli.main([*arguments, "--sms", "8", "--driver", "simulated:h200"]) == 0
+    found = json.loads(out.read_text())
+    assert set(found) == {"host", "decode"}
+    table = found["decode"]
+    assert table["sms"] == [8, 132]
+    assert table["sizes"] == [1, 4]
+    assert table["bytes"] == [1000, 4000]
+    assert [len(row) for row in table["ms_by_size"]] == [2, 2]
+    assert table["ms"] == table["ms_by_size"][-1]
+    for name in ("submission", "wake", "hop", "lease", "checkpoint"):
+        assert 0 < found["host"][name]["p50_us"] <= found["host"][name]["p99_us"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        ([], "give a model file, or --host"),
+        (["missing.py"], "not a Python file that defines prefill or decode"),
+        (["--host", "--sms", "0"], "--sms '0': give numbers of at least 1"),
+        (["--host", "--batches", "x"], "--batches 'x': give numbers"),
+    ],
+)
+def test_measure_says_what_is_wrong(
+    arguments: list[str], wanted: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A command that cannot measure anything says what to give, and exits with 2."""
+    assert cli.main(["measure", *arguments, "--driver", "simulated:h200"]) == 2
+    assert wanted in capsys.readouterr().err
+
+
+def test_a_model_file_without_a_pass_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file that defines neither pass is refused, with what it should define."""
+    model = tmp_path / "model.py"
+    model.write_text("pass\n")
+    assert cli.main(["measure", str(model), "--driver", "simulated:h200"]) == 2
+    assert "define prefill(tokens) or decode(batch)" in capsys.readouterr().err
