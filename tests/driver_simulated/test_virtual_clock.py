@@ -174,6 +174,23 @@ def test_a_loop_is_told_when_the_device_progressed(make: Make, backend: Backend)
         assert (ticket, LAUNCH_NS + ticket * 10**6) in {(value, now) for _, value, now in looks}
 
 
+def test_a_loop_is_not_woken_for_the_phases_of_a_kernel(make: Make) -> None:
+    """A kernel starts, works beside another one and ends: its loop looks when one has ended."""
+    clock = VirtualClock()
+    machine = make(clock=clock)
+    for _ in range(2):
+        machine.run(machine.stream(), "kernel", fixed_ns=10**6, sm_ns=10**8)
+    looks: list[int] = []
+
+    async def main() -> None:
+        machine.driver.subscribe(lambda: looks.append(len(machine.spans)))
+        await asyncio.sleep(1.0)
+
+    clock.run(main)
+    assert looks[0] >= 1
+    assert len(machine.spans) == 2
+
+
 def test_only_a_loop_of_the_clock_can_be_told(machine: Machine) -> None:
     """Outside of `clock.run` no loop can be told, and the refusal says what to do."""
     with pytest.raises(DriverMisuse, match=r"clock\.run\(main\)"):

@@ -220,6 +220,8 @@ class Timeline:
         self._due: list[tuple[int, int, Callable[[], None]]] = []
         self._order = count()
         self._ended: deque[Operation] = deque()
+        #: Whether a host could see a change: an operation is done, or a device failed.
+        self._changed = False
 
     # Everything below is called with the lock held.
 
@@ -247,18 +249,22 @@ class Timeline:
         return self._due[0][0] if self._due else None
 
     def run(self, until: int) -> bool:
-        """Bring the timeline up to `until`; return whether anything happened."""
-        happened = self._poll_held(by_host=True)
+        """Bring the timeline up to `until`; return whether a host can see a change.
+
+        The phases of a kernel before its end are none: a loop that was woken for each of them
+        would poll its streams in vain.
+        """
+        self._changed = False
+        self._poll_held(by_host=True)
         while self._due and self._due[0][0] <= until:
             time, _, action = heapq.heappop(self._due)
             self.now = max(self.now, time)
             action()
             while self._ended:
                 self._finish(self._ended.popleft())
-            happened = True
             if self.held:  # the device itself may have written the word
                 self._poll_held(by_host=False)
-        return happened
+        return self._changed
 
     def at(self, time: int, action: Callable[[], None]) -> None:
         """Schedule an action at a modelled time."""
@@ -277,6 +283,8 @@ class Timeline:
             stream.queue.popleft()
             if result is StartResult.RUNNING:
                 stream.current = operation
+            else:
+                self._changed = True
         if stream.ended and stream.idle:
             stream.device.streams.pop(stream.ident, None)
 
@@ -286,6 +294,7 @@ class Timeline:
 
     def complete(self, signal: Signal) -> None:
         """Complete one record of a signal; the last one resumes the waiting streams."""
+        self._changed = True
         signal.missing -= 1
         if signal.done:
             signal.time = self.now
@@ -295,20 +304,22 @@ class Timeline:
 
     def fail(self, device: DeviceState, fault: CUDAError) -> None:
         """Fail a device: its queued and running work never ends, and nothing begins again."""
+        self._changed = True
         device.fault = device.fault or fault
         device.kernels.clear()
         for stream in device.streams.values():
             stream.queue.clear()
         self.held = {op: until for op, until in self.held.items() if op.stream.device is not device}
 
-    def _poll_held(self, *, by_host: bool) -> bool:
+    def _poll_held(self, *, by_host: bool) -> None:
+        if not self.held:
+            return
         free = [operation for operation in tuple(self.held) if self._is_free(operation)]
         # The host's time is read after its words: nothing continues before it was released.
         when = max(self.now, self.clock.now()) if by_host else self.now
         for operation in free:
             if self.held.pop(operation, None) is not None:  # else its device failed meanwhile
                 operation.resume(self, when)
-        return bool(free)
 
     def _is_free(self, operation: Operation) -> bool:
         try:
@@ -320,6 +331,7 @@ class Timeline:
     def _finish(self, operation: Operation) -> None:
         """Finish an operation that has ended, now: its effect, its trace, and what follows it."""
         stream, end = operation.stream, self.now
+        self._changed = True
         if stream.device.fault is not None:
             return
         fault = self._effect(operation)
