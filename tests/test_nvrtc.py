@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import textwrap
@@ -51,6 +52,13 @@ def test_a_mistake_is_told_with_its_line(compiler: Any) -> None:
     assert (raised.value.name, raised.value.arch) == ("bad.cu", "sm_90")
     assert 'bad.cu(3): error: identifier "x" is undefined' in raised.value.log
     assert "\0" not in raised.value.log
+
+
+def test_the_preprocessors_text_is_told(compiler: Any) -> None:
+    """It has the source with its macros expanded; options that are refused leave it unknown."""
+    text = compiler.preprocess("int x = A;", name="a.cu", arch="sm_90", options=["-DA=41"])
+    assert re.search(rb"int x ?= ?41;", text)
+    assert compiler.preprocess("", name="a.cu", arch="sm_90", options=["--no-such"]) is None
 
 
 @pytest.mark.parametrize("arch", ["sm_1", "compute_90", "no such thing"])
@@ -135,9 +143,9 @@ def test_a_missing_compiler_is_told() -> None:
         from greensched import errors
         from greensched.driver import nvrtc
 
-        for call in (nvrtc.version, lambda: nvrtc.compile("", name="a.cu", arch="sm_90")):
+        for call in nvrtc.preprocess, nvrtc.compile:
             try:
-                call()
+                call("", name="a.cu", arch="sm_90")
             except errors.DriverUnavailable as error:
                 print(error.problem)
     """

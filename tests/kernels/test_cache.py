@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import stat
 import threading
 import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -13,6 +16,9 @@ from greensched.driver import nvrtc
 from greensched.errors import CompileFailed
 from greensched.kernels import cache
 from greensched.kernels.cache import Cache
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 KEY = "0" * 64
 
@@ -37,16 +43,18 @@ def test_the_key_covers_everything() -> None:
 
     def key(
         source: str = "s",
+        text: bytes = b"t",
         name: str = "n",
         arch: str = "sm_90",
         options: tuple[str, ...] = ("a", "b"),
         nvrtc: tuple[int, int] = (13, 0),
     ) -> str:
-        return cache.key_of(source, name=name, arch=arch, options=options, nvrtc=nvrtc)
+        return cache.key_of(source, text, name=name, arch=arch, options=options, nvrtc=nvrtc)
 
     different = [
         key(),
         key(source="t"),
+        key(text=b"u"),
         key(name="m"),
         key(arch="sm_80"),
         key(options=("b", "a")),
@@ -62,29 +70,9 @@ def test_the_key_covers_everything() -> None:
 
 def test_the_key_covers_the_format(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files of another format are not found."""
-    before = cache.key_of("s", name="n", arch="sm_90", options=(), nvrtc=(13, 0))
+    before = cache.key_of("s", b"", name="n", arch="sm_90", options=(), nvrtc=(13, 0))
     monkeypatch.setattr(cache, "FORMAT", cache.FORMAT + 1)
-    assert before != cache.key_of("s", name="n", arch="sm_90", options=(), nvrtc=(13, 0))
-
-
-@pytest.mark.parametrize(
-    ("source", "options", "expected"),
-    [
-        ("int x;", (), True),
-        ("#include <cuda_fp16.h>\n", ("--std=c++20",), True),
-        ('#include "mine.h"\n', (), False),
-        ('int x;\n  #  include "mine.h"', (), False),
-        ("#include HEADER", (), False),
-        ("#include <mine.h>", ("-I/here",), False),
-        ("#include <mine.h>", ("-I", "/here"), False),
-        ("#include <mine.h>", ("--include-path=/here",), False),
-        ("int x;", ("-include=mine.h",), False),
-        ("int x;", ("--pre-include=mine.h",), False),
-    ],
-)
-def test_what_a_key_cannot_see(source: str, options: tuple[str, ...], expected: bool) -> None:
-    """Headers of the user's own make a source unfit for the cache, those of the toolkit do not."""
-    assert cache.is_self_contained(source, options) is expected
+    assert before != cache.key_of("s", b"", name="n", arch="sm_90", options=(), nvrtc=(13, 0))
 
 
 # -- memory and disk --------------------------------------------------------------------------
@@ -143,6 +131,34 @@ def test_a_damaged_file_is_replaced(tmp_path: Path, damage: object) -> None:
     assert make.calls == 2
 
 
+def replace_by_fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def replace_by_link(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to("elsewhere")
+
+
+@pytest.mark.parametrize(
+    "damage", [replace_by_fifo, replace_by_link, lambda path: path.chmod(0o620)]
+)
+def test_f30_11_what_is_no_plain_file_of_our_own_is_replaced(
+    tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    """A FIFO is not waited for, a link is not followed, what others can write is not believed."""
+    Cache(tmp_path).get(KEY, Maker())
+    path = tmp_path / f"{KEY}.cubin"
+    damage(path)
+    make = Maker()
+    assert Cache(tmp_path).get(KEY, make) == b"cubin"
+    assert make.calls == 1
+    assert stat.S_ISREG(path.lstat().st_mode)
+    assert Cache(tmp_path).get(KEY, make) == b"cubin"
+    assert make.calls == 1
+
+
 def test_a_file_under_another_name_is_replaced(tmp_path: Path) -> None:
     """A good file of another key is not taken for this one's."""
     Cache(tmp_path).get("a" * 64, Maker(b"another"))
@@ -194,6 +210,30 @@ def test_the_directory_is_made_for_us_alone(tmp_path: Path) -> None:
     made = Cache(tmp_path / "a" / "b").directory
     assert made == tmp_path / "a" / "b"
     assert made.stat().st_mode & 0o777 == 0o700
+
+
+def test_f30_11_with_any_umask_all_is_private(tmp_path: Path) -> None:
+    """The directory, the parents that are made for it, and the files are for the user alone."""
+    before = os.umask(0)
+    try:
+        Cache(tmp_path / "a" / "b").get(KEY, Maker())
+    finally:
+        os.umask(before)
+    made = {path: path.stat().st_mode & 0o777 for path in tmp_path.rglob("*")}
+    assert made == {
+        tmp_path / "a": 0o700,
+        tmp_path / "a" / "b": 0o700,
+        tmp_path / "a" / "b" / f"{KEY}.cubin": 0o600,
+    }
+
+
+def test_f30_11_a_directory_that_others_can_replace_is_refused(tmp_path: Path) -> None:
+    """Every user can rename what is in a directory open to all, unless its sticky bit is set."""
+    tmp_path.chmod(0o777)
+    with pytest.warns(RuntimeWarning, match="can be replaced by other users"):
+        assert Cache(tmp_path / "cubins").directory is None
+    tmp_path.chmod(0o1777)
+    assert Cache(tmp_path / "cubins").directory == tmp_path / "cubins"
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o702, 0o777])
@@ -312,6 +352,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return f"{source} {name} {arch} {options}".encode()
 
     monkeypatch.setattr(nvrtc, "compile", note)
+    monkeypatch.setattr(nvrtc, "preprocess", lambda source, **options: source.encode())
     monkeypatch.setattr(nvrtc, "version", lambda: (13, 0))
     return compiled
 
@@ -326,14 +367,20 @@ def test_compiling_goes_through_the_cache(cache_directory: Path, compiler: list[
     assert len(list(cache_directory.iterdir())) == 1
 
 
-def test_what_includes_its_own_headers_is_not_cached(
-    cache_directory: Path, compiler: list[str]
+@pytest.mark.parametrize("texts", [(None,), (b"before", b"after")])
+def test_f30_06_what_is_not_known_is_not_kept(
+    cache_directory: Path,
+    compiler: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    texts: tuple[bytes | None, ...],
 ) -> None:
-    """A source whose headers the key cannot see is compiled each time, and not kept on disk."""
+    """A cubin of an unknown text, or of one that changed meanwhile, is returned and not kept."""
+    answers = itertools.cycle(texts)
+    monkeypatch.setattr(nvrtc, "preprocess", lambda source, **options: next(answers))
     for _ in range(2):
-        cache.compiled('#include "mine.h"\n', name="x.cu", arch="sm_90")
+        assert cache.compiled("int x;", name="x.cu", arch="sm_90") == b"int x; x.cu sm_90 ()"
     assert len(compiler) == 2
-    assert not cache_directory.exists()
+    assert list(cache_directory.iterdir()) == []
 
 
 def test_the_process_has_one_cache(cache_directory: Path) -> None:

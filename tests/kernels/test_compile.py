@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import TYPE_CHECKING, cast
 
 import pytest
@@ -104,3 +105,133 @@ def test_a_failure_shows_the_compilers_log(cache_directory: Path) -> None:
     with pytest.raises(CompileFailed, match=r"mine\.cu\(2\): error"):
         Program("\nint x = y;", name="mine.cu").compile("sm_90")
     assert list(cache_directory.iterdir()) == []
+
+
+# -- what a source reads -----------------------------------------------------------------------
+
+BODY = 'extern "C" __global__ void f(int *x) { *x = VALUE; }'
+
+
+@pytest.mark.parametrize(
+    "include",
+    [
+        '/**/#include "h.h"',
+        '#/**/include "h.h"',
+        '%:include "h.h"',
+        '??=include "h.h"',
+        "#include_next <h.h>",
+        '#inc\\\nlude "h.h"',
+        '\f#include "h.h"',
+        '\v#include "h.h"',
+        "#include <h.h>",
+        '#include "{folder}/h.h"',
+        '#include "{folder}/../{folder.name}/h.h"',
+        "#define H <h.h>\n#include H",
+        '#include "outer.h"',
+    ],
+)
+def test_f30_06_a_changed_header_is_compiled_anew(
+    cache_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, include: str
+) -> None:
+    """However a header is included, its change changes the cubin, and changed back it is known."""
+    headers = tmp_path / "headers"
+    headers.mkdir()
+    (headers / "outer.h").write_text('#include "h.h"')
+    options = ["-I", str(headers), "--std=c++14", "-Xcudafe=--trigraphs"]
+    program = Program(f"{include.format(folder=headers)}\n{BODY}", options=options)
+    (headers / "h.h").write_text("#define VALUE 1\n")
+    first = program.compile("sm_90")
+    (headers / "h.h").write_text("#define VALUE 2\n")
+    assert program.compile("sm_90") != first
+    (headers / "h.h").write_text("#define VALUE 1\n")
+    monkeypatch.setattr(nvrtc, "compile", None)
+    assert program.compile("sm_90") == first
+    assert len(list(cache_directory.iterdir())) == 2
+
+
+@pytest.mark.usefixtures("cache_directory")
+def test_f30_06_a_header_that_appears_is_seen(tmp_path: Path) -> None:
+    """The answer of `__has_include` is part of what is compiled."""
+    source = f"#if __has_include(<late.h>)\n#define VALUE 2\n#else\n#define VALUE 1\n#endif\n{BODY}"
+    program = Program(source, options=[f"-I{tmp_path}"])
+    first = program.compile("sm_90")
+    (tmp_path / "late.h").write_text("")
+    assert program.compile("sm_90") != first
+
+
+def test_f30_06_the_time_is_part_of_the_text() -> None:
+    """A source with `__TIME__` is another one each second."""
+    text = nvrtc.preprocess("const char *at = __TIME__;", name="x.cu", arch="sm_90")
+    assert text is not None
+    assert re.search(rb'at ?= ?"\d\d:\d\d:\d\d"', text)
+
+
+SECRET = "token = hunter2;"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        '#include "{path}"',
+        "#include <{path}>",
+        '#include "{folder}/headers/../secret"',
+        "#include <../secret>",
+        '%:include "{path}"',
+        '#include/**/"{path}"',
+        "#include_next <../secret>",
+        '#define H "{path}"\n#include H',
+        "#define S(x) #x\n#define T(x) S(x)\n#define P {path}\n#include T(P)",
+        '#inc\\\nlude "{path}"',
+        '#include "outer.h"',
+    ],
+)
+def test_f30_11_f1_f2_a_file_outside_the_headers_is_not_quoted(
+    cache_directory: Path, tmp_path: Path, source: str
+) -> None:
+    """Source that includes a file from elsewhere is refused, and no word of the file is told."""
+    (tmp_path / "headers").mkdir()
+    path = tmp_path / "secret"
+    path.write_text(SECRET)
+    (tmp_path / "headers" / "outer.h").write_text(f'#include "{path}"')
+    text = source.format(path=path, folder=tmp_path)
+    with pytest.raises(
+        CompileFailed, match="is in no folder of headers: give its folder"
+    ) as raised:
+        Program(text, options=["-I", str(tmp_path / "headers")]).compile("sm_90")
+    assert not {"token", "hunter2"} & set(re.split(r"\W+", str(raised.value)))
+    assert not cache_directory.exists()
+
+
+@pytest.mark.usefixtures("cache_directory")
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        ("x.cu", "--include-path={folder}"),
+        ("x.cu", "-I{folder}/sub/.."),
+        ("x.cu", "--pre-include={folder}/first.h"),
+        ("{folder}/x.cu", "--use_fast_math"),
+    ],
+)
+def test_f30_11_files_in_folders_of_headers_are_read(
+    tmp_path: Path, name: str, option: str
+) -> None:
+    """Folders in the options, of a header given there, and of the source are folders of headers."""
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "first.h").write_text("")
+    (tmp_path / "h.h").write_text("#define VALUE 1\n")
+    source = f'#include "{tmp_path}/h.h"\n{BODY}'
+    program = Program(
+        source, name=name.format(folder=tmp_path), options=[option.format(folder=tmp_path)]
+    )
+    assert program.compile("sm_90")
+
+
+def test_f30_11_the_working_directory_is_no_folder_of_headers(
+    cache_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NVRTC looks there for a source whose name has no folder; what it finds is refused."""
+    (tmp_path / ".env").write_text(SECRET)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CompileFailed, match=r'includes "\.env", which is in no folder of headers'):
+        Program('#include ".env"').compile("sm_90")
+    assert not cache_directory.exists()

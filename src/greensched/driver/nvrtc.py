@@ -9,11 +9,18 @@ wheel, which is part of `greensched[nvrtc]`, else in a conda environment, `CUDA_
 or a toolkit of the system. CCCL's headers (`<cuda/std/...>`, and the `<nv/target>` that
 cooperative_groups.h includes) are used where they are in the same place: pip install
 'cuda-toolkit[cccl]'. A folder given in `options` is searched first.
+
+What a source reads is asked of the compiler: its preprocessor writes the text that it would
+compile, and the files that it opened (`preprocess`). NVRTC has no documented option for this;
+`-Xcudafe` passes one to its front end (measured: 13.0, 13.2, 13.4).
 """
 
 from __future__ import annotations
 
 import functools
+import os
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,7 +30,14 @@ from cuda.bindings import nvrtc  # type: ignore[import-untyped]  # the wheel shi
 from greensched.errors import CompileFailed, DriverUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Iterator, Sequence
+
+#: Options that give a folder of headers, or a header in such a folder. Source: NVRTC user guide,
+#: "Supported Compile Options".
+_HEADER_OPTIONS = "--pre-include", "-include"
+_FOLDER_OPTIONS = "--include-path", "-I", "--use-bundled-headers"
+#: How the names of headers begin that NVRTC has in memory.
+_IN_MEMORY = "__nv_"
 
 _nvrtc: Final[Any] = nvrtc
 
@@ -74,10 +88,88 @@ def version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
+def preprocess(source: str, *, name: str, arch: str, options: Sequence[str] = ()) -> bytes | None:
+    """Return the text that `compile` would compile: headers included, macros expanded.
+
+    It differs wherever the machine code could differ by a file, a macro such as `__TIME__` or the
+    answer of `__has_include`. Blocks for 4 to 8 ms (measured), without the GIL.
+
+    Returns:
+        The text, up to the first error; None if this NVRTC does not tell it, or refuses the
+        options.
+
+    Raises:
+        CompileFailed: the source includes a file that is in no folder of headers: neither of the
+            options, nor the folder in `name`, nor the CUDA runtime's. The compiler's messages would
+            quote such a file.
+        DriverUnavailable: NVRTC is not installed.
+    """
+    with ExitStack() as stack:
+        text, files = _memory_file(stack), _memory_file(stack)
+        arguments = [
+            *_arguments(arch, options),
+            *("-Xcudafe=--preprocess", f"-Xcudafe=--output={_path(text)}"),
+            *("-Xcudafe=--trace_includes", f"-Xcudafe=--error_output={_path(files)}"),
+        ]
+        with suppress(_Refused), _program(source, name) as program:
+            _build(program, arguments)  # refused after success, too: there is no machine code
+        read = [line.lstrip(" ") for line in os.fsdecode(_content(files)).split("\n") if line]
+        _check_files(read, name, arch, options)
+        return _content(text) if read else None
+
+
+def _check_files(files: Iterable[str], name: str, arch: str, options: Sequence[str]) -> None:
+    """Refuse files that are in no folder of headers."""
+    headers = list(_values(_HEADER_OPTIONS, options))
+    folders = list(_values(_FOLDER_OPTIONS, [*options, *_header_options()]))
+    given = [Path(path) for path in (*headers, *folders) if path]
+    given += [Path(path).parent for path in (*headers, name) if "/" in path]
+    allowed = {form for path in given for form in (path.absolute(), path.resolve())}
+    for file in files:
+        path = Path(file)
+        # Only `..` needs the real path: links in a folder of headers are the folder's own.
+        path = path.resolve() if ".." in path.parts else path.absolute()
+        if not file.startswith(_IN_MEMORY) and allowed.isdisjoint((path, *path.parents)):
+            raise CompileFailed(
+                name,
+                arch,
+                f'{name}: error: the source includes "{file}", which is in no folder of headers: '
+                "give its folder in the options, as --include-path=FOLDER",
+            )
+
+
+def _values(names: Sequence[str], options: Sequence[str]) -> Iterator[str]:
+    """Return the values of options: `--name=value`, `--name value`, or `-Ivalue`."""
+    for option, following in zip_longest(options, options[1:], fillvalue=""):
+        for name in names:
+            if option == name:
+                yield following
+            elif option.startswith(f"{name}="):
+                yield option[len(name) + 1 :]
+            elif name == "-I" and option.startswith(name):
+                yield option[len(name) :]
+
+
+def _memory_file(stack: ExitStack) -> int:
+    file = os.memfd_create("greensched nvrtc")
+    stack.callback(os.close, file)
+    return file
+
+
+def _path(file: int) -> str:
+    return f"/proc/self/fd/{file}"
+
+
+def _content(file: int) -> bytes:
+    return Path(_path(file)).read_bytes()
+
+
 def compile(  # noqa: A001 - used as nvrtc.compile(...)
     source: str, *, name: str, arch: str, options: Sequence[str] = ()
 ) -> bytes:
     """Compile CUDA source. Blocks for 10 ms to seconds, without the GIL.
+
+    A source that may include files of the host goes through `preprocess` first.
 
     Args:
         source: CUDA C++. A kernel must be `extern "C"` to be found by its name.
@@ -92,14 +184,10 @@ def compile(  # noqa: A001 - used as nvrtc.compile(...)
         CompileFailed: with the compiler's log.
         DriverUnavailable: NVRTC is not installed.
     """
-    arguments = [f"--gpu-architecture={arch}", *options, *_header_options()]
     try:
-        program = _call(_nvrtc.nvrtcCreateProgram, source.encode(), name.encode(), 0, [], [])
-        try:
-            _build(program, arguments)
+        with _program(source, name) as program:
+            _build(program, _arguments(arch, options))
             cubin = _read(_nvrtc.nvrtcGetCUBINSize, _nvrtc.nvrtcGetCUBIN, program)
-        finally:
-            _nvrtc.nvrtcDestroyProgram(program)
     except _Refused as refused:
         raise CompileFailed(name, arch, str(refused)) from None
     if not cubin:
@@ -107,6 +195,19 @@ def compile(  # noqa: A001 - used as nvrtc.compile(...)
         problem = f"{arch} has no machine code: give a real architecture, such as sm_90"
         raise CompileFailed(name, arch, problem)
     return cubin
+
+
+@contextmanager
+def _program(source: str, name: str) -> Iterator[Any]:
+    program = _call(_nvrtc.nvrtcCreateProgram, source.encode(), name.encode(), 0, [], [])
+    try:
+        yield program
+    finally:
+        _nvrtc.nvrtcDestroyProgram(program)
+
+
+def _arguments(arch: str, options: Sequence[str]) -> list[str]:
+    return [f"--gpu-architecture={arch}", *options, *_header_options()]
 
 
 def _build(program: Any, arguments: Sequence[str]) -> None:

@@ -1,16 +1,17 @@
 """The cache of compiled cubins, in memory and on disk: a source is compiled once.
 
 1. The key is the SHA-256 of everything that decides the machine code: source, name (it is in the
-   line information), options in their order, architecture, NVRTC's version, and the version of
-   this file format. NVRTC's output is deterministic (measured, 13.5), so a cached cubin equals
-   a new one.
-2. A source that includes anything but `<...>`, or is compiled with include paths of its own, is not
-   cached, because the key would not reflect a changed header. Headers in `<...>` are assumed to be
-   the toolkit's, which change with NVRTC's version.
+   line information), the text that the compiler's preprocessor makes of them, options in their
+   order, architecture, NVRTC's version, and the version of this file format. NVRTC's output is
+   deterministic (measured, 13.5), so a cached cubin equals a new one.
+2. The text has the headers in it, so a changed header changes the key. A cubin is kept if the text
+   is the same after the compilation as before. Where NVRTC does not tell the text, nothing is kept.
 3. An unusable disk never fails a compilation: without a home, space or permission the cache is in
-   memory only. A directory that other users can write to is refused, because a cubin is code.
-4. A file carries the SHA-256 of its key and content; one that does not match is replaced. Files are
-   written under a temporary name and renamed, so that no reader sees a partial one.
+   memory only. A directory that other users can write to, or replace, is refused, because a cubin
+   is code; directories and files are created for the user alone, whatever the umask.
+4. A file carries the SHA-256 of its key and content; one that does not match, is no plain file or
+   may be written by others is replaced. Files are written under a temporary name and renamed, so
+   that no reader sees a partial one.
 
 The directory is `$GREENSCHED_CACHE_DIR`, else `$XDG_CACHE_HOME/greensched`, else
 `~/.cache/greensched`. Nothing is ever removed from it; users may delete it at any time.
@@ -21,7 +22,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import stat
 import threading
 import warnings
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 #: The version of the file format; part of every key, so that older files are not found.
-FORMAT = 1
+FORMAT = 2
 
 _MAGIC = b"greensched cubin\n"
 _HEADER_BYTES = len(_MAGIC) + hashlib.sha256().digest_size
@@ -42,47 +42,64 @@ _HEADER_BYTES = len(_MAGIC) + hashlib.sha256().digest_size
 #: (measured), so this is about 1 MB.
 _MOST_IN_MEMORY = 256
 
-_OUTSIDE_INCLUDE = re.compile(r"^[ \t]*#[ \t]*include\b(?![ \t]*<)", re.MULTILINE)
-#: Options that bring in files. Source: NVRTC user guide, "Supported Compile Options".
-_INCLUDE_OPTIONS = ("-I", "--include-path", "-include", "--pre-include")
-
 
 def compiled(source: str, *, name: str, arch: str, options: Sequence[str] = ()) -> bytes:
     """Return the cubin of a CUDA source, compiled at most once.
 
-    Blocks: on the disk, in NVRTC (25 ms and more).
+    Blocks: in NVRTC (5 ms to know what it would compile, 25 ms and more to compile), on the disk.
 
     Raises:
-        CompileFailed: NVRTC refused the source; nothing is cached.
+        CompileFailed: NVRTC refused the source, or the source includes files from outside its
+            folders of headers; nothing is cached.
         DriverUnavailable: there is no NVRTC. It is needed even if the cubin is on disk, because the
             key has its version.
     """
     # Imported here because `import greensched` must not load cuda.bindings or NVRTC.
     from greensched.driver import nvrtc
 
-    def make() -> bytes:
-        return nvrtc.compile(source, name=name, arch=arch, options=options)
+    def read() -> bytes | None:
+        return nvrtc.preprocess(source, name=name, arch=arch, options=options)
 
-    if not is_self_contained(source, options):
-        return make()
-    key = key_of(source, name=name, arch=arch, options=options, nvrtc=nvrtc.version())
-    return shared().get(key, make)
+    def make() -> bytes:
+        binary = nvrtc.compile(source, name=name, arch=arch, options=options)
+        if text is None or read() != text:
+            raise _NotKept(binary)
+        return binary
+
+    text = read()
+    try:
+        key = key_of(
+            source, text or b"", name=name, arch=arch, options=options, nvrtc=nvrtc.version()
+        )
+        return shared().get(key, make)
+    except _NotKept as not_kept:
+        return not_kept.binary
+
+
+class _NotKept(Exception):
+    """A cubin of which it is not known what it was compiled from."""
+
+    def __init__(self, binary: bytes) -> None:
+        super().__init__()
+        self.binary = binary
 
 
 def key_of(
-    source: str, *, name: str, arch: str, options: Sequence[str], nvrtc: tuple[int, int]
+    source: str,
+    text: bytes,
+    *,
+    name: str,
+    arch: str,
+    options: Sequence[str],
+    nvrtc: tuple[int, int],
 ) -> str:
-    """Return the key of a compilation, which differs if the cubin could differ."""
+    """Return the key of a compilation, which differs if the cubin could differ.
+
+    `text` is what the preprocessor makes of the source.
+    """
     # JSON is unambiguous, whatever the parts contain.
-    parts = [FORMAT, *nvrtc, arch, name, list(options), source]
+    parts = [FORMAT, *nvrtc, arch, name, list(options), source, hashlib.sha256(text).hexdigest()]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-
-
-def is_self_contained(source: str, options: Sequence[str] = ()) -> bool:
-    """Return whether the key covers all that is compiled: no headers but the toolkit's."""
-    if any(option.startswith(_INCLUDE_OPTIONS) for option in options):
-        return False
-    return _OUTSIDE_INCLUDE.search(source) is None
 
 
 class Cache:
@@ -147,7 +164,7 @@ class Cache:
         if self.directory is None:
             return None
         try:
-            content = (self.directory / f"{key}.cubin").read_bytes()
+            content = _read_own(self.directory / f"{key}.cubin")
         except OSError:
             return None
         binary = content[_HEADER_BYTES:]
@@ -159,7 +176,8 @@ class Cache:
         temporary = self.directory / f".{key}.{os.urandom(8).hex()}"
         with suppress(OSError):  # rule 3
             try:
-                temporary.write_bytes(_header(key, binary) + binary)
+                with open(temporary, "xb", opener=_open_private) as file:
+                    file.write(_header(key, binary) + binary)
                 temporary.replace(self.directory / f"{key}.cubin")
             except OSError:
                 temporary.unlink(missing_ok=True)
@@ -200,12 +218,15 @@ def _usable(directory: Path | None) -> Path | None:
     """Return the directory, created if missing; None if it cannot or must not be used."""
     if directory is None:
         return None
+    directory = directory.absolute()
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = directory.stat()
+        missing = [path for path in (directory, *directory.parents) if not path.is_dir()]
+        for path in reversed(missing):
+            # `parents=True` would create parents with the umask alone.
+            path.mkdir(mode=0o700, exist_ok=True)
+        problem = _danger(directory.stat()) or _danger_above(directory.resolve())
     except OSError:
         return None
-    problem = _danger(status)
     if problem:
         warnings.warn(
             f"{directory} {problem}, so compiled kernels are not cached on disk: "
@@ -223,6 +244,33 @@ def _danger(status: os.stat_result) -> str:
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return "is writable by other users"
     return ""
+
+
+def _danger_above(directory: Path) -> str:
+    """Return which directory above lets every user replace this one; the sticky bit prevents it."""
+    for path in directory.parents:
+        mode = path.stat().st_mode
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            return f"can be replaced by other users, because {path} is writable by all"
+    return ""
+
+
+def _read_own(path: Path) -> bytes:
+    """Return the content of a plain file that only this user can write.
+
+    Raises:
+        OSError: it is none. A FIFO is not waited for, and a link is not followed.
+    """
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    with os.fdopen(file, "rb") as opened:
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode) or _danger(status):
+            raise OSError(f"{path} is no plain file of this user's own")
+        return opened.read()
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def _header(key: str, binary: bytes) -> bytes:
