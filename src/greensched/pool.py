@@ -223,7 +223,7 @@ class Pool:
         Raises:
             InvalidSize, InvalidRequest: what can never be right.
         """
-        return Partition(self._lifecycle, self._parser.parse(sms, **options))
+        return Partition(self._lifecycle, self._parser.parse(sms, options))
 
     def partitions(
         self, *sizes: Size, **options: Unpack[LeaseOptions]
@@ -243,8 +243,9 @@ class Pool:
             WouldBlock: no SMs are free, or no green context over them is made yet.
             Others: as `partition`, and as its `async with`.
         """
-        request = self._parser.parse(sms, **options)
-        return Partition(self._lifecycle, request, self._manager.acquire_nowait(request))
+        request = self._parser.parse(sms, options)
+        lease = self._lifecycle.cache.take(request) or self._manager.acquire_nowait(request)
+        return Partition(self._lifecycle, request, lease)
 
     async def launch(
         self,

@@ -94,13 +94,19 @@ class Contended:
         self._lock = lock
         self.had_to_wait = threading.Event()
 
-    def __enter__(self) -> None:
+    def acquire(self) -> None:
         if not self._lock.acquire(blocking=False):
             self.had_to_wait.set()
             self._lock.acquire()
 
-    def __exit__(self, *_: object) -> None:
+    def release(self) -> None:
         self._lock.release()
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
 
 class Slow(list[Any]):
@@ -177,7 +183,7 @@ def test_a_closing_hears_of_the_last_lease_of_another_thread() -> None:
         thread.start()
         await until(held.is_set)
         manager: Any = pool._manager
-        manager.lock = manager.cache.lock = Contended(manager.lock)
+        manager.lock = manager.cache._lock = Contended(manager.lock)
         manager._idle_waiters = Slow(go, [over, manager.lock.had_to_wait])
         async with asyncio.timeout(20):
             assert not (await pool.aclose(grace=1000.0)).abandoned

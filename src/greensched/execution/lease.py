@@ -109,6 +109,7 @@ class Lease:
         device_memory: of the executor's device.
         listener: told of its end.
         quota: its buffers count against it.
+        cache_key: what finds it in the lease cache; None: it is not to be cached.
     """
 
     def __init__(
@@ -119,8 +120,10 @@ class Lease:
         device_memory: DeviceMemory,
         listener: LeaseListener,
         quota: MemoryQuota | None = None,
+        cache_key: object = None,
     ) -> None:
         self.grant = grant
+        self.cache_key = cache_key
         self.poller = poller
         self.device_memory = device_memory
         self.quota = quota
@@ -473,27 +476,33 @@ class Lease:
 
     # -- its end -----------------------------------------------------------------------------------
 
-    def is_unused(self) -> bool:
-        """Whether nothing of its work is left, so that the lease could as well go on."""
+    def leave(self) -> bool:
+        """Close what was bound, if nothing of its work is left; return whether.
+
+        The lease could then as well go on: it is to be cached, or closed by `close`.
+        """
         stream = self.executor.launch_stream
         issued = stream.issued
-        return (
-            self.fast_path_ok
-            and self.reusable
-            and not self.failed
-            and not stream.launch_errors
-            and (issued == stream.last_reached or issued & MASK == stream.word[0])
-            and issued == stream.submitted
-            and not stream.kept
-            and self.thread == get_ident()
-            # Bound launches behind the last ticket may still run.
-            and not (self.bound_launches and self.launches_without_ticket)
-        )
+        if (
+            not (self.fast_path_ok and self.reusable)
+            or self.failed
+            or stream.launch_errors
+            or not (issued == stream.last_reached or issued & MASK == stream.word[0])
+            or issued != stream.submitted
+            or stream.kept
+        ):
+            return False
+        if self.bound_launches:
+            if self.launches_without_ticket:  # those behind the last ticket may still run
+                return False
+            self.close_bound_launches()
+            stream.release_kept()  # the arguments of what was bound, which is done
+        return True
 
-    def close_now(self) -> None:
-        """Close it at once: none of its work is left."""
+    def reclaimed(self) -> None:
+        """Close it where it is cached, and the scheduler has reclaimed its cells."""
         self.state = LeaseState.CLOSED
-        self._update_fast_path()
+        self.fast_path_ok = False
 
     def end(self) -> None:
         """Submit nothing more; the cells become free when the work is done. Does not wait."""
@@ -505,7 +514,7 @@ class Lease:
         if not stream.health.is_over:
             self._end_stream()
         if stream.health.is_over:
-            self._close()
+            self.close()
         elif self._has_last_ticket():
             self._await_last_ticket()
         else:
@@ -589,14 +598,16 @@ class Lease:
     def _await_last_ticket(self) -> None:
         stream, last = self.executor.launch_stream, self._last_ticket
         if stream.health.is_over or (last is not None and stream.reached(last)):
-            self._close()
+            self.close()
         elif last is not None:
-            self.poller.when_reached(stream, last, self._close)
+            self.poller.when_reached(stream, last, self.close)
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Close it: none of its work is left, or its device or pool has ended. Idempotent."""
         if self.state is LeaseState.CLOSED:
             return
         self.state = LeaseState.CLOSED
+        self.fast_path_ok = False
         self.executor.launch_stream.release_kept()
         for job in self._unfinished:
             job._finalize()
@@ -628,7 +639,7 @@ class Lease:
         What it waited for may be a call that never returns.
         """
         if self.state is not LeaseState.OPEN:
-            self._close()
+            self.close()
 
     @property
     def unretrieved_error(self) -> BaseException | None:

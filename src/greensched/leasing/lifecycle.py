@@ -19,6 +19,7 @@ from greensched.execution.threads import WorkerThread
 from greensched.kernels import Kernel
 from greensched.leasing import process
 from greensched.leasing.device_pool import MAX_EXTRA, DevicePool
+from greensched.leasing.lease_cache import LeaseCache
 from greensched.leasing.manager import LeaseManager
 from greensched.leasing.status import CloseReport, PoolState
 from greensched.scheduling.allocator import Placement
@@ -60,6 +61,7 @@ class PoolLifecycle:
         self.options = options
         #: Also the manager's lock.
         self.lock = threading.Lock()
+        self.cache = LeaseCache(self.lock)
         self._manager: LeaseManager | None = None
         self._opening: BackgroundTask[None] | None = None
         self._closing: BackgroundTask[CloseReport] | None = None
@@ -108,7 +110,7 @@ class PoolLifecycle:
             if self._opening is None:
                 driver = drivers.open(self.options.driver)
                 builder = WorkerThread(driver, "greensched builder", relaxed=False)
-                manager = LeaseManager(driver, builder, self.lock)
+                manager = LeaseManager(driver, builder, self.lock, self.cache)
                 opening = BackgroundTask(lambda: self._build(manager))
                 builder.submit(opening.run)  # raises RuntimeError where no thread can be started
                 self._manager, self._opening = manager, opening

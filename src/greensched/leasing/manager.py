@@ -20,6 +20,7 @@ from typing import Final
 
 import anyio
 
+from greensched._asynclib import get_ident
 from greensched.device.quota import MemoryQuota
 from greensched.driver.interface import Driver
 from greensched.errors import (
@@ -64,16 +65,19 @@ class LeaseManager:
         driver: the pool's.
         builder: the thread on which everything happens that blocks.
         lock: guards the scheduler, the leases and the state.
+        cache: leases without work, which wait for the next request for the same.
     """
 
-    def __init__(self, driver: Driver, builder: WorkerThread, lock: threading.Lock) -> None:
+    def __init__(
+        self, driver: Driver, builder: WorkerThread, lock: threading.Lock, cache: LeaseCache
+    ) -> None:
         self.driver = driver
         self._time = driver.time
         self.lock = lock
         self.state = PoolState.OPENING
         self.device_pools: tuple[DevicePool, ...] = ()
         self.scheduler: Scheduler
-        self.cache: LeaseCache
+        self.cache = cache
         #: Leases that are open or draining; cached ones, too.
         self.leases: set[Lease] = set()
         self.builder = ExecutorBuilder(self, builder)
@@ -118,17 +122,19 @@ class LeaseManager:
         update_quotas(self._quotas, services)
         with self.lock:
             self.device_pools, self.scheduler = tuple(device_pools), scheduler
-            self.cache = LeaseCache(self.lock, scheduler, self._time)
             for each in device_pools:
                 each.device.health.on_failure = self.device_failed
             if self.state is PoolState.OPENING:  # else it is closed as soon as it is open
                 self.state = OPEN
+                self.cache.open_locked(scheduler, self._time)
         self.builder.make_missing()
 
     # -- requests --------------------------------------------------------------------------------
 
     async def acquire(self, request: LeaseRequest) -> tuple[Lease, ...]:
         """Wait until a request is granted, and return its leases: one for each of its parts.
+
+        The lease cache had none for it.
 
         A checkpoint on trio; on asyncio it yields only if it waits. A cancellation leaves nothing
         behind: no place in the queue, no SM.
@@ -139,9 +145,8 @@ class LeaseManager:
             PoolClosed, DeviceLost, ForkedPool: nothing is granted any more.
             CUDAError: a green context over its SMs cannot be made.
         """
-        cached = self._take_cached(request)
-        if cached is not None:
-            return (cached,)
+        if self.state is not OPEN:
+            raise self.refusal()
         poller = self.current_poller()
         if poller.loop.always_yields:
             await poller.loop.checkpoint()
@@ -154,7 +159,7 @@ class LeaseManager:
             await waiter.wait()
             with self.lock:
                 self.check()
-                return self._claim_locked(queued, poller)
+                return self._claim_locked(queued, poller, request)
         except GeneratorExit:  # the collector ended the task: no lock may be taken here
             self._abandoned.append(queued)
             raise
@@ -166,18 +171,12 @@ class LeaseManager:
 
     def acquire_nowait(self, request: LeaseRequest) -> Lease:
         """Grant one lease at once. Raises `WouldBlock`, and what `acquire` does."""
-        cached = self._take_cached(request)
-        if cached is not None:
-            return cached
+        if self.state is not OPEN:
+            raise self.refusal()
         poller = self.current_poller()
         self._take_over_closed_loops(poller)  # no tick does, where no request is queued
         _, (lease,) = self._request(request, poller, wait=False)
         return lease
-
-    def _take_cached(self, request: LeaseRequest) -> Lease | None:
-        if self.state is not OPEN:
-            raise self.refusal()
-        return self.cache.take(request)
 
     def _request(
         self, request: LeaseRequest, poller: CompletionPoller, *, wait: bool
@@ -203,21 +202,26 @@ class LeaseManager:
                 wait=wait,
             )
             granted = self.scheduler.resized(asked)
-            leases = self._claim_locked(asked, poller) if asked.grants else ()
+            leases = self._claim_locked(asked, poller, request) if asked.grants else ()
             if not leases:
                 GrantWaiter(asked, poller)
         self.notify_granted(granted)
         return asked, leases
 
-    def _claim_locked(self, request: Request, poller: CompletionPoller) -> tuple[Lease, ...]:
+    def _claim_locked(
+        self, granted: Request, poller: CompletionPoller, request: LeaseRequest
+    ) -> tuple[Lease, ...]:
         """Turn the grants of a request into leases of this loop."""
-        grants, request.grants = request.grants, ()  # or request and grants would be a cycle
+        grants, granted.grants = granted.grants, ()  # or request and grants would be a cycle
+        # On trio, asking is a checkpoint anyway, which costs more than a decision.
+        is_cached = request.is_reused and not poller.loop.always_yields
+        key = (request, get_ident()) if is_cached else None
+        quota = self._quotas.get(granted.class_state.name)
         leases = []
         for grant in grants:
             device_pool = self.device_pools[grant.device]
             executor = device_pool.take(grant.mask)
-            quota = self._quotas.get(request.class_state.name)
-            lease = Lease(grant, executor, poller, device_pool, self, quota)
+            lease = Lease(grant, executor, poller, device_pool, self, quota, key)
             self.leases.add(lease)
             leases.append(lease)
         return tuple(leases)
@@ -321,22 +325,6 @@ class LeaseManager:
 
     # -- giving back -----------------------------------------------------------------------------
 
-    def leave(self, request: LeaseRequest, lease: Lease) -> bool:
-        """End a lease that has no work left: cache it, or free its cells. False: it has work."""
-        if not lease.is_unused():
-            return False
-        if lease.bound_launches:
-            lease.close_bound_launches()
-            lease.launch_stream.release_kept()  # the arguments of what was bound, which is done
-        with self.lock:
-            if self.state is OPEN and self.cache.put_locked(request, lease):
-                return True
-            lease.close_now()
-            granted = self._free_locked(lease)
-        self.notify_granted(granted)
-        self._cancel_abandoned()
-        return True
-
     def lease_draining(self, lease: Lease) -> None:
         """Tell the scheduler that a lease has ended before its work."""
         with self.lock:
@@ -347,19 +335,16 @@ class LeaseManager:
         if self.state is FORKED:
             return
         with self.lock:
-            granted = self._free_locked(lease)
+            lease.executor.is_leased = False
+            self.leases.discard(lease)
+            granted = self.scheduler.drained(self._time(), lease.grant)
         self.notify_granted(granted)
         self._cancel_abandoned()
-
-    def _free_locked(self, lease: Lease) -> list[Request]:
-        lease.executor.is_leased = False
-        self.leases.discard(lease)
-        return self.scheduler.drained(self._time(), lease.grant)
 
     def _close_cached_locked(self) -> None:
         """Close the cached leases, whose cells the scheduler reclaims."""
         for lease in self.cache.clear_locked():
-            lease.close_now()
+            lease.reclaimed()
             lease.executor.is_leased = False
             self.leases.discard(lease)
 
@@ -470,6 +455,7 @@ class LeaseManager:
     def forked(self, lock: threading.Lock) -> None:
         """Refuse everything in a forked child; take no lock that a thread of the parent holds."""
         self.lock = lock
+        self.cache.forked(lock)
         self.state = FORKED
         for device_pool in self.device_pools:
             device_pool.close_use(lambda: ForkedPool("this pool"))
@@ -492,6 +478,7 @@ class LeaseManager:
         if not self.device_pools:
             return []
         self.scheduler.reclaim(self._time())
+        self.cache.close_locked()
         return self.scheduler.close()
 
     async def wait_until_idle(self, grace: float) -> None:

@@ -105,7 +105,9 @@ class Partition(AsyncBlock):
         self._is_entered = True
         if self._lease is None:  # else `partition_nowait` made it
             try:
-                (self._lease,) = await self._lifecycle.manager().acquire(self._request)
+                self._lease = self._lifecycle.cache.take(self._request)
+                if self._lease is None:
+                    (self._lease,) = await self._lifecycle.manager().acquire(self._request)
             except BaseException:
                 self._is_entered = False  # it may be tried again
                 raise
@@ -116,11 +118,9 @@ class Partition(AsyncBlock):
     ) -> None:
         """End the lease; see the class. A cancellation while it waits only stops the waiting."""
         lease = self._lease
-        if (
-            lease is not None
-            and kind is not GeneratorExit
-            and self._lifecycle.manager().leave(self._request, lease)
-        ):
+        if lease is not None and kind is not GeneratorExit and lease.leave():
+            if not self._lifecycle.cache.put(lease):
+                lease.close()
             self._lease, self._is_left = None, True
             return
         self._end_block(kind)

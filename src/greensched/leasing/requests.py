@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypedDict, Unpack
+from typing import TypedDict
 
 from greensched._validation import as_float, is_count
 from greensched.device.buffers import Buffer
@@ -71,24 +71,26 @@ class RequestParser:
     def __init__(self, services: Sequence[ServiceClass]) -> None:
         self.services = services
         #: Requests for one size, with a class or without: most requests are such.
-        self._reused: dict[tuple[int, str | None], LeaseRequest] = {}
+        self._reused: dict[object, LeaseRequest] = {}
 
-    def parse(self, sms: Size, **options: Unpack[LeaseOptions]) -> LeaseRequest:
+    def parse(self, sms: Size, options: LeaseOptions) -> LeaseRequest:
         """Parse a request for one partition; the same one object for the same size and class.
 
         Raises:
             InvalidSize, InvalidRequest: what can never be right.
         """
-        service = options.get("service")
-        is_plain = not options or (len(options) == 1 and type(service) is str)
-        if not is_plain or type(sms) is not int:  # True is not a size
+        key: object = sms
+        if options:
+            service = options.get("service")
+            key = (sms, service) if len(options) == 1 and type(service) is str else None
+        if key is None or type(sms) is not int:  # True is not a size
             return self.parse_many((sms,), **options)
-        found = self._reused.get((sms, service))
+        found = self._reused.get(key)
         if found is None:
             may_keep = len(self._reused) < MAX_REUSED
             found = self.parse_many((sms,), is_reused=may_keep, **options)
             if may_keep:
-                self._reused[sms, service] = found
+                self._reused[key] = found
         return found
 
     def parse_many(

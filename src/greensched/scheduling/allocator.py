@@ -307,7 +307,7 @@ class SMAllocator:
         mask, sms = grant.mask, grant.sms
         del self.grants[grant.device][grant]
         self.exclusive[grant.device] -= grant.is_exclusive
-        if not grant.is_suspended and (self.is_classed or grant.request.duration is not None):
+        if not grant.is_settled and (self.is_classed or grant.request.duration is not None):
             self._settle(grant, now)
         self.resize(grant, 0)
         grant.mask, grant.sms = mask, sms
@@ -479,18 +479,16 @@ class SMAllocator:
         self.virtual_time.charge_elapsed(grant, now)
 
     def suspend(self, grant: Grant, now: float) -> None:
-        """End a lease, but keep its cells for the next one like it."""
-        grant.is_suspended = True
-        if self.is_classed:
-            self._settle(grant, now)
+        """Account for a lease that has ended, whose grant is suspended; where there are classes."""
+        self._settle(grant, now)
+        grant.is_settled = True
 
     def resume(self, grant: Grant, now: float) -> None:
-        """Begin another lease on the cells of a suspended grant."""
-        grant.is_suspended = False
+        """Account for a lease that begins on a suspended grant; where there are classes."""
         grant.request.arrived = now
-        grant.begin(now)
-        if self.is_classed:
-            self._charge(grant, now)
+        grant.is_settled = False
+        grant.charged = grant.used = 0.0
+        self._charge(grant, now)
 
     # -- what is to be expected ------------------------------------------------------------------
 

@@ -34,6 +34,8 @@ class Dispatcher:
         self.rejected: list[tuple[Request, Exception]] = []
         self.granted = self.rejections = 0
         self._held: dict[Hashable, list[Grant]] = {}
+        #: Grants that were suspended: their holders change too often to be kept in `_held`.
+        self.reused: dict[Grant, None] = {}
         #: A request may be granted because of what this dispatch did: go through the queue again.
         self._again = False
 
@@ -370,16 +372,22 @@ class Dispatcher:
 
     def holds(self, holder: Hashable) -> bool:
         """Return whether a holder has any grant that is not draining."""
-        return holder in self._held
+        return holder in self._held or any(grant.holder == holder for grant in self.reused)
 
     def held_devices(self, holder: Hashable) -> frozenset[int]:
         """Return the devices on which a holder has grants that are not draining."""
-        return frozenset(grant.device for grant in self._held.get(holder, ()))
+        return frozenset(grant.device for grant in self._grants_of(holder))
+
+    def _grants_of(self, holder: Hashable) -> list[Grant]:
+        if holder is None:  # as of suspended grants
+            return []
+        reused = [grant for grant in self.reused if grant.holder == holder]
+        return self._held.get(holder, []) + reused
 
     def held_by(self, request: Request) -> dict[int, int]:
         """Return the cells that its own holder keeps from a request, by device."""
         held: dict[int, int] = {}
-        for grant in self._held.get(request.holder, ()):
+        for grant in self._grants_of(request.holder):
             if not (grant.is_shared and request.class_state.shared):
                 mask = grant.mask & self.allocator.devices[grant.device].full_mask
                 held[grant.device] = held.get(grant.device, 0) | mask
@@ -387,16 +395,28 @@ class Dispatcher:
 
     def held_sizes(self, request: Request, device: int) -> list[int]:
         """Return the SMs of each grant that its own holder has on a device."""
-        grants = self._held.get(request.holder, ())
+        grants = self._grants_of(request.holder)
         return [grant.sms for grant in grants if grant.device == device]
 
-    def set_holder(self, grant: Grant, holder: Hashable) -> None:
-        """Let another holder have a grant; None: no holder in particular."""
-        if grant.holder is not None:
+    def drop_holder(self, grant: Grant) -> None:
+        """Let no holder have a grant any more: its lease has ended."""
+        if grant in self.reused:
+            del self.reused[grant]
+        elif grant.holder is not None:
             held = self._held[grant.holder]
             held.remove(grant)
             if not held:
                 del self._held[grant.holder]
-        grant.holder = holder
-        if holder is not None:
-            self._held.setdefault(holder, []).append(grant)
+        grant.holder = None
+
+    def reuse(self, grant: Grant) -> None:
+        """Look the holder of a grant up at the grant from here on; it has none now."""
+        self.drop_holder(grant)
+        self.reused[grant] = None
+
+    def reuse_no_more(self, grant: Grant) -> None:
+        """Index the holder of a grant again."""
+        if grant in self.reused:
+            del self.reused[grant]
+            if grant.holder is not None:
+                self._held.setdefault(grant.holder, []).append(grant)

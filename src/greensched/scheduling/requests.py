@@ -58,8 +58,8 @@ class Grant:
         "holder",
         "is_exclusive",
         "is_shared",
+        "is_settled",
         "is_short",
-        "is_suspended",
         "loans",
         "mask",
         "over",
@@ -79,8 +79,8 @@ class Grant:
         self.began = self.since = now
         #: The lease has ended and its work may still run; all of it is done and the cells are free.
         self.draining = self.over = False
-        #: Its lease has ended, and its cells are kept for the next request for the same.
-        self.is_suspended = False
+        #: Its lease has ended and is accounted for, and the cells are kept for the next one.
+        self.is_settled = False
         #: It has all SMs of a device, which other shared grants may have, too; the bit of `mask`
         #: above all cells tells them apart.
         self.is_shared = False
@@ -94,11 +94,6 @@ class Grant:
         #: When it is expected to end; None: not known.
         self.ends: float | None = None
         #: SM-seconds that its class was charged in advance, and those used before `since`.
-        self.charged = self.used = 0.0
-
-    def begin(self, now: float) -> None:
-        """Start the next lease on the same cells; nothing is left of the one before."""
-        self.began = self.since = now
         self.charged = self.used = 0.0
 
     def frees_at(self, now: float) -> float:

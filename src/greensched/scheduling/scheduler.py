@@ -102,9 +102,12 @@ class Scheduler:
         #: Sets of cells with an executor, by device and number of cells; the pool keeps it true.
         self.ready_masks = self.allocator.ready_masks
         self._suspended: dict[Grant, None] = {}
+        self._reused = self.dispatcher.reused
         self._on_reclaim = on_reclaim
         self._everywhere = tuple(range(len(self.allocator.devices)))
-        self._requested = self._granted = self._cancelled = self._expired = self._refused = 0
+        self._requested = self._cancelled = self._expired = self._refused = 0
+        #: Requests that were granted a suspended grant.
+        self._resumed = 0
         #: The mean duration of leases that ended while requests waited.
         self._mean_duration = 0.0
         self._need_reserves()
@@ -158,7 +161,7 @@ class Scheduler:
             due = now + state.latency
         request = Request(
             state, parts, self._everywhere if devices is None else devices,
-            state.priority if priority is None else priority, now, self._requested,
+            state.priority if priority is None else priority, now, self._requested + self._resumed,
             near=near, due=due, deadline=deadline, duration=duration, holder=holder, owner=owner,
         )  # fmt: skip
         if holder is not None and self.dispatcher.holds(holder):
@@ -250,8 +253,7 @@ class Scheduler:
         """End a lease whose work may still run: its cells stay until it is `drained`."""
         if not grant.draining:
             grant.draining = True
-            if grant.holder is not None:
-                self.dispatcher.set_holder(grant, None)
+            self.dispatcher.drop_holder(grant)
 
     def drained(self, now: float, grant: Grant) -> list[Request]:
         """Free the cells of a grant, whose work is done. Return the requests that are granted."""
@@ -294,6 +296,7 @@ class Scheduler:
             The requests that are granted.
         """
         self.reclaim(now)
+        self.dispatcher.reuse_no_more(grant)
         allocator, before = self.allocator, grant.mask
         allocator.charge_piece(grant, now, duration, within)
         if grant.draining:
@@ -372,27 +375,33 @@ class Scheduler:
         quota, a shared device, a removed class, or a duration, which the next request does not
         have.
         """
+        if self.queue.waiting or not (grant in self._reused or self._may_reuse(grant)):
+            return False
+        self._suspended[grant] = None
+        grant.holder = None
+        if self.allocator.is_classed:
+            self.allocator.suspend(grant, now)
+        return True
+
+    def _may_reuse(self, grant: Grant) -> bool:
+        """Return whether a grant may be suspended, until its rules change or a checkpoint."""
         allocator, state = self.allocator, grant.class_state
-        if self.queue.waiting or grant.loans or allocator.may_share or state.quota is not None:
+        if grant.loans or allocator.may_share or state.quota is not None:
             return False
         if state.name in allocator.retired or grant.request.duration is not None:
             return False
-        allocator.suspend(grant, now)
-        self._set_holder(grant, None)
-        self._suspended[grant] = None
+        grant.request.holder = None  # a grant that is kept keeps no task alive
+        self.dispatcher.reuse(grant)
         return True
 
     def resume(self, now: float, grant: Grant, holder: Hashable) -> None:
         """Grant a suspended grant to a request for the same, and count that as any other."""
         del self._suspended[grant]
-        self.allocator.resume(grant, now)
-        self._requested += 1
-        self._granted += 1
-        self._set_holder(grant, holder)
-
-    def _set_holder(self, grant: Grant, holder: Hashable) -> None:
-        self.dispatcher.set_holder(grant, holder)
-        grant.request.holder = holder
+        self._resumed += 1
+        grant.holder = holder
+        grant.began = grant.since = now
+        if self.allocator.is_classed:
+            self.allocator.resume(grant, now)
 
     def reclaim(self, now: float) -> None:
         """Free the cells of all suspended grants, and call `on_reclaim` if there are any."""
@@ -459,6 +468,8 @@ class Scheduler:
         """
         self.reclaim(now)
         queue, dispatcher = self.queue, self.dispatcher
+        for grant in tuple(dispatcher.reused):
+            dispatcher.reuse_no_more(grant)
         waiting = queue.queued()
         guarded = queue.policy if policy is None else GuardedPolicy(policy)
         ranks = [r.rank if policy is None else guarded.rank(r) for r in waiting]
@@ -525,8 +536,8 @@ class Scheduler:
             free += cells.largest_within(cells.full_mask & ~all_held)
         return SchedulerStatistics(
             waiting=self.queue.waiting,
-            requested=self._requested,
-            granted=self._granted + self.dispatcher.granted,
+            requested=self._requested + self._resumed,
+            granted=self._resumed + self.dispatcher.granted,
             cancelled=self._cancelled + self.dispatcher.rejections,
             expired=self._expired,
             refused=self._refused,

@@ -102,8 +102,10 @@ class LoopAdapter(ABC):
 
     def current_holder(self) -> object:
         """The task that holds what is granted now: the running one, or the one it asks for."""
-        task, override = self.current_task(), holder_override.get()
-        return task if override is None or override[0] is not task else override[1]
+        override = holder_override.get()
+        if override is None:
+            return self.current_task()
+        return override[1] if override[0] is self.current_task() else self.current_task()
 
     def checkpoint(self) -> Awaitable[None]:
         """Yield a turn of the loop, and be where a cancellation arrives.
