@@ -1,26 +1,33 @@
-"""Serve a transformer: POST {"prompt": [1, 2, 3], "tokens": 8} to /generate; tokens are streamed.
+"""Serve a language model: POST {"prompt": [1, 2, 3], "tokens": 8} to /generate; tokens stream.
 
-python examples/09_inference_server/app.py [port] [--streams], and then, for example:
+python examples/09_inference_server/app.py [port] [--model NAME], and then, for example:
 curl -N -d '{"prompt": [1, 2, 3], "tokens": 8}' localhost:8000/generate
 
-Prefill (reading a prompt) fills a GPU for tens of milliseconds. Decode (one more token for every
-sequence) is short, and every client waits for it. They are two service classes, each with its own
-SMs. With --streams all work runs on all SMs, on plain streams; compare.py compares the two.
+Reading a prompt (prefill) fills a GPU for tens of milliseconds. One more token for every sequence
+(a decode step) is short, and every client waits for it. Three ways to serve both:
 
-Without a GPU: set GREENSCHED_DRIVER=simulated:h200.
+--partitions   each has its own SMs: a lease for each decode step and each prompt (the default)
+--streams      each has a stream, on all SMs
+--chunked 256  prompts are read in chunks, each in one pass with a decode step
+
+The model is a Llama 3 of 8 billion random weights, or a causal language model of Hugging Face
+(--model qwen3, or a folder with weights; needs transformers). Without a GPU: set
+GREENSCHED_DRIVER=simulated:h200, and a small model in numpy takes the time of the large one.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import functools
+import json
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
-import anyio
+import small
 import uvicorn
-from model import Transformer, load
+from engine import Engine, Place, Sequence, fused, leased, separate
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -28,24 +35,70 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from greensched import Device, Pool, ServiceClass, driver
+from greensched import ALL, Device, Pool, ServiceClass, driver
 from greensched.driver.simulated import SimulatedDriver
 from greensched.integrations import asgi
+from greensched.typing import Size
 
-MAX_WAITING = 16  # prompts; further ones are refused at once
+MAX_WAITING = 64  # prompts; further ones are refused with 429
 
 
-def classes(sms: int, *, streams: bool) -> list[ServiceClass]:
-    """Return the classes that share these SMs; either way prompts are read one at a time."""
-    if streams:
-        return [
-            ServiceClass("decode", shared=True),
-            ServiceClass("prefill", shared=True, cap=sms, max_waiting=MAX_WAITING),
-        ]
-    return [
-        ServiceClass("decode", reserve=quarter(sms), priority=1),
-        ServiceClass("prefill", max_waiting=MAX_WAITING),
-    ]
+class Server:
+    """A model, the pool on whose SMs it runs, and the way it is served.
+
+    Args:
+        pool_driver: CUDA, or a simulated driver.
+        options: of the command line.
+    """
+
+    def __init__(self, pool_driver: Any, options: argparse.Namespace) -> None:
+        self.device = Device(0, driver=pool_driver)
+        self._is_simulated = isinstance(pool_driver, SimulatedDriver)
+        self._options = options
+        self._sms = options.decode_sms or quarter(self.device.sm_count)
+        is_shared = options.streams or options.chunked > 0
+        decode = ServiceClass("decode", shared=True) if is_shared else self._decode_class()
+        prefill = ServiceClass("prefill", shared=is_shared)
+        self.pool = Pool([0], driver=pool_driver, services=[decode, prefill])
+
+    def _decode_class(self) -> ServiceClass:
+        return ServiceClass("decode", reserve=self._sms, priority=1)
+
+    def load(self) -> Any:
+        """Return the model; it takes seconds."""
+        if self._is_simulated:
+            return small.Small()
+        from model import load  # it imports torch
+
+        return load(self._options.model)
+
+    async def serve(self, model: Any, engine: Engine, ready: asyncio.Event) -> None:
+        """Capture the graphs, then serve the engine until cancelled."""
+        if self._options.chunked:
+            graphs = functools.partial(model.fused_graphs, self._options.chunked)
+            place = leased(self.pool, "decode", graphs, lambda: ALL)
+            await enter(place)
+            ready.set()
+            await fused(engine, place, self._options.chunked)
+
+        def decode_sms() -> Size:
+            """Return what the next decode step asks for: all SMs, unless a prompt needs some."""
+            return self._sms if engine.has_prompts else ALL
+
+        decode = leased(self.pool, "decode", model.decode_graphs, decode_sms)
+        prefill = leased(self.pool, "prefill", model.prefill_graphs, lambda: (8, ALL))
+        beside = leased(self.pool, "decode", model.decode_graphs, lambda: self._sms)
+        await enter(decode)
+        await enter(beside, prefill)
+        ready.set()
+        await separate(engine, decode, prefill)
+
+
+async def enter(*places: Place) -> None:
+    """Enter places at once, which captures their graphs."""
+    async with AsyncExitStack() as entered:
+        for place in places:
+            await entered.enter_async_context(place())
 
 
 def quarter(sms: int) -> int:
@@ -53,156 +106,122 @@ def quarter(sms: int) -> int:
     return max(8, sms // 32 * 8)
 
 
-class Sequence:
-    """The tokens of one client: the newest, and those not sent yet."""
-
-    def __init__(self, slot: int, first: int, place: int, left: int) -> None:
-        self.slot = slot
-        #: The newest token, its position, and how many more tokens are requested.
-        self.token, self.place, self.left = first, place, left
-        #: Tokens to send; None: there are no more; an error: why there are no more.
-        self.news: asyncio.Queue[int | Exception | None] = asyncio.Queue()
-        self.give(first)
-
-    def give(self, token: int) -> None:
-        self.token, self.left = token, self.left - 1
-        self.news.put_nowait(token)
-        if not self.left:
-            self.news.put_nowait(None)
-
-
-class Engine:
-    """Assign slots of the model's cache to sequences, and run the loop that extends all of them."""
-
-    def __init__(self, pool: Pool, model: Transformer, sms: int) -> None:
-        self._pool, self._model = pool, model
-        self._decode_sms, self._prefill_sms = quarter(sms), (quarter(sms), sms)
-        self._free = list(range(model.shape.slots))
-        self._active: list[Sequence] = []
-        self._is_wanted = asyncio.Event()
-
-    async def begin(self, prompt: list[int], tokens: int) -> Sequence:
-        """Read a prompt and return its sequence, which grows until `left` is 0.
-
-        Raises:
-            HTTPException: 429, no slot is free.
-            QueueFull: too many prompts wait.
-        """
-        if not self._free:
-            raise HTTPException(429, "every slot is taken", headers={"Retry-After": "1"})
-        slot = self._free.pop()
-        try:
-            async with self._pool.partition(self._prefill_sms, service="prefill") as p:
-                job = p.run(self._model.prefill, slot, prompt)
-                with anyio.CancelScope(shield=True):  # the slot stays assigned while the job runs
-                    first = await job
-        except BaseException:
-            self._free.append(slot)
-            raise
-        sequence = Sequence(slot, first, len(prompt), tokens)
-        self._active.append(sequence)
-        self._is_wanted.set()
-        return sequence
-
-    async def decode(self) -> None:
-        """Extend every sequence by one token, repeatedly; free the slots of ended ones."""
-        try:
-            while True:
-                for sequence in [s for s in self._active if s.left <= 0]:
-                    self._active.remove(sequence)
-                    self._free.append(sequence.slot)
-                growing = list(self._active)
-                if not growing:
-                    self._is_wanted.clear()
-                    await self._is_wanted.wait()
-                    continue
-                await self._step(growing)
-        except Exception as error:
-            for sequence in self._active:
-                sequence.news.put_nowait(error)
-            raise
-
-    async def _step(self, growing: list[Sequence]) -> None:
-        newest = {s.slot: (s.token, s.place) for s in growing}
-        async with self._pool.partition(self._decode_sms, service="decode") as p:
-            tokens = await p.run(self._model.step, newest)
-        for sequence, token in zip(growing, tokens, strict=True):
-            sequence.place += 1
-            if sequence.left > 0:  # its client is still connected
-                sequence.give(token)
-
-
 class Tokens(StreamingResponse):
     """A sequence as server-sent events. When the response ends, the sequence ends."""
 
-    def __init__(self, sequence: Sequence) -> None:
+    def __init__(self, first: int | None, sequence: Sequence) -> None:
         self._sequence = sequence
-        super().__init__(self._events(), media_type="text/event-stream")
+        super().__init__(self._events(first), media_type="text/event-stream")
 
-    async def _events(self) -> AsyncIterator[str]:
-        while (token := await self._sequence.news.get()) is not None:
+    async def _events(self, token: int | Exception | None) -> AsyncIterator[str]:
+        while token is not None:
             if isinstance(token, Exception):
                 raise token
             yield f'data: {{"token": {token}}}\n\n'
+            token = await self._sequence.news.get()
         yield "data: [DONE]\n\n"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._sequence.left = 0
+            self._sequence.cancel()
 
 
 async def generate(request: Request) -> Response:
-    engine, shape = request.state.engine, request.state.model.shape
+    engine: Engine = request.state.engine
+    sequence = parse(await request.body(), engine)
+    engine.submit(sequence)
     try:
-        asked = await request.json()
+        async with asgi.while_connected(request):
+            first = await sequence.news.get()
+    except BaseException:
+        sequence.cancel()
+        raise
+    if isinstance(first, Exception):
+        raise first
+    return Tokens(first, sequence)
+
+
+def parse(body: bytes, engine: Engine) -> Sequence:
+    """Return the sequence that a request asks for.
+
+    Raises:
+        HTTPException: 400, it is none.
+    """
+    shape = engine.shape
+    try:
+        asked = json.loads(body)
         prompt, tokens = asked["prompt"], asked["tokens"]
+        temperature = float(asked.get("temperature", 0))
         right = bool(prompt) and all(0 <= token < shape.vocabulary for token in prompt)
-        right = right and 0 < tokens <= shape.context - len(prompt)
-    except (ValueError, KeyError, TypeError):
+        right = right and 0 < tokens <= shape.context - len(prompt) and 0 <= temperature <= 100
+    except (ValueError, KeyError, TypeError, AttributeError):
         right = False
     if not right:
-        raise HTTPException(400, f"give a prompt of tokens and a number of tokens that fit {shape}")
-    async with asgi.while_connected(request):
-        sequence = await engine.begin(prompt, tokens)
-    return Tokens(sequence)
+        raise HTTPException(
+            400,
+            f"give a prompt of tokens below {shape.vocabulary}, and a number of tokens: together "
+            f"at most {shape.context}",
+        )
+    return Sequence(prompt, tokens, temperature)
 
 
-def service(*, streams: bool) -> Starlette:
+def service(options: argparse.Namespace) -> Starlette:
     """Create the application with its pool and model."""
-    chosen = driver.open()  # CUDA, or what GREENSCHED_DRIVER names
-    device = Device(0, driver=chosen)
-    sms = device.sm_count
-    pool = Pool([0], driver=chosen, services=classes(sms, streams=streams))
+    server = Server(driver.open(), options)  # CUDA, or what GREENSCHED_DRIVER names
 
     async def about(_: Request) -> Response:
-        return JSONResponse({"device": device.name, "sms": sms})
+        return JSONResponse({"device": server.device.name, "sms": server.device.sm_count})
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[dict[str, Any]]:
-        async with asgi.lifespan(pool)(app) as state, anyio.create_task_group() as tasks:
-            model = load(is_simulated=isinstance(chosen, SimulatedDriver))
-            engine = Engine(pool, model, sms)
-            tasks.start_soon(engine.decode)
-            yield {**state, "engine": engine, "model": model}
-            tasks.cancel_scope.cancel()
+        async with asgi.lifespan(server.pool)(app) as state:
+            model = await asyncio.to_thread(server.load)
+            engine, ready = Engine(model.shape, MAX_WAITING), asyncio.Event()
+            async with asyncio.TaskGroup() as tasks:
+                serving = tasks.create_task(guarded(server.serve(model, engine, ready), engine))
+                waiting = tasks.create_task(ready.wait())
+                await asyncio.wait((serving, waiting), return_when=asyncio.FIRST_COMPLETED)
+                waiting.cancel()
+                yield {**state, "engine": engine}
+                serving.cancel()
 
     routes = [
         Route("/generate", generate, methods=["POST"]),
         Route("/about", about),
-        *asgi.routes(pool),
+        *asgi.routes(server.pool),
     ]
     app = Starlette(routes=routes, lifespan=lifespan)
     app.add_middleware(asgi.PoolErrors)
     return app
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("port", type=int, nargs="?", default=8000)
-    parser.add_argument("--streams", action="store_true", help="use plain streams, no partitions")
-    options = parser.parse_args()
-    uvicorn.run(
-        service(streams=options.streams), port=options.port, log_level="info", access_log=False
+async def guarded(serving: Coroutine[Any, Any, None], engine: Engine) -> None:
+    """Serve; if that fails, tell the clients why: they get 503 where the pool is the reason."""
+    try:
+        await serving
+    except Exception as error:
+        engine.fail(error)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    made = argparse.ArgumentParser()
+    made.add_argument("port", type=int, nargs="?", default=8000)
+    made.add_argument("--model", help="a folder, or a name of Hugging Face; default: Llama 3 8B")
+    ways = made.add_mutually_exclusive_group()
+    ways.add_argument("--partitions", action="store_true", help="own SMs for each; the default")
+    ways.add_argument("--streams", action="store_true", help="a stream for each, on all SMs")
+    ways.add_argument(
+        "--chunked", type=int, default=0, metavar="TOKENS", help="one pass for both, of this size"
     )
+    made.add_argument(
+        "--decode-sms", type=int, metavar="SMS", help="of a decode step beside a prompt"
+    )
+    return made
+
+
+if __name__ == "__main__":
+    options = parser().parse_args()
+    uvicorn.run(service(options), port=options.port, log_level="info", access_log=False)

@@ -1,4 +1,4 @@
-"""Compare the inference server under load on plain streams and with partitions, in one table.
+"""Compare the ways of the inference server under load, in one table.
 
 python examples/09_inference_server/compare.py [--seconds 20]
 
@@ -25,15 +25,15 @@ from typing import Any
 import httpx
 
 HERE = Path(__file__).parent
-ARRANGEMENTS = {"plain streams": ["--streams"], "partitions": []}
+ARRANGEMENTS = {"plain streams": ["--streams"], "chunked": ["--chunked", "256"], "partitions": []}
 
 #: numpy's threads would take the processors from the server and its clients.
 ENVIRONMENT = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 #: Requests per second, the longest prompt, and tokens per request, for a simulated GPU and for a
 #: GPU: prompts keep it busy for about half of the time.
-SIMULATED = {"rate": 20, "longest": 192, "tokens": 12}
-ON_GPU = {"rate": 6, "longest": 4096, "tokens": 32}
+SIMULATED = {"rate": 12, "longest": 192, "tokens": 12}
+ON_GPU = {"rate": 10, "longest": 1280, "tokens": 60}
 
 
 @contextmanager

@@ -1,216 +1,460 @@
-"""Define a small transformer with random weights and a cache of keys and values, in torch or numpy.
+"""Run a decoder in torch, as CUDA graphs: Llama-3-8B's shape, or a model of Hugging Face.
 
-Sequences occupy slots of the cache. `prefill` reads a prompt into a slot; `step` computes one more
-token for several slots at once. Both block, as a model's functions do.
+Keys and values lie in slots, one for each sequence, and so do the newest token, the length and the
+temperature of each sequence: a pass reads and writes all of them on the device. So a decode step is
+one graph: the numbers of the slots go up, the new tokens come down, and nothing else moves.
+
+A graph runs on the SMs on which it was captured. `Graphs` are those of one set of SMs; keep them
+with `p.local`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
+import torch
+from batch import MAX_PIECES, Batch, Shape
+from torch.nn import functional as nn
 
-from greensched.driver.simulated import cost
-from greensched.typing import Cost
+import greensched.integrations.torch  # noqa: F401  in `p.run` torch's stream is the partition's
 
-try:
-    import torch
-
-    import greensched.integrations.torch  # noqa: F401  in `p.run` its stream is the partition's
-except ImportError:
-    torch = None
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """The sizes of a model, in elements."""
-
-    layers: int
-    heads: int
-    width: int
-    vocabulary: int
-    #: The most sequences at a time, and the most tokens of each.
-    slots: int
-    context: int
+#: Called for each layer with queries, keys and values: (tokens, heads, head size).
+Attend = Callable[[int, Any, Any, Any], Any]
+#: Temperatures go up as whole numbers of this size.
+MICRO = 1e-6
+EPSILON = 1e-5
 
 
-#: The model on a GPU has 1.2 billion parameters. On a simulated GPU the host computes a smaller
-#: one, quickly enough that the modelled time dominates.
-ON_GPU = Shape(layers=24, heads=16, width=2048, vocabulary=32_000, slots=24, context=4608)
-SIMULATED = Shape(layers=4, heads=2, width=32, vocabulary=512, slots=12, context=256)
+class Decoder(Protocol):
+    """The layers of a model."""
 
-#: The modelled time on a simulated GPU is that of 32 billion parameters of 8 bits. A token takes
-#: two operations per parameter, at the 4.5e12 per second of an SM of an H200 that runs a large
-#: matrix product; a pass reads each parameter once.
-PARAMETERS = 32e9
-TOKEN_SM_NS = 2 * PARAMETERS / 4.5e3
+    shape: Shape
 
+    def forward(self, tokens: Any, places: Any, attend: Attend) -> Any:
+        """Return the normalised states of these tokens, (tokens, width)."""
 
-def layer_cost(model: Transformer, _: int, x: Any, __: Any) -> Cost:
-    """Return the cost of one layer for the rows of x."""
-    layers = model.shape.layers
-    return Cost(sm_ns=len(x) * TOKEN_SM_NS / layers, dram_bytes=PARAMETERS / layers)
+    def logits(self, states: Any) -> Any:
+        """Return the scores of all tokens of the vocabulary."""
 
 
-class Transformer:
-    """The model. Several threads may use it at once if each has its own slots.
+class Llama:
+    """The layers of Llama 3, with random weights.
 
     Args:
         shape: its sizes.
-        device: the torch device; None: numpy, on the host.
+        device: torch's device.
+        dtype: of the weights, and of the cache.
     """
 
-    def __init__(self, shape: Shape, device: str | None) -> None:
+    def __init__(self, shape: Shape, device: str, dtype: Any) -> None:
         self.shape = shape
-        self.on = Numpy() if device is None else Torch(device)
-        width, weights = shape.width, self.on.weights
-        self.tokens = weights(shape.vocabulary, width)
-        self.positions = weights(shape.context + 1, width)
-        self.scores = weights(width, shape.vocabulary)
+        width, heads, size = shape.width, shape.heads + 2 * shape.kv_heads, shape.head_size
+        generator = torch.Generator(device).manual_seed(1)
+
+        def weights(rows: int, columns: int) -> Any:
+            made = torch.empty(rows, columns, device=device, dtype=dtype)
+            return made.normal_(0, columns**-0.5, generator=generator)
+
+        self.embedding = weights(shape.vocabulary, width)
+        self.head = weights(shape.vocabulary, width)
+        self.norm = torch.ones(width, device=device, dtype=dtype)
         self.layers = [
             (
-                weights(width, 3 * width),
-                weights(width, width),
-                weights(width, 4 * width),
-                weights(4 * width, width),
+                weights(heads * size, width),
+                weights(width, shape.heads * size),
+                weights(2 * shape.mlp, width),
+                weights(width, shape.mlp),
             )
             for _ in range(shape.layers)
         ]
-        # One place more than the context: `step` writes slots without a sequence there.
-        size = (shape.slots, shape.heads, shape.context + 1, width // shape.heads)
-        self.cache = [(self.on.zeros(*size), self.on.zeros(*size)) for _ in range(shape.layers)]
+        powers = torch.arange(0, size, 2, device=device, dtype=torch.float64) / size
+        places = torch.arange(shape.context, device=device, dtype=torch.float64)
+        angles = torch.outer(places, shape.rope_theta**-powers).repeat(1, 2)
+        self.cos, self.sin = angles.cos().to(dtype), angles.sin().to(dtype)
 
-    def prefill(self, slot: int, prompt: list[int]) -> int:
-        """Read a prompt into a slot; return the next token."""
-        length = len(prompt)
+    def forward(self, tokens: Any, places: Any, attend: Attend) -> Any:
+        shape, rows = self.shape, len(tokens)
+        rotated = shape.heads + shape.kv_heads
+        cos, sin = self.cos[places][:, None], self.sin[places][:, None]
+        x = self.embedding[tokens]
+        for layer, (mix, out, up, down) in enumerate(self.layers):
+            qkv = (self._normed(x) @ mix.t()).view(rows, -1, shape.head_size)
+            qk, v = qkv[:, :rotated], qkv[:, rotated:]
+            first, second = qk.chunk(2, -1)
+            qk = torch.addcmul(qk * cos, torch.cat((-second, first), -1), sin)
+            found = attend(layer, qk[:, : shape.heads], qk[:, shape.heads :], v)
+            x.addmm_(found.reshape(rows, -1), out.t())
+            gate, value = (self._normed(x) @ up.t()).chunk(2, -1)
+            x.addmm_(nn.silu(gate).mul_(value), down.t())
+        return self._normed(x)
+
+    def logits(self, states: Any) -> Any:
+        return states @ self.head.t()
+
+    def _normed(self, x: Any) -> Any:
+        return nn.rms_norm(x, (x.shape[-1],), self.norm, EPSILON)
+
+
+class HuggingFace:
+    """A causal language model of transformers; it has to call the attention that it is told to.
+
+    Args:
+        name: a folder with a model; the name of one on the hub, for its configuration; or a type
+            of model such as `qwen3`, for the default configuration. Only a folder's weights are
+            read; others are random.
+        device: torch's device.
+        dtype: of the weights, and of the cache.
+        sizes: of the cache and the graphs; the others are the configuration's.
+    """
+
+    def __init__(self, name: str, device: str, dtype: Any, **sizes: Any) -> None:
+        from pathlib import Path
+
+        from transformers import (
+            CONFIG_MAPPING,
+            AttentionInterface,
+            AutoConfig,
+            AutoModelForCausalLM,
+        )
+
+        AttentionInterface.register("slots", self._attention)
+        known = name in CONFIG_MAPPING
+        config = AutoConfig.for_model(name) if known else AutoConfig.from_pretrained(name)
+        options = {"attn_implementation": "slots", "dtype": dtype}
+        with torch.device(device):
+            self._model = (
+                AutoModelForCausalLM.from_pretrained(name, **options)
+                if Path(name).is_dir()
+                else AutoModelForCausalLM.from_config(config, **options)
+            ).eval()
+        heads = config.num_attention_heads
+        self.shape = Shape(
+            layers=config.num_hidden_layers,
+            width=config.hidden_size,
+            heads=heads,
+            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            vocabulary=config.vocab_size,
+            **sizes,
+        )
+        self._running = threading.local()
+
+    def forward(self, tokens: Any, places: Any, attend: Attend) -> Any:
+        self._running.attend = attend
+        found = self._model.base_model(
+            input_ids=tokens[None], position_ids=places[None], use_cache=False
+        )
+        return found.last_hidden_state[0]
+
+    def logits(self, states: Any) -> Any:
+        return self._model.get_output_embeddings()(states)
+
+    def _attention(self, module: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> Any:
+        q, k, v = (part[0].transpose(0, 1) for part in (q, k, v))
+        return self._running.attend(module.layer_idx, q, k, v)[None], None
+
+
+class Model:
+    """A decoder with the state of its sequences. Several threads may run passes over other slots.
+
+    Args:
+        decoder: its layers.
+        device: torch's device: on `cpu` passes run without graphs.
+        dtype: of the cache.
+    """
+
+    def __init__(self, decoder: Decoder, device: str, dtype: Any) -> None:
+        self.decoder, self.shape, self.device = decoder, decoder.shape, device
+        shape = self.shape
+        # One slot more: what fills up a graph is computed there.
+        self.spare = shape.slots
+        places = (shape.slots + 1) * shape.context
+        size = (shape.layers, 2, places, shape.kv_heads, shape.head_size)
+        self.cache = torch.zeros(size, device=device, dtype=dtype)
+        self.newest = torch.zeros(shape.slots + 1, device=device, dtype=torch.int64)
+        self.length = torch.zeros(shape.slots + 1, device=device, dtype=torch.int64)
+        self.temperature = torch.zeros(shape.slots + 1, device=device, dtype=torch.float32)
+
+    # -- graphs, each a function for `p.local` ----------------------------------------------------
+
+    def decode_graphs(self) -> Graphs:
+        """Make the graphs of decode steps."""
+        return Graphs(self, [(rows, 0) for rows in self.shape.decode_sizes])
+
+    def prefill_graphs(self) -> Graphs:
+        """Make the graphs that read a prompt."""
+        return Graphs(self, [(0, length) for length in self.shape.prefill_sizes])
+
+    def all_graphs(self) -> Graphs:
+        """Make the graphs of both."""
+        shape = self.shape
+        decode = [(rows, 0) for rows in shape.decode_sizes]
+        return Graphs(self, [*decode, *((0, length) for length in shape.prefill_sizes)])
+
+    def fused_graphs(self, budget: int) -> Graphs:
+        """Make the graphs of decode steps, alone and with `budget` tokens in all."""
+        sizes = [rows for rows in self.shape.decode_sizes if rows < budget]
+        decode = [(rows, 0) for rows in self.shape.decode_sizes]
+        return Graphs(self, [*decode, *((rows, budget - rows) for rows in (0, *sizes))])
+
+    # -- a pass -----------------------------------------------------------------------------------
+
+    def compute(self, inputs: Inputs, generator: Any) -> Any:
+        """Put the work of a pass on the current stream; return the new tokens, on the device."""
+        slots, rows, length = inputs.slots, inputs.rows, inputs.length
+        tokens, places, at = self.newest[slots], self.length[slots], slots * self.shape.context
+        at = at + places
+        if length:
+            tokens = torch.cat((tokens, inputs.tokens))
+            places = torch.cat((places, inputs.places))
+            at = torch.cat((at, inputs.at))
+        attention = Attention(self, inputs)
 
         def attend(layer: int, q: Any, k: Any, v: Any) -> Any:
-            """Attend causally; q, k and v are (tokens, heads, size)."""
             keys, values = self.cache[layer]
-            q, k, v = (a.swapaxes(0, 1) for a in (q, k, v))
-            keys[slot, :, :length], values[slot, :, :length] = k, v
-            return self.on.attend_causally(q, k, v).swapaxes(0, 1)
+            keys[at], values[at] = k, v
+            return attention(q, keys, values)
 
-        x = self._forward(self.on.numbers(prompt), self.on.upto(length), attend)
-        return self._next(x[-1:])[0]
-
-    def step(self, sequences: dict[int, tuple[int, int]]) -> list[int]:
-        """Compute the next token of each sequence.
-
-        All slots are computed; those without a sequence at the unused place of the cache.
-
-        Args:
-            sequences: for each slot, the newest token and its position.
-
-        Returns:
-            The next tokens, in the same order.
-        """
-        slots, spare = range(self.shape.slots), (0, self.shape.context)
-        given = self.on.numbers([sequences.get(slot, spare) for slot in slots])
-        tokens, at, every = given[:, 0], given[:, 1], self.on.upto(len(slots))
-        longest = 1 + max(place for _, place in sequences.values())
-        seen = self.on.upto(longest)[None, :] <= at[:, None]
-
-        def attend(layer: int, q: Any, k: Any, v: Any) -> Any:
-            """Attend within each slot; q, k and v are (slots, heads, size)."""
-            keys, values = self.cache[layer]
-            keys[every, :, at], values[every, :, at] = k, v
-            keys, values = keys[:, :, :longest], values[:, :, :longest]
-            return self.on.attend(q[:, :, None], keys, values, seen[:, None, None])[:, :, 0]
-
-        after = self._next(self._forward(tokens, at, attend))
-        return [after[slot] for slot in sequences]
-
-    def _forward(self, tokens: Any, places: Any, attend: Any) -> Any:
-        x = self.tokens[tokens] + self.positions[places]
-        for layer in range(self.shape.layers):
-            x = self.layer(layer, x, attend)
-        return x
-
-    @cost(layer_cost)
-    def layer(self, layer: int, x: Any, attend: Any) -> Any:
-        """Apply one layer to (tokens, width)."""
-        mix, out, up, down = self.layers[layer]
-        rows, heads = len(x), self.shape.heads
-        q, k, v = (normed(x) @ mix).reshape(rows, 3, heads, -1).swapaxes(0, 1)
-        x = x + attend(layer, q, k, v).reshape(rows, -1) @ out
-        return x + (normed(x) @ up).clip(0) @ down
-
-    def _next(self, x: Any) -> list[int]:
-        found: list[int] = (normed(x) @ self.scores).argmax(-1).tolist()
-        return found
+        states = self.decoder.forward(tokens, places, attend)
+        self.length[slots] += 1
+        if length:
+            states = torch.cat((states[:rows], states[rows + inputs.last]))
+            self.temperature[inputs.ending] = inputs.temperature * MICRO
+            self.length[inputs.ending] = inputs.used
+            slots = torch.cat((slots, inputs.ending))
+        self.length[self.spare].zero_()
+        chosen = sample(self.decoder.logits(states), self.temperature[slots], generator)
+        self.newest[slots] = chosen
+        return chosen
 
 
-def normed(x: Any) -> Any:
-    """Normalise each row by its root mean square."""
-    return x / ((x * x).mean(-1)[:, None] + 1e-6) ** 0.5
+class Inputs:
+    """The numbers that go up for a pass, as parts of one array of numpy or torch.
+
+    Args:
+        array: int64, of at least `size(rows, length)` numbers.
+        rows: the slots that get a token.
+        length: the tokens of prompts that are read.
+    """
+
+    def __init__(self, array: Any, rows: int, length: int) -> None:
+        self.rows, self.length = rows, length
+        parts = iter(np.cumsum([0, *self._lengths(rows, length)]).tolist())
+        spans = [slice(*span) for span in itertools.pairwise(parts)]
+        self.slots = array[spans[0]]
+        if length:
+            #: Tokens of prompts, their places in them, and in the cache.
+            self.tokens, self.places, self.at = (array[span] for span in spans[1:4])
+            #: Of each piece: where its rows start, and of the last one where they end.
+            self.starts = array[spans[4]]
+            #: Of each piece: the first place of its slot, how many places are in use with it, its
+            #: last row, its slot if its prompt ends, and its temperature.
+            self.begins, self.used, self.last, self.ending, self.temperature = (
+                array[span] for span in spans[5:]
+            )
+
+    @staticmethod
+    def _lengths(rows: int, length: int) -> list[int]:
+        pieces = [MAX_PIECES + 1, *[MAX_PIECES] * 5]
+        return [rows, *([length] * 3 + pieces if length else [])]
+
+    @classmethod
+    def size(cls, rows: int, length: int) -> int:
+        """Return how many numbers these are."""
+        return sum(cls._lengths(rows, length))
+
+    def fill(self, batch: Batch, spare: int, context: int) -> None:
+        """Describe a batch; what is left of the graph's size is computed in the spare slot."""
+        self.slots[:] = spare
+        self.slots[: len(batch.slots)] = batch.slots
+        if not self.length:
+            return
+        self.tokens[:] = self.places[:] = 0
+        self.at[:] = spare * context
+        self.begins[:], self.used[:], self.last[:] = spare * context, 0, 0
+        self.ending[:], self.temperature[:] = spare, 0
+        row = 0
+        for number, piece in enumerate(batch.pieces):
+            end, length = row + len(piece.tokens), piece.start + len(piece.tokens)
+            begin = piece.slot * context
+            self.tokens[row:end] = piece.tokens
+            self.places[row:end] = np.arange(piece.start, length)
+            self.at[row:end] = np.arange(begin + piece.start, begin + length)
+            self.starts[number], self.begins[number], self.used[number] = row, begin, length
+            if piece.is_last:
+                self.last[number], self.ending[number] = end - 1, piece.slot
+                self.temperature[number] = round(piece.temperature / MICRO)
+            row = end
+        self.starts[len(batch.pieces) :] = row
 
 
-class Numpy:
-    """Compute on the host in double precision, so that the order of a sum changes no token."""
+def sample(logits: Any, temperature: Any, generator: Any) -> Any:
+    """Draw a token for each row; at a temperature of 0 the most probable one.
 
-    def __init__(self) -> None:
-        self._rng = np.random.default_rng(1)
-
-    def weights(self, rows: int, columns: int) -> Any:
-        return self._rng.standard_normal((rows, columns)) * rows**-0.5
-
-    def zeros(self, *size: int) -> Any:
-        return np.zeros(size)
-
-    def numbers(self, given: list[Any]) -> Any:
-        return np.array(given)
-
-    def upto(self, end: int) -> Any:
-        return np.arange(end)
-
-    def attend(self, q: Any, k: Any, v: Any, seen: Any) -> Any:
-        """Return the attention of the queries to the keys in `seen`."""
-        scores = q @ k.swapaxes(-1, -2) * q.shape[-1] ** -0.5
-        weights = np.exp(scores - scores.max(-1, keepdims=True), where=seen, out=0 * scores)
-        return weights / weights.sum(-1, keepdims=True) @ v
-
-    def attend_causally(self, q: Any, k: Any, v: Any) -> Any:
-        return self.attend(q, k, v, np.tri(q.shape[-2], dtype=bool))
+    The largest quotient of probability and exponential noise is a draw by the probabilities.
+    """
+    scores = logits.float()
+    noise = torch.empty_like(scores).exponential_(generator=generator).log_()
+    return (scores - noise * temperature[:, None]).argmax(-1)
 
 
-class Torch:
-    """Compute by torch: in 16 bits on a GPU, as models are served; in double precision on a CPU."""
+class Attention:
+    """Attention of a pass to the keys and values of its slots.
 
-    def __init__(self, device: str) -> None:
-        kind = torch.bfloat16 if device == "cuda" else torch.float64
-        self._options = {"device": device, "dtype": kind}
-        self._device = device
-        torch.manual_seed(1)
+    On a GPU FlashAttention reads as many keys as a sequence has, without a mask. On a CPU, for
+    tests, a mask hides the others.
+    """
 
-    def weights(self, rows: int, columns: int) -> Any:
-        return torch.randn(rows, columns, **self._options) * rows**-0.5
+    def __init__(self, model: Model, inputs: Inputs) -> None:
+        slots, context = inputs.slots, model.shape.context
+        self._context, self._rows, self._length = context, inputs.rows, inputs.length
+        starts = torch.arange(len(slots) + 1, device=slots.device)
+        self._kinds = []
+        if inputs.rows:
+            decode = (starts, slots * context, model.length[slots] + 1)
+            self._kinds.append((slice(0, inputs.rows), 1, self._indices(*decode)))
+        if inputs.length:
+            prefill = (inputs.starts, inputs.begins, inputs.used)
+            behind = slice(inputs.rows, inputs.rows + inputs.length)
+            self._kinds.append((behind, inputs.length, self._indices(*prefill)))
 
-    def zeros(self, *size: int) -> Any:
-        return torch.zeros(size, **self._options)
+    @staticmethod
+    def _indices(starts: Any, begins: Any, used: Any) -> tuple[Any, Any, Any]:
+        begins = torch.cat((begins, begins[:1]))  # one more, which is not read: `used` is
+        return starts.int(), begins.int(), used.int()
 
-    def numbers(self, given: list[Any]) -> Any:
-        return torch.tensor(given, device=self._device)
+    def __call__(self, q: Any, keys: Any, values: Any) -> Any:
+        found = [
+            self._attend(q[rows], keys, values, most, *indices)
+            for rows, most, indices in self._kinds
+        ]
+        return found[0] if len(found) == 1 else torch.cat(found)
 
-    def upto(self, end: int) -> Any:
-        return torch.arange(end, device=self._device)
+    def _attend(
+        self, q: Any, keys: Any, values: Any, most: int, starts: Any, begins: Any, used: Any
+    ) -> Any:
+        """Attend causally: the last query of a piece sees all `used` keys."""
+        if q.is_cuda:
+            flash = torch.ops.aten._flash_attention_forward
+            lengths = most, self._context
+            found = flash(
+                q, keys, values, starts, begins, *lengths, 0.0, True, False, seqused_k=used
+            )
+            return found[0]
+        out = torch.zeros_like(q)
+        ends = starts[1:].tolist()
+        for first, end, begin, length in zip(
+            starts.tolist(), ends, begins.tolist(), used.tolist(), strict=False
+        ):
+            if end > first:
+                seen = slice(begin, begin + length)
+                mask = torch.ones(end - first, length, dtype=torch.bool).tril(length - end + first)
+                out[first:end] = nn.scaled_dot_product_attention(
+                    *(part.transpose(0, 1) for part in (q[first:end], keys[seen], values[seen])),
+                    attn_mask=mask,
+                    enable_gqa=True,
+                ).transpose(0, 1)
+        return out
 
-    def attend(self, q: Any, k: Any, v: Any, seen: Any) -> Any:
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
 
-    def attend_causally(self, q: Any, k: Any, v: Any) -> Any:
-        return torch.nn.functional.scaled_dot_product_attention(
-            q[None], k[None], v[None], is_causal=True
-        )[0]
+#: Captures are one at a time: torch registers generators and memory with each.
+_capturing = threading.Lock()
 
 
-def load(*, is_simulated: bool) -> Transformer:
-    """Return the model for a pool's driver. On a GPU this takes seconds."""
-    if is_simulated:
-        return Transformer(SIMULATED, None if torch is None else "cpu")
-    if torch is None:
-        raise SystemExit("on a GPU this example needs torch: pip install torch")
-    model = Transformer(ON_GPU, "cuda")
-    torch.cuda.synchronize()
+class Graphs:
+    """The graphs of a model on one set of SMs, each for a number of slots and of prompts' tokens.
+
+    Make and use it where these SMs' stream is torch's current one. It runs one pass at a time.
+
+    Args:
+        model: the model.
+        sizes: slots and tokens of each graph.
+    """
+
+    def __init__(self, model: Model, sizes: Sequence[tuple[int, int]]) -> None:
+        self._model = model
+        most = max(Inputs.size(*size) for size in sizes)
+        self._inputs = torch.empty(most, dtype=torch.int64, device=model.device)
+        self._sent = host_array(most, model.device)
+        self._received = host_array(max(rows for rows, _ in sizes) + MAX_PIECES, model.device)
+        self._sizes = sorted(sizes, key=sum)
+        self._generator = torch.Generator(model.device)
+        self._graphs: dict[tuple[int, int], Any] = {}
+        if model.device != "cpu":
+            pool = torch.cuda.graph_pool_handle()
+            with _capturing:
+                # The largest first: the others fit into its memory.
+                for size in reversed(self._sizes):
+                    self._graphs[size] = self._capture(size, pool)
+
+    def compute(self, batch: Batch) -> list[int]:
+        """Compute a batch and wait for it; return the next token of each slot and ended prompt."""
+        length = batch.rows - len(batch.slots)
+        size = next(
+            (rows, tokens)
+            for rows, tokens in self._sizes
+            if rows >= len(batch.slots) and tokens >= length and (tokens > 0) == (length > 0)
+        )
+        Inputs(self._sent.numpy(), *size).fill(batch, self._model.spare, self._model.shape.context)
+        if size in self._graphs:
+            self._graphs[size].replay()
+            torch.cuda.current_stream().synchronize()
+        else:
+            with torch.inference_mode():
+                self._work(size)
+        found = self._received.tolist()
+        first = size[0]
+        return [
+            *found[: len(batch.slots)],
+            *(found[first + number] for number, p in enumerate(batch.pieces) if p.is_last),
+        ]
+
+    def _work(self, size: tuple[int, int]) -> None:
+        self._inputs.copy_(self._sent, non_blocking=True)
+        chosen = self._model.compute(Inputs(self._inputs, *size), self._generator)
+        self._received[: len(chosen)].copy_(chosen, non_blocking=True)
+
+    @torch.inference_mode()
+    def _capture(self, size: tuple[int, int], pool: Any) -> Any:
+        nothing = Batch(pieces=())
+        Inputs(self._sent.numpy(), *size).fill(
+            nothing, self._model.spare, self._model.shape.context
+        )
+        self._work(size)  # what libraries do at their first call cannot be captured
+        stream = torch.cuda.current_stream()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        graph.register_generator_state(self._generator)
+        graph.capture_begin(pool=pool, capture_error_mode="relaxed")
+        try:
+            self._work(size)
+        finally:
+            graph.capture_end()
+        return graph
+
+
+def host_array(size: int, device: str) -> Any:
+    """Return memory of the host that a GPU reads and writes directly."""
+    array = torch.zeros(size, dtype=torch.int64)
+    if device != "cpu":
+        # Not torch's own pinned memory: for that torch records events on every stream that used
+        # it, also when the pool has closed the stream.
+        torch.cuda.cudart().cudaHostRegister(array.data_ptr(), array.nbytes, 0)
+    return array
+
+
+def load(name: str | None = None, *, device: str = "cuda", **sizes: Any) -> Model:
+    """Return Llama-3-8B's shape, or a model of Hugging Face. On a GPU this takes seconds."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float64
+    if name is None:
+        decoder: Decoder = Llama(Shape(**sizes), device, dtype)
+    else:
+        decoder = HuggingFace(name, device, dtype, **sizes)
+    model = Model(decoder, device, dtype)
+    if device == "cuda":
+        torch.cuda.synchronize()
     return model

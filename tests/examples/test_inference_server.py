@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
+import importlib
 import json
 import os
 import random
@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,15 +34,24 @@ PROMPTS = [[SEED.randrange(500) for _ in range(SEED.randint(1, 60))] for _ in ra
 
 
 @pytest.fixture(scope="module")
-def model() -> ModuleType:
-    """The example's model, as a module of its own."""
-    spec = importlib.util.spec_from_file_location("inference_model", EXAMPLE / "model.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look for it
-    spec.loader.exec_module(module)
-    return module
+def small() -> Iterator[ModuleType]:
+    """The example's model for simulated GPUs; its modules have plain names."""
+    sys.path.insert(0, str(EXAMPLE))
+    try:
+        yield importlib.import_module("small")
+    finally:
+        sys.path.remove(str(EXAMPLE))
+        for name in ("small", "batch"):
+            del sys.modules[name]
+
+
+def read(small: ModuleType, prompt: list[int], tokens: int) -> list[int]:
+    """The answer without a cache: all is read anew for each token."""
+    model, found = small.Small(), list[int]()
+    for _ in range(tokens):
+        piece = small.Piece(0, prompt + found, 0, is_last=True)
+        found += model.compute(small.Batch(pieces=[piece]))
+    return found
 
 
 async def ask(client: httpx.AsyncClient, prompt: list[int], tokens: int) -> list[int]:
@@ -64,8 +74,12 @@ async def leave(client: httpx.AsyncClient, prompt: list[int]) -> None:
             return
 
 
-@pytest.mark.parametrize("options", [(), ("--streams",)], ids=["partitions", "streams"])
-def test_tokens_are_streamed(model: ModuleType, options: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [("--partitions",), ("--streams",), ("--chunked", "64")],
+    ids=lambda given: given[0][2:],
+)
+def test_tokens_are_streamed(small: ModuleType, options: tuple[str, ...]) -> None:
     """Each client gets its own tokens, whichever others leave; invalid requests get none."""
 
     async def main(address: str) -> None:
@@ -74,14 +88,10 @@ def test_tokens_are_streamed(model: ModuleType, options: tuple[str, ...]) -> Non
                 answers = [tasks.create_task(ask(client, prompt, 6)) for prompt in PROMPTS]
                 for prompt in PROMPTS[:3]:
                     tasks.create_task(leave(client, prompt))
-            reference = model.load(is_simulated=True)
             for prompt, answer in zip(PROMPTS, answers, strict=True):
-                tokens: list[int] = []
-                for _ in range(6):  # without a cache: all of it is read anew for each token
-                    tokens.append(reference.prefill(0, prompt + tokens))
-                assert answer.result() == tokens
+                assert answer.result() == read(small, prompt, 6)
             # No slot is lost: as many as there are can be had at once.
-            slots = range(model.SIMULATED.slots)
+            slots = range(small.SHAPE.slots)
             answers_of_all = await asyncio.gather(*(ask(client, [slot], 2) for slot in slots))
             assert [len(tokens) for tokens in answers_of_all] == [2 for _ in slots]
             for nonsense in NONSENSE:
@@ -120,7 +130,7 @@ def test_it_is_compared() -> None:
     """One command serves both ways under load, and says what clients waited for, each way."""
     done = compare(EXAMPLE, seconds=1)
     assert done.returncode == 0, done.stdout + done.stderr
-    for name in ("plain streams", "partitions"):
+    for name in ("plain streams", "chunked", "partitions"):
         (found,) = re.findall(rf"^{name} +([\d. ]+)$", done.stdout, re.MULTILINE)
         ttft, slow_ttft, between, slow_between, rate, answered, refused = map(float, found.split())
         assert 0 < ttft <= slow_ttft
@@ -132,10 +142,10 @@ def test_it_is_compared() -> None:
 def test_a_wrong_server_is_found(tmp_path: Path) -> None:
     """It exits with 1 where clients get fewer tokens than they asked for."""
     shutil.copytree(EXAMPLE, tmp_path, dirs_exist_ok=True)
-    app = tmp_path / "app.py"
-    right = "if not self.left:"
+    app = tmp_path / "engine.py"
+    right = "if not self.left:\n                self.news"
     assert right in app.read_text()
-    app.write_text(app.read_text().replace(right, "if self.left <= 1:"))
+    app.write_text(app.read_text().replace(right, "if self.left <= 1:\n                self.news"))
     done = compare(tmp_path, seconds=0.1)
     assert done.returncode == 1
     assert "received a wrong answer" in done.stdout, done.stderr

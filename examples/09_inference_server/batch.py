@@ -1,0 +1,55 @@
+"""What one pass of a model computes: the next token of sequences, and pieces of prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+#: Pieces of prompts that one pass can read.
+MAX_PIECES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens of a prompt that a pass reads into a slot, behind those read before."""
+
+    slot: int
+    tokens: Sequence[int]
+    start: int
+    #: Whether the prompt ends here: then the pass returns the first token of its answer.
+    is_last: bool
+    #: 0: the most probable token; larger: tokens are drawn, more evenly.
+    temperature: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One pass: the slots that get one more token, then pieces of at most MAX_PIECES prompts."""
+
+    slots: Sequence[int] = ()
+    pieces: Sequence[Piece] = field(default=())
+
+    @property
+    def rows(self) -> int:
+        """The tokens that the pass computes."""
+        return len(self.slots) + sum(len(piece.tokens) for piece in self.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The sizes of a model, and of its cache of keys and values."""
+
+    layers: int = 32
+    width: int = 4096
+    heads: int = 32
+    kv_heads: int = 8
+    head_size: int = 128
+    mlp: int = 14336
+    vocabulary: int = 128_256
+    rope_theta: float = 500_000.0
+    #: The most sequences at a time, and the most tokens of each.
+    slots: int = 64
+    context: int = 1536
+    #: Sequences of the graphs of a decode step; tokens of those that read a prompt.
+    decode_sizes: tuple[int, ...] = (8, 16, 32, 64)
+    prefill_sizes: tuple[int, ...] = (128, 256, 384, 512, 768, 1024, 1280)
