@@ -8,10 +8,18 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 
+from greensched.driver.host import HostServices
 from greensched.driver.status import from_status
 from greensched.driver.types import KernelHandle, KernelLimits, LibraryHandle
-from greensched.errors import ArgumentMismatch, Closed, CUDAError, NotSupported
-from greensched.kernels import Loader, Program, cache
+from greensched.errors import (
+    ArgumentMismatch,
+    Closed,
+    CompileFailed,
+    CUDAError,
+    NotSupported,
+    PartitionClosed,
+)
+from greensched.kernels import Abandonment, Loader, Program, cache
 from greensched.typing import DeviceFacts, Limit, Parameter
 
 if TYPE_CHECKING:
@@ -25,7 +33,7 @@ extern "C" __global__ void g() { }
 LAYOUTS = {"f": ((0, 8), (8, 4), (16, 8)), "g": ()}
 
 
-class FakeDriver:
+class FakeDriver(HostServices):
     """The driver calls of a loader, and a list of those that were made."""
 
     def __init__(self, *, needs_binary: bool = True) -> None:
@@ -344,3 +352,55 @@ def test_closing_tries_every_library(facts: DeviceFacts) -> None:
     assert caught.value.__notes__ == ["and then: unload_code a: INVALID_IMAGE (200)"]
     assert [what for name, what in driver.calls if name == "unload_code"] == ["c", "b", "a"]
     loader.close()
+
+
+# -- abandoning --------------------------------------------------------------------------------
+
+
+def test_f30_11_an_abandoned_load_does_not_wait_for_the_compiler(
+    facts: DeviceFacts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The wait ends with `PartitionClosed`, also where it begins later; the compiler goes on."""
+    compiling, finish, compiled = threading.Event(), threading.Event(), threading.Event()
+
+    def compile_slowly(self: Program, arch: str) -> bytes:
+        compiling.set()
+        finish.wait()
+        compiled.set()
+        return b"cubin"
+
+    monkeypatch.setattr(Program, "compile", compile_slowly)
+    loader, abandonment = loader_of(FakeDriver(), facts), Abandonment()
+    kernel = Program(SOURCE).kernel("f")
+    failures: list[BaseException] = []
+
+    def load() -> None:
+        try:
+            loader.load(kernel, abandonment)
+        except PartitionClosed as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    compiling.wait()
+    abandonment.set()
+    thread.join()
+    load()
+    assert len(failures) == 2
+    assert not compiled.is_set()
+    finish.set()
+    compiled.wait()
+    assert loader.load(kernel, Abandonment()) == KernelHandle("f")
+
+
+def test_a_failure_of_the_compiler_passes_the_abandonment(
+    facts: DeviceFacts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the compiler raises on its thread is raised where its result is awaited."""
+
+    def fail(self: Program, arch: str) -> bytes:
+        raise CompileFailed("x.cu", arch, "no")
+
+    monkeypatch.setattr(Program, "compile", fail)
+    with pytest.raises(CompileFailed):
+        loader_of(FakeDriver(), facts).load(Program(SOURCE).kernel("f"), Abandonment())

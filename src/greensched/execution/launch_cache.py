@@ -6,7 +6,7 @@ from greensched.device.arguments import KernelArguments
 from greensched.device.device import Device
 from greensched.device.launch import LaunchConfig, PreparedLaunch, check_limits
 from greensched.device.streams import Stream
-from greensched.kernels import Kernel
+from greensched.kernels import Abandonment, Kernel
 
 #: Kinds of launches kept at most; at the bound the cache is cleared.
 MAX_LAUNCHES = 256
@@ -30,9 +30,12 @@ class LaunchCache:
         #: Kernels whose launch no longer blocks: they are loaded, or were launched here.
         self.loaded: set[Kernel] = set()
 
-    def load(self, kernel: Kernel) -> None:
-        """Compile and load a kernel; the executor's context must be current. Blocks."""
-        self._device.loader.load(kernel)
+    def load(self, kernel: Kernel, abandonment: Abandonment | None = None) -> None:
+        """Compile and load a kernel; the executor's context must be current. Blocks.
+
+        Raises as `Loader.load`.
+        """
+        self._device.loader.load(kernel, abandonment)
         self.loaded.add(kernel)
 
     def get(self, kernel: Kernel, config: LaunchConfig) -> PreparedLaunch | None:

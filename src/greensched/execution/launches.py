@@ -57,8 +57,10 @@ def prepare(lease: Lease, config: LaunchConfig, kernel: Kernel) -> Job[None]:
     stream = executor.call_stream
     job: Job[None] = Job(stream, stream.issue(), f"prepare {kernel.name}", lease.failed)
 
+    abandonment = lease.abandonment
+
     def load() -> None:
-        executor.cache.load(kernel)
+        executor.cache.load(kernel, abandonment)
         executor.cache.get(kernel, config)
 
     lease.reusable = False
@@ -111,10 +113,11 @@ def _launch_deferred(
     arguments = pack_arguments(lease, config, kernel, args)
     uses = tuple(arguments.buffers.values())
     cache, loader = lease.executor.cache, lease.executor.device.loader
+    abandonment = None if kernel in cache.loaded else lease.abandonment
 
     def step(_: int) -> None:
         if kernel not in cache.loaded:
-            loader.load(kernel)  # gives it its handle; the launch does the rest
+            loader.load(kernel, abandonment)  # gives it its handle; the launch does the rest
         cache.create(kernel, config, arguments).launch()
         cache.loaded.add(kernel)
 

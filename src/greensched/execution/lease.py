@@ -41,6 +41,7 @@ from greensched.execution.eventloop.base import Waiter
 from greensched.execution.executor import Executor
 from greensched.execution.jobs import Job
 from greensched.execution.submission import Dependencies, Uses, find_dependencies
+from greensched.kernels import Abandonment
 from greensched.scheduling.requests import Grant
 
 T = TypeVar("T")
@@ -136,6 +137,8 @@ class Lease:
         self.state = LeaseState.OPEN
         self._listener = listener
         self._close_waiters: list[Waiter] = []
+        #: Of compilations that its work waits for; made for the first.
+        self._abandonment: Abandonment | None = None
         #: The last ticket of all, once it is known.
         self._last_ticket: int | None = None
         self.move_to(executor)
@@ -504,6 +507,23 @@ class Lease:
         self.state = LeaseState.CLOSED
         self.fast_path_ok = False
 
+    @property
+    def abandonment(self) -> Abandonment:
+        """What ends its work's waits for the compiler."""
+        if self._abandonment is None:
+            self._abandonment = Abandonment()
+        return self._abandonment
+
+    def abandon_compilations(self) -> None:
+        """Fail the jobs that wait for the compiler: they are not needed, and would hold cells."""
+        if self._abandonment is not None:
+            self._abandonment.set()
+
+    def abandon(self) -> None:
+        """End it, and its work's waits for the compiler. Does not wait."""
+        self.abandon_compilations()
+        self.end()
+
     def end(self) -> None:
         """Submit nothing more; the cells become free when the work is done. Does not wait."""
         if self.state is not LeaseState.OPEN:
@@ -629,7 +649,7 @@ class Lease:
         self._close_waiters.clear()  # tasks of the closed loop, which do not go on
         if self.state is LeaseState.OPEN:
             logger.warning("a loop closed while it held %r: the lease ends", self.executor)
-            self.end()
+            self.abandon()
         elif self._last_ticket is not None:
             self._await_last_ticket()
 

@@ -15,11 +15,12 @@ from greensched.kernels.builtin import (
     smids,
     spin,
 )
-from greensched.kernels.loader import Loader
+from greensched.kernels.loader import Abandonment, Loader
 from greensched.kernels.program import Kernel, Program
 from greensched.typing import Cost, LaunchFacts, Parameter
 
 __all__ = [
+    "Abandonment",
     "Cost",
     "Kernel",
     "LaunchFacts",

@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, Future, InvalidStateError
+from contextlib import contextmanager, suppress
 from functools import partial
 
 from greensched._cleanup import run_all
 from greensched.driver.interface import Driver
 from greensched.driver.types import KernelHandle, LibraryHandle
-from greensched.errors import ArgumentMismatch, Closed
+from greensched.errors import ArgumentMismatch, Closed, PartitionClosed
 from greensched.kernels.program import Kernel, Program
 from greensched.typing import DeviceFacts, Limit, Parameter
 
@@ -27,6 +28,56 @@ from greensched.typing import DeviceFacts, Limit, Parameter
 #: before has finished its driver call by then. A call takes microseconds
 #: (docs/internals/completion.md).
 ANNOUNCE_S = 1e-3
+
+
+class Abandonment:
+    """Ends the waits for compilations whose result a partition no longer needs. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_set = False
+        self._awaited: set[Future[bytes]] = set()
+
+    def set(self) -> None:
+        """End the waits, and those that begin later. Does not wait."""
+        with self._lock:
+            self._is_set = True
+            awaited, self._awaited = self._awaited, set()
+        for future in awaited:
+            future.cancel()
+
+    def run(self, function: Callable[[], bytes], driver: Driver) -> bytes:
+        """Call a function on a thread of its own, and wait until it returns, or for `set`.
+
+        Raises:
+            PartitionClosed: `set` was called first. The function goes on.
+            Exception: what the function raised.
+        """
+        future: Future[bytes] = Future()
+        with self._lock:
+            if self._is_set:
+                raise PartitionClosed("this partition")
+            self._awaited.add(future)
+        try:
+            driver.start_thread(partial(_resolve, future, function), "greensched compile")
+            return future.result()
+        except CancelledError:
+            raise PartitionClosed("this partition") from None
+        finally:
+            with self._lock:
+                self._awaited.discard(future)
+
+
+def _resolve(future: Future[bytes], function: Callable[[], bytes]) -> None:
+    """Give a function's result to a future, unless that was cancelled meanwhile."""
+    try:
+        binary = function()
+    except BaseException as error:
+        with suppress(InvalidStateError):
+            future.set_exception(error)
+    else:
+        with suppress(InvalidStateError):
+            future.set_result(binary)
 
 
 class Loader:
@@ -53,10 +104,11 @@ class Loader:
         """Return the kernel's handle if it was loaded in any context, else None. Never blocks."""
         return self._handles.get(kernel)
 
-    def load(self, kernel: Kernel) -> KernelHandle:
+    def load(self, kernel: Kernel, abandonment: Abandonment | None = None) -> KernelHandle:
         """Compile and load a kernel if necessary, and return its handle. Blocks.
 
-        The calling thread needs a current context of the device. The kernel is loaded in that
+        An abandonment ends the wait for the compiler, which goes on for the cache. The calling
+        thread needs a current context of the device. The kernel is loaded in that
         context and local memory is sized for it, so that a launch there does not block.
 
         Raises:
@@ -66,10 +118,11 @@ class Loader:
             ArgumentMismatch: its parameters differ from those of the code.
             CUDAError: the driver refused the code, or the code has no such kernel.
             Closed: the loader is closed.
+            PartitionClosed: abandoned before it was compiled.
         """
         handle = self._handles.get(kernel)
         if handle is None:
-            handle = self._open(kernel)
+            handle = self._open(kernel, abandonment)
         self._driver.load_kernel(handle)
         self._size_local_memory(handle)
         return handle
@@ -86,8 +139,8 @@ class Loader:
             libraries = [self._libraries.popitem()[1] for _ in range(len(self._libraries))]
         run_all(partial(self._driver.unload_code, library) for library in libraries)
 
-    def _open(self, kernel: Kernel) -> KernelHandle:
-        binary = self._binary(kernel.program)
+    def _open(self, kernel: Kernel, abandonment: Abandonment | None) -> KernelHandle:
+        binary = self._binary(kernel.program, abandonment)
         with self._first_use():
             with self._lock:
                 if self._closed:
@@ -127,11 +180,14 @@ class Loader:
             self._driver.set_limit(Limit.STACK, most)
             size_set = most
 
-    def _binary(self, program: Program) -> bytes:
+    def _binary(self, program: Program, abandonment: Abandonment | None) -> bytes:
         """Return the cubin; not under the lock, so that other kernels can be loaded meanwhile."""
         if not self._driver.needs_binary or program in self._libraries:
             return b""
-        return program.compile(self._facts.arch)
+        compile_program = partial(program.compile, self._facts.arch)
+        if abandonment is None:
+            return compile_program()
+        return abandonment.run(compile_program, self._driver)
 
     def _find(self, kernel: Kernel, binary: bytes) -> KernelHandle:
         program = kernel.program

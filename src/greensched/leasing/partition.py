@@ -136,16 +136,23 @@ class Partition(AsyncBlock):
         or the loop that takes over from a closed one.
         """
         lease = self._granted_lease()
-        if kind is GeneratorExit:
-            self._is_left = True
-            lease.poller.loop.call_threadsafe(lease.end)
-        else:
+        if kind is None:
             lease.end()
+        elif kind is GeneratorExit:
+            self._is_left = True
+            lease.poller.loop.call_threadsafe(lease.abandon)
+        else:
+            lease.abandon()
 
     async def _wait_closed(self) -> None:
         """Wait until all work of an ended lease is done."""
-        if self._lease is not None and not self._lease.is_closed:
-            await self._lease.wait_closed()
+        lease = self._lease
+        if lease is not None and not lease.is_closed:
+            try:
+                await lease.wait_closed()
+            except BaseException:  # a cancellation
+                lease.abandon_compilations()
+                raise
 
     def _raise_unretrieved(self) -> None:
         """Raise the first failure of a job that was not retrieved, or what ended everything."""
@@ -188,7 +195,7 @@ class Partition(AsyncBlock):
         if lease is not None and lease.is_open and not self._is_left:
             message = f"{self!r} was never left: use it with `async with`"
             # First: where warnings are errors, nothing behind the warning happens.
-            lease.poller.loop.call_threadsafe(lease.end)
+            lease.poller.loop.call_threadsafe(lease.abandon)
             warnings.warn(message, ResourceWarning, stacklevel=2, source=self)
 
     # -- between two pieces of work ----------------------------------------------------------------
