@@ -169,11 +169,15 @@ class Cost:
 
     Alone on S SMs a kernel takes `fixed_ns + max(sm_ns / min(S, sms), dram_bytes / bandwidth)`,
     counted from when its first blocks have room, which earlier kernels on the same SMs can delay.
+    The bandwidth is the device's, or that which S SMs draw.
 
     Attributes:
         sm_ns: work, in nanoseconds of one SM; infinite: the kernel never ends.
         sms: the most SMs that it can use and occupy (None: as many as it has blocks).
         dram_bytes: bytes that it must move through device memory.
+        sm_bandwidth: the bytes a second that one SM draws at most: the bytes that its threads have
+            in flight over the memory's latency (None: the most that an SM of the device draws).
+        sm_watts: power of an SM at work, at full clock, beyond that of an idle one.
         fixed_ns: time that does not depend on the number of SMs.
         until: instead of an end in time: the kernel runs until this is true (evaluated a few
             thousand times a second of real time, and whenever virtual time would pass).
@@ -183,6 +187,8 @@ class Cost:
     sm_ns: float = 0.0
     sms: int | None = None
     dram_bytes: float = 0.0
+    sm_bandwidth: float | None = None
+    sm_watts: float = 0.0
     fixed_ns: float = 0.0
     until: Callable[[], bool] | None = None
     limit_ns: float | None = None

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from greensched.driver import simulated
 from greensched.driver.simulated import DeviceModel, SimulatedDriver, Span
+from greensched.driver.simulated.device_models import PRESETS
 from greensched.driver.types import (
     CodeImage,
     EventHandle,
@@ -25,7 +28,7 @@ from greensched.driver.types import (
 )
 from greensched.typing import Cost, LaunchFacts, Parameter
 
-#: An H200 as the preset has it.
+#: An H200 as the preset has it, but for its bandwidth: that of the data sheet, from any SM.
 SMS = 132
 LAUNCH_NS = 3_900
 COPY_NS = 1_500
@@ -38,6 +41,9 @@ class Machine:
 
     def __init__(self, spec: str | Sequence[DeviceModel] = "h200", **options: Any) -> None:
         options.setdefault("clock", simulated.VirtualClock())
+        if spec in ("h200", "h200x2"):
+            round_figures = replace(PRESETS["h200"], dram_bandwidth=4.8e12, sm_bandwidth=math.inf)
+            spec = [round_figures] * (1 if spec == "h200" else 2)
         self.driver: SimulatedDriver = simulated.open(spec, **options)
         self.driver.initialise()
         self.spans: list[Span] = []
@@ -65,8 +71,8 @@ class Machine:
         (green,) = self.greens(1, sms, device)
         return green
 
-    def stream(self, green: GreenHandle | None = None) -> StreamHandle:
-        return self.driver.create_stream(green)
+    def stream(self, green: GreenHandle | None = None, *, priority: int = 0) -> StreamHandle:
+        return self.driver.create_stream(green, priority)
 
     def hold(self, *streams: StreamHandle) -> Word:
         """Holds streams up, behind what they have, until the word is 1."""

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from greensched.driver.simulated.contention import fair, settle, speeds
+from greensched.driver.simulated.contention import clock, fair, settle, speeds
 from greensched.driver.simulated.device_models import PRESETS
 from greensched.driver.simulated.operations import KernelOp
 from greensched.driver.simulated.timeline import DeviceState, Span, StreamQueue, Timeline
@@ -314,6 +314,9 @@ class Running:
     occupancy: float
     cost: Cost
     working: bool = False
+    started: bool = False
+    priority: int = 0
+    yields: bool = False
 
 
 @st.composite
@@ -336,7 +339,7 @@ def running(draw: st.DrawFn) -> list[Running]:
 @given(running())
 def test_no_sm_is_given_out_twice(kernels: list[Running]) -> None:
     """A working kernel has a share of no more than it can use; all shares fit on the SMs."""
-    _, shares = settle(kernels)
+    _, shares, _ = settle(kernels)
     for kernel, share in zip(kernels, shares, strict=True):
         assert (share > 0) == kernel.working
         assert share <= kernel.cap * (1 + 1e-9)
@@ -349,7 +352,7 @@ def test_no_sm_is_given_out_twice(kernels: list[Running]) -> None:
 @given(running())
 def test_no_room_is_given_out_twice(kernels: list[Running]) -> None:
     """A kernel has room as long as those before it leave a block's; the first one always has."""
-    runs, _ = settle(kernels)
+    runs, _, _ = settle(kernels)
     assert runs[0]
     for i, kernel in enumerate(kernels):
         before = sum(k.occupancy for k in kernels[:i] if k.sms & kernel.sms)
@@ -365,9 +368,9 @@ def test_no_room_is_given_out_twice(kernels: list[Running]) -> None:
 @given(running(), st.data())
 def test_a_running_kernel_never_loses_space(kernels: list[Running], data: st.DataObject) -> None:
     """When a kernel ends, the others keep the space that they had."""
-    runs, _ = settle(kernels)
+    runs, _, _ = settle(kernels)
     gone = data.draw(st.integers(0, len(kernels) - 1))
-    later, _ = settle(kernels[:gone] + kernels[gone + 1 :])
+    later, _, _ = settle(kernels[:gone] + kernels[gone + 1 :])
     for before, after in zip(runs[:gone] + runs[gone + 1 :], later, strict=True):
         assert after or not before
 
@@ -376,15 +379,15 @@ def test_a_running_kernel_never_loses_space(kernels: list[Running], data: st.Dat
 def test_kernels_on_other_sms_do_not_matter(kernels: list[Running]) -> None:
     """A kernel on SMs of its own is as fast as alone on the device."""
     alone = Running(0xFF00, 8, 0.5, 8.0, Cost(sm_ns=1.0), working=True)
-    runs, shares = settle(kernels)
-    assert settle([*kernels, alone]) == ([*runs, True], [*shares, 8.0])
-    assert settle([alone, *kernels]) == ([True, *runs], [8.0, *shares])
+    runs, shares, spaces = settle(kernels)
+    assert settle([*kernels, alone]) == ([*runs, True], [*shares, 8.0], [*spaces, 8.0])
+    assert settle([alone, *kernels]) == ([True, *runs], [8.0, *shares], [8.0, *spaces])
 
 
 @given(running(), st.floats(1.0, 1e6))
 def test_no_byte_is_moved_twice(kernels: list[Running], per_ns: float) -> None:
     """Together they move no more than the bandwidth, and none is faster than its SMs allow."""
-    _, shares = settle(kernels)
+    _, shares, _ = settle(kernels)
     working = [(k, share) for k, share in zip(kernels, shares, strict=True) if k.working]
     found = speeds([k for k, _ in working], [share for _, share in working], per_ns * 1e9)
     moved = sum(k.cost.dram_bytes * speed for (k, _), speed in zip(working, found, strict=True))
@@ -408,6 +411,62 @@ def test_fair_is_max_min(asked: list[tuple[float, float]], capacity: float) -> N
     if short:
         assert sum(granted) == pytest.approx(capacity)
         assert min(levels[i] for i in short) >= max(levels) * (1 - 1e-6)
+
+
+def test_bandwidth_is_shared_by_bytes_in_flight() -> None:
+    """Two kernels that want all bandwidth get it by what their SMs have in flight.
+
+    80 SMs with 4 bytes a thread beside 52 with 16: what an H200 gave in W7's best split.
+    """
+    narrow = Running(1, 80, 1.0, 80.0, Cost(dram_bytes=1.0, sm_bandwidth=34e9), working=True)
+    wide = Running(2, 52, 1.0, 52.0, Cost(dram_bytes=1.0), working=True)
+    first, second = speeds([narrow, wide], [80.0, 52.0], 3.95e12, 95e9)
+    assert first + second == pytest.approx(3950)
+    assert second / first == pytest.approx(52 * 95 / (80 * 34))
+    assert speeds([wide], [8.0], 3.95e12, 95e9) == [pytest.approx(8 * 95)]
+
+
+def test_a_board_at_its_limit_lowers_the_clock_of_all_sms() -> None:
+    """Arithmetic slows by the cube root of its power over what is left; bytes do not."""
+    assert clock(580, idle=120, limit=700) == 1.0
+    assert clock(8 * 580, idle=120, limit=700) == pytest.approx(0.5)
+    model = replace(PRESETS["h200"], idle_watts=100.0, power_limit=100.0 + 16 * 10 / 8)
+    machine = Machine([model])
+    machine.run(machine.stream(machine.green(16)), "hot", sm_ns=16_000, sm_watts=10.0)
+    machine.run(machine.stream(machine.green(16)), "cool", dram_bytes=1_000)
+    assert times(machine)["hot"] == (0, 2_000)
+
+
+# -- waves --------------------------------------------------------------------------------------
+
+
+def test_an_urgent_kernel_waits_for_a_wave_and_not_for_the_grid() -> None:
+    """It starts when the wave ends in which it came, and the rest of the grid goes on behind it."""
+    machine = Machine()
+    low, high = (machine.stream(None, priority=priority) for priority in (0, -5))
+    machine.run(low, "grid", blocks=4 * FILL_ALL, fixed_ns=4_000)
+    machine.run(high, "urgent", blocks=FILL_ALL, fixed_ns=500)
+    assert times(machine) == {"grid": (0, 4_500), "urgent": (1_000, 1_500)}
+
+
+def test_an_urgent_kernel_that_needs_little_displaces_little() -> None:
+    """A grid whose SMs a small urgent kernel takes in part goes on with the others."""
+    machine = Machine()
+    low, high = (machine.stream(None, priority=priority) for priority in (0, -5))
+    machine.run(low, "grid", blocks=4 * FILL_ALL, sm_ns=4_000 * SMS)
+    machine.run(high, "urgent", blocks=FILL_ALL // 2, fixed_ns=1_000)
+    found = times(machine)
+    assert found["urgent"] == (1_000, 2_000)
+    assert 4_000 <= found["grid"][1] <= 4_500
+
+
+def test_the_last_wave_of_a_grid_leaves_what_it_does_not_need() -> None:
+    """Of one wave and a half, the later kernel waits for one; of equal priority it comes then."""
+    machine = Machine()
+    one, two = machine.stream(), machine.stream()
+    machine.run(one, "grid", blocks=FILL_ALL * 3 // 2, fixed_ns=2_000)
+    machine.run(two, "small", blocks=16, fixed_ns=100)
+    assert times(machine) == {"grid": (0, 2_000), "small": (1_000, 1_100)}
 
 
 def test_measured_interference_slows_kernels_beside_it() -> None:

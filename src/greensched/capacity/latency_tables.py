@@ -20,9 +20,8 @@ from greensched.typing import Cost
 #: A kernel has no use for more SMs than bring it within this factor of its best time (LithOS's slip
 #: is 1.05 to 1.1).
 USEFUL = 1.05
-#: The block of a kernel that fills a device, and its blocks for each SM: four blocks of 512 threads
-#: take all 2048 threads of an SM, or all 1536.
-FULL_BLOCK, FULL_WAVES = 512, 4
+#: The block of a kernel that fills a device: three or four take all threads of an SM.
+FULL_BLOCK = 512
 #: The block of a kernel that leaves room on each SM: one block for each SM that it can use.
 SLIM_BLOCK = 256
 
@@ -97,10 +96,15 @@ class SpeedupCurve:
             s for s, ms in zip(self.sms, self.ms, strict=True) if ms <= USEFUL * self.ms[-1]
         )
 
-    def config(self, sms: int) -> LaunchConfig:
-        """Return the launch configuration of one piece of work on a device of this many SMs."""
+    def config(self, sms: int, threads: int = 2048) -> LaunchConfig:
+        """Return the launch configuration of one piece of work.
+
+        Args:
+            sms: of the device.
+            threads: the most on an SM.
+        """
         if self.fills:
-            return LaunchConfig(grid=FULL_WAVES * sms, block=FULL_BLOCK)
+            return LaunchConfig(grid=threads // FULL_BLOCK * sms, block=FULL_BLOCK)
         return LaunchConfig(grid=min(self.width, sms), block=SLIM_BLOCK)
 
     def cost(self, seconds: float, sms: int) -> Cost:

@@ -91,7 +91,10 @@ class Machine:
         self.sms = [model.sm_count for model in found]
         self.kernels = kernels(services.values())
         self.configs = {
-            name: [service.curve.config(sms) for sms in self.sms]
+            name: [
+                service.curve.config(facts.sm_count, facts.max_threads_per_sm)
+                for facts in (model.facts(0) for model in found)
+            ]
             for name, service in services.items()
         }
         #: The kernels that ran on each device, in the order of their ends.

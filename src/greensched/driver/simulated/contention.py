@@ -5,24 +5,33 @@ first come, first served: blocks of a later kernel start in the space that earli
 where they leave none the kernel waits. So a short kernel behind a large grid waits for that grid;
 on SMs of its own it does not.
 
+*Waves.* A grid larger than the space runs in waves. Once only its last, partial wave is left, the
+rest of the space is free. At the end of a wave, a waiting kernel of a stream of higher priority
+goes before the blocks that have not begun: it waits for one wave, not for the grid.
+
 *Arithmetic.* The blocks on an SM share its compute by their threads, as its warp schedulers do, but
 none gets more than it can use; a block alone on an SM has all of it.
 
-*Bandwidth* is shared by all kernels, max-min fair: small requests are met, the others share the
-rest.
+*Bandwidth* is shared by all kernels by the bytes that each has in flight (Little's law): small
+requests are met, the others share the rest. No SM draws more than its own bytes in flight allow.
 
-A model, not a promise. Blocks are counted in fractions, and all of a grid until the whole of it
-ends: a real grid frees SMs block by block in its last wave, and blocks without work at once. Only
-threads take space: registers, shared memory, stream priorities and L2 are not modelled, nor what a
-real memory system does to two tenants.
+*Power.* The board's control lowers the clock of all SMs until its power, idle and dynamic, is
+within the limit. Dynamic power grows with the cube of the clock (frequency times voltage squared).
+
+A model, not a promise. Blocks are counted in fractions, and all blocks of a wave end together. Only
+threads take space: registers, shared memory and L2 are not modelled, nor what a real memory system
+does to two tenants beyond their bandwidth.
 
 Source for the order: "leftover" block scheduling. CUDA programming guide, green contexts: even a
 kernel of high priority waits for blocks that are resident, and on SMs of its own starts at once.
+Source for the power: an H200 beside training on 16, 84 and 132 SMs
+(docs/measurements/h200-580/workloads.txt); the cube is within 3 % of its clocks.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Sequence
 from itertools import accumulate
@@ -44,6 +53,9 @@ class Kernel(Protocol):
         occupancy: what all its blocks occupy, in SMs' worth.
         working: it is in the part that SM time or bytes make longer; else it only occupies its SMs.
         cost: the cost of all of it.
+        started: it has begun.
+        priority: that of its stream; less is more urgent.
+        yields: it has begun, and its next blocks come behind those of more urgent kernels.
     """
 
     sms: int
@@ -52,6 +64,9 @@ class Kernel(Protocol):
     occupancy: float
     working: bool
     cost: Cost
+    started: bool
+    priority: int
+    yields: bool
 
 
 class Area:
@@ -79,24 +94,34 @@ class Area:
         return rest
 
 
-def settle(kernels: Sequence[Kernel]) -> tuple[list[bool], list[float]]:
-    """Return whether each kernel has space to run, and the SMs' worth of compute it gets.
+def settle(kernels: Sequence[Kernel]) -> tuple[list[bool], list[float], list[float]]:
+    """Return whether each kernel has space to run, its SMs' worth of compute, and of space.
 
     Args:
         kernels: all on the device, in the order they came.
     """
     runs = [True] * len(kernels)
     shares = [float(kernel.cap) if kernel.working else 0.0 for kernel in kernels]
+    spaces = [kernel.occupancy for kernel in kernels]
     indices = _crowd(kernels)
     if not indices:
-        return runs, shares
+        return runs, shares, spaces
+    if len({kernels[i].priority for i in indices}) > 1:
+        indices.sort(key=lambda i: _precedence(kernels[i]))
     crowd = [kernels[i] for i in indices]
     areas, occupied = _place(crowd)
     computed = _compute(crowd, areas)
     for index, kernel, space, share in zip(indices, crowd, occupied, computed, strict=True):
         runs[index] = space >= kernel.part * (1 - ROUNDING)
         shares[index] = share
-    return runs, shares
+        spaces[index] = space
+    return runs, shares, spaces
+
+
+def _precedence(kernel: Kernel) -> tuple[bool, int]:
+    """Return what orders kernels of several priorities: resident blocks go before any others."""
+    resident = kernel.started and not kernel.yields
+    return (not resident, 0 if resident else kernel.priority)
 
 
 def _crowd(kernels: Sequence[Kernel]) -> list[int]:
@@ -155,7 +180,13 @@ def _compute(kernels: Sequence[Kernel], areas: Sequence[Area]) -> list[float]:
     return shares
 
 
-def speeds(kernels: Sequence[Kernel], shares: Sequence[float], bandwidth: float) -> list[float]:
+def speeds(
+    kernels: Sequence[Kernel],
+    shares: Sequence[float],
+    bandwidth: float,
+    sm_bandwidth: float = math.inf,
+    clock: float = 1.0,
+) -> list[float]:
     """Return the speed of each kernel, as a fraction of its work per nanosecond.
 
     Roofline: the smaller of the speeds that its SMs and its part of the bandwidth allow.
@@ -164,20 +195,38 @@ def speeds(kernels: Sequence[Kernel], shares: Sequence[float], bandwidth: float)
         kernels: the working kernels; each has work to do.
         shares: the SMs' worth of compute that each gets.
         bandwidth: of the device, bytes a second.
+        sm_bandwidth: the most that an SM draws, bytes a second.
+        clock: of the SMs, as a fraction of the highest.
     """
     per_ns = bandwidth / 1e9
-    alone = [
-        1.0 / max(k.cost.sm_ns / share, k.cost.dram_bytes / per_ns)
+    flows = [
+        share * (k.cost.sm_bandwidth or sm_bandwidth) / 1e9
         for k, share in zip(kernels, shares, strict=True)
+    ]
+    alone = [
+        1.0 / max(k.cost.sm_ns / (share * clock), k.cost.dram_bytes / min(flow, per_ns))
+        for k, share, flow in zip(kernels, shares, flows, strict=True)
     ]
     wanted = [k.cost.dram_bytes * speed for k, speed in zip(kernels, alone, strict=True)]
     if sum(wanted) <= per_ns:
         return alone
-    granted = fair(wanted, per_ns, [1.0] * len(wanted))
+    granted = fair(wanted, per_ns, flows if max(flows) < math.inf else shares)
     return [
         min(speed, grant / k.cost.dram_bytes) if k.cost.dram_bytes else speed
         for k, speed, grant in zip(kernels, alone, granted, strict=True)
     ]
+
+
+def clock(watts: float, idle: float, limit: float) -> float:
+    """Return the clock that keeps a board within its limit, as a fraction of the highest.
+
+    Args:
+        watts: what its SMs draw at the highest clock, beyond an idle board.
+        idle: what an idle board draws.
+        limit: the most that it may draw.
+    """
+    left = limit - idle
+    return 1.0 if watts <= left else float((left / watts) ** (1 / 3))
 
 
 def fair(wanted: Sequence[float], capacity: float, weights: Sequence[float]) -> list[float]:

@@ -8,6 +8,7 @@ means: on an H200 under driver 580 (docs/measurements/h200-580/probe.json).
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -51,6 +52,11 @@ class DeviceModel:
     launch_latency_ns: int = 3_900
     #: From enqueueing a copy to its first byte. 1.5 us: an assumption.
     copy_latency_ns: int = 1_500
+    #: The most that one SM draws, bytes a second; infinite where it was not measured.
+    sm_bandwidth: float = math.inf
+    #: What an idle board draws, and the most that it may, in watts; infinite where not measured.
+    idle_watts: float = 0.0
+    power_limit: float = math.inf
     #: The effect of kernels on each other beyond SMs and bandwidth, where measured; None: none.
     interference: Interference | None = None
 
@@ -115,7 +121,10 @@ PRESETS: dict[str, DeviceModel] = {
         name="H200",
         gpcs=HOPPER_SXM,
         memory_bytes=143_771 * MIB,  # measured: nvidia-smi
-        dram_bandwidth=4.8e12,
+        dram_bandwidth=3.95e12,  # measured: copies of 0.5 and 2 GiB; the data sheet has 4.8
+        sm_bandwidth=95e9,  # measured: a copy on 8 and 16 SMs (`scaling`)
+        idle_watts=120.0,  # measured: what is left of 295 W and 446 W with 16 SMs of training more
+        power_limit=700.0,  # measured: the most that training drew
         l2_bytes=60 * MIB,  # measured (`device`)
     ),
     "h100": _hopper(

@@ -230,7 +230,7 @@ class Modules(Component):
 
         blocks = math.prod(facts.grid)
         part = math.prod(facts.block) / facts.device.max_threads_per_sm
-        return KernelOp(spec.name, cost, blocks, part, stream.sms, body)
+        return KernelOp(spec.name, cost, blocks, part, stream.sms, body, stream.priority)
 
     def _argument(self, kernel: str, device: int, parameter: Parameter, raw: bytes) -> Any:
         dtype = np.dtype(parameter.dtype)
@@ -274,10 +274,13 @@ def check_cost(name: str, cost: Cost) -> None:
     """Raise InvalidRequest where a cost is not a valid `Cost`."""
     if not isinstance(cost, Cost):
         raise InvalidRequest(f"the cost of kernel {name!r} is {cost!r}: return a Cost")
-    numbers = (cost.dram_bytes, cost.fixed_ns, cost.limit_ns or 0, cost.sms or 1)
+    numbers = (
+        cost.dram_bytes, cost.fixed_ns, cost.limit_ns or 0, cost.sms or 1, cost.sm_watts,
+        cost.sm_bandwidth or 1,
+    )  # fmt: skip
     try:
         valid = all(math.isfinite(n) and n >= 0 for n in numbers)
-        valid = valid and cost.sms != 0 and cost.sm_ns >= 0
+        valid = valid and cost.sms != 0 and cost.sm_bandwidth != 0 and cost.sm_ns >= 0
     except TypeError:
         valid = False
     if not valid:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import cast
 
-from greensched.driver.simulated.contention import settle, speeds
+from greensched.driver.simulated.contention import clock, settle, speeds
 from greensched.driver.simulated.timeline import (
     DeviceState,
     InstantOp,
@@ -42,6 +42,7 @@ class KernelOp(Operation):
         part: float,
         sms: int,
         body: Callable[[], CUDAError | None],
+        priority: int = 0,
     ) -> None:
         super().__init__(name)
         self.cost = cost
@@ -49,10 +50,17 @@ class KernelOp(Operation):
         self.cap = min(cost.sms or blocks, blocks, sms.bit_count())
         self.part = part  # of an SM that a block occupies
         self.occupancy = min(blocks * part, self.cap)
+        self.waves = blocks * part / self.occupancy
+        self.priority = priority
         self.effect = body  # type: ignore[method-assign]  # one call less for each kernel
         self.started = False
         self.working = False
-        self.done = 0.0  # of its work, from 0 to 1
+        self.yields = False
+        #: Whether the end of a wave, or of the last full one, is scheduled.
+        self.watched = False
+        self.is_last_wave = self.waves == int(self.waves)
+        self.resident_since = 0  # when its present blocks began
+        self.done = 0.0  # of its fixed time, then of its work, from 0 to 1
         self.speed = 0.0  # done per nanosecond
         self.since = 0  # when `done` was last brought up to date
         self.version = 0  # of its scheduled end: a change of speed makes the older one void
@@ -66,14 +74,13 @@ class KernelOp(Operation):
     def go(self, timeline: Timeline) -> None:
         """Start its time: it has space."""
         self.started = True
-        self.start = timeline.now
+        self.start = self.since = self.resident_since = timeline.now
         if self.cost.until is not None:
             timeline.held[self] = self.cost.until
             if self.limit < math.inf:
                 timeline.at(math.ceil(self.limit), lambda: self._leave(timeline))
-        elif self.cost.fixed_ns < math.inf:
-            end = self.start + math.ceil(self.cost.fixed_ns)
-            timeline.at(end, lambda: self._work(timeline))
+        elif not self.cost.fixed_ns:
+            self._work(timeline)
 
     @property
     def limit(self) -> float:
@@ -84,32 +91,83 @@ class KernelOp(Operation):
         """End: its `until` is true. The host may have seen that later than its limit."""
         timeline.at(math.ceil(min(when, self.limit)), lambda: self._leave(timeline))
 
+    def wait_for_space(self, timeline: Timeline, space: float) -> None:
+        """Go on with its fixed time: at full pace, unless it lost space to a more urgent kernel."""
+        if self.started and not self.working and self.cost.until is None and self.cost.fixed_ns:
+            pace = min(1.0, space / self.occupancy) if self.yields else 1.0
+            self.advance(timeline, pace / self.cost.fixed_ns)
+
     def advance(self, timeline: Timeline, speed: float) -> None:
-        """Continue its work at this speed."""
+        """Continue its fixed time or its work at this speed."""
         if speed == self.speed:
             return
         self.done += self.speed * (timeline.now - self.since)
         self.since, self.speed = timeline.now, speed
         self.version += 1
-        if speed == 0:  # of infinite cost: it has no end
+        if speed == 0:  # displaced, or of infinite cost: it has no end for now
             return
         version = self.version
         # The small number keeps a rounding error from costing a whole nanosecond.
         left = max(0, math.ceil((1.0 - self.done) / speed - 1e-6))
-        timeline.at(timeline.now + left, lambda: self._worked(timeline, version))
+        timeline.at(timeline.now + left, lambda: self._advanced(timeline, version))
 
-    def _work(self, timeline: Timeline) -> None:
-        """Begin the part that more SMs would make shorter."""
-        if self.cost.sm_ns <= 0 and self.cost.dram_bytes <= 0:
+    def _advanced(self, timeline: Timeline, version: int) -> None:
+        """End its fixed time, or its work."""
+        if self.version != version:
+            return
+        if self.working:
             self._leave(timeline)
-        elif self in self.stream.device.kernels:  # else its device failed meanwhile
-            self.working = True
-            self.since = timeline.now
+        elif self in self.stream.device.kernels and self._work(timeline):  # else the device failed
             _share(timeline, self.stream.device)
 
-    def _worked(self, timeline: Timeline, version: int) -> None:
-        if self.version == version:
-            self._leave(timeline)
+    def _work(self, timeline: Timeline) -> bool:
+        """Begin the part that more SMs would make shorter; return whether there is one."""
+        if self.cost.sm_ns <= 0 and self.cost.dram_bytes <= 0:
+            if self.cost.fixed_ns:
+                self._leave(timeline)
+            else:  # it has begun in the middle of the others' shares
+                timeline.at(timeline.now, lambda: self._leave(timeline))
+            return False
+        self.working = True
+        self.done, self.speed, self.since = 0.0, 0.0, timeline.now
+        return True
+
+    def watch(self, timeline: Timeline, *, urgent: bool) -> None:
+        """Schedule when its blocks leave space for a waiting kernel that is more urgent, or not.
+
+        That is the end of the present wave, or of the last full one.
+        """
+        if self.watched or self.waves <= 1 or not self.speed:
+            return
+        if not urgent and self.is_last_wave:
+            return
+        done = self.done + self.speed * (timeline.now - self.since)
+        # Fixed time is of whole waves; the last wave of work is as much shorter as it is smaller.
+        waves = self.waves if self.working else math.ceil(self.waves)
+        if urgent:
+            wave = 1 / (waves * self.speed)
+            over = timeline.now - self.resident_since
+            left = wave - over % wave
+        else:
+            left = (math.floor(self.waves) / waves - done) / self.speed
+        self.watched = True
+        when = timeline.now + max(1, math.ceil(left))
+        timeline.at(when, lambda: self._wave_ended(timeline))
+
+    def _wave_ended(self, timeline: Timeline) -> None:
+        """Let waiting kernels into the space that a wave leaves."""
+        self.watched = False
+        device = self.stream.device
+        if self not in device.kernels:
+            return
+        done = self.done + self.speed * (timeline.now - self.since)
+        waves = self.waves if self.working else math.ceil(self.waves)
+        if not self.is_last_wave and done * waves >= math.floor(self.waves) - 1e-6:
+            self.is_last_wave = True
+            full = math.floor(self.waves) * self.occupancy
+            self.occupancy = max(self.waves * self.occupancy - full, self.cap * self.part)
+        self.yields = _is_preceded(self, cast("list[KernelOp]", list(device.kernels)))
+        _share(timeline, device)
 
     def _leave(self, timeline: Timeline) -> None:
         """End, and give its space to the kernels that wait for it. Once."""
@@ -124,20 +182,55 @@ class KernelOp(Operation):
 def _share(timeline: Timeline, device: DeviceState) -> None:
     """Give every kernel on a device its space and its speed, after the set of kernels changed."""
     kernels = cast("list[KernelOp]", list(device.kernels))
-    runs, shares = settle(kernels)
-    for kernel, run in zip(kernels, runs, strict=True):
-        if run and not kernel.started:
-            kernel.go(timeline)
-    working = [i for i, kernel in enumerate(kernels) if kernel.working]
+    for kernel in kernels:
+        if kernel.yields and not _is_preceded(kernel, kernels):
+            kernel.yields, kernel.resident_since = False, timeline.now
+    runs, shares, spaces = settle(kernels)
+    begun = [
+        kernel for kernel, run in zip(kernels, runs, strict=True) if run and not kernel.started
+    ]
+    for kernel in begun:
+        kernel.go(timeline)
+    if any(kernel.working for kernel in begun):
+        runs, shares, spaces = settle(kernels)
+    model = device.model
+    watts = sum(
+        kernel.cost.sm_watts * (share if kernel.working else min(space, kernel.cap))
+        for kernel, share, space in zip(kernels, shares, spaces, strict=True)
+        if kernel.started
+    )
+    pace = clock(watts, model.idle_watts, model.power_limit)
+    working = [i for i, kernel in enumerate(kernels) if kernel.working and shares[i] > 0]
     busy = [kernels[i] for i in working]
     had = [shares[i] for i in working]
-    given = speeds(busy, had, device.model.dram_bandwidth)
-    slowed = device.model.interference
+    given = speeds(busy, had, model.dram_bandwidth, model.sm_bandwidth, pace)
+    slowed = model.interference
     if slowed is not None and len(busy) > 1:
         by = slowed([(kernel.name, share) for kernel, share in zip(busy, had, strict=True)])
         given = [speed / factor for speed, factor in zip(given, by, strict=True)]
     for kernel, speed in zip(busy, given, strict=True):
         kernel.advance(timeline, speed)
+    for kernel, share, space in zip(kernels, shares, spaces, strict=True):
+        if kernel.working and share <= 0:
+            kernel.advance(timeline, 0.0)
+        kernel.wait_for_space(timeline, space)
+    if not all(runs):
+        _watch(timeline, kernels, runs)
+
+
+def _is_preceded(kernel: KernelOp, kernels: list[KernelOp]) -> bool:
+    """Say whether a more urgent kernel is on its SMs."""
+    return any(k.priority < kernel.priority and k.sms & kernel.sms for k in kernels)
+
+
+def _watch(timeline: Timeline, kernels: list[KernelOp], runs: list[bool]) -> None:
+    """Watch for the space that running kernels leave to those that have none."""
+    for waiting, run in zip(kernels, runs, strict=True):
+        if run or waiting.started:
+            continue
+        for kernel in kernels:
+            if kernel.started and not kernel.yields and kernel.sms & waiting.sms:
+                kernel.watch(timeline, urgent=waiting.priority < kernel.priority)
 
 
 class Copy(Operation):
