@@ -32,7 +32,7 @@ COMPILED := .build/compiled
 COMPILER := $(shell command -v $(CC))
 SOURCES  := $(shell find src -name '*.py')
 
-.PHONY: demo test check check-counts format test-standin test-integrations check-extras test-gpu bench bench-gpu bench-http bench-ray test-embedding soak compiled test-compiled clean
+.PHONY: demo test check check-counts format test-standin test-integrations check-extras test-gpu bench bench-gpu bench-engine bench-http bench-ray test-embedding soak compiled test-compiled clean
 
 demo: $(VENV)/.ready
 	$(BIN)/greensched demo $(ARGS)
@@ -97,6 +97,10 @@ bench: $(VENV)/.ready $(if $(STANDIN),standin-built) $(if $(COMPILER),compiled)
 
 bench-gpu:
 	PYTHONPATH=src:$$PYTHONPATH $(or $(GPU_PYTHON),python3) -m benchmarks gpu $(ARGS)
+
+# On one GPU, at most nine minutes; `ARGS="--json FILE --plot FILE"`.
+bench-engine:
+	PYTHONPATH=src:$$PYTHONPATH $(or $(GPU_PYTHON),python3) -m benchmarks.gpu.engine $(ARGS)
 
 bench-http: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.system.http $(ARGS)

@@ -111,6 +111,11 @@ class Engine:
         """Whether a prompt waits, or is being read."""
         return bool(self.waiting or self.reading)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is no sequence."""
+        return not (self.waiting or self.reading or self.growing)
+
     async def wait(self, what: Callable[[], object]) -> None:
         """Wait until this is true; looks after each submission and each prompt that was read."""
         while not what():

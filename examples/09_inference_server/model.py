@@ -393,13 +393,7 @@ class Graphs:
 
     def compute(self, batch: Batch) -> list[int]:
         """Compute a batch and wait for it; return the next token of each slot and ended prompt."""
-        length = batch.rows - len(batch.slots)
-        size = next(
-            (rows, tokens)
-            for rows, tokens in self._sizes
-            if rows >= len(batch.slots) and tokens >= length and (tokens > 0) == (length > 0)
-        )
-        Inputs(self._sent.numpy(), *size).fill(batch, self._model.spare, self._model.shape.context)
+        size = self._filled(batch)
         if size in self._graphs:
             self._graphs[size].replay()
             torch.cuda.current_stream().synchronize()
@@ -412,6 +406,28 @@ class Graphs:
             *found[: len(batch.slots)],
             *(found[first + number] for number, p in enumerate(batch.pieces) if p.is_last),
         ]
+
+    def _filled(self, batch: Batch) -> tuple[int, int]:
+        """Describe a batch to the smallest graph that it fits, and return that graph's size."""
+        length = batch.rows - len(batch.slots)
+        size = next(
+            (rows, tokens)
+            for rows, tokens in self._sizes
+            if rows >= len(batch.slots) and tokens >= length and (tokens > 0) == (length > 0)
+        )
+        Inputs(self._sent.numpy(), *size).fill(batch, self._model.spare, self._model.shape.context)
+        return size
+
+    def seconds(self, batch: Batch, times: int) -> float:
+        """Return the seconds of a batch's graph on the device, on average."""
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        graph = self._graphs[self._filled(batch)]
+        began.record()
+        for _ in range(times):
+            graph.replay()
+        ended.record()
+        ended.synchronize()
+        return began.elapsed_time(ended) / 1e3 / times
 
     def _work(self, size: tuple[int, int]) -> None:
         self._inputs.copy_(self._sent, non_blocking=True)

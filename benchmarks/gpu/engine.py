@@ -1,0 +1,715 @@
+"""Serve one model under one load in every way: the highest rate that each way keeps in time.
+
+`python -m benchmarks.gpu.engine [--seconds 280] [--targets 12 20] [--json FILE] [--plot FILE]`,
+or `make bench-engine`. `--check` measures passes only, and runs each way once.
+
+The model is that of `examples/09_inference_server`, and so are its loops: the same kernels, graphs,
+slots and requests in every arm, in one process without HTTP. Only the order of the passes, and the
+SMs on which they run, differ. Each arm's docstring says why it is fair.
+
+A request is in time if its first token comes within 0.5 s and the 90th percentile of the times
+between its tokens is within the target. The *knee* of an arm is the highest rate at which 99 % of
+the requests are in time; it is searched on a grid of rates, and an arm with a parameter is given
+the best of those that are tried. Requests arrive at random (Poisson): prompts log-normal with a
+mean of 700 tokens, answers exponential with a mean of 60. Or by a trace (`--trace FILE`, in the
+format of Azure's): its arrivals, prompts and answers, in a faster or slower time.
+
+`--small` serves a small model on the simulated driver: that tests the program, and its figures mean
+nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import csv
+import functools
+import os
+import random
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks.lib.report import Report, clocks, smi
+from greensched import ALL, REST, Pool, ServiceClass
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "09_inference_server"))
+from batch import Batch, Piece
+from engine import Engine, Place, Run, Sequence, fused, interleaved, leased, separate
+
+#: Seconds within which the first token has to come.
+FIRST = 0.5
+#: The share of a request's times between tokens that has to be within the target, and the share of
+#: requests that has to be in time at the knee.
+GAPS, IN_TIME = 0.90, 0.99
+#: Requests per second that are tried; the search starts at one of them.
+RATES = (1, 2, 3, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30, 33, 36, 40)
+MAX_WAITING = 4096
+#: Tokens of a cached sequence while passes are measured.
+CACHED = 700
+#: A run whose program was this late is not counted.
+MOST_LATE = 0.050
+
+
+# -- requests -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request: seconds from the start, tokens of its prompt, and tokens that it asks for."""
+
+    at: float
+    prompt: int
+    tokens: int
+
+
+def poisson(rate: float, seconds: float, seed: int, scale: float = 1.0) -> list[Arrival]:
+    """Return random requests; `scale` multiplies their lengths."""
+    rng, at, found = random.Random(seed), 0.0, []
+    while (at := at + rng.expovariate(rate)) < seconds:
+        prompt = min(1280, max(64, int(rng.lognormvariate(6.43, 0.5))))
+        tokens = min(240, max(4, int(rng.expovariate(1 / 60))))
+        found.append(Arrival(at, max(1, int(prompt * scale)), max(2, int(tokens * scale))))
+    return found
+
+
+def replayed(path: Path, rate: float, seconds: float, seed: int) -> list[Arrival]:
+    """Return the requests of a part of a trace, in a time in which they have this mean rate."""
+    with path.open() as file:
+        rows = [
+            (datetime.fromisoformat(row["TIMESTAMP"][:26]), row) for row in csv.DictReader(file)
+        ]
+    wanted = max(2, int(rate * seconds))
+    first = random.Random(seed).randrange(max(1, len(rows) - wanted))
+    rows = rows[first : first + wanted]
+    span = (rows[-1][0] - rows[0][0]).total_seconds() or 1.0
+    return [
+        Arrival(
+            (when - rows[0][0]).total_seconds() / span * seconds,
+            min(1280, max(16, int(row["ContextTokens"]))),
+            min(240, max(4, int(row["GeneratedTokens"]))),
+        )
+        for when, row in rows
+    ]
+
+
+class Timed(Sequence):
+    """A sequence that keeps the times of its tokens."""
+
+    def __init__(self, prompt: list[int], tokens: int) -> None:
+        super().__init__(prompt, tokens)
+        self.wanted, self.came = tokens, time.perf_counter()
+        self.times: list[float] = []
+
+    def give(self, token: int) -> None:
+        if self.left:
+            self.times.append(time.perf_counter())
+        super().give(token)
+
+    @property
+    def ttft(self) -> float:
+        """Seconds to the first token; infinite without one."""
+        return self.times[0] - self.came if self.times else float("inf")
+
+    @property
+    def gaps(self) -> list[float]:
+        """Seconds between its tokens."""
+        return [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
+
+    def is_in_time(self, target: float) -> bool:
+        """Say whether it is complete and within the target."""
+        gaps = self.gaps
+        return self.is_complete and self.ttft <= FIRST and quantile(gaps, GAPS) <= target
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it received all its tokens."""
+        return len(self.times) == self.wanted
+
+
+def quantile(times: Iterable[float], fraction: float) -> float:
+    """Return the smallest time that this fraction does not exceed; 0 without any."""
+    ordered = sorted(times)
+    return ordered[min(len(ordered) - 1, int(fraction * len(ordered)))] if ordered else 0.0
+
+
+# -- places ---------------------------------------------------------------------------------------
+
+
+class Streams:
+    """Places by hand: a thread with a stream of torch, and the graphs captured there.
+
+    A place keeps its graphs for all arms that use it.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._made: dict[str, Place] = {}
+
+    def place(self, name: str, make: Callable[[], Any], priority: int = 0) -> Place:
+        """Return the place of this name; make it at the first use."""
+        if name not in self._made:
+            self._made[name] = on_stream(lambda: use_stream(priority), make)
+        return self._made[name]
+
+    def green(self, sms: int, make: Callable[[], Any]) -> Place:
+        """Return a place on a green context of torch."""
+        from torch.cuda.green_contexts import GreenContext
+
+        name = f"green {sms}"
+        if name not in self._made:
+            context = GreenContext.create(num_sms=sms)
+            self._made[name] = on_stream(lambda: use(context.Stream()), make)
+        return self._made[name]
+
+
+def use_stream(priority: int) -> None:
+    """Make a new stream this thread's; nothing without a GPU."""
+    import torch
+
+    if torch.cuda.is_available():
+        use(torch.cuda.Stream(priority=priority))
+
+
+def use(stream: Any) -> None:
+    """Make a stream this thread's current one."""
+    import torch
+
+    torch.cuda.set_stream(stream)
+
+
+def on_stream(begin: Callable[[], None], make: Callable[[], Any]) -> Place:
+    """Return a place that is a thread with a stream."""
+    thread = ThreadPoolExecutor(1)
+    thread.submit(begin).result()
+    graphs = thread.submit(make).result()
+
+    @asynccontextmanager
+    async def take() -> AsyncIterator[Run]:
+        loop = asyncio.get_running_loop()
+        yield lambda batch: loop.run_in_executor(thread, graphs.compute, batch)
+
+    return take
+
+
+def held(run: Run) -> Place:
+    """Return a place that stays entered."""
+
+    @asynccontextmanager
+    async def take() -> AsyncIterator[Run]:
+        yield run
+
+    return take
+
+
+# -- arms -----------------------------------------------------------------------------------------
+
+
+Serve = Callable[[Engine], Awaitable[None]]
+
+
+class Bench:
+    """A model, and the arms that serve it.
+
+    Args:
+        model: the model.
+        driver: of the pools.
+        sms: of the device.
+    """
+
+    def __init__(self, model: Any, driver: str, sms: int) -> None:
+        self.model, self.driver, self.sms = model, driver, sms
+        self._streams = Streams(model)
+
+    @asynccontextmanager
+    async def plain(self) -> AsyncIterator[Serve]:
+        """Plain streams: a thread and a stream for decode steps, and for prompts.
+
+        Fair: passes are whole graphs, so neither waits for the host of the other, and
+        CUDA_DEVICE_MAX_CONNECTIONS=32 keeps the streams in different queues.
+        """
+        decode = self._streams.place("decode", self.model.decode_graphs)
+        prefill = self._streams.place("prefill", self.model.prefill_graphs)
+        yield lambda engine: separate(engine, decode, prefill)
+
+    @asynccontextmanager
+    async def priority(self) -> AsyncIterator[Serve]:
+        """Priority streams: as plain streams, and decode steps have the highest priority.
+
+        Fair: the graphs were captured on that stream, so each of their kernels has the priority.
+        """
+        decode = self._streams.place("decode, first", self.model.decode_graphs, priority=-5)
+        prefill = self._streams.place("prefill", self.model.prefill_graphs)
+        yield lambda engine: separate(engine, decode, prefill)
+
+    @asynccontextmanager
+    async def interval(self, steps: int) -> AsyncIterator[Serve]:
+        """Prefill first, on all SMs, with an interval of decode steps between two prompts.
+
+        Fair: a prompt that comes when nothing else is due is read at once, and the interval is
+        swept. SGLang's `--prefill-decode-interval` is this.
+        """
+        place = self._streams.place("all", self.model.all_graphs)
+        yield lambda engine: interleaved(engine, place, steps)
+
+    @asynccontextmanager
+    async def chunked(self, budget: int) -> AsyncIterator[Serve]:
+        """Chunked prefill: a pass has all sequences' next tokens, and a chunk of prompts.
+
+        Fair: the budget counts all tokens, as vLLM's does, and is swept for each target. A chunk
+        has the end of a prompt and the begin of the next, so none is half empty. Attention is
+        torch's FlashAttention for sequences of different lengths, over the keys in use alone, once
+        for the decode rows (whose query heads it groups, and whose keys it splits) and once for
+        the chunk. Without a prompt the pass is the decode step of all arms.
+        """
+        graphs = functools.partial(self.model.fused_graphs, budget)
+        place = self._streams.place(f"fused {budget}", graphs)
+        yield lambda engine: fused(engine, place, budget)
+
+    @asynccontextmanager
+    async def torch_green(self, sms: int) -> AsyncIterator[Serve]:
+        """Torch's green contexts: `sms` for decode steps, the others for prompts.
+
+        Fair: it is what torch's documentation shows. On driver 580 each context is a split of its
+        own, so the two overlap.
+        """
+        decode = self._streams.green(sms, self.model.decode_graphs)
+        prefill = self._streams.green(self.sms - sms, self.model.prefill_graphs)
+        yield lambda engine: separate(engine, decode, prefill)
+
+    @asynccontextmanager
+    async def split(self, sms: int) -> AsyncIterator[Serve]:
+        """Static split: `sms` for decode steps, all others for prompts, kept all the time.
+
+        Fair: the partitions are disjoint, nothing is asked for or given back, and the size is
+        swept for each target.
+        """
+        async with (
+            Pool([0], driver=self.driver) as pool,
+            pool.partitions(sms, REST) as (decode, prefill),
+        ):
+            places = []
+            for p, make in (
+                (decode, self.model.decode_graphs),
+                (prefill, self.model.prefill_graphs),
+            ):
+                graphs = await p.local(make)
+                places.append(held(functools.partial(p.run, graphs.compute)))
+            yield lambda engine: separate(engine, *places)
+
+    @asynccontextmanager
+    async def leased(self, sms: int) -> AsyncIterator[Serve]:
+        """greensched, held: decode keeps `sms` SMs, and each prompt has a lease of the others."""
+        async with self._pool(sms) as pool, pool.partition(sms, service="decode") as p:
+            graphs = await p.local(self.model.decode_graphs)
+            decode = held(functools.partial(p.run, graphs.compute))
+            prefill = leased(pool, "prefill", self.model.prefill_graphs, lambda: (8, ALL))
+            await enter(prefill)
+            yield lambda engine: separate(engine, decode, prefill)
+
+    @asynccontextmanager
+    async def sized(self, sms: int) -> AsyncIterator[Serve]:
+        """greensched, sized: a lease for each step and prompt; all SMs unless both need some.
+
+        A decode step has `sms` SMs while a prompt waits or is read, and all otherwise; a prompt
+        has what the reserve of decode leaves.
+        """
+        async with self._pool(sms) as pool:
+            steps = self.model.decode_graphs
+            prefill = leased(pool, "prefill", self.model.prefill_graphs, lambda: (8, ALL))
+            await enter(leased(pool, "decode", steps, lambda: ALL))
+            await enter(leased(pool, "decode", steps, lambda: sms), prefill)
+
+            def serve(engine: Engine) -> Awaitable[None]:
+                decode = leased(pool, "decode", steps, lambda: sms if engine.has_prompts else ALL)
+                return separate(engine, decode, prefill)
+
+            yield serve
+
+    def _pool(self, sms: int) -> Pool:
+        services = [ServiceClass("decode", reserve=sms, priority=1), ServiceClass("prefill")]
+        return Pool([0], driver=self.driver, services=services)
+
+    def arm(self, name: str) -> Any:
+        """Return the arm of a name such as `plain` or `split:24`, to be entered."""
+        kind, _, parameter = name.partition(":")
+        return getattr(self, kind)(*([int(parameter)] if parameter else []))
+
+
+async def enter(*places: Place) -> None:
+    """Enter places at once, which captures their graphs."""
+    async with AsyncExitStack() as entered:
+        for place in places:
+            await entered.enter_async_context(place())
+
+
+# -- a run ----------------------------------------------------------------------------------------
+
+
+async def run(model: Any, serve: Serve, arrivals: list[Arrival]) -> dict[str, Any]:
+    """Serve requests and return what their clients would have measured.
+
+    Requests that are late are given up after the last one came: they are not in time.
+    """
+    engine = Engine(model.shape, MAX_WAITING)
+    rng = random.Random(0)
+    serving = asyncio.ensure_future(serve(engine))
+    sequences: list[Timed] = []
+    began, late = time.perf_counter(), 0.0
+    for arrival in arrivals:
+        await asyncio.sleep(max(0.0, began + arrival.at - time.perf_counter()))
+        late = max(late, time.perf_counter() - began - arrival.at)
+        prompt = [rng.randrange(500) for _ in range(arrival.prompt)]
+        sequences.append(Timed(prompt, arrival.tokens))
+        engine.submit(sequences[-1])
+    idle = asyncio.ensure_future(engine.wait(lambda: engine.is_idle))
+    either = functools.partial(asyncio.wait, (serving, idle), return_when=asyncio.FIRST_COMPLETED)
+    await either(timeout=FIRST + 2)
+    seconds = time.perf_counter() - began
+    for sequence in sequences:
+        sequence.cancel()
+    await either()
+    serving.cancel()
+    idle.cancel()
+    (ended,) = await asyncio.gather(serving, return_exceptions=True)
+    if not isinstance(ended, asyncio.CancelledError):
+        raise RuntimeError("the loop of the engine ended") from ended
+    done = [s for s in sequences if s.is_complete]
+    gaps = [gap for s in done for gap in s.gaps]
+    return {
+        "requests": len(sequences),
+        "complete": len(done),
+        **{f"in time at {t}": sum(s.is_in_time(t / 1e3) for s in done) for t in (12, 20)},
+        "ttft": [1e3 * quantile([s.ttft for s in done], part) for part in (0.5, 0.99)],
+        "between": [1e3 * quantile(gaps, part) for part in (0.5, 0.9, 0.99)],
+        "tokens/s": sum(len(s.times) for s in sequences) / seconds,
+        "late_ms": 1e3 * late,
+    }
+
+
+def is_kept(found: dict[str, Any], target: int) -> bool:
+    """Say whether enough of a run's requests are in time."""
+    return bool(found[f"in time at {target}"] >= IN_TIME * found["requests"])
+
+
+# -- passes alone ---------------------------------------------------------------------------------
+
+
+async def fill(model: Any, read: Run, sequences: int) -> None:
+    """Read a prompt of `CACHED` tokens into each of the first slots."""
+    rng = random.Random(1)
+    most = model.shape.prefill_sizes[-1]
+    for slot in range(sequences):
+        tokens = [rng.randrange(500) for _ in range(min(CACHED, most))]
+        await read(Batch(pieces=[Piece(slot, tokens, 0, is_last=True)]))
+
+
+async def agreement(step: Run, read: Run) -> float:
+    """Return the share of tokens that are the same when all is read anew for each.
+
+    In 16 bits it is not 1 with random weights, whose best tokens are nearly equal.
+    """
+    rng, equal, tokens = random.Random(2), 0, 8
+    prompts = [[rng.randrange(500) for _ in range(length)] for length in (20, 90, 120)]
+    for slot, prompt in enumerate(prompts):
+        found = await read(Batch(pieces=[Piece(slot, prompt, 0, is_last=True)]))
+        for _ in range(tokens - 1):
+            found = [*found, *await step(Batch([slot]))]
+        for number, token in enumerate(found):
+            again = Piece(len(prompts), prompt + found[:number], 0, is_last=True)
+            equal += await read(Batch(pieces=[again])) == [token]
+    return equal / tokens / len(prompts)
+
+
+async def repeated(run: Run, batch: Batch, times: int) -> list[float]:
+    """Return the milliseconds of each repetition, one after another."""
+    found = []
+    for _ in range(times):
+        began = time.perf_counter()
+        await run(batch)
+        found.append(1e3 * (time.perf_counter() - began))
+    return found
+
+
+async def passes(bench: Bench, sms: int, sequences: int = 16) -> dict[str, Any]:
+    """Measure passes on a split: alone, and decode steps beside prompts; times in ms."""
+    model, found = bench.model, dict[str, Any]()
+    length = model.shape.prefill_sizes[-2]
+    prompt = Batch(pieces=[Piece(sequences, [1] * length, 0, is_last=True)])
+    async with AsyncExitStack() as entered:
+        pool = await entered.enter_async_context(Pool([0], driver=bench.driver))
+        if sms < bench.sms:
+            sizes = pool.partitions(sms, REST)
+            decode, prefill = await entered.enter_async_context(sizes)
+        else:
+            decode = prefill = await entered.enter_async_context(pool.partition(ALL))
+        began = time.perf_counter()
+        steps = await decode.local(model.decode_graphs)
+        reads = await prefill.local(model.prefill_graphs)
+        found["captured in s"] = time.perf_counter() - began
+        found["SMs"] = [decode.sm_count, prefill.sm_count]
+        step, read = (
+            functools.partial(decode.run, steps.compute),
+            functools.partial(prefill.run, reads.compute),
+        )
+        await fill(model, read, sequences)
+        for rows in (1, sequences, model.shape.slots):
+            batch = Batch(list(range(rows)))
+            found[f"decode of {rows}"] = quantile(await repeated(step, batch, 15), 0.5)
+            if hasattr(steps, "seconds"):
+                own = 1e3 * await decode.run(steps.seconds, batch, 15)
+                found[f"decode of {rows}, graph alone"] = own
+        for size in model.shape.prefill_sizes[1::2]:
+            one = Batch(pieces=[Piece(sequences, [1] * size, 0, is_last=True)])
+            found[f"prefill of {size}"] = quantile(await repeated(read, one, 5), 0.5)
+        if sms < bench.sms:
+            reading = asyncio.ensure_future(repeated(read, prompt, 6))
+            beside = []
+            while not reading.done():
+                beside += await repeated(step, Batch(list(range(sequences))), 1)
+            found["decode beside prefill, p50 and p90"] = [
+                quantile(beside, 0.5), quantile(beside, 0.9)
+            ]  # fmt: skip
+            found[f"prefill of {length} beside decode"] = quantile(await reading, 0.5)
+        else:
+            found["agreement"] = await agreement(step, read)
+    return found
+
+
+async def overhead(bench: Bench, sequences: int = 16, tokens: int = 150) -> dict[str, Any]:
+    """Measure the times between tokens of the engine without prompts, beside the graph's own."""
+    found = {}
+    for name in ("plain", "leased:48", "sized:48"):
+        async with bench.arm(name) as serve:
+            arrivals = [Arrival(0.0, 64, tokens) for _ in range(sequences)]
+            kept = await run(bench.model, serve, arrivals)
+            found[name] = kept["between"][0]
+    return found
+
+
+# -- the search -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """An arm, the target for which its knee is searched, and the rate at which that starts."""
+
+    arm: str
+    target: int
+    start: float
+
+    @classmethod
+    def parse(cls, text: str) -> Search:
+        """Read `arm@target=start`, such as `split:24@20=18`."""
+        arm, _, rest = text.partition("@")
+        target, _, start = rest.partition("=")
+        return cls(arm, int(target), float(start or 12))
+
+
+#: What is searched by default, the most important first.
+DEFAULT = """
+chunked:256@20=14 chunked:384@20=16 split:32@20=20 sized:32@20=20 split:64@12=14 sized:64@12=14
+priority@20=8 plain@20=4 chunked:128@12=2 priority@12=2 plain@12=1 split:24@20=20 sized:24@20=20
+split:48@20=18 split:48@12=14 leased:32@20=20 leased:64@12=14 chunked:512@20=10 chunked:1024@20=2
+torch_green:32@20=4 interval:8@20=2 interval:4@20=2 interval:1@20=2
+"""
+
+
+Arrivals = Callable[[float, int], list[Arrival]]
+
+
+async def search(
+    what: Search,
+    measure: Callable[[float], Awaitable[dict[str, Any]]],
+    rates: Iterable[float] = RATES,
+) -> float:
+    """Return the highest rate that is kept, from the start upwards or downwards; 0: none is."""
+    grid = sorted(rates)
+    at = max((i for i, rate in enumerate(grid) if rate <= what.start), default=0)
+    if not is_kept(await measure(grid[at]), what.target):
+        while at > 0:
+            at -= 1
+            if is_kept(await measure(grid[at]), what.target):
+                return grid[at]
+        return 0.0
+    while at + 1 < len(grid) and is_kept(await measure(grid[at + 1]), what.target):
+        at += 1
+    return grid[at]
+
+
+class OutOfTime(Exception):
+    """The time of the program does not suffice for another run."""
+
+
+async def knees(
+    bench: Bench,
+    searches: list[Search],
+    arrivals: Arrivals,
+    seeds: int,
+    report: Report,
+    cost: float,
+) -> None:
+    """Search all knees, as far as the time suffices; report each run."""
+    runs: list[dict[str, Any]] = []
+    found: list[dict[str, Any]] = []
+    for what in searches:
+        try:
+            async with bench.arm(what.arm) as serve:
+
+                async def measure(rate: float, what: Search = what, serve: Serve = serve) -> Any:
+                    for kept in runs:
+                        if (kept["arm"], kept["rate"]) == (what.arm, rate):
+                            return kept
+                    if report.left < cost * seeds:
+                        raise OutOfTime
+                    parts = [
+                        await run(bench.model, serve, arrivals(rate, seed)) for seed in range(seeds)
+                    ]
+                    runs.append({"arm": what.arm, "rate": rate, **merged(parts)})
+                    report.put("runs", runs)
+                    print(line(runs[-1]), flush=True)
+                    return runs[-1]
+
+                knee = await search(what, measure)
+            found.append({"arm": what.arm, "target": what.target, "knee": knee})
+            report.put("knees", found)
+            print(f"{what.arm}, {what.target} ms: knee {knee:g}/s; {clocks()}", flush=True)
+        except OutOfTime:
+            print(f"no time is left for {what}", flush=True)
+            return
+        except Exception:
+            report.fail(what.arm)
+
+
+def merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Add up the requests of several runs; other figures are those of the median run."""
+    counts = ("requests", "complete", "in time at 12", "in time at 20")
+    middle = sorted(parts, key=lambda part: part["ttft"][0])[len(parts) // 2]
+    return {**middle, **{name: sum(part[name] for part in parts) for name in counts}}
+
+
+def line(found: dict[str, Any]) -> str:
+    """Return a line of the table of runs."""
+    ttft = " / ".join(f"{ms:.0f}" for ms in found["ttft"])
+    between = " / ".join(f"{ms:.1f}" for ms in found["between"])
+    in_time = [f"{found[f'in time at {target}']}" for target in (12, 20)]
+    return (
+        f"{found['arm']:14}{found['rate']:>5g}/s {found['requests']:>5} requests; in time at 12: "
+        f"{in_time[0]:>4}, at 20: {in_time[1]:>4}; TTFT {ttft:>12}; between {between:>20}; "
+        f"{found['tokens/s']:.0f} tokens/s; late {found['late_ms']:.1f} ms"
+    )
+
+
+def draw(found: dict[str, Any], path: Path) -> None:
+    """Draw the share of requests in time against the rate, for each target."""
+    from greensched.capacity.plot import pyplot, write
+
+    figure, axes = pyplot().subplots(1, 2, figsize=(11, 4), sharey=True)
+    for axis, target in zip(axes, (20, 12), strict=True):
+        for arm in dict.fromkeys(run["arm"] for run in found["runs"]):
+            kept = sorted((r for r in found["runs"] if r["arm"] == arm), key=lambda r: r["rate"])
+            shares = [run[f"in time at {target}"] / run["requests"] for run in kept]
+            axis.plot([run["rate"] for run in kept], shares, marker="o", label=arm)
+        axis.axhline(IN_TIME, color="grey", linewidth=0.5)
+        axis.set(title=f"{target} ms between tokens", xlabel="requests per second")
+    axes[0].set_ylabel("requests in time")
+    axes[1].legend(fontsize="small")
+    write(figure, path)
+
+
+# -- the program ----------------------------------------------------------------------------------
+
+
+async def check(bench: Bench, report: Report) -> None:
+    """Measure passes, the host's part, and one short run of the main arms."""
+    for sms in (bench.sms, 24, 48, 64):
+        try:
+            report.put(f"passes, {sms} SMs", await passes(bench, sms))
+            print(sms, report.found[f"passes, {sms} SMs"], flush=True)
+        except Exception:
+            report.fail(f"passes, {sms} SMs")
+    try:
+        report.put("overhead", await overhead(bench))
+        print(report.found["overhead"], flush=True)
+    except Exception:
+        report.fail("overhead")
+
+
+def load(options: argparse.Namespace) -> Bench:
+    """Return the benchmark's model with its driver."""
+    if options.small:
+        import small
+
+        return Bench(small.Small(), "simulated:h100", 132)
+    import torch
+    from model import load as load_model
+
+    if options.tiny:
+        torch.set_num_threads(1)
+        sizes = {
+            "layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "head_size": 8, "mlp": 64,
+            "vocabulary": 512, "slots": 16, "decode_sizes": (4, 16),
+        }  # fmt: skip
+        return Bench(load_model(device="cpu", **sizes), "simulated:h100", 132)
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    return Bench(load_model(options.model), "cuda", sms)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    made = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu.engine", description=__doc__.split("\n")[0]
+    )
+    made.add_argument("--seconds", type=float, default=520, help="for everything")
+    made.add_argument("--run", type=float, default=8, help="seconds of arrivals in a run")
+    made.add_argument("--seeds", type=int, default=1, help="runs at each rate")
+    made.add_argument(
+        "--search", type=Search.parse, nargs="*", metavar="ARM@MS=RATE",
+        default=[Search.parse(text) for text in DEFAULT.split()],
+    )  # fmt: skip
+    made.add_argument("--trace", type=Path, help="a file of Azure's trace; default: at random")
+    made.add_argument("--model", help="as of the inference server")
+    made.add_argument("--check", action="store_true", help="measure passes first")
+    made.add_argument("--small", action="store_true", help="a small model in numpy, simulated")
+    made.add_argument("--tiny", action="store_true", help="a small model in torch, on the CPU")
+    made.add_argument("--json", type=Path, metavar="FILE")
+    made.add_argument("--plot", type=Path, metavar="FILE")
+    return made
+
+
+def main() -> int:
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    options = parser().parse_args()
+    report = Report(options.json, options.seconds)
+    began = time.perf_counter()
+    bench = load(options)
+    report.put("machine", smi("name,driver_version,power.limit,clocks.max.sm"))
+    print(f"loaded in {time.perf_counter() - began:.1f} s; {report.found['machine']}", flush=True)
+    scale = 0.1 if options.small else 1.0
+
+    def arrivals(rate: float, seed: int) -> list[Arrival]:
+        if options.trace is not None:
+            return replayed(options.trace, rate, options.run, seed)
+        return poisson(rate, options.run, seed, scale)
+
+    async def everything() -> None:
+        if options.check:
+            await check(bench, report)
+        cost = options.run + FIRST + 3
+        await knees(bench, options.search, arrivals, options.seeds, report, cost)
+
+    asyncio.run(everything())
+    if options.plot is not None and "runs" in report.found:
+        draw(report.found, options.plot)
+    report.close()
+    return int(bool(report.found["errors"]))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
