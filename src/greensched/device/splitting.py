@@ -128,7 +128,7 @@ def split(driver: Driver, device: int, whole: ResourceHandle, groups: Sequence[S
 
 
 def granularity(driver: Driver, device: ResourceHandle, facts: ResourceFacts) -> ResourceFacts:
-    """A device's smallest group and the step of larger ones, tried: no driver below 13.0 says."""
+    """Find a device's smallest group and step by trial: drivers below 13.0 do not tell."""
 
     def made(minimum: int) -> int:
         (group, *_), _ = driver.split_by_count(device, 1, minimum)

@@ -261,7 +261,7 @@ class Stream:
             self.context.driver.destroy_stream(self.handle)
 
     def __cuda_stream__(self) -> tuple[Literal[0], int]:
-        """The protocol by which cuda.core, torch, CuPy and numba accept foreign streams."""
+        """Return the stream for the protocol of cuda.core, torch, CuPy and numba."""
         return 0, self.context.driver.stream_address(_open(self, "stream").handle)
 
     def __del__(self) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def sim_gpu(request: pytest.FixtureRequest) -> Generator[SimGPU]:
-    """A simulated GPU on virtual time, and assertions on what ran on it.
+    """Simulate a GPU in virtual time, with assertions on what ran on it.
 
     An async test that uses it runs on its clock. After a test that passed, nothing may be leased or
     alive on the GPU: otherwise the test fails with what is left.
@@ -40,7 +40,7 @@ def sim_gpu(request: pytest.FixtureRequest) -> Generator[SimGPU]:
 
 @pytest.fixture
 def sim_pool(sim_gpu: SimGPU) -> SimPool:
-    """Makes pools, each over a simulated GPU of its own and not open yet; options as for `Pool`.
+    """Make pools, each closed and over a simulated GPU of its own; options as for `Pool`.
 
     `async with sim_pool(sms=132, faults=[Fail("allocate")]) as pool: ...`
     """

@@ -101,7 +101,7 @@ class LoopAdapter(ABC):
         """Call a function on the loop's thread; return False if the loop is closed."""
 
     def current_holder(self) -> object:
-        """The task that holds what is granted now: the running one, or the one it asks for."""
+        """Return the task that holds what is granted now: the running task or its override."""
         override = holder_override.get()
         if override is None:
             return self.current_task()
