@@ -37,10 +37,11 @@ SOURCES  := $(shell find src -name '*.py')
 demo: $(VENV)/.ready
 	$(BIN)/greensched demo $(ARGS)
 
-# One process for each processor; a process that is done takes tests from the others. Eight at most:
-# a container may have far fewer processors than it sees. ARGS="-n0" runs one process.
+# Two processes for each processor, since the tests wait half of their time; a process that is done
+# takes tests from the others. Eight at most: a container may have far fewer processors than it sees.
+# ARGS="-n0" runs one process.
 test: $(VENV)/.ready
-	$(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n $$(( 2 * $$(getconf _NPROCESSORS_ONLN) )) --maxprocesses 8 --dist worksteal $(ARGS)
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check .
