@@ -285,7 +285,7 @@ class Bench:
 
     @asynccontextmanager
     async def split(self, sms: int) -> AsyncIterator[Serve]:
-        """Static split: `sms` for decode steps, all others for prompts, kept all the time.
+        """Split the SMs once: `sms` for decode steps, all others for prompts, kept throughout.
 
         Fair: the partitions are disjoint, nothing is asked for or given back, and the size is
         swept for each target.
