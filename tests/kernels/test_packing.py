@@ -28,7 +28,7 @@ TICKET = 7
 
 def buffer(**other: Any) -> Any:
     """A buffer that only `STREAM` has used."""
-    health = SimpleNamespace(is_over=other.pop("is_lost", False))
+    health = SimpleNamespace(is_over=False)
     memory = SimpleNamespace(is_closed=other.pop("is_gone", False), health=health, device_id=0)
     memory.give_back = lambda *_: None
     made = Buffer(memory, 4096, (1,), np.dtype("f4"))  # type: ignore[arg-type]
@@ -84,7 +84,6 @@ def test_each_number_has_its_own_width(dtype: str) -> None:
         (1.0, buffer(), buffer(only_user=None), 1),
         (1.0, buffer(), buffer(is_closed=True), 1),
         (1.0, buffer(), buffer(is_gone=True), 1),
-        (1.0, buffer(), buffer(is_lost=True), 1),
         (1.0, buffer(dtype=np.dtype("i4")), buffer(), 1),
     ],
 )

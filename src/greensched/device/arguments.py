@@ -28,7 +28,13 @@ FORMATS = {
     "i8": "q", "u8": "Q",
 }  # fmt: skip
 
-#: Raised by `KernelArguments.pack` for a wrong number or kind of values, which `fill` then names.
+#: Of each pointer parameter: its index, its dtype (None: void), whether the kernel writes it.
+_Pointers = tuple[tuple[int, np.dtype[Any] | None, bool], ...]
+
+#: Sets values for a launch on a stream with a ticket; see `_packer`.
+Pack = Callable[[Sequence[Any], TicketedStream, int], bool]
+
+#: Raised while packing for a wrong number or kind of values, which `fill` then names.
 _UNUSUAL = AttributeError, IndexError, TypeError, ValueError, OverflowError, struct.error
 
 
@@ -39,8 +45,7 @@ class _Layout(NamedTuple):
     offsets: tuple[int, ...]
     #: Stores all values at once; None where a parameter has no format.
     store: Callable[..., None] | None
-    #: Of each pointer parameter: its index, its dtype (None: void), whether the kernel writes it.
-    pointers: tuple[tuple[int, np.dtype[Any] | None, bool], ...]
+    pointers: _Pointers
 
 
 @lru_cache(maxsize=1024)  # a bound: a program may create kernels without end
@@ -61,6 +66,68 @@ def _layout(parameters: tuple[Parameter, ...]) -> _Layout:
     return _Layout(tuple(offsets), store, pointers)
 
 
+def _packer(store: Callable[..., None], pointers: _Pointers, slots: object) -> Pack:
+    """Return a function that sets all values in the usual case, and records the buffers' uses.
+
+    The usual case is numbers, and buffers that only the launch's stream has ever used: its device
+    works (`Lease.check_ready`), so theirs does. Otherwise the function returns False and has
+    recorded nothing: `fill` takes every value, or says what is wrong.
+    """
+    if len(pointers) == 2:
+        return _packer_of_two(store, pointers, slots)
+
+    def pack(values: Sequence[Any], stream: TicketedStream, ticket: int) -> bool:
+        packed = [*values]
+        try:
+            for index, dtype, _ in pointers:
+                x = packed[index]
+                if x.only_user is not stream or x.is_closed or x.memory.is_closed:
+                    return False
+                if x.dtype is not dtype and dtype is not None and x.dtype != dtype:
+                    return False
+                packed[index] = x.address
+            store(slots, 0, *packed)
+        except _UNUSUAL:
+            return False
+        for index, _, write in pointers:
+            (values[index].writers if write else values[index].readers)[stream] = ticket
+        return True
+
+    return pack
+
+
+def _packer_of_two(store: Callable[..., None], pointers: _Pointers, slots: object) -> Pack:
+    """Return the same for two pointers, as most kernels have: the loops are a tenth of a launch."""
+    (i, x_dtype, writes_x), (j, y_dtype, writes_y) = pointers
+
+    def pack(values: Sequence[Any], stream: TicketedStream, ticket: int) -> bool:
+        packed = [*values]
+        try:
+            x, y = packed[i], packed[j]
+            if x.only_user is not stream or x.is_closed or x.memory.is_closed:
+                return False
+            if y.only_user is not stream or y.is_closed or y.memory.is_closed:
+                return False
+            if x.dtype is not x_dtype and x_dtype is not None and x.dtype != x_dtype:
+                return False
+            if y.dtype is not y_dtype and y_dtype is not None and y.dtype != y_dtype:
+                return False
+            packed[i], packed[j] = x.address, y.address
+            store(slots, 0, *packed)
+        except _UNUSUAL:
+            return False
+        (x.writers if writes_x else x.readers)[stream] = ticket
+        (y.writers if writes_y else y.readers)[stream] = ticket
+        return True
+
+    return pack
+
+
+def _refuse(_: Sequence[Any], __: TicketedStream, ___: int) -> bool:
+    """Leave every value to `fill`: one has no format."""
+    return False
+
+
 class KernelArguments:
     """The arguments of one kernel, packed for the driver.
 
@@ -72,20 +139,21 @@ class KernelArguments:
     __slots__ = (
         "_device_id",
         "_kernel",
-        "_pointers",
         "_setters",
         "_slots",
-        "_store",
         "address",
         "buffers",
+        "pack",
     )
 
     def __init__(self, kernel: Kernel, device_id: int) -> None:
         self._kernel = kernel
         self._device_id = device_id
         parameters = kernel.parameters
-        (*offsets, end), self._store, self._pointers = _layout(parameters)
+        (*offsets, end), store, pointers = _layout(parameters)
         self._slots = (ctypes.c_uint64 * (end // 8 + len(parameters) + 1))()
+        #: Sets all values at once in the usual case, and records the buffers' uses.
+        self.pack: Pack = _refuse if store is None else _packer(store, pointers, self._slots)
         base = ctypes.addressof(self._slots)
         for i, offset in enumerate(offsets):
             self._slots[end // 8 + i] = base + offset
@@ -98,35 +166,6 @@ class KernelArguments:
             self._setter(i, parameter, memory[offset : offset + parameter.size])
             for i, (parameter, offset) in enumerate(zip(parameters, offsets, strict=True))
         )
-
-    def pack(self, values: Sequence[Any], stream: TicketedStream, ticket: int) -> bool:
-        """Set all values at once in the usual case, and record the buffers' uses.
-
-        The usual case is numbers, and buffers that only this stream has ever used. Otherwise it
-        returns False and has recorded nothing: `fill` takes every value, or says what is wrong.
-        """
-        store = self._store
-        if store is None:
-            return False
-        packed = [*values]
-        try:
-            for index, dtype, _ in self._pointers:
-                buffer = packed[index]
-                if buffer.only_user is not stream or buffer.is_closed:
-                    return False
-                if buffer.dtype is not dtype and dtype is not None and buffer.dtype != dtype:
-                    return False
-                memory = buffer.memory
-                if memory.is_closed or memory.health.is_over:
-                    return False
-                packed[index] = buffer.address
-            store(self._slots, 0, *packed)
-        except _UNUSUAL:
-            return False
-        for index, _, write in self._pointers:
-            buffer = values[index]
-            (buffer.writers if write else buffer.readers)[stream] = ticket
-        return True
 
     def fill(self, values: Sequence[object]) -> None:
         """Set all values.

@@ -64,8 +64,6 @@ class TicketedStream:
 
     __slots__ = (
         "_release",
-        "_submit_waiters",
-        "_write",
         "event",
         "first_uses",
         "health",
@@ -75,8 +73,10 @@ class TicketedStream:
         "launch_errors",
         "owner",
         "stream",
+        "submit_waiters",
         "submitted",
         "word",
+        "write",
     )
 
     def __init__(
@@ -104,14 +104,14 @@ class TicketedStream:
         self.last_reached = first
         self.owner: StreamOwner | None = None
         #: Threads that wait until a ticket is submitted.
-        self._submit_waiters: list[tuple[int, Mailbox[None]]] = []
+        self.submit_waiters: list[tuple[int, Mailbox[None]]] = []
         #: (up to which ticket, object): memory of other libraries that work here uses.
         self.kept: deque[tuple[int, object]] = deque()
         #: Failed references of simulated kernels, each with the ticket behind its launch. Those of
         #: jobs that nothing asks stay, so their number is bounded.
         self.launch_errors: deque[tuple[int, Exception]] = deque(maxlen=64)
         stream.context.driver.report_reference_errors(stream.handle, self._launch_failed)
-        self._write = self._bind(address)
+        self.write = self._bind(address)
         stream.context.primary.order_before[stream.address] = self.order_before
 
     def _bind(self, address: int) -> Callable[[int], None]:
@@ -124,16 +124,16 @@ class TicketedStream:
 
     def mark(self, ticket: int) -> None:
         """Have the stream write a ticket behind its work."""
-        self._write(ticket & MASK)
+        self.write(ticket & MASK)
         self.submitted = ticket
-        if self._submit_waiters:
+        if self.submit_waiters:
             self.wake_submit_waiters()
 
     def mark_here(self, ticket: int) -> None:
         """Write a ticket from the host: only for a stream without work."""
         self.word[0] = ticket & MASK
         self.submitted = ticket
-        if self._submit_waiters:
+        if self.submit_waiters:
             self.wake_submit_waiters()
 
     def reached(self, ticket: int) -> bool:
@@ -165,16 +165,16 @@ class TicketedStream:
         earlier ones only: so threads never wait in a circle.
         """
         passed: Mailbox[None] = self.stream.context.driver.create_mailbox()
-        self._submit_waiters.append((ticket, passed))
+        self.submit_waiters.append((ticket, passed))
         self.wake_submit_waiters()  # the ticket may have been submitted just before
         passed.get()
 
     def wake_submit_waiters(self) -> None:
         """Wake each thread whose ticket is submitted, or never will be."""
-        for entry in tuple(self._submit_waiters):
+        for entry in tuple(self.submit_waiters):
             if self.health.is_over or self.has_submitted(entry[0]):
                 with suppress(ValueError):  # another thread removed it at the same time
-                    self._submit_waiters.remove(entry)
+                    self.submit_waiters.remove(entry)
                     entry[1].put(None)
 
     @property

@@ -153,7 +153,7 @@ class BoundLaunch:
             ArgumentMismatch, BufferClosed, InvalidArray, WrongDevice: as `Partition.launch`.
             PartitionClosed: its partition's block has ended.
         """
-        if self.is_closed:
+        if self._slow_reasons and self.is_closed:
             raise PartitionClosed("the partition of this bound launch")
         arguments = self._arguments
         buffers = arguments.buffers

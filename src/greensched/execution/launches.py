@@ -18,6 +18,7 @@ def launch(
     lease: Lease, config: LaunchConfig, kernel: Kernel, args: tuple[object, ...]
 ) -> Job[None]:
     """See `Partition.launch`."""
+    lease.check_ready()
     executor = lease.executor
     try:
         prepared = executor.cache.launches.get((kernel, config))

@@ -197,7 +197,7 @@ class Lease:
 
         Raises:
             PartitionClosed, WrongThread, PoolClosed, DeviceLost, ForkedPool: it is too late, or
-                this is the wrong thread.
+                this is the wrong thread, or its loop is closed.
             WouldBlock: the bound of jobs in flight is reached.
             InvalidRequest: the stream is capturing.
         """
@@ -207,9 +207,11 @@ class Lease:
             self.fast_path_ok
             and self.thread == get_ident()
             and (stream.issued - stream.word[0]) & MASK < executor.depth
+            and (stream in self.poller.pending or not self.poller.loop.is_closed)
         ):
             return
         self.check_thread()
+        self.check_loop()
         self.check_pool()
         self.check_room()
         self.check_capture()
@@ -224,6 +226,12 @@ class Lease:
         self.check_open()
         if self.thread != get_ident():
             raise wrong_thread()
+
+    def check_loop(self) -> None:
+        """Raise PartitionClosed if its loop is closed: the next loop of the pool ends it."""
+        if self.poller.loop.is_closed:
+            state = "closed, because its event loop is: enter a partition in the loop that uses it"
+            raise PartitionClosed("this partition", state)
 
     def check_pool(self) -> None:
         """Raise PoolClosed, DeviceLost or ForkedPool if the pool does not work."""
@@ -326,8 +334,11 @@ class Lease:
                 raise
             except Exception as error:
                 job._set_exception(error)
-            finally:
-                stream.mark(ticket)
+            finally:  # `stream.mark`, without a call
+                stream.write(ticket & MASK)
+                stream.submitted = ticket
+                if stream.submit_waiters:
+                    stream.wake_submit_waiters()
         except CUDAError as error:
             executor.health.fail(error)
             raise DeviceLost(error) from None

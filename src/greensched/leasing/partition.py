@@ -180,15 +180,14 @@ class Partition(AsyncBlock):
         """Return the lease, if it is open and of this thread's loop."""
         lease = self._granted_lease()
         lease.check_thread()
-        return _on_open_loop(lease)
+        lease.check_loop()
+        return lease
 
     def _ready_lease(self) -> Lease:
         """Return the lease, if a job can be submitted now."""
-        lease = self._lease
-        if lease is None:
-            lease = self._granted_lease()
+        lease = self._lease or self._granted_lease()
         lease.check_ready()
-        return _on_open_loop(lease)
+        return lease
 
     def __del__(self) -> None:
         lease = self._lease
@@ -323,7 +322,7 @@ class Partition(AsyncBlock):
 
         What shows only later (a compile error, the driver's refusal) is the job's failure.
         """
-        return launches.launch(self._ready_lease(), config, kernel, args)
+        return launches.launch(self._lease or self._granted_lease(), config, kernel, args)
 
     def prepare(self, config: LaunchConfig, kernel: Kernel) -> Job[None]:
         """Compile and load a kernel for these SMs, so that no later launch waits for that.
@@ -584,14 +583,6 @@ class Partition(AsyncBlock):
             return f"<Partition: {self._request}, {state}>"
         sms, device = lease.executor.sm_count, lease.ordinal
         return f"<Partition: {sms} SMs of device {device}, {lease.state.value}>"
-
-
-def _on_open_loop(lease: Lease) -> Lease:
-    """Return a lease, unless its loop is closed: then the next loop that uses the pool ends it."""
-    if lease.poller.loop.is_closed:
-        state = "closed, because its event loop is: enter a partition in the loop that uses it"
-        raise PartitionClosed("this partition", state)
-    return lease
 
 
 class PartitionGroup(AsyncBlock):
