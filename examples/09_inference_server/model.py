@@ -11,6 +11,7 @@ with `p.local`.
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -153,9 +154,26 @@ class HuggingFace:
     def logits(self, states: Any) -> Any:
         return self._model.get_output_embeddings()(states)
 
-    def _attention(self, module: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> Any:
+    def _attention(self, module: Any, q: Any, k: Any, v: Any, *_: Any, **more: Any) -> Any:
+        self._check(more)
         q, k, v = (part[0].transpose(0, 1) for part in (q, k, v))
         return self._running.attend(module.layer_idx, q, k, v)[None], None
+
+    def _check(self, asked: dict[str, Any]) -> None:
+        """Refuse what `Attention` would leave out in silence."""
+        usual = self.shape.head_size**-0.5
+        refused = {
+            name: asked[name] for name in ("softcap", "s_aux") if asked.get(name) is not None
+        }
+        if (window := asked.get("sliding_window") or self.shape.context) < self.shape.context:
+            refused["sliding_window"] = window
+        if not math.isclose(scaling := asked.get("scaling") or usual, usual):
+            refused["scaling"] = scaling
+        if refused:
+            raise ValueError(
+                f"the model's attention has {refused}, which the attention to slots has not: "
+                "choose another model"
+            )
 
 
 class Model:

@@ -1,0 +1,165 @@
+"""The engine's benchmark: its requests, what is in time, the search, and a run of each arm."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks.gpu import engine
+
+
+def test_random_requests_have_their_rate_and_lengths() -> None:
+    """The mean rate and lengths are what the text says, and a seed gives the same requests."""
+    found = engine.poisson(50, 100, seed=3)
+    assert found == engine.poisson(50, 100, seed=3)
+    assert found != engine.poisson(50, 100, seed=4)
+    assert len(found) == pytest.approx(5000, rel=0.05)
+    assert sum(one.prompt for one in found) / len(found) == pytest.approx(700, rel=0.05)
+    assert sum(one.tokens for one in found) / len(found) == pytest.approx(60, rel=0.05)
+    assert max(one.prompt + one.tokens for one in found) <= 1536
+
+
+def test_a_trace_is_replayed_at_a_rate(tmp_path: Path) -> None:
+    """Its bursts stay, in a time in which the mean rate is what is asked for."""
+    trace = tmp_path / "trace.csv"
+    rows = [
+        f"2023-11-16 18:15:{second:02}.6805900,{second},5" for second in (1, 1, 1, 41, 41, 41, 41)
+    ]
+    trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
+    found = engine.replayed(trace, rate=2, seconds=3, seed=0)
+    assert [one.at for one in found] in ([0, 0, 0, 3, 3, 3], [0, 0, 3, 3, 3, 3])
+    assert {one.prompt for one in found} == {16, 41}
+
+
+def timed(first: float, gaps: list[float], wanted: int) -> engine.Timed:
+    """A sequence that came at 0 and received its tokens at these times."""
+    found = engine.Timed([1], wanted)
+    found.came, at = 0.0, first
+    found.times = [at, *(at := at + gap for gap in gaps)]
+    return found
+
+
+def test_in_time_means_first_token_and_most_gaps() -> None:
+    """A late first token, a tenth of the gaps, or a missing token makes a request late."""
+    gaps = [0.01] * 20
+    assert timed(0.4, gaps, 21).is_in_time(0.02)
+    assert not timed(0.6, gaps, 21).is_in_time(0.02)
+    assert not timed(0.4, gaps, 22).is_in_time(0.02)
+    assert timed(0.4, [*gaps[:19], 0.03], 21).is_in_time(0.02)
+    assert not timed(0.4, [*gaps[:17], 0.03, 0.03, 0.03], 21).is_in_time(0.02)
+    assert not timed(math.inf, [], 1).is_in_time(0.02)
+
+
+@pytest.mark.parametrize(
+    ("start", "kept", "knee", "most"),
+    [(4, 6, 6, 3), (12, 6, 6, 4), (4, 0, 0, 5), (4, 99, 40, 17), (0.5, 1, 1, 2)],
+)
+def test_the_search_finds_the_knee(start: float, kept: float, knee: float, most: int) -> None:
+    """From below and from above, without a rate that is not needed."""
+    tried = []
+
+    async def measure(rate: float) -> dict[str, Any]:
+        tried.append(rate)
+        return {"requests": 100, "in time at 20": 99 if rate <= kept else 98}
+
+    what = engine.Search("split:24", 20, start)
+    assert asyncio.run(engine.search(what, measure)) == knee
+    assert len(tried) == len(set(tried)) <= most
+
+
+def test_what_is_searched_is_read_from_text() -> None:
+    """An arm with its parameter, a target, and the rate at which the search starts."""
+    assert engine.Search.parse("split:24@20=18") == engine.Search("split:24", 20, 18)
+    assert engine.Search.parse("plain@12") == engine.Search("plain", 12, 12)
+    for text in engine.DEFAULT.split():
+        assert hasattr(engine.Bench, engine.Search.parse(text).arm.partition(":")[0])
+
+
+ARMS = ("split:24", "leased:24", "sized:24")
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_an_arm_serves_all_requests(arm: str) -> None:
+    """Each request gets its tokens, and the arm can be entered again."""
+
+    async def main() -> None:
+        bench = engine.Bench(small_model(), "simulated:h100", 132)
+        arrivals = [engine.Arrival(0.01 * number, 10, 3) for number in range(15)]
+        for _ in range(2):
+            async with bench.arm(arm) as serve:
+                found = await engine.run(bench.model, serve, arrivals)
+            assert found["requests"] == found["complete"] == 15
+
+    asyncio.run(main())
+
+
+def small_model() -> Any:
+    """The example's small model, which the benchmark's module has put on the path."""
+    import small
+
+    return small.Small()
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        lambda place: lambda serving: engine.fused(serving, place, 16),
+        lambda place: lambda serving: engine.interleaved(serving, place, 2),
+    ],
+    ids=["chunked", "interval"],
+)
+def test_an_order_on_one_stream_serves_all_requests(
+    order: Callable[[Any], Callable[[Any], Awaitable[None]]],
+) -> None:
+    """Chunks of several prompts in one pass, and prompts between steps, give each its tokens."""
+    model = small_model()
+
+    async def compute(batch: Any) -> list[int]:
+        return model.compute(batch)
+
+    arrivals = [engine.Arrival(0.0, 10 + number, 4) for number in range(15)]
+    found = asyncio.run(engine.run(model, order(engine.held(compute)), arrivals))
+    assert found["requests"] == found["complete"] == 15
+
+
+def test_a_loop_that_fails_is_told() -> None:
+    """A run whose engine ended raises the cause instead of counting late requests."""
+
+    async def compute(_: Any) -> list[int]:
+        raise ZeroDivisionError
+
+    async def main() -> None:
+        place = engine.held(compute)
+        arrivals = [engine.Arrival(0.0, 10, 3)]
+        with pytest.raises(RuntimeError, match="ended") as error:
+            await engine.run(
+                small_model(), lambda serving: engine.fused(serving, place, 16), arrivals
+            )
+        assert isinstance(error.value.__cause__, ZeroDivisionError)
+
+    asyncio.run(main())
+
+
+def test_the_program_reports_runs_and_knees(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It writes each run and knee as JSON, and stops when its time is over."""
+    found = tmp_path / "found.json"
+    monkeypatch.setattr(
+        "sys.argv",
+        [
+            "engine", "--small", "--run", "0.3", "--seconds", "20", "--json", str(found),
+            "--search", "split:24@20=4",
+        ],
+    )  # fmt: skip
+    monkeypatch.setattr(engine, "RATES", (4, 6))
+    assert engine.main() == 0
+    written = json.loads(found.read_text())
+    assert written["runs"][0]["rate"] == 4
+    assert written["knees"][0]["arm"] == "split:24"
+    assert "knee" in capsys.readouterr().out
