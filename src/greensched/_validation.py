@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from numbers import Integral, Real
+from typing import Any
 
 from greensched.errors import InvalidRequest
 
@@ -36,6 +36,15 @@ def is_number(value: object) -> bool:
     return not math.isnan(as_float(value))
 
 
+def as_tuple(value: object) -> tuple[Any, ...] | None:
+    """Return the elements of an iterable; None for anything else, such as a 0-d array."""
+    try:
+        elements = iter(value)  # type: ignore[call-overload]
+    except TypeError:
+        return None
+    return tuple(elements)
+
+
 def one_of(name: str, value: object, known: tuple[object, ...]) -> object:
     """Return an option's value if it is one of a few.
 
@@ -53,8 +62,7 @@ def ordinals(devices: object) -> tuple[int, ...]:
     Raises:
         InvalidRequest: none given, one given twice, or a value that is not an ordinal.
     """
-    given = tuple(devices) if isinstance(devices, Iterable) else ()
-    chosen = tuple(getattr(device, "device_id", device) for device in given)
+    chosen = tuple(getattr(device, "device_id", device) for device in as_tuple(devices) or ())
     if not chosen or not all(map(is_count, chosen)) or len(set(chosen)) != len(chosen):
         raise InvalidRequest(
             f"devices={devices!r}: give ordinals, at least one and each once, such as [0, 1]"

@@ -175,6 +175,7 @@ def test_a_device_that_is_none_of_the_pools_is_refused(backend: Backend) -> None
 def test_devices_that_are_none_are_refused(backend: Backend) -> None:
     """A pool is given ordinals, each once and at least one, or refuses to be made."""
     no_devices: list[Any] = [0, [], [0, 0], ["a"], [-1], [True], [0.0], "0", [None], [[0]], {}]
+    no_devices.append(np.array(0))
     for devices in no_devices:
         with pytest.raises(greensched.InvalidRequest, match=r"ordinals.*such as \[0, 1\]"):
             backend.pool(devices=devices)

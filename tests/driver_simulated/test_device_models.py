@@ -92,6 +92,8 @@ def test_a_machine_by_its_name(spec: str, names: list[str], version: tuple[int, 
         ("h200@", "is no simulated device"),
         ("h200@13", "is no simulated device"),
         ("h200@13.0@13.1", "is no simulated device"),
+        ("h200x" + "9" * 5000, "no simulated device"),
+        ("h200@13." + "9" * 5000, "is no simulated device|no simulated device"),
         ("h200@11.8", r"no simulated CUDA 11\.8: give one of 13\.0"),
     ],
 )
@@ -99,6 +101,14 @@ def test_a_name_that_is_none_is_refused(spec: str, message: str) -> None:
     """The refusal says what there is."""
     with pytest.raises(InvalidRequest, match=message):
         parse(spec)
+
+
+@pytest.mark.parametrize("spec", ["h200x99999", "h200x65", "h200x60+t4x5", "h200x999999999"])
+def test_f30_13_a_machine_has_no_more_devices_than_a_host(spec: str) -> None:
+    """The refusal comes before anything is made, and says how many there may be."""
+    with pytest.raises(InvalidRequest, match="a simulated machine has at most 64"):
+        parse(spec)
+    assert len(parse("h200x60+t4x4")[0]) == 64
 
 
 def test_driver_open_makes_simulated_machines() -> None:

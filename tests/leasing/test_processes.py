@@ -445,6 +445,27 @@ def test_a_forked_child_is_told_of_everything(use: str) -> None:
     assert said.startswith("ForkedPool:"), said
 
 
+def test_f30_13_d1_a_cached_lease_is_not_granted_in_a_child() -> None:
+    """`partition_nowait` asks the cache of leases first, and in a child that has none."""
+    said = quiet(
+        IN_A_CHILD
+        + textwrap.dedent(
+            """
+            async def main():
+                async with pool:
+                    async with pool.partition(8):
+                        pass
+                    print(in_a_child(lambda: pool.partition_nowait(8)))
+                    async with pool.partition_nowait(8):
+                        pass
+
+            asyncio.run(main())
+            """
+        )
+    )
+    assert said.startswith("ForkedPool:"), said
+
+
 @pytest.mark.parametrize(
     "use",
     ["pool.partition(8).__aenter__()", "pool.open()", "pool.statistics()", "repr(pool)",

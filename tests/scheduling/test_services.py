@@ -6,17 +6,22 @@ import dataclasses
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 
 import greensched
 from greensched.errors import InvalidRequest
-from greensched.scheduling.services import ServiceClass, validate_services
+from greensched.scheduling.cells import DeviceCells, parse_sizes
+from greensched.scheduling.policy import Fair
+from greensched.scheduling.scheduler import Scheduler
+from greensched.scheduling.services import WEIGHTS, ServiceClass, validate_services
 from greensched.typing import ALL, REST
 
 WRONG: list[tuple[str, Any]] = [
     ("name", 5), ("name", ""), ("reserve", -1), ("reserve", 8.0), ("reserve", True), ("cap", 0),
     ("cap", "8"), ("cap", REST), ("priority", "high"), ("priority", math.nan), ("weight", 0),
-    ("weight", -1), ("weight", math.inf), ("latency", 0), ("latency", "1"),
+    ("weight", -1), ("weight", math.inf), ("weight", 1e-320), ("weight", 1e300),
+    ("latency", 0), ("latency", "1"),
     ("checkpoint_interval", -1),
     ("preemptible", 1), ("max_wait_for_reserve", -0.1), ("max_wait_for_reserve", math.nan),
     ("max_waiting", -1),
@@ -46,7 +51,25 @@ def test_a_cap_below_the_floor_is_refused() -> None:
         validate_services([ServiceClass("decode", reserve=32, cap=16)])
 
 
-@pytest.mark.parametrize("services", ["decode", 5, [5], [ServiceClass("a"), ServiceClass("a")]])
+@pytest.mark.parametrize("weight", WEIGHTS)
+def test_f30_13_the_charges_of_any_weight_are_counted(weight: float) -> None:
+    """With the smallest and the largest weight a class has finite tags; 1e-320 had none."""
+    services = [ServiceClass("extreme", weight=weight), ServiceClass("plain")]
+    scheduler = Scheduler([DeviceCells(size=8, count=1)], Fair(), 100, services=services)
+    for start in range(0, 20, 2):
+        for after, name in enumerate(("extreme", "plain")):
+            (lease,) = scheduler.request(start + after, parse_sizes((8,)), service=name).grants
+            scheduler.drained(start + after + 1, lease)
+    stats = scheduler.services()
+    assert [stats[name].sm_seconds for name in ("extreme", "plain")] == [80, 80]
+    tags = {lease.class_state.start, lease.class_state.finish}
+    assert all(map(math.isfinite, tags))
+    assert lease.class_state.finish > lease.class_state.start
+
+
+@pytest.mark.parametrize(
+    "services", ["decode", 5, [5], np.array(5), [ServiceClass("a"), ServiceClass("a")]], ids=repr
+)
 def test_what_are_no_classes_are_refused(services: object) -> None:
     """Classes come as ServiceClass objects, each name once."""
     with pytest.raises(InvalidRequest, match="services="):

@@ -33,10 +33,12 @@ class Prefetcher:
     """
 
     def __init__(self, ready: Callable[[], Lease], arrays: Iterable[npt.ArrayLike]) -> None:
-        if not isinstance(arrays, Iterable):
-            raise InvalidRequest(f"prefetch takes an iterable of arrays, not {arrays!r}")
+        try:
+            self._arrays: Iterator[npt.ArrayLike] = iter(arrays)
+        except TypeError:
+            message = f"prefetch takes an iterable of arrays, not {arrays!r}"
+            raise InvalidRequest(message) from None
         self._ready = ready
-        self._arrays: Iterator[npt.ArrayLike] = iter(arrays)
         self._next: Job[Buffer] | None = None
         #: Returned, and perhaps in use.
         self._returned: deque[Buffer] = deque()

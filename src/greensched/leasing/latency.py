@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from greensched._asynclib import is_coroutine_function
-from greensched._validation import as_float, as_int
+from greensched._validation import as_float, as_int, as_tuple
 from greensched.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class LatencyCurve:
         by_size: dict[int, Any] = {as_int(sms): given for sms, given in samples.items()}
         for sms in sorted(by_size):
             given = by_size[sms]
-            durations = list(map(as_float, given)) if isinstance(given, Iterable) else []
+            durations = list(map(as_float, as_tuple(given) or ()))
             if sms < 1 or not durations or not all(0 <= each < math.inf for each in durations):
                 raise InvalidRequest(
                     f"samples for {list(samples)} SMs: give whole numbers of SMs, and at least one "
@@ -279,13 +279,12 @@ async def measure(
     """Measure a piece of work on partitions of each size, in turns. See `Pool.measure`."""
     if not callable(fn):
         raise InvalidRequest(f"measure({fn!r}): give a function, or a coroutine function")
-    given: object = sizes
-    if not isinstance(given, Iterable):
+    given: Any = as_tuple(sizes)  # an iterator is used up by the first turn
+    if given is None:
         raise InvalidRequest(f"measure(sms={sizes!r}): give the sizes, such as [8, 16, 32]")
-    sizes = tuple(given)  # an iterator is used up by the first turn
     samples: dict[int, list[float]] = {}
     for turn in range(1 + repeats):
-        for sms in sizes:
+        for sms in given:
             async with source.partition(sms, device=device, service=service) as p:
                 start = clock()
                 await (fn(p, *args) if is_coroutine_function(fn) else p.run(fn, *args))

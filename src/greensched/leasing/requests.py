@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
-from greensched._validation import as_float, is_count
+from greensched._validation import as_float, as_tuple, is_count
 from greensched.device.buffers import Buffer
 from greensched.errors import InvalidRequest
 from greensched.kernels import Kernel
@@ -191,7 +191,7 @@ def checked_kernels(prepare: object) -> tuple[Kernel, ...]:
     Raises:
         InvalidRequest: a value that is not a kernel.
     """
-    given = tuple(prepare) if isinstance(prepare, Iterable) else (prepare,)
-    if not all(isinstance(kernel, Kernel) for kernel in given):
+    given = as_tuple(prepare)
+    if given is None or not all(isinstance(kernel, Kernel) for kernel in given):
         raise InvalidRequest(f"prepare={prepare!r}: give kernels, such as [kernels.saxpy]")
     return tuple(dict.fromkeys(given))

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from greensched._validation import as_float
+from greensched._validation import as_float, as_tuple
 from greensched.errors import InvalidRequest
 from greensched.typing import ALL, NamedSize
 
@@ -19,6 +19,11 @@ LATE = get_args(OnLate)
 #: it would have no effect: a margin follows after 1,000 latencies, hours at this size. Longer
 #: requests give `deadline=`.
 MOST_LATENCY = 10.0
+
+
+#: The smallest and the largest weight. SM-time is divided by it: beyond these, sums of what classes
+#: were charged would lose the charges of others, or overflow.
+WEIGHTS = 1e-6, 1e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +38,8 @@ class ServiceClass:
             the class does not use them, other classes may borrow them.
         cap: the most SMs the class may hold in the pool at once.
         priority: larger goes first in the queue.
-        weight: its share of SM-time among classes of the same priority, under `policy="fair"`.
+        weight: its share of SM-time among classes of the same priority, under `policy="fair"`;
+            from 1e-6 to 1e6.
         latency: target in seconds for a request, from the call to the end of its lease; at most 10.
             Longer requests give a `deadline` of their own.
         preemptible: the class gives borrowed SMs back at its checkpoints, or ends its leases,
@@ -92,8 +98,8 @@ def validate_services(services: object) -> tuple[ServiceClass, ...]:
         InvalidRequest: an object that is not a class, or a field that no class can have; the
             message says what is right.
     """
-    given = tuple(services) if isinstance(services, Iterable) else (services,)
-    if not all(isinstance(service, ServiceClass) for service in given):
+    given = as_tuple(services)
+    if given is None or not all(isinstance(service, ServiceClass) for service in given):
         raise InvalidRequest(
             f"services={services!r}: give ServiceClass objects, such as "
             "[ServiceClass('decode', priority=1)]"
@@ -132,7 +138,9 @@ def _rules(one: ServiceClass) -> Iterable[tuple[str, bool, str]]:
     yield "cap", is_cap, "a number of SMs, at least 1, or ALL"
     yield "cap", most >= one.reserve, "at least as many SMs as its reserve"
     yield "priority", _is_number(one.priority), "a number"
-    yield "weight", _is_number(one.weight) and 0 < one.weight < math.inf, "a number above 0"
+    lightest, heaviest = WEIGHTS
+    is_weight = lightest <= as_float(one.weight) <= heaviest
+    yield "weight", is_weight, f"a number from {lightest:g} to {heaviest:g}"
     for field in ("latency", "checkpoint_interval"):
         yield field, _is_above_0(getattr(one, field)), "seconds, above 0, or None"
     is_short = one.latency is None or one.latency <= MOST_LATENCY

@@ -230,15 +230,19 @@ VERSIONS = ((13, 0), (13, 1), (13, 2), (13, 3), (13, 4))
 #: the others allow is known from their documentation alone.
 MEASURED = (13, 0)
 
-_SPEC = re.compile(r"(?P<devices>[^@]+?)(?:@(?P<major>\d+)\.(?P<minor>\d+))?")
-_SEVERAL = re.compile(r"(?P<name>.+)x(?P<count>[1-9]\d*)")
+#: The most devices of one simulated machine: four times those of the largest hosts with GPUs.
+MOST_DEVICES = 64
+
+_SPEC = re.compile(r"(?P<devices>[^@]+?)(?:@(?P<major>\d{1,4})\.(?P<minor>\d{1,4}))?")
+_SEVERAL = re.compile(r"(?P<name>.+)x(?P<count>[1-9]\d{0,8})")
 
 
 def parse(spec: str) -> tuple[list[DeviceModel], tuple[int, int]]:
     """Read `h200`, `h200x2`, `h200x2+l40s`, `h100@13.0` into devices and a driver version.
 
     Raises:
-        InvalidRequest: an unknown device or version; the message names the known ones.
+        InvalidRequest: an unknown device or version, or too many devices; the message names the
+            known ones.
     """
     whole = _SPEC.fullmatch(spec.strip().lower())
     if whole is None:
@@ -249,14 +253,21 @@ def parse(spec: str) -> tuple[list[DeviceModel], tuple[int, int]]:
     if version not in VERSIONS:
         known = ", ".join(f"{major}.{minor}" for major, minor in VERSIONS)
         raise InvalidRequest(f"no simulated CUDA {version[0]}.{version[1]}: give one of {known}")
-    return [model for part in whole["devices"].split("+") for model in _several(part)], version
+    several = [_several(part) for part in whole["devices"].split("+")]
+    total = sum(count for _, count in several)
+    if total > MOST_DEVICES:
+        raise InvalidRequest(
+            f"{spec!r} has {total} devices: a simulated machine has at most {MOST_DEVICES}"
+        )
+    return [model for model, count in several for _ in range(count)], version
 
 
-def _several(part: str) -> list[DeviceModel]:
+def _several(part: str) -> tuple[DeviceModel, int]:
+    """Return a model, and how many of it."""
     name, count = part.strip(), 1
     several = _SEVERAL.fullmatch(name)
     if name not in PRESETS and several is not None:  # the x of rtx4090 counts nothing
         name, count = several["name"], int(several["count"])
     if name not in PRESETS:
         raise InvalidRequest(f"no simulated device {part!r}: give one of {', '.join(PRESETS)}")
-    return [PRESETS[name]] * count
+    return PRESETS[name], count
