@@ -96,6 +96,7 @@ class Context(ContextLimits):
         *,
         device: Device | None = None,
         kind: Kind | None = None,
+        kept_streams: dict[StreamHandle, int] | None = None,
     ) -> None:
         self.driver = driver
         self.facts = facts
@@ -108,7 +109,10 @@ class Context(ContextLimits):
         self.health = DeviceHealth() if device is None else device.health
         #: None on a primary, which may be current on any number of threads.
         self.ownership = None if green is None else ContextOwnership(driver)
-        self.streams: set[StreamHandle] = set()
+        #: Those in use, each with a mark of its user.
+        self.streams: dict[StreamHandle, object] = {}
+        #: Of a context that is kept: every stream, with its priority, the oldest first.
+        self._kept_streams = kept_streams
         self.events: set[EventHandle] = set()
         #: Of a primary: what orders a stream (given by address) behind each ticketed stream of its
         #: device, by that one's address.
@@ -346,7 +350,9 @@ class Context(ContextLimits):
     def close(self) -> None:
         """Destroy its events, its streams, then itself. Idempotent. Blocks until its work is done.
 
-        An adopted context stays: only the streams and events made from it here end.
+        An adopted context stays: only the streams and events made from it here end. Of a
+        partition's, which its pool closes, the driver's context and streams stay, too: a later
+        partition has them.
 
         Raises:
             InvalidRequest: it is current on this thread, or a thread is inside a block of it.
@@ -363,8 +369,37 @@ class Context(ContextLimits):
         if self.kind in ("green", "own"):
             steps.append(lambda: driver.synchronize_context(self.handle))
         steps += [partial(driver.destroy_event, event) for event in self.events]
-        steps += [partial(driver.destroy_stream, stream) for stream in self.streams]
+        steps += [partial(self.close_stream, stream) for stream in tuple(self.streams)]
         run_all([*steps, self._release])
+
+    # -- streams -----------------------------------------------------------------------------------
+
+    def open_stream(self, priority: int) -> StreamHandle:
+        """Return the handle of a stream for one `Stream`: a kept one, or created. May block."""
+        with self.entered():
+            handle = self._claim_kept_stream(priority)
+            if handle is None:
+                handle = self.driver.create_stream(self.green, priority)
+                self.streams[handle] = self
+                if self._kept_streams is not None:
+                    self._kept_streams[handle] = priority
+        return handle
+
+    def close_stream(self, handle: StreamHandle) -> None:
+        """Destroy a stream of `open_stream`; keep that of a context that is kept. May block."""
+        self.streams.pop(handle, None)
+        if self._kept_streams is None:
+            self.driver.destroy_stream(handle)
+
+    def _claim_kept_stream(self, priority: int) -> StreamHandle | None:
+        """Return a stream without a user, on which no user has left work, or a capture."""
+        driver, claim = self.driver, object()
+        for handle, its_priority in tuple((self._kept_streams or {}).items()):
+            if its_priority != priority or handle in self.streams or driver.is_capturing(handle):
+                continue
+            if driver.query_stream(handle) and self.streams.setdefault(handle, claim) is claim:
+                return handle  # else another thread was first
+        return None
 
     def refuse_while_used(self) -> None:
         """Raise InvalidRequest where `close` would; end nothing."""

@@ -17,9 +17,11 @@ from typing import Any
 
 import pytest
 
+from greensched import driver as drivers
 from greensched.driver import cuda
 from greensched.driver.interface import Driver
 from greensched.driver.types import CodeImage, StreamHandle
+from helpers.kept import destroy_kept
 
 FOLDER = "GREENSCHED_STANDIN_LIB"
 
@@ -140,6 +142,8 @@ def standin(standin_library: Standin, initialised_driver: Driver) -> Iterator[St
     standin_library.set("kernel_us", 0)
     before = standin_library.live()
     yield standin_library
+    for driver in (initialised_driver, drivers.open("cuda")):
+        destroy_kept(driver)
     misuse = standin_library.misuse()
     standin_library.clear()
     assert standin_library.live() <= before, "the test left something alive"

@@ -30,27 +30,22 @@ def free_bytes() -> int:
 
 
 def lose() -> None:
-    """Prints the bytes less after another pool, and how many lanes it had.
-
-    Somebody keeps the primary context meanwhile: with its end all of it comes back.
-    """
+    """Print the bytes less after 98 more pools than two, beside a holder of the primary context."""
     from cuda.bindings import driver
 
     driver.cuInit(0)
     driver.cuDevicePrimaryCtxRetain(0)
-    lanes = 0
 
     async def main() -> None:
-        nonlocal lanes
         async with Pool() as pool, pool.partition(16) as p:
             with await p.upload(np.ones(2**24, np.float32)) as x:
                 await p.launch(LaunchConfig(grid=64, block=256), saxpy, 1.0, x, x, x.size)
-            lanes = pool.statistics().executors
 
-    anyio.run(main)
-    first = free_bytes()
-    anyio.run(main)
-    print(first - free_bytes(), lanes)
+    free = []
+    for _ in range(100):
+        anyio.run(main)
+        free.append(free_bytes())
+    print(free[1] - min(free[1:]))
 
 
 def test_a_gigabyte_goes_there_and_back() -> None:
@@ -78,17 +73,11 @@ def test_a_gigabyte_goes_there_and_back() -> None:
     assert beats > 20
 
 
-def test_a_pool_gives_its_memory_back() -> None:
-    """Pool after pool, memory does not shrink by more than what driver 580 itself loses.
-
-    cuGreenCtxCreate and cuGreenCtxDestroy with a stream in between lose 4 MiB there (see
-    docs/measurements): ours to bound, by keeping lanes, and not ours to mend.
-    """
+def test_a_hundred_pools_take_no_more_memory_than_two() -> None:
+    """Green contexts are kept for the next pool: driver 580 loses 4 MiB of each that is made."""
     # A process of its own: what other tests' pools lose is not counted.
     ran = subprocess.run([sys.executable, __file__], stdout=subprocess.PIPE, text=True, check=True)
-    print(ran.stdout)
-    lost, lanes = (int(number) for number in ran.stdout.split())
-    assert lost <= (lanes + 4) * 4 * 2**20  # 356 MiB for 87 lanes were seen
+    assert int(ran.stdout) == 0
 
 
 def test_torch_works_in_a_partition_and_beside_it() -> None:

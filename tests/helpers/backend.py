@@ -19,6 +19,7 @@ from greensched import driver as drivers
 from greensched.driver import simulated
 from greensched.driver.interface import Driver
 from greensched.typing import Feature
+from helpers.kept import destroy_kept
 
 T = TypeVar("T")
 
@@ -97,6 +98,8 @@ class Backend:
                 assert not driver.live(), driver.live()
         standin = standin_library()
         if self.kind == "cuda" and standin is not None:
+            for driver in self._drivers:
+                destroy_kept(driver)
             assert standin.stubcuda_live(None) == 0
             assert standin.stubcuda_misuse(None) == 0
             assert standin.stubcuda_overlaps() == 0

@@ -16,6 +16,8 @@ from greensched.device.health import DeviceHealth
 from greensched.device.resources import ContextOptions, DeviceResources, describe
 from greensched.device.streams import Stream
 from greensched.driver.interface import Driver
+from greensched.driver.kept_handles import ContextKey, KeptContext
+from greensched.driver.types import StreamHandle
 from greensched.errors import Closed, InvalidRequest
 from greensched.kernels import Loader
 from greensched.typing import ContextFlags, DeviceFacts, SupportsDevice
@@ -145,22 +147,56 @@ class Device:
             InvalidCombination: outputs of different splits, or (from CUDA 13.1) of different
                 alignment; says which.
         """
-        driver, primary = self.driver, self.primary
+        made = self._create_green(options)
+        return self._green(made, lambda: self.driver.destroy_green(made.green))
+
+    def lend_context(self, key: ContextKey, options: ContextOptions) -> Context:
+        """Return a green context for an executor, kept from an earlier one or created. May block.
+
+        Neither it nor its streams are destroyed: closed, they are kept for the next one.
+
+        Args:
+            key: the context's, among those that are kept.
+            options: the resources, where it is created.
+
+        Raises: as `create_context`.
+        """
+        driver = self.primary.driver  # retained first: a closed device lends nothing
+        kept = driver.kept.take(self.ordinal, key) or self._create_green(options)
+
+        def give_back() -> None:
+            driver.synchronize_context(kept.handle)
+            if self.health.failure is None:
+                driver.kept.put(self.ordinal, key, kept)
+
+        return self._green(kept, give_back, kept.streams)
+
+    def _create_green(self, options: ContextOptions) -> KeptContext:
+        driver = self.primary.driver  # retained first: a closed device makes nothing
         green = driver.create_green(describe(driver, self.ordinal, options), self.ordinal)
         try:
-            handle = driver.green_context(green)
+            return KeptContext(green, driver.green_context(green))
         except BaseException:
             driver.destroy_green(green)
             raise
+
+    def _green(
+        self,
+        handles: KeptContext,
+        release: Callable[[], None],
+        kept_streams: dict[StreamHandle, int] | None = None,
+    ) -> Context:
+        primary = self.primary
         context = Context(
-            driver,
+            self.driver,
             self.facts,
             primary.loader,
-            handle,
-            release=lambda: driver.destroy_green(green),
-            green=green,
+            handles.handle,
+            release=release,
+            green=handles.green,
             primary=primary,
             device=self,
+            kept_streams=kept_streams,
         )
         self._greens.add(context)
         return context

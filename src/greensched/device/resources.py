@@ -9,6 +9,7 @@ from typing import get_args
 from greensched.device import splitting
 from greensched.device.splitting import SMResourceOptions
 from greensched.driver.interface import Driver
+from greensched.driver.kept_handles import Cut
 from greensched.driver.types import ContextHandle, DescriptorHandle, ResourceHandle
 from greensched.errors import (
     CUDAError,
@@ -109,7 +110,7 @@ class SMResource:
     def split_evenly(
         self, minimum: int, *, fine: bool = False
     ) -> tuple[list[SMResource], SMResource | None]:
-        """Split it into as many equal groups as possible, for a pool.
+        """Split it into as many equal groups as possible, for a pool; the same in each pool.
 
         Only the driver knows how many groups fit on a chip, by the older split by count, which
         rounds sizes up.
@@ -122,7 +123,11 @@ class SMResource:
             CUDAError: INVALID_RESOURCE_CONFIGURATION: no such group fits.
         """
         self._check_whole()
-        cut = self._driver.split_by_count(self.handle, None, minimum, ignore_coscheduling=fine)
+
+        def split() -> Cut:
+            return self._driver.split_by_count(self.handle, None, minimum, ignore_coscheduling=fine)
+
+        cut = self._driver.kept.cut(self.device_id, minimum, fine, split)
         return self._outputs(cut, trial=False)
 
     def _check_whole(self) -> None:
@@ -132,9 +137,7 @@ class SMResource:
                 "of it, and split that context's resources.sm"
             )
 
-    def _outputs(
-        self, cut: splitting.Cut, *, trial: bool
-    ) -> tuple[list[SMResource], SMResource | None]:
+    def _outputs(self, cut: Cut, *, trial: bool) -> tuple[list[SMResource], SMResource | None]:
         handles, rest = cut
         mark = object()
 

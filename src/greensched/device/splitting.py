@@ -11,13 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 
 from greensched.driver.interface import Driver
+from greensched.driver.kept_handles import Cut
 from greensched.driver.status import from_status
 from greensched.driver.types import ResourceFacts, ResourceHandle, SMGroup
 from greensched.errors import CUDAError, InvalidRequest, InvalidSplit, NotSupported
 from greensched.typing import Feature
-
-#: The result of a split: the groups, and the remainder (None: no SM is left over).
-Cut = tuple[list[ResourceHandle], ResourceHandle | None]
 
 #: The requirement of the structured split. Source: cuda.h of 13.1, and wheels of cuda-bindings.
 NEEDED = "driver and bindings of CUDA 13.1"

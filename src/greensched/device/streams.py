@@ -38,7 +38,6 @@ class StreamContext(Protocol):
     facts: DeviceFacts
     loader: Loader
     health: DeviceHealth
-    streams: set[StreamHandle]
     events: set[EventHandle]
     order_before: dict[int, Callable[[int], None]]
     is_closed: bool
@@ -57,6 +56,10 @@ class StreamContext(Protocol):
     def resources(self) -> DeviceResources: ...
 
     def entered(self) -> AbstractContextManager[None]: ...
+
+    def open_stream(self, priority: int) -> StreamHandle: ...
+
+    def close_stream(self, handle: StreamHandle) -> None: ...
 
 
 class Event:
@@ -133,9 +136,7 @@ class Stream:
             )
         #: The context it belongs to, which it keeps alive.
         self.context = context
-        with context.entered():
-            self.handle = context.driver.create_stream(context.green, priority)
-            context.streams.add(self.handle)
+        self.handle = context.open_stream(priority)
         self.is_closed = False
 
     def check(self) -> None:
@@ -252,13 +253,15 @@ class Stream:
         _open(self, "stream").context.driver.synchronize_stream(self.handle)
 
     def close(self) -> None:
-        """Destroy it; its work goes on. Idempotent. May block: not for an event-loop thread."""
+        """Destroy it; its work goes on. Idempotent. May block: not for an event-loop thread.
+
+        The driver's stream of a partition's context stays: what libraries remember is valid.
+        """
         if not self.is_closed:
             self.is_closed = True
             if self.context.is_closed:  # which ended it: the handle is dead
                 return
-            self.context.streams.discard(self.handle)
-            self.context.driver.destroy_stream(self.handle)
+            self.context.close_stream(self.handle)
 
     def __cuda_stream__(self) -> tuple[Literal[0], int]:
         """Return the stream for the protocol of cuda.core, torch, CuPy and numba."""

@@ -251,6 +251,8 @@ class TicketedStream:
         self.word = _private_word(self.issued)
         self.kept.clear()
         self.stream.context.primary.order_before.pop(self.stream.address, None)
+        driver, handle = self.stream.context.driver, self.stream.handle
+        driver.report_reference_errors(handle, None)  # the stream may be kept
         run_all((self.event.close, self.stream.close, self._release))
 
 

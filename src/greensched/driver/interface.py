@@ -5,8 +5,8 @@ Two drivers implement it, `driver.cuda` and `driver.simulated`, with the same be
 1. A call raises our exceptions (`errors`) and never returns a status. A query returns its answer;
    "not ready" is an answer.
 2. Handles are opaque and each driver's own. The maker of a handle destroys it, in the order events,
-   streams, green context, primary context. Only `retain_primary` and `release_primary` count
-   references.
+   streams, green context, primary context; or leaves it to `kept`. Only `retain_primary` and
+   `release_primary` count references, and each green context counts as one.
 3. Every call is marked with its `Blocking` and with whether it needs a current context. A `MAY`
    call is never made on an event loop's thread: the simulated driver raises `LoopWouldBlock` there.
    Sources of the marks: CUDA driver API reference 13.5, and the measurements in
@@ -24,6 +24,7 @@ from typing import ClassVar
 
 from greensched.driver.blocking import FIRST_USE, MAY, NEVER, driver_call
 from greensched.driver.host import HostServices
+from greensched.driver.kept_handles import KeptHandles
 from greensched.driver.types import (
     CodeImage,
     ContextHandle,
@@ -66,6 +67,10 @@ class Driver(HostServices, abc.ABC):
     #: across threads costs 25-60 us (docs/internals/completion.md). 0 where no time passes
     #: while polling.
     spin_budget: float = 50e-6
+
+    def __init__(self) -> None:
+        #: What outlives the pools.
+        self.kept = KeptHandles()
 
     # -- process and devices ------------------------------------------------------------------
 
@@ -622,12 +627,13 @@ class Driver(HostServices, abc.ABC):
         """
 
     def report_reference_errors(
-        self, stream: StreamHandle, report: Callable[[Exception], None]
+        self, stream: StreamHandle, report: Callable[[Exception], None] | None
     ) -> None:
         """Have `ReferenceFailed` of kernels on a stream reported; a GPU runs no references.
 
         Args:
             report: called before work behind the kernel begins, on any thread; must not block.
+                None: the stream's next wait raises it.
         """
 
     def close(self) -> None:

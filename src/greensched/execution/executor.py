@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from contextvars import Context as ContextVars
 from contextvars import copy_context
@@ -30,12 +30,7 @@ from greensched._asynclib import reset_sniffio
 from greensched._cleanup import run_all
 from greensched.context import Context
 from greensched.device.device import Device
-from greensched.device.resources import (
-    ContextOptions,
-    SMResource,
-    WorkqueueResource,
-    max_cluster_size,
-)
+from greensched.device.resources import max_cluster_size
 from greensched.device.staging import ChunkedCopier, StagingPool
 from greensched.device.tickets import EventTicketedStream, TicketedStream, TicketMemory
 from greensched.errors import CUDAError, DeviceFault
@@ -66,7 +61,8 @@ class Executor:
 
     Args:
         device: has the SMs.
-        resources: the SMs, outputs of one split, and a work-queue configuration, if any.
+        context: the green context over the SMs. The executor's `close` closes it; where the
+            executor cannot be made, the caller does, and with it what was made in it.
         mask: its cells, as scheduling counts them.
         words: memory for its tickets.
         staging: lends chunks to its large copies.
@@ -76,7 +72,7 @@ class Executor:
     def __init__(
         self,
         device: Device,
-        resources: Sequence[SMResource | WorkqueueResource],
+        context: Context,
         mask: int,
         words: TicketMemory,
         staging: StagingPool,
@@ -90,24 +86,20 @@ class Executor:
         self.is_leased = False
         self._words = words
         self._staging = staging
-        self.context: Context = device.create_context(ContextOptions(resources=resources))
-        try:
-            sms = self.context.resources.sm
-            self.sm_count = sms.sm_count
-            #: Blocks of the largest thread-block cluster; 1: no clusters.
-            self.max_cluster_size = max_cluster_size(device.compute_capability, sms)
-            self.launch_stream = words.create_stream(self.context)
-            self.call_stream = words.create_stream(self.context)
-            #: Captures all work of the green context, beyond what has tickets.
-            self.context_event = self.context.create_event()
-            # Kept here: they outlive their context where that is closed at once.
-            self._first_chunk = self.context.create_event()
-            self._second_chunk = self.context.create_event()
-            chunk_events = self._first_chunk, self._second_chunk
-            self.chunks = ChunkedCopier(self.launch_stream, chunk_events, staging)
-        except BaseException:
-            self.context.close()  # closes what was made in it, too
-            raise
+        self.context = context
+        sms = context.resources.sm
+        self.sm_count = sms.sm_count
+        #: Blocks of the largest thread-block cluster; 1: no clusters.
+        self.max_cluster_size = max_cluster_size(device.compute_capability, sms)
+        self.launch_stream = words.create_stream(context)
+        self.call_stream = words.create_stream(context)
+        #: Captures all work of the green context, beyond what has tickets.
+        self.context_event = context.create_event()
+        # Kept here: they outlive their context where that is closed at once.
+        self._first_chunk = context.create_event()
+        self._second_chunk = context.create_event()
+        chunk_events = self._first_chunk, self._second_chunk
+        self.chunks = ChunkedCopier(self.launch_stream, chunk_events, staging)
         #: For copies beside the launches; made by `create_copy_stream`.
         self.copy_stream: TicketedStream | None = None
         self.copy_chunks: ChunkedCopier | None = None

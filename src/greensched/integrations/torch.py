@@ -66,8 +66,6 @@ def current(p: Partition, *tensors: torch.Tensor) -> Iterator[torch.cuda.Stream 
             with torch.cuda.stream(own):
                 yield own
         finally:
-            # Not `record_stream`: torch would use the partition's stream when it frees the tensors,
-            # which may be long after the pool destroyed that, and would end the process.
             if tensors:
                 p.keep_alive(*tensors)
 

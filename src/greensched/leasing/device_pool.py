@@ -16,19 +16,19 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from greensched._cleanup import run_all
+from greensched.context import Context
 from greensched.device.allocators import DeviceAllocator, PinnedAllocator
 from greensched.device.device import Device
 from greensched.device.launch import check_runnable
 from greensched.device.resources import (
     ContextOptions,
-    SMResource,
     WorkqueueResource,
     WorkqueueResourceOptions,
 )
 from greensched.device.staging import StagingPool
 from greensched.device.staging_ring import StagingRing
 from greensched.device.tickets import TicketMemory
-from greensched.errors import CUDAError, GreenschedError, InvalidRequest, PoolClosed
+from greensched.errors import CUDAError, DeviceFault, GreenschedError, InvalidRequest, PoolClosed
 from greensched.execution.executor import Executor, ExecutorHost
 from greensched.kernels import Kernel
 from greensched.leasing.device_split import split_device
@@ -42,9 +42,9 @@ logger = logging.getLogger("greensched")
 #: can move their border. What a driver can hold is not documented: making them ends quietly where
 #: the driver refuses one.
 MAX_PREBUILT = 132
-#: Executors of other shapes kept at most, some 5 MiB each on an H200. Many, because making one
-#: waits there until nothing runs on the device, and driver 580 takes 4 of the 5 MiB back only with
-#: the primary context (docs/measurements/h200-580/stuck-and-lost.json).
+#: Executors of other shapes kept at most: their threads, events and users' values. Many, because
+#: making a green context waits on an H200 until nothing runs on the device. The context, of some 5
+#: MiB, is kept even without its executor (`driver.kept_handles`).
 MAX_EXTRA = 96
 #: Streams of an executor that have work at once: one of launches, one of calls.
 STREAMS = 2
@@ -109,7 +109,7 @@ class DevicePool:
 
     def _probe_words(self) -> None:
         """Try whether streams can write tickets, on a green context as the executors have."""
-        context = self.device.create_context(ContextOptions(resources=self.split.groups[:1]))
+        context = self._context(1)
         try:
             self.words.probe_stream_writes(context)
         finally:
@@ -142,14 +142,21 @@ class DevicePool:
         """
         executor = self.executors.get(mask)
         if executor is None:
-            resources: list[SMResource | WorkqueueResource] = [
-                *self.split.resources(mask),
-                *self._queues,
-            ]
-            executor = Executor(self.device, resources, mask, self.words, self.staging, self._host)
+            context = self._context(mask)
+            words, staging = self.words, self.staging
+            try:
+                executor = Executor(self.device, context, mask, words, staging, self._host)
+            except BaseException:
+                context.close()
+                raise
             self._prepare(executor)
             self.executors_made += 1
         return executor
+
+    def _context(self, mask: int) -> Context:
+        """Return the green context over a set of cells, kept or made. Blocks."""
+        options = ContextOptions(resources=[*self.split.resources(mask), *self._queues])
+        return self.device.lend_context(self.split.key(mask, bool(self._queues)), options)
 
     def _prepare(self, executor: Executor) -> None:
         """Do beforehand what a launch would have to wait for."""
@@ -215,6 +222,7 @@ class DevicePool:
         try:
             run_all(steps)
         except CUDAError as error:
+            self._forget_if_lost(error)
             logger.warning("closing %r: %s", self.device, error)
             return [f"{self.device!r}: {error}"]
         return []
@@ -228,7 +236,13 @@ class DevicePool:
         try:
             run_all([*steps, self.device.close])
         except CUDAError as error:
+            self._forget_if_lost(error)
             logger.warning("closing %r after a failure: %s", self.device, error)
+
+    def _forget_if_lost(self, error: CUDAError) -> None:
+        """Have no later pool use the kept handles of a device that an error shows to be lost."""
+        if isinstance(error, DeviceFault):
+            self.device.driver.kept.forget(self.device.ordinal)
 
     def forget(self) -> None:
         """Leave everything as it is, lost or at work, until the process ends. Never waits."""
@@ -237,7 +251,11 @@ class DevicePool:
             executor.abandon()
 
     def device_failed(self, error: BaseException) -> None:
-        """Record a device fault: no ticket is waited for any more, and no memory comes back."""
+        """Record a device fault: no ticket is waited for any more, and no memory comes back.
+
+        No handle of the device is used again, nor destroyed.
+        """
+        self.device.driver.kept.forget(self.device.ordinal)
         self.device.health.record(error)
         self._wake_submit_waiters()
 

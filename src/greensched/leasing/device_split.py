@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from greensched.device.device import Device
 from greensched.device.resources import ContextOptions, SMResource
+from greensched.driver.kept_handles import ContextKey
 from greensched.errors import CUDAError, InvalidCombination
 from greensched.scheduling.cells import DeviceCells
 
@@ -18,6 +19,7 @@ class DeviceSplit:
     groups: tuple[SMResource, ...]
     remainder: SMResource | None
     cells: DeviceCells
+    fine: bool = False
 
     def resources(self, mask: int) -> list[SMResource]:
         """Return the SMs of a set of cells."""
@@ -28,6 +30,10 @@ class DeviceSplit:
         if mask & cells.remainder_mask and self.remainder is not None:
             chosen.append(self.remainder)
         return chosen
+
+    def key(self, mask: int, balanced: bool) -> ContextKey:
+        """Return by what the green context over a set of cells is kept for the next pool."""
+        return self.fine, mask, balanced
 
 
 def split_device(device: Device, *, fine: bool = False) -> DeviceSplit:
@@ -42,15 +48,21 @@ def split_device(device: Device, *, fine: bool = False) -> DeviceSplit:
     else:
         groups, remainder = whole.split_evenly(whole.min_partition_size)
     left = remainder.sm_count if remainder is not None else 0
-    joins = remainder is not None and _joins(device, groups[0], remainder)
-    cells = DeviceCells(size=groups[0].sm_count, count=len(groups), remainder=left, joins=joins)
-    return DeviceSplit(whole, tuple(groups), remainder, cells)
+    cells = DeviceCells(size=groups[0].sm_count, count=len(groups), remainder=left)
+    split = DeviceSplit(whole, tuple(groups), remainder, cells, fine)
+    if not _joins(device, split):
+        return split
+    return replace(split, cells=replace(cells, joins=True))
 
 
-def _joins(device: Device, group: SMResource, remainder: SMResource) -> bool:
+def _joins(device: Device, split: DeviceSplit) -> bool:
     """Try to combine them: from CUDA 13.1 on, resources of unequal alignment are refused."""
+    if split.remainder is None:
+        return False
+    mask = 1 | split.cells.remainder_mask
+    options = ContextOptions(resources=split.resources(mask))
     try:
-        device.create_context(ContextOptions(resources=[group, remainder])).close()
+        device.lend_context(split.key(mask, balanced=False), options).close()
     except (CUDAError, InvalidCombination):
         return False
     return True

@@ -25,6 +25,7 @@ class CudaDriver(Devices, Contexts, Resources, Streams, Memory, Modules):
     needs_binary: ClassVar[bool] = True
 
     def __init__(self) -> None:
+        super().__init__()
         self._features: dict[Feature, bool] = {}
         self._version: tuple[int, int] | None = None
         self._initialised = False

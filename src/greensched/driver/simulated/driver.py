@@ -71,6 +71,7 @@ class SimulatedDriver(Driver):
         without: Iterable[Feature] = (),
         strict_events: bool | None = None,
     ) -> None:
+        super().__init__()
         self.clock = clock or RealClock()
         self.machine = machine = Machine(
             devices,
@@ -117,7 +118,7 @@ class SimulatedDriver(Driver):
         return self.clock.subscribe(look)
 
     def report_reference_errors(
-        self, stream: StreamHandle, report: Callable[[Exception], None]
+        self, stream: StreamHandle, report: Callable[[Exception], None] | None
     ) -> None:
         """Have failures of references on a stream reported, instead of raised by its next wait."""
         self._streams.report_reference_errors(stream, report)
@@ -135,8 +136,17 @@ class SimulatedDriver(Driver):
         self.machine.timeline.on_span = listener
 
     def live(self) -> Counter[str]:
-        """Return how many objects of each kind exist, over all devices: for leak checks."""
-        return self.machine.live()
+        """Return how many objects of each kind exist, over all devices: for leak checks.
+
+        Without what is kept for the next pool: green contexts, their streams, and a primary context
+        that only these use.
+        """
+        alive = self.machine.live()
+        for device, users in self.machine.primary_users.items():
+            kept = self.kept.count(device)
+            alive["primary"] -= 0 < users == kept["green context"]
+            alive -= kept
+        return +alive
 
     def occupy(self, name: str, cost: Cost) -> None:
         """Block for work on the SMs of the current context, behind the present work there."""

@@ -65,10 +65,11 @@ class Streams(Component):
         check_fault(gone.device, "destroy_stream")
 
     def report_reference_errors(
-        self, stream: StreamHandle, report: Callable[[Exception], None]
+        self, stream: StreamHandle, report: Callable[[Exception], None] | None
     ) -> None:
         """Have failures of references on a stream reported, instead of raised by its next wait."""
-        self.machine.stream(stream, "report_reference_errors").on_error = report
+        found = self.machine.expect(stream, SimulatedStream, "report_reference_errors")
+        found.on_error = report
 
     def stream_address(self, stream: StreamHandle) -> int:
         """Return a number that stands for the stream."""

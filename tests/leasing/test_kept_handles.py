@@ -1,0 +1,203 @@
+"""Streams and green contexts outlive their pool, and the next pool has them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable
+from typing import Any, cast
+
+import anyio
+import pytest
+
+import greensched
+from greensched import ALL, LaunchConfig, Pool
+from greensched.driver import simulated
+from greensched.driver.kept_handles import KeptContext, KeptHandles
+from greensched.driver.simulated import Crash, SimulatedDriver
+from greensched.kernels import spin
+from greensched.typing import CaptureMode
+from helpers.small_executors import keeping, one_cell_executors
+
+ONE = LaunchConfig(grid=1, block=1)
+
+
+def in_pool(
+    driver: SimulatedDriver, body: Callable[[Pool], Awaitable[Any]], **options: Any
+) -> None:
+    """Open a pool, call `body` with it, and close it."""
+
+    async def main() -> None:
+        async with Pool(driver=driver, **options) as pool:
+            await body(pool)
+
+    anyio.run(main)
+
+
+def record_on(driver: SimulatedDriver, address: int) -> None:
+    """Do what torch does when it frees memory that was used on a stream."""
+    driver.set_current(driver.retain_primary(0))
+    event = driver.create_event()
+    driver.record_event(event, driver.foreign_stream(address))
+    driver.synchronize_event(event)
+    driver.destroy_event(event)
+    driver.set_current(None)
+    driver.release_primary(0)
+
+
+async def addresses(pool: Pool, *sizes: Any) -> list[int]:
+    """Return the addresses of the streams of partitions of some sizes, together."""
+    async with pool.partitions(*sizes) as partitions:
+        return [p.stream.address for p in partitions]
+
+
+@pytest.fixture
+def driver() -> Any:
+    """A simulated machine, judged at the end: nothing is alive but what is kept."""
+    driver = simulated.open("h20")
+    driver.initialise()
+    yield driver
+    assert not driver.live()
+    driver.close()
+
+
+def test_a_library_can_use_a_stream_after_its_pool_has_closed(driver: SimulatedDriver) -> None:
+    """An event is recorded on it between two pools, beside another pool's work, and at the end."""
+    seen: list[int] = []
+
+    async def see(pool: Pool) -> None:
+        seen.extend(await addresses(pool, 8, 16, 24))
+
+    async def use(pool: Pool) -> None:
+        async with pool.partition(ALL) as p:
+            p.launch(ONE, spin, 1000)
+            for address in seen:
+                await anyio.to_thread.run_sync(record_on, driver, address)
+
+    in_pool(driver, see)
+    for address in seen:
+        record_on(driver, address)
+    in_pool(driver, use)
+    for address in seen:
+        record_on(driver, address)
+
+
+def test_the_next_pool_has_the_same_streams(driver: SimulatedDriver) -> None:
+    """The same SMs have the same green context and streams in each pool."""
+    seen: list[list[int]] = []
+
+    async def see(pool: Pool) -> None:
+        seen.append(await addresses(pool, 8, 16, 24))
+
+    in_pool(driver, see)
+    made = driver.script.calls["create_green"]
+    in_pool(driver, see)
+    assert seen[0] == seen[1]
+    assert made == driver.script.calls["create_green"]
+
+
+def test_a_hundred_pools_take_no_more_device_memory_than_one(driver: SimulatedDriver) -> None:
+    """Beside a library that holds the primary context, which would keep what is lost."""
+    driver.set_current(driver.retain_primary(0))
+    free: list[int] = []
+
+    async def use(pool: Pool) -> None:
+        async with pool.partition((8, ALL)) as p:
+            await p.checkpoint()
+
+    for number in range(100):
+        in_pool(driver, use)
+        free.append(driver.memory_info()[0])
+        assert number == 0 or free[number] == free[0]
+    driver.set_current(None)
+    driver.release_primary(0)
+
+
+def test_an_evicted_executor_leaves_its_handles_to_the_next_one(
+    driver: SimulatedDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a library remembers of it is valid, and making it again makes no green context."""
+    one_cell_executors(monkeypatch)
+
+    async def main() -> None:
+        async with keeping(Pool(driver=driver), 1) as pool:
+            (first,) = await addresses(pool, 16)
+            for size in (24, 32, 40):
+                await addresses(pool, size)
+            await anyio.to_thread.run_sync(record_on, driver, first)
+            made = driver.script.calls["create_green"]
+            assert await addresses(pool, 16) == [first]
+            assert driver.script.calls["create_green"] == made
+
+    anyio.run(main)
+
+
+@pytest.mark.parametrize("other", [{"granularity": "fine"}, {"workqueues": "balanced"}])
+def test_a_pool_of_other_options_has_other_contexts(other: dict[str, str]) -> None:
+    """SMs of another split, or other work queues, are not those that are kept."""
+    driver = simulated.open("h20@13.1")
+    seen: list[list[int]] = []
+
+    async def see(pool: Pool) -> None:
+        seen.append(await addresses(pool, 8))
+
+    for options in ({}, other, {}):
+        in_pool(driver, see, **options)
+    assert seen[0] == seen[2] != seen[1]
+    assert not driver.live()
+    driver.close()
+
+
+def test_the_handles_of_a_lost_device_are_not_used_again() -> None:
+    """They are not destroyed, either: no CUDA call is made for them."""
+    driver = simulated.open("h20", faults=[Crash("spin")])
+    in_pool(driver, lambda pool: addresses(pool, 8))
+    assert driver.kept.count(0)["green context"]
+
+    async def fail(pool: Pool) -> None:
+        async with pool.partition(8) as p:
+            await p.launch(ONE, spin, 1000)
+
+    with pytest.raises(greensched.DeviceLost):
+        in_pool(driver, fail)
+    assert not driver.kept.count(0).total()
+    assert not driver.script.calls["destroy_green"]
+    driver.close()
+
+
+def test_a_stream_that_is_left_busy_or_capturing_is_not_lent(driver: SimulatedDriver) -> None:
+    """A stream made in a partition's context is kept, too, and lent once it has no work."""
+
+    async def main() -> None:
+        async with Pool(driver=driver) as pool, pool.partition(8) as p:
+            context = p.context
+            capturing = await p.run(context.create_stream)
+            driver.begin_capture(capturing.handle, CaptureMode.RELAXED)
+            capturing.close()
+            idle = await p.run(context.create_stream, priority=-1)
+            idle.close()
+            others = [await p.run(context.create_stream, priority=n) for n in (0, -1)]
+            assert [other.handle is idle.handle for other in others] == [False, True]
+            assert others[0].handle is not capturing.handle
+            for other in others:
+                other.close()
+            with pytest.raises(greensched.Closed):
+                idle.sync()
+            driver.destroy_graph(driver.end_capture(capturing.handle))
+
+    anyio.run(main)
+
+
+def test_a_forked_child_has_nothing_of_its_parents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a context nor a split, and what it keeps itself is its own."""
+    kept, key = KeptHandles(), (False, 1, False)
+    parents, childs = (KeptContext(cast(Any, n), cast(Any, n)) for n in (1, 2))
+    kept.put(0, key, parents)
+    first = kept.cut(0, 8, False, lambda: ([], None))
+    with monkeypatch.context() as child:
+        child.setattr(os, "getpid", lambda: -1)
+        assert kept.take(0, key) is None
+        assert kept.cut(0, 8, False, lambda: ([], None)) is not first
+        kept.put(0, key, childs)
+        assert kept.take(0, key) is childs
+    assert kept.cut(0, 8, False, lambda: ([], None)) is first
+    assert kept.take(0, key) is parents
