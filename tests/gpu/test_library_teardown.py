@@ -154,7 +154,6 @@ def finish(use: str, end: str) -> str:
     return ""
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("use", USES)
 def test_no_process_aborts(use: str) -> None:
     """Whatever a library frees after its partition, and wherever the process is then."""
