@@ -24,6 +24,7 @@ import argparse
 import asyncio
 import csv
 import functools
+import gc
 import os
 import random
 import sys
@@ -359,13 +360,15 @@ async def run(model: Any, serve: Serve, arrivals: list[Arrival]) -> dict[str, An
     """
     engine = Engine(model.shape, MAX_WAITING)
     rng = random.Random(0)
+    prompts = [[rng.randrange(500) for _ in range(arrival.prompt)] for arrival in arrivals]
+    gc.collect()
+    gc.freeze()  # else a collection of all of torch's objects would delay some tokens by 20 ms
     serving = asyncio.ensure_future(serve(engine))
     sequences: list[Timed] = []
     began, late = time.perf_counter(), 0.0
-    for arrival in arrivals:
+    for arrival, prompt in zip(arrivals, prompts, strict=True):
         await asyncio.sleep(max(0.0, began + arrival.at - time.perf_counter()))
         late = max(late, time.perf_counter() - began - arrival.at)
-        prompt = [rng.randrange(500) for _ in range(arrival.prompt)]
         sequences.append(Timed(prompt, arrival.tokens))
         engine.submit(sequences[-1])
     idle = asyncio.ensure_future(engine.wait(lambda: engine.is_idle))
@@ -437,6 +440,14 @@ async def repeated(run: Run, batch: Batch, times: int) -> list[float]:
     return found
 
 
+def on_the_thread(graphs: Any, batch: Batch, times: int = 15) -> float:
+    """Return the milliseconds of a pass where one follows another without the event loop."""
+    began = time.perf_counter()
+    for _ in range(times):
+        graphs.compute(batch)
+    return 1e3 * (time.perf_counter() - began) / times
+
+
 async def passes(bench: Bench, sms: int, sequences: int = 16) -> dict[str, Any]:
     """Measure passes on a split: alone, and decode steps beside prompts; times in ms."""
     model, found = bench.model, dict[str, Any]()
@@ -463,6 +474,8 @@ async def passes(bench: Bench, sms: int, sequences: int = 16) -> dict[str, Any]:
             batch = Batch(list(range(rows)))
             found[f"decode of {rows}"] = quantile(await repeated(step, batch, 15), 0.5)
             if bench.driver == "cuda":
+                thread = await decode.run(on_the_thread, steps, batch)
+                found[f"decode of {rows}, on its thread"] = thread
                 own = 1e3 * await decode.run(steps.seconds, batch, 15)
                 found[f"decode of {rows}, graph alone"] = own
         for size in model.shape.prefill_sizes[1::2]:
@@ -628,7 +641,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
 
 async def check(bench: Bench, report: Report) -> None:
     """Measure passes, the host's part, and one short run of the main arms."""
-    for sms in (bench.sms, 24, 48, 64):
+    for sms in (bench.sms, 24, 32, 48, 64, 80):
         try:
             report.put(f"passes, {sms} SMs", await passes(bench, sms))
             print(sms, report.found[f"passes, {sms} SMs"], flush=True)

@@ -37,8 +37,18 @@ class Sequence:
         #: Tokens of the prompt that were read, and the slot of the cache.
         self.read, self.slot = 0, -1
         self.begun = 0.0
+        self.first: int | None = None
         #: Tokens to send; None: there are no more; an error: why there are no more.
         self.news: asyncio.Queue[int | Exception | None] = asyncio.Queue()
+
+    def start(self) -> None:
+        """Give the first token, where the step begins that computes the second.
+
+        Given earlier, in the middle of another step, the second would come late.
+        """
+        if self.first is not None:
+            self.give(self.first)
+            self.first = None
 
     def give(self, token: int) -> None:
         """Add a token of the answer, unless the client has left."""
@@ -150,6 +160,8 @@ class Engine:
 
     async def step(self, run: Run, budget: int = 0) -> None:
         """Extend every sequence by a token; read prompts, too, up to `budget` tokens in all."""
+        for sequence in self.growing:
+            sequence.start()
         self._retire()
         growing, pieces = list(self.growing), []
         if budget:
@@ -178,9 +190,10 @@ class Engine:
         """Give each sequence its token; those whose prompt ended grow from now on."""
         ended = [piece.slot for piece in pieces if piece.is_last]
         begun = [next(s for s in self.reading if s.slot == slot) for slot in ended]
-        for sequence, token in zip((*growing, *begun), tokens, strict=True):
+        for sequence, token in zip(growing, tokens, strict=False):
             sequence.give(token)
-        for sequence in begun:
+        for sequence, token in zip(begun, tokens[len(growing) :], strict=True):
+            sequence.first = token
             self.reading.remove(sequence)
             self.growing.append(sequence)
             taken = time.monotonic() - sequence.begun

@@ -10,10 +10,14 @@ with `p.local`.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import math
+import mmap
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,7 +25,8 @@ import torch
 from batch import MAX_PIECES, Batch, Shape
 from torch.nn import functional as nn
 
-import greensched.integrations.torch  # noqa: F401  in `p.run` torch's stream is the partition's
+# With the import, torch's stream in `p.run` is the partition's.
+import greensched.integrations.torch as gs_torch
 
 #: Called for each layer with queries, keys and values: (tokens, heads, head size).
 Attend = Callable[[int, Any, Any, Any], Any]
@@ -113,7 +118,6 @@ class HuggingFace:
     """
 
     def __init__(self, name: str, device: str, dtype: Any, **sizes: Any) -> None:
-        from pathlib import Path
 
         from transformers import (
             CONFIG_MAPPING,
@@ -404,7 +408,7 @@ class Graphs:
         self._graphs: dict[tuple[int, int], Any] = {}
         if model.device != "cpu":
             pool = torch.cuda.graph_pool_handle()
-            with _capturing:
+            with _capturing, sized_products(model.device):
                 # The largest first: the others fit into its memory.
                 for size in reversed(self._sizes):
                     self._graphs[size] = self._capture(size, pool)
@@ -472,13 +476,50 @@ class Graphs:
 
 
 def host_array(size: int, device: str) -> Any:
-    """Return memory of the host that a GPU reads and writes directly."""
-    array = torch.zeros(size, dtype=torch.int64)
+    """Return memory of the host that a GPU reads and writes directly.
+
+    Not torch's own pinned memory: for that torch records events on every stream that used it, also
+    when the pool has closed the stream.
+    """
+    # Pages of its own: a page is registered once.
+    array = torch.frombuffer(mmap.mmap(-1, 8 * size), dtype=torch.int64)
     if device != "cpu":
-        # Not torch's own pinned memory: for that torch records events on every stream that used
-        # it, also when the pool has closed the stream.
-        torch.cuda.cudart().cudaHostRegister(array.data_ptr(), array.nbytes, 0)
+        torch.cuda.check_error(
+            torch.cuda.cudart().cudaHostRegister(array.data_ptr(), array.nbytes, 0)
+        )
     return array
+
+
+@contextmanager
+def sized_products(device: str) -> Iterator[None]:
+    """Open a block in which this thread's cuBLAS chooses kernels for the SMs of the partition.
+
+    It counts the SMs of the GPU otherwise, and a kernel with one block for each of 132 SMs takes
+    two rounds on 108. torch has one handle of cuBLAS for each thread.
+    """
+    if device == "cpu":
+        yield
+        return
+    set_target = ctypes.CDLL(library_of("libcublas.so")).cublasSetSmCountTarget
+    handle = ctypes.c_void_p(torch.cuda.current_blas_handle())
+    set_target(handle, gs_torch.sm_count())
+    try:
+        yield
+    finally:
+        set_target(handle, 0)
+
+
+def library_of(name: str) -> str:
+    """Return the path of a library that this process has loaded.
+
+    Raises:
+        RuntimeError: it has not.
+    """
+    with Path("/proc/self/maps").open() as maps:
+        for line in maps:
+            if f"/{name}" in line:
+                return line.split()[-1]
+    raise RuntimeError(f"torch has not loaded {name}, whose products the model needs")
 
 
 def load(name: str | None = None, *, device: str = "cuda", **sizes: Any) -> Model:
