@@ -43,6 +43,10 @@ GPU_BARS = {
     "launch | raw launch + mark": Bar(2.2),
     "lease, launch, await | semaphore, launch, polled event": Bar(2.0),
     "lease, two sizes in turn | semaphore": Bar(5.0),
+    "step, run | a thread": Bar(1.2),
+    "step, checkpoint + run | a thread": Bar(1.35),
+    "step, lease + run | a thread": Bar(1.4),
+    "checkpoint behind a run | allowed": Bar(1.0),
 }
 #: On the stand-in driver, where the device takes no time and does its work within the call: what is
 #: left is the host's part, the binding and the library. cuda-bindings 13.5. With a ticket for each
