@@ -15,7 +15,7 @@ from greensched.scheduling.policy import ClassView, RequestView
 
 
 class RoundRobin:
-    """Serve the class with the fewest grants. Called under a lock, so it must not block."""
+    """Serve the class with the fewest grants. Called inside decisions, so it must not block."""
 
     def class_rank(self, service: ClassView) -> tuple[float, ...]:
         """Return the rank of a class; the smallest goes first. Called at every decision."""

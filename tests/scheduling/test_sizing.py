@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from greensched.errors import InvalidRequest
 from greensched.leasing.device_pool import MAX_PREBUILT
+from greensched.scheduling import user_code
 from greensched.scheduling.cells import DeviceCells, SizeRange
 from greensched.scheduling.latency_margin import LEAST, MOST, SAFE, LatencyMargin
 from greensched.scheduling.policy import ClassView, Fifo, RequestView, Sized, SizingView
@@ -111,6 +112,8 @@ def test_what_a_users_policy_or_curve_gets_wrong_loses_nobody(
     assert all(request.state is GrantState.GRANTED for request in asked)
     assert (scheduler.is_idle, scheduler.waiting) == (True, 0)
     assert [state.sms for state in scheduler.allocator.classes.values()] == [0, 0, 0]
+    assert not caplog.records  # nothing of the user's runs inside a decision: no log handler
+    user_code.report()
     is_answer = method == "may_overtake" or method == "observe" or (method, answer) == ("at", 0.5)
     assert bool(caplog.records) is (answer == "raise" or not is_answer)
 

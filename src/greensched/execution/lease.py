@@ -642,10 +642,12 @@ class Lease:
         self.executor.launch_stream.release_kept()
         for job in self._unfinished:
             job._finalize()
-        self._listener.lease_closed(self)
         waiters, self._close_waiters = self._close_waiters, []
-        for waiter in waiters:
-            self.poller.loop.wake(waiter)
+        try:
+            self._listener.lease_closed(self)  # may raise an interrupt that a policy met
+        finally:
+            for waiter in waiters:
+                self.poller.loop.wake(waiter)
 
     async def wait_closed(self) -> None:
         """Wait until all its work is done. A cancellation stops the waiting only."""

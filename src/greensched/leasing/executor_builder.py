@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from functools import partial
-from threading import Lock
+from threading import RLock
 from typing import Protocol
 
 from greensched._cleanup import run_all
@@ -21,7 +21,7 @@ from greensched.scheduling.scheduler import Scheduler
 class BuilderHost(Protocol):
     """What the builder needs of the manager."""
 
-    lock: Lock
+    lock: RLock
     scheduler: Scheduler
     device_pools: tuple[DevicePool, ...]
 
@@ -106,8 +106,10 @@ class ExecutorBuilder:
         for request in refused:
             assert failure is not None
             refuse(request, failure)
-        host.notify_granted(granted)
-        run_all(old.close for old in evicted)
+        try:
+            host.notify_granted(granted)
+        finally:
+            run_all(old.close for old in evicted)
 
     def _add_locked(self, index: int, executor: Executor) -> list[Executor]:
         """Let an executor be granted; return the executors to close for it."""

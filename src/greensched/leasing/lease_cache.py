@@ -10,7 +10,7 @@ lease is counted, and its class charged, as if it had been decided on.
 from __future__ import annotations
 
 from collections.abc import Callable
-from threading import Lock
+from threading import RLock
 
 from greensched._asynclib import get_ident
 from greensched.execution.lease import Lease
@@ -25,7 +25,7 @@ class LeaseCache:
         lock: the pool's.
     """
 
-    def __init__(self, lock: Lock) -> None:
+    def __init__(self, lock: RLock) -> None:
         self._lock = lock
         self._idle: dict[object, list[Lease]] = {}
         #: The pool is open, else nothing enters.
@@ -45,7 +45,7 @@ class LeaseCache:
         """Keep no lease from here on; the scheduler has reclaimed all."""
         self._is_open = False
 
-    def forked(self, lock: Lock) -> None:
+    def forked(self, lock: RLock) -> None:
         """Forget every lease, in a forked child; take no lock that a thread of the parent holds."""
         self._lock, self._is_open = lock, False
         self.clear_locked()

@@ -59,8 +59,8 @@ class PoolLifecycle:
 
     def __init__(self, options: PoolOptions) -> None:
         self.options = options
-        #: Also the manager's lock.
-        self.lock = threading.Lock()
+        #: Also the manager's lock. Re-entrant: a policy of the user's may read statistics under it.
+        self.lock = threading.RLock()
         self.cache = LeaseCache(self.lock)
         self._manager: LeaseManager | None = None
         self._opening: BackgroundTask[None] | None = None
@@ -97,6 +97,11 @@ class PoolLifecycle:
             hint = ": use `async with pool:` or `await pool.open()`"
             raise PoolClosed("this pool", self.state.value + hint)
         return manager
+
+    def refuse_in_decision(self) -> None:
+        """Raise InvalidRequest where this thread is in a policy or a curve, inside a decision."""
+        if self._manager is not None:
+            self._manager.refuse_in_decision()
 
     # -- opening ---------------------------------------------------------------------------------
 
@@ -242,6 +247,6 @@ class PoolLifecycle:
 
     def forked(self) -> None:
         """In a forked child: use new locks, and refuse everything. See `process`."""
-        self.lock = threading.Lock()  # a thread that the child does not have may hold the old one
+        self.lock = threading.RLock()  # a thread that the child does not have may hold the old one
         if self._manager is not None:
             self._manager.forked(self.lock)

@@ -1,9 +1,11 @@
 """The lease manager: takes requests, grants leases, and keeps account of them until the pool ends.
 
 The scheduler decides, under one short lock. The thread that made it decide wakes the tasks whose
-requests were granted, outside the lock, each through the adapter of its own loop. A lease belongs
-to one loop from its grant until its work is done. When a loop has closed, its queued requests are
-cancelled, and the next loop that uses the pool takes over its leases.
+requests were granted, outside the lock, each through the adapter of its own loop. No log handler or
+callback of the user's runs under the lock; a policy or duration curve does, with snapshots, and
+what it raises waits for the end of the decision. A lease belongs to one loop from its grant until
+its work is done. When a loop has closed, its queued requests are cancelled, and the next loop that
+uses the pool takes over its leases.
 
 A cancellation loses nothing: a queued request leaves the queue, and a request that was granted
 meanwhile gives its cells back.
@@ -28,6 +30,7 @@ from greensched.errors import (
     DeviceLost,
     ForkedPool,
     GreenschedError,
+    InvalidRequest,
     NoLoop,
     PoolClosed,
 )
@@ -42,6 +45,7 @@ from greensched.leasing.lease_cache import LeaseCache
 from greensched.leasing.pollers import PollerRegistry
 from greensched.leasing.requests import LeaseRequest, checked_deadline, checked_duration
 from greensched.leasing.status import PoolState, PoolStatistics, collect_statistics, update_quotas
+from greensched.scheduling import user_code
 from greensched.scheduling.allocator import Placement
 from greensched.scheduling.policy import Policy
 from greensched.scheduling.requests import Request
@@ -69,7 +73,7 @@ class LeaseManager:
     """
 
     def __init__(
-        self, driver: Driver, builder: WorkerThread, lock: threading.Lock, cache: LeaseCache
+        self, driver: Driver, builder: WorkerThread, lock: threading.RLock, cache: LeaseCache
     ) -> None:
         self.driver = driver
         self._time = driver.time
@@ -182,31 +186,65 @@ class LeaseManager:
         self, request: LeaseRequest, poller: CompletionPoller, *, wait: bool
     ) -> tuple[Request, tuple[Lease, ...]]:
         """Ask the scheduler; return the leases, or none if the request is queued."""
+        self.refuse_in_decision()
         self._cancel_abandoned()
         if len(self.pollers) > 1:
             self._look_for_closed_loops(poller)
-        near, device = request.near, request.device
-        with self.lock:
-            if self.state is not OPEN:
-                raise self.refusal()
-            now = self._time()
-            asked = self.scheduler.request(
-                now,
-                request.parts,
-                service=request.service,
-                devices=None if device is None else (index_of(self.device_pools, device),),
-                near=None if near is None else index_of(self.device_pools, near),
-                deadline=None if request.deadline is None else now + request.deadline,
-                duration=request.duration,
-                holder=poller.loop.current_holder(),
-                wait=wait,
-            )
-            granted = self.scheduler.resized(asked)
-            leases = self._claim_locked(asked, poller, request) if asked.grants else ()
-            if not leases:
-                GrantWaiter(asked, poller)
-        self.notify_granted(granted)
+        try:
+            with self.lock:
+                asked, leases, granted = self._request_locked(request, poller, wait=wait)
+        except BaseException:
+            user_code.report()
+            raise
+        try:
+            self.notify_granted(granted)
+        except BaseException:  # an interrupt in a policy: the caller gets that, and no lease
+            for lease in leases:
+                lease.end()
+            self._cancel(asked)
+            raise
         return asked, leases
+
+    def _request_locked(
+        self, request: LeaseRequest, poller: CompletionPoller, *, wait: bool
+    ) -> tuple[Request, tuple[Lease, ...], list[Request]]:
+        """Return the scheduler's request, its leases, and others that are granted because of it."""
+        if self.state is not OPEN:
+            raise self.refusal()
+        near, device, now = request.near, request.device, self._time()
+        asked = self.scheduler.request(
+            now,
+            request.parts,
+            service=request.service,
+            devices=None if device is None else (index_of(self.device_pools, device),),
+            near=None if near is None else index_of(self.device_pools, near),
+            deadline=None if request.deadline is None else now + request.deadline,
+            duration=request.duration,
+            holder=poller.loop.current_holder(),
+            wait=wait,
+        )
+        granted = self.scheduler.resized(asked)
+        leases = self._claim_locked(asked, poller, request) if asked.grants else ()
+        if not leases:
+            GrantWaiter(asked, poller)
+        return asked, leases, granted
+
+    @property
+    def in_decision(self) -> bool:
+        """Whether this thread is in a decision: then it runs a policy or a curve of the user's."""
+        return self.lock._is_owned()  # type: ignore[attr-defined,no-any-return]  # `Condition`'s
+
+    def refuse_in_decision(self) -> None:
+        """Refuse a change by a policy or a curve: its own decision is not complete.
+
+        Raises:
+            InvalidRequest: this thread is in a decision.
+        """
+        if self.in_decision:
+            raise InvalidRequest(
+                "a policy or a duration curve cannot change its pool while that decides: it may "
+                "read `pool.statistics()`, and a task of its own can do the rest"
+            )
 
     def _claim_locked(
         self, granted: Request, poller: CompletionPoller, request: LeaseRequest
@@ -270,6 +308,7 @@ class LeaseManager:
             PoolClosed, DeviceLost, ForkedPool: the pool has ended.
             InvalidRequest: not a duration, or not a deadline.
         """
+        self.refuse_in_decision()
         told = checked_duration(duration), checked_deadline(deadline)
         executor = lease.executor
         if len(self.pollers) > 1:
@@ -292,6 +331,7 @@ class LeaseManager:
             PoolClosed, DeviceLost, ForkedPool: nothing is granted any more.
             InvalidRequest: the reserves of the classes do not fit; nothing has changed.
         """
+        self.refuse_in_decision()
         with self.lock:
             if self.state is not OPEN:
                 raise self.refusal()
@@ -302,6 +342,7 @@ class LeaseManager:
 
     def observe(self, service: str, latency: float, count: int) -> None:
         """Tell the scheduler a latency of a class."""
+        self.refuse_in_decision()
         with self.lock:
             self.check()
             granted = self.scheduler.observe(self._time(), service, latency, count)
@@ -311,14 +352,17 @@ class LeaseManager:
         """Return what the pool has and did, at one moment.
 
         What a closed loop held is taken over first: by this thread's loop, or else soon by another.
+        Inside a decision, statistics are those of the moment, and nothing is changed.
         """
-        if self.works and self.pollers.has_closed:
+        in_decision = self.in_decision
+        if self.works and self.pollers.has_closed and not in_decision:
             try:
                 self._take_over_closed_loops(self.current_poller())
             except NoLoop:
                 self.pollers.call_one(self._take_over_closed_loops)
         with self.lock:
-            self.scheduler.reclaim(self._time())
+            if not in_decision:
+                self.scheduler.reclaim(self._time())
             return collect_statistics(
                 self.state, self.device_pools, len(self.leases), self.scheduler
             )
@@ -351,7 +395,8 @@ class LeaseManager:
     def notify_granted(self, granted: list[Request]) -> None:
         """Wake the tasks of granted and rejected requests. Not under the lock.
 
-        What was granted to a task of a closed loop goes to others.
+        What was granted to a task of a closed loop goes to others. What the user's policies and
+        curves raised in the decision is logged here, and their interrupts are raised.
         """
         for request in granted:  # grows meanwhile
             if not notify(request):
@@ -365,6 +410,8 @@ class LeaseManager:
             self.builder.make_missing()
         if self._idle_waiters and self.scheduler.is_idle:
             self._wake_idle_waiters()
+        if user_code.deferred:
+            user_code.report()
 
     def _on_queue_tick(self) -> float:
         """Expire queued requests, and look for closed loops, while requests are queued.
@@ -446,13 +493,13 @@ class LeaseManager:
                 device_pool.device_failed(error)
             for lease in self.leases:
                 lease.close_bound_launches()
-        logger.error("the GPU is unusable until this process is replaced: %s", error)
         for request in waiting:
             refuse(request, DeviceLost(error))
         for poller in pollers:
             poller.kick_threadsafe()
+        logger.error("the GPU is unusable until this process is replaced: %s", error)
 
-    def forked(self, lock: threading.Lock) -> None:
+    def forked(self, lock: threading.RLock) -> None:
         """Refuse everything in a forked child; take no lock that a thread of the parent holds."""
         self.lock = lock
         self.cache.forked(lock)

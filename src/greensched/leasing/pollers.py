@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from threading import Lock
+from threading import RLock
 
 from greensched.driver.interface import Driver
 from greensched.execution.completion import CompletionPoller
@@ -25,7 +25,7 @@ class PollerRegistry:
     def __init__(
         self,
         driver: Driver,
-        lock: Lock,
+        lock: RLock,
         on_tick: Callable[[], float],
         on_new: Callable[[CompletionPoller], None],
     ) -> None:

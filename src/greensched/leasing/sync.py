@@ -159,6 +159,7 @@ class SyncPool:
             raise LoopWouldBlock("pool.sync")
         if self._pool.state is PoolState.FORKED:
             raise ForkedPool("this pool")
+        self._pool._lifecycle.refuse_in_decision()  # the pool's loop would wait for this thread
 
     def __repr__(self) -> str:
         return f"<sync of {self._pool!r}>"

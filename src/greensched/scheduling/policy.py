@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,10 +10,9 @@ from operator import index
 from typing import Any, Protocol, TypeGuard, TypeVar
 
 from greensched.errors import InvalidRequest
+from greensched.scheduling import user_code
 
 T = TypeVar("T")
-
-logger = logging.getLogger("greensched")
 
 
 class ClassView(Protocol):
@@ -76,11 +74,65 @@ class SizingView:
     is_alone: bool
 
 
+@dataclass(frozen=True, slots=True)
+class ClassSnapshot:
+    """A service class as it was when a policy of the user's was called: a `ClassView`."""
+
+    name: str
+    priority: float
+    weight: float
+    sms: int
+    waiting: int
+    granted: int
+    sm_time: float
+    tag: float
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSnapshot:
+    """A request as it was when a policy of the user's was called: a `RequestView`."""
+
+    priority: float
+    arrived: float
+    order: int
+    due: float | None
+    allowed: float | None
+    _seconds: Callable[[int], float | None]
+
+    def seconds(self, sms: int) -> float | None:
+        """Return how long it is expected to take on so many SMs; None: not known."""
+        return self._seconds(sms)
+
+
+def _class_snapshot(one: ClassView) -> ClassSnapshot:
+    return ClassSnapshot(
+        one.name,
+        one.priority,
+        one.weight,
+        one.sms,
+        one.waiting,
+        one.granted,
+        one.sm_time,
+        one.tag,
+    )
+
+
+def _request_snapshot(one: RequestView) -> RequestView:
+    snapshot: Any = RequestSnapshot(
+        one.priority, one.arrived, one.order, one.due, one.allowed, one.seconds
+    )
+    return snapshot  # type: ignore[no-any-return]  # frozen: no member can be set
+
+
 class Policy(Protocol):
-    """The order of the queue. Pure: equal inputs, equal results. Called under the pool's lock.
+    """The order of the queue. Pure: equal inputs, equal results.
+
+    Called inside decisions, for which other threads wait: it must not block. It sees snapshots, and
+    may read the pool's `statistics()`; whatever would change the pool raises `InvalidRequest`.
 
     What `rank` raises is raised to the caller of the request. A failure or a wrong result of any
-    other method is logged, and the default counts instead: no request or lease is lost by it.
+    other method is logged, and the default counts instead: no request or lease is lost by it. A
+    `KeyboardInterrupt` or `SystemExit` is raised once the decision is complete.
 
     Reserves, caps, quotas, loans and bounds hold under every policy; the policy orders the requests
     that they allow. Two more methods are optional:
@@ -190,8 +242,8 @@ class GuardedPolicy:
 
     `rank` is called while a request is being made, so its failure is raised. The other methods are
     called inside decisions, where cells have moved already and no caller can be told: a failure or
-    a wrong result is logged, once for each method, and the default counts instead (`Fifo`'s order,
-    and the sizes of the request). Built-in policies are called directly.
+    a wrong result is logged behind the decision, once for each method, and the default counts
+    instead (`Fifo`'s order, and the sizes of the request). Built-in policies are called directly.
 
     Attributes:
         policy: the policy itself.
@@ -217,7 +269,7 @@ class GuardedPolicy:
         self._failed: set[str] = set()
 
     def _rank(self, request: RequestView) -> tuple[float, ...]:
-        rank: object = self.policy.rank(request)
+        rank: object = self.policy.rank(_request_snapshot(request))
         if not _is_rank(rank):
             raise InvalidRequest(
                 f"{self.policy!r}.rank() returned {rank!r}: return a tuple of numbers"
@@ -227,13 +279,15 @@ class GuardedPolicy:
     def _may_overtake(self, first: RequestView, now: float) -> bool:
         default = Fifo().may_overtake(first, now)
         return self._call(
-            "may_overtake", lambda: bool(self.policy.may_overtake(first, now)), default
+            "may_overtake",
+            lambda: bool(self.policy.may_overtake(_request_snapshot(first), now)),
+            default,
         )
 
     def _class_rank(self, service: ClassView) -> tuple[float, ...]:
         def call() -> tuple[float, ...]:
             policy: Any = self.policy
-            rank: object = policy.class_rank(service)
+            rank: object = policy.class_rank(_class_snapshot(service))
             if not _is_rank(rank):
                 raise TypeError(f"class_rank() returned {rank!r}: return a tuple of numbers")
             return rank
@@ -243,7 +297,7 @@ class GuardedPolicy:
     def _size(self, request: RequestView, view: SizingView) -> tuple[int, int]:
         def call() -> tuple[int, int]:
             policy: Any = self.policy
-            least, most = policy.size(request, view)
+            least, most = policy.size(_request_snapshot(request), view)
             return index(least), index(most)
 
         return self._call("size", call, (view.sizes[0], view.sizes[-1]))
@@ -251,10 +305,11 @@ class GuardedPolicy:
     def _call(self, method: str, call: Callable[[], T], default: T) -> T:
         try:
             return call()
-        except Exception:
-            if method not in self._failed:
+        except BaseException as error:
+            if method not in self._failed or not isinstance(error, Exception):
                 self._failed.add(method)
-                logger.exception(
+                user_code.defer(
+                    error,
                     "%r.%s() failed or returned a wrong result; each time it does, %r counts "
                     "instead",
                     self.policy,

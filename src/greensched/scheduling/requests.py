@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import enum
-import logging
 from collections.abc import Hashable, Mapping
 from math import frexp, inf
 from typing import Final, Protocol
 
+from greensched.scheduling import user_code
 from greensched.scheduling.cells import SizeRange
 from greensched.scheduling.class_state import ClassState
-
-logger = logging.getLogger("greensched")
 
 
 class GrantState(enum.Enum):
@@ -31,8 +29,9 @@ GONE: Final = GrantState.GONE
 class DurationCurve(Protocol):
     """How long a piece of work takes on a number of SMs, in seconds.
 
-    Both methods are called under the pool's lock. A failure, or a result that is not a duration, is
-    logged once, and the request has no known duration from then on.
+    Both methods are called inside decisions: they must not block, and cannot change the pool. A
+    failure, or a result that is not a duration, is logged once, and the request has no known
+    duration from then on.
     """
 
     def at(self, sms: int) -> float: ...
@@ -243,8 +242,8 @@ class Request:
             if 0 <= seconds < inf:
                 return seconds
             raise ValueError(f"at({sms}) returned {seconds}: return seconds, at least 0")
-        except Exception:  # user code inside a decision: no caller to raise it to
-            self._log_failure("at")
+        except BaseException as error:  # user code inside a decision: no caller to raise it to
+            self._curve_failed("at", error)
         return None
 
     def learn(self, sms: int, seconds: float) -> None:
@@ -254,11 +253,12 @@ class Request:
             return
         try:
             duration.observe(sms, seconds)
-        except Exception:  # as above
-            self._log_failure("observe")
+        except BaseException as error:  # as above
+            self._curve_failed("observe", error)
 
-    def _log_failure(self, method: str) -> None:
-        logger.exception("%r.%s() failed: the duration counts as unknown", self.duration, method)
+    def _curve_failed(self, method: str, error: BaseException) -> None:
+        what = "%r.%s() failed: the duration counts as unknown"
+        user_code.defer(error, what, self.duration, method)
         self.cost_failed = True
 
     def __repr__(self) -> str:
