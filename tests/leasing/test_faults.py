@@ -657,6 +657,9 @@ class StrictLock:
         self.depth -= 1
         self._lock.release()
 
+    def _is_owned(self) -> bool:
+        return self._lock._is_owned()
+
 
 @pytest.mark.white_box
 @pytest.mark.parametrize("leased", [0, 132], ids=["in its block", "queued"])
@@ -779,7 +782,7 @@ def test_statistics_are_told_while_lanes_are_made(monkeypatch: pytest.MonkeyPatc
     add, held = DevicePool.add, list[bool]()
 
     def watched(site: DevicePool, executor: Any) -> None:
-        held.append(pool._manager.lock.locked())
+        held.append(pool._manager.lock._is_owned())
         add(site, executor)
 
     async def main() -> None:
