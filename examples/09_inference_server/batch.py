@@ -52,4 +52,4 @@ class Shape:
     context: int = 1536
     #: Sequences of the graphs of a decode step; tokens of those that read a prompt.
     decode_sizes: tuple[int, ...] = (8, 16, 32, 64)
-    prefill_sizes: tuple[int, ...] = (128, 256, 384, 512, 768, 1024, 1280)
+    prefill_sizes: tuple[int, ...] = tuple(range(128, 1281, 128))
