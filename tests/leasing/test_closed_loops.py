@@ -393,3 +393,22 @@ def on_a_thread(function: Any) -> Any:
     """What a function returns on a thread without a loop."""
     with ThreadPoolExecutor(1) as threads:
         return threads.submit(function).result()
+
+
+def test_f30_15_nowait_takes_over_from_a_closed_loop(
+    loops: Loops, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a closed loop held is granted at once, long before the next regular look."""
+    monkeypatch.setattr("greensched.leasing.manager.TICK_S", 1000.0)
+    pool = Pool(driver="simulated:h200")
+
+    async def use() -> None:
+        async with pool.partition_nowait(ALL) as p:
+            assert p.sm_count == EVERY_SM
+        await pool.aclose()
+
+    loops.on_here(pool.open())
+    loops.on_here(lease_once(pool, ALL, []))
+    loops.on_there(take_and_work(pool, 96))
+    loops.there.close()
+    loops.on_here(use())

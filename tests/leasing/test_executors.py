@@ -441,3 +441,87 @@ def test_a_track_that_cannot_be_made_keeps_no_word() -> None:
     words.close()
     device.close()
     driver.close()
+
+
+@pytest.mark.parametrize("holds_call", [False, True])
+def test_f30_15_a_call_overtakes_nothing_that_is_on_the_way(holds_call: bool) -> None:
+    """Calls begin behind launches and calls that the submit thread has yet to pass on.
+
+    It is held up before it submits the launch, or behind that, before it passes the call on.
+    """
+    order: list[str] = []
+
+    async def main() -> None:
+        launched, go_on = threading.Event(), threading.Event()
+
+        def launch(_: int) -> None:
+            if not holds_call:
+                go_on.wait()
+            order.append("launch")
+
+        async with Pool(driver="simulated:h200") as pool, pool.partition(8) as p:
+            lease = p._open_lease()
+            lease.executor.submit_in_order(launched.wait)
+            lease.submit("launch", launch, may_block=True)
+            if holds_call:
+                lease.executor.submit_in_order(go_on.wait)
+            jobs = [p.run(order.append, "first")]
+            launched.set()
+            if holds_call:
+                await until(lambda: lease.all_submitted)
+            jobs.append(p.run(order.append, "second"))
+            await turns()
+            go_on.set()
+            for job in jobs:
+                await job
+
+    anyio.run(main)
+    assert order == ["launch", "first", "second"]
+
+
+def test_f30_15_each_call_finds_the_green_context_current() -> None:
+    """What one call leaves current, the next one of the same turn of the worker does not see."""
+    driver = simulated.open("h200")
+    go_on = threading.Event()
+
+    async def main() -> None:
+        async with Pool(driver=driver) as pool, pool.partition(8) as p:
+            jobs = [
+                p.run(go_on.wait),
+                p.run(driver.set_current, pool.devices[0].primary.handle),
+                p.run(driver.current),
+            ]
+            go_on.set()
+            found = [await job for job in jobs]
+            assert found[-1] == p._open_lease().executor.context.handle
+
+    anyio.run(main)
+
+
+def test_f30_15_a_lease_ends_behind_its_copies() -> None:
+    """Cells stay taken while a copy beside the launches is on the device, however it is left."""
+    clock = simulated.VirtualClock(seed=1)
+    driver = simulated.open("h200", clock=clock)
+
+    async def main() -> None:
+        async with Pool(driver=driver) as pool:
+            word = None
+            with pytest.raises(LookupError):
+                async with pool.partition(8) as p:
+                    async for buffer in p.prefetch([BIG[:8]]):
+                        buffer.close()
+                    word = await p.empty_pinned(1, np.uint32)
+                    lease = p._open_lease()
+                    copies = lease.executor.copy_stream
+                    assert copies is not None
+                    driver.wait_value(copies.stream.handle, word.address, 1)
+                    lease.submit("copy", lambda _: None, on_copy_stream=True)
+                    raise LookupError
+            await anyio.sleep(1)
+            assert pool.statistics().sms_draining == 8
+            assert word is not None
+            word.array[0] = 1
+            await until(lambda: pool.statistics().sms_draining == 0)
+            word.close()
+
+    clock.run(main)

@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message
 
 import greensched
 from greensched import ALL, LaunchConfig, Pool, PoolState
-from greensched.driver.simulated import Crash, cost
+from greensched.driver.simulated import Crash, Fail, cost
 from greensched.driver.status import from_status
 from greensched.integrations import asgi
 from greensched.integrations.testing import SimGPU, SimPool
@@ -513,6 +513,18 @@ async def test_a_gpu_that_dies_idle_is_seen(sim_gpu: SimGPU, make_app: Any) -> N
             driver.machine.timeline.fail(second, from_status(700, "another kernel"))
         assert await probes(client) == (503, 503)
         assert "another kernel" in (await client.get("/readyz")).json()["detail"]
+
+
+async def test_f30_15_a_driver_call_that_fails_is_no_lost_device(
+    sim_gpu: SimGPU, make_app: Any
+) -> None:
+    """A pool whose device does not answer as it should is not ready, and healthy all the same."""
+    driver = sim_gpu.open("h200")
+    async with serving(make_app(Pool(driver=driver), spin_for_10_ms)) as client:
+        calls = driver.script.calls["create_event"]
+        driver.script.add(Fail("create_event", calls + 1, "OUT_OF_MEMORY", last=calls + 2))
+        assert await probes(client) == (200, 503)
+        assert await probes(client) == (200, 200)
 
 
 async def test_probes_of_a_pool_not_opened(sim_pool: SimPool) -> None:

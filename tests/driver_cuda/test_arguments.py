@@ -1,0 +1,52 @@
+"""What the driver's calls give to the bindings, which are replaced: no driver is needed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from greensched.driver.cuda import memory, streams
+
+DISABLE_TIMING, BLOCKING_SYNC = 2, 1
+
+
+@pytest.mark.parametrize("timing", [False, True])
+@pytest.mark.parametrize("blocking", [False, True])
+def test_f30_15_an_event_has_the_flags_that_were_asked(
+    monkeypatch: pytest.MonkeyPatch, timing: bool, blocking: bool
+) -> None:
+    """Without blocking-sync a thread that waits for an event spins; without timing it is faster."""
+    given: list[int] = []
+    monkeypatch.setattr(streams, "call", lambda _, flags: given.append(flags))
+    create: Any = streams.Streams.create_event
+    create(None, timing=timing, blocking=blocking)
+    assert given == [DISABLE_TIMING * (not timing) + BLOCKING_SYNC * blocking]
+
+
+def test_f30_15_freed_host_memory_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mapping is kept while it is registered, and no longer."""
+    cuda = SimpleNamespace(
+        cuMemHostRegister=lambda *_: (0,),
+        cuMemHostGetDevicePointer=lambda address, _: address,
+        cuMemHostUnregister=lambda _: None,
+    )
+    monkeypatch.setattr(memory, "cuda", cuda)
+    monkeypatch.setattr(memory, "call", lambda function, *arguments: function(*arguments))
+    methods: Any = memory.Memory
+    host = methods.allocate_host(None, 64)
+    assert host.address in memory._registered
+    methods.free_host(None, host)
+    assert host.address not in memory._registered
+
+
+@pytest.mark.parametrize(("kind", "device"), [(1, None), (2, 5)])
+def test_f30_15_host_memory_is_of_no_device(
+    monkeypatch: pytest.MonkeyPatch, kind: int, device: int | None
+) -> None:
+    """Host memory that is registered has an ordinal, too, and is not device memory for that."""
+    answers = {memory._ATTRIBUTE_KIND: kind, memory._ATTRIBUTE_ORDINAL: 5}
+    monkeypatch.setattr(memory, "call", lambda _, attribute, address: answers[attribute])
+    methods: Any = memory.Memory
+    assert methods.memory_device(None, 0x1000) == device
