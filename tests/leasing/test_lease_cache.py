@@ -19,10 +19,13 @@ from greensched import (
     ServiceClass,
     WouldBlock,
     WouldDeadlock,
+    current_call,
 )
+from greensched.device.launch import launch
+from greensched.device.streams import Stream
 from greensched.driver import simulated
 from greensched.errors import DeviceLost, InvalidRequest
-from greensched.kernels import fill
+from greensched.kernels import fill, spin
 from helpers.waiting import turns
 
 CONFIG = LaunchConfig(grid=1, block=8)
@@ -344,7 +347,16 @@ def test_a_fault_reclaims_the_cache() -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("use", ["run", "stream", "context", "bind", "feed", "failed"])
+def leave_work() -> Stream:
+    """Leave a kernel running on a stream of one's own, as a library does."""
+    call = current_call()
+    assert call is not None
+    own = Stream(call.stream.context)
+    launch(own, LaunchConfig(grid=1, block=1), spin, 2_000_000)
+    return own
+
+
+@pytest.mark.parametrize("use", ["run", "left", "stream", "context", "bind", "feed"])
 def test_a_lease_with_work_left_is_ended(use: str) -> None:
     """A lease whose end has more to do than to look at its launches is not cached."""
 
@@ -354,7 +366,9 @@ def test_a_lease_with_work_left_is_ended(use: str) -> None:
                 with await p.empty(8) as x:
                     await p.launch(CONFIG, fill, x, 1.0, 8)
                     if use == "run":
-                        await p.run(int)
+                        p.run(int)
+                    elif use == "left":
+                        left = await p.run(leave_work)
                     elif use == "stream":
                         _ = p.stream
                     elif use == "context":
@@ -364,10 +378,25 @@ def test_a_lease_with_work_left_is_ended(use: str) -> None:
                     elif use == "feed":
                         async for _ in p.prefetch([np.zeros(4, np.float32)]):
                             pass
-                    else:
-                        with pytest.raises(ZeroDivisionError):
-                            await p.run(lambda: 1 // 0)
             assert not cached(pool)
+            if use == "left":
+                left.close()
+
+    asyncio.run(main())
+
+
+def test_calls_that_left_nothing_do_not_prevent_caching() -> None:
+    """Calls that have waited for their work, or failed, leave a lease that can as well go on."""
+
+    async def main() -> None:
+        async with on_h200() as pool:
+            for _ in range(2):
+                async with pool.partition(16) as p:
+                    assert await p.run(int) == 0
+                    with pytest.raises(ZeroDivisionError):
+                        await p.run(lambda: 1 // 0)
+                    assert await p.checkpoint() == 16
+                assert cached(pool) == 1
 
     asyncio.run(main())
 

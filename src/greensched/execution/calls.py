@@ -44,7 +44,7 @@ def submit_call(
     job: Job[T] = Job(stream, ticket, name if isinstance(name, str) else "run", lease.failed)
     if wrappers:  # the libraries' work may outlast the call
         stream.keep(ticket, given)
-    lease.expect_foreign_work()
+    lease.has_called = True
     poller.watch(stream)
     lease.executor.call(call, job, poller, where)
     return job

@@ -41,7 +41,7 @@ from greensched.execution.jobs import Job
 from greensched.execution.launch_cache import LaunchCache
 from greensched.execution.local_storage import ExecutorLocals
 from greensched.execution.threads import Item, WorkerThread
-from greensched.typing import T
+from greensched.typing import CaptureMode, T
 
 logger = logging.getLogger("greensched")
 
@@ -100,6 +100,10 @@ class Executor:
         self._second_chunk = context.create_event()
         chunk_events = self._first_chunk, self._second_chunk
         self.chunks = ChunkedCopier(self.launch_stream, chunk_events, staging)
+        #: Libraries have a stream or the context itself: they may capture at any time.
+        self.is_exposed = False
+        #: The context's event captured all that was there when the last call returned.
+        self._is_recorded = False
         #: For copies beside the launches; made by `create_copy_stream`.
         self.copy_stream: TicketedStream | None = None
         self.copy_chunks: ChunkedCopier | None = None
@@ -266,6 +270,7 @@ class Executor:
                 the library's own.
         """
         launches = self.launch_stream
+        self._is_recorded = False
         call = _QueuedCall(function, job, poller, where, None if where is None else copy_context())
         poller.thread_work_started()
         if launches.submitted == launches.issued and not self._calls_to_forward:
@@ -344,6 +349,8 @@ class Executor:
     def _finish_call(self, call: _QueuedCall) -> None:
         """Write the ticket of a call that returned, behind the work that it left on the stream."""
         stream, ticket = self.call_stream, call.job._ticket
+        if call.where is not None:
+            self._record_context()
         try:
             if self._has_no_work(stream):
                 stream.mark_here(ticket)
@@ -352,6 +359,35 @@ class Executor:
         except CUDAError as error:
             self.health.fail(error)
         call.poller.thread_work_done_threadsafe()
+
+    def _record_context(self) -> None:
+        """Have the context's event capture what calls have left, on streams of libraries, too."""
+        green = self.context.green
+        if self.is_exposed or green is None:  # a capture that is open would become invalid
+            return
+        try:
+            self.driver.record_green(green, self.context_event.handle)
+        except CUDAError as error:  # a library captures: a thread waits for the whole context
+            logger.debug("the green context's work cannot be recorded: %s", error)
+        else:
+            self._is_recorded = True
+
+    def calls_left_nothing(self) -> bool:
+        """Whether all calls have returned, and all work of the green context was done since."""
+        stream = self.call_stream
+        if not (self._is_recorded and stream.is_idle):
+            return False
+        if stream.kept:
+            stream.release_kept()
+            if stream.kept:
+                return False
+        before = self.driver.exchange_capture_mode(CaptureMode.RELAXED)
+        try:
+            return self.driver.query_event(self.context_event.handle)
+        except CUDAError:  # what has failed is found where the work is waited for
+            return False
+        finally:
+            self.driver.exchange_capture_mode(before)
 
     def _has_no_work(self, stream: TicketedStream) -> bool:
         """Query a stream; a capture that was left open on it is dropped first."""

@@ -150,9 +150,11 @@ class Lease:
         """
         self.executor = executor
         self._first_ticket = executor.launch_stream.issued
-        #: Libraries may have work on the green context that has no ticket: `run`, `stream`,
+        #: Libraries may have work on the green context at any time that has no ticket: `stream`,
         #: `context`.
-        self.foreign_work = False
+        self.foreign_work = executor.is_exposed = False
+        #: There were calls, which may have left such work.
+        self.has_called = False
         #: The launch stream was given away: a library may capture on it.
         self.stream_shared = False
         #: Its end has nothing to do but wait for its launches: it may be cached.
@@ -380,7 +382,7 @@ class Lease:
 
     def expect_foreign_work(self) -> None:
         """From here on libraries may have work on the green context that has no ticket."""
-        self.foreign_work = True
+        self.foreign_work = self.executor.is_exposed = True
         self.reusable = False
 
     def share_stream(self) -> None:
@@ -464,11 +466,18 @@ class Lease:
             for job in tuple(self._unfinished):
                 job._finalize()
             last = stream.issued
-            if self.foreign_work:
+            if self._may_have_foreign_work():
                 await self._ticket_whole_context()
                 last += 1
             if not self.launches_without_ticket and last == stream.issued and executor.is_idle:
                 return
+
+    def _may_have_foreign_work(self) -> bool:
+        """Whether libraries may have work on the green context that has no ticket.
+
+        Calls that have waited for all their work have left nothing to wait for.
+        """
+        return self.foreign_work or (self.has_called and not self.executor.calls_left_nothing())
 
     def _has(self, executor: Executor) -> bool:
         """Whether work may still be submitted here, on this executor."""
@@ -504,8 +513,10 @@ class Lease:
             or not (issued == stream.last_reached or issued & MASK == stream.word[0])
             or issued != stream.submitted
             or stream.kept
+            or (self.has_called and not self.executor.calls_left_nothing())
         ):
             return False
+        self.has_called = False
         if self.bound_launches:
             if self.launches_without_ticket:  # those behind the last ticket may still run
                 return False
@@ -572,7 +583,7 @@ class Lease:
         stream = self.executor.launch_stream
         if any(not one.is_idle for one in self.executor.streams[1:]):
             return False
-        if self.foreign_work:
+        if self._may_have_foreign_work():
             if stream.submitted != stream.issued or stream.first_uses:
                 return False
             try:
