@@ -153,6 +153,12 @@ class DevicePool:
             self.executors_made += 1
         return executor
 
+    def prebuild_homes(self, masks: Collection[int]) -> None:
+        """Make the executors over the home cells of classes, and evict none of them. Blocks."""
+        self.prebuilt |= {*masks}
+        for mask in masks:
+            self.add(self.make(mask))
+
     def _context(self, mask: int) -> Context:
         """Return the green context over a set of cells, kept or made. Blocks."""
         options = ContextOptions(resources=[*self.split.resources(mask), *self._queues])

@@ -120,7 +120,10 @@ class LeaseManager:
             placement=placement,
             on_reclaim=self._close_cached_locked,
         )
-        for each, ready in zip(device_pools, scheduler.ready_masks, strict=True):
+        for index, (each, ready) in enumerate(
+            zip(device_pools, scheduler.ready_masks, strict=True)
+        ):
+            each.prebuild_homes(scheduler.home_masks(index))
             for mask in each.executors:
                 ready.setdefault(mask.bit_count(), {})[mask] = None
         update_quotas(self._quotas, services)
@@ -338,6 +341,11 @@ class LeaseManager:
             granted = self.scheduler.reconfigure(self._time(), services, policy)
             if services is not None:
                 update_quotas(self._quotas, services)
+                for index, device_pool in enumerate(self.device_pools):
+                    homes = self.scheduler.home_masks(index)
+                    device_pool.prebuilt |= {*homes}
+                    missing = [m for m in homes if m not in device_pool.executors]
+                    self.scheduler.missing_executors.update({(index, m): None for m in missing})
         self.notify_granted(granted)
 
     def observe(self, service: str, latency: float, count: int) -> None:

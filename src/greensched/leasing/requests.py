@@ -113,12 +113,14 @@ class RequestParser:
             )
         if device is not None and not is_count(device):
             raise InvalidRequest(f"device={device!r}: give the ordinal of a device, such as 0")
+        parts = parse_sizes(sizes)
         if service is not None:
             self._check_known(service)
+            parts = self._with_sizes_of(service, parts, sizes)
         if near is not None and not isinstance(near, Buffer):
             raise InvalidRequest(f"near={near!r}: give a Buffer, whose device is preferred")
         return LeaseRequest(
-            parts=parse_sizes(sizes),
+            parts=parts,
             sizes=sizes,
             device=device,
             service=service or "",
@@ -141,6 +143,25 @@ class RequestParser:
             raise InvalidRequest(
                 f"count={count!r}: give how many requests had it, from 1 to {MAX_COUNT}"
             )
+
+    def _with_sizes_of(
+        self, service: str, parts: tuple[SizeRange, ...], asked: tuple[Size, ...]
+    ) -> tuple[SizeRange, ...]:
+        """Check that a request names sizes of its class, if that has any; ALL is the largest.
+
+        Raises:
+            InvalidRequest: it names others.
+        """
+        known = next(one.sizes for one in self.services if one.name == service)
+        if not known:
+            return parts
+        parts = tuple(part._replace(most=min(part.most, known[-1])) for part in parts)
+        if any(part.named or not {part.least, part.most} <= {*known} for part in parts):
+            raise InvalidRequest(
+                f"sms={', '.join(map(repr, asked))}: service {service!r} has the sizes {known}: "
+                f"ask for one of them, or for a range, such as ({known[0]}, {known[-1]})"
+            )
+        return parts
 
     def _check_known(self, service: object) -> None:
         names = [one.name for one in self.services]

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 from greensched.scheduling.cells import DeviceCells, SizeRange, lowest
 from greensched.scheduling.class_state import ClassState
 from greensched.scheduling.fair_queueing import VirtualTime
+from greensched.scheduling.home_cells import HomeMasks
 from greensched.scheduling.requests import Duration, Grant, Request
 from greensched.scheduling.reservations import expected_times, place_reserves
 from greensched.scheduling.services import DEFAULT_CLASS, ServiceClass
@@ -132,10 +133,10 @@ class SMAllocator:
             One set for each part; empty: they do not fit.
         """
         cells, free, parts = self.devices[device], self.free_masks[device], request.target
-        ready = self.ready_masks[device]
-        if not self.is_limited:
+        ready, state = self.ready_masks[device], request.class_state
+        if not self.is_limited and not (state.sizes and len(parts) == 1):
             return cells.fit_all(free, parts, ready)
-        state, reservations = request.class_state, self.reservations[device]
+        reservations = self.reservations[device]
         least = most = (free & cells.cell_mask).bit_count()
         if reservations.owners:
             least, most = reservations.available_for(least, request, request.fewest)
@@ -155,7 +156,7 @@ class SMAllocator:
             if not cells.is_helped(free, size.least):
                 return ()
             most = least
-        elif reservations.owners and size.most < (needed + 1) * cells.size:
+        elif reservations.owners and size.most < (needed + 1) * cells.size and not state.sizes:
             # Owners in their own block, others outside all blocks, where that suffices.
             among = free & reservations.blocks.get(state, reservations.beside)
             if among.bit_count() < needed and size.most <= needed * cells.size:
@@ -168,13 +169,52 @@ class SMAllocator:
         self, state: ClassState, device: int, size: SizeRange, most: int, left: int
     ) -> tuple[int, ...]:
         """Fit one part in at most so many cells, and so many SMs."""
-        cells, ready = self.devices[device], self.ready_masks[device]
+        cells, free = self.devices[device], self.free_masks[device]
         visible = self.visible(state, device, most)
-        mask = cells.fit(visible, size, ready)
+        mask = self._fit(state, device, visible, size, free, most)
         if left < cells.total and cells.sm_count(mask) > left:
-            mask = cells.fit(visible & cells.cell_mask, size, ready)
+            among = cells.cell_mask
+            mask = self._fit(state, device, visible & among, size, free & among, most)
             return (mask,) if mask and cells.sm_count(mask) <= left else ()
         return (mask,) if mask else ()
+
+    def _fit(
+        self,
+        state: ClassState,
+        device: int,
+        among: int,
+        size: SizeRange,
+        reachable: int,
+        count: int,
+    ) -> int:
+        """Return the cells for one part; of a class with sizes the largest possible, at home.
+
+        Args:
+            state: the class.
+            device: where.
+            among: the cells to choose from, where the class has no home among the reachable ones.
+            size: the SMs; between two sizes of the class, the next larger one.
+            reachable: every cell that it may have.
+            count: how many cells it may have.
+        """
+        cells, ready = self.devices[device], self.ready_masks[device]
+        if not state.sizes:
+            return cells.fit(among, size, ready)
+        least = next((sms for sms in state.sizes if sms >= size.least), size.least)
+        for sms in reversed(state.sizes):
+            if not least <= sms <= max(least, size.most):
+                continue
+            for mask in self.homes(state, device).get(sms, ()):
+                if not mask & ~reachable and cells.cell_count(mask) <= count:
+                    return mask
+            mask = cells.fit(among, SizeRange(sms, sms), ready)
+            if mask:
+                return mask
+        return 0
+
+    def homes(self, state: ClassState, device: int) -> HomeMasks:
+        """Return the home cells of a class, by size; none of a class without sizes."""
+        return self.reservations[device].homes.get(state, {})
 
     def visible(self, state: ClassState, device: int, count: int) -> int:
         """Return so many of the free cells, and the remainder; reserves of other classes last."""
@@ -376,15 +416,20 @@ class SMAllocator:
         choices = self._choices(grant, least, most)
         most = choices.most
         size = SizeRange(least, max(least, most))
-        ideals = [cells.fit(among, size, self.ready_masks[device]) for among in choices.sets]
+        state, homes = grant.class_state, self.homes(grant.class_state, device)
+        ideals = [
+            self._fit(state, device, among, size, choices.reachable, choices.cells)
+            for among in choices.sets
+        ]
         ideals = [mask for mask in ideals if choices.allow(cells, mask, least)]
         made = [mask for mask in ideals if self.is_made(device, mask)]
         if made and choices.gives_back:  # the preferred set leaves the reserves of others free
             return made[0], 0
         found = [*made]
         if choices.sets and (cells.joins or not made):  # a joined remainder may fit better
-            ready = chain.from_iterable(self.ready_masks[device].values())
-            found += [mask for mask in ready if choices.allow(cells, mask, least)]
+            ready = chain.from_iterable((homes or self.ready_masks[device]).values())
+            allowed = [mask for mask in ready if choices.allow(cells, mask, least)]
+            found += [mask for mask in allowed if not homes or self.is_made(device, mask)]
         if choices.allow(cells, prefer, least):
             found.insert(0, prefer)
         if not grant.is_shared:

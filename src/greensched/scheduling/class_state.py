@@ -60,6 +60,7 @@ class ClassState:
         self.preemptible = rules.preemptible
         self.shared = rules.shared
         self.max_wait = rules.reserve_wait
+        self.sizes = rules.sizes
         self.cap = NO_CAP if isinstance(rules.cap, NamedSize) else rules.cap
         # Python's own numbers: the compiled build takes no others.
         self.latency = None if rules.latency is None else float(rules.latency)

@@ -20,13 +20,18 @@ rules they began under, and what becomes free is kept until it suffices.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
 
 from greensched.errors import InvalidRequest
 from greensched.scheduling.cells import DeviceCells, alignment
 from greensched.scheduling.class_state import ClassState
+from greensched.scheduling.home_cells import HomeMasks, home_masks
 from greensched.scheduling.requests import NO_LOANS, Grant, Request
-from greensched.scheduling.services import ServiceClass
+from greensched.scheduling.services import NO_CAP, ServiceClass
+from greensched.typing import NamedSize
+
+NO_SIZES: Final[Mapping[ClassState, ServiceClass]] = {}
 
 
 class Reservations:
@@ -35,22 +40,41 @@ class Reservations:
     Args:
         cells: the cells of the device.
         owners: the classes with a reserve there.
+        sized: the rules of each class that names its sizes.
     """
 
-    def __init__(self, cells: DeviceCells, owners: Sequence[ClassState]) -> None:
+    def __init__(
+        self,
+        cells: DeviceCells,
+        owners: Sequence[ClassState],
+        sized: Mapping[ClassState, ServiceClass] = NO_SIZES,
+    ) -> None:
         self.cells = cells
         self.owners = tuple(owners)
         #: For each owner, the cells to be given last to other classes, so that what is kept for it
         #: stays in one block: as near to the top as `DeviceCells.menu` has executors over it. An
         #: executor that is made only when needed may wait for everything that runs.
         self.blocks: dict[ClassState, int] = {}
-        top, still = cells.count, sum(owner.reserve_cells for owner in self.owners)
+        #: The home cells of each class with sizes: one from the top, the next from the bottom.
+        self.homes: dict[ClassState, HomeMasks] = {}
+        top, bottom = cells.count, 0
+        for state in sorted(sized, key=lambda state: state not in self.owners):
+            need = state.reserve_cells if state in self.owners else 0
+            downward, rules = len(self.homes) % 2 == 0, sized[state]
+            cap = NO_CAP if isinstance(rules.cap, NamedSize) else rules.cap
+            edge = top if downward else bottom
+            self.homes[state] = home_masks(cells, rules.sizes, cap, edge, downward=downward)
+            if need:
+                self.blocks[state] = ((1 << need) - 1) << (top - need if downward else bottom)
+            top, bottom = (top - need, bottom) if downward else (top, bottom + need)
+        still = sum(owner.reserve_cells for owner in self.owners if owner not in sized)
         for owner in self.owners:
-            need = owner.reserve_cells
-            still -= need
-            step = alignment(need)
-            top = max((top - need) // step * step, still)
-            self.blocks[owner] = ((1 << need) - 1) << top
+            if owner not in sized:
+                need = owner.reserve_cells
+                still -= need
+                step = alignment(need)
+                top = max((top - need) // step * step, bottom + still)
+                self.blocks[owner] = ((1 << need) - 1) << top
         #: All of them; they share no cell.
         self.all_blocks = sum(self.blocks.values())
         #: The cells beside them.
@@ -260,4 +284,7 @@ def place_reserves(
             homes[home].append(state)
     for state, home, need in placed:
         state.home, state.reserve_cells = home, need
-    return [Reservations(cells, owners) for cells, owners in zip(devices, homes, strict=True)]
+    sized = {state: rules for state, rules in wanted if rules.sizes}
+    return [
+        Reservations(cells, owners, sized) for cells, owners in zip(devices, homes, strict=True)
+    ]

@@ -183,6 +183,17 @@ class Scheduler:
         self._requested += 1
         return request
 
+    def home_masks(self, device: int, service: str | None = None) -> tuple[int, ...]:
+        """Return the home cells of a class, or of every class, on a device: see `home_cells`.
+
+        Raises:
+            InvalidRequest: there is no such class.
+        """
+        homes = self.allocator.reservations[device].homes
+        states = homes if service is None else (self._class_of(service),)
+        found = [masks for state in states for masks in homes.get(state, {}).values()]
+        return tuple(dict.fromkeys(mask for masks in found for mask in masks))
+
     def _class_of(self, service: str) -> ClassState:
         state = self.allocator.classes.get(service)
         if state is None or service in self.allocator.retired:

@@ -37,6 +37,11 @@ class ServiceClass:
         reserve: SMs of one device that are kept for the class, rounded up to whole cells. While
             the class does not use them, other classes may borrow them.
         cap: the most SMs the class may hold in the pool at once.
+        sizes: the SMs of its leases, ascending, such as `(24, 48, 64)`: each request names one of
+            them, or a range from one to another. A lease has one of these sizes at any time, and
+            each size is granted on the same cells whenever these are free, from one end of the
+            device: graphs and other state of an executor are made once (`Pool.prepare_local`).
+            Empty: any size.
         priority: larger goes first in the queue.
         weight: its share of SM-time among classes of the same priority, under `policy="fair"`;
             from 1e-6 to 1e6.
@@ -64,6 +69,7 @@ class ServiceClass:
     name: str
     reserve: int = 0
     cap: int | NamedSize = ALL
+    sizes: tuple[int, ...] = ()
     priority: float = 0
     weight: float = 1
     latency: float | None = None
@@ -137,6 +143,8 @@ def _rules(one: ServiceClass) -> Iterable[tuple[str, bool, str]]:
     is_cap = one.cap is ALL or (_is_count(one.cap) and most > 0)
     yield "cap", is_cap, "a number of SMs, at least 1, or ALL"
     yield "cap", most >= one.reserve, "at least as many SMs as its reserve"
+    yield "sizes", _are_sizes(one.sizes, most), "numbers of SMs, ascending, none above its cap"
+    yield "sizes", not (one.sizes and one.shared), "none: shared leases have all SMs"
     yield "priority", _is_number(one.priority), "a number"
     lightest, heaviest = WEIGHTS
     is_weight = lightest <= as_float(one.weight) <= heaviest
@@ -164,6 +172,12 @@ def _latency_hint(one: ServiceClass) -> str:
 
 def _is_count(value: object) -> bool:
     return type(value) is int and value >= 0
+
+
+def _are_sizes(sizes: object, cap: int) -> bool:
+    if not isinstance(sizes, tuple) or not all(_is_count(size) and size for size in sizes):
+        return False
+    return sorted(set(sizes)) == list(sizes) and (not sizes or sizes[-1] <= cap)
 
 
 def _is_number(value: object) -> bool:
