@@ -29,6 +29,7 @@ from benchmarks.probes import gpu as probe
 from benchmarks.system import client_disconnect, http, soak
 
 from benchmarks import suites
+from greensched.capacity import sweeps
 from greensched.driver import simulated
 from greensched.driver.interface import Driver
 
@@ -293,11 +294,13 @@ def test_bars_of_traffic_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traffic, "SECONDS", 2.0)
     monkeypatch.setattr(traffic, "REQUESTS", 10)
     monkeypatch.setattr(traffic, "RATES", (0.5, 1.0))
-    monkeypatch.setattr(traffic, "UNSEEN", ("bursty",))
+    monkeypatch.setattr(traffic, "GENERATORS", ("bursty",))
+    monkeypatch.setattr(traffic, "ARMS", ("streams", "priority"))
+    monkeypatch.setattr(sweeps, "MOST_SPLITS", 2)
     monkeypatch.setattr(traffic, "TURNS", 1)
     bars = [*traffic.prefill_and_decode([1], []), *traffic.lending([1])]
     judged = [bar for bar in bars if bar.asked]
-    assert len(judged) == 5 + 3 * len(traffic.LOANS)
+    assert len(judged) == 3 + 3 * len(traffic.LOANS)
     assert all(bar.passed is not None for bar in judged)
     assert str(traffic.at_least("a", (1.0, 0.9, 1.1), 1.5)).endswith("FAIL")
     assert str(traffic.at_most("a", (1.0, 0.9, 1.1), 1.5)).endswith("PASS")

@@ -7,9 +7,9 @@ from statistics import median
 
 import pytest
 
-from greensched.capacity.experiment import all_strategies
 from greensched.capacity.latency_tables import CURVES
 from greensched.capacity.run import Outcome, Scenario, simulate
+from greensched.capacity.sweeps import all_strategies
 from greensched.capacity.traffic import Arrival, generate
 from greensched.capacity.workload import LLM, W2, ServiceProfile
 

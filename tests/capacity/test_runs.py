@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from greensched.capacity.baselines import baselines
-from greensched.capacity.experiment import all_strategies
+from greensched.capacity.baselines import Batched, Streams, baselines
 from greensched.capacity.latency_tables import CURVES
 from greensched.capacity.machine import KernelRun
 from greensched.capacity.run import Outcome, Scenario, alone, occupied, simulate
 from greensched.capacity.servers import Samples, passes
 from greensched.capacity.strategies import Alone, Split, Strategy
+from greensched.capacity.sweeps import all_strategies
 from greensched.capacity.traffic import Arrival, generate
 from greensched.capacity.workload import (
     LLM,
@@ -112,6 +112,56 @@ def test_a_late_prompt_goes_last(target_aware: bool) -> None:
     scenario = Scenario(gpus="h200", services=services, seconds=5.0)
     outcome = simulate(Split(64, target_aware=target_aware), scenario, [long, short, short], 1)
     assert sum(latency < 0.5 for latency in outcome.samples["prefill"].latency) == 2 * target_aware
+
+
+def llm(strategy: Strategy, traffic: list[Arrival], first: float = 5.0) -> dict[str, Samples]:
+    """A language model's requests to the end."""
+    services = {
+        "decode": replace(TOKENS["decode"], latency=0.2),
+        "prefill": replace(TOKENS["prefill"], latency=first),
+    }
+    scenario = Scenario(
+        gpus="h200", services=services, seconds=10.0, late_after=dict.fromkeys(services, 10.0)
+    )
+    return simulate(strategy, scenario, traffic, 1).samples
+
+
+def test_a_fused_pass_reads_the_weights_once() -> None:
+    """A chunk of a prompt beside tokens adds what its tokens compute, and no token waits longer."""
+    traffic = [Arrival(0.0, 512, 40), Arrival(1.0, 2048, 1)]
+    found = llm(Batched(budget=513), traffic)
+    slope = (0.137 - 0.054) / 1536
+    gaps = sorted(found["decode"].latency)
+    assert gaps[:35] == pytest.approx([0.0306] * 35, rel=0.01)
+    assert gaps[35:] == pytest.approx([0.0306 + 512 * slope] * 4, rel=0.01)
+    assert found["prefill"].latency[1] == pytest.approx(4 * (0.0306 + 512 * slope), abs=0.035)
+
+
+@pytest.mark.parametrize("interval", [1, 4])
+def test_prompts_go_first_after_a_number_of_steps(interval: int) -> None:
+    """Between two passes of prompts so many steps of decoding run."""
+    traffic = [Arrival(0.0, 512, 40), *(Arrival(0.5, 2048, 1) for _ in range(3))]
+    found = llm(Batched(interval=interval), traffic)
+    each = 0.137 + interval * 0.0306
+    first, second, third = sorted(found["prefill"].latency)[1:]
+    assert second - first == pytest.approx(each, rel=0.02)
+    assert third - second == pytest.approx(each, rel=0.02)
+
+
+def test_prompts_share_a_pass_of_an_engine() -> None:
+    """Four short ones take one reading of the weights."""
+    found = llm(Batched(), [Arrival(0.0, 512, 1)] * 4)
+    assert found["prefill"].latency == pytest.approx([0.137] * 4, rel=0.01)
+
+
+def test_an_urgent_stream_waits_for_one_kernel_only() -> None:
+    """A step's kernels start before those of a prompt that were submitted earlier."""
+    traffic = [Arrival(0.0, 128, 20), Arrival(0.2, 8192, 1)]
+    plain, urgent = (
+        llm(Streams(prioritised=prioritised), traffic)["decode"].latency
+        for prioritised in (False, True)
+    )
+    assert max(urgent) < 0.6 * max(plain)
 
 
 def test_two_devices_share_the_requests() -> None:

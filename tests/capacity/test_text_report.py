@@ -17,7 +17,8 @@ from typing import Any, get_args
 
 import pytest
 
-from greensched.capacity import experiment, plot, text_report, upper_bound, validation
+from greensched.capacity import clairvoyant, experiment, plot, sweeps, text_report, validation
+from greensched.capacity.baselines import Batched
 from greensched.capacity.experiment import run_experiment
 from greensched.capacity.interference import PUBLISHED
 from greensched.capacity.latency_tables import CURVES
@@ -28,15 +29,16 @@ from greensched.capacity.metrics import (
     goodput,
     interval,
     jain,
+    of_outcome,
     ratio,
-    recovered,
 )
 from greensched.capacity.results import Experiment, as_dict, attained, compare_policies
+from greensched.capacity.run import Outcome, Scenario, simulate
 from greensched.capacity.servers import Samples
-from greensched.capacity.strategies import Split, pool_of
+from greensched.capacity.strategies import pool_of
 from greensched.capacity.traffic import Arrival
 from greensched.capacity.validation import Check
-from greensched.capacity.workload import services
+from greensched.capacity.workload import ServiceProfile, services
 from greensched.cli import main as cli
 from greensched.errors import InvalidRequest, MissingPackage
 from greensched.typing import Granularity
@@ -77,11 +79,11 @@ def test_what_is_behind_the_traffic_does_not_count() -> None:
 
 @pytest.mark.parametrize("target", [2.0, 8.0])
 def test_each_request_is_known_to_be_late_or_not(target: float) -> None:
-    """A run drains until that is so for every reported target; the rest covers its traffic."""
+    """A run drains until that is so at its targets; the rest covers its traffic."""
     asked = replace(SMALL, generator="bursty", policies=("split-16", "sized"), rates=(5.0,))
-    results = run_experiment(replace(asked, seconds=8.0, target=target))
-    (split,), (sized,) = (group.latencies for group in results.groups)
-    latest = max(target, 5.0) * results.alone_p99["prefill"]
+    results = run_experiment(replace(asked, seconds=8.0, slo={"first": target}))
+    split, sized = (group.latencies[0] for group in results.groups[:2])
+    latest = target
     assert split["prefill"].left
     assert all(age >= latest for age in (*split["prefill"].left, *sized["prefill"].left))
     served = [found["prefill"].whole.total for found in (split, sized)]
@@ -95,7 +97,7 @@ def test_each_request_is_known_to_be_late_or_not(target: float) -> None:
 def test_a_run_without_waiting_requests_ends_with_its_traffic() -> None:
     """That is so for any target, and beside any loop."""
     asked = Experiment(services="w2", generator="paced", policies=("gate",), rates=(0.25,))
-    (group,) = run_experiment(replace(asked, seconds=0.5, target=1e9, check=False)).groups
+    (group,) = run_experiment(replace(asked, seconds=0.5, multiple=1e9, check=False)).groups
     assert group.outcomes[0].drained < 0.1
 
 
@@ -115,7 +117,7 @@ def test_a_starved_request_does_not_hold_a_run_up(tmp_path: Path) -> None:
 
 
 def test_traffic_is_what_comes_within_a_runs_seconds(tmp_path: Path) -> None:
-    """For runs and for the bound: a request that comes at the end is no part of the traffic."""
+    """For runs and the clairvoyant, a request that comes at the end is no part of the traffic."""
     path, trace = tmp_path / "classes.json", tmp_path / "trace.csv"
     decode = {"role": "decode", "curve": "moe", "latency": 0.2, "priority": 10}
     prefill = {"role": "prefill", "curve": "gemm", "latency": 0.3}
@@ -126,8 +128,8 @@ def test_traffic_is_what_comes_within_a_runs_seconds(tmp_path: Path) -> None:
         services=str(path), trace=trace, policies=("streams",), seconds=5, check=False
     )
     results = run_experiment(asked)
-    assert attained(results, results.groups[0], None) == [1.0]
-    assert results.bounds[0.0][0][None] == 1.0
+    assert attained(results, results.groups[0]) == [1.0]
+    assert results.clairvoyant[0.0] == [1.0]
 
 
 def test_a_run_is_no_longer_than_its_trace(tmp_path: Path) -> None:
@@ -147,8 +149,8 @@ def test_a_run_is_no_longer_than_its_trace(tmp_path: Path) -> None:
     assert math.isnan(empty.attained(1.0))
 
 
-def test_a_multiple_of_an_undefined_latency_is_undefined(tmp_path: Path) -> None:
-    """Neither attainment nor goodput is a number if no request of a class was done alone."""
+def test_a_class_without_requests_does_not_count(tmp_path: Path) -> None:
+    """Neither its attainment nor a goodput of it is a number, and the report prints none."""
     samples = Samples([1.0], [0.0], [1], [5.0])
     assert math.isnan(Latencies.of(samples, 10.0).attained(math.nan))
     assert math.isnan(goodput({1.0: 1.0, 2.0: math.nan}))
@@ -160,8 +162,7 @@ def test_a_multiple_of_an_undefined_latency_is_undefined(tmp_path: Path) -> None
         services=str(path), trace=trace, policies=("gate",), seconds=0.1, check=False
     )
     results = run_experiment(asked)
-    assert attained(results, results.groups[0], None) == [1.0]
-    assert math.isnan(attained(results, results.groups[0], 2.0)[0])
+    assert attained(results, results.groups[0]) == [1.0]
     assert "nan" not in text_report.table(results)
 
 
@@ -181,23 +182,60 @@ def test_intervals_and_shares() -> None:
     assert jain([1.0, 0.0]) == 0.5
 
 
-def test_gaps_are_recovered_in_parts() -> None:
-    """Of means over the same seeds; where there is no gap, or nothing below, there is no number."""
+def test_a_ratio_is_of_means_over_the_same_seeds() -> None:
+    """Where there is nothing below, there is no number."""
     assert ratio([2.0, 4.0], [1.0, 2.0]) == (2.0, 2.0, 2.0)
     assert math.isnan(ratio([1.0], [0.0])[0])
-    value, low, high = recovered([1.5, 1.8], [1.0, 1.0], [2.0, 2.0])
-    assert low <= value <= high
-    assert value == pytest.approx(0.65)
-    assert math.isnan(recovered([1.0], [1.0], [1.0])[0])
 
 
 def test_a_question_compares_with_doing_without() -> None:
     """At its targets it beats plain streams, and is nowhere worse where those suffice."""
-    said = compare_policies(run_experiment(replace(SMALL, rates=(0.2, 0.4), target=20.0)))
+    said = compare_policies(run_experiment(replace(SMALL, rates=(0.2, 0.4), multiple=40.0)))
     assert said["sized"]["streams"][0] >= 0.98
     assert said["sized"]["where streams do"][0] >= 0.98
-    assert "bound" in said
-    assert "recovered" not in said["sized"]
+    assert "clairvoyant" in said
+    assert said["sized"]["best-split-late"][0] >= 0.98, "its control is always beside it"
+
+
+def tried(classes: int, granularity: Granularity = "coscheduled") -> list[Outcome]:
+    """The runs of a sweep of fixed splits over classes of which each needs more than it gets."""
+    found = {
+        f"c{i}": ServiceProfile(
+            name=f"c{i}", role="request", curve=CURVES["moe"], priority=i, latency=0.008
+        )
+        for i in range(classes)
+    }
+    scenario = Scenario(gpus="h200", services=found, seconds=0.2, granularity=granularity)
+    traffic = [Arrival(i / 50, service=f"c{i % classes}", cost=0.006) for i in range(10)]
+    return sweeps.best_run(
+        "best-split",
+        lambda strategy: simulate(strategy, scenario, traffic, 1),
+        found,
+        132,
+        2 if granularity == "fine" else 8,
+    )[1]
+
+
+def test_fixed_splits_are_swept_for_any_number_of_classes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From even shares, SMs move between all pairs of six classes; none is left without any."""
+    monkeypatch.setattr(sweeps, "MOST_SPLITS", 40)
+    splits = [list(map(int, o.strategy.split("-")[1:])) for o in tried(6)]
+    assert splits[0] == [16, 16, 16, 16, 16]
+    assert all(sum(split) < 132 and min(split) >= 8 for split in splits)
+    assert {i for split in splits for i in range(5) if split[i] > 16} == set(range(5))
+
+
+def test_the_best_parameter_of_a_strategy_is_reported() -> None:
+    """Every value of its parameter is tried, and no run is better than the one reported."""
+    asked = replace(SMALL, policies=("chunked",), rates=(1.0,), slo={"between": 0.05})
+    results = run_experiment(asked)
+    (best,) = attained(results, results.groups[0])
+    for budget in (256, 512, 1024, 2048):
+        source = experiment._TrafficSource(asked, results.scenario.services)
+        outcome = simulate(Batched(budget=budget), results.scenario, source.traffic(1.0, 1), 1)
+        assert sweeps.score(of_outcome(outcome), results.scenario.services).worst <= best
 
 
 @pytest.mark.parametrize(("granularity", "sms"), [("coscheduled", 16), ("fine", 10)])
@@ -205,12 +243,9 @@ def test_pools_cut_as_finely_as_was_asked(granularity: Granularity, sms: int) ->
     """So are the pools of every strategy, and the fixed splits that are tried; reports say so."""
     asked = replace(SMALL, granularity=granularity, policies=("best-split",), rates=(0.5,))
     results = run_experiment(replace(asked, seconds=0.5))
-    firsts = [
-        strategy.first
-        for strategy in experiment._candidates("best-split", results)
-        if isinstance(strategy, Split)
-    ]
-    assert (12 in firsts) is (granularity == "fine")
+    firsts = {int(outcome.strategy.removeprefix("split-")) for outcome in tried(2, granularity)}
+    assert {*range(8, 128, 8)} <= firsts
+    assert any(first % 8 for first in firsts) is (granularity == "fine")
     assert as_dict(results)["granularity"] == granularity
     assert ("cut finely" in text_report.table(results)) is (granularity == "fine")
     machine = Machine("h200", services("llm"), PUBLISHED, granularity=granularity)
@@ -232,12 +267,12 @@ def test_a_run_in_which_nothing_is_done_is_refused() -> None:
 
 
 def bounded(prompts: list[Arrival], seconds: float = 10.0) -> float:
-    """The bound of prompts due after 0.2 s, on one device."""
+    """The part of prompts due after 0.2 s, on one device."""
     latency = {"prefill": 0.2, "decode": 0.2}
-    return upper_bound.attainment(prompts, services("llm"), [132], latency, PUBLISHED, seconds)
+    return clairvoyant.attainment(prompts, services("llm"), [132], latency, PUBLISHED, seconds)
 
 
-def test_the_bound_is_what_one_device_can_do() -> None:
+def test_the_clairvoyant_does_what_one_device_can() -> None:
     """Prompts that fit are in time, those that cannot are not, and the largest is given up."""
     assert bounded([Arrival(1.0 + i, 512, 1) for i in range(5)]) == 1.0
     assert bounded([Arrival(1.0, 2048, 1)] * 5) == pytest.approx(0.2)
@@ -247,13 +282,13 @@ def test_the_bound_is_what_one_device_can_do() -> None:
 
 def test_what_classes_do_side_by_side_is_the_hull_of_splits() -> None:
     """No point beside another is below the line of two splits, and none is far above the sum."""
-    frontier = upper_bound.Frontier(CURVES["moe"], CURVES["gemm"], [132], PUBLISHED)
+    frontier = clairvoyant.Frontier(CURVES["moe"], CURVES["gemm"], [132], PUBLISHED)
     speeds = [frontier.beside(i / 50) for i in range(51)]
     assert (frontier.most, speeds[0], speeds[50]) == (1.0, 1.0, 0.0)
     assert all(i / 50 + speed < 1.1 for i, speed in enumerate(speeds))
     bends = (a + c - 2 * b for a, b, c in zip(speeds, speeds[1:], speeds[2:], strict=False))
     assert all(bend <= 1e-9 for bend in bends)
-    two = upper_bound.Frontier(CURVES["moe"], CURVES["gemm"], [132, 132], PUBLISHED)
+    two = clairvoyant.Frontier(CURVES["moe"], CURVES["gemm"], [132, 132], PUBLISHED)
     assert two.beside(0.8) == pytest.approx(2 * frontier.beside(0.4))
 
 
@@ -261,15 +296,17 @@ def test_what_classes_do_side_by_side_is_the_hull_of_splits() -> None:
     ("strategy", "granularity"),
     [("streams", "coscheduled"), ("split-24", "coscheduled"), *product(["sized"], GRANULARITIES)],
 )
-def test_no_strategy_is_above_the_bound(strategy: str, granularity: Granularity) -> None:
-    """In no run with all tokens in time are more prompts in time than by the bound."""
+def test_no_split_is_above_the_clairvoyant(
+    strategy: str, granularity: Granularity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In no run with all tokens in time are more prompts in time than it estimates."""
+    monkeypatch.setattr(sweeps, "MOST_SPLITS", 1)
     asked = replace(SMALL, seconds=20.0, generator="bursty", policies=(strategy,), rates=(1.0, 1.3))
     results = run_experiment(replace(asked, repeats=2, granularity=granularity))
     for group in results.groups:
-        for mine, most in zip(
-            attained(results, group, None), results.bounds[group.rate], strict=True
-        ):
-            assert mine <= most[None]
+        estimates = results.clairvoyant[group.rate]
+        for mine, most in zip(attained(results, group), estimates, strict=True):
+            assert mine <= most
 
 
 def test_a_question_is_answered_the_same_each_time() -> None:
@@ -279,8 +316,8 @@ def test_a_question_is_answered_the_same_each_time() -> None:
     assert text == text_report.table(second)
     said = as_dict(first)
     assert json.dumps(said) == json.dumps(as_dict(second))
-    assert {group["policy"] for group in said["runs"]} == {"streams", "sized"}
-    assert set(said["goodput"]) == {"1.2", "1.5", "2.0", "5.0", "target"}
+    assert {group["policy"] for group in said["runs"]} == {"streams", "sized", "best-split-late"}
+    assert set(said["goodput"]) == {"streams", "sized", "best-split-late", "clairvoyant"}
     decode = said["runs"][0]["classes"]["decode"]
     assert set(decode) >= {"attained", "whole", "wait", "service", "p99_of_alone"}
 
@@ -319,8 +356,12 @@ def test_another_process_gives_the_same_bytes() -> None:
         {"generator": "requests"},
         {"seconds": math.inf},
         {"rates": (math.nan,)},
-        {"target": math.nan},
-        {"target": -1.0},
+        {"multiple": math.nan},
+        {"multiple": -1.0},
+        {"slo": {"first": 0.0}},
+        {"slo": {"last": 1.0}},
+        {"policies": ("split-100-32",)},
+        {"services": "w2", "generator": "requests", "policies": ("chunked",)},
     ],
 )
 def test_a_question_without_sense_is_refused(wrong: dict[str, Any]) -> None:
@@ -394,7 +435,7 @@ def test_every_command_of_the_page_runs(
 ) -> None:
     """With the page's own files; for half a second of traffic and one seed, not for minutes."""
     page = re.sub(r" \\\n +", " ", PAGE.read_text())
-    monkeypatch.setattr(experiment, "PARTS", (6,))
+    monkeypatch.setattr(sweeps, "MOST_SPLITS", 1)
     monkeypatch.chdir(tmp_path)
     for name, text in re.findall(r"^```json (\S+)\n(.*?)^```$", page, re.DOTALL | re.MULTILINE):
         Path(name).write_text(text)
@@ -419,3 +460,5 @@ def test_a_bad_command_exits_with_two(capsys: pytest.CaptureFixture[str]) -> Non
     """The command says why."""
     assert cli.main(["simulate", "--load-factors", "fast"]) == 2
     assert "--load-factors" in capsys.readouterr().err
+    assert cli.main(["simulate", "--slo", "first"]) == 2
+    assert "--slo" in capsys.readouterr().err

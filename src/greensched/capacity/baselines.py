@@ -9,7 +9,15 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from greensched.capacity.machine import Launch, Machine
-from greensched.capacity.strategies import Client, Clients, Fifo, Pieces, Strategy
+from greensched.capacity.strategies import (
+    CELL,
+    Batching,
+    Client,
+    Clients,
+    Fifo,
+    Pieces,
+    Strategy,
+)
 from greensched.device.device import Device
 from greensched.device.resources import ContextOptions
 from greensched.device.splitting import SMResourceOptions
@@ -19,7 +27,12 @@ from greensched.driver.simulated import Span
 class StreamClient:
     """Submits to a stream of its own; nothing protects it from other streams."""
 
-    def __init__(self, machine: Machine, launch: Launch, device: int, service: str) -> None:
+    def __init__(
+        self, machine: Machine, launch: Launch, device: int, service: str, strategy: Streams
+    ) -> None:
+        self.target_aware = strategy.target_aware
+        self.blocks = strategy.blocks
+        self.batching = strategy.batching
         self._machine = machine
         self._launch = launch
         self._left: deque[tuple[int, asyncio.Future[None]]] = deque()
@@ -45,31 +58,44 @@ class StreamClient:
 class Streams:
     """B1, B2, B5: a stream for each class, on all SMs, or with a cap for the lower classes.
 
-    The simulated driver ignores stream priorities: with one stream for each class there is nothing
-    to reorder, and a running kernel is never preempted.
+    With priorities, a pending kernel of a higher class starts before those of lower ones; a
+    running kernel is never preempted.
     """
 
     name: str = "streams"
     about: str = "B1 plain streams"
     #: The fraction of the SMs for classes below the highest, as MPS's active thread percentage.
     cap: float = 1.0
+    #: Whether higher classes have streams of higher priority.
+    prioritised: bool = False
+    #: As the members of a `Client`.
+    target_aware: bool = False
+    blocks: int = 0
     _launches: dict[tuple[int, str], Launch] = field(default_factory=dict, repr=False)
+
+    @property
+    def batching(self) -> Batching | None:
+        """How its programs batch; None if prompts and tokens are independent."""
+        return None
 
     def prepare(self, machine: Machine) -> None:
         """Make the streams."""
-        top = max(service.priority for service in machine.services.values())
+        levels = sorted({service.priority for service in machine.services.values()})
         for ordinal in machine.devices:
             device = Device(ordinal, driver=machine.driver)
             machine.close_at_end(device)
             lower = device.create_stream
             if self.cap < 1:
-                count = int(device.sm_count * self.cap) // 8 * 8
+                count = int(device.sm_count * self.cap) // CELL * CELL
                 ((sm, *_), _rest) = device.resources.sm.split(SMResourceOptions(count=count))
                 context = device.create_context(ContextOptions(resources=[sm]))
                 machine.close_at_end(context)
                 lower = context.create_stream
             for name, service in machine.services.items():
-                stream = device.create_stream() if service.priority == top else lower()
+                make = device.create_stream if service.priority == levels[-1] else lower
+                # A smaller number is more urgent; the driver clamps it to its range.
+                urgency = -levels.index(service.priority) if self.prioritised else 0
+                stream = make(priority=urgency)
                 machine.close_at_end(stream)
                 config = machine.configs[name][ordinal]
                 launch = Launch(device, stream, machine.kernels[name], config)
@@ -79,10 +105,27 @@ class Streams:
     async def open(self, machine: Machine) -> AsyncIterator[Clients]:
         """Open clients on the streams."""
         clients = {
-            (ordinal, name): StreamClient(machine, launch, ordinal, name)
+            (ordinal, name): StreamClient(machine, launch, ordinal, name, self)
             for (ordinal, name), launch in self._launches.items()
         }
         yield lambda device, service: clients[device, service.name]
+
+
+@dataclass
+class Batched(Streams):
+    """One engine on the whole device that batches prompts and tokens, as serving programs do.
+
+    Fair: it minds targets, a fused pass reads the weights once, and prompts share passes.
+    """
+
+    target_aware: bool = True
+    budget: int = 0
+    interval: int = 1
+
+    @property
+    def batching(self) -> Batching:
+        """How its programs batch."""
+        return Batching(self.budget, self.interval)
 
 
 class SemaphoreClient:
@@ -148,6 +191,8 @@ class GatedClient:
     """Submits no piece while a higher class is at work."""
 
     def __init__(self, inner: Client, gate: Gate, priority: int) -> None:
+        self.target_aware = getattr(inner, "target_aware", False)
+        self.blocks = getattr(inner, "blocks", 0)
         self._inner = inner
         self._gate = gate
         self._priority = priority
@@ -171,7 +216,8 @@ class PriorityGate(Streams):
     """B7: plain streams; a lower class submits a piece only while no higher one works (XSched)."""
 
     name: str = "gate"
-    about: str = "B7 priority gate on plain streams"
+    about: str = "B7 priority gate on plain streams; target-aware"
+    target_aware: bool = True
 
     @asynccontextmanager
     async def open(self, machine: Machine) -> AsyncIterator[Clients]:
@@ -190,11 +236,32 @@ def baselines() -> dict[str, Strategy]:
         strategy.name: strategy
         for strategy in (
             Streams(),
-            Streams("priority", "B2 priority streams (no other than B1 in this model)"),
+            Streams(
+                "priority",
+                "B2 a stream of higher priority for higher classes; target-aware",
+                prioritised=True,
+                target_aware=True,
+            ),
             Permits("mutex", "B4 in-process FIFO mutex", permits=1),
-            Streams("mps", "B5 MPS-like: lower classes capped to half the SMs", cap=0.5),
-            Permits("semaphore", "B6 asyncio.Semaphore(2) on plain streams", permits=2),
+            Streams("mps", "B5 MPS-like: lower classes capped to a part of the SMs", cap=0.5),
+            Permits("semaphore", "B6 asyncio.Semaphore on plain streams", permits=2),
             PriorityGate(),
+            Batched("chunked", "B8 fused passes: tokens and chunks of prompts", budget=512),
+            Batched("prefill-first", "B9 passes of prompts first, with decode steps between"),
             Fifo(),
         )
     }
+
+
+#: The parameter of a strategy that is swept, and its values: each run reports the best. One of
+#: `engine` or of blocks is of use only where there are prompts and tokens.
+SWEPT: dict[str, tuple[str, tuple[float, ...]]] = {
+    "priority": ("blocks", (1, 4, 16)),
+    "mps": ("cap", (0.25, 0.5, 0.75)),
+    "semaphore": ("permits", (2, 3, 4)),
+    "gate": ("blocks", (1, 4, 16)),
+    "chunked": ("budget", (256, 512, 1024, 2048)),
+    "prefill-first": ("interval", (1, 4, 8)),
+}
+#: Strategies and parameters that need a language model.
+OF_LANGUAGE_MODELS = ("chunked", "prefill-first")

@@ -6,44 +6,26 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from greensched.capacity import latency_tables, metrics, upper_bound, validation
-from greensched.capacity.baselines import baselines
+from greensched.capacity import clairvoyant, latency_tables, metrics, sweeps, validation
 from greensched.capacity.machine import models
-from greensched.capacity.metrics import Latencies, of_outcome
-from greensched.capacity.pool_strategies import CELL, FINEST, Classes, Elastic, Shared, Sized
-from greensched.capacity.results import (
-    BEST_LATE,
-    BEST_SPLIT,
-    Experiment,
-    Results,
-    RunGroup,
-    targets,
-    worst_attained,
-)
-from greensched.capacity.run import Scenario, alone, simulate
-from greensched.capacity.strategies import Alone, Split, Strategy
+from greensched.capacity.metrics import of_outcome
+from greensched.capacity.results import Experiment, Results, RunGroup, targets
+from greensched.capacity.run import Outcome, Scenario, alone, simulate
+from greensched.capacity.strategies import CELL, FINEST, Alone, Strategy
 from greensched.capacity.traffic import Arrival, faster, generate, read, window
 from greensched.capacity.workload import ServiceProfile, saturation, services
 from greensched.errors import InvalidRequest
 
-#: Fixed splits that are tried: the SMs of the highest class, in sixteenths of the device rounded
-#: to cells; with fine granularity also those between the least of them.
-PARTS, BETWEEN = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12), (1.5, 2.5, 3.5, 4.5)
-SIXTEENTHS = 16
 #: Seconds of a generator's traffic from which its work per second is computed.
 LONG_S = 600.0
 
-#: The load, or less, at which alone-p99 are taken: a class by itself hardly waits for itself.
+#: The load, or less, at which classes run alone: a class by itself hardly waits for itself.
 QUIET = 0.5
+#: The classes' roles in `--slo` of a language model: a first token, and the gap between two.
+SLO_ROLES = {"first": "prefill", "between": "decode"}
 
 #: Called with the fraction done and a description of the next step.
 Progress = Callable[[float, str], None]
-
-
-def all_strategies() -> dict[str, Strategy]:
-    """Return every strategy by name, except the splits."""
-    ours: tuple[Strategy, ...] = (Classes(), Elastic(), Shared(), Sized())
-    return baselines() | {strategy.name: strategy for strategy in ours}
 
 
 def run_experiment(
@@ -55,8 +37,9 @@ def run_experiment(
     )
     classes = services(experiment.services, curves)
     sms = _smallest_device(experiment)
-    policies = _policy_names(experiment.policies, sms)
+    policies = _policy_names(experiment.policies, classes, sms)
     _check(experiment, classes, sms)
+    classes = _with_latencies(classes, experiment.slo)
     source = _TrafficSource(experiment, classes)
     experiment, rates = source.experiment, sorted(experiment.rates) or [0.0]
     seeds = range(experiment.seed, experiment.seed + experiment.repeats)
@@ -71,15 +54,18 @@ def run_experiment(
     quiet = min(QUIET, rates[0] or 1 / source.saturation)
     by_seed = [alone(Alone(), scenario, source.traffic(quiet, s), s) for s in seeds]
     latencies = {name: [of_outcome(each[name])[name] for each in by_seed] for name in classes}
-    p99 = {
-        name: metrics.interval([each.whole.percentile(0.99) for each in found])[0]
-        for name, found in latencies.items()
-    }
+    medians, p99 = (
+        {
+            name: metrics.interval([each.whole.percentile(part) for each in found])[0]
+            for name, found in latencies.items()
+        }
+        for part in (0.5, 0.99)
+    )
     alone_rate = {
         name: sum(each.rate for each in found) / len(found) for name, found in latencies.items()
     }
-    classes = _with_targets(classes, p99, experiment.target)
-    late_after = _late_after(classes, p99)
+    classes = _with_targets(classes, medians, experiment)
+    late_after = {name: service.latency for name, service in classes.items()}
     scenario = replace(scenario, services=classes, late_after=late_after)
     quiet_runs = [outcome for each in by_seed for outcome in each.values()]
     simulated = sum(outcome.seconds + outcome.drained for outcome in quiet_runs)
@@ -170,9 +156,10 @@ def _check(experiment: Experiment, classes: Mapping[str, ServiceProfile], sms: i
             f"seconds={experiment.seconds!r}, repeats={experiment.repeats!r}, "
             f"rates={experiment.rates!r}: give finite numbers above 0, repeats at least 1"
         )
-    if not 0 <= experiment.target < math.inf:
+    if not 0 <= experiment.multiple < math.inf:
         raise InvalidRequest(
-            f"target={experiment.target!r}: give a multiple of the alone-p99, such as 5, or 0"
+            f"multiple={experiment.multiple!r}: give a multiple of the median alone, such as 5, "
+            "or 0"
         )
     for name, service in classes.items():
         if service.reserve > sms:
@@ -182,49 +169,71 @@ def _check(experiment: Experiment, classes: Mapping[str, ServiceProfile], sms: i
             )
 
 
-def _policy_names(policies: Sequence[str], sms: int) -> list[str]:
-    known = [*all_strategies(), BEST_SPLIT, BEST_LATE]
+def _policy_names(
+    policies: Sequence[str], classes: Mapping[str, ServiceProfile], sms: int
+) -> list[str]:
+    """Return the policies to compare: `sized` has its control beside it.
+
+    Raises:
+        InvalidRequest: a policy does not exist, or cannot serve the classes.
+    """
+    known = sweeps.names(classes)
     policies = known if "all" in policies else list(dict.fromkeys(policies))
     for name in policies:
-        is_split = name.startswith("split-") and name[6:].isdigit() and 0 < int(name[6:]) < sms
-        if name not in known and not is_split:
+        split = sweeps.split_of(name)
+        if name not in known and (split is None or not 0 < sum(split) < sms or 0 in split):
             raise InvalidRequest(
-                f"policy {name!r} does not exist: give all, {', '.join(known)}, or split-N with N "
-                f"from 1 to {sms - 1} SMs"
+                f"policy {name!r} does not exist for these classes: give all, {', '.join(known)}, "
+                f"or split-N or split-N-M of fewer than {sms} SMs"
             )
+    if "sized" in policies and sweeps.BEST_LATE not in policies:
+        policies.append(sweeps.BEST_LATE)
     return policies
 
 
-def _with_targets(
-    classes: Mapping[str, ServiceProfile], p99: Mapping[str, float], target: float
+def _with_latencies(
+    classes: Mapping[str, ServiceProfile], slo: Mapping[str, float]
 ) -> dict[str, ServiceProfile]:
-    """Return the classes with their targets in seconds.
+    """Return the classes with the targets in seconds that were asked for.
+
+    Raises:
+        InvalidRequest: there is no such class, or a target is not above 0.
+    """
+    found = dict(classes)
+    for key, seconds in slo.items():
+        role = SLO_ROLES.get(key)
+        names = [n for n, s in classes.items() if n == key or (role and s.role == role)]
+        if not names or classes[names[0]].is_best_effort or not 0 < seconds < math.inf:
+            raise InvalidRequest(
+                f"target {key}={seconds!r}: give seconds above 0 for one of "
+                f"{[n for n, s in classes.items() if not s.is_best_effort]}, or for 'first' and "
+                "'between' of a language model"
+            )
+        found[names[0]] = replace(found[names[0]], latency=seconds)
+    return found
+
+
+def _with_targets(
+    classes: Mapping[str, ServiceProfile], medians: Mapping[str, float], experiment: Experiment
+) -> dict[str, ServiceProfile]:
+    """Return the classes with their targets in seconds, of which some are multiples of medians.
 
     Raises:
         InvalidRequest: no request of a class was done alone, so its target is undefined.
     """
+    found = {}
     for name, service in classes.items():
-        if math.isnan(p99[name]) and not service.is_best_effort and (target or not service.latency):
+        found[name] = service
+        is_given = service.latency and not experiment.multiple
+        if service.is_best_effort or is_given:
+            continue
+        if math.isnan(medians[name]):
             raise InvalidRequest(
                 f"no request of {name!r} was done alone: give more seconds, or a longer trace"
             )
-    return {
-        name: service
-        if service.is_best_effort or (service.latency and not target)
-        else replace(service, latency=(target or service.target) * p99[name])
-        for name, service in classes.items()
-    }
-
-
-def _late_after(
-    classes: Mapping[str, ServiceProfile], p99: Mapping[str, float]
-) -> dict[str, float]:
-    """Return for each class the seconds after which a request has missed every reported target."""
-    times = max(metrics.MULTIPLES)
-    return {
-        name: max(service.latency, 0.0 if math.isnan(p99[name]) else times * p99[name])
-        for name, service in classes.items()
-    }
+        multiple = experiment.multiple or service.target
+        found[name] = replace(service, latency=multiple * medians[name])
+    return found
 
 
 def _run_rate(
@@ -239,53 +248,27 @@ def _run_rate(
     traffic = {seed: source.traffic(rate, seed) for seed in seeds}
     if {service.role for service in classes.values()} == {"prefill", "decode"}:
         sms = [model.sm_count for model in models(results.scenario.gpus)[0]]
-        results.bounds[rate] = [_bounds(each, results, sms) for each in traffic.values()]
+        results.clairvoyant[rate] = [_clairvoyant(t, results, sms) for t in traffic.values()]
+    scenario = results.scenario
+    smallest = _smallest_device(results.experiment)
+    finest = FINEST if scenario.granularity == "fine" else CELL
     for name in policies:
         group = RunGroup(name, rate)
         results.groups.append(group)
         for seed in seeds:
             steps.next(f"{name} at {rate:g}, seed {seed}")
-            found = [
-                simulate(strategy, results.scenario, traffic[seed], seed)
-                for strategy in _candidates(name, results)
-            ]
-            results.simulated += sum(outcome.seconds + outcome.drained for outcome in found)
-            best = max(found, key=lambda outcome: _worst(of_outcome(outcome), results))
+
+            def run(strategy: Strategy, seed: int = seed) -> Outcome:
+                return simulate(strategy, scenario, traffic[seed], seed)
+
+            best, tried = sweeps.best_run(name, run, classes, smallest, finest)
+            results.simulated += sum(outcome.seconds + outcome.drained for outcome in tried)
             group.outcomes.append(best)
             group.latencies.append(of_outcome(best))
 
 
-def _bounds(
-    traffic: Sequence[Arrival], results: Results, sms: list[int]
-) -> dict[float | None, float]:
-    found: dict[float | None, float] = {}
-    for k in (*metrics.MULTIPLES, None):
-        latency = targets(results, k)
-        found[k] = math.nan  # no request of some class was done alone
-        if not any(map(math.isnan, latency.values())):
-            scenario = results.scenario
-            found[k] = upper_bound.attainment(
-                traffic, scenario.services, sms, latency, scenario.guard, scenario.seconds
-            )
-    return found
-
-
-def _candidates(name: str, results: Results) -> list[Strategy]:
-    if name in (BEST_SPLIT, BEST_LATE):
-        least = _smallest_device(results.experiment)
-        firsts = [least * part // SIXTEENTHS // CELL * CELL or CELL for part in PARTS]
-        if results.scenario.granularity == "fine":
-            between = (least * part / SIXTEENTHS for part in BETWEEN)
-            firsts += [int(sms) // FINEST * FINEST for sms in between]
-        return [Split(first, target_aware=name == BEST_LATE) for first in dict.fromkeys(firsts)]
-    if name.startswith("split-"):
-        return [Split(int(name[6:]))]
-    return [all_strategies()[name]]
-
-
-def _worst(found: Mapping[str, Latencies], results: Results) -> float:
-    """Return the least attainment of a class at its own target; best effort breaks ties."""
-    classes = results.scenario.services
-    worst = worst_attained(found, targets(results, None))
-    rest = sum(found[name].rate for name, s in classes.items() if s.is_best_effort)
-    return worst + 1e-6 * rest
+def _clairvoyant(traffic: Sequence[Arrival], results: Results, sms: list[int]) -> float:
+    scenario = results.scenario
+    return clairvoyant.attainment(
+        traffic, scenario.services, sms, targets(results), scenario.guard, scenario.seconds
+    )

@@ -15,8 +15,7 @@ from greensched.capacity.run import Outcome
 from greensched.capacity.servers import Samples
 from greensched.capacity.workload import ServiceProfile
 
-#: Targets as multiples of the alone-p99; the fraction that must meet them for goodput.
-MULTIPLES = (1.2, 1.5, 2.0, 5.0)
+#: The fraction of every class that must be in time for goodput.
 MUST_MEET = 0.99
 #: The first tenth of the traffic fills queues and batches and does not count.
 WARM_UP = 0.1
@@ -159,16 +158,6 @@ def ratio(above: Sequence[float], below: Sequence[float]) -> Interval:
         return sum(above[i] for i in some) / under if under else math.nan
 
     return bootstrap(len(above), of)
-
-
-def recovered(found: Sequence[float], least: Sequence[float], most: Sequence[float]) -> Interval:
-    """Return the fraction of the gap between two means that a third covers; nan without a gap."""
-
-    def of(some: Sequence[int]) -> float:
-        gap = sum(most[i] - least[i] for i in some)
-        return sum(found[i] - least[i] for i in some) / gap if gap > 0 else math.nan
-
-    return bootstrap(len(found), of)
 
 
 def jain(shares: Sequence[float]) -> float:

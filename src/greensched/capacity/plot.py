@@ -1,4 +1,4 @@
-"""Plots of results with matplotlib: attainment over the rate."""
+"""Plots of results with matplotlib: attainment, and the latencies of each class."""
 
 from __future__ import annotations
 
@@ -6,31 +6,57 @@ from pathlib import Path
 from typing import Any
 
 from greensched.capacity import metrics
-from greensched.capacity.results import Results, attained
+from greensched.capacity.results import Results, RunGroup, attained, targets
 from greensched.errors import InvalidRequest, MissingPackage
 
 
 def save(results: Results, path: Path) -> None:
-    """Draw each strategy's attainment over the offered rate, for each multiple of the alone-p99.
+    """Draw each strategy's attainment and the 99th percentile of each class, with its target.
+
+    With several rates they are drawn over the offered requests a second, otherwise as bars.
 
     Raises:
         MissingPackage: matplotlib is not installed; says what to install.
         InvalidRequest: the file cannot be written.
     """
-    multiples = metrics.MULTIPLES
-    figure, axes = pyplot().subplots(1, len(multiples), figsize=(4 * len(multiples), 3.5))
-    for axis, multiple in zip(axes, multiples, strict=True):
-        for strategy in dict.fromkeys(group.strategy for group in results.groups):
-            groups = [group for group in results.groups if group.strategy == strategy]
-            found = [metrics.interval(attained(results, group, multiple)) for group in groups]
-            x = [results.offered[group.rate] for group in groups]
-            axis.plot(x, [mean for mean, _, _ in found], marker="o", label=strategy)
-            axis.fill_between(x, [f[1] for f in found], [f[2] for f in found], alpha=0.2)
-        axis.axhline(metrics.MUST_MEET, color="grey", linewidth=0.5)
-        axis.set(title=f"within {multiple:g} x alone-p99", xlabel="requests/s", ylim=(0, 1.02))
-    axes[0].set_ylabel("attained by the worst class")
-    axes[-1].legend()
+    latencies = targets(results)
+    figure, axes = pyplot().subplots(
+        1, 1 + len(latencies), figsize=(5 * (1 + len(latencies)), 4), squeeze=False
+    )
+    first, *rest = axes[0]
+    _draw(first, results, lambda group: attained(results, group))
+    first.axhline(metrics.MUST_MEET, color="grey", linewidth=0.8)
+    first.set(title="in time, worst class", ylim=(0, 1.02))
+    for axis, (name, target) in zip(rest, latencies.items(), strict=True):
+        _draw(axis, results, lambda group, name=name: _p99(group, name))
+        axis.axhline(1e3 * target, color="grey", linewidth=0.8)
+        axis.set(title=f"{name}: p99 in ms (line: target)", yscale="log")
+    if len(results.offered) > 1:
+        first.legend()
     write(figure, path)
+
+
+def _p99(group: RunGroup, name: str) -> list[float]:
+    return [1e3 * found[name].whole.percentile(0.99) for found in group.latencies]
+
+
+def _draw(axis: Any, results: Results, of: Any) -> None:
+    """Draw a figure of each strategy with its interval: lines over the rates, or bars."""
+    strategies = list(dict.fromkeys(group.strategy for group in results.groups))
+    for strategy in strategies:
+        groups = [group for group in results.groups if group.strategy == strategy]
+        found = [metrics.interval(of(group)) for group in groups]
+        if len(results.offered) == 1:
+            ((mean, low, high),) = found
+            axis.bar(strategy, mean, yerr=[[mean - low], [high - mean]])
+            continue
+        x = [results.offered[group.rate] for group in groups]
+        axis.plot(x, [mean for mean, _, _ in found], marker="o", label=strategy)
+        axis.fill_between(x, [f[1] for f in found], [f[2] for f in found], alpha=0.2)
+    if len(results.offered) == 1:
+        axis.tick_params(axis="x", labelrotation=30)
+    else:
+        axis.set_xlabel("requests/s")
 
 
 def pyplot() -> Any:

@@ -7,21 +7,17 @@ split, and how many SMs meet a target.
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass, replace
 from typing import Any
 
 from greensched.capacity.machine import Machine
-from greensched.capacity.strategies import Fifo, LeaseClient, Pieces
+from greensched.capacity.strategies import CELL, FINEST, Fifo, LeaseClient, Pieces
 from greensched.capacity.workload import ServiceProfile
 from greensched.leasing.latency import LatencyCurve, ScaledCurve
 from greensched.leasing.partition import Partition
 from greensched.pool import Pool
 from greensched.scheduling.services import ServiceClass
 from greensched.typing import ALL
-
-#: SMs of a cell of a pool, and of one with the finest granularity.
-CELL, FINEST = 8, 2
 
 
 def size_of(machine: Machine, device: int, service: ServiceProfile) -> tuple[int, int]:
@@ -86,14 +82,11 @@ class ElasticClient(ClassClient):
     def __init__(self, machine: Machine, pool: Pool, device: int, service: ServiceProfile) -> None:
         super().__init__(machine, pool, device, service)
         self._lease: Partition | None = None
-        self._runs = 0
 
     async def run(self, pieces: Pieces) -> None:
         """Run a pass; a class without a reserve has a checkpoint before each piece."""
-        self._runs += 1
         while pieces:
             pieces = await self._run_some(await self._ensure_lease(), pieces)
-        self._leaving = asyncio.ensure_future(self._release_if_idle(self._runs))
 
     async def _run_some(self, lease: Partition, pieces: Pieces) -> Pieces:
         """Run what lies between two checkpoints; return the rest."""
@@ -110,20 +103,15 @@ class ElasticClient(ClassClient):
         self._lease = lease
         return lease
 
-    async def _release_if_idle(self, runs: int) -> None:
-        """Release the lease if the server submits nothing more in its next turn of the loop."""
-        for _ in range(3):
-            await asyncio.sleep(0)
-        lease = self._lease
-        if self._runs == runs and lease is not None:
-            self._lease = None
+    async def idle(self) -> None:
+        """Release the lease: there is no more work."""
+        lease, self._lease = self._lease, None
+        if lease is not None:
             await lease.__aexit__(None, None, None)
 
     async def close(self) -> None:
         """Release the lease."""
-        self._runs += 1
-        if self._lease is not None:
-            await self._lease.__aexit__(None, None, None)
+        await self.idle()
 
 
 @dataclass

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from greensched.capacity import metrics
+from greensched.capacity import metrics, sweeps
 from greensched.capacity.metrics import Latencies
 from greensched.capacity.run import Outcome, Scenario
 from greensched.capacity.validation.scenarios import Check
 from greensched.typing import Granularity
 
-#: The best of all fixed splits: an oracle, found by trying them all.
-BEST_SPLIT = "best-split"
-#: The same with target-aware servers, as `sized` has: it shows how much of the gain is due to them.
-BEST_LATE = "best-split-late"
+#: The seeds with which the scheduler and the strategies were developed, and those that are kept for
+#: figures in documents.
+DEVELOPMENT_SEEDS, EVALUATION_SEEDS = range(1, 16), range(101, 106)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +34,9 @@ class Experiment:
         rates: load factors, as multiples of saturation; empty for the traffic's own rate.
         seed: the first seed.
         repeats: the number of seeds.
-        target: the target of every class as a multiple of its alone-p99; 0 for the services' own.
+        slo: targets in seconds by class; of a language model also `first` and `between`.
+        multiple: the target of every class as a multiple of its median alone; 0 for `slo` and the
+            services' own.
         check: whether to simulate the published figures, too.
     """
 
@@ -51,7 +51,8 @@ class Experiment:
     rates: tuple[float, ...] = ()
     seed: int = 1
     repeats: int = 1
-    target: float = 0.0
+    slo: Mapping[str, float] = field(default_factory=dict)
+    multiple: float = 0.0
     check: bool = True
 
 
@@ -76,72 +77,55 @@ class Results:
     alone_p99: dict[str, float]
     alone_rate: dict[str, float]
     groups: list[RunGroup]
-    bounds: dict[float, list[dict[float | None, float]]]
+    #: The attainment of prefill that a clairvoyant is estimated to have, by rate, for each seed.
+    clairvoyant: dict[float, list[float]]
     checks: tuple[Check, ...]
     #: Seconds of virtual time of all runs together.
     simulated: float
 
 
-def targets(results: Results, multiple: float | None) -> dict[str, float]:
-    """Return the targets in seconds: multiples of the alone-p99, or with None the classes' own."""
-    return {
-        name: service.latency if multiple is None else multiple * results.alone_p99[name]
-        for name, service in results.scenario.services.items()
-        if not service.is_best_effort
-    }
+def targets(results: Results) -> dict[str, float]:
+    """Return the targets in seconds."""
+    services = results.scenario.services.items()
+    return {name: service.latency for name, service in services if not service.is_best_effort}
 
 
-def attained(results: Results, group: RunGroup, multiple: float | None) -> list[float]:
-    """Return the worst class's attainment for each seed; nan where a class has no such target."""
-    wanted = targets(results, multiple)
-    return [worst_attained(found, wanted) for found in group.latencies]
+def attained(results: Results, group: RunGroup) -> list[float]:
+    """Return the worst class's attainment for each seed."""
+    services = results.scenario.services
+    return [sweeps.score(found, services).worst for found in group.latencies]
 
 
-def worst_attained(found: Mapping[str, Latencies], wanted: Mapping[str, float]) -> float:
-    """Return the least attainment of the classes with requests; nan if a class has no target."""
-    if any(map(math.isnan, wanted.values())):
-        return math.nan
-    report = (found[name].attained(latency) for name, latency in wanted.items())
-    return min((each for each in report if not math.isnan(each)), default=1.0)
-
-
-def goodputs(results: Results, multiple: float | None) -> dict[str, list[float]]:
-    """Return the goodput of each strategy and of the bound for each seed, in requests a second."""
+def goodputs(results: Results) -> dict[str, list[float]]:
+    """Return the goodput of each strategy for each seed, in requests a second."""
     found: dict[str, list[float]] = {}
-    seeds = range(results.experiment.repeats)
-    offered = results.offered
-    for strategy in dict.fromkeys(group.strategy for group in results.groups):
-        by_rate = {
-            g.rate: attained(results, g, multiple) for g in results.groups if g.strategy == strategy
-        }
+    by_strategy: dict[str, dict[float, list[float]]] = {}
+    for group in results.groups:
+        by_strategy.setdefault(group.strategy, {})[group.rate] = attained(results, group)
+    if results.clairvoyant:
+        by_strategy["clairvoyant"] = results.clairvoyant
+    for strategy, by_rate in by_strategy.items():
         found[strategy] = [
-            metrics.goodput({offered[r]: each[i] for r, each in by_rate.items()}) for i in seeds
-        ]
-    if results.bounds:
-        bounds = results.bounds.items()
-        found["bound"] = [
-            metrics.goodput({offered[r]: each[i][multiple] for r, each in bounds}) for i in seeds
+            metrics.goodput({results.offered[rate]: each[i] for rate, each in by_rate.items()})
+            for i in range(results.experiment.repeats)
         ]
     return found
 
 
 def compare_policies(results: Results) -> dict[str, dict[str, metrics.Interval]]:
-    """Compare each strategy's goodput at its targets with that of the baselines.
+    """Compare each strategy's goodput with that of plain streams and of the best fixed splits.
 
-    `streams`, `best-split`: the ratio to theirs. `recovered`: the fraction of the gap between the
-    best split and the bound. `where streams do`: the least ratio of its attainment to that of plain
-    streams, over the rates at which enough of every class is in time on plain streams.
+    `where streams do`: the least ratio of its attainment to that of plain streams, over the rates
+    at which enough of every class is in time on plain streams.
     """
-    good = goodputs(results, None)
+    good = goodputs(results)
     report: dict[str, dict[str, metrics.Interval]] = {}
     for strategy, found in good.items():
         rows = report[strategy] = {}
-        for other in ("streams", BEST_SPLIT, BEST_LATE):
+        for other in ("streams", sweeps.BEST_SPLIT, sweeps.BEST_LATE):
             if other in good and other != strategy:
                 rows[other] = metrics.ratio(found, good[other])
-        if BEST_SPLIT in good and "bound" in good and strategy not in (BEST_SPLIT, "bound"):
-            rows["recovered"] = metrics.recovered(found, good[BEST_SPLIT], good["bound"])
-        if "streams" in good and strategy not in ("streams", "bound"):
+        if "streams" in good and strategy not in ("streams", "clairvoyant"):
             rows["where streams do"] = metrics.interval(beside_streams(results, strategy))
     return report
 
@@ -149,7 +133,7 @@ def compare_policies(results: Results) -> dict[str, dict[str, metrics.Interval]]
 def beside_streams(results: Results, strategy: str) -> list[float]:
     """Return for each seed the least ratio of attainment to plain streams', where those suffice."""
     attainments = {
-        (group.strategy, group.rate): attained(results, group, None) for group in results.groups
+        (group.strategy, group.rate): attained(results, group) for group in results.groups
     }
     found = []
     for i in range(results.experiment.repeats):
@@ -173,14 +157,11 @@ def as_dict(results: Results) -> dict[str, Any]:
         "seeds": [*range(experiment.seed, experiment.seed + experiment.repeats)],
         "saturation": results.saturation,
         "alone_p99": results.alone_p99,
-        "targets": targets(results, None),
+        "targets": targets(results),
         "runs": [_group(results, group) for group in results.groups],
         "goodput": {
-            str(multiple or "target"): {
-                strategy: metrics.interval(each)
-                for strategy, each in goodputs(results, multiple).items()
-            }
-            for multiple in ((*metrics.MULTIPLES, None) if len(results.offered) > 1 else ())
+            strategy: metrics.interval(each)
+            for strategy, each in (goodputs(results) if len(results.offered) > 1 else {}).items()
         },
         "comparison": compare_policies(results) if len(results.offered) > 1 else {},
         "checks": [asdict(c) | {"is_reproduced": c.is_reproduced} for c in results.checks],
@@ -212,10 +193,8 @@ def _class(results: Results, group: RunGroup, name: str) -> dict[str, Any]:
         report["of_alone"] = metrics.interval([e.rate / results.alone_rate[name] for e in found])
         return report
     p99 = results.alone_p99[name]
-    report["attained"] = {
-        str(k): metrics.interval([each.attained(k * p99) for each in found])
-        for k in metrics.MULTIPLES
-    }
+    target = results.scenario.services[name].latency
+    report["attained"] = metrics.interval([each.attained(target) for each in found])
     for what in ("whole", "wait", "service"):
         report[what] = {
             f"p{100 * part:g}": metrics.interval([getattr(e, what).percentile(part) for e in found])

@@ -7,10 +7,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from greensched.capacity.engine import Engine, PromptQueue
 from greensched.capacity.interference import PUBLISHED, Guard
 from greensched.capacity.machine import KernelRun, Machine
 from greensched.capacity.servers import Decode, Loop, Prefill, Requests, Samples, Server
-from greensched.capacity.strategies import Clients, Strategy
+from greensched.capacity.strategies import Batching, Clients, Strategy
 from greensched.capacity.traffic import Arrival, Traffic
 from greensched.capacity.workload import ServiceProfile
 from greensched.typing import Granularity
@@ -169,10 +170,18 @@ class _ServerGroup:
 
     def _server(self, device: int, service: ServiceProfile, clients: Clients) -> Server:
         machine, client = self._machine, clients(device, service)
+        batching: Batching | None = getattr(client, "batching", None)
         if service.role == "prefill":
-            return Prefill(machine, device, service, client, self._decoders.get(device))
+            decode = self._decoders.get(device)
+            if isinstance(decode, Engine):
+                return PromptQueue(machine, device, service, client, decode)
+            return Prefill(machine, device, service, client, decode)
         if service.role == "decode":
-            decode = self._decoders[device] = Decode(machine, device, service, client)
+            if batching is not None:
+                decode = Engine(machine, device, service, client, batching)
+            else:
+                decode = Decode(machine, device, service, client)
+            self._decoders[device] = decode
             return decode
         kind = Requests if service.role == "request" else Loop
         return kind(machine, device, service, client)

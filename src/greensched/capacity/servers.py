@@ -10,7 +10,7 @@ import abc
 import asyncio
 import heapq
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 
 from greensched.capacity.machine import Machine
@@ -56,6 +56,10 @@ def _ignore_latency(_latency: float, _weight: int) -> None:
     """Do nothing: most strategies do not use latencies."""
 
 
+async def _keep() -> None:
+    """Do nothing: most strategies hold nothing, or hold it throughout."""
+
+
 class Server(abc.ABC):
     """Queues requests and runs them on a client until it is cancelled."""
 
@@ -77,6 +81,9 @@ class Server(abc.ABC):
         self._on_latency: Callable[[float, int], None] = getattr(
             client, "record_latency", _ignore_latency
         )
+        #: Awaited when there is no work.
+        self._on_idle: Callable[[], Awaitable[None]] = getattr(client, "idle", _keep)
+        self._blocks = getattr(client, "blocks", 0) or service.blocks
 
     def take(self, arrival: Arrival) -> None:
         """Queue a request."""
@@ -105,8 +112,9 @@ class Server(abc.ABC):
         return self._queue.popleft()
 
     async def _wait_for_work(self) -> None:
-        """Wait until woken."""
+        """Wait until woken; the client may release what it holds."""
         self._arrived = asyncio.get_running_loop().create_future()
+        await self._on_idle()
         await self._arrived
 
     async def _run(self, pieces: list[int], since: list[float]) -> float:
@@ -179,16 +187,20 @@ class Prefill(Server):
         """Read each prompt in passes of at most CHUNK tokens."""
         while True:
             arrival = await self._next()
-            pieces = passes(arrival.context, self.service.blocks)
+            pieces = passes(arrival.context, self._blocks)
             began = self._now()
             served = await self._run(pieces, [arrival.at])
             now = self._now()
-            self._stretch += SMOOTHING * ((now - began) * 1e9 / sum(pieces) - self._stretch)
+            self._note_stretch(now - began, sum(pieces) / 1e9)
             self.samples.done += sum(pieces) / 1e9
             if self._target_aware and self._may_delay_token(arrival, now):
                 self._pending_tokens.append((arrival, served))
             else:
                 self._release_token(arrival, served)
+
+    def _note_stretch(self, seconds: float, alone: float) -> None:
+        """Average how many times longer than alone recent prompts took."""
+        self._stretch += SMOOTHING * (seconds / alone - self._stretch)
 
     def _may_delay_token(self, arrival: Arrival, now: float) -> bool:
         """Say whether a first token is still in time at the next step of decoding."""
@@ -217,15 +229,18 @@ class Prefill(Server):
         return [*super().waiting(), *(arrival.at for arrival, _ in self._pending_tokens)]
 
     async def _next(self) -> Arrival:
-        """Return the next prompt: the oldest, or if target-aware, the oldest that fits in time."""
-        first = await super()._next()
-        if not self._target_aware or not self._queue:
-            return first
-        found = self._first_in_time([first, *self._queue]) or first
-        if found is not first:
-            self._queue.remove(found)
-            self._queue.appendleft(first)
-        return found
+        """Return the next prompt."""
+        while not self._queue:
+            await self._wait_for_work()
+        return self.pick()
+
+    def pick(self) -> Arrival:
+        """Take a prompt: the oldest, or if target-aware, the oldest that fits in time."""
+        first = self._queue[0]
+        if self._target_aware and len(self._queue) > 1:
+            first = self._first_in_time([*self._queue]) or first
+        self._queue.remove(first)
+        return first
 
     def _first_in_time(self, waiting: list[Arrival]) -> Arrival | None:
         """Return the first prompt of a largest set that can all be in time; None if none can.
@@ -272,44 +287,55 @@ class Decode(Server):
     #: Called before each step; it may queue requests that join in the step.
     before_step: Callable[[], None] = staticmethod(lambda: None)
 
+    def __init__(
+        self, machine: Machine, device: int, service: ServiceProfile, client: Client
+    ) -> None:
+        super().__init__(machine, device, service, client)
+        #: The steps after which running requests are done.
+        self._ends: list[int] = []
+        self._step = 0
+        #: When the last step ended.
+        self._last = 0.0
+
     def wake(self) -> None:
         """Check again whether a request can join."""
         self._wake()
 
     async def serve(self) -> None:
         """Run steps while there are requests."""
-        ends: list[int] = []  # the steps after which requests are done
-        step, last = 0, 0.0
         while True:
             self.before_step()
-            if not ends and not self._queue:
+            if self._ends or self._queue:
+                await self._run_step()
+            else:
                 await self._wait_for_work()
-                continue
-            joined = self._join(ends, step)
-            began = self._now()
-            batch = len(ends)
-            blocks = self.service.blocks
-            seconds = step_seconds(batch)
-            since = joined + [last] * (batch - len(joined))
-            served = await self._run([round(seconds / blocks * 1e9)] * blocks, since)
-            now, step = self._now(), step + 1
-            for at in joined:
-                self.samples.add(at, now - at, served)
-                self._on_latency(now - at, 1)
-            if batch > len(joined):
-                self.samples.add(began, now - last, served, batch - len(joined))
-                self._on_latency(now - last, batch - len(joined))
-            self.samples.done += seconds
-            last = now
-            while ends and ends[0] <= step:
-                heapq.heappop(ends)
-                self.load -= 1
 
-    def _join(self, ends: list[int], step: int) -> list[float]:
+    async def _run_step(self, more: float = 0.0) -> None:
+        """Run a step, with `more` seconds of other work in the same pass."""
+        joined = self._join()
+        began, ends = self._now(), self._ends
+        batch, blocks = len(ends), self._blocks
+        seconds = step_seconds(batch)
+        since = joined + [self._last] * (batch - len(joined))
+        served = await self._run([round((seconds + more) / blocks * 1e9)] * blocks, since)
+        now, self._step = self._now(), self._step + 1
+        for at in joined:
+            self.samples.add(at, now - at, served)
+            self._on_latency(now - at, 1)
+        if batch > len(joined):
+            self.samples.add(began, now - self._last, served, batch - len(joined))
+            self._on_latency(now - self._last, batch - len(joined))
+        self.samples.done += seconds
+        self._last = now
+        while ends and ends[0] <= self._step:
+            heapq.heappop(ends)
+            self.load -= 1
+
+    def _join(self) -> list[float]:
         """Let queued requests join, up to the batch bound; return when each had its last token."""
         joined = []
-        while self._queue and len(ends) < self.service.batch:
+        while self._queue and len(self._ends) < self.service.batch:
             arrival = self._queue.popleft()
-            heapq.heappush(ends, step + arrival.generated - 1)
+            heapq.heappush(self._ends, self._step + arrival.generated - 1)
             joined.append(arrival.at)
         return joined

@@ -16,20 +16,39 @@ from typing import Any, ClassVar, Protocol
 
 from greensched.capacity.machine import Machine
 from greensched.capacity.workload import ServiceProfile
+from greensched.errors import InvalidRequest
 from greensched.execution.bound_launch import BoundLaunch
 from greensched.leasing.partition import Partition
 from greensched.pool import Pool
 from greensched.typing import ALL, Size
 
+#: SMs of a cell of a pool, and of one with the finest granularity.
+CELL, FINEST = 8, 2
+
 #: Nanoseconds on the whole device of each piece of a pass.
 Pieces = Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Batching:
+    """How an engine batches prompts and tokens, see `engine`.
+
+    Attributes:
+        budget: the most tokens of a fused pass; 0 for passes that have prompts or tokens only.
+        interval: the decode steps between two passes of prompts.
+    """
+
+    budget: int = 0
+    interval: int = 1
 
 
 class Client(Protocol):
     """Runs the work of one class on one device.
 
-    A client may have two more members: `target_aware` (its server schedules by targets, see
-    `servers.Prefill`) and `record_latency(seconds, weight)`, called with each latency.
+    A client may have more members: `target_aware` (its server schedules by targets, see
+    `servers.Prefill`), `blocks` (the segments of a pass, instead of the class's), `batching` (see
+    `engine`), `record_latency(seconds, weight)`, called with each latency, and `idle()`, awaited
+    when its server has no more work.
     """
 
     async def run(self, pieces: Pieces) -> None:
@@ -93,33 +112,41 @@ class HeldLeaseClient:
         await self._bound.submit()
 
 
-@dataclass
 class Split:
     """B3: a fixed split of each device, held from beginning to end.
 
-    The highest class has `first` SMs; the others share the rest evenly.
+    Args:
+        sms: the SMs of the highest class, and of those below it. The last class has the rest of a
+            device; if several are not named, they share the rest evenly.
+        target_aware: whether its servers schedule by targets, as those of `sized` do.
     """
 
-    first: int
-    name: str = ""
-    about: str = ""
-    target_aware: bool = False
-
-    def __post_init__(self) -> None:
-        self.name = self.name or f"split-{self.first}"
-        self.about = self.about or f"B3 fixed split, {self.first} SMs for the first class"
+    def __init__(self, *sms: int, target_aware: bool = False) -> None:
+        self.sms = sms
+        self.target_aware = target_aware
+        self.name = "-".join(map(str, ("split", *sms)))
+        self.about = f"B3 fixed split, {', '.join(map(str, sms))} SMs for the first classes"
 
     def prepare(self, machine: Machine) -> None:
         """Do nothing."""
 
     def sizes(self, machine: Machine, device: int) -> Mapping[str, Size]:
-        """Return the SMs of each class, in whole cells."""
+        """Return the SMs of each class.
+
+        Raises:
+            InvalidRequest: nothing is left for a class.
+        """
         ranked = sorted(machine.services.values(), key=lambda s: -s.priority)
-        if len(ranked) == 1:
-            return {ranked[0].name: machine.sms[device]}
-        rest, others = machine.sms[device] - self.first, len(ranked) - 1
-        each = rest if others == 1 else rest // others // 8 * 8
-        return {s.name: self.first if s is ranked[0] else each for s in ranked}
+        total, given = machine.sms[device], list(self.sms[: len(ranked) - 1])
+        while len(given) < len(ranked):
+            rest, others = total - sum(given), len(ranked) - len(given)
+            given.append(rest if others == 1 else rest // others // CELL * CELL)
+        if min(given) < 1:
+            raise InvalidRequest(
+                f"{self.name}: {total} SMs for {len(ranked)} classes would be split into {given}: "
+                "leave at least 1 for each"
+            )
+        return {service.name: each for service, each in zip(ranked, given, strict=True)}
 
     @asynccontextmanager
     async def open(self, machine: Machine) -> AsyncIterator[Clients]:
@@ -139,13 +166,8 @@ class Split:
             yield lambda device, service: clients[device, service.name]
 
 
-@dataclass
 class Alone(Split):
     """B0: one class by itself on whole devices."""
-
-    first: int = 0
-    name: str = "alone"
-    about: str = "B0 each class alone on the whole device"
 
     def sizes(self, machine: Machine, device: int) -> Mapping[str, Size]:  # noqa: ARG002  for subclasses
         """Return ALL for the one class."""

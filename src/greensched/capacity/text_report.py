@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from greensched.capacity import metrics, validation
-from greensched.capacity.experiment import all_strategies
 from greensched.capacity.results import Results, as_dict
+from greensched.capacity.sweeps import all_strategies
 
 #: The titles of the columns.
 _COLUMNS = (
-    "policy", "class", *(f"<={k:g}x" for k in metrics.MULTIPLES), "p50", "p95", "p99", "p99.9",
-    "x alone", "wait p99", "run p99", "of alone", "SMs busy", "Jain", "gap", "grants/s",
+    "policy", "class", "in time", "at least", "p50", "p95", "p99", "p99.9", "x alone", "wait p99",
+    "run p99", "of alone", "SMs busy", "Jain", "gap", "grants/s",
 )  # fmt: skip
 
 
@@ -20,7 +20,7 @@ def table(results: Results) -> str:
     """Format the whole report.
 
     Latencies are in milliseconds: of requests, to the first token (prefill) or between tokens
-    (decode). Attainments and shares are in percent.
+    (decode). Attainments and shares are in percent; "at least" is the lower end of the interval.
     """
     report = as_dict(results)
     seeds = ", ".join(map(str, report["seeds"]))
@@ -36,8 +36,7 @@ def table(results: Results) -> str:
         groups = [group for group in report["runs"] if group["rate"] == metrics.rounded(rate)]
         load = f"{rate:g} x saturation, " if rate else ""
         lines += ["", f"{load}{results.offered[rate]:.2f} requests/s", *_group_rows(groups)]
-    lines += _goodput(report["goodput"], len(report["seeds"]))
-    lines += _comparison_rows(report["comparison"], len(report["seeds"]))
+    lines += _goodput(report, len(report["seeds"]))
     lines += [
         "",
         *(
@@ -73,10 +72,11 @@ def _group_rows(groups: list[dict[str, Any]]) -> list[str]:
 
 def _latencies(found: dict[str, Any]) -> list[str]:
     if "attained" not in found:
-        return ["-"] * (len(metrics.MULTIPLES) + 7)
-    whole = found["whole"]
+        return ["-"] * 9
+    whole, in_time = found["whole"], found["attained"]
     return [
-        *(_percent(each) for each in found["attained"].values()),
+        _percent(in_time),
+        _percent(in_time[1:]),
         *(_number(whole[p], 1, 1e3) for p in ("p50", "p95", "p99", "p99.9")),
         _number(found["p99_of_alone"], 2),
         _number(found["wait"]["p99"], 1, 1e3),
@@ -84,37 +84,25 @@ def _latencies(found: dict[str, Any]) -> list[str]:
     ]
 
 
-def _goodput(report: dict[str, dict[str, list[float]]], seeds: int) -> list[str]:
-    if not report:
-        return []
-    names = list(next(iter(report.values())))
-    columns = ["at its targets" if k == "target" else f"at {k} x alone-p99" for k in report]
-    rows = [["policy", *columns]]
-    rows += [
-        [strategy, *(_interval(each[strategy], seeds) for each in report.values())]
-        for strategy in names
-    ]
-    title = "Goodput: requests/s up to which 99 % of every class are in time (95 % interval)"
-    return ["", title, *aligned(rows)]
-
-
-def _comparison_rows(report: dict[str, dict[str, list[float]]], seeds: int) -> list[str]:
-    columns = list(dict.fromkeys(title for each in report.values() for title in each))
-    if not columns:
+def _goodput(report: dict[str, Any], seeds: int) -> list[str]:
+    """Format goodputs and their ratios to those of the controls."""
+    if not report["goodput"]:
         return []
     titles = {
         "streams": "x streams",
         "best-split": "x best split",
-        "best-split-late": "x that, by target",
-        "recovered": "of the gap to the bound",
+        "best-split-late": "x best split, by target",
         "where streams do": "attained, x streams where those do",
     }
-    rows = [["at their targets", *(titles[title] for title in columns)]]
-    rows += [
-        [strategy, *(_interval(each[h], seeds) if h in each else "-" for h in columns)]
-        for strategy, each in report.items()
-    ]
-    return ["", *aligned(rows)]
+    compared = report["comparison"]
+    columns = [h for h in titles if any(h in each for each in compared.values())]
+    rows = [["policy", "", "requests/s", *(titles[title] for title in columns)]]
+    for strategy, found in report["goodput"].items():
+        ratios = compared[strategy]
+        row = (_interval(ratios[h], seeds) if h in ratios else "-" for h in columns)
+        rows.append([strategy, "", _interval(found, seeds), *row])
+    title = "Goodput: requests/s up to which 99 % of every class are in time (95 % interval)"
+    return ["", title, *aligned(rows)]
 
 
 def _interval(found: Sequence[float | None], seeds: int) -> str:

@@ -111,7 +111,7 @@ def _add_simulate(simulate: argparse.ArgumentParser) -> None:
     add("--tables", type=Path, help="a JSON file of measured latencies (default: built-in tables)")
     add(
         "--policy",
-        default="all",
+        default="streams,priority,sized,best-split-late",
         help="the policies to compare, separated by commas, or all (default: %(default)s)",
     )
     add(
@@ -133,14 +133,20 @@ def _add_simulate(simulate: argparse.ArgumentParser) -> None:
         help="how many runs, each with the next seed (default: %(default)s)",
     )
     add(
+        "--slo",
+        default="",
+        help="latency targets in seconds by class, such as search=0.01; of a language model "
+        "first=0.5,between=0.05 (default: each class's own target)",
+    )
+    add(
         "--slo-multiple",
         type=float,
         default=0.0,
-        help="latency target of every class, as a multiple of its p99 alone "
+        help="latency target of every class, as a multiple of its median alone "
         "(default: each class's own target)",
     )
     add("--json", action="store_true", help="print JSON instead of tables")
-    add("--plot", type=Path, help="draw attainment over load into this file")
+    add("--plot", type=Path, help="draw latencies and attainment into this file")
     simulate.set_defaults(command=_simulate)
 
 
@@ -267,7 +273,8 @@ def _simulate(options: argparse.Namespace) -> int:
         rates=_load_factors(options.load_factors),
         seed=options.seed,
         repeats=options.repeats,
-        target=options.slo_multiple,
+        slo=_targets(options.slo),
+        multiple=options.slo_multiple,
     )
     if options.plot:
         plot.pyplot()  # raise without matplotlib before minutes of simulation, not after
@@ -297,6 +304,16 @@ def _load_factors(text: str) -> tuple[float, ...]:
     except ValueError:
         raise InvalidRequest(
             f"--load-factors {text!r}: give numbers separated by commas, such as 0.5,1"
+        ) from None
+
+
+def _targets(text: str) -> dict[str, float]:
+    try:
+        pairs = (each.split("=") for each in text.split(",") if each)
+        return {name.strip(): float(seconds) for name, seconds in pairs}
+    except ValueError:
+        raise InvalidRequest(
+            f"--slo {text!r}: give seconds by class, such as first=0.5,between=0.05"
         ) from None
 
 

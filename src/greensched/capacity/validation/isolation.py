@@ -36,7 +36,7 @@ STARTS = 1_000
 
 def start_latency(seed: int) -> Iterator[Check]:
     """Check how long a kernel takes to start beside a load, on the same SMs and on others."""
-    shared, apart = (_starts(strategy, seed) for strategy in (Streams(), Split(72, name="halves")))
+    shared, apart = (_starts(strategy, seed) for strategy in (Streams(), Split(72)))
     given = "start in an idle partition (p50 3.9, p99 14.0 us), a load of 513 us kernels"
     yield Check("start beside a load, p50, us", 272.0, percentile(shared, 0.5), given)
     yield Check("start beside a load, p99, us", 478.5, percentile(shared, 0.99), given)

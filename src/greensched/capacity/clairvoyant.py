@@ -1,30 +1,26 @@
-"""An upper bound for prefill and decode: a clairvoyant fluid on the same devices.
+"""A clairvoyant's prefill and decode on the same devices: an estimate of what can be gained.
 
-The fluid knows every request beforehand, has no launch costs and no granularity of work, and all
-devices of a pool are one. Why no server of these classes does better:
+A fluid that knows every request beforehand, has no launch costs and no granularity of work; all
+devices of a pool are one. It is an estimate and no upper bound: a clairvoyant could do better in
+ways that this one does not, such as refusing requests of many tokens, whose decoding takes most of
+the time, rather than long prompts; stopping all decoding for seconds, which makes one token of each
+running request late; or batching prompts with tokens (`engine`).
 
 *Speed.* At each moment a device computes on some SMs for one class and on others for the other, or
 on all of them for one. Its average is a point of the concave hull of these (`Frontier`), with
-interference as published. So at a given decoding speed, prompts are read at the hull's speed at
-most. The hull is concave, so the same holds on average for several devices.
+interference as published.
 
-*Decoding* takes the least work that keeps its target: one step for each gap of the target, of all
-requests together in as few batches as possible; requests without a place in a batch wait. A step
-costs less for each token the more tokens it has, and slower decoding has more requests together, so
-no other way has done less work at any moment, unless tokens are late. One in a hundred may be late;
-the fluid is slower by as much. It decodes a prompt from the time its first token is due, and before
-that only with capacity that no prompt needs.
+*Decoding* takes one step for each gap of its target, of all requests together in as few batches as
+possible; requests without a place in a batch wait. One in a hundred tokens may be late; the fluid
+is slower by as much. It decodes a prompt from the time its first token is due, and before that only
+with capacity that no prompt needs.
 
-*Which prompts.* All prompts have the same target, so they are due in the order of arrival, and
-reading them in that order is best. A prompt that cannot be in time is found when it is due. Then
-the fluid gives up the prompt without which the others are done soonest, possibly one that was read
-already, among those since the queue was last empty. That leaves the most of them: Kise, Ibaraki and
-Mine, A solvable case of the one-machine scheduling problem with ready and due times (Operations
-Research 26, 1978). A prompt that was given up is not decoded any more.
-
-The fluid does not do two things that the metrics allow but no user wants: stop all decoding for
-seconds, which makes one token of each running request late (or for good after the traffic's end,
-where tokens do not count); and refuse all requests of the warm-up, which does not count.
+*Which prompts.* All prompts have the same target, so they are read in the order of arrival. A
+prompt that cannot be in time is found when it is due. Then the fluid gives up the prompt without
+which the others are done soonest, possibly one that was read already, among those since the queue
+was last empty, which leaves the most of them: Kise, Ibaraki and Mine, A solvable case of the
+one-machine scheduling problem with ready and due times (Operations Research 26, 1978). A prompt
+that was given up is not decoded any more.
 """
 
 from __future__ import annotations

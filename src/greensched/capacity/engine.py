@@ -1,0 +1,168 @@
+"""An engine that batches prompts and tokens: each pass has prompts, one token of each, or both.
+
+It is what serving programs do without partitions: one program with the whole device. *Fused*: every
+pass has a token of each running request and as much of prompts as its budget of tokens leaves
+(Sarathi-Serve). *Prefill first*: waiting prompts have passes of their own, between which a number
+of decode steps run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from greensched.capacity.machine import Machine
+from greensched.capacity.servers import CHUNK, Decode, Prefill
+from greensched.capacity.strategies import Batching, Client
+from greensched.capacity.traffic import Arrival
+from greensched.capacity.workload import ServiceProfile, prompt_seconds
+
+#: Tokens from which on the time of a prompt grows with its tokens. Below them reading the weights
+#: takes the time, which a pass does once for all of its tokens.
+COMPUTE_BOUND, TWICE = 512, 1024
+
+
+def _per_token() -> float:
+    return (prompt_seconds(TWICE) - prompt_seconds(COMPUTE_BOUND)) / (TWICE - COMPUTE_BOUND)
+
+
+def weights_seconds() -> float:
+    """Return the seconds of a pass that do not depend on its tokens."""
+    return max(0.0, prompt_seconds(COMPUTE_BOUND) - COMPUTE_BOUND * _per_token())
+
+
+def tokens_seconds(tokens: int) -> float:
+    """Return the seconds that the first tokens of a prompt add to a pass."""
+    if tokens <= COMPUTE_BOUND:
+        return tokens * _per_token()
+    return prompt_seconds(tokens) - weights_seconds()
+
+
+@dataclass(slots=True)
+class _Reading:
+    """A prompt that is being read: its tokens so far, and the seconds of passes that read it."""
+
+    arrival: Arrival
+    began: float
+    read: int = 0
+    served: float = 0.0
+
+
+class PromptQueue(Prefill):
+    """The prompts of an engine, which reads them in its passes."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        device: int,
+        service: ServiceProfile,
+        client: Client,
+        engine: Engine,
+    ) -> None:
+        super().__init__(machine, device, service, client, engine)
+        self._engine = engine
+        self._reading: list[_Reading] = []
+        engine.prompts = self
+
+    async def serve(self) -> None:
+        """Wait: the engine serves."""
+        await asyncio.get_running_loop().create_future()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Say whether a prompt is to be read."""
+        return bool(self._reading or self._queue)
+
+    def take_tokens(self, budget: int) -> tuple[float, float]:
+        """Put tokens of prompts into the next pass.
+
+        Returns:
+            The seconds they add to a pass, and those of passes of their own, one for each prompt.
+        """
+        added = apart = 0.0
+        while budget > 0 and self.is_waiting:
+            if not self._reading or self._reading[-1].read == self._reading[-1].arrival.context:
+                if not self._queue:
+                    break
+                self._reading.append(_Reading(self.pick(), self._now()))
+            one = self._reading[-1]
+            end = min(one.arrival.context, one.read + budget)
+            added += tokens_seconds(end) - tokens_seconds(one.read)
+            apart += prompt_seconds(end) - prompt_seconds(one.read)
+            budget -= end - one.read
+            one.read = end
+        return added, apart
+
+    async def read(self, seconds: float) -> None:
+        """Run a pass that only reads prompts."""
+        await self._client.run([round(seconds * 1e9)])
+
+    def finish_pass(self, seconds: float) -> None:
+        """Release the first tokens of the prompts that a pass of this many seconds has finished."""
+        reading, self._reading = self._reading, []
+        for one in reading:
+            one.served += seconds
+            if one.read < one.arrival.context:
+                self._reading.append(one)
+                continue
+            self._note_stretch(self._now() - one.began, prompt_seconds(one.arrival.context))
+            self._release_token(one.arrival, one.served)
+
+    def waiting(self) -> list[float]:
+        """Return since when each prompt waits whose first token is not released."""
+        return [*super().waiting(), *(one.arrival.at for one in self._reading)]
+
+    def _wake(self) -> None:
+        self._engine.wake()
+
+
+class Engine(Decode):
+    """Runs the passes of prompts and tokens."""
+
+    prompts: PromptQueue
+
+    def __init__(
+        self,
+        machine: Machine,
+        device: int,
+        service: ServiceProfile,
+        client: Client,
+        batching: Batching,
+    ) -> None:
+        super().__init__(machine, device, service, client)
+        self._batching = batching
+        self._blocks = 1
+
+    async def serve(self) -> None:
+        """Run passes while there are prompts or requests."""
+        steps = 0
+        while True:
+            prompts, running = self.prompts, len(self._ends) + len(self._queue)
+            if not running and not prompts.is_waiting:
+                await self._wait_for_work()
+            elif not running:
+                await self._read_prompts()
+            elif self._batching.budget:
+                await self._run_fused(self._batching.budget - running)
+            elif prompts.is_waiting and steps >= self._batching.interval:
+                await self._read_prompts()
+                steps = 0
+            else:
+                await self._run_step()
+                steps += 1
+
+    async def _read_prompts(self) -> None:
+        began, prompts = self._now(), self.prompts
+        added, apart = prompts.take_tokens(CHUNK)
+        seconds = min(weights_seconds() + added, apart)
+        await prompts.read(seconds)
+        prompts.samples.done += seconds
+        prompts.finish_pass(self._now() - began)
+
+    async def _run_fused(self, budget: int) -> None:
+        began, prompts = self._now(), self.prompts
+        added, _ = prompts.take_tokens(budget)
+        await self._run_step(added)
+        prompts.samples.done += added
+        if added:
+            prompts.finish_pass(self._now() - began)
