@@ -386,3 +386,26 @@ def test_who_waits_on_another_loop_has_a_lease_of_his_own() -> None:
     here.run_until_complete(pool.aclose())
     for loop in (here, there):
         loop.close()
+
+
+def test_f30_10_a_deadline_that_passed_while_the_loop_was_blocked_is_kept() -> None:
+    """A loop that had no turn for its tick grants nothing to a request that is late by then."""
+    pool = Pool(driver="simulated:h200")
+
+    async def late() -> None:
+        with pytest.raises(DeadlineExceeded):
+            async with pool.partition(ALL, deadline=10.0):
+                pass
+
+    async def main() -> None:
+        async with pool, anyio.create_task_group() as tasks:
+            async with pool.partition(ALL):
+                tasks.start_soon(late)
+                await until(lambda: pool.statistics().waiting == 1)
+                manager = pool._manager
+                before = manager._time
+                manager._time = lambda: before() + 11.0  # the loop is blocked meanwhile
+            manager._time = before
+        assert manager.scheduler.statistics().expired == 1
+
+    anyio.run(main)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from greensched.errors import DeadlineImpossible, QueueFull
+from greensched.errors import DeadlineExceeded, DeadlineImpossible, QueueFull
 from greensched.scheduling.admission import BUCKET, DeadlineLedger
 from greensched.scheduling.cells import DeviceCells, parse_sizes
 from greensched.scheduling.policy import Deadline, Fair, Fifo, Policy
@@ -195,3 +195,27 @@ def test_priorities_and_weights_can_be_any_numbers() -> None:
     a, b = ask(scheduler, 0.0, ALL, "a"), ask(scheduler, 0.0, ALL, "b")
     assert scheduler.drained(1.0, held.grants[0]) == [b]
     assert scheduler.drained(2.0, b.grants[0]) == [a]
+
+
+TWO = (ServiceClass("a"), ServiceClass("b"))
+
+
+@pytest.mark.parametrize("classes", [(), TWO], ids=["one", "two"])
+def test_f30_10_a_deadline_that_passed_between_ticks_is_not_granted(
+    classes: tuple[ServiceClass, ...],
+) -> None:
+    """Cells that come free after a deadline go to the next request; the late one is refused."""
+    scheduler = make(*classes)
+    names = [one.name for one in classes] or ["", ""]
+    held = ask(scheduler, 0.0, ALL, names[0])
+    late = ask(scheduler, 0.0, ALL, names[0], deadline=0.02)
+    following = ask(scheduler, 0.0, ALL, names[1])
+    (grant,) = held.grants
+    assert scheduler.drained(0.5, grant) == [following]
+    assert late.state is GrantState.GONE
+    ((request, error),) = scheduler.rejected
+    assert request is late
+    assert isinstance(error, DeadlineExceeded)
+    assert error.deadline == pytest.approx(0.02)
+    s = scheduler.statistics()
+    assert (s.requested, s.granted, s.expired, s.cancelled, s.waiting) == (3, 2, 1, 0, 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Hashable, Sequence
 
-from greensched.errors import TooManySMs
+from greensched.errors import DeadlineExceeded, TooManySMs
 from greensched.scheduling import shared_grants, sizing
 from greensched.scheduling.allocator import SMAllocator
 from greensched.scheduling.policy import GuardedPolicy
@@ -29,10 +29,10 @@ class Dispatcher:
         self.policy = policy
         #: (device, cells) that need an executor, since the pool last took them.
         self.missing_executors: dict[tuple[int, int], None] = {}
-        #: Requests that can never be granted any more, and the error for each, since the pool last
-        #: took them.
+        #: Requests that can never be granted any more, or whose deadline passed before a decision,
+        #: and the error for each, since the pool last took them.
         self.rejected: list[tuple[Request, Exception]] = []
-        self.granted = self.rejections = 0
+        self.granted = self.rejections = self.expired = 0
         self._held: dict[Hashable, list[Grant]] = {}
         #: Grants that were suspended: their holders change too often to be kept in `_held`.
         self.reused: dict[Grant, None] = {}
@@ -148,6 +148,8 @@ class Dispatcher:
         granted: list[Request] = []
         if not self.queue.waiting:
             return granted
+        while (late := self.queue.expired(now)) is not None:  # no tick came since: not granted now
+            self._expire(late)
         allocator, self._again = self.allocator, True
         while self._again:  # a class with a reserve that waits no more lends again
             self._again = False
@@ -156,6 +158,15 @@ class Dispatcher:
             if allocator.is_limited and is_stuck:
                 self._serve_idle(now, granted)
         return granted
+
+    def _expire(self, request: Request) -> None:
+        """Take a request out of the queue whose deadline has passed."""
+        assert request.deadline is not None
+        error = DeadlineExceeded(request.deadline - request.arrived)
+        self.rejected.append((request, error))
+        self.expired += 1
+        request.state = GONE
+        self.queue.remove(request)
 
     def _dispatch_once(self, now: float, granted: list[Request]) -> None:
         most, reservation = self.allocator.most_free(), self.queue.reservation

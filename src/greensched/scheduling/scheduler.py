@@ -550,7 +550,7 @@ class Scheduler:
             requested=self._requested + self._resumed,
             granted=self._resumed + self.dispatcher.granted,
             cancelled=self._cancelled + self.dispatcher.rejections,
-            expired=self._expired,
+            expired=self._expired + self.dispatcher.expired,
             refused=self._refused,
             sms_free=free,
             sms_leased=leased,
