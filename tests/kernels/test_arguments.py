@@ -80,3 +80,17 @@ def test_a_copy_keeps_its_own_account_of_buffers() -> None:
                 assert copy.buffers == {0: (other, True)}
 
     asyncio.run(main())
+
+
+def test_f30_15_what_was_refused_keeps_no_buffer() -> None:
+    """A launch that is kept for reuse keeps none of the buffers of one that was refused."""
+
+    async def main() -> None:
+        async with Pool(driver="simulated:h200") as pool, pool.partition(8) as p:
+            with await p.empty(8) as buffer:
+                arguments = KernelArguments(fill, 0)
+                with pytest.raises(ArgumentMismatch):
+                    arguments.fill([buffer, "no number", 8])
+                assert arguments.buffers == {}
+
+    asyncio.run(main())

@@ -316,3 +316,15 @@ def test_a_grant_whose_least_is_in_the_remainder_borrows_every_cell_that_it_take
     assert scheduler.checkpoint(1.0, grant) == [waiting]
     assert grant.mask == device.remainder_mask
     assert not grant.loans
+
+
+def test_f30_15_loans_go_back_first_to_an_owner_that_waits() -> None:
+    """A borrower of two owners that has executors for some of its cells gives back part of them."""
+    patient = ServiceClass("patient", reserve=32, max_wait_for_reserve=0.020)
+    scheduler = make(patient, ServiceClass("owner", reserve=16, max_wait_for_reserve=0.010), BATCH)
+    (borrower,) = ask(scheduler, 0.0, (8, 64), "batch").grants
+    loans = {owner.name: lent for owner, lent in borrower.loans.items()}
+    assert loans == {"patient": 4, "owner": 2}
+    ask(scheduler, 0.001, 16, "owner")
+    scheduler.allocator.reservations[0].give(borrower, 2)
+    assert {owner.name: lent for owner, lent in borrower.loans.items()} == {"patient": 4}

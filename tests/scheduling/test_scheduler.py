@@ -14,7 +14,7 @@ from greensched.scheduling.queue import validate_bound
 from greensched.scheduling.request_line import STALE_LEAST
 from greensched.scheduling.requests import Grant, GrantState, Request
 from greensched.scheduling.scheduler import UNKNOWN_LEASE, Scheduler
-from greensched.scheduling.services import DEFAULT_CLASS
+from greensched.scheduling.services import DEFAULT_CLASS, ServiceClass
 from greensched.typing import ALL, REST, Size
 
 H100 = DeviceCells(size=8, count=15, remainder=12)
@@ -657,3 +657,22 @@ class CountingCells(DeviceCells):
     def fit_all(self, free, parts, warm=()):  # type: ignore[no-untyped-def,override]
         LOOKS.append(free)
         return super().fit_all(free, parts, warm or {})
+
+
+def test_f30_15_what_fits_before_a_reservation_counts_overruns() -> None:
+    """A class whose leases take twice as long as it says is not let in for what it says."""
+    late = ServiceClass("late")
+    scheduler = Scheduler([SMALL], Fifo(ageing=0), 1000, services=[late])
+    give_back(scheduler, 2.0, ask(scheduler, 0.0, 8, service="late", duration=1.0))
+    ask(scheduler, 10.0, 16, duration=3.0)
+    assert ask(scheduler, 10.0, ALL).state is GrantState.QUEUED
+    assert ask(scheduler, 10.0, 8, service="late", duration=2.0).state is GrantState.QUEUED
+    assert ask(scheduler, 10.0, 8, duration=2.0).state is GrantState.GRANTED
+
+
+def test_f30_15_no_device_is_kept_for_a_request_whose_executor_is_made() -> None:
+    """Its cells are free: others have them until the executor is there."""
+    scheduler = Scheduler([SMALL], Fifo(ageing=0), 1000, lambda _, mask: mask.bit_count() < 3)
+    assert ask(scheduler, 0.0, 24).state is GrantState.QUEUED
+    assert scheduler.missing_executors
+    assert ask(scheduler, 1.0, 16).state is GrantState.GRANTED
