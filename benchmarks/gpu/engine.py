@@ -38,11 +38,23 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lib.report import Report, clocks, smi
-from greensched import ALL, REST, Pool, ServiceClass
+from greensched import ALL, REST, Pool
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "09_inference_server"))
 from batch import Batch, Piece
-from engine import Engine, Place, Run, Sequence, fused, interleaved, leased, separate
+from engine import (
+    Engine,
+    Place,
+    Run,
+    Sequence,
+    fused,
+    interleaved,
+    leased,
+    prepare,
+    separate,
+    sized,
+    sized_classes,
+)
 
 #: Seconds within which the first token has to come.
 FIRST = 0.5
@@ -310,44 +322,34 @@ class Bench:
         async with self._pool(sms) as pool, pool.partition(sms, service="decode") as p:
             graphs = await p.local(self.model.decode_graphs)
             decode = held(functools.partial(p.run, graphs.compute))
-            prefill = leased(pool, "prefill", self.model.prefill_graphs, lambda: (8, ALL))
-            await enter(prefill)
+            rest = self.sms - sms
+            prefill = leased(pool, "prefill", self.model.prefill_graphs, lambda: rest)
+            async with prefill():
+                pass  # its graphs are captured
             yield lambda engine: separate(engine, decode, prefill)
 
     @asynccontextmanager
     async def sized(self, sms: int) -> AsyncIterator[Serve]:
         """greensched, sized: a lease for each step and prompt; all SMs unless both need some.
 
-        A decode step has `sms` SMs while a prompt waits or is read, and all otherwise; a prompt
-        has what the reserve of decode leaves.
+        It is the server's default: a decode step has `sms` SMs while a prompt waits or is read, and
+        a prompt has the others while sequences grow.
         """
         async with self._pool(sms) as pool:
-            steps = self.model.decode_graphs
-            prefill = leased(pool, "prefill", self.model.prefill_graphs, lambda: (8, ALL))
-            await enter(leased(pool, "decode", steps, lambda: ALL))
-            await enter(leased(pool, "decode", steps, lambda: sms), prefill)
+            await prepare(pool, self.model, sms, self.sms)
 
             def serve(engine: Engine) -> Awaitable[None]:
-                decode = leased(pool, "decode", steps, lambda: sms if engine.has_prompts else ALL)
-                return separate(engine, decode, prefill)
+                return separate(engine, *sized(pool, self.model, engine, sms, self.sms))
 
             yield serve
 
     def _pool(self, sms: int) -> Pool:
-        services = [ServiceClass("decode", reserve=sms, priority=1), ServiceClass("prefill")]
-        return Pool([0], driver=self.driver, services=services)
+        return Pool([0], driver=self.driver, services=sized_classes(sms, self.sms))
 
     def arm(self, name: str) -> Any:
         """Return the arm of a name such as `plain` or `split:24`, to be entered."""
         kind, _, parameter = name.partition(":")
         return getattr(self, kind)(*([int(parameter)] if parameter else []))
-
-
-async def enter(*places: Place) -> None:
-    """Enter places at once, which captures their graphs."""
-    async with AsyncExitStack() as entered:
-        for place in places:
-            await entered.enter_async_context(place())
 
 
 # -- a run ----------------------------------------------------------------------------------------

@@ -22,12 +22,22 @@ import asyncio
 import functools
 import json
 from collections.abc import AsyncIterator, Coroutine
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Any
 
 import small
 import uvicorn
-from engine import Engine, Place, Sequence, fused, leased, separate
+from engine import (
+    Engine,
+    Place,
+    Sequence,
+    fused,
+    leased,
+    prepare,
+    separate,
+    sized,
+    sized_classes,
+)
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -38,7 +48,6 @@ from starlette.types import Receive, Scope, Send
 from greensched import ALL, Device, Pool, ServiceClass, driver
 from greensched.driver.simulated import SimulatedDriver
 from greensched.integrations import asgi
-from greensched.typing import Size
 
 MAX_WAITING = 64  # prompts; further ones are refused with 429
 
@@ -56,13 +65,10 @@ class Server:
         self._is_simulated = isinstance(pool_driver, SimulatedDriver)
         self._options = options
         self._sms = options.decode_sms or quarter(self.device.sm_count)
-        is_shared = options.streams or options.chunked > 0
-        decode = ServiceClass("decode", shared=True) if is_shared else self._decode_class()
-        prefill = ServiceClass("prefill", shared=is_shared)
-        self.pool = Pool([0], driver=pool_driver, services=[decode, prefill])
-
-    def _decode_class(self) -> ServiceClass:
-        return ServiceClass("decode", reserve=self._sms, priority=1)
+        classes = sized_classes(self._sms, self.device.sm_count)
+        if options.streams or options.chunked:
+            classes = [ServiceClass(name, shared=True) for name in ("decode", "prefill")]
+        self.pool = Pool([0], driver=pool_driver, services=classes)
 
     def load(self) -> Any:
         """Return the model; it takes seconds."""
@@ -80,25 +86,26 @@ class Server:
             await enter(place)
             ready.set()
             await fused(engine, place, self._options.chunked)
-
-        def decode_sms() -> Size:
-            """Return what the next decode step asks for: all SMs, unless a prompt needs some."""
-            return self._sms if engine.has_prompts else ALL
-
-        decode = leased(self.pool, "decode", model.decode_graphs, decode_sms)
-        prefill = leased(self.pool, "prefill", model.prefill_graphs, lambda: (8, ALL))
-        beside = leased(self.pool, "decode", model.decode_graphs, lambda: self._sms)
-        await enter(decode)
-        await enter(beside, prefill)
-        ready.set()
-        await separate(engine, decode, prefill)
+        elif self._options.streams:
+            places = [
+                leased(self.pool, "decode", model.decode_graphs, lambda: ALL),
+                leased(self.pool, "prefill", model.prefill_graphs, lambda: ALL),
+            ]
+            await enter(*places)
+            ready.set()
+            await separate(engine, *places)
+        else:
+            sizes = self._sms, self.device.sm_count
+            await prepare(self.pool, model, *sizes)
+            ready.set()
+            await separate(engine, *sized(self.pool, model, engine, *sizes))
 
 
 async def enter(*places: Place) -> None:
-    """Enter places at once, which captures their graphs."""
-    async with AsyncExitStack() as entered:
-        for place in places:
-            await entered.enter_async_context(place())
+    """Enter places one after another, which captures their graphs."""
+    for place in places:
+        async with place():
+            pass
 
 
 def quarter(sms: int) -> int:

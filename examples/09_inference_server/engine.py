@@ -16,7 +16,7 @@ from typing import Any
 
 from batch import MAX_PIECES, Batch, Piece, Shape
 
-from greensched import Pool
+from greensched import Pool, ServiceClass
 from greensched.errors import QueueFull
 from greensched.typing import Size
 
@@ -264,6 +264,9 @@ async def fused(engine: Engine, place: Place, budget: int) -> None:
             await engine.step(run, budget)
 
 
+# -- places that are leases of a pool -------------------------------------------------------------
+
+
 def leased(pool: Pool, service: str, graphs: Callable[[], Any], sms: Callable[[], Size]) -> Place:
     """Return the place that is a lease of the pool, of a size that is asked for each time."""
 
@@ -274,3 +277,47 @@ def leased(pool: Pool, service: str, graphs: Callable[[], Any], sms: Callable[[]
             yield lambda batch: p.run(made.compute, batch)
 
     return take
+
+
+def sized_classes(sms: int, total: int) -> list[ServiceClass]:
+    """Return the classes of `sized`: each has two sizes, so there are few sets of graphs."""
+    return [
+        ServiceClass("decode", sizes=(sms, total), priority=1),
+        ServiceClass("prefill", sizes=(total - sms, total)),
+    ]
+
+
+def sized(pool: Pool, model: Any, engine: Engine, sms: int, total: int) -> tuple[Place, Place]:
+    """Return places for decode steps and prompts that have all SMs, unless both need some.
+
+    Args:
+        pool: with `sized_classes`.
+        model: for its graphs.
+        engine: what has to be served decides the sizes.
+        sms: of a decode step while a prompt waits or is read; a prompt has the others while
+            sequences grow.
+        total: of the device.
+    """
+
+    def step_sms() -> int:
+        return sms if engine.has_prompts else total
+
+    def prompt_sms() -> int:
+        return total - sms if engine.growing else total
+
+    return (
+        leased(pool, "decode", model.decode_graphs, step_sms),
+        leased(pool, "prefill", model.prefill_graphs, prompt_sms),
+    )
+
+
+async def prepare(pool: Pool, model: Any, sms: int, total: int) -> None:
+    """Capture the graphs of `sized` for each size, before there are requests."""
+    for service, graphs, size in (
+        ("decode", model.decode_graphs, total),
+        ("prefill", model.prefill_graphs, total),
+        ("decode", model.decode_graphs, sms),
+        ("prefill", model.prefill_graphs, total - sms),
+    ):
+        async with leased(pool, service, graphs, lambda size=size: size)():
+            pass
