@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from greensched.kernels import Program as Program
     from greensched.leasing.latency import LatencyCurve as LatencyCurve
     from greensched.leasing.partition import Partition as Partition
+    from greensched.leasing.prepared_executors import ExecutorInfo as ExecutorInfo
     from greensched.leasing.preview import SplitPreview as SplitPreview
     from greensched.leasing.status import CloseReport as CloseReport
     from greensched.leasing.status import PoolState as PoolState
@@ -68,6 +69,7 @@ _EXPORTS = {
     "Device": "device.device",
     "DeviceResources": "device.resources",
     "Event": "device.streams",
+    "ExecutorInfo": "leasing.prepared_executors",
     "Graph": "execution.graphs",
     "Job": "execution.jobs",
     "Kernel": "kernels",

@@ -15,11 +15,13 @@ from greensched.device.device import Device
 from greensched.device.launch import LaunchConfig
 from greensched.driver.interface import Driver
 from greensched.errors import GreenschedError, InvalidRequest
+from greensched.execution.progress import ProgressCallback
 from greensched.kernels import Kernel
 from greensched.leasing.latency import LatencyCurve, default_sizes, measure
 from greensched.leasing.lifecycle import PoolLifecycle, PoolOptions
 from greensched.leasing.manager import LeaseManager
 from greensched.leasing.partition import Partition, PartitionGroup
+from greensched.leasing.prepared_executors import ExecutorInfo, executors, prepare_local
 from greensched.leasing.preview import SplitPreview, preview
 from greensched.leasing.requests import LeaseOptions, RequestParser, checked_kernels
 from greensched.leasing.status import CloseReport, PoolState, PoolStatistics
@@ -273,6 +275,44 @@ class Pool:
         """
         async with self.partition(sms, **options) as p:
             return await p.run(fn, *args)
+
+    def executors(self, service: str) -> tuple[ExecutorInfo, ...]:
+        """Return the executors that leases of a class with sizes meet. Never waits.
+
+        Leases have others only while those of their size are leased otherwise.
+
+        Raises:
+            InvalidRequest: there is no such class, or it names no sizes.
+            PoolClosed: the pool is not open.
+        """
+        return executors(self._lifecycle, service)
+
+    async def prepare_local(
+        self,
+        service: str,
+        factory: Callable[[], Any],
+        *,
+        progress: ProgressCallback | None = None,
+    ) -> None:
+        """Make `Partition.local(factory)` of every executor of a class, before traffic.
+
+        On one executor after another, each leased meanwhile. What exists already is kept.
+        `statistics().values_made` counts what was made later, in leases. A cancellation leaves what
+        was made so far, and waits for nothing.
+
+        Args:
+            service: the name of the class.
+            factory: called as by `Partition.local`; give the same function there.
+            progress: called on this loop's thread after each, with how many are done, and how many
+                there are.
+
+        Raises:
+            InvalidRequest: there is no such class, it names no sizes, or `factory` is no function.
+            WouldBlock: SMs of such an executor are leased, or requests wait.
+            PoolClosed, DeviceLost, ForkedPool: the pool does not work.
+            BaseException: what `factory` raised.
+        """
+        await prepare_local(self._lifecycle, service, factory, progress)
 
     async def measure(
         self,

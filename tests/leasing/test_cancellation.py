@@ -259,6 +259,13 @@ async def _verify(stage: Stage) -> None:
     await stage.pool.verify()
 
 
+@scenario("pool.prepare_local", opened)
+async def _prepare_local(stage: Stage) -> None:
+    service = greensched.ServiceClass("decode", sizes=(24, 88), cap=88)
+    stage.pool.reconfigure(services=[service])  # no executor over 88 is made yet
+    await stage.pool.prepare_local("decode", list)
+
+
 @scenario("aclose with work in flight", opened_and_held)
 async def _aclose(stage: Stage) -> None:
     await stage.pool.aclose(grace=60)

@@ -42,6 +42,9 @@ class ExecutorLocals:
         self._adopted: dict[Disposable, None] = {}
         #: Released, and not closed yet.
         self._released: deque[Disposable] = deque()
+        #: Values and objects that were made in leases; those of `prepare_local` do not count.
+        self.made = 0
+        self.is_prepared = False
 
     def __bool__(self) -> bool:
         return bool(self._values or self._adopted)
@@ -63,11 +66,13 @@ class ExecutorLocals:
                     "kept by its function, so give the same one each time, not a new lambda"
                 )
             self._values[factory] = factory()
+            self.made += not self.is_prepared
         return self._values[factory]  # type: ignore[no-any-return]  # its own T
 
     def adopt(self, thing: Disposable) -> None:
         """Close an object with the executor, unless it is released before."""
         self._adopted[thing] = None
+        self.made += not self.is_prepared
 
     def release(self, thing: Disposable) -> None:
         """Have the next `close_released` that finds it idle close it.

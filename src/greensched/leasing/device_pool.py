@@ -84,6 +84,8 @@ class DevicePool:
         #: By cells, the least recently used first.
         self.executors: OrderedDict[int, Executor] = OrderedDict()
         self.executors_made = 0
+        #: Values that users made with executors which are closed.
+        self.values_made = 0
         try:
             self._queues = [_balanced_queues(device)] if balanced else []
             self.words = TicketMemory(device.primary)

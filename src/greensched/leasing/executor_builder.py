@@ -9,6 +9,7 @@ from typing import Protocol
 
 from greensched._cleanup import run_all
 from greensched.driver.interface import Driver
+from greensched.execution.background import BackgroundTask
 from greensched.execution.executor import Executor
 from greensched.execution.threads import WorkerThread
 from greensched.leasing.device_pool import DevicePool
@@ -63,6 +64,19 @@ class ExecutorBuilder:
                     self._queued.add(key)
                     self.thread.submit(partial(self._make, *key))
 
+    async def make(self, index: int, mask: int) -> None:
+        """Wait until there is an executor over a set of cells.
+
+        Raises:
+            CUDAError: the driver refused it.
+        """
+        if mask not in self._host.device_pools[index].executors:
+            making = BackgroundTask(partial(self._make, index, mask))
+            self.thread.submit(making.run)
+            failure = await making.wait()
+            if failure is not None:
+                raise failure
+
     @property
     def is_held_up(self) -> bool:
         """Whether an executor is made, or will be, on a device that has work.
@@ -73,12 +87,15 @@ class ExecutorBuilder:
         with self._host.lock:
             return any(self._host.device_pools[index].busy for index, _ in self._queued)
 
-    def _make(self, index: int, mask: int) -> None:
-        """On the thread: make one, and wake the tasks that get it, or learn why they cannot."""
+    def _make(self, index: int, mask: int) -> Exception | None:
+        """On the thread: make one, and wake the tasks that get it, or learn why they cannot.
+
+        Returns why it cannot be made, too.
+        """
         host, device_pool = self._host, self._host.device_pools[index]
         with host.lock:
             if not host.works:
-                return
+                return None
             self.active = device_pool
         executor: Executor | None = None
         failure: Exception | None = None
@@ -94,7 +111,7 @@ class ExecutorBuilder:
             if host.state is PoolState.CLOSED:  # the devices were left as they are
                 if executor is not None:
                     executor.abandon()
-                return
+                return failure
             if executor is not None:
                 evicted = self._add_locked(index, executor)
                 granted = host.scheduler.made(host.driver.time())
@@ -110,6 +127,7 @@ class ExecutorBuilder:
             host.notify_granted(granted)
         finally:
             run_all(old.close for old in evicted)
+        return failure
 
     def _add_locked(self, index: int, executor: Executor) -> list[Executor]:
         """Let an executor be granted; return the executors to close for it."""
@@ -121,5 +139,6 @@ class ExecutorBuilder:
         evicted = []
         for other in device_pool.evictable(keep={mask} | granted):
             evicted.append(device_pool.executors.pop(other))
+            device_pool.values_made += evicted[-1].locals.made
             del ready[other.bit_count()][other]
         return evicted

@@ -33,6 +33,7 @@ from greensched.errors import (
     InvalidRequest,
     NoLoop,
     PoolClosed,
+    WouldBlock,
 )
 from greensched.execution.completion import CompletionPoller
 from greensched.execution.eventloop.base import LoopAdapter, Waiter
@@ -183,6 +184,30 @@ class LeaseManager:
         poller = self.current_poller()
         self._take_over_closed_loops(poller)  # no tick does, where no request is queued
         _, (lease,) = self._request(request, poller, wait=False)
+        return lease
+
+    async def claim(self, request: LeaseRequest, mask: int) -> Lease:
+        """Lease exactly these cells of the request's device, beside the rules of the classes.
+
+        Raises:
+            WouldBlock: they are not free, or requests wait.
+            PoolClosed, DeviceLost, ForkedPool: nothing is granted any more.
+            CUDAError: a green context over them cannot be made.
+        """
+        poller = self.current_poller()
+        assert request.device is not None
+        index = index_of(self.device_pools, request.device)
+        await self.builder.make(index, mask)
+        with self.lock:
+            if self.state is not OPEN:
+                raise self.refusal()
+            claimed = self.scheduler.claim(self._time(), index, mask)
+            if claimed is None:
+                raise WouldBlock(
+                    f"cells {mask:b} of device {request.device} are leased, or requests wait: "
+                    "prepare before traffic"
+                )
+            (lease,) = self._claim_locked(claimed, poller, request)
         return lease
 
     def _request(

@@ -35,6 +35,8 @@ class PoolStatistics(SchedulerStatistics):
         sms_leased, sms_draining: of the `sms_total`.
         sms_free: the SMs that one request can get now, summed over the devices: fewer than the
             rest where free SMs do not fit into one partition.
+        values_made: values of `p.local`, and executable graphs of `p.capture`, that were made in a
+            lease: what `prepare_local` made before traffic does not count.
         completion: `"word"` if streams write tickets to memory; `"event"` if they cannot here.
         services: the statistics of each class; "": of requests that name none.
     """
@@ -45,6 +47,7 @@ class PoolStatistics(SchedulerStatistics):
     leases: int
     executors: int
     executors_made: int
+    values_made: int
     completion: str
     services: Mapping[str, ServiceStatistics]
 
@@ -65,6 +68,8 @@ def collect_statistics(
         leases=leases,
         executors=len(executors),
         executors_made=sum(each.executors_made for each in device_pools),
+        values_made=sum(each.values_made for each in device_pools)
+        + sum(executor.locals.made for executor in executors),
         completion="event" if executors and executors[0].uses_events else "word",
         services=scheduler.services(),
         **asdict(scheduler.statistics()),

@@ -54,7 +54,7 @@ from greensched.scheduling.dispatch import Dispatcher
 from greensched.scheduling.policy import GuardedPolicy, Policy
 from greensched.scheduling.queue import RequestQueue
 from greensched.scheduling.request_line import RequestLine
-from greensched.scheduling.requests import GONE, QUEUED, Duration, Grant, Request, by_rank
+from greensched.scheduling.requests import GONE, GRANTED, QUEUED, Duration, Grant, Request, by_rank
 from greensched.scheduling.services import ServiceClass
 from greensched.scheduling.statistics import SchedulerStatistics, ServiceStatistics
 from greensched.typing import ALL
@@ -193,6 +193,24 @@ class Scheduler:
         states = homes if service is None else (self._class_of(service),)
         found = [masks for state in states for masks in homes.get(state, {}).values()]
         return tuple(dict.fromkeys(mask for masks in found for mask in masks))
+
+    def claim(self, now: float, device: int, mask: int) -> Request | None:
+        """Grant exactly these cells, which have an executor, whatever the rules of the classes.
+
+        None: they are not free, or requests wait.
+        """
+        self.reclaim(now)
+        allocator = self.allocator
+        if self.queue.waiting or mask & ~allocator.free_masks[device]:
+            return None
+        sms, state = allocator.devices[device].sm_count(mask), allocator.classes[""]
+        size = SizeRange(sms, sms)
+        claimed = Request(state, (size,), (device,), 0, now, self._requested + self._resumed)
+        claimed.grants = allocator.allocate(claimed, device, (mask,), now)
+        claimed.state = GRANTED
+        self._requested += 1
+        self.dispatcher.granted += 1
+        return claimed
 
     def _class_of(self, service: str) -> ClassState:
         state = self.allocator.classes.get(service)

@@ -1,0 +1,70 @@
+"""The executors that a class can meet, and what users keep with them, made before traffic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from greensched.errors import InvalidRequest
+from greensched.execution.calls import check_blocking
+from greensched.execution.progress import ProgressCallback
+from greensched.leasing.lifecycle import PoolLifecycle
+from greensched.leasing.partition import Partition
+from greensched.leasing.requests import LeaseRequest
+from greensched.scheduling.cells import SizeRange
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorInfo:
+    """An executor that leases of a class meet.
+
+    Attributes:
+        device_id: the ordinal of its device.
+        sm_count: the SMs it has.
+        cells: which cells of the device these are, as a bit mask.
+    """
+
+    device_id: int
+    sm_count: int
+    cells: int
+
+
+def executors(lifecycle: PoolLifecycle, service: str) -> tuple[ExecutorInfo, ...]:
+    """See `Pool.executors`."""
+    manager = lifecycle.manager()
+    found = [
+        ExecutorInfo(each.device.ordinal, each.cells.sm_count(mask), mask)
+        for index, each in enumerate(manager.device_pools)
+        for mask in manager.scheduler.home_masks(index, service)
+    ]
+    if not found:
+        raise InvalidRequest(
+            f"service {service!r} names no sizes, so its leases may meet any executor: give it "
+            "some, such as ServiceClass(..., sizes=(24, 48))"
+        )
+    return tuple(found)
+
+
+async def prepare_local(
+    lifecycle: PoolLifecycle,
+    service: str,
+    factory: Callable[[], Any],
+    progress: ProgressCallback | None,
+) -> None:
+    """See `Pool.prepare_local`."""
+    check_blocking(factory)
+    found = executors(lifecycle, service)
+    for done, info in enumerate(found, 1):
+        sms = info.sm_count
+        request = LeaseRequest((SizeRange(sms, sms),), (sms,), device=info.device_id)
+        lease = await lifecycle.manager().claim(request, info.cells)
+        values = lease.executor.locals
+        values.is_prepared = True
+        try:
+            async with Partition(lifecycle, request, lease) as p:
+                p.local(factory)  # leaving the block waits, and raises its failure
+        finally:
+            values.is_prepared = False
+        if progress is not None:
+            progress(done, len(found))
