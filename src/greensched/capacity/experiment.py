@@ -9,7 +9,7 @@ from dataclasses import replace
 from greensched.capacity import clairvoyant, latency_tables, metrics, sweeps, validation
 from greensched.capacity.machine import models
 from greensched.capacity.metrics import of_outcome
-from greensched.capacity.results import Experiment, Results, RunGroup, targets
+from greensched.capacity.results import Experiment, Results, RunGroup, attained, targets
 from greensched.capacity.run import Outcome, Scenario, alone, simulate
 from greensched.capacity.strategies import CELL, FINEST, Alone, Strategy
 from greensched.capacity.traffic import Arrival, faster, generate, read, window
@@ -74,6 +74,8 @@ def run_experiment(
     )
     for rate in rates:
         results.offered[rate] = source.offered(rate)
+        if experiment.until_late:
+            policies = [name for name in policies if not _is_late(results, name)]
         _run_rate(results, rate, source, policies, seeds, steps)
     if experiment.check:
         steps.next("published figures")
@@ -234,6 +236,12 @@ def _with_targets(
         multiple = experiment.multiple or service.target
         found[name] = replace(service, latency=multiple * medians[name])
     return found
+
+
+def _is_late(results: Results, name: str) -> bool:
+    """Say whether a policy had too few in time at the last rate, for every seed."""
+    last = [group for group in results.groups if group.strategy == name][-1:]
+    return any(max(attained(results, group)) < metrics.MUST_MEET for group in last)
 
 
 def _run_rate(

@@ -38,6 +38,8 @@ class Experiment:
         multiple: the target of every class as a multiple of its median alone; 0 for `slo` and the
             services' own.
         check: whether to simulate the published figures, too.
+        until_late: whether a policy is simulated only up to the first rate at which too few are in
+            time for every seed, which is what goodput needs.
     """
 
     gpus: str = "h200"
@@ -54,6 +56,7 @@ class Experiment:
     slo: Mapping[str, float] = field(default_factory=dict)
     multiple: float = 0.0
     check: bool = True
+    until_late: bool = False
 
 
 @dataclass
@@ -140,6 +143,7 @@ def beside_streams(results: Results, strategy: str) -> list[float]:
         pairs = [
             (attainments[strategy, rate][i], attainments["streams", rate][i])
             for rate in results.offered
+            if (strategy, rate) in attainments and ("streams", rate) in attainments
         ]
         beside = [mine / theirs for mine, theirs in pairs if theirs >= metrics.MUST_MEET]
         found.append(min(beside) if beside else float("nan"))

@@ -323,15 +323,17 @@ class VirtualClock:
         return chosen
 
     def _advance(self) -> bool:
-        """Bring the devices up to now, or else time to the next thing due; false if nothing is."""
-        if not self._run_devices():
-            due = [a.deadline for a in self._participants if a.deadline is not None]
-            due += [t for timeline in self._timelines if (t := timeline.next_time()) is not None]
-            if not due:
+        """Let time pass until a host can see a change or a deadline; false if nothing is due."""
+        deadlines = [a.deadline for a in self._participants if a.deadline is not None]
+        first = min(deadlines, default=math.inf)
+        while not self._run_devices():
+            times = [t for timeline in self._timelines if (t := timeline.next_time()) is not None]
+            due = min(times, default=first)
+            if due == first == math.inf:
                 return False
-            self._now = max(self._now, min(due))
-            if not self._run_devices():
+            if self._now >= first:
                 return True
+            self._now = max(self._now, int(min(due, first)))
         for participant in self._participants:
             participant.woken = participant.woken or bool(participant.looks)
         return True
@@ -339,8 +341,10 @@ class VirtualClock:
     def _run_devices(self) -> bool:
         happened = False
         for timeline in self._timelines:
-            with timeline.lock:
-                happened |= timeline.run(self._now)
+            due = timeline.next_time()
+            if timeline.held or (due is not None and due <= self._now):
+                with timeline.lock:
+                    happened |= timeline.run(self._now)
         return happened
 
 
