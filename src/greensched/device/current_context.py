@@ -65,14 +65,15 @@ class ContextOwnership:
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._lock = threading.Lock()
-        self._owner: weakref.ref[_ThreadToken] | None = None
+        #: The thread that has it current; it may have ended. One attribute for the hot paths.
+        self.owner: weakref.ref[_ThreadToken] | None = None
         self._depth = 0
         self._waiting: deque[Mailbox[None]] = deque()
 
     @property
     def is_mine(self) -> bool:
         """Whether the calling thread is the owner."""
-        return self._owner is here.ref
+        return self.owner is here.ref
 
     def acquire(self, context: object, *, wait: bool = False) -> None:
         """Make the calling thread the owner.
@@ -86,10 +87,10 @@ class ContextOwnership:
         """
         while True:
             with self._lock:
-                owner = None if self._owner is None else self._owner()
+                owner = None if self.owner is None else self.owner()
                 if owner is None or owner is here.token:
                     self._depth = 1 if owner is None else self._depth + 1
-                    self._owner = here.ref
+                    self.owner = here.ref
                     return
                 if not wait:
                     raise CurrentElsewhere(context, owner.name, here.token.name)
@@ -107,7 +108,7 @@ class ContextOwnership:
             self._depth -= 1
             if self._depth:
                 return
-            self._owner = None
+            self.owner = None
             waiting, self._waiting = self._waiting, deque()
         for mailbox in waiting:
             mailbox.put(None)

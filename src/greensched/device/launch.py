@@ -38,7 +38,8 @@ class LaunchConfig:
     grid: int | tuple[int, ...]
     block: int | tuple[int, ...]
     shmem_size: int = 0
-    _hash: int = field(init=False, repr=False, compare=False)
+    #: The same text for equal configurations, to look one up by; texts keep their hash.
+    key: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "grid", _dim3("grid", self.grid))
@@ -47,10 +48,7 @@ class LaunchConfig:
         if not isinstance(size, (int, np.integer)) or isinstance(size, bool) or size < 0:
             raise InvalidLaunch("shmem_size", size, "a whole number of bytes, >= 0")
         object.__setattr__(self, "shmem_size", int(size))
-        object.__setattr__(self, "_hash", hash((self.grid, self.block, self.shmem_size)))
-
-    def __hash__(self) -> int:  # hashed once: each launch looks its config up
-        return self._hash
+        object.__setattr__(self, "key", f"{self.grid} {self.block} {self.shmem_size}")
 
     @property
     def grid3(self) -> Dim3:
@@ -119,9 +117,9 @@ class PreparedLaunch:
         return self._parts[2]
 
     @property
-    def kind(self) -> tuple[Kernel, LaunchConfig]:
+    def kind(self) -> tuple[Kernel, str]:
         """What launches that can replace each other have in common."""
-        return self._parts[2], self._parts[1]
+        return self._parts[2], self._parts[1].key
 
     def with_stream(self, stream: Stream) -> PreparedLaunch:
         """Return the same launch, with the same arguments, on another stream of the device."""

@@ -16,6 +16,7 @@ from functools import partial
 from typing import ClassVar, Final, Protocol
 
 from greensched._cleanup import run_all
+from greensched.device.current_context import ContextOwnership
 from greensched.device.streams import Event, Stream, StreamContext, any_current
 from greensched.driver.types import HostMemory, Mailbox
 from greensched.errors import CUDAError, DeviceFault, InvalidRequest
@@ -30,6 +31,9 @@ PAGE: Final = 4096
 
 class StreamOwner(Protocol):
     """The owner of a ticketed stream: an executor. All streams of a partition have the same."""
+
+    #: Which thread has the executor's context current.
+    ownership: ContextOwnership | None
 
     @property
     def is_entered(self) -> bool:

@@ -41,7 +41,7 @@ def submit_call(
     ticket = stream.issue()
     for buffer, write in uses:
         buffer.record_use(stream, ticket, write=write)
-    job: Job[T] = Job(stream, ticket, name if isinstance(name, str) else "run", lease.failed)
+    job: Job[T] = Job(stream, ticket, name if isinstance(name, str) else "run", lease)
     if wrappers:  # the libraries' work may outlast the call
         stream.keep(ticket, given)
     lease.has_called = True
@@ -67,7 +67,7 @@ def local(lease: Lease, factory: Callable[[], T]) -> Job[T]:
     if not is_made:
         return submit_call(lease, values.get, (factory,), {})
     # Ticket 0 is always reached.
-    job: Job[T] = Job(lease.executor.call_stream, 0, "local", lease.failed)
+    job: Job[T] = Job(lease.executor.call_stream, 0, "local", lease)
     job._set_result(values.get(factory))
     return job
 

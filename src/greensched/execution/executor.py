@@ -126,7 +126,7 @@ class Executor:
         #: Calls that the submit thread has yet to forward: later calls must not overtake them.
         self._calls_to_forward: deque[None] = deque()
         self._scope = self.context.entered(wait=True)
-        self._ownership = self.context.ownership
+        self.ownership = self.context.ownership
         self.launch_stream.owner = self.call_stream.owner = self
 
     def _thread(self, role: str, context: Context | None = None) -> WorkerThread:
@@ -149,7 +149,7 @@ class Executor:
     @property
     def is_entered(self) -> bool:
         """Whether the calling thread is inside a block of the green context."""
-        return self._ownership is not None and self._ownership.is_mine
+        return self.ownership is not None and self.ownership.is_mine
 
     def wait(self, stream: TicketedStream, ticket: int) -> Waiter:
         """Make something to await on the running loop until a ticket is reached, or is lost.
@@ -381,13 +381,15 @@ class Executor:
             stream.release_kept()
             if stream.kept:
                 return False
-        before = self.driver.exchange_capture_mode(CaptureMode.RELAXED)
+        driver = self.driver
         try:
-            return self.driver.query_event(self.context_event.handle)
+            before = driver.exchange_capture_mode(CaptureMode.RELAXED)
+            try:
+                return driver.query_event(self.context_event.handle)
+            finally:
+                driver.exchange_capture_mode(before)
         except CUDAError:  # what has failed is found where the work is waited for
             return False
-        finally:
-            self.driver.exchange_capture_mode(before)
 
     def _has_no_work(self, stream: TicketedStream) -> bool:
         """Query a stream; a capture that was left open on it is dropped first."""

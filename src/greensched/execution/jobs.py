@@ -8,15 +8,28 @@ from collections.abc import Awaitable, Callable, Generator
 from contextlib import suppress
 from contextvars import Context, copy_context
 from functools import partial
-from typing import Any, Generic
+from typing import Any, Generic, Protocol
 
 from greensched.device.buffers import Closable
 from greensched.device.tickets import StreamOwner, TicketedStream
 from greensched.errors import WouldBlock, WrongThread
+from greensched.execution.completion import CompletionPoller
 from greensched.execution.eventloop import current_adapter, current_trio
 from greensched.typing import T
 
 logger = logging.getLogger("greensched")
+
+
+class JobLease(Protocol):
+    """What a job needs of its lease.
+
+    Attributes:
+        failed: the failed jobs whose failure was not retrieved.
+        poller: of the loop that holds it.
+    """
+
+    failed: list[Job[Any]]
+    poller: CompletionPoller
 
 
 class Job(Generic[T]):
@@ -31,7 +44,7 @@ class Job(Generic[T]):
     `asyncio.wait`, `asyncio.as_completed`, `asyncio.gather` and `asyncio.ensure_future` take it.
     """
 
-    __slots__ = ("__dict__", "_failures", "_stream", "_ticket", "name")
+    __slots__ = ("__dict__", "_lease", "_stream", "_ticket", "name")
 
     # What few jobs have is in their `__dict__`, so that the others are created faster.
     _value: Any = None
@@ -43,11 +56,8 @@ class Job(Generic[T]):
     _finalizing: threading.RLock
     _is_finalizing = False
 
-    def __init__(
-        self, stream: TicketedStream, ticket: int, name: str, failures: list[Job[Any]]
-    ) -> None:
-        #: The failed jobs of its lease whose failure was not retrieved.
-        self._failures = failures
+    def __init__(self, stream: TicketedStream, ticket: int, name: str, lease: JobLease) -> None:
+        self._lease = lease
         self._stream = stream
         #: Written by the stream when the work is done.
         self._ticket = ticket
@@ -160,9 +170,12 @@ class Job(Generic[T]):
         if self.done():
             return None
         owner = self._owner
-        if owner.is_entered:
+        if owner.ownership is not None and owner.ownership.owner is not None and owner.is_entered:
             raise WrongThread("no `await` inside `with p.context:`: leave that block first")
-        return owner.wait(self._stream, self._ticket)
+        poller = self._lease.poller
+        if not poller.loop.is_current():
+            return owner.wait(self._stream, self._ticket)
+        return poller.wait(self._stream, self._ticket)
 
     @property
     def _owner(self) -> StreamOwner:
@@ -179,7 +192,7 @@ class Job(Generic[T]):
     def _set_exception(self, error: BaseException) -> None:
         """Set the failure, before the ticket is written."""
         self._error = error
-        self._failures.append(self)
+        self._lease.failed.append(self)
 
     def _take_error(self) -> BaseException | None:
         """Return the failure, which another job raises from here on. From any thread."""
@@ -190,7 +203,7 @@ class Job(Generic[T]):
         """Remove it from its lease's failures: the error's traceback holds much."""
         self._is_retrieved = True
         with suppress(ValueError):  # removed before, or by another thread at the same time
-            self._failures.remove(self)
+            self._lease.failed.remove(self)
 
     @property
     def _unretrieved_error(self) -> BaseException | None:

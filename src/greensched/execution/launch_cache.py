@@ -13,8 +13,8 @@ MAX_LAUNCHES = 256
 #: Kept launches of closed bound launches, for each kind: more are rarely bound at once.
 MAX_SPARE = 8
 
-#: A kernel with its geometry.
-Kind = tuple[Kernel, LaunchConfig]
+#: A kernel with its geometry, as `LaunchConfig.key` says it.
+Kind = tuple[Kernel, str]
 
 
 class LaunchCache:
@@ -46,12 +46,12 @@ class LaunchCache:
         Raises:
             InvalidLaunch, CUDAError: the kernel cannot be launched with this geometry.
         """
-        prepared = self.launches.get((kernel, config))
+        prepared = self.launches.get((kernel, config.key))
         if prepared is None and kernel in self.loaded:
             prepared = self.create(kernel, config, KernelArguments(kernel, self._device.ordinal))
             if len(self.launches) >= MAX_LAUNCHES:
                 self.launches.clear()
-            self.launches[kernel, config] = prepared
+            self.launches[kernel, config.key] = prepared
         return prepared
 
     def create(

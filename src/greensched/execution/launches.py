@@ -21,8 +21,8 @@ def launch(
     lease.check_ready()
     executor = lease.executor
     try:
-        prepared = executor.cache.launches.get((kernel, config))
-    except TypeError:  # not hashable: refused below, with its type
+        prepared = executor.cache.launches.get((kernel, config.key))
+    except (AttributeError, TypeError):  # no configuration, or no kernel: refused below
         prepared = None
     if prepared is None:
         prepared = _prepare_first(lease, config, kernel)
@@ -56,7 +56,7 @@ def prepare(lease: Lease, config: LaunchConfig, kernel: Kernel) -> Job[None]:
     executor = lease.executor
     check_launch(config, kernel, executor.device.facts, executor.driver)
     stream = executor.call_stream
-    job: Job[None] = Job(stream, stream.issue(), f"prepare {kernel.name}", lease.failed)
+    job: Job[None] = Job(stream, stream.issue(), f"prepare {kernel.name}", lease)
 
     abandonment = lease.abandonment
 
@@ -79,8 +79,8 @@ def prepare_bound(
     """
     cache = lease.executor.cache
     try:
-        spare = cache.spare.get((kernel, config)) if kernel in cache.loaded else None
-    except TypeError:  # not hashable: refused below, with its type
+        spare = cache.spare.get((kernel, config.key)) if kernel in cache.loaded else None
+    except (AttributeError, TypeError):  # no configuration, or no kernel: refused below
         spare = None
     if spare:
         prepared = spare.pop()

@@ -307,7 +307,7 @@ class Lease:
 
         if inline:
             return self.submit_now(ordered_step, what, ticket)
-        job: Job[T] = Job(stream, ticket, what, self.failed)
+        job: Job[T] = Job(stream, ticket, what, self)
         self.poller.watch(stream)
         executor.submit_deferred(ordered_step, job, self.poller)
         if not on_copy_stream:
@@ -326,7 +326,7 @@ class Lease:
         executor = self.executor
         stream = executor.launch_stream
         stream.issued = ticket
-        job: Job[T] = Job(stream, ticket, what, self.failed)
+        job: Job[T] = Job(stream, ticket, what, self)
         try:
             try:
                 value = step()
@@ -429,7 +429,7 @@ class Lease:
         if inline:
             self._write_ticket(ticket)
         else:
-            job: Job[None] = Job(stream, ticket, "ticket", self.failed)
+            job: Job[None] = Job(stream, ticket, "ticket", self)
             self.executor.submit_deferred(lambda: None, job, self.poller)
 
     def _write_ticket(self, ticket: int) -> None:
@@ -486,7 +486,7 @@ class Lease:
     def _ticket_whole_context(self) -> Job[None]:
         """Submit a job that is done once the green context is, with the work of libraries on it."""
         stream = self.executor.launch_stream
-        job: Job[None] = Job(stream, stream.issue(), "checkpoint", self.failed)
+        job: Job[None] = Job(stream, stream.issue(), "checkpoint", self)
         self.poller.watch(stream)
         self.executor.submit_deferred(self._order_behind_context, job, self.poller)
         return job
@@ -653,6 +653,7 @@ class Lease:
         self.executor.launch_stream.release_kept()
         for job in self._unfinished:
             job._finalize()
+        self._unfinished.clear()  # they refer to the lease: it would be a cycle
         waiters, self._close_waiters = self._close_waiters, []
         try:
             self._listener.lease_closed(self)  # may raise an interrupt that a policy met

@@ -35,7 +35,7 @@ from greensched.errors import (
     PoolClosed,
     WouldBlock,
 )
-from greensched.execution.completion import CompletionPoller
+from greensched.execution.completion import CompletionPoller, PollerRegistry
 from greensched.execution.eventloop.base import LoopAdapter, Waiter
 from greensched.execution.lease import Lease
 from greensched.execution.threads import WorkerThread
@@ -43,7 +43,6 @@ from greensched.leasing.device_pool import DevicePool, index_of
 from greensched.leasing.executor_builder import ExecutorBuilder
 from greensched.leasing.grant_waiter import GrantWaiter, is_orphaned, notify, refuse
 from greensched.leasing.lease_cache import LeaseCache
-from greensched.leasing.pollers import PollerRegistry
 from greensched.leasing.requests import LeaseRequest, checked_deadline, checked_duration
 from greensched.leasing.status import PoolState, PoolStatistics, collect_statistics, update_quotas
 from greensched.scheduling import user_code
