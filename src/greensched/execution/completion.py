@@ -29,6 +29,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from threading import RLock
 from typing import Final, NamedTuple
 
 from greensched.device.tickets import TicketedStream
