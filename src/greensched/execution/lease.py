@@ -113,6 +113,9 @@ class Lease:
         cache_key: what finds it in the lease cache; None: it is not to be cached.
     """
 
+    #: Where the holder's code took it, where checkpoints may change it.
+    taken_at: str = "an unknown place"
+
     def __init__(
         self,
         grant: Grant,

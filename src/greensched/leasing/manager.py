@@ -42,6 +42,7 @@ from greensched.execution.threads import WorkerThread
 from greensched.leasing.device_pool import DevicePool, index_of
 from greensched.leasing.executor_builder import ExecutorBuilder
 from greensched.leasing.grant_waiter import GrantWaiter, is_orphaned, notify, refuse
+from greensched.leasing.holders import HolderWatch
 from greensched.leasing.lease_cache import LeaseCache
 from greensched.leasing.requests import LeaseRequest, checked_deadline, checked_duration
 from greensched.leasing.status import PoolState, PoolStatistics, collect_statistics, update_quotas
@@ -89,6 +90,7 @@ class LeaseManager:
             driver, lock, self._on_queue_tick, self._take_over_closed_loops
         )
         self.current_poller = self.pollers.current
+        self._holders = HolderWatch()
         #: When a request next looks for closed loops.
         self._look_due = 0.0
         #: Of each class whose memory is bounded, or was.
@@ -456,6 +458,9 @@ class LeaseManager:
             now = self._time()
             granted, expired = self.scheduler.tick(now)
             deadline = self.scheduler.next_deadline()
+            warnings = self._holders.warnings(now, self.leases, self.scheduler.queued)
+        for warning in warnings:
+            logger.warning(warning)
         for request in expired:
             refuse(request, DeadlineExceeded((request.deadline or now) - request.arrived))
         self.notify_granted(granted)

@@ -25,6 +25,7 @@ from greensched.execution.lease import Lease
 from greensched.execution.prefetch import Prefetcher
 from greensched.execution.progress import ProgressCallback
 from greensched.kernels import Kernel
+from greensched.leasing.holders import place
 from greensched.leasing.lifecycle import PoolLifecycle
 from greensched.leasing.requests import LeaseRequest
 from greensched.typing import DeviceArray
@@ -108,6 +109,8 @@ class Partition(AsyncBlock):
                 self._lease = self._lifecycle.cache.take(self._request)
                 if self._lease is None:
                     (self._lease,) = await self._lifecycle.manager().acquire(self._request)
+                    if not self._request.is_reused:
+                        self._lease.taken_at = place()
             except BaseException:
                 self._is_entered = False  # it may be tried again
                 raise

@@ -1,0 +1,76 @@
+"""Holders that keep others waiting: named in a warning, with the place where they took the lease.
+
+A lease of a range of sizes gives SMs back at its checkpoints only. A holder that waits for work
+comes to none, and the requests in the queue would wait for ever, without a word.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterable
+from types import FrameType
+
+from greensched.execution.lease import Lease
+from greensched.scheduling.requests import Request
+
+logger = logging.getLogger("greensched")
+
+#: Seconds that a request waits, and a holder comes to no checkpoint, before the warning: far longer
+#: than a step of anything that shares a GPU with others.
+MOST_S = 1.0
+#: Modules between the code that takes a lease and the library.
+BETWEEN = ("greensched.", "contextlib", "asyncio.", "anyio.")
+
+
+def place() -> str:
+    """Return where the calling code takes a lease, outside this library."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith(BETWEEN):
+        frame = frame.f_back
+    return "an unknown place" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+class HolderWatch:
+    """Finds the holders that keep others waiting. All calls are under the manager's lock."""
+
+    def __init__(self) -> None:
+        #: When it looks again.
+        self._due = 0.0
+        #: When each holder that was named had last come to a checkpoint.
+        self._named: dict[Lease, float] = {}
+
+    def warnings(
+        self, now: float, leases: Iterable[Lease], queued: Callable[[], Iterable[Request]]
+    ) -> list[str]:
+        """Return a warning for each holder not named since its last checkpoint; once a second."""
+        if now < self._due:
+            return []
+        self._due = now + MOST_S
+        waiting = [one for one in queued() if now - one.arrived >= MOST_S and _may_have_more(one)]
+        devices = {device for one in waiting for device in one.devices}
+        found, before = [], self._named
+        self._named = {}
+        for lease in leases:
+            grant = lease.grant
+            gives = lease.is_open and grant.request.is_elastic and not grant.is_shared
+            if gives and grant.device in devices and now - grant.since >= MOST_S:
+                if before.get(lease) != grant.since:
+                    found.append(_warning(lease, now, len(waiting)))
+                self._named[lease] = grant.since
+        return found
+
+
+def _may_have_more(request: Request) -> bool:
+    """Return whether the rules of its own class are not what a request waits for."""
+    state = request.class_state
+    return state.sms + request.fewest <= state.cap and state.tokens > 0
+
+
+def _warning(lease: Lease, now: float, waiting: int) -> str:
+    seconds = now - lease.grant.since
+    return (
+        f"the partition taken at {lease.taken_at} has {lease.grant.sms} SMs of device "
+        f"{lease.ordinal}, and has come to no checkpoint for {seconds:.1f} s, while others wait "
+        f"({waiting} for more than {MOST_S:g} s): await p.checkpoint() between pieces of work"
+    )
