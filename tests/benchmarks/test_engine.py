@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from benchmarks.gpu import engine
 
+from greensched import current_call
+
 
 def test_random_requests_have_their_rate_and_lengths() -> None:
     """The mean rate and lengths are what the text says, and a seed gives the same requests."""
@@ -96,6 +98,44 @@ def test_an_arm_serves_all_requests(arm: str) -> None:
             assert found["requests"] == found["complete"] == 15
 
     asyncio.run(main())
+
+
+class Watched:
+    """The small model, which keeps on how many SMs each pass ran."""
+
+    def __init__(self) -> None:
+        self._small = small_model()
+        self.shape = self._small.shape
+        self.ran: list[tuple[str, int]] = []
+
+    def decode_graphs(self) -> Any:
+        return self
+
+    def prefill_graphs(self) -> Any:
+        return self
+
+    def compute(self, batch: Any) -> Any:
+        call = current_call()
+        assert call is not None
+        self.ran.append(("prompt" if batch.pieces else "step", call.sm_count))
+        return self._small.compute(batch)
+
+
+def test_sizes_follow_the_load() -> None:
+    """All SMs for a pass that is alone; a part for each where steps and prompts are due."""
+
+    async def main() -> Watched:
+        model = Watched()
+        bench = engine.Bench(model, "simulated:h100", 132)
+        arrivals = [engine.Arrival(0.0, 10, 40), *(engine.Arrival(0.2, 200, 2) for _ in range(3))]
+        async with bench.arm("sized:24") as serve:
+            found = await engine.run(model, serve, arrivals)
+        assert found["complete"] == 4
+        return model
+
+    ran = asyncio.run(main()).ran
+    assert ran[:2] == [("prompt", 132), ("step", 132)]
+    assert set(ran) == {("prompt", 132), ("prompt", 108), ("step", 132), ("step", 24)}
 
 
 def small_model() -> Any:
