@@ -13,6 +13,7 @@ import pytest
 from benchmarks.gpu import engine
 
 from greensched import current_call
+from greensched.errors import QueueFull
 
 
 def test_random_requests_have_their_rate_and_lengths() -> None:
@@ -203,3 +204,21 @@ def test_the_program_reports_runs_and_knees(
     assert written["runs"][0]["rate"] == 4
     assert written["knees"][0]["arm"] == "split:24"
     assert "knee" in capsys.readouterr().out
+
+
+def test_the_queue_is_bounded_and_forgets_cancelled_prompts() -> None:
+    """A prompt too many is refused; one whose client left makes way; a failure reaches all."""
+    model = small_model()
+    serving = engine.Engine(model.shape, max_waiting=2)
+    first, second, third = (engine.Sequence([1], 2) for _ in range(3))
+    serving.submit(first)
+    serving.submit(second)
+    with pytest.raises(QueueFull, match="2 requests"):
+        serving.submit(third)
+    first.cancel()
+    serving.submit(third)
+    error = ZeroDivisionError()
+    serving.fail(error)
+    assert [second.news.get_nowait(), third.news.get_nowait()] == [error, error]
+    with pytest.raises(ZeroDivisionError):
+        serving.submit(engine.Sequence([1], 2))

@@ -102,6 +102,27 @@ def test_tokens_are_streamed(small: ModuleType, options: tuple[str, ...]) -> Non
         asyncio.run(main(program.address))
 
 
+def test_too_many_prompts_are_refused() -> None:
+    """More than fit into slots and queue get 429 and a time to come back; the others are served."""
+
+    async def main(address: str) -> None:
+        asked = {"prompt": PROMPTS[0], "tokens": 40}
+        async with httpx.AsyncClient(base_url=address, timeout=30) as client:
+            answers = await asyncio.gather(
+                *(client.post("/generate", json=asked) for _ in range(95))
+            )
+        refused = [answer for answer in answers if answer.status_code == 429]
+        assert refused
+        assert all(int(answer.headers["Retry-After"]) >= 1 for answer in refused)
+        served = [answer for answer in answers if answer.status_code == 200]
+        assert len(served) + len(refused) == len(answers)
+        assert len(served) >= 64
+        assert len({answer.text for answer in served}) == 1
+
+    with serving([*PYTHON, str(EXAMPLE / "app.py"), "0"], ENVIRONMENT) as program:
+        asyncio.run(main(program.address))
+
+
 NONSENSE = [
     "",
     "[1, 2]",
