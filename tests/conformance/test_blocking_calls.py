@@ -195,7 +195,7 @@ def test_a_cancelled_call_runs_to_its_end_and_holds_its_sms(backend: Backend) ->
 
     def call() -> None:
         began.set()
-        may_return.wait(10)
+        may_return.wait()
 
     async def main() -> None:
         async with backend.pool() as pool, anyio.create_task_group() as tasks:
@@ -243,7 +243,7 @@ def test_buffers_in_a_call_are_kept_in_order(backend: Backend) -> None:
 @pytest.mark.real_time(why="two running calls wait for each other")
 def test_two_partitions_call_at_the_same_time(backend: Backend) -> None:
     """Calls of different partitions do not wait for each other."""
-    meet = threading.Barrier(2, timeout=10)
+    meet = threading.Barrier(2)
 
     async def use(p: Partition) -> None:
         await p.run(meet.wait)

@@ -48,7 +48,7 @@ def on_thread(function: Callable[[], Any], name: str | None = None) -> Any:
 
     thread = threading.Thread(target=body, name=name)
     thread.start()
-    thread.join(10)
+    thread.join()
     ((result, error),) = outcome
     if error is not None:
         raise error
@@ -187,7 +187,7 @@ def test_threads_side_by_side(backend: Backend) -> None:
     with opened(backend) as (device,):
         own = Context.create(device)
         device.primary  # noqa: B018
-        barrier = threading.Barrier(THREADS, timeout=10)
+        barrier = threading.Barrier(THREADS)
         failed: list[int] = []
 
         def body(number: int) -> None:
@@ -208,7 +208,7 @@ def test_threads_side_by_side(backend: Backend) -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(30)
+            thread.join()
         assert not failed
         assert not any(thread.is_alive() for thread in threads)
         own.close()

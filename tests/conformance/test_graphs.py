@@ -491,7 +491,7 @@ def test_a_loop_that_sleeps_meanwhile_leaves_a_capture_alone(
                 def slow() -> None:
                     for _ in range(2):
                         looked.clear()
-                        assert looked.wait(10)
+                        assert looked.wait()
                     word.array[0] = 1
                     added(y, x)
 

@@ -161,7 +161,7 @@ def test_a_thread_that_holds_what_it_waits_for(backend: Backend) -> None:
                 with pytest.raises(greensched.WouldDeadlock), pool.sync.partition(ALL):
                     pass
                 waits = thread.submit(other)
-                assert asked.wait(10)
+                assert asked.wait()
             assert waits.result(10) > 8
 
 
@@ -172,7 +172,7 @@ def test_a_checkpoint_gives_back_and_takes_up(backend: Backend) -> None:
 
         def other() -> None:
             with pool.sync.partition(16, near=x):
-                may_end.wait(20)
+                may_end.wait()
 
         with p.empty(4) as x, ThreadPoolExecutor(1) as thread:
             asked = thread.submit(other)
@@ -314,8 +314,8 @@ def interrupted_when(condition: Callable[[], bool]) -> Iterator[None]:
         thread.start()
         with pytest.raises(KeyboardInterrupt):
             yield
-        assert done.wait(10)
-        thread.join(10)
+        assert done.wait()
+        thread.join()
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -328,10 +328,10 @@ def test_an_interrupt_leaves_the_queue(backend: Backend) -> None:
         def hold() -> None:
             with pool.sync.partition(8):
                 held.set()
-                may_end.wait(20)
+                may_end.wait()
 
         holder = thread.submit(hold)
-        assert held.wait(10)
+        assert held.wait()
         with interrupted_when(lambda: pool.statistics().waiting == 1):
             with pool.sync.partition(ALL):
                 pass

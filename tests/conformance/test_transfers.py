@@ -422,7 +422,7 @@ def test_a_download_is_whole_for_every_thread(
                     slot: StagingSlot, out: npt.NDArray[np.generic]
                 ) -> npt.NDArray[np.generic]:
                     thread.start()
-                    assert asked.wait(10)
+                    assert asked.wait()
                     return stage_out(slot, out)
 
                 monkeypatch.setattr("greensched.device.staging_ring.stage_out", slowly)

@@ -425,7 +425,7 @@ def test_a_block_that_ends_on_another_thread_says_so(device: Device) -> None:
     coroutine.send(None)
     thread = threading.Thread(target=elsewhere, args=(coroutine,))
     thread.start()
-    thread.join(10)
+    thread.join()
     del coroutine
     gc.collect()
     device.primary.__exit__(None, None, None)

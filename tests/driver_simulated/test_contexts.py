@@ -298,7 +298,7 @@ def test_synchronising_waits_for_what_is_there_and_not_for_more(machine: Machine
 
     thread = driver.start_thread(submit_more, "more")
     driver.synchronize_context(machine.primary)
-    thread.join(10)
+    thread.join()
     assert not driver.query_stream(stream)
     second.value = 1
     driver.synchronize_stream(stream)

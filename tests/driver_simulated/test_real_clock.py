@@ -147,7 +147,7 @@ def test_many_threads_submit_at_once(machine: Machine) -> None:
     def every() -> None:
         threads = [driver.start_thread(lambda i=i: submit(i), f"t{i}") for i in range(4)]  # type: ignore[misc]
         for thread in threads:
-            thread.join(30)
+            thread.join()
 
     on_thread(every)
     assert [word.value for word in words] == [200] * 4
@@ -169,9 +169,9 @@ def test_a_fault_wakes_waiting_threads(machine: Machine) -> None:
             driver.synchronize_stream(doomed)
 
     thread = driver.start_thread(wait, "waiter")
-    waiting.wait(10)
+    waiting.wait()
     gate.value = 1
-    thread.join(10)
+    thread.join()
     assert not thread.is_alive()
     with pytest.raises(DeviceFault):
         driver.synchronize_stream(held)
@@ -188,7 +188,7 @@ def test_the_devices_thread_ends_and_begins_again(
         machine.finish()
         thread = clock._thread  # type: ignore[attr-defined]
         if thread is not None:
-            thread.join(10)
+            thread.join()
             assert not thread.is_alive()
     assert len(machine.spans) == 3
 
@@ -211,10 +211,10 @@ def test_closing_ends_the_devices_thread(make: Make) -> None:
         answers.append(caught.value.status)
 
     waiter = driver.start_thread(wait, "waiter")
-    waiting.wait(10)
+    waiting.wait()
     driver.close()
     for each in (thread, waiter):
-        each.join(10)
+        each.join()
         assert not each.is_alive()
     assert answers == [4]
 
@@ -235,7 +235,7 @@ def test_the_hosts_side(machine: Machine) -> None:
     thread = driver.start_thread(echo, "echo")
     box.put("hello")
     assert answer.get() == "hello"
-    thread.join(10)
+    thread.join()
     assert thread.daemon
     assert thread.name == "echo"
     assert drivers == [driver]
@@ -258,7 +258,7 @@ def test_takes_takes_its_time_on_a_workers_thread(machine: Machine) -> None:
         assert work(1) == 2
         lasted.append(driver.time() - before)
 
-    driver.start_thread(timed, "timed").join(10)
+    driver.start_thread(timed, "timed").join()
     assert lasted[0] >= 0.005
     assert work(2) == 3
     assert work.__name__ == "work"

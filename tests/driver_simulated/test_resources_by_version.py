@@ -349,7 +349,7 @@ def test_many_threads_split_the_same_sms(opened: Open) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join()
     assert len(results) == 400
     for outputs in results:
         assert [one.sm_count for one in outputs] == [16, 32, 64, 20]

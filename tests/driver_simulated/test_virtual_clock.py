@@ -6,7 +6,6 @@ import asyncio
 import functools
 import socket
 import threading
-import time
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -41,9 +40,7 @@ def test_an_hour_takes_no_time(backend: Backend) -> None:
             await sleep(backend, 1.0)
         return "done"
 
-    began = time.monotonic()
     assert clock.run(main, backend=backend) == "done"
-    assert time.monotonic() - began < 5
     assert clock.now() == pytest.approx(3_600 * 10**9, rel=1e-9)
 
 
@@ -92,8 +89,8 @@ def test_time_stands_while_a_thread_runs(backend: Backend) -> None:
     driver = simulated.open(clock=clock)
 
     def compute() -> None:
-        before, until = clock.now(), time.monotonic() + 0.02
-        while time.monotonic() < until:
+        before = clock.now()
+        for _ in range(10_000):
             assert clock.now() == before
 
     async def main() -> None:
@@ -314,7 +311,7 @@ def test_two_loops_share_a_clock() -> None:
     thread = threading.Thread(target=lambda: clock.run(main, "b", 2.0), daemon=True)
     thread.start()
     clock.run(main, "a", 3.0)
-    thread.join(10)
+    thread.join()
     assert not thread.is_alive()
     assert [at for at, _ in log] == pytest.approx(sorted([2, 4, 6, 8, 3, 6, 9, 12]))
     assert [at for at, name in log if name == "a"] == pytest.approx([3, 6, 9, 12])
@@ -407,10 +404,10 @@ def test_every_loop_gets_to_listen() -> None:
 
     thread = threading.Thread(target=lambda: clock.run(first), daemon=True)
     thread.start()
-    assert first_waits.wait(10)
+    assert first_waits.wait()
 
     def send() -> None:
-        ready.wait(10)
+        ready.wait()
         spin(lambda: clock._listened >= 4)
         far.send(b"hello")
 
@@ -419,8 +416,8 @@ def test_every_loop_gets_to_listen() -> None:
     try:
         assert clock.run(second) == b"hello"
     finally:
-        sender.join(10)
-        thread.join(10)
+        sender.join()
+        thread.join()
         near.close()
         far.close()
     assert not thread.is_alive()
@@ -441,7 +438,7 @@ def test_a_worker_without_a_loop(machine: Machine) -> None:
         box.put(i)
         assert answers.get() == 2 * i
     box.put(None)
-    thread.join(10)
+    thread.join()
     assert not thread.is_alive()
     assert driver.time() == pytest.approx(3.0)
 
@@ -453,7 +450,7 @@ def test_a_foreign_thread_lets_a_foreign_thread_go_on(machine: Machine) -> None:
     waiting = threading.Event()
 
     def write() -> None:
-        waiting.wait(10)
+        waiting.wait()
         actors = driver.clock._participants  # type: ignore[attr-defined]
         spin(lambda: any(actor.name == "a foreign thread" for actor in actors))
         word.value = 1
@@ -462,7 +459,7 @@ def test_a_foreign_thread_lets_a_foreign_thread_go_on(machine: Machine) -> None:
     writer.start()
     waiting.set()
     driver.synchronize_stream(stream)
-    writer.join(10)
+    writer.join()
 
 
 def test_a_loop_cannot_run_inside_a_worker(machine: Machine) -> None:
@@ -597,6 +594,4 @@ def test_a_service_of_an_hour(make: Make) -> None:
             done += driver.query_event(event)
         return done
 
-    began = time.monotonic()
     assert clock.run(main) == 3_600
-    assert time.monotonic() - began < 10

@@ -110,7 +110,7 @@ def test_what_a_call_leaves_current_is_not_the_next_ones(hooks: list[Any]) -> No
 
             def leave() -> None:
                 call_context.running_call.set(q.call)
-                began.wait(10)
+                began.wait()
 
             def sms() -> int | None:
                 call = current_call()

@@ -101,7 +101,7 @@ def test_jobs_are_awaited_on_another_loop() -> None:
     async def main() -> None:
         async with partition() as p:
             event = threading.Event()
-            job = p.run(lambda: [event.wait(10), 7][1])
+            job = p.run(lambda: [event.wait(), 7][1])
             thread = threading.Thread(target=lambda: asyncio.run(elsewhere(job)))
             thread.start()
             event.set()

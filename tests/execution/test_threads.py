@@ -207,7 +207,7 @@ def test_two_loops_share_a_pool_and_one_is_closed(survivor: str, leases: int) ->
         assert not (await pool.aclose()).abandoned
 
     anyio.run(main, backend=survivor)
-    thread.join(10)
+    thread.join()
     doomed.collect()
     print(
         f"{account.leases} leases (seed {SEED}): {dict(account.ended)}, at most {account.most} at "
@@ -311,7 +311,7 @@ def test_opened_and_closed_by_two_loops_at_once() -> None:
 
     threads = [in_thread(main) for _ in range(3)]
     for thread in threads:
-        thread.join(20)
+        thread.join()
     assert len(reports) == 3
     assert all(report is reports[0] for report in reports)
     assert not reports[0].abandoned
@@ -452,7 +452,7 @@ def test_a_green_context_is_current_on_one_thread_only() -> None:
                 with context:
                     thread = threading.Thread(target=second)
                     thread.start()
-                    thread.join(10)
+                    thread.join()
                     return context.is_current
 
             assert await p.run(first)
@@ -516,7 +516,7 @@ def test_a_thread_of_ours_may_meet_an_import(monkeypatch: pytest.MonkeyPatch) ->
 
     thread = threading.Thread(target=body)
     thread.start()
-    thread.join(10)
+    thread.join()
     assert not thread_errors, thread_errors
 
 
@@ -532,7 +532,7 @@ def test_an_event_is_recorded_while_the_worker_has_the_context(strict: bool) -> 
         driver = simulated.open("h200", strict_events=strict)
         async with Pool(driver=driver) as pool, pool.partition(16) as p:
             mine = p.context.create_event()
-            job = p.run(lambda: (inside.set(), go.wait(10)))
+            job = p.run(lambda: (inside.set(), go.wait()))
             await until(inside.is_set)
             try:
                 with pytest.raises(greensched.WrongThread) if strict else nullcontext():
@@ -552,7 +552,7 @@ def test_a_green_context_is_current_on_one_thread_at_a_time() -> None:
     async def main() -> None:
         async with Pool(driver="simulated:h200") as pool, pool.partition(16) as p:
             with p.context, p.context:  # reentrant
-                job = p.run(lambda: (inside.set(), go.wait(10), p.context.is_current))
+                job = p.run(lambda: (inside.set(), go.wait(), p.context.is_current))
                 with pytest.raises(greensched.WrongThread, match="leave"):
                     await job
             await until(inside.is_set)

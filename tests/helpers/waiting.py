@@ -12,11 +12,10 @@ PAUSE_EVERY = 50
 
 async def until(condition: Callable[[], bool]) -> None:
     """Let other tasks run, and time pass, until a condition holds."""
-    with anyio.fail_after(20):
-        turn = 0
-        while not condition():
-            turn += 1
-            await anyio.sleep(0.0005 if turn % PAUSE_EVERY == 0 else 0)
+    turn = 0
+    while not condition():
+        turn += 1
+        await anyio.sleep(0.0005 if turn % PAUSE_EVERY == 0 else 0)
 
 
 async def turns(number: int = 20) -> None:

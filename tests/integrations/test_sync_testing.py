@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from greensched import ForkedPool
@@ -13,11 +11,10 @@ from greensched.integrations.testing import SimGPU, SimPool
 
 def test_a_plain_test_is_on_virtual_time(sim_gpu: SimGPU, sim_pool: SimPool) -> None:
     """The loop behind `pool.sync` runs on the simulated driver's clock: an hour takes no time."""
-    pool, began = sim_pool(), time.monotonic()
+    pool = sim_pool()
     with pool.sync, pool.sync.partition(16) as p:
         assert p.run(cost(3600)(abs), -1) == 1
     assert 3600 <= sim_gpu.time < 3601
-    assert time.monotonic() - began < 60
 
 
 def test_in_a_forked_child(sim_pool: SimPool) -> None:

@@ -35,10 +35,10 @@ class Loops:
             loop.set_exception_handler(lambda *_: None)
 
     def on_here(self, main: Awaitable[Any]) -> Any:
-        return self.here.run_until_complete(asyncio.wait_for(main, 20))
+        return self.here.run_until_complete(main)
 
     def on_there(self, main: Awaitable[Any]) -> Any:
-        return self.there.run_until_complete(asyncio.wait_for(main, 20))
+        return self.there.run_until_complete(main)
 
     def close(self) -> None:
         self.here.close()

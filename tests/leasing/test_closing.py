@@ -187,7 +187,7 @@ def test_a_closing_hears_of_the_last_lease_of_another_thread() -> None:
         manager._idle_waiters = Slow(go, [over, manager.lock.had_to_wait])
         async with asyncio.timeout(20):
             assert not (await pool.aclose(grace=1000.0)).abandoned
-        thread.join(10)
+        thread.join()
 
     asyncio.run(main())
 

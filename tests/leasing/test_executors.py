@@ -34,7 +34,7 @@ def test_partitions_that_exchange_buffers_do_not_wait_in_a_circle() -> None:
     async def main() -> None:
         async with Pool(driver="simulated:h200") as pool, pool.partitions(8, 8) as (a, b):
             x, y, z = [await a.upload(BIG) for _ in range(3)]
-            with x, y, z, anyio.fail_after(10):
+            with x, y, z:
                 jobs = b.copy(x, BIG + 1), a.copy(y, x), b.copy(z, y)
                 for job in jobs:
                     await job
@@ -62,7 +62,7 @@ def test_what_outlives_its_lane_reads_a_word_of_its_own(monkeypatch: pytest.Monk
             assert job.done()
             await job
             async with pool.partition(8) as p:
-                with buffer, anyio.fail_after(5):
+                with buffer:
                     assert (await p.download(buffer))[0] == 19
 
     anyio.run(main)
@@ -222,8 +222,7 @@ def test_who_awaits_hears_though_no_thread_can_sleep(monkeypatch: pytest.MonkeyP
     async def main() -> None:
         async with Pool(driver=driver, prepare=[spin]) as pool, pool.partition(8) as p:
             monkeypatch.setattr(driver, "start_thread", refuse)
-            with anyio.fail_after(20):
-                await p.launch(ONE, spin, 30_000_000)
+            await p.launch(ONE, spin, 30_000_000)
         assert asked
 
     anyio.run(main)
@@ -238,7 +237,7 @@ def test_a_call_has_its_context_whatever_the_one_before_it_left() -> None:
         async with Pool(driver=driver) as pool, pool.partition(8) as p:
 
             def spoil() -> None:
-                gate.wait(20)
+                gate.wait()
                 driver.set_current(pool.devices[0].primary.handle)
 
             spoilt, behind = p.run(spoil), p.run(driver.current)
@@ -261,8 +260,7 @@ def test_a_name_that_is_none_keeps_no_ticket() -> None:
     async def main() -> None:
         async with Pool(driver=simulated.open("h200")) as pool, pool.partition(8) as p:
             assert await p.run(Proxy()) == 5
-            with anyio.fail_after(20):
-                await p.checkpoint()
+            await p.checkpoint()
 
     anyio.run(main)
 
@@ -278,8 +276,7 @@ def test_a_close_that_means_to_end_the_program_ends_the_lane_alone() -> None:
         pool = await Pool(driver=simulated.open("h200")).__aenter__()
         async with pool.partition(8) as p:
             await p.local(Kept)
-        with anyio.fail_after(20):
-            await pool.aclose()
+        await pool.aclose()
 
     anyio.run(main)
 
@@ -353,8 +350,7 @@ def test_an_executor_that_cannot_be_closed_keeps_no_other(monkeypatch: pytest.Mo
             with monkeypatch.context() as patch:
                 patch.setattr(Executor, "close", close_and_fail)
                 async with pool.partition(40):
-                    with anyio.fail_after(5):
-                        await until(lambda: len(closed) == 3)
+                    await until(lambda: len(closed) == 3)
 
     anyio.run(main)
 
@@ -377,7 +373,7 @@ def test_who_awaited_everything_finds_everything_submitted(monkeypatch: pytest.M
             if threading.current_thread().name.endswith("submit"):
                 driver.synchronize_stream(stream)
                 written.set()
-                go.wait(5)
+                go.wait()
 
         return marked
 

