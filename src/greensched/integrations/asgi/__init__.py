@@ -1,0 +1,16 @@
+"""A pool in an ASGI service, Starlette's or FastAPI's. Needs the extra `asgi`.
+
+    app = FastAPI(lifespan=asgi.lifespan(pool))
+    app.add_middleware(asgi.PoolErrors)
+    app.router.routes.extend(asgi.routes(pool))
+
+and in an endpoint, around its work on the GPU, `async with asgi.while_connected(request):`; for an
+answer in parts, `return asgi.LeaseStream(pool.partition(16), parts)`.
+"""
+
+from greensched.integrations.asgi.connection import while_connected
+from greensched.integrations.asgi.errors import STATUS, PoolErrors
+from greensched.integrations.asgi.lifespan import lifespan, routes
+from greensched.integrations.asgi.stream import LeaseStream
+
+__all__ = ["STATUS", "LeaseStream", "PoolErrors", "lifespan", "routes", "while_connected"]

@@ -1,0 +1,161 @@
+"""Stream a response from a lease that is taken before the response begins."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, aclosing
+
+import anyio
+from starlette.background import BackgroundTask
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from greensched import Partition
+from greensched.errors import InvalidRequest
+from greensched.integrations.asgi.connection import while_connected
+from greensched.integrations.asgi.task_group import open_task_group
+
+logger = logging.getLogger("greensched")
+
+
+class LeaseStream(Response):
+    """Take a lease, then stream what a generator makes on it.
+
+        async def parts(p: Partition) -> AsyncGenerator[bytes]: ...
+
+        return asgi.LeaseStream(pool.partition(16, deadline=0.5), parts, media_type="text/plain")
+
+    The lease is taken before the headers are sent: a refusal of the pool is raised to `PoolErrors`,
+    which answers 429, 503 or 504. A `StreamingResponse` whose generator takes a lease has sent 200
+    by then.
+
+    The generator runs ahead of the client by at most `buffer` bytes, and its parts are sent as they
+    come. A client that reads slowly does not keep the SMs: once the generator has waited for the
+    client for `patience` seconds in all, it is closed and the lease ends. What is buffered is still
+    sent; then the connection is cut, so that a client cannot take the part for the whole.
+    When the client disconnects, the generator is cancelled, and the SMs are released once the
+    kernels that run there have ended.
+
+    Args:
+        partition: what `pool.partition(...)` returns, not entered.
+        generate: an async generator function of the lease, which yields bytes or str (as UTF-8).
+        buffer: bytes.
+        patience: seconds.
+
+    Raises:
+        InvalidRequest: `buffer` is below 1 or `patience` is negative; where the response is made.
+    """
+
+    def __init__(
+        self,
+        partition: AbstractAsyncContextManager[Partition],
+        generate: Callable[[Partition], AsyncGenerator[bytes | str]],
+        status_code: int = 200,
+        headers: Mapping[str, str] | None = None,
+        media_type: str | None = None,
+        background: BackgroundTask | None = None,
+        *,
+        buffer: int = 64 * 1024,  # as much as uvicorn itself buffers for a connection
+        patience: float = 1.0,
+    ) -> None:
+        if buffer < 1 or not patience >= 0:
+            raise InvalidRequest(
+                f"buffer={buffer!r}, patience={patience!r}: give at least 1 byte, and seconds >= 0"
+            )
+        self._partition, self._generate = partition, generate
+        self._buffer, self._patience = buffer, patience
+        super().__init__(None, status_code, headers, media_type, background)
+
+    def init_headers(self, headers: Mapping[str, str] | None = None) -> None:
+        """Set the headers without `Content-Length`: the length is not known."""
+        super().init_headers(headers)
+        self.raw_headers = [one for one in self.raw_headers if one[0] != b"content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        parts = _Parts(self._buffer, self._patience)
+        has_begun = False
+
+        async def send_parts(block: anyio.CancelScope) -> None:
+            start = {"type": "http.response.start", "status": self.status_code}
+            try:
+                await send({**start, "headers": self.raw_headers})
+                while (part := await parts.take()) is not None:
+                    await send({"type": "http.response.body", "body": part, "more_body": True})
+                if not parts.is_cut:
+                    await send({"type": "http.response.body", "body": b"", "more_body": False})
+            except OSError:  # how servers of ASGI 2.4 tell that the client has left
+                block.cancel()
+
+        try:
+            async with while_connected(Request(scope, receive)), open_task_group() as tasks:
+                async with self._partition as p:
+                    has_begun = True
+                    tasks.start_soon(send_parts, tasks.cancel_scope)
+                    await self._fill(parts, p)
+                parts.close()
+        except ClientDisconnect:
+            if not has_begun:
+                raise
+        if self.background is not None:
+            await self.background()
+
+    async def _fill(self, parts: _Parts, p: Partition) -> None:
+        async with aclosing(self._generate(p)) as made:
+            async for part in made:
+                await parts.put(part.encode() if isinstance(part, str) else part)
+                if parts.is_cut:
+                    logger.warning(
+                        "a response waited for its client for more than %g s: the lease of %d SMs "
+                        "ends, and the response is cut",
+                        self._patience,
+                        p.sm_count,
+                    )
+                    return
+
+
+class _Parts:
+    """What is made and not sent yet: bytes, up to a limit."""
+
+    def __init__(self, limit: int, patience: float) -> None:
+        self._limit, self._patience = limit, patience
+        self._parts: deque[bytes] = deque()
+        self._bytes = 0
+        self._changed = anyio.Event()
+        self._is_closed = False
+        #: True once the generator has waited longer than the patience: the response has no end.
+        self.is_cut = False
+
+    async def put(self, part: bytes) -> None:
+        """Add a part, and wait while the limit is reached; at the end of the patience, cut."""
+        if part:
+            self._parts.append(part)
+            self._bytes += len(part)
+            self._tell()
+        began = anyio.current_time()
+        with anyio.move_on_after(self._patience) as wait:
+            while self._bytes >= self._limit:
+                await self._changed.wait()
+        self._patience -= anyio.current_time() - began
+        self.is_cut = wait.cancelled_caught
+
+    async def take(self) -> bytes | None:
+        """Wait for a part; return None behind the last one."""
+        while not self._parts:
+            if self._is_closed:
+                return None
+            await self._changed.wait()
+        part = self._parts.popleft()
+        self._bytes -= len(part)
+        self._tell()
+        return part
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._tell()
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
