@@ -324,8 +324,6 @@ class Bench:
             decode = held(functools.partial(p.run, graphs.compute))
             rest = self.sms - sms
             prefill = leased(pool, "prefill", self.model.prefill_graphs, lambda: rest)
-            async with prefill():
-                pass  # its graphs are captured
             yield lambda engine: separate(engine, decode, prefill)
 
     @asynccontextmanager
@@ -336,15 +334,21 @@ class Bench:
         a prompt has the others while sequences grow.
         """
         async with self._pool(sms) as pool:
-            await prepare(pool, self.model, sms, self.sms)
 
             def serve(engine: Engine) -> Awaitable[None]:
                 return separate(engine, *sized(pool, self.model, engine, sms, self.sms))
 
             yield serve
 
-    def _pool(self, sms: int) -> Pool:
-        return Pool([0], driver=self.driver, services=sized_classes(sms, self.sms))
+    @asynccontextmanager
+    async def _pool(self, sms: int) -> AsyncIterator[Pool]:
+        """Open a pool whose graphs are captured; raise if others were captured in traffic."""
+        services = sized_classes(sms, self.sms)
+        async with Pool([0], driver=self.driver, services=services) as pool:
+            await prepare(pool, self.model)
+            yield pool
+            if made := pool.statistics().values_made:
+                raise RuntimeError(f"graphs were captured in traffic, for {made} sets of SMs")
 
     def arm(self, name: str) -> Any:
         """Return the arm of a name such as `plain` or `split:24`, to be entered."""

@@ -97,7 +97,7 @@ class Server:
             await separate(engine, *places)
         else:
             sizes = self._sms, self.device.sm_count
-            await prepare(self.pool, model, *sizes)
+            await prepare(self.pool, model)
             ready.set()
             await separate(engine, *sized(self.pool, model, engine, *sizes))
 

@@ -311,13 +311,7 @@ def sized(pool: Pool, model: Any, engine: Engine, sms: int, total: int) -> tuple
     )
 
 
-async def prepare(pool: Pool, model: Any, sms: int, total: int) -> None:
-    """Capture the graphs of `sized` for each size, before there are requests."""
-    for service, graphs, size in (
-        ("decode", model.decode_graphs, total),
-        ("prefill", model.prefill_graphs, total),
-        ("decode", model.decode_graphs, sms),
-        ("prefill", model.prefill_graphs, total - sms),
-    ):
-        async with leased(pool, service, graphs, lambda size=size: size)():
-            pass
+async def prepare(pool: Pool, model: Any) -> None:
+    """Capture the graphs of `sized` for each set of SMs, before there are requests."""
+    await pool.prepare_local("decode", model.decode_graphs)
+    await pool.prepare_local("prefill", model.prefill_graphs)
