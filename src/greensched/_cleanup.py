@@ -1,4 +1,4 @@
-"""Run the steps of a close, each of them, whatever the others raise."""
+"""Run the steps of a close, each of them, whatever the others raise; find what failed first."""
 
 from __future__ import annotations
 
@@ -24,3 +24,13 @@ def run_all(steps: Iterable[Callable[[], object]]) -> None:
                 first.add_note(f"and then: {error}")
     if first is not None:
         raise first
+
+
+def first_error(error: BaseException) -> BaseException:
+    """Return the library's error in whose handling this one was raised, or the error itself.
+
+    Cleaning up after a failure may fail as well, and that says nothing of the cause.
+    """
+    while isinstance(error.__context__, GreenschedError) and not error.__suppress_context__:
+        error = error.__context__
+    return error

@@ -18,7 +18,7 @@ from greensched.device.streams import Stream
 from greensched.driver.interface import Driver
 from greensched.driver.kept_handles import ContextKey, KeptContext
 from greensched.driver.types import StreamHandle
-from greensched.errors import Closed, InvalidRequest
+from greensched.errors import Closed, GreenschedError, InvalidRequest
 from greensched.kernels import Loader
 from greensched.typing import ContextFlags, DeviceFacts, SupportsDevice
 
@@ -226,7 +226,19 @@ class Device:
             steps.append(self.loader.close)  # `Context.create`'s contexts may have used it
         else:
             steps += [partial(self._unload, primary), primary.close]
-        run_all(steps)
+        try:
+            run_all(steps)
+        except GreenschedError:
+            for context in (*greens, *(() if primary is None else (primary,))):
+                context.is_abandoned = True
+            raise
+
+    def abandon(self) -> None:
+        """Leave its contexts as they are until the process ends: closing them has failed."""
+        with self._lock:
+            primary = () if self._primary is None else (self._primary,)
+            for context in (*self._greens, *primary):
+                context.is_abandoned = True
 
     def _unload(self, primary: Context) -> None:
         with primary.entered():

@@ -18,6 +18,7 @@ from typing import ClassVar, Final, Protocol
 from greensched._cleanup import run_all
 from greensched.device.current_context import ContextOwnership
 from greensched.device.streams import Event, Stream, StreamContext, any_current
+from greensched.driver.status import CAPACITY
 from greensched.driver.types import HostMemory, Mailbox
 from greensched.errors import CUDAError, DeviceFault, InvalidRequest
 from greensched.typing import CaptureMode, Feature
@@ -334,6 +335,8 @@ class TicketMemory:
         self._primary = primary
         #: Whether streams write words; `probe_stream_writes` finds out.
         self.stream_writes = True
+        #: Why they do not, where the driver offers the call.
+        self.refusal: CUDAError | None = None
         self._pages: list[HostMemory] = []
         #: One list for life: streams return their words to it.
         self._free: list[tuple[memoryview[int], int]] = []
@@ -376,6 +379,9 @@ class TicketMemory:
         """Find out, once, whether streams of a context write words; else events stand for them.
 
         A driver may offer the call and refuse it (virtual GPUs), or not do it. Blocks.
+
+        Raises:
+            CUDAError: a device fault, or a lack of capacity, which says nothing of the call.
         """
         self.stream_writes = context.driver.supports(Feature.WRITE_VALUE)
         if not self.stream_writes:
@@ -385,11 +391,12 @@ class TicketMemory:
             ticketed.mark(ticketed.issue())
             ticketed.stream.sync()
             self.stream_writes = ticketed.is_idle
-        except DeviceFault:
-            raise
-        except CUDAError:
-            self.stream_writes = False
-        finally:
+        except CUDAError as error:
+            ticketed.close()  # here: what it raises has the first error as its context
+            if isinstance(error, DeviceFault) or error.status in CAPACITY:
+                raise
+            self.stream_writes, self.refusal = False, error
+        else:
             ticketed.close()
 
     def close(self) -> None:

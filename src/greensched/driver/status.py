@@ -62,6 +62,9 @@ STICKY: frozenset[int] = frozenset(
     {4, 214, 220, 226, 700, 702, 710, 714, 715, 716, 717, 718, 719, 721, 810, 999}
 )
 
+#: Lack of capacity, now or for one shape: what was asked may be tried again, or done without.
+CAPACITY: frozenset[int] = frozenset({2, 914, 915})
+
 
 def from_status(status: int, call: str, name: str | None = None, detail: str = "") -> CUDAError:
     """Make the exception of a status. `name` is the wheel's name for it, where there is one."""

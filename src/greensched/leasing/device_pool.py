@@ -15,7 +15,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from greensched._cleanup import run_all
+from greensched._cleanup import first_error, run_all
 from greensched.context import Context
 from greensched.device.allocators import DeviceAllocator, PinnedAllocator
 from greensched.device.device import Device
@@ -28,6 +28,7 @@ from greensched.device.resources import (
 from greensched.device.staging import StagingPool
 from greensched.device.staging_ring import StagingRing
 from greensched.device.tickets import TicketMemory
+from greensched.driver.status import CAPACITY
 from greensched.errors import CUDAError, DeviceFault, GreenschedError, InvalidRequest, PoolClosed
 from greensched.execution.executor import Executor, ExecutorHost
 from greensched.kernels import Kernel
@@ -86,6 +87,8 @@ class DevicePool:
         self.executors_made = 0
         #: Values that users made with executors which are closed.
         self.values_made = 0
+        #: What the device does without, each in a sentence with its cause.
+        self.degraded: list[str] = []
         try:
             self._queues = [_balanced_queues(device)] if balanced else []
             self.words = TicketMemory(device.primary)
@@ -116,16 +119,44 @@ class DevicePool:
             self.words.probe_stream_writes(context)
         finally:
             context.close()
+        if self.words.refusal is not None:
+            self._do_without(
+                f"streams that write tickets, so events are used: {self.words.refusal}"
+            )
 
     def _prebuild(self) -> None:
-        for mask in self.cells.menu(MAX_PREBUILT):
+        """Make the executors of the menu; end where the device lacks the capacity for one, twice.
+
+        Raises:
+            CUDAError: anything else failed, or not even one executor can be made.
+        """
+        menu = self.cells.menu(MAX_PREBUILT)
+        for mask in menu:
             try:
-                self.add(self.make(mask))
+                self.add(self._make_again(mask))
             except CUDAError as error:
-                if not self.executors:
+                if not self.executors or error.status not in CAPACITY:
                     raise
-                logger.info("%r holds %d executors: %s", self.device, len(self.executors), error)
+                have, wanted = len(self.executors), len(menu)
+                self._do_without(f"{wanted - have} of {wanted} executors made at open: {error}")
                 return
+
+    def _make_again(self, mask: int) -> Executor:
+        """Make an executor; try once more where the device lacked the capacity."""
+        try:
+            return self.make(mask)
+        except CUDAError as error:
+            if error.status not in CAPACITY:
+                raise
+            first = first_error(error)
+        try:
+            return self.make(mask)
+        except CUDAError:
+            raise first from None
+
+    def _do_without(self, what: str) -> None:
+        self.degraded.append(f"device {self.device.ordinal} does without {what}")
+        logger.warning("%s", self.degraded[-1])
 
     # -- executors ---------------------------------------------------------------------------------
 
@@ -229,8 +260,9 @@ class DevicePool:
         steps += [part.close for part in parts]
         try:
             run_all(steps)
-        except CUDAError as error:
+        except GreenschedError as error:
             self._forget_if_lost(error)
+            self.device.abandon()
             logger.warning("closing %r: %s", self.device, error)
             return [f"{self.device!r}: {error}"]
         return []
@@ -243,11 +275,12 @@ class DevicePool:
         steps += [part.close for part in parts if part is not None]
         try:
             run_all([*steps, self.device.close])
-        except CUDAError as error:
+        except GreenschedError as error:  # the failure itself is raised, and not this one
             self._forget_if_lost(error)
+            self.device.abandon()
             logger.warning("closing %r after a failure: %s", self.device, error)
 
-    def _forget_if_lost(self, error: CUDAError) -> None:
+    def _forget_if_lost(self, error: GreenschedError) -> None:
         """Have no later pool use the kept handles of a device that an error shows to be lost."""
         if isinstance(error, DeviceFault):
             self.device.driver.kept.forget(self.device.ordinal)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from greensched.device import splitting
 from greensched.device.device import Device
 from greensched.device.resources import ContextOptions, SMResource
 from greensched.driver.kept_handles import ContextKey
@@ -63,6 +64,10 @@ def _joins(device: Device, split: DeviceSplit) -> bool:
     options = ContextOptions(resources=split.resources(mask))
     try:
         device.lend_context(split.key(mask, balanced=False), options).close()
-    except (CUDAError, InvalidCombination):
+    except InvalidCombination:
+        return False
+    except CUDAError as error:
+        if error.status not in splitting.REFUSALS:
+            raise
         return False
     return True

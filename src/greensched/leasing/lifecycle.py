@@ -11,6 +11,7 @@ import threading
 from dataclasses import dataclass
 
 from greensched import driver as drivers
+from greensched._cleanup import first_error
 from greensched.device.device import Device
 from greensched.driver.interface import Driver
 from greensched.errors import DriverUnavailable, PoolClosed
@@ -161,14 +162,17 @@ class PoolLifecycle:
                 options.services,
                 options.placement,
             )
-        except BaseException:
+        except BaseException as error:
             for device_pool in device_pools:
                 device_pool.abandon()
             process.release_devices(driver, claimed)
             with self.lock:  # the next open() starts anew
                 self._opening = self._manager = None
             manager.builder.thread.dismiss()
-            raise
+            first = first_error(error)
+            if first is error:
+                raise
+            raise first from None
 
     # -- closing ---------------------------------------------------------------------------------
 

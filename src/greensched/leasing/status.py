@@ -38,6 +38,7 @@ class PoolStatistics(SchedulerStatistics):
         values_made: values of `p.local`, and executable graphs of `p.capture`, that were made in a
             lease: what `prepare_local` made before traffic does not count.
         completion: `"word"` if streams write tickets to memory; `"event"` if they cannot here.
+        degraded: what the pool does without because a driver refused it at `open`: a sentence each.
         services: the statistics of each class; "": of requests that name none.
     """
 
@@ -49,6 +50,7 @@ class PoolStatistics(SchedulerStatistics):
     executors_made: int
     values_made: int
     completion: str
+    degraded: tuple[str, ...]
     services: Mapping[str, ServiceStatistics]
 
     def as_dict(self) -> dict[str, Any]:
@@ -71,6 +73,7 @@ def collect_statistics(
         values_made=sum(each.values_made for each in device_pools)
         + sum(executor.locals.made for executor in executors),
         completion="event" if executors and executors[0].uses_events else "word",
+        degraded=tuple(what for each in device_pools for what in each.degraded),
         services=scheduler.services(),
         **asdict(scheduler.statistics()),
     )

@@ -1,0 +1,147 @@
+"""`open` while driver calls fail: it says what failed first, or what the pool does without."""
+
+from __future__ import annotations
+
+import logging
+
+import anyio
+import pytest
+
+import greensched
+from greensched import Pool, PoolState
+from greensched.driver import simulated
+from greensched.driver.simulated import Fail
+from greensched.driver.simulated.device_models import DeviceModel
+from greensched.kernels import fill
+
+#: A device so small that its whole menu is three executors: so every call can fail in turn.
+SMALL = DeviceModel(
+    name="small",
+    compute_capability=(9, 0),
+    gpcs=(8, 8),
+    memory_bytes=2**30,
+    dram_bandwidth=1e12,
+    l2_bytes=2**20,
+)
+#: One of each class of errors: of a request, lack of capacity, a lost device, a driver's end.
+STATUSES = ["INVALID_VALUE", "OUT_OF_MEMORY", "ILLEGAL_ADDRESS", "DEINITIALIZED"]
+
+
+async def open_and_close(driver: simulated.SimulatedDriver) -> greensched.PoolStatistics:
+    """Open a pool; return its statistics then."""
+    pool = Pool(driver=driver, prepare=[fill])
+    await pool.open()
+    try:
+        return pool.statistics()
+    finally:
+        await pool.aclose()
+
+
+def calls_of_open() -> list[tuple[str, int]]:
+    """Every call of an opening, in order: its name, and which of that name it is."""
+    driver = simulated.open([SMALL])
+    calls, call = list[tuple[str, int]](), driver.script.call
+
+    def record(name: str) -> tuple[int | None, float]:
+        answer = call(name)
+        calls.append((name, driver.script.calls[name]))
+        return answer
+
+    driver.script.call = record  # type: ignore[method-assign]
+
+    async def main() -> None:
+        pool = Pool(driver=driver, prepare=[fill])
+        await pool.open()
+        del driver.script.call
+        await pool.aclose()
+
+    anyio.run(main)
+    return calls
+
+
+CALLS = calls_of_open()
+#: Of each driver call the first, the second and the last one of an opening.
+TRIED = [at for at, (name, nth) in enumerate(CALLS) if nth <= 2 or (name, nth + 1) not in CALLS]
+
+
+@pytest.mark.parametrize("last", [None, 10**9], ids=["once", "from there on"])
+@pytest.mark.parametrize("status", STATUSES)
+def test_f30_04_open_says_which_call_failed_first(
+    status: str, last: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whichever call of an opening fails, its error names that call, or statistics say the loss."""
+    caplog.set_level(logging.CRITICAL, "greensched")
+    wrong, whole = [], anyio.run(open_and_close, simulated.open([SMALL]))
+    for at in TRIED:
+        name, nth = CALLS[at]
+        driver = simulated.open([SMALL])
+        failing = {(name, nth)} if last is None else set(CALLS[at:])
+        for other, number in failing:
+            driver.script.add(Fail(other, number, status, last=last))
+
+        async def main(driver: simulated.SimulatedDriver = driver) -> greensched.PoolStatistics:
+            with anyio.fail_after(20):
+                return await open_and_close(driver)
+
+        try:
+            found = anyio.run(main)
+        except greensched.GreenschedError as error:
+            cause = error if isinstance(error, greensched.CUDAError) else error.__cause__
+            if not (isinstance(cause, greensched.CUDAError) and _is(cause, name, status)):
+                wrong.append((name, nth, repr(error)))
+        else:
+            is_told = any(f"{name}: {status}" in what for what in found.degraded)
+            if not (is_told or found == whole):  # a second try did it
+                wrong.append((name, nth, found))
+        driver.close()
+    assert not wrong
+
+
+def _is(error: greensched.CUDAError, call: str, status: str) -> bool:
+    return error.name == status and error.call.startswith(call)
+
+
+def test_f30_04_a_single_lack_of_memory_costs_no_executor() -> None:
+    """One refused green context is made again, and the pool has what it would have had."""
+    whole = simulated.open("h200")
+    driver = simulated.open("h200", faults=[Fail("create_green", 12, "OUT_OF_MEMORY")])
+
+    async def executors(driver: simulated.SimulatedDriver) -> int:
+        async with Pool(driver=driver) as pool:
+            assert not pool.statistics().degraded
+            return pool.statistics().executors
+
+    assert anyio.run(executors, driver) == anyio.run(executors, whole)
+
+
+def test_f30_04_executors_that_cannot_be_made_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    """A pool without some of its executors says so in its statistics and a warning, and works."""
+    driver = simulated.open("h200", faults=[Fail("create_green", 12, "OUT_OF_MEMORY", last=13)])
+
+    async def main() -> None:
+        async with Pool(driver=driver) as pool, pool.partition(8) as p:
+            assert p.sm_count == 8
+            (what,) = pool.statistics().degraded
+            assert "executors made at open: create_green: OUT_OF_MEMORY" in what
+            assert [r.message for r in caplog.records if r.levelno == logging.WARNING] == [what]
+
+    anyio.run(main)
+
+
+def test_f30_04_a_failed_opening_is_tried_again() -> None:
+    """A failure of the opening and of its cleanup leaves nothing that a later opening meets."""
+    driver = simulated.open([SMALL])
+    for call, nth in CALLS[len(CALLS) // 2 :]:
+        driver.script.add(Fail(call, nth, "INVALID_VALUE", last=nth))
+
+    async def main() -> None:
+        pool = Pool(driver=driver)
+        with pytest.raises(greensched.CUDAError, match="INVALID_VALUE"):
+            await pool.open()
+        for calls in driver.script._fails.values():
+            calls.clear()
+        await pool.open()
+        assert pool.state is PoolState.OPEN
+        await pool.aclose()
+
+    anyio.run(main)
