@@ -37,17 +37,6 @@ def in_event_loop() -> bool:
     return running_asyncio() is not None or running_trio() is not None
 
 
-def reset_sniffio() -> None:
-    """Clear sniffio's variable in the current context, which is a copy of a task's.
-
-    Where sniffio is installed, anyio trusts that variable and would refuse to run a loop here.
-    """
-    library = sys.modules.get("sniffio")
-    variable = getattr(library, "current_async_library_cvar", None)  # None: absent, half imported
-    if variable is not None and variable.get() is not None:
-        variable.set(None)
-
-
 def is_coroutine_function(function: object) -> bool:
     """Say whether calling this object only makes a coroutine, which runs on a loop alone."""
     if type(function) is FunctionType and not function.__dict__:  # the usual case, made fast

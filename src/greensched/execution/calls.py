@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from inspect import CO_COROUTINE
+from types import FunctionType
 from typing import Any, TypeVar
 
 from greensched._asynclib import is_coroutine_function
 from greensched.device.buffers import Buffer, PinnedBuffer
 from greensched.device.tickets import TicketedStream
 from greensched.errors import InvalidRequest, WouldBlock
-from greensched.execution.call_context import hooks
+from greensched.execution.call_context import CallWrapper, hooks
 from greensched.execution.jobs import Job
 from greensched.execution.lease import Lease
 from greensched.execution.submission import Dependencies
@@ -22,7 +24,9 @@ def submit_call(
     lease: Lease, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Job[T]:
     """See `Partition.run`."""
-    check_blocking(fn)
+    # The usual case is seen without a call: a plain function, which is no coroutine function.
+    if type(fn) is not FunctionType or fn.__dict__ or fn.__code__.co_flags & CO_COROUTINE:
+        check_blocking(fn)
     stream, poller = lease.executor.call_stream, lease.poller
     if not lease.has_room(stream):
         raise WouldBlock("too many calls are in flight: `await p.drain()` first")
@@ -31,7 +35,9 @@ def submit_call(
     for buffer, _ in uses:
         buffer.check(lease.ordinal)
     where = lease.call_context
-    wrappers = [wrap for hook in hooks if (wrap := hook(where, given)) is not None]
+    wrappers: list[CallWrapper] = []
+    if hooks:
+        wrappers = [wrap for hook in hooks if (wrap := hook(where, given)) is not None]
     call: Callable[[], T] = partial(fn, *args, **kwargs) if given else fn
     for wrap in wrappers:
         call = partial(wrap, call)

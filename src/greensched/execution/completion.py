@@ -274,7 +274,8 @@ class CompletionPoller:
     def thread_work_started(self) -> None:
         """Note that a thread has work to do for this loop: it may need the GIL."""
         self._thread_work += 1
-        self._leave_to_threads()
+        if not self._is_virtual and self._delay > GIL_YIELD_EVERY_S:
+            self._leave_to_threads()
 
     def thread_work_done(self) -> None:
         """Note that a thread has done it."""

@@ -19,14 +19,15 @@ starts when it is first needed:
 from __future__ import annotations
 
 import logging
+import sys
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from contextvars import Context as ContextVars
 from contextvars import copy_context
+from functools import partial
 from typing import Any, Protocol
 
-from greensched._asynclib import reset_sniffio
 from greensched._cleanup import run_all
 from greensched.context import Context
 from greensched.device.device import Device
@@ -102,8 +103,9 @@ class Executor:
         self.chunks = ChunkedCopier(self.launch_stream, chunk_events, staging)
         #: Libraries have a stream or the context itself: they may capture at any time.
         self.is_exposed = False
-        #: The context's event captured all that was there when the last call returned.
-        self._is_recorded = False
+        #: The context's event captured all that was there when the last call returned; and all of
+        #: that was done already.
+        self._is_recorded = self._left_nothing = False
         #: For copies beside the launches; made by `create_copy_stream`.
         self.copy_stream: TicketedStream | None = None
         self.copy_chunks: ChunkedCopier | None = None
@@ -123,6 +125,7 @@ class Executor:
         #: Calls for the worker; one wake-up covers many.
         self._calls: deque[_QueuedCall] = deque()
         self._worker_called = False
+        self._run_queued = partial(self._run_calls, None)
         #: Calls that the submit thread has yet to forward: later calls must not overtake them.
         self._calls_to_forward: deque[None] = deque()
         self._scope = self.context.entered(wait=True)
@@ -270,7 +273,7 @@ class Executor:
                 the library's own.
         """
         launches = self.launch_stream
-        self._is_recorded = False
+        self._is_recorded = self._left_nothing = False
         call = _QueuedCall(function, job, poller, where, None if where is None else copy_context())
         poller.thread_work_started()
         if launches.submitted == launches.issued and not self._calls_to_forward:
@@ -291,7 +294,11 @@ class Executor:
     def _wake_worker(self) -> None:
         if not self._worker_called:
             self._worker_called = True
-            self._worker.post(self._run_calls)
+            mailbox = self._worker.mailbox
+            if mailbox is not None:
+                mailbox.put(self._run_queued)
+            else:
+                self._worker.post(self._run_calls)
 
     def after_calls(self, item: Item) -> None:
         """Run an item on the submit thread, after all calls and all that was deferred before."""
@@ -349,10 +356,8 @@ class Executor:
     def _finish_call(self, call: _QueuedCall) -> None:
         """Write the ticket of a call that returned, behind the work that it left on the stream."""
         stream, ticket = self.call_stream, call.job._ticket
-        if call.where is not None:
-            self._record_context()
         try:
-            if self._has_no_work(stream):
+            if self._leaves_nothing(call) or self._has_no_work(stream):
                 stream.mark_here(ticket)
             else:
                 stream.mark(ticket)
@@ -360,17 +365,23 @@ class Executor:
             self.health.fail(error)
         call.poller.thread_work_done_threadsafe()
 
-    def _record_context(self) -> None:
-        """Have the context's event capture what calls have left, on streams of libraries, too."""
+    def _leaves_nothing(self, call: _QueuedCall) -> bool:
+        """Return whether calls have left no work on any stream, of a library's own or not.
+
+        The context's event captures what they have left. As a rule that is nothing: the function
+        has waited for its work.
+        """
         green = self.context.green
-        if self.is_exposed or green is None:  # a capture that is open would become invalid
-            return
+        if call.where is None or self.is_exposed or green is None:  # a capture may be open there
+            return False
         try:
             self.driver.record_green(green, self.context_event.handle)
+            self._is_recorded = True
+            self._left_nothing = self.driver.query_event(self.context_event.handle)
         except CUDAError as error:  # a library captures: a thread waits for the whole context
             logger.debug("the green context's work cannot be recorded: %s", error)
-        else:
-            self._is_recorded = True
+            self._is_recorded = self._left_nothing = False
+        return self._left_nothing
 
     def calls_left_nothing(self) -> bool:
         """Whether all calls have returned, and all work of the green context was done since."""
@@ -381,6 +392,8 @@ class Executor:
             stream.release_kept()
             if stream.kept:
                 return False
+        if self._left_nothing:
+            return True
         driver = self.driver
         try:
             before = driver.exchange_capture_mode(CaptureMode.RELAXED)
@@ -500,5 +513,16 @@ class _QueuedCall:
 def _call_in(where: CallContext | None, function: Callable[[], T]) -> T:
     """Call a function in a copy of its caller's context variables, with `current_call()` set."""
     running_call.set(where)
-    reset_sniffio()
+    _reset_sniffio()
     return function()
+
+
+def _reset_sniffio() -> None:
+    """Clear sniffio's variable in the current context, which is a copy of a task's.
+
+    Where sniffio is installed, anyio trusts that variable and would refuse to run a loop here.
+    """
+    library = sys.modules.get("sniffio")
+    variable = getattr(library, "current_async_library_cvar", None)  # None: absent, half imported
+    if variable is not None and variable.get() is not None:
+        variable.set(None)

@@ -46,7 +46,8 @@ class WorkerThread:
         self._name = name
         self._context = context
         self._lock = threading.Lock()
-        self._mailbox: Mailbox[Item | _Stop] | None = None
+        #: Takes items once the thread has started.
+        self.mailbox: Mailbox[Item | _Stop] | None = None
 
     def submit(self, item: Item) -> None:
         """Run an item after those before it. Never waits. Items catch their own exceptions.
@@ -54,14 +55,14 @@ class WorkerThread:
         Raises:
             RuntimeError: the thread cannot be started.
         """
-        mailbox = self._mailbox
+        mailbox = self.mailbox
         if mailbox is None:
             mailbox = self._start()
         mailbox.put(item)
 
     def submit_if_running(self, item: Item) -> None:
         """Submit an item if the thread is running; else do nothing."""
-        mailbox = self._mailbox
+        mailbox = self.mailbox
         if mailbox is not None:
             mailbox.put(item)
 
@@ -78,7 +79,7 @@ class WorkerThread:
 
     def stop(self) -> None:
         """End the thread after its submitted items, and wait for that. Idempotent."""
-        mailbox, self._mailbox = self._mailbox, None
+        mailbox, self.mailbox = self.mailbox, None
         if mailbox is not None:
             ended: Mailbox[None] = self._driver.create_mailbox()
             mailbox.put(_Stop(ended))
@@ -86,17 +87,17 @@ class WorkerThread:
 
     def dismiss(self) -> None:
         """End the thread after its submitted items, without waiting for it."""
-        mailbox, self._mailbox = self._mailbox, None
+        mailbox, self.mailbox = self.mailbox, None
         if mailbox is not None:
             mailbox.put(_Stop(self._driver.create_mailbox()))
 
     def _start(self) -> Mailbox[Item | _Stop]:
         with self._lock:
-            if self._mailbox is None:
+            if self.mailbox is None:
                 mailbox: Mailbox[Any] = self._driver.create_mailbox()
                 self._driver.start_thread(lambda: self._run(mailbox), self._name)
-                self._mailbox = mailbox
-            return self._mailbox
+                self.mailbox = mailbox
+            return self.mailbox
 
     def _run(self, mailbox: Mailbox[Any]) -> None:
         if self._relaxed:
