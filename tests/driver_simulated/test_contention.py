@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from greensched.driver.simulated.contention import clock, fair, settle, speeds
+from greensched.driver.simulated.contention import CROWDING, clock, fair, settle, speeds
 from greensched.driver.simulated.device_models import PRESETS
 from greensched.driver.simulated.operations import KernelOp
 from greensched.driver.simulated.timeline import DeviceState, Span, StreamQueue, Timeline
@@ -416,14 +416,16 @@ def test_fair_is_max_min(asked: list[tuple[float, float]], capacity: float) -> N
 def test_bandwidth_is_shared_by_bytes_in_flight() -> None:
     """Two kernels that want all bandwidth get it by what their SMs have in flight.
 
-    80 SMs with 4 bytes a thread beside 52 with 16: what an H200 gave in W7's best split.
+    16 SMs beside 104 that copy: what an H100 gave is 525 and 2367 GB/s. Alone 8 SMs draw what 8 do.
     """
-    narrow = Running(1, 80, 1.0, 80.0, Cost(dram_bytes=1.0, sm_bandwidth=34e9), working=True)
-    wide = Running(2, 52, 1.0, 52.0, Cost(dram_bytes=1.0), working=True)
-    first, second = speeds([narrow, wide], [80.0, 52.0], 3.95e12, 95e9)
-    assert first + second == pytest.approx(3950)
-    assert second / first == pytest.approx(52 * 95 / (80 * 34))
-    assert speeds([wide], [8.0], 3.95e12, 95e9) == [pytest.approx(8 * 95)]
+    wide = Cost(dram_bytes=1.0)
+    few = Running(1, 16, 1.0, 16.0, wide, working=True)
+    many = Running(2, 104, 1.0, 104.0, wide, working=True)
+    first, second = speeds([few, many], [16.0, 104.0], 2.85e12, 95e9)
+    assert first + second == pytest.approx(2_850)
+    assert second / first == pytest.approx((104 / 16) ** CROWDING)
+    assert speeds([few], [8.0], 2.85e12, 95e9) == [pytest.approx(8 * 95, rel=0.02)]
+    assert speeds([many], [104.0], 2.85e12, 95e9) == [pytest.approx(2_760, rel=0.02)]
 
 
 def test_a_board_at_its_limit_lowers_the_clock_of_all_sms() -> None:

@@ -58,8 +58,8 @@ class StreamClient:
 class Streams:
     """B1, B2, B5: a stream for each class, on all SMs, or with a cap for the lower classes.
 
-    With priorities, a pending kernel of a higher class starts before those of lower ones; a
-    running kernel is never preempted.
+    With priorities, a pending kernel of a higher class starts before those of lower ones, and at
+    the end of a wave of blocks before the rest of a running one.
     """
 
     name: str = "streams"

@@ -8,6 +8,7 @@ from typing import Any
 from greensched.capacity import metrics, validation
 from greensched.capacity.results import Results, as_dict
 from greensched.capacity.sweeps import all_strategies
+from greensched.capacity.validation import measured
 
 #: The titles of the columns.
 _COLUMNS = (
@@ -27,6 +28,7 @@ def table(results: Results) -> str:
     cut = " (cut finely)" if report["granularity"] == "fine" else ""
     runs = f"{report['seconds']:g} s for each of the seeds {seeds}"
     lines = [
+        *measured.summary(),
         f"{report['traffic']} on {report['gpus']}{cut}, {runs}",
         f"saturation at {report['saturation']:.3f} x the traffic's own rate; alone-p99: "
         + ", ".join(f"{n} {1e3 * v:.1f} ms" for n, v in report["alone_p99"].items() if v),

@@ -74,6 +74,7 @@ async def _measure(
 ) -> dict[str, Table]:
     async with Pool([0], driver=driver, prepare=[spin]) as pool:
         device = pool.devices[0]
+        idle = await asyncio.to_thread(power)
         where = f"{device.name}, {datetime.now(UTC):%Y-%m-%d}"
         found: dict[str, Table] = {}
         if host:
@@ -81,7 +82,7 @@ async def _measure(
         for name in WORK if work is not None else ():
             make = getattr(work, name, None)
             if make is not None:
-                found[name] = {**await _table(pool, make, sms, sizes[name]), "source": where}
+                found[name] = {**await _table(pool, make, sms, sizes[name], idle), "source": where}
         return found
 
 
@@ -168,6 +169,7 @@ async def _table(
     make: Callable[[int], Work],
     sms: Sequence[int],
     sizes: Sequence[int],
+    idle: float,
 ) -> Table:
     """Measure one kind of pass: by SMs at each size (a batch, or tokens of a prompt).
 
@@ -185,7 +187,7 @@ async def _table(
                 rows[size].append(1e3 * await _seconds(p, work))
                 if count == total:
                     nbytes.append(float(getattr(work, "nbytes", 0)))
-                    watts = max(watts, (await _sustained(p, work)) / total)
+                    watts = max(watts, (await _sustained(p, work) - idle) / total)
     return {
         "sms": [*(n for n in sms if n < total), total],
         "ms": rows[sizes[-1]],
@@ -213,8 +215,7 @@ def _timed(work: Work) -> float:
 
 
 async def _sustained(p: Partition, work: Work) -> float:
-    """Return the watts that passes in a row draw beyond an idle GPU; 0 without nvidia-smi."""
-    idle = await asyncio.to_thread(power)
+    """Return the watts that a GPU draws during passes in a row; 0 without nvidia-smi."""
     drawn = 0.0
     end = time.perf_counter() + SUSTAINED_S
     while time.perf_counter() < end:
@@ -222,7 +223,7 @@ async def _sustained(p: Partition, work: Work) -> float:
         if time.perf_counter() > end - SUSTAINED_S / 3:
             drawn = max(drawn, await asyncio.to_thread(power))
         await job
-    return max(0.0, drawn - idle)
+    return drawn
 
 
 def _repeat(work: Work) -> None:

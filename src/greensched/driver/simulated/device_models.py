@@ -3,7 +3,8 @@
 SM counts, memory and bandwidth are the vendor's data sheets, except where a comment says measured.
 The layout of a chip's SMs in GPCs is not published and differs from chip to chip; a layout here is
 one that gives every known split result of that model, or an even one where none is known. Measured
-means: on an H200 under driver 580 (docs/measurements/h200-580/probe.json).
+means: on an H200 or H100 under driver 580 (docs/measurements/h200-580/probe.json and
+h100-580/bandwidth.json).
 """
 
 from __future__ import annotations
@@ -131,7 +132,10 @@ PRESETS: dict[str, DeviceModel] = {
         name="H100 SXM",
         gpcs=HOPPER_SXM,
         memory_bytes=80 * GB,
-        dram_bandwidth=3.35e12,
+        dram_bandwidth=2.85e12,  # measured: two partitions of copies; the data sheet has 3.35
+        sm_bandwidth=95e9,  # measured: copies on 8 SMs
+        idle_watts=118.0,  # measured: what arithmetic on 16 to 120 SMs draws, less 2.7 W an SM
+        power_limit=700.0,  # measured: nvidia-smi
         l2_bytes=50 * MIB,
     ),
     "h20": _hopper(

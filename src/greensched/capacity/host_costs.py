@@ -1,0 +1,79 @@
+"""What the host takes for each operation: measured by `greensched measure --host`, or built in.
+
+A simulated device has the time of kernels only. On a GPU every operation also takes time of the
+event loop's thread, which counts where pieces of work are shorter than a few milliseconds.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+
+#: The 99th percentile of a normal distribution, in standard deviations.
+P99 = 2.3263
+
+
+@dataclass(frozen=True, slots=True)
+class HostCost:
+    """The microseconds of one operation: its median and 99th percentile, lognormal between."""
+
+    p50_us: float = 0.0
+    p99_us: float = 0.0
+
+    def seconds(self, rng: random.Random) -> float:
+        """Draw the seconds of one operation."""
+        if self.p50_us <= 0:
+            return 0.0
+        sigma = math.log(max(1.0, self.p99_us / self.p50_us)) / P99
+        return 1e-6 * self.p50_us * math.exp(sigma * rng.gauss(0.0, 1.0))
+
+
+@dataclass(frozen=True, slots=True)
+class HostCosts:
+    """The host's part of each operation.
+
+    Attributes:
+        start: from a request to the kernel's start on an idle partition, by a raw launch.
+        submission: what a bound launch takes beyond a raw one.
+        lease: to acquire and return a lease, beside another user of the event loop.
+        request: what a request takes in a lease of its own besides: binding its kernels, and the
+            way back of its result.
+        launch: what each bound launch of a request adds.
+        checkpoint: a checkpoint, from the end of the work before to the submission of the next.
+        hop: a call on the partition's thread, there and back.
+    """
+
+    start: HostCost = HostCost()
+    submission: HostCost = HostCost()
+    lease: HostCost = HostCost()
+    request: HostCost = HostCost()
+    launch: HostCost = HostCost()
+    checkpoint: HostCost = HostCost()
+    hop: HostCost = HostCost()
+
+
+#: The host of an H200, greensched compiled, and of an H100, as Python. `start`: W1's median and
+#: 99th percentile on the best split; `submission` and `lease`: W1 beside kernels of 0.04 and 0.25
+#: ms; `request` and `launch`: the medians of W8 (shared) and of W2 at load 0.25 (reserve kept).
+#: Other cases, arms, loads and workloads are held out (`validation.measured.FITTED`). `checkpoint`
+#: and `hop`: of an engine's step on the H200, and by `greensched measure --host` on the H100
+#: (docs/measurements/h100-580/tables.json).
+H200_HOST = HostCosts(
+    start=HostCost(11.2, 31.0),
+    submission=HostCost(0.5, 3.0),
+    lease=HostCost(20.5, 78.0),
+    request=HostCost(70.0, 110.0),
+    launch=HostCost(1.6, 1.6),
+    checkpoint=HostCost(77.0, 110.0),
+    hop=HostCost(129.0, 200.0),
+)
+H100_HOST = HostCosts(
+    start=HostCost(13.1, 37.0),
+    submission=HostCost(5.0, 10.0),
+    lease=HostCost(38.0, 215.0),
+    request=HostCost(102.0, 150.0),
+    launch=HostCost(2.9, 2.9),
+    checkpoint=HostCost(143.8, 164.6),
+    hop=HostCost(201.3, 275.0),
+)

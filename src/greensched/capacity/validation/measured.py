@@ -1,0 +1,206 @@
+"""Figures measured on an H100 and an H200, row by row, beside what the model predicts of them.
+
+`measured.csv` has the figures with their sources under `docs/measurements`; microseconds unless a
+figure's name says otherwise. `predicted.csv` has what `python -m greensched.capacity.validation`
+found last: it takes minutes, so reports only read it, and a test computes a part of it again.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from greensched.capacity.validation.scenarios import WITHIN
+
+HERE = Path(__file__).parent
+MEASURED, PREDICTED = HERE / "measured.csv", HERE / "predicted.csv"
+KEYS = ("gpu", "workload", "case", "arm", "figure")
+#: A measured difference that a ranking must reproduce.
+DIFFERENT = 1.15
+#: Arms that give the times of work by itself: inputs of the predictions.
+INPUTS = {"alone", "other alone", "plain alone"}
+#: The rate of training, from which that on fewer SMs is predicted.
+GIVEN = ("h200", "torch", "graph", "streams", "steps/s")
+#: Rows that parameters were fitted to: (workload, case, arm, figures). `host_costs` and
+#: `contention` say which parameter to which.
+FITTED = (
+    ("W1", "spin 0.04 ms", "lease each", ("p50", "p99")),
+    ("W1", "spin 0.25 ms", "lease each", ("p50", "p99")),
+    ("W1", "spin 0.04 ms", "lease held", ("p50",)),
+    ("W1", "spin 0.25 ms", "lease held", ("p50",)),
+    *(("W1", f"spin {ms} ms", "split", ("p50", "p99")) for ms in ("0.04", "0.25", "2", "10")),
+    ("W2", "load 0.25", "reserve kept", ("p50",)),
+    ("W8", "two small", "shared", ("p50",)),
+    ("bandwidth", "16 bytes a thread", "", ("GB/s",)),
+    ("bandwidth", "16 beside 16", "32 of", ("GB/s",)),
+    ("bandwidth", "16 beside 16", "96 of", ("GB/s",)),
+    ("torch", "graph", "partition 16", ("MHz",)),
+    ("engine", "10/s", "split 48", ("between p50", "between p99")),
+)
+#: Why a group of rows is not predicted, or known to be predicted badly.
+REASONS = {
+    ("W2", "streams"): "overloaded: what waits grows with the slice, whose length is inferred",
+}
+
+Key = tuple[str, str, str, str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One figure: measured, with its 95 % interval as factors where there is one, and predicted."""
+
+    key: Key
+    value: float
+    low: float
+    high: float
+    source: str
+    predicted: float | None
+
+    @property
+    def is_input(self) -> bool:
+        """Say whether predictions are given this figure."""
+        return self.key[3] in INPUTS or self.key == GIVEN
+
+    @property
+    def is_known(self) -> bool:
+        """Say whether the measurement itself is known to a quarter."""
+        return self.low >= 1 / (1 + WITHIN) and self.high <= 1 + WITHIN
+
+    @property
+    def is_fitted(self) -> bool:
+        """Say whether a parameter was fitted to this figure."""
+        _, workload, case, arm, figure = self.key
+        return any(
+            (workload, case) == (w, c) and arm.startswith(a) and figure in figures
+            for w, c, a, figures in FITTED
+        )
+
+    @property
+    def is_within(self) -> bool:
+        """Say whether the prediction is within a quarter of the figure."""
+        return self.predicted is not None and abs(self.predicted / self.value - 1) <= WITHIN
+
+    def __str__(self) -> str:
+        name = ", ".join(self.key)
+        found = "-" if self.predicted is None else f"{self.predicted:.4g}"
+        marks = " (fitted)" if self.is_fitted else ""
+        reason = REASONS.get((self.key[1], self.key[3]), "")
+        if self.predicted is None or not self.is_within:
+            marks += f"  off{': ' + reason if reason else ''}"
+        return f"{name:58} {self.value:10.4g} {found:>10}{marks}"
+
+
+@functools.cache
+def rows() -> tuple[Row, ...]:
+    """Read the figures that count: no inputs, and none whose interval is wider than a quarter."""
+    return tuple(row for row in inputs_and_rows() if row.is_known and not row.is_input)
+
+
+def _read(measured: Path, predicted: Path) -> Iterable[Row]:
+    found: dict[Key, float] = {}
+    if predicted.exists():
+        with predicted.open() as file:
+            for each in csv.DictReader(file):
+                found[_key(each)] = float(each["value"])
+    with measured.open() as file:
+        for each in csv.DictReader(file):
+            low, high = float(each["low"] or 1), float(each["high"] or 1)
+            key = _key(each)
+            yield Row(key, float(each["value"]), low, high, each["source"], found.get(key))
+
+
+def _key(row: dict[str, str]) -> Key:
+    gpu, workload, case, arm, figure = (row[name] for name in KEYS)
+    return gpu, workload, case, arm, figure
+
+
+@functools.cache
+def inputs_and_rows() -> tuple[Row, ...]:
+    """Read every measured figure."""
+    return tuple(_read(MEASURED, PREDICTED))
+
+
+def inputs() -> dict[Key, float]:
+    """Return every measured figure by its key, inputs included."""
+    return {row.key: row.value for row in inputs_and_rows()}
+
+
+# -- rankings -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """Two arms whose measured figures differ by more than 15 %: the better and the worse."""
+
+    better: Row
+    worse: Row
+
+    @property
+    def is_right(self) -> bool:
+        """Say whether the prediction has the same order."""
+        a, b = self.better.predicted, self.worse.predicted
+        if a is None or b is None:
+            return False
+        return (a < b) == (self.better.value < self.worse.value)
+
+
+def rankings(found: Sequence[Row]) -> list[Ranking]:
+    """Return every pair of arms of a workload, case and figure that differ by more than 15 %."""
+    pairs = []
+    for i, a in enumerate(found):
+        for b in found[i + 1 :]:
+            same = (*a.key[:3], a.key[4]) == (*b.key[:3], b.key[4])
+            if not same or a.key[1] == "bandwidth":
+                continue
+            better, worse = (a, b) if a.value < b.value else (b, a)
+            if worse.value > DIFFERENT * better.value:
+                pairs.append(Ranking(better, worse))
+    return pairs
+
+
+# -- the summary ----------------------------------------------------------------------------------
+
+
+def summary() -> list[str]:
+    """Return the first lines of a report: how true the model is on GPUs."""
+    found = rows()
+    held_out = [row for row in found if not row.is_fitted]
+    pairs = rankings(found)
+    right = sum(pair.is_right for pair in pairs)
+    groups: dict[str, list[Row]] = {}
+    for row in found:
+        groups.setdefault(row.key[1], []).append(row)
+    parts = ", ".join(
+        f"{name} {sum(row.is_within for row in each)}/{len(each)}" for name, each in groups.items()
+    )
+    first = (
+        f"model: {_share(found)} figures measured on an H100 or H200 are within {WITHIN:.0%}; of "
+        f"those that nothing was fitted to {_share(held_out)}"
+    )
+    second = (
+        f"model: {right} of {len(pairs)} pairs of arms that differ by {DIFFERENT - 1:.0%} are in "
+        f"the measured order; within: {parts}"
+    )
+    return [first, second]
+
+
+def _share(found: Sequence[Row]) -> str:
+    within = sum(row.is_within for row in found)
+    return f"{within} of {len(found)} ({within / max(1, len(found)):.0%})"
+
+
+def table() -> list[str]:
+    """Return the summary, every row, and every pair of arms in the wrong order."""
+    lines = [*summary(), "", f"{'figure':58} {'measured':>10} {'predicted':>10}"]
+    lines += map(str, rows())
+    wrong = [pair for pair in rankings(rows()) if not pair.is_right]
+    lines += ["", "in the wrong order:", *(_wrong(pair) for pair in wrong)]
+    return lines
+
+
+def _wrong(pair: Ranking) -> str:
+    gpu, workload, case, arm, figure = pair.better.key
+    return f"{gpu}, {workload}, {case}, {figure}: {arm} measured better than {pair.worse.key[3]}"

@@ -1,0 +1,460 @@
+"""Two users on one GPU: the workloads W1, W2, W7 and W8 that were measured, simulated.
+
+The same loops, arrivals and classes as in `benchmarks/gpu/sharing.py`, whose seeds of arrivals are
+repeated. Given are the grids of the kernels, their times alone, the split, and the host's costs
+(`host_costs`); everything else follows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from greensched.capacity.baselines import StreamClient, Streams
+from greensched.capacity.host_costs import HostCosts
+from greensched.capacity.latency_tables import SpeedupCurve
+from greensched.capacity.machine import Machine
+from greensched.capacity.strategies import pool_of
+from greensched.capacity.workload import ServiceProfile
+from greensched.device.launch import LaunchConfig
+from greensched.leasing.partition import Partition
+from greensched.pool import Pool
+from greensched.scheduling.services import ServiceClass
+from greensched.typing import ALL, Cost, Size
+
+#: Slices of each arm, as measured.
+ROUNDS = 5
+#: Mean pause between two requests of W1, in seconds.
+PAUSE_S = 0.0005
+#: The part of a checkpoint interval after which a busy user comes to its checkpoint.
+OF_SEGMENT = 0.6
+#: Pieces that a busy user keeps in flight.
+DEPTH = 2
+#: Bytes a second that an SM draws by 4 bytes a thread: copies on 8 SMs of an H100 (bandwidth.json).
+NARROW = 38.8e9
+#: Watts of an SM in arithmetic without tensor cores (the same).
+ARITHMETIC_W = 2.7
+
+CostOf = Callable[[int], Cost]
+
+
+@dataclass(frozen=True)
+class GridWork(SpeedupCurve):
+    """Kernels of one grid, each with a cost by SMs; a piece names one by its number, from 1 on."""
+
+    grid: int = 1
+    block: int = 256
+    kinds: tuple[CostOf, ...] = ()
+
+    def config(self, sms: int, threads: int = 2048) -> LaunchConfig:  # noqa: ARG002  a grid is fixed
+        """Return the grid and the block, whatever the device."""
+        return LaunchConfig(grid=self.grid, block=self.block)
+
+    def cost(self, seconds: float, sms: int) -> Cost:
+        """Return the cost of the kernel whose number is given as nanoseconds."""
+        return self.kinds[round(seconds * 1e9) - 1](sms)
+
+
+def grid_work(name: str, grid: int, block: int, *kinds: CostOf) -> GridWork:
+    """Return kernels of one grid."""
+    return GridWork(name, (1,), (1.0,), grid=grid, block=block, kinds=kinds)
+
+
+def rounds_of(grid: int, resident: int, wave_us: float) -> CostOf:
+    """Return the cost of blocks that take a fixed time each, so many at once on an SM."""
+    return lambda sms: Cost(fixed_ns=1e3 * wave_us * math.ceil(grid / (resident * sms)))
+
+
+def arithmetic(grid: int, block_us: float) -> CostOf:
+    """Return the cost of blocks of arithmetic: an SM works on its blocks one after another."""
+
+    def cost(sms: int) -> Cost:
+        took = 1e3 * block_us * math.ceil(grid / sms)
+        return Cost(sm_ns=took * min(grid, sms), sm_watts=ARITHMETIC_W)
+
+    return cost
+
+
+def moves(nbytes: float, sm_bandwidth: float | None = None) -> CostOf:
+    """Return the cost of moving bytes."""
+    return lambda _sms: Cost(sm_ns=1.0, dram_bytes=nbytes, sm_bandwidth=sm_bandwidth)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One workload as it was measured on one GPU.
+
+    Attributes:
+        gpu: as `--gpus`.
+        critical, other: the kernels of the users.
+        request: the kernels of a request of the critical user; `piece`: of the other's piece.
+        split: SMs of the critical user.
+        seconds: of a slice.
+        host: the host's costs.
+        load: requests a second of the critical user; 0: one after another, timed to their start.
+        other_requests: the other user has requests, too.
+        services: the classes of each arm of ours.
+        rounds: slices of each arm.
+        pause: mean seconds between two requests that come one after another.
+        to_end: such a request is timed to its kernel's end, not to its start.
+    """
+
+    gpu: str
+    critical: GridWork
+    other: GridWork
+    request: tuple[int, ...]
+    piece: tuple[int, ...]
+    split: int
+    seconds: float
+    host: HostCosts
+    load: float = 0.0
+    other_requests: bool = False
+    services: dict[str, list[ServiceClass]] = field(default_factory=dict)
+    rounds: int = ROUNDS
+    pause: float = PAUSE_S
+    to_end: bool = False
+
+
+@dataclass
+class Found:
+    """What one arm gave: microseconds of the critical user, and of the other's piece or request."""
+
+    critical: list[float] = field(default_factory=list)
+    other: list[float] = field(default_factory=list)
+
+
+class Place(Protocol):
+    """Where a user's work runs."""
+
+    async def request(self) -> float: ...
+    async def keep_busy(self, until: float, done: list[float]) -> None: ...
+
+
+def percentile(values: Sequence[float], part: float) -> float:
+    """Return the value below which this part of the values lies, interpolated."""
+    found = sorted(values)
+    at = part * (len(found) - 1)
+    low = int(at)
+    return found[low] + (at - low) * (found[min(low + 1, len(found) - 1)] - found[low])
+
+
+# -- places -------------------------------------------------------------------------------------
+
+
+class _Place:
+    """What all places share: the work of a user, and the machine."""
+
+    def __init__(self, machine: Machine, setting: Setting, user: str, rng: random.Random) -> None:
+        self._machine, self._setting, self._user, self._rng = machine, setting, user, rng
+        critical = user == "critical"
+        self._pieces = setting.request if critical else setting.piece
+        self._kernel = machine.kernels[user]
+        self._config = machine.configs[user][0]
+
+    def _now(self) -> float:
+        return self._machine.now() / 1e9
+
+    def _begun(self, asked: float) -> float:
+        """Return the seconds from a request until its kernel began, but for the host's part."""
+        trace = self._machine.traces[0]
+        run = next(run for run in reversed(trace) if run.service == self._user)
+        latency = self._machine.driver.devices[0].model.launch_latency_ns
+        return (run.start - latency) / 1e9 - asked
+
+
+class OnStream(_Place):
+    """A plain stream."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        setting: Setting,
+        user: str,
+        rng: random.Random,
+        client: StreamClient,
+    ) -> None:
+        super().__init__(machine, setting, user, rng)
+        self._client = client
+
+    async def request(self) -> float:
+        """Make one request; return the seconds to the start of its kernel."""
+        asked = self._now()
+        await self._client.run(self._pieces)
+        return self._begun(asked)
+
+    async def keep_busy(self, until: float, done: list[float]) -> None:
+        """Work without pause."""
+
+        async def one() -> None:
+            while self._now() < until:
+                await self._client.run(self._pieces)
+                done.append(self._now())
+
+        await asyncio.gather(*(one() for _ in range(DEPTH)))
+
+
+class Held(_Place):
+    """A lease that is held."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        setting: Setting,
+        user: str,
+        rng: random.Random,
+        p: Partition,
+        *,
+        is_bound: bool,
+    ) -> None:
+        super().__init__(machine, setting, user, rng)
+        #: Its launches are the pool's bound ones, not raw ones on a green context's stream.
+        self._is_bound = is_bound
+        self._bound = p.bind(self._config, self._kernel, 1)
+
+    async def request(self) -> float:
+        """Make one request; return the seconds to the start of its kernel."""
+        asked = self._now()
+        if self._is_bound:
+            await asyncio.sleep(self._setting.host.submission.seconds(self._rng))
+        await self._submit()
+        return self._begun(asked)
+
+    def _submit(self) -> Awaitable[None]:
+        *firsts, last = self._pieces
+        for kind in firsts:
+            self._bound.set(0, kind)
+            self._bound()
+        self._bound.set(0, last)
+        return self._bound.submit()
+
+    async def keep_busy(self, until: float, done: list[float]) -> None:
+        """Work without pause."""
+        in_flight: deque[Awaitable[None]] = deque()
+        while self._now() < until:
+            in_flight.append(self._submit())
+            if len(in_flight) >= DEPTH:
+                await in_flight.popleft()
+                done.append(self._now())
+        while in_flight:
+            await in_flight.popleft()
+
+
+class Leased(_Place):
+    """A lease for each request; a busy user has one lease, with checkpoints."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        setting: Setting,
+        user: str,
+        rng: random.Random,
+        pool: Pool,
+        sms: Size,
+        segment: float = 0.010,
+    ) -> None:
+        super().__init__(machine, setting, user, rng)
+        self._pool, self._sms, self._segment = pool, sms, segment
+
+    async def request(self) -> float:
+        """Lease, make one request, return the lease; return the seconds to its start."""
+        host, asked = self._setting.host, self._now()
+        async with self._pool.partition(self._sms, service=self._user) as p:
+            took = host.lease.seconds(self._rng) + host.submission.seconds(self._rng)
+            if len(self._pieces) > 1:
+                took += host.request.seconds(self._rng)
+                took += len(self._pieces) * host.launch.seconds(self._rng)
+            await asyncio.sleep(took)
+            bound = p.bind(self._config, self._kernel, 1)
+            *firsts, last = self._pieces
+            for kind in firsts:
+                bound.set(0, kind)
+                bound()
+            bound.set(0, last)
+            await bound.submit()
+            return self._begun(asked)
+
+    async def keep_busy(self, until: float, done: list[float]) -> None:
+        """Work without pause, with a checkpoint before a launch that exceeds the segment."""
+        host = self._setting.host
+        async with self._pool.partition(self._sms, service=self._user) as p:
+            bound = p.bind(self._config, self._kernel, 1)
+            in_flight: deque[tuple[int, Awaitable[None]]] = deque()
+
+            async def ended() -> None:
+                index, job = in_flight.popleft()
+                await job
+                if index == len(self._pieces) - 1:
+                    done.append(self._now())
+
+            looked, launched, each, index = self._now(), 0, 0.0, 0
+            while (now := self._now()) < until:
+                needed = now - looked + each * (len(in_flight) + 1)
+                if launched and needed > self._segment:
+                    while in_flight:
+                        await ended()
+                    await asyncio.sleep(host.checkpoint.seconds(self._rng))
+                    await p.checkpoint()
+                    now = self._now()
+                    each, looked, launched = (now - looked) / launched, now, 0
+                bound.set(0, self._pieces[index])
+                in_flight.append((index, bound.submit()))
+                launched, index = launched + 1, (index + 1) % len(self._pieces)
+                if len(in_flight) >= DEPTH:
+                    await ended()
+            while in_flight:
+                await ended()
+
+
+# -- one arm ------------------------------------------------------------------------------------
+
+
+def run(setting: Setting, arm: str) -> Found:
+    """Simulate one arm: `streams`, `priority`, `split`, or one of ours by its name."""
+    profiles = {
+        name: ServiceProfile(name=name, role="loop", curve=curve, priority=priority)
+        for name, curve, priority in (
+            ("critical", setting.critical, 1),
+            ("other", setting.other, 0),
+        )
+    }
+    machine = Machine(setting.gpu, profiles, {}, 1)
+    plain = arm in ("streams", "priority")
+    strategy = Streams(name=arm, prioritised=arm == "priority")
+    if plain:
+        strategy.prepare(machine)
+    found = Found()
+
+    async def main() -> None:
+        end = machine.begin()
+        opened = _on_streams if plain else _on_leases
+        async with opened(machine, setting, arm, strategy) as (critical, other):
+            for number in range(1, setting.rounds + 1):
+                await _slice(machine, setting, critical, other, found, 10 * number)
+        end()
+
+    try:
+        machine.clock.run(main)
+    finally:
+        machine.close()
+    return found
+
+
+@asynccontextmanager
+async def _on_streams(machine: Machine, setting: Setting, _arm: str, strategy: Streams) -> Any:
+    async with strategy.open(machine) as clients:
+        places = []
+        for user in ("critical", "other"):
+            client = clients(0, machine.services[user])
+            assert isinstance(client, StreamClient)
+            places.append(OnStream(machine, setting, user, random.Random(user), client))
+        yield tuple(places)
+
+
+@asynccontextmanager
+async def _on_leases(machine: Machine, setting: Setting, arm: str, _strategy: Streams) -> Any:
+    """Open the places on leases: a fixed split, or the classes of an arm of ours."""
+    rngs = {user: random.Random(f"{arm} {user}") for user in ("critical", "other")}
+    services = setting.services.get(arm)
+    async with AsyncExitStack() as stack:
+        pool = await stack.enter_async_context(pool_of(machine, services=services or []))
+        if services is None:
+            rest = machine.sms[0] - setting.split
+            parts = await stack.enter_async_context(pool.partitions(setting.split, rest))
+            yield tuple(
+                Held(machine, setting, user, rngs[user], p, is_bound=False)
+                for user, p in zip(rngs, parts, strict=True)
+            )
+            return
+        segment = next(s.checkpoint_interval for s in services if s.name == "other") or 0.010
+        other = Leased(
+            machine, setting, "other", rngs["other"], pool, (8, ALL), OF_SEGMENT * segment
+        )
+        if arm == "lease held":
+            p = await stack.enter_async_context(pool.partition(setting.split, service="critical"))
+            yield (
+                Held(machine, setting, "critical", rngs["critical"], p, is_bound=True),
+                other,
+            )
+            return
+        yield (
+            Leased(machine, setting, "critical", rngs["critical"], pool, setting.split),
+            other,
+        )
+
+
+async def _slice(
+    machine: Machine, setting: Setting, critical: Place, other: Place, found: Found, seed: int
+) -> None:
+    """Run both users for the seconds of a slice."""
+    begin = machine.now() / 1e9 + 0.005
+    end = begin + setting.seconds
+    first = begin + 0.1 * setting.seconds
+    done: list[float] = []
+    async with asyncio.TaskGroup() as users:
+        if setting.other_requests:
+            users.create_task(
+                _open(machine, other, found.other, setting.load, begin, end, seed + 1)
+            )
+        else:
+            users.create_task(other.keep_busy(end + 0.01, done))
+        if setting.load:
+            users.create_task(
+                _open(machine, critical, found.critical, setting.load, first, end, seed)
+            )
+        else:
+            users.create_task(_closed(machine, critical, found.critical, first, end, seed, setting))
+    if len(done) > 1:
+        found.other.append(1e6 * (done[-1] - done[0]) / (len(done) - 1))
+    await asyncio.sleep(0.005)
+
+
+async def _until(machine: Machine, when: float) -> None:
+    await asyncio.sleep(max(0.0, when - machine.now() / 1e9))
+
+
+async def _closed(
+    machine: Machine,
+    place: Place,
+    out: list[float],
+    begin: float,
+    end: float,
+    seed: int,
+    setting: Setting,
+) -> None:
+    """Make one request after another, with pauses; time each to its start, or to its end."""
+    rng, noise = random.Random(seed), random.Random(f"host {seed}")
+    await _until(machine, begin)
+    while (asked := machine.now() / 1e9) < end:
+        took = await place.request()
+        if setting.to_end:
+            latency = machine.driver.devices[0].model.launch_latency_ns
+            took = (machine.now() - latency) / 1e9 - asked
+        out.append(1e6 * (took + setting.host.start.seconds(noise)))
+        pause = rng.expovariate(1 / setting.pause) if setting.pause else 0.0
+        await _until(machine, machine.now() / 1e9 + pause)
+
+
+async def _open(
+    machine: Machine,
+    place: Place,
+    out: list[float],
+    rate: float,
+    begin: float,
+    end: float,
+    seed: int,
+) -> None:
+    """Make requests at Poisson times, one at a time; time each from when it was due."""
+    rng, due = random.Random(seed), begin
+    while (due := due + rng.expovariate(rate)) < end:
+        await _until(machine, due)
+        if machine.now() / 1e9 >= end:
+            out.append(1e6 * (end - due))
+            continue
+        await place.request()
+        out.append(1e6 * (machine.now() / 1e9 - due))
