@@ -26,7 +26,7 @@ def test_nine_of_ten_figures_are_within_a_quarter() -> None:
         assert sum(each.is_within for each in some) >= LEAST_WITHIN * len(some)
 
 
-@pytest.mark.parametrize("workload", ["W1", "W2", "W7", "W8"])
+@pytest.mark.parametrize("workload", ["W1", "W7", "W8"])
 def test_the_model_ranks_the_arms_as_the_gpus_do(workload: str) -> None:
     """Every pair of arms whose measured figures differ by more than 15 % is in that order."""
     found = [each for each in measured.rows() if each.key[1] == workload]

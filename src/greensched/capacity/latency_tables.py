@@ -96,15 +96,16 @@ class SpeedupCurve:
             s for s, ms in zip(self.sms, self.ms, strict=True) if ms <= USEFUL * self.ms[-1]
         )
 
-    def config(self, sms: int, threads: int = 2048) -> LaunchConfig:
+    def config(self, sms: int, threads: int = 2048, waves: int = 1) -> LaunchConfig:
         """Return the launch configuration of one piece of work.
 
         Args:
             sms: of the device.
             threads: the most on an SM.
+            waves: how often its blocks fill the SMs, one after another.
         """
         if self.fills:
-            return LaunchConfig(grid=threads // FULL_BLOCK * sms, block=FULL_BLOCK)
+            return LaunchConfig(grid=waves * (threads // FULL_BLOCK) * sms, block=FULL_BLOCK)
         return LaunchConfig(grid=min(self.width, sms), block=SLIM_BLOCK)
 
     def cost(self, seconds: float, sms: int) -> Cost:

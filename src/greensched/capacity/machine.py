@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from greensched.capacity.interference import Guard, slowdowns
 from greensched.capacity.latency_tables import SpeedupCurve
-from greensched.capacity.workload import ServiceProfile
+from greensched.capacity.workload import ServiceProfile, waves
 from greensched.device.arguments import KernelArguments
 from greensched.device.device import Device
 from greensched.device.launch import LaunchConfig, PreparedLaunch
@@ -92,7 +92,7 @@ class Machine:
         self.kernels = kernels(services.values())
         self.configs = {
             name: [
-                service.curve.config(facts.sm_count, facts.max_threads_per_sm)
+                service.curve.config(facts.sm_count, facts.max_threads_per_sm, waves(service))
                 for facts in (model.facts(0) for model in found)
             ]
             for name, service in services.items()

@@ -62,7 +62,7 @@ class PromptLayers(SpeedupCurve):
 
     board: DeviceModel = PRESETS["h100"]
 
-    def config(self, sms: int, threads: int = 2048) -> LaunchConfig:
+    def config(self, sms: int, threads: int = 2048, waves: int = PROMPT_WAVES) -> LaunchConfig:  # noqa: ARG002  its own
         """Return a grid of some waves."""
         return LaunchConfig(grid=PROMPT_WAVES * threads // 512 * sms, block=512)
 
@@ -82,7 +82,7 @@ class StepLayers(SpeedupCurve):
 
     board: DeviceModel = PRESETS["h100"]
 
-    def config(self, sms: int, threads: int = 2048) -> LaunchConfig:  # noqa: ARG002  of any device
+    def config(self, sms: int, threads: int = 2048, waves: int = 1) -> LaunchConfig:  # noqa: ARG002  of any device
         """Return a block for each SM."""
         return LaunchConfig(grid=sms, block=512)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import functools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +43,8 @@ FITTED = (
 )
 #: Why a group of rows is not predicted, or known to be predicted badly.
 REASONS = {
+    ("engine", ""): "arrivals and the spread of prompts' lengths were not recorded",
+    ("torch", "streams"): "more of a pass fits beside the last wave of each product than modelled",
     ("W2", "streams"): "overloaded: what waits grows with the slice, whose length is inferred",
 }
 
@@ -87,7 +90,7 @@ class Row:
         name = ", ".join(self.key)
         found = "-" if self.predicted is None else f"{self.predicted:.4g}"
         marks = " (fitted)" if self.is_fitted else ""
-        reason = REASONS.get((self.key[1], self.key[3]), "")
+        reason = REASONS.get((self.key[1], self.key[3])) or REASONS.get((self.key[1], ""), "")
         if self.predicted is None or not self.is_within:
             marks += f"  off{': ' + reason if reason else ''}"
         return f"{name:58} {self.value:10.4g} {found:>10}{marks}"
@@ -170,6 +173,7 @@ def summary() -> list[str]:
     held_out = [row for row in found if not row.is_fitted]
     pairs = rankings(found)
     right = sum(pair.is_right for pair in pairs)
+    chosen = choices().values()
     groups: dict[str, list[Row]] = {}
     for row in found:
         groups.setdefault(row.key[1], []).append(row)
@@ -182,9 +186,51 @@ def summary() -> list[str]:
     )
     second = (
         f"model: {right} of {len(pairs)} pairs of arms that differ by {DIFFERENT - 1:.0%} are in "
-        f"the measured order; within: {parts}"
+        f"the measured order; the best arm is right in "
+        f"{sum(each[2] for each in chosen)} of {len(chosen)} cases; within: {parts}"
     )
     return [first, second]
+
+
+#: The figure by which a workload's best arm is chosen, and whether more is better; then the second.
+CHOSEN_BY = {
+    "W1": (("p99", False),),
+    "W2": (("p99", False),),
+    "W7": (("p99", False),),
+    "W8": (("p99", False),),
+    "engine": (("good@20", True), ("first p50", False)),
+}
+
+
+def choices() -> dict[tuple[str, str, str], tuple[str, str, bool]]:
+    """Return the best arm by measurement, by the model, and whether the latter is as good.
+
+    Of each GPU, workload and case. It is as good if it is the best, or measured within 15 % of it.
+    """
+    arms: dict[tuple[str, str, str], dict[str, dict[str, Row]]] = {}
+    for row in inputs_and_rows():
+        gpu, workload, case, arm, figure = row.key
+        if workload in CHOSEN_BY and not row.is_input:
+            arms.setdefault((gpu, workload, case), {}).setdefault(arm, {})[figure] = row
+    return {where: _choice(by_arm, CHOSEN_BY[where[1]]) for where, by_arm in arms.items()}
+
+
+def _choice(
+    by_arm: dict[str, dict[str, Row]], order: Sequence[tuple[str, bool]]
+) -> tuple[str, str, bool]:
+    def rank(arm: str, *, measured: bool) -> list[float]:
+        found = []
+        for figure, more in order:
+            row = by_arm[arm][figure]
+            value = row.value if measured else row.predicted
+            found.append(math.inf if value is None else -value if more else value)
+        return found
+
+    best = min(by_arm, key=lambda arm: rank(arm, measured=True))
+    chosen = min(by_arm, key=lambda arm: rank(arm, measured=False))
+    (figure, more), *_ = order
+    a, b = by_arm[best][figure].value, by_arm[chosen][figure].value
+    return best, chosen, (a <= DIFFERENT * b if more else b <= DIFFERENT * a)
 
 
 def _share(found: Sequence[Row]) -> str:

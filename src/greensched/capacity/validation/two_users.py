@@ -52,7 +52,7 @@ class GridWork(SpeedupCurve):
     block: int = 256
     kinds: tuple[CostOf, ...] = ()
 
-    def config(self, sms: int, threads: int = 2048) -> LaunchConfig:  # noqa: ARG002  a grid is fixed
+    def config(self, sms: int, threads: int = 2048, waves: int = 1) -> LaunchConfig:  # noqa: ARG002  a grid is fixed
         """Return the grid and the block, whatever the device."""
         return LaunchConfig(grid=self.grid, block=self.block)
 

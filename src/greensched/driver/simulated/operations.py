@@ -176,10 +176,7 @@ class KernelOp(Operation):
             del device.kernels[self]
             timeline.held.pop(self, None)
             timeline.end(self)
-            if self.priority:  # the next kernel of its stream is as urgent, and comes first
-                timeline.at(timeline.now, lambda: _share(timeline, device))
-            else:
-                _share(timeline, device)
+            _share(timeline, device)
 
 
 def _share(timeline: Timeline, device: DeviceState) -> None:
