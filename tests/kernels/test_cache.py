@@ -144,7 +144,7 @@ def replace_by_link(path: Path) -> None:
 @pytest.mark.parametrize(
     "damage", [replace_by_fifo, replace_by_link, lambda path: path.chmod(0o620)]
 )
-def test_f30_11_what_is_no_plain_file_of_our_own_is_replaced(
+def test_f30_11_f12_what_is_no_plain_file_of_our_own_is_replaced(
     tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:
     """A FIFO is not waited for, a link is not followed, what others can write is not believed."""
@@ -212,7 +212,7 @@ def test_the_directory_is_made_for_us_alone(tmp_path: Path) -> None:
     assert made.stat().st_mode & 0o777 == 0o700
 
 
-def test_f30_11_with_any_umask_all_is_private(tmp_path: Path) -> None:
+def test_f30_11_f12_with_any_umask_all_is_private(tmp_path: Path) -> None:
     """The directory, the parents that are made for it, and the files are for the user alone."""
     before = os.umask(0)
     try:
@@ -227,7 +227,7 @@ def test_f30_11_with_any_umask_all_is_private(tmp_path: Path) -> None:
     }
 
 
-def test_f30_11_a_directory_that_others_can_replace_is_refused(tmp_path: Path) -> None:
+def test_f30_11_f12_a_directory_that_others_can_replace_is_refused(tmp_path: Path) -> None:
     """Every user can rename what is in a directory open to all, unless its sticky bit is set."""
     tmp_path.chmod(0o777)
     with pytest.warns(RuntimeWarning, match="can be replaced by other users"):
