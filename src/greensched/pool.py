@@ -200,7 +200,10 @@ class Pool:
         # Bound as defaults, because at the interpreter's end the module may have lost them. The
         # constructor may have raised before there was a lifecycle.
         if hasattr(self, "_lifecycle") and self.state is is_open:
-            warn(f"{self!r} was never closed", ResourceWarning, stacklevel=2, source=self)
+            try:
+                warn(f"{self!r} was never closed", ResourceWarning, stacklevel=2, source=self)
+            finally:
+                self._lifecycle.pool_collected()
 
     # -- asking for SMs --------------------------------------------------------------------------
 

@@ -7,7 +7,9 @@ forked child. Everything that blocks happens on one thread, the builder.
 from __future__ import annotations
 
 import logging
+import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from greensched import driver as drivers
@@ -207,6 +209,19 @@ class PoolLifecycle:
 
         manager.builder.thread.submit(close)
 
+    def pool_collected(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        """Have a thread close a pool that was never closed and that nothing uses any more.
+
+        Takes no lock and never waits, as a destructor calls it. Leases and queued requests keep the
+        pool as it is: their tasks may go on.
+        """
+        manager = self._manager
+        if is_finalizing() or manager is None or manager.state is not PoolState.OPEN:
+            return
+        if not manager.is_used:
+            process.end_claims(manager.driver, [one.device.ordinal for one in self.device_pools])
+            self.abort()
+
     def _begin_closing(self) -> BackgroundTask[CloseReport]:
         with self.lock:
             if self._closing is None:
@@ -242,9 +257,11 @@ class PoolLifecycle:
         manager = self._manager
         if manager is None:
             return CloseReport()
-        abandoned = manager.close()
-        ordinals = [device_pool.device.ordinal for device_pool in manager.device_pools]
-        process.release_devices(manager.driver, ordinals)
+        try:
+            abandoned = manager.close()
+        finally:
+            ordinals = [device_pool.device.ordinal for device_pool in manager.device_pools]
+            process.release_devices(manager.driver, ordinals)
         if abandoned:
             logger.warning("the pool was closed over leases or work: %s", ", ".join(abandoned))
         return CloseReport(tuple(abandoned))

@@ -505,6 +505,11 @@ class LeaseManager:
         return self.state is OPEN or self.state in WORKING
 
     @property
+    def is_used(self) -> bool:
+        """Whether a request is queued, or a lease is open or draining. Without the lock."""
+        return self.scheduler.waiting > 0 or len(self.leases) > len(self.cache)
+
+    @property
     def failure(self) -> BaseException | None:
         """The first device fault, if there was one."""
         failures = (each.device.health.failure for each in self.device_pools)

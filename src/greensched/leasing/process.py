@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from greensched.driver.interface import Driver
+from greensched.driver.types import Mailbox
 from greensched.errors import DeviceTaken
 
 
@@ -24,26 +25,46 @@ class Forkable(Protocol):
 
 _pools: weakref.WeakSet[Forkable] = weakref.WeakSet()
 _claimed: dict[tuple[int, int], Driver] = {}
+#: Claimed devices whose pool was collected and is being closed, and what waits for the end of that.
+_ending: set[tuple[int, int]] = set()
+_waiting: list[tuple[tuple[int, int], Mailbox[None]]] = []
 _lock = threading.Lock()
 
 
 def claim_device(driver: Driver, ordinal: int) -> None:
-    """Record that a pool uses a device.
+    """Record that a pool uses a device. Blocks while a pool that was collected is closed.
 
     Raises:
         DeviceTaken: another pool uses it.
     """
-    with _lock:
-        if (id(driver), ordinal) in _claimed:
-            raise DeviceTaken(ordinal)
-        _claimed[id(driver), ordinal] = driver
+    key = id(driver), ordinal
+    while True:
+        with _lock:
+            if key not in _claimed:
+                _claimed[key] = driver
+                return
+            if key not in _ending:
+                raise DeviceTaken(ordinal)
+            released: Mailbox[None] = driver.create_mailbox()
+            _waiting.append((key, released))
+        released.get()
+
+
+def end_claims(driver: Driver, ordinals: Sequence[int]) -> None:
+    """Record that devices will be released soon. Takes no lock, for destructors."""
+    _ending.update((id(driver), ordinal) for ordinal in ordinals)
 
 
 def release_devices(driver: Driver, ordinals: Sequence[int]) -> None:
     """Record that no pool uses these devices any more."""
     with _lock:
         for ordinal in ordinals:
-            _claimed.pop((id(driver), ordinal), None)
+            key = id(driver), ordinal
+            _claimed.pop(key, None)
+            _ending.discard(key)
+            for entry in [one for one in _waiting if one[0] == key]:
+                _waiting.remove(entry)
+                entry[1].put(None)
 
 
 def on_fork(pool: Forkable) -> None:
