@@ -47,6 +47,7 @@ from engine import (
     Place,
     Run,
     Sequence,
+    Turn,
     fused,
     interleaved,
     leased,
@@ -204,9 +205,9 @@ def on_stream(begin: Callable[[], None], make: Callable[[], Any]) -> Place:
     graphs = thread.submit(make).result()
 
     @asynccontextmanager
-    async def take() -> AsyncIterator[Run]:
+    async def take() -> AsyncIterator[Turn]:
         loop = asyncio.get_running_loop()
-        yield lambda batch: loop.run_in_executor(thread, graphs.compute, batch)
+        yield Turn(lambda batch: loop.run_in_executor(thread, graphs.compute, batch))
 
     return take
 
@@ -215,8 +216,8 @@ def held(run: Run) -> Place:
     """Return a place that stays entered."""
 
     @asynccontextmanager
-    async def take() -> AsyncIterator[Run]:
-        yield run
+    async def take() -> AsyncIterator[Turn]:
+        yield Turn(run)
 
     return take
 
@@ -328,7 +329,7 @@ class Bench:
 
     @asynccontextmanager
     async def sized(self, sms: int) -> AsyncIterator[Serve]:
-        """greensched, sized: a lease for each step and prompt; all SMs unless both need some.
+        """greensched, sized: leases that change with the load; all SMs unless both need some.
 
         It is the server's default: a decode step has `sms` SMs while a prompt waits or is read, and
         a prompt has the others while sequences grow.

@@ -1,8 +1,8 @@
-"""Serve sequences with a model: the queue and the slots, and four ways to order the passes.
+"""Serve sequences with a model: the queue and the slots, and three ways to order the passes.
 
 A pass computes the next token of all sequences (a decode step), or reads a prompt (prefill), or
 both at once. Each of `separate`, `interleaved` and `fused` is a loop that serves an engine, on the
-places that it is given: a place is entered for some passes and yields a function that runs them.
+places that it is given: a place is entered for some passes, and says how to run them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from batch import MAX_PIECES, Batch, Piece, Shape
@@ -22,7 +23,18 @@ from greensched.typing import Size
 
 #: Run a pass; what it returns is awaited for the new tokens.
 Run = Callable[[Batch], Awaitable[list[int]]]
-Place = Callable[[], AbstractAsyncContextManager[Run]]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What entering a place gives: how to run passes there, and for how long."""
+
+    run: Run
+    #: Whether entering the place again would give the same.
+    is_current: Callable[[], bool] = lambda: True
+
+
+Place = Callable[[], AbstractAsyncContextManager[Turn]]
 #: The weight of the newest prompt in the average time of reading one.
 NEWEST = 0.2
 
@@ -227,14 +239,16 @@ async def separate(engine: Engine, decode: Place, prefill: Place) -> None:
     async def extend() -> None:
         while True:
             await engine.wait(lambda: engine.growing)
-            async with decode() as run:
-                await engine.step(run)
+            async with decode() as turn:
+                await engine.step(turn.run)
+                while engine.growing and turn.is_current():
+                    await engine.step(turn.run)
 
     async def read() -> None:
         while True:
             sequence = await engine.next_prompt()
-            async with prefill() as run:
-                await engine.read(run, sequence)
+            async with prefill() as turn:
+                await engine.read(turn.run, sequence)
 
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(extend())
@@ -246,13 +260,13 @@ async def interleaved(engine: Engine, place: Place, interval: int) -> None:
     steps = interval
     while True:
         await engine.wait(lambda: engine.growing or engine.waiting)
-        async with place() as run:
+        async with place() as turn:
             ready = steps >= interval or not engine.growing
             if ready and (sequence := engine.begin()) is not None:
-                await engine.read(run, sequence)
+                await engine.read(turn.run, sequence)
                 steps = 0
             elif engine.growing:
-                await engine.step(run)
+                await engine.step(turn.run)
                 steps += 1
 
 
@@ -260,8 +274,8 @@ async def fused(engine: Engine, place: Place, budget: int) -> None:
     """Read prompts in chunks, each in one pass with a decode step, `budget` tokens in all."""
     while True:
         await engine.wait(lambda: engine.growing or engine.has_prompts)
-        async with place() as run:
-            await engine.step(run, budget)
+        async with place() as turn:
+            await engine.step(turn.run, budget)
 
 
 # -- places that are leases of a pool -------------------------------------------------------------
@@ -271,10 +285,11 @@ def leased(pool: Pool, service: str, graphs: Callable[[], Any], sms: Callable[[]
     """Return the place that is a lease of the pool, of a size that is asked for each time."""
 
     @asynccontextmanager
-    async def take() -> AsyncIterator[Run]:
-        async with pool.partition(sms(), service=service) as p:
+    async def take() -> AsyncIterator[Turn]:
+        size = sms()
+        async with pool.partition(size, service=service) as p:
             made = await p.local(graphs)
-            yield lambda batch: p.run(made.compute, batch)
+            yield Turn(lambda batch: p.run(made.compute, batch), lambda: sms() == size)
 
     return take
 
