@@ -6,8 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Generic
 
-from greensched.execution.eventloop import current_adapter
-from greensched.execution.eventloop.base import LoopAdapter, Waiter
+from greensched.execution.eventloop import LoopAdapter, Waiter, current_adapter
 from greensched.typing import T
 
 

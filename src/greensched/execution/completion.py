@@ -35,8 +35,7 @@ from typing import Final, NamedTuple
 from greensched.device.tickets import TicketedStream
 from greensched.driver.interface import Driver
 from greensched.errors import CUDAError, DeviceFault
-from greensched.execution.eventloop import current_adapter
-from greensched.execution.eventloop.base import LoopAdapter, Waiter
+from greensched.execution.eventloop import LoopAdapter, Waiter, current_adapter
 from greensched.typing import CaptureMode
 
 #: What calls return because a stream is capturing. Source: cuda.h, CUDA_ERROR_STREAM_CAPTURE_*.

@@ -37,7 +37,7 @@ from greensched.device.tickets import EventTicketedStream, TicketedStream, Ticke
 from greensched.errors import CUDAError, DeviceFault
 from greensched.execution.call_context import CallContext, running_call
 from greensched.execution.completion import CAPTURE_STATUSES, CompletionPoller
-from greensched.execution.eventloop.base import Waiter
+from greensched.execution.eventloop import Waiter
 from greensched.execution.jobs import Job
 from greensched.execution.launch_cache import LaunchCache
 from greensched.execution.local_storage import ExecutorLocals
@@ -81,6 +81,7 @@ class Executor:
     ) -> None:
         self.device = device
         self.driver = device.driver
+        self.ordinal = device.ordinal
         self.health = device.health
         self.mask = mask
         self.host = host

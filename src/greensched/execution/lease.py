@@ -37,7 +37,7 @@ from greensched.errors import (
 )
 from greensched.execution.call_context import CallContext
 from greensched.execution.completion import CompletionPoller
-from greensched.execution.eventloop.base import Waiter
+from greensched.execution.eventloop import Waiter
 from greensched.execution.executor import Executor
 from greensched.execution.jobs import Job
 from greensched.execution.submission import Dependencies, Uses, find_dependencies
@@ -131,7 +131,7 @@ class Lease:
         self.poller = poller
         self.device_memory = device_memory
         self.quota = quota
-        self.ordinal = executor.device.ordinal
+        self.ordinal = executor.ordinal
         #: The thread of the loop that it was granted to: the only one that may submit.
         self.thread = get_ident()
         #: Failed jobs whose failure was not retrieved, for the end of the block.
@@ -653,7 +653,9 @@ class Lease:
             return
         self.state = LeaseState.CLOSED
         self.fast_path_ok = False
-        self.executor.launch_stream.release_kept()
+        stream = self.executor.launch_stream
+        if stream.kept:
+            stream.release_kept()
         for job in self._unfinished:
             job._finalize()
         self._unfinished.clear()  # they refer to the lease: it would be a cycle

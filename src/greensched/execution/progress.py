@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from greensched._asynclib import is_coroutine_function
 from greensched.errors import InvalidRequest
-from greensched.execution.eventloop.base import LoopAdapter
+from greensched.execution.eventloop import LoopAdapter
 
 #: Called with the bytes done, and the bytes in all.
 ProgressCallback = Callable[[int, int], object]

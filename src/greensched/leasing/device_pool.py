@@ -160,13 +160,6 @@ class DevicePool:
 
     # -- executors ---------------------------------------------------------------------------------
 
-    def take(self, mask: int) -> Executor:
-        """Return the executor over a set of cells, which exists: leased and used from now on."""
-        executor = self.executors[mask]
-        executor.is_leased = True
-        self.executors.move_to_end(mask)
-        return executor
-
     def make(self, mask: int) -> Executor:
         """Make an executor, for `add`, unless it exists. Blocks.
 

@@ -13,7 +13,7 @@ from greensched.execution.background import BackgroundTask
 from greensched.execution.executor import Executor
 from greensched.execution.threads import WorkerThread
 from greensched.leasing.device_pool import DevicePool
-from greensched.leasing.grant_waiter import refuse
+from greensched.leasing.requests import refuse
 from greensched.leasing.status import PoolState
 from greensched.scheduling.requests import Request
 from greensched.scheduling.scheduler import Scheduler

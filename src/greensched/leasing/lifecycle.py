@@ -66,6 +66,8 @@ class PoolLifecycle:
         self.lock = threading.RLock()
         self.cache = LeaseCache(self.lock)
         self._manager: LeaseManager | None = None
+        #: The manager once it grants: one attribute for the hot paths.
+        self.granting: LeaseManager | None = None
         self._opening: BackgroundTask[None] | None = None
         self._closing: BackgroundTask[CloseReport] | None = None
         #: The devices are being closed, or will be as soon as the builder gets to it.
@@ -164,6 +166,7 @@ class PoolLifecycle:
                 options.services,
                 options.placement,
             )
+            self.granting = manager
         except BaseException as error:
             for device_pool in device_pools:
                 device_pool.abandon()

@@ -36,20 +36,28 @@ from greensched.errors import (
     WouldBlock,
 )
 from greensched.execution.completion import CompletionPoller, PollerRegistry
-from greensched.execution.eventloop.base import LoopAdapter, Waiter
+from greensched.execution.eventloop import LoopAdapter, Waiter
+from greensched.execution.executor import Executor
 from greensched.execution.lease import Lease
 from greensched.execution.threads import WorkerThread
 from greensched.leasing.device_pool import DevicePool, index_of
 from greensched.leasing.executor_builder import ExecutorBuilder
-from greensched.leasing.grant_waiter import GrantWaiter, is_orphaned, notify, refuse
 from greensched.leasing.holders import HolderWatch
 from greensched.leasing.lease_cache import LeaseCache
-from greensched.leasing.requests import LeaseRequest, checked_deadline, checked_duration
+from greensched.leasing.requests import (
+    GrantWaiter,
+    LeaseRequest,
+    checked_deadline,
+    checked_duration,
+    is_orphaned,
+    notify,
+    refuse,
+)
 from greensched.leasing.status import PoolState, PoolStatistics, collect_statistics, update_quotas
 from greensched.scheduling import user_code
 from greensched.scheduling.allocator import Placement
 from greensched.scheduling.policy import Policy
-from greensched.scheduling.requests import Request
+from greensched.scheduling.requests import Grant, Request
 from greensched.scheduling.scheduler import Scheduler
 from greensched.scheduling.services import ServiceClass
 
@@ -287,11 +295,19 @@ class LeaseManager:
         leases = []
         for grant in grants:
             device_pool = self.device_pools[grant.device]
-            executor = device_pool.take(grant.mask)
+            executor = self._take_executor_locked(grant)
             lease = Lease(grant, executor, poller, device_pool, self, quota, key)
             self.leases.add(lease)
             leases.append(lease)
         return tuple(leases)
+
+    def _take_executor_locked(self, grant: Grant) -> Executor:
+        """Return the executor over the cells of a grant: leased and used from now on."""
+        executors = self.device_pools[grant.device].executors
+        executor = executors[grant.mask]
+        executor.is_leased = True
+        executors.move_to_end(grant.mask)
+        return executor
 
     def _unclaimed_locked(self) -> list[Request]:
         """Return the requests that are granted, and whose tasks had no turn to claim that."""
@@ -348,7 +364,7 @@ class LeaseManager:
             granted = self.scheduler.checkpoint(self._time(), grant, *told)
             if grant.mask != before:
                 executor.is_leased = False
-                lease.move_to(self.device_pools[grant.device].take(grant.mask))
+                lease.move_to(self._take_executor_locked(grant))
         self.notify_granted(granted)
         if lease.executor is not executor:
             lease.move_bound_launches(executor)

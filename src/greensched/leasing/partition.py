@@ -108,7 +108,8 @@ class Partition(AsyncBlock):
             try:
                 self._lease = self._lifecycle.cache.take(self._request)
                 if self._lease is None:
-                    (self._lease,) = await self._lifecycle.manager().acquire(self._request)
+                    manager = self._lifecycle.granting or self._lifecycle.manager()
+                    (self._lease,) = await manager.acquire(self._request)
                     if not self._request.is_reused:
                         self._lease.taken_at = place()
             except BaseException:

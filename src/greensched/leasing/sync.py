@@ -20,8 +20,7 @@ from anyio.from_thread import BlockingPortalProvider
 from greensched._asynclib import in_event_loop
 from greensched.device.device import Device
 from greensched.errors import ForkedPool, LoopWouldBlock, PartitionClosed
-from greensched.execution.eventloop import current_adapter
-from greensched.execution.eventloop.base import holder_override
+from greensched.execution.eventloop import current_adapter, holder_override
 from greensched.leasing.partition import Partition
 from greensched.leasing.requests import LeaseOptions
 from greensched.leasing.status import CloseReport, PoolState
