@@ -44,7 +44,7 @@ from greensched.typing import ALL
 
 #: Multiples of saturation; windows of so many seconds, and longer where at saturation fewer
 #: requests than these come in one: of 60, one that is late is more than the one in a hundred.
-RATES, SECONDS, REQUESTS = (0.5, 0.7, 0.85, 1.0, 1.15, 1.3), 90.0, 400
+RATES, SECONDS, REQUESTS = (0.25, 0.5, 0.75, 1.0, 1.25), 90.0, 400
 #: Traffic other than a trace.
 GENERATORS = ("azure-conv", "bursty", "gamma")
 #: Absolute targets in seconds: those of MLPerf Inference for Llama-2-70B in the server scenario.

@@ -33,9 +33,9 @@ from greensched.capacity.metrics import (
     ratio,
 )
 from greensched.capacity.results import Experiment, as_dict, attained, compare_policies
-from greensched.capacity.run import Outcome, Scenario, simulate
+from greensched.capacity.run import Outcome, simulate
 from greensched.capacity.servers import Samples
-from greensched.capacity.strategies import pool_of
+from greensched.capacity.strategies import Split, Strategy, pool_of
 from greensched.capacity.traffic import Arrival
 from greensched.capacity.validation import Check
 from greensched.capacity.workload import ServiceProfile, services
@@ -197,34 +197,43 @@ def test_a_question_compares_with_doing_without() -> None:
     assert said["sized"]["best-split-late"][0] >= 0.98, "its control is always beside it"
 
 
-def tried(classes: int, granularity: Granularity = "coscheduled") -> list[Outcome]:
-    """The runs of a sweep of fixed splits over classes of which each needs more than it gets."""
+def tried(needs: list[int], finest: int = 8) -> list[Outcome]:
+    """The runs of a sweep of fixed splits over classes that need so many SMs to be in time."""
     found = {
         f"c{i}": ServiceProfile(
-            name=f"c{i}", role="request", curve=CURVES["moe"], priority=i, latency=0.008
+            name=f"c{i}", role="request", curve=CURVES["moe"], priority=-i, latency=1.0
         )
-        for i in range(classes)
+        for i in range(len(needs))
     }
-    scenario = Scenario(gpus="h200", services=found, seconds=0.2, granularity=granularity)
-    traffic = [Arrival(i / 50, service=f"c{i % classes}", cost=0.006) for i in range(10)]
-    return sweeps.best_run(
-        "best-split",
-        lambda strategy: simulate(strategy, scenario, traffic, 1),
-        found,
-        132,
-        2 if granularity == "fine" else 8,
-    )[1]
+
+    def run(strategy: Strategy) -> Outcome:
+        assert isinstance(strategy, Split)
+        sizes = [*strategy.sms, 132 - sum(strategy.sms)]
+        samples = {
+            name: Samples([need * k / 100 / sms for k in range(1, 101)], [0.0] * 100, [1] * 100)
+            for name, need, sms in zip(found, needs, sizes, strict=True)
+        }
+        for each in samples.values():
+            each.at = [0.5] * 100
+        return Outcome(strategy.name, 1, 1.0, 0.0, samples, {}, 0.0)
+
+    return sweeps.best_run("best-split", run, found, 132, finest)[1]
 
 
-def test_fixed_splits_are_swept_for_any_number_of_classes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """From even shares, SMs move between all pairs of six classes; none is left without any."""
-    monkeypatch.setattr(sweeps, "MOST_SPLITS", 40)
-    splits = [list(map(int, o.strategy.split("-")[1:])) for o in tried(6)]
-    assert splits[0] == [16, 16, 16, 16, 16]
-    assert all(sum(split) < 132 and min(split) >= 8 for split in splits)
-    assert {i for split in splits for i in range(5) if split[i] > 16} == set(range(5))
+@pytest.mark.parametrize("needs", [[100, 40], [20, 90], [66, 70], [60, 12, 30, 9, 10, 9]])
+@pytest.mark.parametrize("finest", [2, 8])
+def test_fixed_splits_are_swept_for_any_number_of_classes(needs: list[int], finest: int) -> None:
+    """SMs move between all classes until each has its share; no class is left without any."""
+    runs = tried(needs, finest)
+    splits = [tuple(map(int, run.strategy.split("-")[1:])) for run in runs]
+    assert all(sum(split) <= 132 - finest and min(split) >= finest for split in splits)
+    best = max(min(each.below(1.0) for each in _whole(run)) for run in runs)
+    possible = min(100, 100 * (132 - finest * len(needs)) // sum(needs))
+    assert best >= possible - 2
+
+
+def _whole(run: Outcome) -> list[WeightedValues]:
+    return [each.whole for each in of_outcome(run).values()]
 
 
 def test_the_best_parameter_of_a_strategy_is_reported() -> None:
@@ -241,10 +250,10 @@ def test_the_best_parameter_of_a_strategy_is_reported() -> None:
 @pytest.mark.parametrize(("granularity", "sms"), [("coscheduled", 16), ("fine", 10)])
 def test_pools_cut_as_finely_as_was_asked(granularity: Granularity, sms: int) -> None:
     """So are the pools of every strategy, and the fixed splits that are tried; reports say so."""
-    asked = replace(SMALL, granularity=granularity, policies=("best-split",), rates=(0.5,))
+    asked = replace(SMALL, granularity=granularity, policies=("split-64",), rates=(0.5,))
     results = run_experiment(replace(asked, seconds=0.5))
-    firsts = {int(outcome.strategy.removeprefix("split-")) for outcome in tried(2, granularity)}
-    assert {*range(8, 128, 8)} <= firsts
+    finest = 2 if granularity == "fine" else 8
+    firsts = {int(outcome.strategy.removeprefix("split-")) for outcome in tried([90, 70], finest)}
     assert any(first % 8 for first in firsts) is (granularity == "fine")
     assert as_dict(results)["granularity"] == granularity
     assert ("cut finely" in text_report.table(results)) is (granularity == "fine")
@@ -450,7 +459,7 @@ def test_every_command_of_the_page_runs(
             Path("classes.json").write_text(mine)
         else:
             Path("classes.json").write_text(json.dumps(classes))
-        short = re.sub(r"--seconds \S+|--repeats \S+|--load-factors \S+", "", command)
+        short = re.sub(r"--plot \S+|--seconds \S+|--repeats \S+|--load-factors \S+", "", command)
         assert cli.main([*shlex.split(short), "--seconds", "0.5"]) == 0, command
         assert "stand-in" in capsys.readouterr().out
 

@@ -30,7 +30,9 @@ def save(results: Results, path: Path) -> None:
     for axis, (name, target) in zip(rest, latencies.items(), strict=True):
         _draw(axis, results, lambda group, name=name: _p99(group, name))
         axis.axhline(1e3 * target, color="grey", linewidth=0.8)
-        axis.set(title=f"{name}: p99 in ms (line: target)", yscale="log")
+        axis.set(title=f"{name}: p99 in ms (line: target)")
+        if len(results.offered) > 1:
+            axis.set_yscale("log")
     if len(results.offered) > 1:
         first.legend()
     write(figure, path)

@@ -148,10 +148,10 @@ def _parameters(name: str, services: Mapping[str, ServiceProfile]) -> Sequence[S
 
 
 def _sweep_splits(best: Best, target_aware: bool, classes: int, sms: int, finest: int) -> None:
-    """Try fixed splits: all in whole cells for two classes, then ever finer moves from the best.
+    """Try fixed splits by coordinate descent: all of them are too many runs.
 
-    The product is too large for more classes, so there the moves begin at even shares: coordinate
-    descent, in which a move gives SMs of one class to another.
+    It begins at even shares; a move gives SMs of one class to another. Of two classes one has more
+    in time the more SMs it has, and the other fewer, so there the best split is found.
     """
     tried: set[tuple[int, ...]] = set()
     at: tuple[int, ...] = ()
@@ -167,22 +167,12 @@ def _sweep_splits(best: Best, target_aware: bool, classes: int, sms: int, finest
             return True
         return False
 
-    for sizes in _starts(classes, sms, finest):
-        take(sizes)
-    step = CELL // 2 if classes == 2 else 4 * CELL
+    each = sms // classes // finest * finest
+    take((*[each] * (classes - 1), sms - each * (classes - 1)))
+    step = 4 * CELL
     while step >= finest:
         if not any(take(sizes) for sizes in _moves(at, step)):
             step //= 2
-
-
-def _starts(classes: int, sms: int, finest: int) -> Iterator[tuple[int, ...]]:
-    if classes == 2:
-        # From the middle outwards: a sweep ends where all requests are in time.
-        for first in sorted(range(CELL, sms, CELL), key=lambda first: abs(first - sms // 2)):
-            yield first, sms - first
-        return
-    each = sms // classes // finest * finest
-    yield (*[each] * (classes - 1), sms - each * (classes - 1))
 
 
 def _moves(at: tuple[int, ...], step: int) -> Iterator[tuple[int, ...]]:
