@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +20,7 @@ from greensched.kernels import fill
 from greensched.leasing.sync import SyncPartition
 from helpers.backend import Backend
 from helpers.gate import Gate
-from helpers.waiting import until
+from helpers.interrupts import interrupted_when
 
 IS_VERSIONED = False
 
@@ -282,42 +281,6 @@ def test_many_threads(backend: Backend) -> None:
 
 
 # -- an interrupt -----------------------------------------------------------------------------
-
-
-@contextmanager
-def interrupted_when(condition: Callable[[], bool]) -> Iterator[None]:
-    """A Ctrl-C comes once something is the case; the block must end by it."""
-    main, done, seen = threading.get_ident(), threading.Event(), threading.Event()
-
-    def is_seen() -> bool:
-        """Again until it is: one that comes just before a thread blocks is seen only afterwards."""
-        if not seen.is_set():
-            signal.pthread_kill(main, signal.SIGINT)
-        return seen.is_set()
-
-    def handle(*_: object) -> None:
-        if not seen.is_set():
-            seen.set()
-            raise KeyboardInterrupt
-
-    async def wait() -> None:
-        await until(condition)
-        await until(is_seen)
-
-    def interrupt() -> None:
-        asyncio.run(wait())
-        done.set()
-
-    thread = threading.Thread(target=interrupt)
-    before = signal.signal(signal.SIGINT, handle)
-    try:
-        thread.start()
-        with pytest.raises(KeyboardInterrupt):
-            yield
-        assert done.wait()
-        thread.join()
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def test_an_interrupt_leaves_the_queue(backend: Backend) -> None:

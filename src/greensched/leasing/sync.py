@@ -7,15 +7,17 @@ to the pool there, and the caller blocks until it has returned: so there is one 
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager, suppress
 from functools import update_wrapper
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
 
 import anyio
-from anyio.from_thread import BlockingPortalProvider
+from anyio.from_thread import BlockingPortal, BlockingPortalProvider
 
 from greensched._asynclib import in_event_loop
 from greensched.device.device import Device
@@ -35,6 +37,27 @@ P = ParamSpec("P")
 T = TypeVar("T")
 E = TypeVar("E")
 V = TypeVar("V")
+
+
+@contextmanager
+def _interrupts_deferred() -> Iterator[None]:
+    """Handle a SIGINT of the block once that is left: starting and ending a loop is none or all.
+
+    An interrupt inside would leave a loop's thread that nothing ends, and that is waited for. Only
+    the main thread is interrupted, and only by a handler of Python.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    came: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if came:
+            handler(*came[0])
 
 
 class SyncPool:
@@ -67,13 +90,13 @@ class SyncPool:
 
     def open(self) -> None:
         """Open the pool, and keep a loop until `close`. Idempotent. Raises as `Pool.open`."""
+        self._open(self._pool.open)
+
+    def _open(self, opening: Callable[[], Awaitable[object]]) -> None:
         self._check()
-        with self._lock:
-            if not self._is_kept:
-                self._portals.__enter__()
-                self._is_kept = True
         try:
-            self.call(self._pool.open)
+            self._keep_portal()
+            self.call(opening)
         except BaseException:
             self._release_portal()
             raise
@@ -89,18 +112,53 @@ class SyncPool:
         self._release_portal()
         return report
 
+    def _keep_portal(self) -> None:
+        with _interrupts_deferred(), self._lock:
+            if not self._is_kept:
+                self._portals.__enter__()
+                self._is_kept = True
+
     def _release_portal(self) -> None:
-        with self._lock:
-            was_kept, self._is_kept = self._is_kept, False
-        if was_kept:
-            self._portals.__exit__(None, None, None)
+        with _interrupts_deferred():
+            with self._lock:
+                was_kept, self._is_kept = self._is_kept, False
+            if was_kept:
+                self._portals.__exit__(None, None, None)
+
+    @contextmanager
+    def _portal(self) -> Iterator[BlockingPortal]:
+        """Have the loop run while the block is open."""
+        is_entered = False
+        try:
+            with _interrupts_deferred():
+                portal = self._portals.__enter__()
+                is_entered = True
+            yield portal
+        finally:
+            if is_entered:
+                with _interrupts_deferred():
+                    self._portals.__exit__(None, None, None)
 
     def __enter__(self) -> Self:
-        self.open()
+        """Open the pool; an interrupt meanwhile also closes it again, as a cancellation does."""
+        try:
+            self._open(self._pool.__aenter__)
+        except Exception:
+            raise
+        except BaseException:  # it may have come once all was open
+            self._close_block()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        """Close the pool, within the default grace, also where an interrupt comes meanwhile."""
+        self._close_block()
+
+    def _close_block(self) -> None:
+        try:
+            self.call(self._pool.__aexit__, None, None, None)
+        finally:
+            self._release_portal()
 
     # -- asking for SMs ----------------------------------------------------------------------------
 
@@ -124,7 +182,7 @@ class SyncPool:
     def _block(self, block: AbstractAsyncContextManager[E], wrap: Callable[[E], V]) -> Iterator[V]:
         """Turn an `async with` into a `with`; its loop runs while the block is open."""
         self._check()
-        with self._portals:
+        with self._portal():
             try:
                 yield wrap(self.call(block.__aenter__))
             except BaseException as error:
@@ -143,7 +201,7 @@ class SyncPool:
         """
         self._check()
         call = _PortalCall(function, args)
-        with self._portals as portal:
+        with self._portal() as portal:
             try:
                 future: Future[T] = portal.start_task_soon(call.run)
                 return future.result()

@@ -1,0 +1,57 @@
+"""Ctrl-C while `pool.sync` starts or ends something: a cancellation, which leaves nothing open."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from typing import Any
+
+import anyio
+import pytest
+
+from greensched import Pool, PoolState
+from greensched.driver import simulated
+from helpers.interrupts import interrupted_when
+
+
+@pytest.mark.parametrize("share", [0.0, 0.02, 0.1, 0.25, 0.5, 0.75, 0.9, 0.98, 1.0])
+def test_f30_03_an_interrupt_of_an_opening_leaves_a_closed_pool(share: float) -> None:
+    """A Ctrl-C while `with pool.sync:` opens, or just after, closes the pool; nothing hangs."""
+    driver = simulated.open("h20")
+    with Pool(driver=driver).sync:
+        calls = sum(driver.script.calls.values())
+    for _ in range(3):
+        driver = simulated.open("h20")
+        pool = Pool(driver=driver)
+        script, begun = driver.script, threading.Event()
+
+        def comes(script: Any = script, begun: threading.Event = begun) -> bool:
+            return begun.is_set() and sum(script.calls.values()) >= share * calls
+
+        with interrupted_when(comes):
+            begun.set()
+            with pool.sync:
+                threading.Event().wait(20)
+        assert pool.state is PoolState.CLOSED
+        assert pool.sync._portals._portal_cm is None
+        assert not driver.live()
+
+
+def test_f30_03_an_interrupt_of_the_end_of_a_loop_is_raised_behind_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A Ctrl-C while the loop's thread is started or joined comes once that is done."""
+    pool = Pool(driver="simulated:h20")
+    for step in ("__enter__", "__exit__"):
+        provider = pool.sync._portals
+        real = getattr(type(provider), step)
+
+        def interrupted(*args: Any, real: Any = real) -> Any:
+            signal.raise_signal(signal.SIGINT)
+            return real(*args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(type(provider), step, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                pool.sync.call(anyio.sleep, 0)
+        assert provider._portal_cm is None
