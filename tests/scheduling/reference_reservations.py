@@ -134,7 +134,7 @@ class ReferenceReservations:
         part, policy = request.parts[0], self.scheduler.queue.policy.policy
         if not isinstance(policy, Sized) or not request.is_elastic:
             return part
-        self.scheduler.dispatcher.set_target(request, device)
+        self.scheduler.dispatcher.set_target(request, device, self.now)
         (wants,) = request.target
         cells, state = self.devices[device], request.class_state
         assert part.least <= wants.least <= wants.most

@@ -50,7 +50,7 @@ class Dispatcher:
         if state.quota is not None and not state.is_within_quota(now):
             return False
         for device in devices if len(devices) == 1 else allocator.order(request, devices):
-            masks = self._find(request, device, limit)
+            masks = self._find(request, device, now, limit)
             if not masks:
                 continue
             missing = [(device, mask) for mask in masks if not allocator.is_made(device, mask)]
@@ -66,7 +66,9 @@ class Dispatcher:
                 request.missing_executors = tuple(missing)
         return False
 
-    def _find(self, request: Request, device: int, limit: int | None) -> tuple[int, ...]:
+    def _find(
+        self, request: Request, device: int, now: float, limit: int | None
+    ) -> tuple[int, ...]:
         """Return the cells to grant on a device; empty: the request does not fit."""
         allocator, is_shared = self.allocator, False
         if allocator.may_share:
@@ -74,18 +76,24 @@ class Dispatcher:
             if allocator.shared_grants[device] and not request.class_state.shared:
                 return ()
         if self.policy.size is not None:
-            self.set_target(request, device)
+            self.set_target(request, device, now)
         if is_shared:
             return (shared_grants.free_mask(allocator, device),)
         return allocator.find(request, device, limit)
 
-    def set_target(self, request: Request, device: int, grant: Grant | None = None) -> None:
+    def set_target(
+        self, request: Request, device: int, now: float, grant: Grant | None = None
+    ) -> None:
         """Ask the policy what an elastic request should have on a device now."""
         size = self.policy.size
         if size is not None and request.is_elastic:
-            lines = self.queue.lines.values()
-            target = sizing.target_size(size, self.allocator, lines, request, device, grant)
-            request.target = (target,)
+            is_aged = not self.policy.may_overtake(request, now)
+            request.target = (
+                sizing.target_size(
+                    size, self.allocator, self.queue.lines.values(), request, device, grant,
+                    is_aged=is_aged,
+                ),
+            )  # fmt: skip
 
     def _try(self, request: Request, now: float) -> bool:
         """Grant a request where it may be granted now."""
@@ -365,6 +373,70 @@ class Dispatcher:
         queue = self.queue
         places = [queue.place(x) for x in queue.firsts() if not self._is_limited(x)]
         return min(places)[-1] if places else None
+
+    # -- leases that give way ----------------------------------------------------------------------
+
+    def keeps_at_checkpoint(self, grant: Grant) -> int | None:
+        """Return the SMs that an elastic lease keeps at least at its checkpoint; 0: it gives way.
+
+        None: its policy's size. It keeps less for the request that its device is kept for, or for
+        the first one of a higher priority, and no less than that needs: leases give back what is
+        above their least, then all, the lowest class and the longest lease first, those of a higher
+        priority than the request last. None gives all where that would not be enough. The device
+        is kept for the request from then on.
+        """
+        request = self._goes_before(grant)
+        if request is None:
+            return None
+        allocator, device = self.allocator, grant.device
+        cells, reservations = allocator.devices[device], allocator.reservations[device]
+        asked = request.target[0].least if request.is_elastic else self.asked(request)
+        free, needed = cells.cell_count(allocator.free_masks[device]), cells.cells_for(asked)
+        priority, is_aged = request.class_state.priority, self.queue.reservation is not None
+        given, elastic = dict[Grant, int](), list[Grant]()
+        for other in allocator.grants[device]:
+            held = cells.cell_count(other.mask)
+            if other.draining:
+                given[other] = held
+            elif other.request.is_elastic and not other.is_shared:
+                given[other] = max(0, held - cells.cells_for(other.request.target[0].least))
+                if is_aged or other.class_state.priority < priority:
+                    elastic.append(other)
+        elastic.sort(key=lambda one: (one.class_state.priority, one.began))
+        lower = [one for one in elastic if one.class_state.priority <= priority]
+        higher = elastic[len(lower) :]
+        steps = [(one, is_last) for group in (lower, higher) for is_last in (False, True)
+                 for one in group]  # fmt: skip
+        keeps = None
+        for other, is_last in (*steps, (None, False)):
+            if reservations.available_after(free, request, given) >= needed:
+                if keeps == 0:
+                    self.queue.reservation = Reservation(request, device)
+                return keeps
+            if other is None:
+                break
+            least = other.request.parts[0].least
+            kept = 0 if is_last else cells.cells_for(least)
+            given[other] = max(given[other], cells.cell_count(other.mask) - kept)
+            if other is grant:
+                keeps = 0 if is_last else least
+        return grant.request.parts[0].least if grant in elastic else None
+
+    def _goes_before(self, grant: Grant) -> Request | None:
+        """Return the request for which a lease may have to give way."""
+        if not self.queue.waiting:
+            return None
+        reservation = self.queue.reservation
+        request = self._first() if reservation is None else reservation.request
+        if request is None or request.missing_executors or grant.device not in request.devices:
+            return None
+        if reservation is not None and reservation.device != grant.device:
+            return None
+        if grant.holder is not None and len(self._held[grant.holder]) > 1:
+            return None  # it would wait for SMs while it has others
+        is_higher = request.class_state.priority > grant.class_state.priority
+        is_other = grant.holder is None or request.holder != grant.holder
+        return request if (reservation is not None or is_higher) and is_other else None
 
     # -- what is asked for and held --------------------------------------------------------------
 

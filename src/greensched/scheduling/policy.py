@@ -66,11 +66,14 @@ class SizingView:
     Attributes:
         sizes: the SMs it can have there, from the least it asks for to the most it may have now.
         left: SMs that classes of higher priority neither have nor want.
+        beside: SMs that it has once every other lease has come to a checkpoint and kept its least,
+            or, where its class is not lower, its size.
         is_alone: no other request or lease has or wants SMs there.
     """
 
     sizes: tuple[int, ...]
     left: int
+    beside: int
     is_alone: bool
 
 
@@ -224,7 +227,8 @@ class Sized(Fifo):
         allowed = request.allowed
         if allowed is None:
             return view.sizes[0], left
-        enough = next((n for n in view.sizes if (request.seconds(n) or 0.0) <= allowed), most)
+        late = min(most, max(view.beside, view.sizes[0]))  # none is enough: do not wait for more
+        enough = next((n for n in view.sizes if (request.seconds(n) or 0.0) <= allowed), late)
         return min(enough, left), most if view.is_alone else min(enough, left)
 
 

@@ -125,6 +125,32 @@ class Reservations:
             least = 0
         return least, max(least, most)
 
+    def available_after(self, free: int, request: Request, given: Mapping[Grant, int]) -> int:
+        """Return how many cells a request could take if grants had given so many cells back.
+
+        Args:
+            free: free cells there are now.
+            request: what it is for.
+            given: cells that each grant gives back; borrowed ones go to their owner.
+        """
+        kept, state = 0, request.class_state
+        for owner in self.owners:
+            if owner is state:
+                continue
+            may_lend = state.preemptible and owner.max_wait > 0 and self._lends(owner)
+            if may_lend and not any(grant.class_state is owner for grant in given):
+                length, _ = expected_times(request, request.fewest)
+                if 0 < length <= owner.max_wait:
+                    continue
+            own, lent = owner.cells - owner.borrowed, owner.lent
+            for grant, cells in given.items():
+                lent -= min(cells, grant.loans.get(owner, 0))
+                if grant.class_state is owner:
+                    own -= max(0, cells - sum(grant.loans.values()))
+            unmet = max(0, owner.reserve_cells - own)
+            kept += max(0, unmet - lent)
+        return free + sum(given.values()) - kept
+
     def _lends(self, owner: ClassState) -> bool:
         return self.is_idle or not (owner.waiting or owner.short)
 

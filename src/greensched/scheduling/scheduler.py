@@ -239,8 +239,7 @@ class Scheduler:
     ) -> None:
         """Queue a request that does not fit now, or refuse it."""
         if line is None:
-            asked, least = self.dispatcher.asked(request), self.dispatcher.least(request)
-            line = RequestLine(request, self._able(request), asked, least)
+            line = self._line_of(request)
             if not line.devices:
                 raise self.dispatcher.too_many(request)
         if not wait:
@@ -334,10 +333,13 @@ class Scheduler:
             self._need(grant.device, shared_grants.enter_or_leave(allocator, grant))
         if grant.is_shared or not grant.request.is_elastic:
             return self.dispatcher.dispatch(now) if grant.mask != before else []
-        self.dispatcher.set_target(grant.request, grant.device, grant)
+        self.dispatcher.set_target(grant.request, grant.device, now, grant)
+        keeps = self.dispatcher.keeps_at_checkpoint(grant)
+        if keeps == 0:
+            return self._give_way(grant, now)
         granted: list[Request] = []
         if self._gives_back(grant):
-            least = self._least_kept(grant)
+            least = self._least_kept(grant) if keeps is None else keeps
             if grant.mask == before and least < grant.sms:
                 self._resize(grant, least, least)
             if grant.mask != before:
@@ -349,6 +351,31 @@ class Scheduler:
             if held & ~grant.mask:  # it moved, to have more
                 granted += self.dispatcher.dispatch(now)
         return granted
+
+    def _give_way(self, grant: Grant, now: float) -> list[Request]:
+        """Free the cells of a grant, and queue its request again: it counts as another one.
+
+        `grant` is over then. The request is QUEUED, or GRANTED again at once.
+        """
+        request = grant.request
+        request.state, request.grants, request.arrived = QUEUED, (), now
+        request.order, request.holder, request.held_devices = self._requested, None, frozenset()
+        latency = request.class_state.latency
+        request.due, request.deadline = None if latency is None else now + latency, None
+        self.queue.add(request, self._line_of(request))
+        self._requested += 1
+        holder = grant.holder
+        self.release(grant)
+        request.holder = holder
+        return self.drained(now, grant)
+
+    def _line_of(self, request: Request) -> RequestLine:
+        """Return the line that a request belongs to."""
+        line = self.queue.lines.get(request.line_key)
+        if line is not None:
+            return line
+        asked, least = self.dispatcher.asked(request), self.dispatcher.least(request)
+        return RequestLine(request, self._able(request), asked, least)
 
     def _resize(self, grant: Grant, least: int, most: int, *, prefer: int = 0) -> None:
         mask, missing = self.allocator.choose_mask(grant, least, most, prefer=prefer)
@@ -369,12 +396,11 @@ class Scheduler:
     def _least_kept(self, grant: Grant) -> int:
         """Return the SMs that an elastic grant keeps: of its policy, unless others must have them.
 
-        Those are the owners of borrowed cells, the request that its device is kept for, and shared
-        grants that must leave.
+        Those are the owners of borrowed cells, and shared grants that must leave.
         """
         is_due = any(owner.short or owner.waiting for owner in grant.loans)
         is_leaving = shared_grants.is_leaving(self.allocator, grant.device)
-        must_give = is_due or is_leaving or self._is_reserved(grant.device)
+        must_give = is_due or is_leaving
         return (grant.request.parts if must_give else grant.request.target)[0].least
 
     def _takes_up(self, grant: Grant, now: float) -> bool:

@@ -1,9 +1,10 @@
 """How many SMs an elastic request should have now, by a policy that sizes (`Policy.size`).
 
-The policy sees a device: the possible sizes, what higher classes neither have nor want, and whether
-the request is alone. Its answer is kept within what was asked for, what the class may have, and
-what is there once other leases have given back what they can at a checkpoint: a request is not kept
-waiting for more. A request that its own reserve satisfies is granted all the same.
+The policy sees a device: the possible sizes, what higher classes neither have nor want, what other
+leases leave at their checkpoints, and whether the request is alone. Its answer is kept within what
+was asked for and what the class may have. A request waits for that until it has aged; from then on
+it is to have no more than there is once lower classes have given way. A request that a reserve of
+which its class has nothing satisfies is granted all the same.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from greensched.scheduling.allocator import SMAllocator
-from greensched.scheduling.cells import SizeRange
+from greensched.scheduling.cells import DeviceCells, SizeRange
 from greensched.scheduling.policy import SizingView
 from greensched.scheduling.request_line import RequestLine
 from greensched.scheduling.requests import Grant, Request
@@ -28,48 +29,85 @@ def target_size(
     request: Request,
     device: int,
     grant: Grant | None = None,
+    *,
+    is_aged: bool = False,
 ) -> SizeRange:
-    """Return what a request should have on a device; `grant`: what it has there already."""
+    """Return what a request should have on a device.
+
+    Args:
+        size: the policy's.
+        allocator: the cells.
+        lines: of the queue.
+        request: what it is for.
+        device: where.
+        grant: what it has there already.
+        is_aged: it has waited so long that it is to have what there is.
+    """
     (asked,), cells = request.parts, allocator.devices[device]
     most = max(asked.least, cells.largest(allocator.most_now(request, device, grant)))
     sizes = range(cells.cells_for(asked.least) * cells.size, most, cells.size)
-    taken, kept, is_alone = _others(allocator, lines, request, device, grant)
-    view = SizingView((*sizes, most), max(0, cells.total - taken), is_alone)
+    claims = _Claims(cells, request, grant)
+    for other in allocator.grants[device]:
+        claims.add_grant(other)
+    for line in lines:
+        first = line.first()
+        if first is not None and device in first.devices:
+            claims.add_waiting(first)
+    left = max(0, cells.total - claims.taken)
+    beside = cells.largest(max(0, cells.total - claims.kept - claims.given_way))
+    view = SizingView((*sizes, most), left, beside, claims.is_alone)
     least, upto = size(request, view)
     # What its own reserve gives, it has without waiting for more.
-    reserve = allocator.reservations[device].unmet(request.class_state) * cells.size
-    if reserve >= asked.least:
+    reservations, state = allocator.reservations[device], request.class_state
+    reserve = reservations.unmet(state) * cells.size
+    if asked.least <= reserve == state.reserve_cells * cells.size:
         least = min(least, reserve)
-    least = max(asked.least, min(least, most, cells.total - kept))
+    if is_aged:
+        least = min(least, cells.largest(max(0, cells.total - claims.kept)))
+    least = max(asked.least, min(least, most))
     return SizeRange(least, min(max(upto, least), most))
 
 
-def _others(
-    allocator: SMAllocator,
-    lines: Iterable[RequestLine],
-    request: Request,
-    device: int,
-    grant: Grant | None,
-) -> tuple[int, int, bool]:
-    """Return what other grants have, and other requests want, on a device.
+class _Claims:
+    """What other leases and requests have and want on a device, beside one request.
 
-    Returns:
-        SMs that classes of higher priority have or want; SMs that grants keep to their end; whether
-        there is no other grant or request.
+    Leases of higher priority, and among equals the earlier ones, go before the request; an elastic
+    lease that does not gives way to it at its checkpoint (`Dispatcher.keeps_at_checkpoint`).
     """
-    priority, taken, kept, is_alone = request.class_state.priority, 0, 0, True
-    cells = allocator.devices[device]
-    for other in allocator.grants[device]:
-        if other is not grant:
-            is_alone = False
-            keeps = cells.cells_for(other.request.parts[0].least) * cells.size
-            kept += min(other.sms, keeps) if other.request.is_elastic else other.sms
-            if other.class_state.priority > priority:
-                taken += max(other.sms, other.request.target[0].least)
-    for line in lines:
-        first = line.first()
-        if first is not None and first is not request and device in first.devices:
-            is_alone = False
-            if line.class_state.priority > priority:
-                taken += first.target[0].least
-    return taken, kept, is_alone
+
+    def __init__(self, cells: DeviceCells, request: Request, grant: Grant | None) -> None:
+        self._cells = cells
+        self._request = request
+        self._grant = grant
+        #: SMs that classes of higher priority have or want.
+        self.taken = 0
+        #: SMs that leases keep in any case, and the least that those keep that can give way.
+        self.kept = self.given_way = 0
+        #: No other request or lease has or wants SMs.
+        self.is_alone = True
+
+    def add_grant(self, grant: Grant) -> None:
+        """Count a lease."""
+        if grant is self._grant or grant.is_shared:
+            return
+        self.is_alone = False
+        request, cells = grant.request, self._cells
+        priority, own = request.class_state.priority, self._request.class_state.priority
+        if priority > own:
+            self.taken += max(grant.sms, request.target[0].least)
+        if grant.draining or not request.is_elastic:
+            self.kept += grant.sms
+        elif priority >= own:
+            self.kept += min(grant.sms, cells.cells_for(request.target[0].least) * cells.size)
+        else:
+            self.given_way += min(
+                grant.sms, cells.cells_for(request.parts[0].least) * cells.size
+            )
+
+    def add_waiting(self, first: Request) -> None:
+        """Count a queued request."""
+        if first is self._request:
+            return
+        self.is_alone = False
+        if first.class_state.priority > self._request.class_state.priority:
+            self.taken += first.target[0].least
