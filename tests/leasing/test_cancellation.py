@@ -225,6 +225,20 @@ async def _checkpoint(stage: Stage) -> None:
             await p.run(lambda: None)
 
 
+@scenario("a checkpoint that gives way", opened)
+async def _giving_way(stage: Stage) -> None:
+    async def aged() -> None:
+        async with stage.pool.partition(96):
+            await anyio.sleep(0.001)
+
+    async with anyio.create_task_group() as tasks:
+        async with stage.pool.partition((96, 1024)) as p:
+            tasks.start_soon(aged)
+            await anyio.sleep(0.100)  # it has aged, and the queue has had its tick
+            await p.checkpoint()
+            assert p.sm_count >= 96
+
+
 @scenario("a feed over a checkpoint", opened)
 async def _feed_over_checkpoint(stage: Stage) -> None:
     async with anyio.create_task_group() as tasks:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 
 from greensched.errors import DeadlineImpossible, QueueFull, TooManySMs
+from greensched.leasing.device_pool import MAX_PREBUILT
 from greensched.scheduling.cells import DeviceCells, SizeRange
 from greensched.scheduling.policy import POLICIES, Fifo, Sized
 from greensched.scheduling.requests import Grant, Request
@@ -128,6 +129,8 @@ class Execution:
         elastic: leases are elastic, with checkpoints; else each piece is a lease of one size.
         known: the scheduler is told durations.
         check: called after each event.
+        prebuilt: only the sets of cells that a pool prepares have executors, and none is made: as
+            on a device that is never idle.
     """
 
     program: Program
@@ -135,12 +138,20 @@ class Execution:
     elastic: bool
     known: bool = True
     check: Callable[[Execution], None] | None = None
+    prebuilt: bool = False
     now: float = 0.0
     outcomes: dict[str, Outcome] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         rules = [one.rules for one in self.program.traffic]
-        self.scheduler = Scheduler([self.program.cells], self.policy, 10**6, services=rules)
+        cells = self.program.cells
+        made = set(cells.menu(MAX_PREBUILT)) if self.prebuilt else None
+        self.scheduler = Scheduler(
+            [cells], self.policy, 10**6, lambda _, mask: made is None or mask in made,
+            services=rules,
+        )  # fmt: skip
+        for mask in sorted(made or ()):
+            self.scheduler.ready_masks[0].setdefault(mask.bit_count(), {})[mask] = None
         self._order = count()
         self._events: list[tuple[float, int, Task]] = []
         self.waiting: dict[Task, None] = {}

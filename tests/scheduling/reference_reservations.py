@@ -24,6 +24,7 @@ class ReferenceReservations:
     leases: list[Grant] = field(default_factory=list)
     #: When a lease last gave back, or could have given back, what it has on loan.
     taken_at: dict[Grant, float] = field(default_factory=dict)
+    now: float = 0.0
 
     def classes(self) -> list[ClassState]:
         return list(self.scheduler.allocator.classes.values())
@@ -92,6 +93,14 @@ class ReferenceReservations:
         size = self.devices[lease.device].size
         return min(lease.sms, size * -(-lease.request.parts[0].least // size))
 
+    def kept_from(self, request: Request, lease: Grant) -> int:
+        """SMs that a lease keeps at its checkpoint, whatever waits in the class of a request."""
+        if lease.draining or not lease.request.is_elastic:
+            return lease.sms
+        return 0 if lease.class_state.priority < request.class_state.priority else min(
+            lease.sms, self.kept_to_its_end(lease)
+        )
+
     def gave_back(self, lease: Grant) -> bool:
         """Whether an elastic lease has no cell more than its least asks for."""
         cells = self.devices[lease.device]
@@ -127,6 +136,9 @@ class ReferenceReservations:
             return False
         needed = -(-part.least // cells.size)
         is_capped = state.sms + needed * cells.size > state.cap
+        is_sized = isinstance(self.scheduler.queue.policy.policy, Sized) and request.is_elastic
+        if is_sized and self.unmet(state) < state.reserve_cells:
+            return False  # what is left of its floor may be less than is enough
         return needed <= self.unmet(state) and not is_capped
 
     def wanted(self, request: Request, device: int) -> SizeRange:
@@ -138,8 +150,9 @@ class ReferenceReservations:
         (wants,) = request.target
         cells, state = self.devices[device], request.class_state
         assert part.least <= wants.least <= wants.most
-        kept = [self.kept_to_its_end(x) for x in self.leases if x.device == device]
-        assert wants.least <= max(part.least, cells.total - sum(kept)), "it could wait for ever"
+        kept = [self.kept_from(request, x) for x in self.leases if x.device == device]
+        if self.now - request.arrived >= policy.ageing:
+            assert wants.least <= max(part.least, cells.total - sum(kept)), "it could wait for ever"
         if request.allowed is None:
             assert wants.least <= max(part.least, cells.size * -(-part.least // cells.size))
         if self.is_entitled(request) and state.home == device:

@@ -180,10 +180,11 @@ class ServiceMachine(RuleBasedStateMachine):
         """Time passes, and who has something on loan comes to his checkpoint in time."""
         for _ in range(later):
             self.now += 1
+            self.naive.now = self.now
             for lease in list(self.naive.leases):
                 if lease.loans and not lease.over and self.naive.is_due(lease, self.now):
                     self.come_to_checkpoint(lease)
-                    if self.naive.gives_back_at_its_end(lease):
+                    if not lease.over and self.naive.gives_back_at_its_end(lease):
                         self.end(lease)
             granted, expired = self.scheduler.tick(self.now)
             twin_granted, twin_expired = self.twin.tick(self.now)
@@ -205,8 +206,15 @@ class ServiceMachine(RuleBasedStateMachine):
         before = lease.mask, lease.sms
         loans = dict(lease.loans)
         aged = self.scheduler.queue.reservation
+        twin = self.twin_of(lease)
         granted = self.scheduler.checkpoint(self.now, lease, duration)
-        self.granted(granted, self.twin.checkpoint(self.now, self.twin_of(lease), duration))
+        same = self.twin.checkpoint(self.now, twin, duration)
+        assert lease.over is twin.over
+        if lease.over:
+            self.gave_way(lease)
+        self.granted(granted, same)
+        if lease.over:
+            return
         if aged is not None and aged[1] == lease.device and lease.request.is_elastic:
             kept = self.scheduler.queue.reservation
             assert kept is not aged or self.naive.gave_back(lease), "it keeps out who has aged"
@@ -218,6 +226,13 @@ class ServiceMachine(RuleBasedStateMachine):
         for owner, cells in lease.loans.items():
             if cells > loans.get(owner, 0):
                 assert not owner.waiting, "a loan was renewed while its owner waited"
+
+    def gave_way(self, lease: Grant) -> None:
+        """A lease that gives way waits again, for one that goes before it or has aged."""
+        self.naive.leases.remove(lease)
+        self.naive.taken_at.pop(lease, None)
+        assert lease.request.is_elastic
+        self.waiting.append(lease.request)
 
     # -- what must hold ------------------------------------------------------------------------
 

@@ -39,6 +39,8 @@ class Reason(enum.Enum):
     MOVED = enum.auto()
     #: The kernel is not loaded on this executor: the submit thread launches it.
     NOT_LOADED = enum.auto()
+    #: The lease gave way at a checkpoint: it has no executor of its own until it is granted again.
+    GAVE_WAY = enum.auto()
 
 
 #: The reasons that end where the lease moves to another executor.
@@ -212,6 +214,10 @@ class BoundLaunch:
         if self._prepared.kernel not in self._cache.loaded:
             self._slow_reasons.add(Reason.NOT_LOADED)
 
+    def pause(self) -> None:
+        """Refuse launches until `move`."""
+        self._slow_reasons.add(Reason.GAVE_WAY)
+
     def close(self) -> None:
         """Refuse further launches. Idempotent."""
         if self.is_closed:
@@ -243,6 +249,8 @@ class BoundLaunch:
             if self.track.health.is_over:
                 raise self.track.health.error()
             raise PartitionClosed("the partition of this bound launch")
+        if Reason.GAVE_WAY in reasons:
+            self._lease.check_open()
         self._lease.check_capture()
         reasons.discard(Reason.BUFFER_CLOSED)  # first: another thread may close a checked buffer
         try:

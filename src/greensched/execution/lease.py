@@ -56,9 +56,14 @@ MAX_BOUND_LAUNCHES: Final = 4 * BATCH
 
 
 class LeaseState(enum.Enum):
-    """Where a lease is in its life: may submit; ended, and its work is not done; done."""
+    """Where a lease is in its life.
+
+    It may submit; it gave way at a checkpoint, and has no SMs until it is granted some again; it
+    has ended, and its work is not done; its work is done.
+    """
 
     OPEN = "open"
+    GAVE_WAY = "waits for SMs at its checkpoint"
     DRAINING = "draining"
     CLOSED = "closed"
 
@@ -96,6 +101,8 @@ class BoundHandle(Protocol):
     def close(self) -> None: ...
 
     def stream_was_shared(self) -> None: ...
+
+    def pause(self) -> None: ...
 
     def move(self) -> None: ...
 
@@ -222,7 +229,12 @@ class Lease:
         self.check_capture()
 
     def check_open(self) -> None:
-        """Raise PartitionClosed if it has ended."""
+        """Raise PartitionClosed if it has ended, WouldBlock while it waits at a checkpoint."""
+        if self.state is LeaseState.GAVE_WAY:
+            raise WouldBlock(
+                "this partition gave its SMs to another request at a checkpoint, which waits until "
+                "it has some again: await that checkpoint first"
+            )
         if self.state is not LeaseState.OPEN:
             raise PartitionClosed("this partition")
 
@@ -500,6 +512,23 @@ class Lease:
             bound.move()
         before.launch_stream.release_kept()
 
+    def give_way(self) -> None:
+        """Submit nothing until it has an executor again; it has no work on the one it had."""
+        self.state = LeaseState.GAVE_WAY
+        self._update_fast_path()
+        for bound in self.bound_launches:
+            bound.pause()
+
+    def check_waiting(self) -> None:
+        """Raise PartitionClosed if it has ended since it gave way."""
+        if self.state is not LeaseState.GAVE_WAY:
+            raise PartitionClosed("this partition")
+
+    def go_on(self, grant: Grant, executor: Executor) -> None:
+        """Have SMs again; `move_bound_launches` follows."""
+        self.grant, self.state = grant, LeaseState.OPEN
+        self.move_to(executor)
+
     # -- its end -----------------------------------------------------------------------------------
 
     def leave(self) -> bool:
@@ -551,6 +580,9 @@ class Lease:
 
     def end(self) -> None:
         """Submit nothing more; the cells become free when the work is done. Does not wait."""
+        if self.state is LeaseState.GAVE_WAY:
+            self.close_bound_launches()
+            self.close()
         if self.state is not LeaseState.OPEN:
             return
         self.state = LeaseState.DRAINING
@@ -680,6 +712,8 @@ class Lease:
         if self.state is LeaseState.OPEN:
             logger.warning("a loop closed while it held %r: the lease ends", self.executor)
             self.abandon()
+        elif self.state is LeaseState.GAVE_WAY:
+            self.end()
         elif self._last_ticket is not None:
             self._await_last_ticket()
 

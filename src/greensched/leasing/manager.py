@@ -32,6 +32,7 @@ from greensched.errors import (
     GreenschedError,
     InvalidRequest,
     NoLoop,
+    PartitionClosed,
     PoolClosed,
     WouldBlock,
 )
@@ -346,8 +347,11 @@ class LeaseManager:
 
     # -- changes ---------------------------------------------------------------------------------
 
-    def checkpoint(self, lease: Lease, duration: object, deadline: object) -> None:
+    def checkpoint(self, lease: Lease, duration: object, deadline: object) -> Request | None:
         """Let the scheduler change the cells of a lease that has no work; the lease then moves.
+
+        Returns:
+            The request that the lease waits for if it gave way: `wait_to_go_on` follows.
 
         Raises:
             PoolClosed, DeviceLost, ForkedPool: the pool has ended.
@@ -358,16 +362,53 @@ class LeaseManager:
         executor = lease.executor
         if len(self.pollers) > 1:
             self._look_for_closed_loops(lease.poller)
+        waiting = None
         with self.lock:
             self.check()
             grant, before = lease.grant, lease.grant.mask
             granted = self.scheduler.checkpoint(self._time(), grant, *told)
-            if grant.mask != before:
+            if grant.over:
+                executor.is_leased = False
+                lease.give_way()
+                waiting = grant.request
+                GrantWaiter(waiting, lease.poller)
+            elif grant.mask != before:
                 executor.is_leased = False
                 lease.move_to(self._take_executor_locked(grant))
         self.notify_granted(granted)
-        if lease.executor is not executor:
+        if waiting is None and lease.executor is not executor:
             lease.move_bound_launches(executor)
+        return waiting
+
+    async def wait_to_go_on(self, lease: Lease, request: Request) -> None:
+        """Wait until a lease that gave way at a checkpoint is granted SMs again.
+
+        A cancellation, or what is raised, ends the lease: it has no SMs.
+
+        Raises:
+            PartitionClosed: it was ended meanwhile.
+            TooManySMs: it can never be granted again, because the classes have changed.
+            PoolClosed, DeviceLost, ForkedPool: nothing is granted any more.
+        """
+        executor, waiter = lease.executor, request.owner
+        assert isinstance(waiter, GrantWaiter)
+        try:
+            await waiter.wait()
+            with self.lock:
+                self.check()
+                lease.check_waiting()
+                (grant,), request.grants = request.grants, ()
+                lease.go_on(grant, self.device_pools[grant.device].take(grant.mask))
+        except GeneratorExit:  # the collector ended the task: no lock may be taken here
+            self._abandoned.append(request)
+            raise
+        except BaseException:
+            self._cancel(request)
+            lease.end()
+            raise
+        finally:
+            waiter.close()
+        lease.move_bound_launches(executor)
 
     def reconfigure(self, services: Sequence[ServiceClass] | None, policy: Policy | None) -> None:
         """Change the classes, or the policy.
@@ -429,9 +470,13 @@ class LeaseManager:
         if self.state is FORKED:
             return
         with self.lock:
-            lease.executor.is_leased = False
             self.leases.discard(lease)
-            granted = self.scheduler.drained(self._time(), lease.grant)
+            if lease.grant.over:  # it gave way at a checkpoint, and has no cells
+                refuse(lease.grant.request, PartitionClosed("this partition"))
+                granted = self.cancel_locked(lease.grant.request)
+            else:
+                lease.executor.is_leased = False
+                granted = self.scheduler.drained(self._time(), lease.grant)
         self.notify_granted(granted)
         self._cancel_abandoned()
 

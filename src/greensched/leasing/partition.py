@@ -207,13 +207,15 @@ class Partition(AsyncBlock):
         """Wait for all of the lease's work, let its SMs be changed, and return how many it has.
 
         A lease of a range of sizes, `sms=(8, 64)`, gives what it has above the least to queued
-        requests, or takes up what is idle. Any other lease keeps its SMs; its checkpoints tell its
-        class that it could give them back. Between checkpoints nothing moves.
+        requests, or takes up what is idle. It gives way with all of its SMs, and the checkpoint
+        waits until it has some again, where a request of a higher priority, or one that has aged,
+        does not fit otherwise. Any other lease keeps its SMs; its checkpoints tell its class that
+        it could give them back. Between checkpoints nothing moves.
 
         Bound launches follow, and buffers stay valid; `stream` and `context` are others afterwards:
         read them again. A failed job does not raise here, but where it is awaited, or at the end. A
-        checkpoint on trio; on asyncio it yields only where it waits. Cancelled while it waits, it
-        changes nothing; the change itself waits for nothing.
+        checkpoint on trio; on asyncio it yields only where it waits. Cancelled while it waits for
+        its work, it changes nothing; cancelled while it waits for SMs, the lease has ended.
 
         Args:
             duration: of the work until the next checkpoint, in seconds or a curve.
@@ -235,7 +237,10 @@ class Partition(AsyncBlock):
         self._open_lease()
         if lease.executor is executor:  # else another task's checkpoint was first
             lease.check_capture()
-            self._lifecycle.manager().checkpoint(lease, duration, deadline)
+            manager = self._lifecycle.manager()
+            waiting = manager.checkpoint(lease, duration, deadline)
+            if waiting is not None:
+                await manager.wait_to_go_on(lease, waiting)
         return self._open_lease().executor.sm_count
 
     # -- facts -------------------------------------------------------------------------------------

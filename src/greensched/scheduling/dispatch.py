@@ -8,6 +8,7 @@ from collections.abc import Hashable, Sequence
 from greensched.errors import DeadlineExceeded, TooManySMs
 from greensched.scheduling import shared_grants, sizing
 from greensched.scheduling.allocator import SMAllocator
+from greensched.scheduling.giving_way import kept_at_checkpoint
 from greensched.scheduling.policy import GuardedPolicy
 from greensched.scheduling.queue import RequestQueue, Reservation
 from greensched.scheduling.request_line import RequestLine
@@ -87,6 +88,7 @@ class Dispatcher:
         """Ask the policy what an elastic request should have on a device now."""
         size = self.policy.size
         if size is not None and request.is_elastic:
+            request.waited = 0.0 if grant else now - request.arrived
             is_aged = not self.policy.may_overtake(request, now)
             request.target = (
                 sizing.target_size(
@@ -376,67 +378,37 @@ class Dispatcher:
 
     # -- leases that give way ----------------------------------------------------------------------
 
-    def keeps_at_checkpoint(self, grant: Grant) -> int | None:
-        """Return the SMs that an elastic lease keeps at least at its checkpoint; 0: it gives way.
+    def keeps_at_checkpoint(self, grant: Grant, now: float) -> int | None:
+        """Return the SMs that an elastic lease keeps at its checkpoint; 0: it gives way.
 
-        None: its policy's size. It keeps less for the request that its device is kept for, or for
-        the first one of a higher priority, and no less than that needs: leases give back what is
-        above their least, then all, the lowest class and the longest lease first, those of a higher
-        priority than the request last. None gives all where that would not be enough. The device
-        is kept for the request from then on.
+        None: what its policy says. It keeps less for the request that its device is kept for, for
+        the first one of the queue once that has aged, or for that if its class is higher; and no
+        less than that needs. Where it gives way, the device is kept for the request from then on.
         """
-        request = self._goes_before(grant)
-        if request is None:
+        queue, device = self.queue, grant.device
+        if not queue.waiting:
             return None
-        allocator, device = self.allocator, grant.device
-        cells, reservations = allocator.devices[device], allocator.reservations[device]
-        asked = request.target[0].least if request.is_elastic else self.asked(request)
-        free, needed = cells.cell_count(allocator.free_masks[device]), cells.cells_for(asked)
-        priority, is_aged = request.class_state.priority, self.queue.reservation is not None
-        given, elastic = dict[Grant, int](), list[Grant]()
-        for other in allocator.grants[device]:
-            held = cells.cell_count(other.mask)
-            if other.draining:
-                given[other] = held
-            elif other.request.is_elastic and not other.is_shared:
-                given[other] = max(0, held - cells.cells_for(other.request.target[0].least))
-                if is_aged or other.class_state.priority < priority:
-                    elastic.append(other)
-        elastic.sort(key=lambda one: (one.class_state.priority, one.began))
-        lower = [one for one in elastic if one.class_state.priority <= priority]
-        higher = elastic[len(lower) :]
-        steps = [(one, is_last) for group in (lower, higher) for is_last in (False, True)
-                 for one in group]  # fmt: skip
-        keeps = None
-        for other, is_last in (*steps, (None, False)):
-            if reservations.available_after(free, request, given) >= needed:
-                if keeps == 0:
-                    self.queue.reservation = Reservation(request, device)
-                return keeps
-            if other is None:
-                break
-            least = other.request.parts[0].least
-            kept = 0 if is_last else cells.cells_for(least)
-            given[other] = max(given[other], cells.cell_count(other.mask) - kept)
-            if other is grant:
-                keeps = 0 if is_last else least
-        return grant.request.parts[0].least if grant in elastic else None
-
-    def _goes_before(self, grant: Grant) -> Request | None:
-        """Return the request for which a lease may have to give way."""
-        if not self.queue.waiting:
+        request, is_aged = self._first(), True
+        if queue.reservation is not None:
+            if queue.reservation.device != device:
+                return None
+            request = queue.reservation.request
+        elif request is not None:
+            is_aged = not self.policy.may_overtake(request, now)
+        if request is None or request.missing_executors or device not in request.devices:
             return None
-        reservation = self.queue.reservation
-        request = self._first() if reservation is None else reservation.request
-        if request is None or request.missing_executors or grant.device not in request.devices:
-            return None
-        if reservation is not None and reservation.device != grant.device:
-            return None
-        if grant.holder is not None and len(self._held[grant.holder]) > 1:
-            return None  # it would wait for SMs while it has others
         is_higher = request.class_state.priority > grant.class_state.priority
-        is_other = grant.holder is None or request.holder != grant.holder
-        return request if (reservation is not None or is_higher) and is_other else None
+        is_own = grant.holder is not None and request.holder == grant.holder
+        if is_own or not (is_aged or is_higher) or self._holds_more(grant):
+            return None
+        keeps = kept_at_checkpoint(self.allocator, request, grant, is_aged=is_aged)
+        if keeps == 0:
+            queue.reservation = Reservation(request, device)
+        return keeps
+
+    def _holds_more(self, grant: Grant) -> bool:
+        """Return whether its holder has other grants: it would wait for SMs while it has some."""
+        return grant.holder is not None and len(self._held[grant.holder]) > 1
 
     # -- what is asked for and held --------------------------------------------------------------
 

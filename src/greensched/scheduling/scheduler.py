@@ -334,7 +334,7 @@ class Scheduler:
         if grant.is_shared or not grant.request.is_elastic:
             return self.dispatcher.dispatch(now) if grant.mask != before else []
         self.dispatcher.set_target(grant.request, grant.device, now, grant)
-        keeps = self.dispatcher.keeps_at_checkpoint(grant)
+        keeps = self.dispatcher.keeps_at_checkpoint(grant, now)
         if keeps == 0:
             return self._give_way(grant, now)
         granted: list[Request] = []

@@ -1,0 +1,86 @@
+"""What elastic leases give up at their checkpoints for a request that goes before them."""
+
+from __future__ import annotations
+
+from greensched.scheduling.allocator import SMAllocator
+from greensched.scheduling.cells import SizeRange
+from greensched.scheduling.requests import Grant, Request
+
+
+def kept_at_checkpoint(
+    allocator: SMAllocator, request: Request, grant: Grant, *, is_aged: bool
+) -> int | None:
+    """Return the SMs that an elastic lease keeps at its checkpoint for a request; 0: none.
+
+    None: what its policy says, which leaves enough. Leases keep their least first, then nothing:
+    of those of no higher priority than the request the lowest class and the longest lease first,
+    then, for a request that has aged, those of higher priority. As many give way as are needed,
+    and none gives up its least in vain.
+
+    Args:
+        allocator: the cells.
+        request: what goes before.
+        grant: the lease at its checkpoint.
+        is_aged: the device is kept for the request.
+    """
+    left, priority = _Left(allocator, request, grant.device), request.class_state.priority
+    if left.is_enough():
+        return None
+    elastic = sorted(left.elastic, key=lambda one: (one.class_state.priority, one.began))
+    lower = [one for one in elastic if one.class_state.priority <= priority]
+    higher = elastic[len(lower) :] if is_aged else []
+    if not is_aged:
+        lower = [one for one in lower if one.class_state.priority < priority]
+    if grant not in lower and grant not in higher:
+        return None
+    keeps, least = None, grant.request.parts[0].least
+    for group in (lower, higher):
+        for is_least in (True, False):
+            for other in group:
+                kept = other.request.parts[0].least if is_least else 0
+                left.keep(other, kept)
+                if other is grant:
+                    keeps = kept
+                if left.is_enough():
+                    return keeps
+    return least
+
+
+class _Left:
+    """The cells of a device that leases would leave for a request."""
+
+    def __init__(self, allocator: SMAllocator, request: Request, device: int) -> None:
+        self._allocator, self._request, self._device = allocator, request, device
+        self._cells = allocator.devices[device]
+        self._left: dict[Grant, int] = {}
+        #: The leases that give back at checkpoints.
+        self.elastic: list[Grant] = []
+        self._parts = request.parts
+        if request.is_elastic:
+            least = request.target[0].least
+            self._parts = (SizeRange(least, least),)
+        for grant in allocator.grants[device]:
+            if grant.draining:
+                self._left[grant] = grant.mask & self._cells.full_mask
+            elif grant.request.is_elastic and not grant.is_shared:
+                self.elastic.append(grant)
+                self.keep(grant, grant.request.target[0].least)
+
+    def keep(self, grant: Grant, sms: int) -> None:
+        """Let an elastic lease keep so many SMs of what it has; 0: none."""
+        kept = self._cells.fit(grant.mask, SizeRange(sms, sms)) if sms else 0
+        self._left[grant] = 0 if sms and not kept else grant.mask & ~kept
+
+    def is_enough(self) -> bool:
+        """Return whether the request fits."""
+        cells, free = self._cells, self._allocator.free_masks[self._device]
+        reachable = free
+        for mask in self._left.values():
+            reachable |= mask
+        masks = cells.fit_all(reachable, self._parts)
+        if not masks:
+            return False
+        given = {grant: cells.cell_count(mask) for grant, mask in self._left.items()}
+        reservations = self._allocator.reservations[self._device]
+        available = reservations.available_after(cells.cell_count(free), self._request, given)
+        return sum(map(cells.cell_count, masks)) <= available

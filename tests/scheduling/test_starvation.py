@@ -1,0 +1,131 @@
+"""No class waits for ever, and the highest has what it would have under fixed partitions."""
+
+from __future__ import annotations
+
+
+import pytest
+
+from greensched.scheduling.cells import DeviceCells, SizeRange
+from greensched.scheduling.policy import POLICIES, Sized
+from greensched.scheduling.requests import Grant
+from greensched.scheduling.scheduler import Scheduler
+from greensched.scheduling.services import ServiceClass
+
+from .programs import Curve, Program, Traffic, partitions, run
+
+EIGHTS = DeviceCells(size=8, count=16, remainder=4)
+TWOS = DeviceCells(size=2, count=66)
+
+
+def loop(rules: ServiceClass, least: int, interval: float, *, leases: int = 1) -> Traffic:
+    """Leases that never end, with a checkpoint after each piece."""
+    curve = Curve(interval * least, least)
+    return Traffic(rules, curve, 0, least, least, 132, (0.0,) * leases)
+
+
+def every(seconds: float, rules: ServiceClass, size: int, piece: float, least: int = 8) -> Traffic:
+    """A request of one piece now and then, for half a second; it can use twice its size."""
+    at = tuple(0.05 + seconds * i for i in range(round(0.5 / seconds)))
+    return Traffic(rules, Curve(piece * size, 2 * size), 1, size, least, 132, at)
+
+
+def test_the_highest_of_three_classes_has_what_the_policy_leaves() -> None:
+    """Beside two lower leases that never end it is served by each one's next checkpoint.
+
+    Of 132 SMs 108 are free then, and no partition of them has more than 104.
+    """
+    classes = [ServiceClass("high", priority=10, latency=1.0), ServiceClass("middle", priority=5),
+               ServiceClass("low")]  # fmt: skip
+    scheduler = Scheduler([EIGHTS], Sized(), 10, services=classes)
+
+    def elastic(name: str, **options: object) -> list[Grant]:
+        request = scheduler.request(0.0, (SizeRange(8, 132),), service=name, **options)  # type: ignore[arg-type]
+        return list(request.grants)
+
+    low = elastic("low")
+    elastic("middle")
+    scheduler.checkpoint(0.001, low[0])
+    elastic("high", duration=Curve(110.0, 132))
+    holders = [x for x in scheduler.allocator.grants[0] if x.class_state.name != "high"]
+    for grant in holders:
+        scheduler.checkpoint(0.002, grant)
+    high = scheduler.allocator.classes["high"]
+    assert high.granted == 1
+    assert high.sms >= 104
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_classes_that_each_ask_for_more_than_half_take_turns(policy: str) -> None:
+    """Two leases that never end, each of more than half: neither waits for long, under any policy.
+
+    The bound is the aging time and a checkpoint interval of the holder.
+    """
+    traffic = tuple(loop(ServiceClass(name), 72, 0.005) for name in ("one", "two"))
+    outcomes = run(Program(EIGHTS, traffic), policy)
+    for outcome in outcomes.values():
+        assert outcome.longest_wait <= 0.020 + 0.005 + 1e-9
+        assert outcome.pieces > 40
+
+
+def disb(cells: DeviceCells) -> Program:
+    """Five classes with targets and best effort, as DISB's models beside training."""
+    sizes, pieces = (24, 32, 40, 24, 16), (0.003, 0.004, 0.006, 0.005, 0.008)
+    targets = [
+        every(0.017 + 0.004 * i,
+              ServiceClass(f"model-{i}", priority=5 - i, latency=8 * piece + 0.040),
+              size, piece, least=cells.size)
+        for i, (size, piece) in enumerate(zip(sizes, pieces, strict=True))
+    ]  # fmt: skip
+    best_effort = loop(ServiceClass("training", priority=-1), 40, 0.004, leases=2)
+    return Program(cells, (*targets, best_effort))
+
+
+def in_time(program: Program) -> int:
+    return sum(outcome.in_time for outcome in run(program, "sized", prebuilt=True).values())
+
+
+def test_finer_cells_are_no_worse() -> None:
+    """By twos `sized` serves as many in time of a mix of six as by eights, and idles no more.
+
+    Also where the device is never idle, so that no executor is made in traffic.
+    """
+    requests = sum(len(one.at) for one in disb(TWOS).traffic if one.pieces)
+    by_eights, by_twos = in_time(disb(EIGHTS)), in_time(disb(TWOS))
+    assert by_twos >= by_eights
+    assert by_twos == requests
+
+
+def test_a_request_whose_size_shrinks_is_granted_what_is_free() -> None:
+    """Where another lease changes what a request is to have, and that is free, it waits no more."""
+    classes = [ServiceClass("high", priority=1, latency=1.0), ServiceClass("low", latency=1.0)]
+    scheduler = Scheduler([TWOS], Sized(), 10, services=classes)
+    first = scheduler.request(0.0, (SizeRange(2, 132),), service="high", duration=Curve(10, 132))
+    low = scheduler.request(0.0, (SizeRange(2, 132),), service="low", duration=Curve(60, 132))
+    (high,) = first.grants
+    scheduler.checkpoint(0.010, high, Curve(58, 132))
+    assert not low.grants or low.grants[0].sms <= 132 - high.sms
+    scheduler.checkpoint(0.015, high, Curve(10, 132))
+    assert low.grants
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_a_higher_class_does_not_wait_for_ageing(policy: str) -> None:
+    """A lease that never ends gives way at its checkpoint to a class with a higher priority."""
+    high = every(0.025, ServiceClass("high", priority=1, latency=0.020), 88, 0.004, least=88)
+    program = Program(EIGHTS, (loop(ServiceClass("low"), 72, 0.005), high))
+    outcome = run(program, policy)["high"]
+    assert outcome.in_time == outcome.requests == partitions(program)["high"].in_time
+    assert outcome.longest_wait <= 0.005 + 1e-9
+
+
+def test_a_lease_does_not_give_way_to_its_own_holder() -> None:
+    """A holder with two leases, or one that waits for its own, keeps what it has."""
+    scheduler = Scheduler([EIGHTS], POLICIES["fifo"](), 10, services=[ServiceClass("one")])
+    (held,) = scheduler.request(0.0, (SizeRange(40, 64),), service="one", holder="a").grants
+    scheduler.request(0.0, (SizeRange(40, 64),), service="one", holder="a")
+    aged = scheduler.request(0.0, (SizeRange(120, 120),), service="one", holder="b")
+    assert scheduler.checkpoint(1.0, held) == []
+    assert not aged.grants
+    assert held.sms >= 40
+
+
