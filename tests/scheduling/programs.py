@@ -145,12 +145,13 @@ class Execution:
     def __post_init__(self) -> None:
         rules = [one.rules for one in self.program.traffic]
         cells = self.program.cells
-        made = set(cells.menu(MAX_PREBUILT)) if self.prebuilt else None
+        menu = cells.menu(MAX_PREBUILT) if self.prebuilt else []
+        made = set(menu)
         self.scheduler = Scheduler(
-            [cells], self.policy, 10**6, lambda _, mask: made is None or mask in made,
+            [cells], self.policy, 10**6, lambda _, mask: not self.prebuilt or mask in made,
             services=rules,
         )  # fmt: skip
-        for mask in sorted(made or ()):
+        for mask in menu:
             self.scheduler.ready_masks[0].setdefault(mask.bit_count(), {})[mask] = None
         self._order = count()
         self._events: list[tuple[float, int, Task]] = []

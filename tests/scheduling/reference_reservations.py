@@ -97,8 +97,10 @@ class ReferenceReservations:
         """SMs that a lease keeps at its checkpoint, whatever waits in the class of a request."""
         if lease.draining or not lease.request.is_elastic:
             return lease.sms
-        return 0 if lease.class_state.priority < request.class_state.priority else min(
-            lease.sms, self.kept_to_its_end(lease)
+        return (
+            0
+            if lease.class_state.priority < request.class_state.priority
+            else min(lease.sms, self.kept_to_its_end(lease))
         )
 
     def gave_back(self, lease: Grant) -> bool:

@@ -251,10 +251,11 @@ def test_a_need_is_met_with_the_partitions_that_are_made(
     seed: int, cells: DeviceCells, quiet: float
 ) -> None:
     """Where no more lanes can be made, or some now and then, a need is met after a checkpoint."""
-    made, rng = set(cells.menu(MAX_PREBUILT)), random.Random(seed)
+    menu, rng = cells.menu(MAX_PREBUILT), random.Random(seed)
+    made = set(menu)
     scheduler = Scheduler([cells], Sized(), 10, lambda _, mask: mask in made,
                           services=(DECODE, BULK))  # fmt: skip
-    for mask in sorted(made):
+    for mask in menu:
         scheduler.ready_masks[0].setdefault(mask.bit_count(), {})[mask] = None
     bulk = leased(scheduler, "bulk")
     most = cells.total

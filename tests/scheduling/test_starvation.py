@@ -127,5 +127,3 @@ def test_a_lease_does_not_give_way_to_its_own_holder() -> None:
     assert scheduler.checkpoint(1.0, held) == []
     assert not aged.grants
     assert held.sms >= 40
-
-

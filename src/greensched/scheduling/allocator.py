@@ -137,14 +137,7 @@ class SMAllocator:
         if not self.is_limited and not (state.sizes and len(parts) == 1):
             return cells.fit_all(free, parts, ready)
         reservations = self.reservations[device]
-        least = most = (free & cells.cell_mask).bit_count()
-        if reservations.owners:
-            least, most = reservations.available_for(least, request, request.fewest)
-        if limit is not None:
-            least, most = min(least, limit), min(most, limit)
-        left = state.cap - state.sms
-        if left < cells.total:
-            least, most = min(least, left // cells.size), min(most, left // cells.size)
+        least, most, left = self._limits(request, device, limit)
         size = parts[0]
         if len(parts) > 1 or size.named is not None:
             masks = cells.fit_all(self.visible(state, device, least), parts, ready)
@@ -164,6 +157,48 @@ class SMAllocator:
             if among.bit_count() >= needed:
                 return (cells.choose(among, needed, ready),)
         return self._find_one(state, device, size, most, left)
+
+    def _limits(self, request: Request, device: int, limit: int | None) -> tuple[int, int, int]:
+        """Return how many free cells a grant may keep to its end, and have, and its most SMs."""
+        cells, state = self.devices[device], request.class_state
+        least = most = cells.cell_count(self.free_masks[device])
+        if self.reservations[device].owners:
+            least, most = self.reservations[device].available_for(least, request, request.fewest)
+        if limit is not None:
+            least, most = min(least, limit), min(most, limit)
+        left = state.cap - state.sms
+        if left < cells.total:
+            least, most = min(least, left // cells.size), min(most, left // cells.size)
+        return least, most, left
+
+    def find_made(self, request: Request, device: int, limit: int | None, *, is_aged: bool) -> int:
+        """Return free cells with an executor for an elastic request; 0: there are none.
+
+        The largest set that the request should have, else the smallest above, else, for a request
+        that has aged, the largest below. On some drivers an executor is made only once the device
+        is idle, which a busy one never is, so a request does not wait for one.
+        """
+        cells, free = self.devices[device], self.free_masks[device]
+        (asked,), (target,) = request.parts, request.target
+        least, most, left = self._limits(request, device, limit)
+        if cells.cells_for(asked.least) > least:
+            return 0
+        fewest = asked.least if is_aged else target.least
+        visible = self.visible(request.class_state, device, most)
+
+        def value(mask: int) -> tuple[bool, bool, bool, int]:
+            sms = cells.sm_count(mask)
+            is_below = sms <= target.most
+            return sms >= target.least, is_below, not mask & ~visible, sms if is_below else -sms
+
+        found = [
+            mask
+            for mask in chain.from_iterable(self.ready_masks[device].values())
+            if not mask & ~free
+            and fewest <= cells.sm_count(mask) <= min(asked.most, left)
+            and cells.cell_count(mask) <= most
+        ]
+        return max(found, key=value, default=0)
 
     def _find_one(
         self, state: ClassState, device: int, size: SizeRange, most: int, left: int

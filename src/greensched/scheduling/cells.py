@@ -161,7 +161,8 @@ class DeviceCells:
         Every cell, aligned blocks, and their complements, which `pool.partitions(n, REST)` needs
         beside them. Powers of two come first, then the other numbers of cells. Where that is too
         many, blocks that begin at the first cell go before others: two leases that share a device
-        move the border between them.
+        move the border between them. Then come the large aligned ones: of these more leases are
+        granted what they need, though not to the cell.
         """
         powers = [1 << power for power in range(self.count.bit_length())]
         pairs = [
@@ -172,8 +173,11 @@ class DeviceCells:
         ]
         ordered = self._possible((self.full_mask, *chain(*pairs)))
         firsts = chain(*(pair for pair in pairs if pair[0] & 1))
-        chosen = set(self._possible((self.full_mask, *firsts, *ordered))[:limit])
-        return [mask for mask in ordered if mask in chosen]
+        aligned = [mask for mask, _ in pairs if mask.bit_count() in powers]
+        aligned.sort(key=lambda mask: -mask.bit_count())
+        if len(ordered) <= limit:
+            return ordered
+        return self._possible((self.full_mask, *firsts, *aligned, *ordered))[:limit]
 
     def _possible(self, masks: Iterable[int]) -> list[int]:
         return [mask for mask in dict.fromkeys(masks) if self.possible(mask)]

@@ -55,6 +55,12 @@ class Dispatcher:
             if not masks:
                 continue
             missing = [(device, mask) for mask in masks if not allocator.is_made(device, mask)]
+            if missing and request.is_elastic:
+                self.missing_executors.update(dict.fromkeys(missing))
+                is_aged = not self.policy.may_overtake(request, now)
+                made = allocator.find_made(request, device, limit, is_aged=is_aged)
+                if made:
+                    masks, missing = (made,), []
             if not missing:
                 request.missing_executors = ()
                 request.grants = grants = allocator.allocate(request, device, masks, now)

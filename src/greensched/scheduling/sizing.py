@@ -100,9 +100,7 @@ class _Claims:
         elif priority >= own:
             self.kept += min(grant.sms, cells.cells_for(request.target[0].least) * cells.size)
         else:
-            self.given_way += min(
-                grant.sms, cells.cells_for(request.parts[0].least) * cells.size
-            )
+            self.given_way += min(grant.sms, cells.cells_for(request.parts[0].least) * cells.size)
 
     def add_waiting(self, first: Request) -> None:
         """Count a queued request."""
