@@ -55,7 +55,8 @@ class Dispatcher:
             if not masks:
                 continue
             missing = [(device, mask) for mask in masks if not allocator.is_made(device, mask)]
-            if missing and request.is_elastic:
+            is_exclusive = masks[0] <= allocator.devices[device].full_mask
+            if missing and request.is_elastic and is_exclusive:
                 self.missing_executors.update(dict.fromkeys(missing))
                 is_aged = not self.policy.may_overtake(request, now)
                 made = allocator.find_made(request, device, limit, is_aged=is_aged)
