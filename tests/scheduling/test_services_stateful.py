@@ -9,7 +9,14 @@ from hypothesis import assume, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from greensched.errors import DeadlineImpossible, InvalidRequest, QueueFull, TooManySMs, WouldBlock
+from greensched.errors import (
+    DeadlineExceeded,
+    DeadlineImpossible,
+    InvalidRequest,
+    QueueFull,
+    TooManySMs,
+    WouldBlock,
+)
 from greensched.scheduling.cells import SizeRange
 from greensched.scheduling.policy import POLICIES, Policy
 from greensched.scheduling.requests import Grant, GrantState, Request
@@ -256,10 +263,11 @@ class ServiceMachine(RuleBasedStateMachine):
 
     def rejected(self) -> None:
         """Who borrows, and can never be lent what he waits for, waits no more."""
+        late = [r for r, error in self.scheduler.rejected if isinstance(error, DeadlineExceeded)]
         told = [request for request, _ in self.scheduler.rejected]
         assert [self.twins[request] for request in told] == [r for r, _ in self.twin.rejected]
         for request in told:
-            assert request.class_state.preemptible
+            assert request.class_state.preemptible or request in late
             assert request.state is GrantState.GONE
             self.waiting.remove(request)
         self.scheduler.rejected.clear()

@@ -191,10 +191,12 @@ class SMAllocator:
             is_below = sms <= target.most
             return sms >= target.least, is_below, not mask & ~visible, sms if is_below else -sms
 
+        homes = self.homes(request.class_state, device)
         found = [
             mask
-            for mask in chain.from_iterable(self.ready_masks[device].values())
+            for mask in chain.from_iterable((homes or self.ready_masks[device]).values())
             if not mask & ~free
+            and self.is_made(device, mask)
             and fewest <= cells.sm_count(mask) <= min(asked.most, left)
             and cells.cell_count(mask) <= most
         ]

@@ -95,7 +95,6 @@ class Dispatcher:
         """Ask the policy what an elastic request should have on a device now."""
         size = self.policy.size
         if size is not None and request.is_elastic:
-            request.waited = 0.0 if grant else now - request.arrived
             is_aged = not self.policy.may_overtake(request, now)
             request.target = (
                 sizing.target_size(

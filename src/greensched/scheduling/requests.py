@@ -143,7 +143,6 @@ class Request:
         "rank",
         "state",
         "target",
-        "waited",
         "within",
         "work",
     )
@@ -183,8 +182,6 @@ class Request:
         self.cost_failed = False
         #: Seconds in which the next piece should be done, from the last checkpoint.
         self.within: float | None = None
-        #: Seconds that it has waited, as last computed for a policy that sizes; 0 once it is granted.
-        self.waited = 0.0
         self.holder = holder
         #: The devices on which its holder had grants when it arrived.
         self.held_devices: frozenset[int] = frozenset()
@@ -231,9 +228,7 @@ class Request:
             return None
         if self.within is not None:
             return self.within * state.margin.of_deadline
-        if state.latency is None:
-            return None
-        return state.latency * state.margin.fraction
+        return None if state.latency is None else state.latency * state.margin.fraction
 
     def seconds(self, sms: int) -> float | None:
         """Return how long it is expected to take on so many SMs; None: not known."""

@@ -45,7 +45,8 @@ def target_size(
     """
     (asked,), cells = request.parts, allocator.devices[device]
     most = max(asked.least, cells.largest(allocator.most_now(request, device, grant)))
-    sizes = range(cells.cells_for(asked.least) * cells.size, most, cells.size)
+    sizes = request.class_state.sizes or range(0, most, cells.size)
+    sizes = tuple(n for n in sizes if asked.least <= n < most)
     claims = _Claims(cells, request, grant)
     for other in allocator.grants[device]:
         claims.add_grant(other)
