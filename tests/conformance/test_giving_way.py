@@ -80,7 +80,7 @@ def test_a_lease_gives_way_and_goes_on(backend: Backend) -> None:
 
 @pytest.mark.parametrize("ends", ["block", "cancel", "close"])
 def test_a_lease_that_gave_way_ends_without_sms(backend: Backend, ends: str) -> None:
-    """Its block ends, its checkpoint is cancelled, or the pool closes: no SM is given back twice."""
+    """Its block ends, its checkpoint is cancelled, or the pool closes: nothing comes back twice."""
 
     async def main() -> None:
         async with backend.pool(services=CLASSES) as pool, anyio.create_task_group() as tasks:

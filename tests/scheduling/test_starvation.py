@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import pytest
 
 from greensched.scheduling.cells import DeviceCells, SizeRange
