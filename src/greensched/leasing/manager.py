@@ -398,7 +398,7 @@ class LeaseManager:
                 self.check()
                 lease.check_waiting()
                 (grant,), request.grants = request.grants, ()
-                lease.go_on(grant, self.device_pools[grant.device].take(grant.mask))
+                lease.go_on(grant, self._take_executor_locked(grant))
         except GeneratorExit:  # the collector ended the task: no lock may be taken here
             self._abandoned.append(request)
             raise
