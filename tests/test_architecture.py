@@ -60,7 +60,6 @@ def loaded_by(program: str) -> set[str]:
         [sys.executable, "-c", f"{program}\nimport json, sys; print(json.dumps([*sys.modules]))"],
         capture_output=True,
         text=True,
-        timeout=50,
         check=True,
     )
     return set(json.loads(done.stdout))

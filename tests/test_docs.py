@@ -56,7 +56,6 @@ def run(program: str) -> subprocess.CompletedProcess[str]:
         env=os.environ | {"GREENSCHED_DRIVER": "simulated:h200", "PYTHONPATH": ""},
         capture_output=True,
         text=True,
-        timeout=30,
         check=False,
     )
 

@@ -58,7 +58,6 @@ def run(
         env=environment,
         capture_output=True,
         text=True,
-        timeout=50,
         check=False,
     )
 

@@ -153,7 +153,6 @@ def test_a_missing_compiler_is_told() -> None:
         [sys.executable, "-c", textwrap.dedent(code)],
         capture_output=True,
         text=True,
-        timeout=50,
         check=False,
     )
     assert done.returncode == 0, done.stderr

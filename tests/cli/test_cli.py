@@ -43,7 +43,6 @@ def program(*arguments: str, **variables: str) -> subprocess.CompletedProcess[st
         env=environment | variables,
         capture_output=True,
         text=True,
-        timeout=50,
         check=False,
     )
 
@@ -281,7 +280,6 @@ def test_the_demo_leaves_nothing_unclosed() -> None:
         env=os.environ | {"GREENSCHED_DRIVER": "simulated:h200"},
         capture_output=True,
         text=True,
-        timeout=50,
         check=False,
     )
     assert done.returncode == 0

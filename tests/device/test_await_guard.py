@@ -362,7 +362,6 @@ def test_development_mode_raises_on_every_loop(loop: str) -> None:
         [sys.executable, "-X", "dev", "-W", "ignore", "-c", textwrap.dedent(program)],
         capture_output=True,
         text=True,
-        timeout=50,
         check=False,
     )
     assert done.stdout.strip() == "raised None", done.stderr

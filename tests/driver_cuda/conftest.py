@@ -233,7 +233,6 @@ def python(standin_folder: Path) -> Callable[..., str]:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=50,
             check=False,
         )
         assert done.returncode == 0, done.stdout + done.stderr

@@ -310,7 +310,7 @@ def test_a_host_function_needs_no_gil(driver: Driver, stream: StreamHandle) -> N
     post = ctypes.cast(libc.sem_post, ctypes.c_void_p).value
     assert post is not None
     libc.sem_init(ctypes.c_void_p(data), 0, 0)
-    limit = (ctypes.c_long * 2)(int(time.time()) + 20, 0)
+    limit = (ctypes.c_long * 2)(int(time.time()) + 50, 0)
     driver.host_function(stream, post, data)
     assert libc.sem_timedwait(ctypes.c_void_p(data), limit) == 0
 
@@ -338,7 +338,7 @@ def test_event_times(driver: Driver, stream: StreamHandle) -> None:
     for event in (start, end, plain):
         driver.record_event(event, stream)
     driver.synchronize_stream(stream)
-    assert 0 <= driver.elapsed(start, end) < 1
+    assert driver.elapsed(start, end) >= 0
     with pytest.raises(errors.CUDAError, match="cuEventElapsedTime"):
         driver.elapsed(start, plain)
     for event in (start, end, plain):

@@ -72,7 +72,6 @@ def python(*arguments: str, driver: str = "simulated:h200") -> subprocess.Comple
         env=environment(driver),
         capture_output=True,
         text=True,
-        timeout=30,
         check=False,
     )
 

@@ -47,7 +47,6 @@ def run_tests(*folders: Path) -> tuple[list[int], str]:
         env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         capture_output=True,
         text=True,
-        timeout=50,
         check=False,
     )
     codes = re.findall(r"^exit (\d)$", done.stdout, re.MULTILINE)

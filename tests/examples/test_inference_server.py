@@ -142,7 +142,6 @@ def compare(folder: Path, **options: Any) -> subprocess.CompletedProcess[str]:
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
-        timeout=50,
         check=False,
     )
 

@@ -299,7 +299,7 @@ def test_each_loop_hears_on_its_own_thread() -> None:
 def test_opened_and_closed_by_two_loops_at_once() -> None:
     """Loops that open a pool together, and close it together, all see the same one and its end."""
     driver = simulated.open("h200")
-    pool, meet, reports = Pool(driver=driver), threading.Barrier(3, timeout=20), []
+    pool, meet, reports = Pool(driver=driver), threading.Barrier(3), []
 
     async def main() -> None:
         meet.wait()

@@ -373,7 +373,6 @@ print(json.dumps([int(code), *sys.modules]))
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=50,
         check=True,
     )
     code, *loaded = json.loads(done.stdout.splitlines()[-1])

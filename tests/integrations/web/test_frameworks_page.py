@@ -33,7 +33,6 @@ def test_the_pages_tests_pass_on_the_pages_application(tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=50,
         check=False,
     )
     assert done.returncode == 0, done.stdout
