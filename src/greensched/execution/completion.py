@@ -85,6 +85,9 @@ class PendingStream:
     def add(self, entry: _Entry) -> None:
         """Insert an entry in the order of tickets; most come in order."""
         entries = self.entries
+        if not entries or entry[0] >= entries[-1][0]:
+            entries.append(entry)
+            return
         at = len(entries)
         while at and entry[0] < entries[at - 1][0]:
             at -= 1
@@ -255,7 +258,7 @@ class CompletionPoller:
         pending.add(entry)
         if entry[0] <= stream.submitted:
             self._poll_now()
-        else:
+        elif self._delay > GIL_YIELD_EVERY_S:
             self._leave_to_threads()
 
     def watch(self, stream: TicketedStream) -> None:
@@ -273,7 +276,7 @@ class CompletionPoller:
     def thread_work_started(self) -> None:
         """Note that a thread has work to do for this loop: it may need the GIL."""
         self._thread_work += 1
-        if not self._is_virtual and self._delay > GIL_YIELD_EVERY_S:
+        if self._delay > GIL_YIELD_EVERY_S:
             self._leave_to_threads()
 
     def thread_work_done(self) -> None:
@@ -310,7 +313,7 @@ class CompletionPoller:
     def _leave_to_threads(self) -> None:
         """Let a thread go first, which then wakes the loop: polling until then takes its GIL."""
         self._policy.wait_began()
-        if not self._is_virtual and self._delay > GIL_YIELD_EVERY_S:
+        if not self._is_virtual:
             self._schedule(GIL_YIELD_EVERY_S)
 
     def _schedule(self, delay: float) -> None:

@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from contextvars import Context as ContextVars
-from contextvars import copy_context
+from contextvars import ContextVar, copy_context
 from functools import partial
 from typing import Any, Protocol
 
@@ -342,8 +342,9 @@ class Executor:
 
     def _run_call(self, call: _QueuedCall) -> None:
         try:
-            if not self.launch_stream.is_idle:
-                self.call_stream.order_behind(self.launch_stream)
+            launches = self.launch_stream
+            if launches.issued > launches.last_reached and not launches.is_idle:
+                self.call_stream.order_behind(launches)
             call.run()
         except BaseException as error:
             self._job_failed(call.job, error)
@@ -514,16 +515,18 @@ class _QueuedCall:
 def _call_in(where: CallContext | None, function: Callable[[], T]) -> T:
     """Call a function in a copy of its caller's context variables, with `current_call()` set."""
     running_call.set(where)
-    _reset_sniffio()
+    variable = _sniffio_variable or _find_sniffio()
+    if variable is not None and variable.get() is not None:
+        variable.set(None)
     return function()
 
 
-def _reset_sniffio() -> None:
-    """Clear sniffio's variable in the current context, which is a copy of a task's.
+#: Where sniffio is installed, anyio trusts this variable and would refuse to run a loop in a call.
+_sniffio_variable: ContextVar[Any] | None = None
 
-    Where sniffio is installed, anyio trusts that variable and would refuse to run a loop here.
-    """
-    library = sys.modules.get("sniffio")
-    variable = getattr(library, "current_async_library_cvar", None)  # None: absent, half imported
-    if variable is not None and variable.get() is not None:
-        variable.set(None)
+
+def _find_sniffio() -> ContextVar[Any] | None:
+    """Find sniffio's variable; None while it is not imported, or only half."""
+    global _sniffio_variable
+    _sniffio_variable = getattr(sys.modules.get("sniffio"), "current_async_library_cvar", None)
+    return _sniffio_variable

@@ -67,7 +67,11 @@ class Job(Generic[T]):
     def done(self) -> bool:
         """Whether it has ended, successfully or not. Does not wait."""
         stream, ticket = self._stream, self._ticket  # what is known needs no call
-        return ticket <= stream.last_reached or stream.reached(ticket) or stream.health.is_over
+        return (
+            ticket <= stream.last_reached
+            or (ticket <= stream.submitted and stream.reached(ticket))
+            or stream.health.is_over
+        )
 
     def cancelled(self) -> bool:
         """Return False: a job cannot be cancelled. `asyncio.wait` asks."""
