@@ -25,6 +25,7 @@ import asyncio
 import csv
 import functools
 import gc
+import math
 import os
 import random
 import sys
@@ -626,8 +627,17 @@ def line(found: dict[str, Any]) -> str:
     )
 
 
+def interval(kept: int, requests: int) -> tuple[float, float]:
+    """Return the 95 % interval of a share, by Wilson's formula."""
+    z, share = 1.96, kept / requests
+    middle = share + z * z / (2 * requests)
+    around = z * math.sqrt(share * (1 - share) / requests + (z / (2 * requests)) ** 2)
+    whole = 1 + z * z / requests
+    return min(share, (middle - around) / whole), max(share, (middle + around) / whole)
+
+
 def draw(found: dict[str, Any], path: Path) -> None:
-    """Draw the share of requests in time against the rate, for each target."""
+    """Draw the share of requests in time against the rate, for each target, with its interval."""
     from greensched.capacity.plot import pyplot, write
 
     figure, axes = pyplot().subplots(1, 2, figsize=(11, 4), sharey=True)
@@ -635,7 +645,12 @@ def draw(found: dict[str, Any], path: Path) -> None:
         for arm in dict.fromkeys(run["arm"] for run in found["runs"]):
             kept = sorted((r for r in found["runs"] if r["arm"] == arm), key=lambda r: r["rate"])
             shares = [run[f"in time at {target}"] / run["requests"] for run in kept]
-            axis.plot([run["rate"] for run in kept], shares, marker="o", label=arm)
+            ends = [interval(run[f"in time at {target}"], run["requests"]) for run in kept]
+            around = [
+                [share - low for share, (low, _) in zip(shares, ends, strict=True)],
+                [high - share for share, (_, high) in zip(shares, ends, strict=True)],
+            ]
+            axis.errorbar([run["rate"] for run in kept], shares, around, marker="o", label=arm)
         axis.axhline(IN_TIME, color="grey", linewidth=0.5)
         axis.set(title=f"{target} ms between tokens", xlabel="requests per second")
     axes[0].set_ylabel("requests in time")

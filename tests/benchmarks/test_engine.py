@@ -222,3 +222,12 @@ def test_the_queue_is_bounded_and_forgets_cancelled_prompts() -> None:
     assert [second.news.get_nowait(), third.news.get_nowait()] == [error, error]
     with pytest.raises(ZeroDivisionError):
         serving.submit(engine.Sequence([1], 2))
+
+
+@pytest.mark.parametrize(
+    ("kept", "requests", "low", "high"),
+    [(99, 100, 0.946, 0.998), (0, 10, 0.0, 0.278), (5, 5, 0.566, 1)],
+)
+def test_a_share_has_an_interval(kept: int, requests: int, low: float, high: float) -> None:
+    """As tables of Wilson's interval have it, also where all or none are in time."""
+    assert engine.interval(kept, requests) == pytest.approx((low, high), abs=1e-3)
