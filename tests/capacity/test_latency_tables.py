@@ -7,10 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from greensched.capacity import host_costs
 from greensched.capacity.interference import PUBLISHED, factor, slowdowns
 from greensched.capacity.latency_tables import CURVES, SpeedupCurve, load
+from greensched.capacity.workload import services
 from greensched.errors import InvalidRequest
 from greensched.leasing.latency import LatencyCurve
+
+MEASURED = Path(__file__).parents[2] / "docs/measurements/h100-580/tables.json"
 
 
 @pytest.mark.parametrize("curve", CURVES.values(), ids=CURVES)
@@ -69,3 +73,36 @@ def test_the_guard_blames_one_side() -> None:
     assert 1.0 <= moe <= 1.05
     assert slowed([("prefill", 64), ("other", 64)]) == [1.0, 1.0]
     assert factor(PUBLISHED["gemm", "moe"], 28) == pytest.approx((1.46 + 1.32) / 2)
+
+
+def test_what_measure_wrote_is_a_table_with_sizes_bytes_and_host_costs() -> None:
+    """The file of an H100: a class of its table's name has its times by size, and its bytes."""
+    tables = load(MEASURED)
+    found = services("llm", tables)
+    decode, prefill = found["decode"], found["prefill"]
+    assert decode.seconds(32) == pytest.approx(0.003739)
+    assert decode.seconds(8) == pytest.approx(0.0015, rel=0.01)
+    assert prefill.seconds(1024) == pytest.approx(0.003159)
+    assert prefill.seconds(128) == pytest.approx(0.00102 / 2)
+    assert decode.curve.slowdown(8) == pytest.approx(41.303 / 3.739)
+    cost = decode.curve.cost(0.003739, 132)
+    assert cost.dram_bytes == pytest.approx(8_724_152_320, rel=1e-3)
+    assert cost.sm_ns / 132 == pytest.approx(3_739_000)
+    assert host_costs.load(MEASURED).checkpoint.p50_us == 143.82
+
+
+def test_a_table_without_host_costs_has_none(tmp_path: Path) -> None:
+    """Then the host takes no time; what is no cost is refused."""
+    path = tmp_path / "tables.json"
+    path.write_text('{"mine": {"sms": [8], "ms": [1.0]}}')
+    assert host_costs.load(path) == host_costs.HostCosts()
+    path.write_text('{"host": {"lease": 3}}')
+    with pytest.raises(InvalidRequest, match="greensched measure --host"):
+        host_costs.load(path)
+
+
+def test_sizes_and_their_times_are_checked() -> None:
+    """Each size has a time, and they rise."""
+    for sizes, seconds in (((1, 2), (1.0,)), ((2, 1), (1.0, 2.0)), ((1,), (0.0,))):
+        with pytest.raises(InvalidRequest, match="give rising sizes"):
+            SpeedupCurve("x", (1,), (1.0,), sizes=sizes, seconds=seconds)

@@ -18,9 +18,7 @@ from greensched.capacity.workload import (
     LLM,
     W2,
     ServiceProfile,
-    prompt_seconds,
     saturation,
-    step_seconds,
 )
 
 TOKENS = {service.name: replace(service, latency=0.1) for service in LLM}
@@ -37,10 +35,12 @@ def run(
 
 def test_published_times() -> None:
     """Prompts and steps take what Splitwise measured, at the sizes it measured."""
-    assert [prompt_seconds(n) for n in (512, 2048, 8192)] == pytest.approx([0.054, 0.137, 0.845])
-    assert [step_seconds(n) for n in (1, 32, 64)] == pytest.approx([0.0306, 0.0386, 0.0502])
-    assert sum(passes(5000, 4)) == pytest.approx(prompt_seconds(5000) * 1e9, abs=20)
-    assert len(passes(5000, 4)) == 12
+    decode, prefill = LLM
+    assert list(map(prefill.seconds, (512, 2048, 8192))) == pytest.approx([0.054, 0.137, 0.845])
+    assert list(map(decode.seconds, (1, 32, 64))) == pytest.approx([0.0306, 0.0386, 0.0502])
+    pieces = passes(5000, 4, prefill.seconds)
+    assert sum(pieces) == pytest.approx(prefill.seconds(5000) * 1e9, abs=20)
+    assert len(pieces) == 12
 
 
 def test_one_request_alone() -> None:

@@ -37,7 +37,7 @@ from greensched.capacity.interference import Guard, factor
 from greensched.capacity.latency_tables import SpeedupCurve
 from greensched.capacity.metrics import MUST_MEET, WARM_UP
 from greensched.capacity.traffic import Arrival, Traffic
-from greensched.capacity.workload import ServiceProfile, prompt_seconds, step_seconds
+from greensched.capacity.workload import ServiceProfile
 
 #: Seconds of one step of the fluid.
 STEP = 0.010
@@ -137,8 +137,8 @@ def attainment(
     roles = {service.role: service for service in services.values()}
     decode, prefill = roles["decode"], roles["prefill"]
     frontier = Frontier(decode.curve, prefill.curve, sms, guard)
-    tokens = _Tokens(len(sms), decode.batch, latency[decode.name])
-    prompts = _Prompts(latency[prefill.name])
+    tokens = _Tokens(len(sms), decode, latency[decode.name])
+    prompts = _Prompts(prefill, latency[prefill.name])
     coming = deque(sorted(traffic, key=lambda arrival: arrival.at))
     late = tick = 0
     while coming or prompts.is_waiting:
@@ -176,7 +176,8 @@ class _Prompt:
 class _Prompts:
     """The prompts that can be in time, in the order of arrival, in which they are due."""
 
-    def __init__(self, target: float) -> None:
+    def __init__(self, prefill: ServiceProfile, target: float) -> None:
+        self._prefill = prefill
         self._target = target
         #: The capacity for prompts until now.
         self._capacity = 0.0
@@ -195,7 +196,7 @@ class _Prompts:
         """Queue a prompt."""
         if not self.is_waiting:
             self._since.clear()
-        one = _Prompt(arrival, self._capacity, prompt_seconds(arrival.context))
+        one = _Prompt(arrival, self._capacity, self._prefill.seconds(arrival.context))
         one.done = max(one.came, self._since[-1].done if self._since else 0.0) + one.work
         self._since.append(one)
         self._due.append(one)
@@ -258,14 +259,15 @@ class _Prompts:
 class _Tokens:
     """Requests that are decoded, all at one pace."""
 
-    def __init__(self, devices: int, batch: int, gap: float) -> None:
+    def __init__(self, devices: int, decode: ServiceProfile, gap: float) -> None:
         self._ends: list[tuple[float, int]] = []
         self._running: dict[int, Arrival] = {}
         #: Requests without a place in a batch: one token of each is late.
         self._waiting: deque[Arrival] = deque()
         self._written = 0.0
         self._devices = devices
-        self._batch = batch
+        self._decode = decode
+        self._batch = decode.batch
         self._gap = gap
 
     def _step(self) -> float:
@@ -275,7 +277,7 @@ class _Tokens:
             return 0.0
         least = min(self._devices, math.ceil(number / self._batch))
         most = max(least, min(self._devices, number))
-        return min(used * step_seconds(number / used) for used in range(least, most + 1))
+        return min(used * self._decode.seconds(number / used) for used in range(least, most + 1))
 
     def least(self) -> float:
         """Return the least speed that keeps them in time."""

@@ -15,27 +15,27 @@ from greensched.capacity.machine import Machine
 from greensched.capacity.servers import CHUNK, Decode, Prefill
 from greensched.capacity.strategies import Batching, Client
 from greensched.capacity.traffic import Arrival
-from greensched.capacity.workload import ServiceProfile, prompt_seconds
+from greensched.capacity.workload import ServiceProfile
 
 #: Tokens from which on the time of a prompt grows with its tokens. Below them reading the weights
 #: takes the time, which a pass does once for all of its tokens.
 COMPUTE_BOUND, TWICE = 512, 1024
 
 
-def _per_token() -> float:
-    return (prompt_seconds(TWICE) - prompt_seconds(COMPUTE_BOUND)) / (TWICE - COMPUTE_BOUND)
+def _per_token(prefill: ServiceProfile) -> float:
+    return (prefill.seconds(TWICE) - prefill.seconds(COMPUTE_BOUND)) / (TWICE - COMPUTE_BOUND)
 
 
-def weights_seconds() -> float:
+def weights_seconds(prefill: ServiceProfile) -> float:
     """Return the seconds of a pass that do not depend on its tokens."""
-    return max(0.0, prompt_seconds(COMPUTE_BOUND) - COMPUTE_BOUND * _per_token())
+    return max(0.0, prefill.seconds(COMPUTE_BOUND) - COMPUTE_BOUND * _per_token(prefill))
 
 
-def tokens_seconds(tokens: int) -> float:
+def tokens_seconds(prefill: ServiceProfile, tokens: int) -> float:
     """Return the seconds that the first tokens of a prompt add to a pass."""
     if tokens <= COMPUTE_BOUND:
-        return tokens * _per_token()
-    return prompt_seconds(tokens) - weights_seconds()
+        return tokens * _per_token(prefill)
+    return prefill.seconds(tokens) - weights_seconds(prefill)
 
 
 @dataclass(slots=True)
@@ -87,8 +87,9 @@ class PromptQueue(Prefill):
                 self._reading.append(_Reading(self.pick(), self._now()))
             one = self._reading[-1]
             end = min(one.arrival.context, one.read + budget)
-            added += tokens_seconds(end) - tokens_seconds(one.read)
-            apart += prompt_seconds(end) - prompt_seconds(one.read)
+            service = self.service
+            added += tokens_seconds(service, end) - tokens_seconds(service, one.read)
+            apart += service.seconds(end) - service.seconds(one.read)
             budget -= end - one.read
             one.read = end
         return added, apart
@@ -105,7 +106,7 @@ class PromptQueue(Prefill):
             if one.read < one.arrival.context:
                 self._reading.append(one)
                 continue
-            self._note_stretch(self._now() - one.began, prompt_seconds(one.arrival.context))
+            self._note_stretch(self._now() - one.began, self.service.seconds(one.arrival.context))
             self._release_token(one.arrival, one.served)
 
     def waiting(self) -> list[float]:
@@ -154,7 +155,7 @@ class Engine(Decode):
     async def _read_prompts(self) -> None:
         began, prompts = self._now(), self.prompts
         added, apart = prompts.take_tokens(CHUNK)
-        seconds = min(weights_seconds() + added, apart)
+        seconds = min(weights_seconds(prompts.service) + added, apart)
         await prompts.read(seconds)
         prompts.samples.done += seconds
         prompts.finish_pass(self._now() - began)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from greensched.capacity import clairvoyant, latency_tables, metrics, sweeps, validation
+from greensched.capacity import clairvoyant, host_costs, latency_tables, metrics, sweeps, validation
 from greensched.capacity.machine import models
 from greensched.capacity.metrics import of_outcome
 from greensched.capacity.results import Experiment, Results, RunGroup, attained, targets
@@ -48,6 +48,7 @@ def run_experiment(
         services=classes,
         seconds=experiment.seconds,
         granularity=experiment.granularity,
+        host=host_costs.load(experiment.tables) if experiment.tables else host_costs.HostCosts(),
     )
     steps = _ProgressSteps(progress, len(rates) * len(seeds) * (len(policies) + 1) + len(seeds))
 

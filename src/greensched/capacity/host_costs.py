@@ -6,9 +6,13 @@ event loop's thread, which counts where pieces of work are shorter than a few mi
 
 from __future__ import annotations
 
+import json
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from greensched.errors import InvalidRequest
 
 #: The 99th percentile of a normal distribution, in standard deviations.
 P99 = 2.3263
@@ -77,3 +81,24 @@ H100_HOST = HostCosts(
     checkpoint=HostCost(143.8, 164.6),
     hop=HostCost(201.3, 275.0),
 )
+
+
+def load(path: Path) -> HostCosts:
+    """Read the host's costs of a file that `greensched measure --host` wrote; without any, none.
+
+    Raises:
+        InvalidRequest: the file cannot be read, or a cost is invalid.
+    """
+    try:
+        given = json.loads(path.read_text()).get("host", {})
+        return HostCosts(
+            **{
+                name: HostCost(float(given[name]["p50_us"]), float(given[name]["p99_us"]))
+                for name in (field.name for field in fields(HostCosts))
+                if name in given
+            }
+        )
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise InvalidRequest(
+            f"{path}: give the file that `greensched measure --host` writes: {error!r}"
+        ) from error

@@ -11,7 +11,9 @@ import json
 from bisect import bisect_left
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from greensched.device.launch import LaunchConfig
 from greensched.errors import InvalidRequest
@@ -37,6 +39,10 @@ class SpeedupCurve:
         fills: whether its grids fill the device, so that later kernels wait; otherwise it leaves
             room on every SM.
         source: where the figures come from.
+        sizes: tokens of a prompt, or requests of a batch, rising; empty: the built-in model's.
+        seconds: the time of a pass of each of these sizes on the whole device.
+        bandwidth: bytes a second that it draws on the whole device, alone; 0: not measured.
+        sm_watts: what an SM at work draws beyond an idle one; 0: not measured.
     """
 
     name: str
@@ -44,6 +50,10 @@ class SpeedupCurve:
     ms: tuple[float, ...]
     fills: bool = True
     source: str = ""
+    sizes: tuple[int, ...] = ()
+    seconds: tuple[float, ...] = ()
+    bandwidth: float = 0.0
+    sm_watts: float = 0.0
     _slower: dict[int, float] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -55,6 +65,13 @@ class SpeedupCurve:
             )
         if not all(0 < ms < float("inf") for ms in self.ms):
             raise InvalidRequest(f"curve {self.name!r}: ms={self.ms!r}: give finite times above 0")
+        rising = all(a < b for a, b in pairwise(self.sizes))
+        sane = all(0 < each < float("inf") for each in self.seconds)
+        if not (rising and sane and len(self.sizes) == len(self.seconds)):
+            raise InvalidRequest(
+                f"curve {self.name!r}: sizes={self.sizes!r}, seconds={self.seconds!r}: give rising "
+                "sizes, and a finite time above 0 for each"
+            )
 
     def at(self, sms: float) -> float:
         """Return the milliseconds on this many SMs; below the smallest size time is a/SMs."""
@@ -115,9 +132,15 @@ class SpeedupCurve:
         work on the same SMs.
         """
         whole = seconds * 1e9
-        fixed = self.flat * whole
+        # Work whose bytes are known has no flat part: its bytes say what SMs cannot shorten.
+        fixed = 0.0 if self.bandwidth else self.flat * whole
         able = sms if self.fills else min(sms, self.width)
-        return Cost(fixed_ns=fixed, sm_ns=(self.slowdown(sms) * whole - fixed) * able)
+        return Cost(
+            fixed_ns=fixed,
+            sm_ns=(self.slowdown(sms) * whole - fixed) * able,
+            dram_bytes=self.bandwidth * seconds,
+            sm_watts=self.sm_watts,
+        )
 
     def least(self, slowdown: float, sizes: tuple[int, ...]) -> int:
         """Return the least size with at most this slowdown, or the last size if there is none."""
@@ -127,8 +150,9 @@ class SpeedupCurve:
 def load(path: Path) -> dict[str, SpeedupCurve]:
     """Read measured curves.
 
-    The file is a JSON object `{name: {"sms": [...], "ms": [...], "fills": true}}`, or one curve
-    that `LatencyCurve.save` wrote, which gets the name of the file.
+    The file is a JSON object `{name: {"sms": [...], "ms": [...], "fills": true}}`; or one that
+    `greensched measure` wrote, with sizes, bytes and watts; or one curve that `LatencyCurve.save`
+    wrote, which gets the name of the file.
 
     Raises:
         InvalidRequest: the file cannot be read, or a curve is invalid.
@@ -140,16 +164,9 @@ def load(path: Path) -> dict[str, SpeedupCurve]:
                 (int(row["sms"]), 1e3 * float(row["median"])) for row in loaded["latency"]
             )
             loaded = {path.stem: {"sms": [r[0] for r in rows], "ms": [r[1] for r in rows]}}
-        return {
-            name: SpeedupCurve(
-                name,
-                tuple(int(s) for s in curve["sms"]),
-                tuple(float(ms) for ms in curve["ms"]),
-                bool(curve.get("fills", True)),
-                str(curve.get("source", path)),
-            )
-            for name, curve in loaded.items()
-        }
+        loaded.pop("host", None)  # read by `host_costs`
+        loaded.pop("commit", None)
+        return {name: _curve(name, curve, path) for name, curve in loaded.items()}
     except (
         OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError,
     ) as error:  # fmt: skip
@@ -157,6 +174,24 @@ def load(path: Path) -> dict[str, SpeedupCurve]:
             f"{path} is not a table of curves, such as "
             f'{{"mine": {{"sms": [8, 16], "ms": [2, 1]}}}}: {error!r}'
         ) from error
+
+
+def _curve(name: str, table: dict[str, Any], path: Path) -> SpeedupCurve:
+    ms = tuple(float(each) for each in table["ms"])
+    by_size = table.get("ms_by_size", [])
+    seconds = tuple(float(row[-1]) / 1e3 for row in by_size)
+    moved = table.get("bytes") or [0.0]
+    return SpeedupCurve(
+        name,
+        tuple(int(each) for each in table["sms"]),
+        ms,
+        bool(table.get("fills", True)),
+        str(table.get("source", path)),
+        tuple(int(each) for each in table.get("sizes", [])),
+        seconds,
+        bandwidth=float(moved[-1]) / seconds[-1] if seconds else 0.0,
+        sm_watts=float(table.get("sm_watts", 0.0)),
+    )
 
 
 # -- published --------------------------------------------------------------------------------

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import random
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from greensched.capacity.host_costs import HostCost, HostCosts
 from greensched.capacity.interference import Guard, slowdowns
 from greensched.capacity.latency_tables import SpeedupCurve
 from greensched.capacity.workload import ServiceProfile, waves
@@ -63,6 +65,7 @@ class Machine:
         guard: interference between kinds of work on disjoint SMs.
         seed: determines the order of runnable threads.
         granularity: how finely pools cut the devices.
+        host: what operations take of the host.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class Machine:
         seed: int = 0,
         *,
         granularity: Granularity = "coscheduled",
+        host: HostCosts = HostCosts(),  # noqa: B008  frozen
     ) -> None:
         found, version = models(spec)
         kinds = {name: service.curve.name for name, service in services.items()}
@@ -80,6 +84,8 @@ class Machine:
         self.clock = VirtualClock(seed)
         self.services = dict(services)
         self.granularity = granularity
+        self.host = host
+        self._host_times = random.Random(f"host {seed}")
         self.driver = SimulatedDriver(
             [replace(model, interference=slowed) for model in found],
             version=version,
@@ -114,6 +120,12 @@ class Machine:
     def now(self) -> int:
         """Return the virtual time in nanoseconds."""
         return self.clock.now()
+
+    async def spend(self, cost: HostCost) -> None:
+        """Let the host's part of an operation pass."""
+        seconds = cost.seconds(self._host_times)
+        if seconds:
+            await asyncio.sleep(seconds)
 
     def listen(self, device: int, service: str, listener: Callable[[Span], None]) -> None:
         """Call a listener with each kernel of a class on a device when it ends."""

@@ -96,6 +96,7 @@ class ElasticClient(ClassClient):
 
     async def _ensure_lease(self) -> Partition:
         if self._lease is not None:
+            await self._machine.spend(self._machine.host.checkpoint)
             await self._lease.checkpoint()
             return self._lease
         lease = self._pool.partition(self._size, device=self._device, service=self._service.name)
@@ -181,6 +182,7 @@ class SizedClient(ElasticClient):
 
     async def _ensure_lease(self) -> Partition:
         if self._lease is not None:
+            await self._machine.spend(self._machine.host.checkpoint)
             await self._lease.checkpoint(self._cost, deadline=self._deadline)
             return self._lease
         name = self._service.name

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from greensched.capacity.engine import Engine, PromptQueue
+from greensched.capacity.host_costs import HostCosts
 from greensched.capacity.interference import PUBLISHED, Guard
 from greensched.capacity.machine import KernelRun, Machine
 from greensched.capacity.servers import Decode, Loop, Prefill, Requests, Samples, Server
@@ -33,6 +34,7 @@ class Scenario:
         late_after: for each class, the seconds after which a waiting request has missed every
             target. A run continues after its traffic until that is so of every waiting request,
             for at most `seconds`.
+        host: what a lease and a checkpoint take of the host; nothing where it was not measured.
     """
 
     gpus: str
@@ -41,6 +43,7 @@ class Scenario:
     guard: Guard = field(default_factory=lambda: PUBLISHED)
     granularity: Granularity = "coscheduled"
     late_after: Mapping[str, float] = field(default_factory=dict)
+    host: HostCosts = field(default_factory=HostCosts)
 
 
 @dataclass
@@ -72,7 +75,12 @@ def simulate(strategy: Strategy, scenario: Scenario, traffic: Traffic, seed: int
     All of the traffic must come within the scenario's seconds.
     """
     machine = Machine(
-        scenario.gpus, scenario.services, scenario.guard, seed, granularity=scenario.granularity
+        scenario.gpus,
+        scenario.services,
+        scenario.guard,
+        seed,
+        granularity=scenario.granularity,
+        host=scenario.host,
     )
     try:
         strategy.prepare(machine)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from greensched.capacity.machine import Machine
 from greensched.capacity.strategies import Client
 from greensched.capacity.traffic import Arrival
-from greensched.capacity.workload import ServiceProfile, prompt_seconds, step_seconds
+from greensched.capacity.workload import ServiceProfile
 
 #: The most tokens of a prompt in one pass: chunked prefill.
 CHUNK = 2_048
@@ -187,7 +187,7 @@ class Prefill(Server):
         """Read each prompt in passes of at most CHUNK tokens."""
         while True:
             arrival = await self._next()
-            pieces = passes(arrival.context, self._blocks)
+            pieces = passes(arrival.context, self._blocks, self.service.seconds)
             began = self._now()
             served = await self._run(pieces, [arrival.at])
             now = self._now()
@@ -263,15 +263,15 @@ class Prefill(Server):
         return kept[0] if kept else None
 
     def _seconds(self, arrival: Arrival) -> float:
-        return prompt_seconds(arrival.context) * self._stretch
+        return self.service.seconds(arrival.context) * self._stretch
 
 
-def passes(tokens: int, blocks: int) -> list[int]:
+def passes(tokens: int, blocks: int, seconds_of: Callable[[float], float]) -> list[int]:
     """Return the pieces of a prompt: passes of at most CHUNK tokens, cut into blocks of layers."""
     pieces, read = [], 0
     while read < tokens:
         end = min(tokens, read + CHUNK)
-        seconds = prompt_seconds(end) - prompt_seconds(read)
+        seconds = seconds_of(end) - seconds_of(read)
         pieces += [round(seconds / blocks * 1e9)] * blocks
         read = end
     return pieces
@@ -315,7 +315,7 @@ class Decode(Server):
         joined = self._join()
         began, ends = self._now(), self._ends
         batch, blocks = len(ends), self._blocks
-        seconds = step_seconds(batch)
+        seconds = self.service.seconds(batch)
         since = joined + [self._last] * (batch - len(joined))
         served = await self._run([round((seconds + more) / blocks * 1e9)] * blocks, since)
         now, self._step = self._now(), self._step + 1

@@ -190,6 +190,7 @@ class LeaseClient:
         service: ServiceProfile,
         size: Size | None = None,
     ) -> None:
+        self._machine = machine
         self._pool = pool
         self._kernel = machine.kernels[service.name]
         self._config = machine.configs[service.name][device]
@@ -207,6 +208,7 @@ class LeaseClient:
         for some in (pieces,) if self.whole else ((ns,) for ns in pieces):
             options = self.lease_options(sum(some))
             async with self._pool.partition(device=self._device, **options) as p:
+                await self._machine.spend(self._machine.host.lease)
                 await p.launch(self._config, self._kernel, sum(some))
 
     async def close(self) -> None:

@@ -66,6 +66,19 @@ class ServiceProfile:
         """Say whether only its throughput counts."""
         return self.role == "loop"
 
+    def seconds(self, size: float) -> float:
+        """Return the seconds on the whole device of a prompt of so many tokens, or of a step.
+
+        Of a step the size is its batch. They are those of the curve, if it was measured by size.
+        """
+        curve = self.curve
+        if not curve.sizes:
+            return _through(PROMPT if self.role == "prefill" else STEP, size)
+        points = list(zip(curve.sizes, curve.seconds, strict=True))
+        if self.role == "prefill" or len(points) == 1:
+            points.insert(0, (0, 0.0))
+        return _through(points, size)
+
 
 #: Seconds of prompts and of steps of decoding by size, for Llama-2-70B on a group of 8 H100:
 #: Splitwise's perf_model.csv (MIT, Mutinifni/splitwise-sim). A simulated device stands for such a
@@ -82,16 +95,6 @@ def _through(points: Sequence[tuple[int, float]], x: float) -> float:
     return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
 
 
-def prompt_seconds(tokens: int) -> float:
-    """Return the seconds on the whole device to read a prompt."""
-    return _through(PROMPT, tokens)
-
-
-def step_seconds(batch: float) -> float:
-    """Return the seconds on the whole device of one token for each of `batch` requests."""
-    return _through(STEP, batch)
-
-
 #: Seconds of a thread block: after it, SMs are free for a kernel of higher priority. Waves of
 #: products take 45 us in torch's training on an H200, and 230 us in W2's (`validation`).
 BLOCK_S = 0.0001
@@ -102,8 +105,8 @@ USUAL_PROMPT, USUAL_BATCH = 1_024, 32
 def waves(service: ServiceProfile) -> int:
     """Return how often the blocks of a usual piece fill the SMs."""
     seconds = {
-        "prefill": prompt_seconds(USUAL_PROMPT) / service.blocks,
-        "decode": step_seconds(USUAL_BATCH) / service.blocks,
+        "prefill": service.seconds(USUAL_PROMPT) / service.blocks,
+        "decode": service.seconds(USUAL_BATCH) / service.blocks,
     }.get(service.role, service.segment)
     return max(1, round(seconds / BLOCK_S))
 
@@ -116,13 +119,15 @@ def saturation(traffic: Traffic, services: Mapping[str, ServiceProfile], devices
     """
     seconds = traffic[-1].at or 1.0
     decode = next((s for s in services.values() if s.role == "decode"), None)
-    each_token = step_seconds(decode.batch) / decode.batch if decode else 0.0
+    each_token = decode.seconds(decode.batch) / decode.batch if decode else 0.0
+    prefill = next((s for s in services.values() if s.role == "prefill"), None)
     work = 0.0
     for arrival in traffic:
         if arrival.service:
             work += arrival.cost
         else:
-            work += prompt_seconds(arrival.context) + max(0, arrival.generated - 1) * each_token
+            work += prefill.seconds(arrival.context) if prefill else 0.0
+            work += max(0, arrival.generated - 1) * each_token
     times = devices * seconds / work if work else 1.0
     if not 0 < times < math.inf:
         raise InvalidRequest(
@@ -188,7 +193,11 @@ def services(given: str, tables: Mapping[str, SpeedupCurve] = CURVES) -> dict[st
     """
     built_in = SERVICES.get(given)
     if built_in is not None:
-        return {s.name: replace(s, curve=tables.get(s.curve.name, s.curve)) for s in built_in}
+        # A table of a class's own name, as `greensched measure` writes, goes before its kind's.
+        return {
+            s.name: replace(s, curve=tables.get(s.name) or tables.get(s.curve.name, s.curve))
+            for s in built_in
+        }
     try:
         classes = json.loads(Path(given).read_text())["classes"]
         found = {name: _service(name, dict(each), tables) for name, each in classes.items()}
