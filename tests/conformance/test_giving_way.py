@@ -63,9 +63,9 @@ def test_a_lease_gives_way_and_goes_on(backend: Backend) -> None:
                 await until(lambda: pool.statistics().waiting == 1)
                 tasks.start_soon(checkpoint)
                 await entered.wait()
-                with pytest.raises(WouldBlock, match="await that checkpoint"):
+                with pytest.raises(WouldBlock, match="await its checkpoint"):
                     p.empty(8)
-                with pytest.raises(WouldBlock, match="await that checkpoint"):
+                with pytest.raises(WouldBlock, match="await its checkpoint"):
                     bound()
                 assert pool.statistics().waiting == 1
                 release.set()

@@ -280,6 +280,14 @@ async def _prepare_local(stage: Stage) -> None:
     await stage.pool.prepare_local("decode", list)
 
 
+@scenario("p.idle", opened)
+async def _idle(stage: Stage) -> None:
+    async with stage.pool.partition(ALL) as p:
+        p.run(int)
+        async with p.idle():
+            await stage.hold(16)
+
+
 @scenario("aclose with work in flight", opened_and_held)
 async def _aclose(stage: Stage) -> None:
     await stage.pool.aclose(grace=60)

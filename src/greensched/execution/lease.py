@@ -58,12 +58,12 @@ MAX_BOUND_LAUNCHES: Final = 4 * BATCH
 class LeaseState(enum.Enum):
     """Where a lease is in its life.
 
-    It may submit; it gave way at a checkpoint, and has no SMs until it is granted some again; it
-    has ended, and its work is not done; its work is done.
+    It may submit; it gave way at a checkpoint, or is idle, and has no SMs until it is granted some
+    again; it has ended, and its work is not done; its work is done.
     """
 
     OPEN = "open"
-    GAVE_WAY = "waits for SMs at its checkpoint"
+    GAVE_WAY = "has no SMs now"
     DRAINING = "draining"
     CLOSED = "closed"
 
@@ -232,8 +232,7 @@ class Lease:
         """Raise PartitionClosed if it has ended, WouldBlock while it waits at a checkpoint."""
         if self.state is LeaseState.GAVE_WAY:
             raise WouldBlock(
-                "this partition gave its SMs to another request at a checkpoint, which waits until "
-                "it has some again: await that checkpoint first"
+                "this partition has no SMs now: await its checkpoint, or leave its idle block first"
             )
         if self.state is not LeaseState.OPEN:
             raise PartitionClosed("this partition")

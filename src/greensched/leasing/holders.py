@@ -72,5 +72,6 @@ def _warning(lease: Lease, now: float, waiting: int) -> str:
     return (
         f"the partition taken at {lease.taken_at} has {lease.grant.sms} SMs of device "
         f"{lease.ordinal}, and has come to no checkpoint for {seconds:.1f} s, while others wait "
-        f"({waiting} for more than {MOST_S:g} s): await p.checkpoint() between pieces of work"
+        f"({waiting} for more than {MOST_S:g} s): await p.checkpoint() between pieces of work, and "
+        "write `async with p.idle():` where it waits for work"
     )

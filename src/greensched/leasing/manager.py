@@ -380,6 +380,34 @@ class LeaseManager:
             lease.move_bound_launches(executor)
         return waiting
 
+    def begin_idle(self, lease: Lease) -> None:
+        """Give back the cells of a lease that has no work, until `end_idle`.
+
+        Raises:
+            PoolClosed, DeviceLost, ForkedPool: the pool has ended.
+        """
+        with self.lock:
+            self.check()
+            granted = self.scheduler.drained(self._time(), lease.grant)
+            lease.executor.is_leased = False
+            lease.give_way()
+        self.notify_granted(granted)
+
+    async def end_idle(self, lease: Lease) -> None:
+        """Ask for what the lease had, and wait until it is granted. Raises as `wait_to_go_on`."""
+        request = lease.grant.request
+        try:
+            with self.lock:
+                self.check()
+                lease.check_waiting()
+                GrantWaiter(request, lease.poller)
+                granted = self.scheduler.ask_again(self._time(), lease.grant)
+        except GreenschedError:
+            lease.end()
+            raise
+        self.notify_granted(granted)
+        await self.wait_to_go_on(lease, request)
+
     async def wait_to_go_on(self, lease: Lease, request: Request) -> None:
         """Wait until a lease that gave way at a checkpoint is granted SMs again.
 

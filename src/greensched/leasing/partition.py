@@ -243,6 +243,39 @@ class Partition(AsyncBlock):
                 await manager.wait_to_go_on(lease, waiting)
         return self._open_lease().executor.sm_count
 
+    def idle(self) -> IdleBlock:
+        """Open a block in which the partition has no SMs, for a holder that waits for work.
+
+            async with p.idle():
+                request = await requests.get()
+
+        Entering waits for all of the lease's work, and gives all SMs back. Leaving asks for the
+        same again, as a request of its class, and waits for it: at most the budget of the class
+        where its reserve has the least. Inside, nothing can be submitted: `WouldBlock`. Bound
+        launches follow, and buffers stay valid; read `stream` and `context` again afterwards.
+
+        Entering raises as `checkpoint`; cancelled, it changes nothing. Leaving raises
+        `TooManySMs`, if the classes have changed, `PoolClosed` or `DeviceLost`. A block that is
+        left by a cancellation, or whose end is cancelled, ends the lease.
+        """
+        return IdleBlock(self)
+
+    async def _begin_idle(self) -> None:
+        lease = self._own_lease()
+        lease.check_ready()
+        if lease.poller.loop.always_yields:
+            await lease.poller.loop.checkpoint()
+        await lease.wait_idle()
+        self._open_lease().check_capture()
+        self._lifecycle.manager().begin_idle(lease)
+
+    async def _end_idle(self, kind: type[BaseException] | None) -> None:
+        lease = self._granted_lease()
+        if kind is not None and not issubclass(kind, Exception):
+            lease.poller.loop.call_threadsafe(lease.end)  # perhaps the collector ends the block
+        else:
+            await self._lifecycle.manager().end_idle(lease)
+
     # -- facts -------------------------------------------------------------------------------------
 
     @property
@@ -592,6 +625,25 @@ class Partition(AsyncBlock):
             return f"<Partition: {self._request}, {state}>"
         sms, device = lease.executor.sm_count, lease.ordinal
         return f"<Partition: {sms} SMs of device {device}, {lease.state.value}>"
+
+
+class IdleBlock(AsyncBlock):
+    """What `async with p.idle():` enters: see `Partition.idle`."""
+
+    __slots__ = ("_partition",)
+
+    def __init__(self, partition: Partition) -> None:
+        self._partition = partition
+
+    async def __aenter__(self) -> None:
+        """Wait for the partition's work, and give its SMs back."""
+        await self._partition._begin_idle()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        """Wait until the partition has SMs again."""
+        await self._partition._end_idle(kind)
 
 
 class PartitionGroup(AsyncBlock):

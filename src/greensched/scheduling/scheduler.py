@@ -357,17 +357,29 @@ class Scheduler:
 
         `grant` is over then. The request is QUEUED, or GRANTED again at once.
         """
-        request = grant.request
+        request, holder = grant.request, grant.holder
+        self._queue_again(request, now)
+        self.release(grant)
+        request.holder = holder
+        return self.drained(now, grant)
+
+    def ask_again(self, now: float, grant: Grant) -> list[Request]:
+        """Queue the request of a grant that was given back for a while, as another request.
+
+        Returns the requests that are granted because of it: itself, if there is room.
+        """
+        self.reclaim(now)
+        self._queue_again(grant.request, now)
+        grant.request.holder = grant.holder
+        return self.dispatcher.dispatch(now)
+
+    def _queue_again(self, request: Request, now: float) -> None:
         request.state, request.grants, request.arrived = QUEUED, (), now
         request.order, request.holder, request.held_devices = self._requested, None, frozenset()
         latency = request.class_state.latency
         request.due, request.deadline = None if latency is None else now + latency, None
         self.queue.add(request, self._line_of(request))
         self._requested += 1
-        holder = grant.holder
-        self.release(grant)
-        request.holder = holder
-        return self.drained(now, grant)
 
     def _line_of(self, request: Request) -> RequestLine:
         """Return the line that a request belongs to."""
