@@ -61,6 +61,14 @@ def test_the_preprocessors_text_is_told(compiler: Any) -> None:
     assert compiler.preprocess("", name="a.cu", arch="sm_90", options=["--no-such"]) is None
 
 
+def test_f30_06_without_proc_the_text_is_not_known(
+    compiler: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where NVRTC cannot open the files that it is to write, nothing is told, and nothing fails."""
+    monkeypatch.setattr(nvrtc, "_path", lambda file: f"/nowhere/{file}")
+    assert compiler.preprocess("int x;", name="a.cu", arch="sm_90") is None
+
+
 @pytest.mark.parametrize("arch", ["sm_1", "compute_90", "no such thing"])
 def test_an_architecture_without_machine_code_is_told(compiler: Any, arch: str) -> None:
     """What is no real architecture of this compiler raises CompileFailed, and says so."""
