@@ -486,6 +486,18 @@ class Lease:
             if not self.launches_without_ticket and last == stream.issued and executor.is_idle:
                 return
 
+    def has_no_work(self) -> bool:
+        """Whether `wait_idle` has nothing to wait for, which a checkpoint finds as a rule."""
+        executor = self.executor
+        launches, copies = executor.launch_stream, executor.copy_stream
+        return (
+            not (self.launches_without_ticket or self._unfinished or launches.health.is_over)
+            and (launches.issued == launches.last_reached or launches.is_idle)
+            and (copies is None or copies.is_idle)
+            and executor.call_stream.is_idle
+            and not self._may_have_foreign_work()
+        )
+
     def _may_have_foreign_work(self) -> bool:
         """Whether libraries may have work on the green context that has no ticket.
 

@@ -233,7 +233,8 @@ class Partition(AsyncBlock):
         if lease.poller.loop.always_yields:
             await lease.poller.loop.checkpoint()
         executor = lease.executor
-        await lease.wait_idle()
+        if not lease.has_no_work():
+            await lease.wait_idle()
         self._open_lease()
         if lease.executor is executor:  # else another task's checkpoint was first
             lease.check_capture()
