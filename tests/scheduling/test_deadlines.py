@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
+import random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from greensched.errors import DeadlineExceeded, DeadlineImpossible, QueueFull
-from greensched.scheduling.admission import BUCKET, DeadlineLedger
+from greensched.scheduling.admission import BUCKET, DeadlineLedger, PackedWork
 from greensched.scheduling.cells import DeviceCells, parse_sizes
 from greensched.scheduling.policy import Deadline, Fair, Fifo, Policy
 from greensched.scheduling.requests import GrantState, Request
@@ -92,6 +96,50 @@ def test_who_would_wait_too_long_is_refused() -> None:
         ask(scheduler, 0.0, ALL, duration=0.1, deadline=0.25)
     assert caught.value.predicted == pytest.approx(0.3)
     assert ask(scheduler, 0.0, ALL, duration=0.1, deadline=0.35).state is GrantState.QUEUED
+
+
+def overloaded(policy: Policy, seed: int) -> tuple[int, int]:
+    """Return how many requests of 48 of 132 SMs are admitted at 1.3 times the load, and in time."""
+    rng, order = random.Random(seed), itertools.count()
+    cells = DeviceCells(size=8, count=16, remainder=4)
+    scheduler = Scheduler([cells], policy, 1000, services=[ServiceClass("a", latency=0.060)])
+    events: list[tuple[float, int, Request | None]] = []
+    at = 0.0
+    while (at := at + rng.expovariate(1.3 * 2 / 0.010)) < 3.0:
+        heapq.heappush(events, (at, next(order), None))
+    admitted = in_time = 0
+    while events:
+        now, _, done = heapq.heappop(events)
+        if done is not None:
+            in_time += now <= done.arrived + 0.060 + 1e-9
+            granted = scheduler.drained(now, done.grants[0])
+        else:
+            try:
+                granted = [ask(scheduler, now, 48, "a", duration=0.010)]
+            except DeadlineImpossible:
+                continue
+            admitted += 1
+        for request in granted:
+            if request.grants:
+                heapq.heappush(events, (now + 0.010, next(order), request))
+    return admitted, in_time
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_admission_counts_what_packs(seed: int) -> None:
+    """Of a size that fits twice, not 2.75 times, no more is admitted than is served in time."""
+    admitted, in_time = overloaded(Deadline(), seed)
+    assert in_time >= 0.99 * admitted
+    assert in_time >= 0.95 * 3.0 * 2 / 0.010, "the device is in use"
+
+
+@given(st.lists(st.integers(1, 132), min_size=1, max_size=8))
+def test_what_fits_together_counts_as_one_device_at_most(sizes: list[int]) -> None:
+    """By no measure of the work is more refused than can be packed."""
+    cells = DeviceCells(size=8, count=16, remainder=4)
+    if sum(map(cells.cells_for, sizes)) <= cells.count:
+        shares = [PackedWork([cells]).shares(sms) for sms in sizes]
+        assert all(sum(measure) <= 1 + 1e-9 for measure in zip(*shares, strict=True))
 
 
 @pytest.mark.parametrize("slack", range(1, 30))

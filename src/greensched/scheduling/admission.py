@@ -2,15 +2,17 @@
 
 A request of known duration with a deadline is admitted if its predicted end is not later. Where the
 policy serves the earliest deadline first, every admitted request that is due later must still be in
-time as well: the work due by each moment must fit before it, on all SMs together. That is necessary
-but not sufficient, since SMs cannot always be packed.
+time as well: the work due by each moment must fit before it, by what packs on the devices. That is
+necessary but not sufficient: the prediction stays a lower bound.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 
 from greensched.scheduling.allocator import SMAllocator
+from greensched.scheduling.cells import DeviceCells
 from greensched.scheduling.requests import Request
 
 #: Seconds of a bucket of deadlines, and the number of buckets. A deadline counts as the beginning
@@ -20,13 +22,85 @@ BUCKET = 0.001
 BUCKETS = 1024
 
 
+#: The measures of what packs, beside the part of the cells: how many requests of more than a half,
+#: a third, a quarter ... of a device fit in it. Below a sixth the cells alone are within a sixth.
+MEASURES = (1, 2, 3, 4, 5)
+
+
+class PackedWork:
+    """Queued work by when it is due, in seconds of a device, by several measures of what packs.
+
+    By each measure the requests that fit on a device together count as one at most, so work that
+    exceeds the devices by any of them cannot be done: of 48 SMs of 132 only two fit, which count as
+    a half each (dual feasible functions; Fekete and Schepers, Mathematical Programming 2001).
+
+    Args:
+        devices: the cells of each device; requests are measured on the largest.
+    """
+
+    def __init__(self, devices: Sequence[DeviceCells]) -> None:
+        self._cells = largest = max(devices, key=lambda cells: cells.total)
+        self._units = largest.count + largest.cells_for(largest.remainder)
+        self._devices = len(devices)
+        self._ledgers = [DeadlineLedger(self._devices) for _ in (0, *MEASURES)]
+
+    def shares(self, sms: int) -> list[float]:
+        """Return the part of a device that so many SMs take, by each measure."""
+        cells, units = min(self._cells.cells_for(sms), self._units), self._units
+        found = [cells / units]
+        for k in MEASURES:
+            parts = (k + 1) * cells
+            found.append(parts // units / k if parts % units else cells / units)
+        return found
+
+    def add(self, due: float, sms: int, seconds: float) -> int:
+        """Add work. Return its bucket, for `remove`."""
+        pairs = zip(self._ledgers, self.shares(sms), strict=True)
+        buckets = [ledger.add(due, share * seconds) for ledger, share in pairs]
+        return buckets[0]  # that of all of them
+
+    def remove(self, bucket: int, sms: int, seconds: float) -> None:
+        """Remove work that was added."""
+        for ledger, share in zip(self._ledgers, self.shares(sms), strict=True):
+            ledger.remove(bucket, share * seconds)
+
+    def advance(self, now: float) -> None:
+        """Move to another time: work that was due before it is late."""
+        for ledger in self._ledgers:
+            ledger.advance(now)
+
+    def due_by(self, due: float) -> float:
+        """Return the seconds that the work due by then takes on all devices, at least."""
+        return max(ledger.due_by(due) for ledger in self._ledgers) / self._devices
+
+    def has_room(
+        self, now: float, due: float, sms: int, seconds: float, running: Iterable[tuple[int, float]]
+    ) -> bool:
+        """Return whether all work due later stays in time with so much more due by `due`.
+
+        Args:
+            now: seconds.
+            due: when the new work is due.
+            sms: SMs that it takes.
+            seconds: how long it takes.
+            running: SMs and remaining seconds of each grant.
+        """
+        work = [share * seconds for share in self.shares(sms)]
+        for used, left in running:
+            work = [
+                sum_ + share * left for sum_, share in zip(work, self.shares(used), strict=True)
+            ]
+        pairs = zip(self._ledgers, work, strict=True)
+        return all(ledger.has_room(now, due, added) for ledger, added in pairs)
+
+
 class DeadlineLedger:
     """Queued work by when it is due: how much is due by a moment, and the least slack after it.
 
     A segment tree over a ring of buckets, so each query and change takes O(log `BUCKETS`).
 
     Args:
-        sms: SMs that do the work.
+        sms: what does the work: SMs, or devices.
     """
 
     __slots__ = ("_late", "_leaves", "_now", "_sum", "_tight", "sms")
@@ -143,9 +217,9 @@ def best_case(request: Request, allocator: SMAllocator) -> float | None:
 def predict_completion(
     request: Request,
     seconds: float,
-    work: float,
+    sms: int,
     allocator: SMAllocator,
-    ledger: DeadlineLedger | None,
+    ledger: PackedWork | None,
     now: float,
 ) -> tuple[float, bool]:
     """Predict when a request that must wait will be done.
@@ -153,7 +227,7 @@ def predict_completion(
     Args:
         request: the request, which is due at some time.
         seconds: what it takes once it is granted.
-        work: the same in SM-seconds.
+        sms: the SMs that it takes.
         allocator: what is granted.
         ledger: what is due, where the policy serves the earliest deadline first.
         now: seconds.
@@ -168,5 +242,5 @@ def predict_completion(
         ahead = sum(one.queued_work for one in classes if one.priority >= request.priority)
         return free_at - now + ahead / allocator.total + seconds, True
     ledger.advance(now)
-    is_fair = ledger.has_room(now, request.due, work + allocator.running(now))
-    return free_at - now + ledger.due_by(request.due) / allocator.total + seconds, is_fair
+    is_fair = ledger.has_room(now, request.due, sms, seconds, allocator.running(now))
+    return free_at - now + ledger.due_by(request.due) + seconds, is_fair

@@ -593,10 +593,10 @@ class SMAllocator:
                 break
         return at
 
-    def running(self, now: float) -> float:
-        """Return the SM-seconds that grants are expected to take from now on."""
+    def running(self, now: float) -> list[tuple[int, float]]:
+        """Return the SMs of each grant, and the seconds that it is expected to take from now on."""
         grants = (grant for of_device in self.grants for grant in of_device)
-        return sum(grant.sms * max(0.0, (grant.ends or now) - now) for grant in grants)
+        return [(grant.sms, (grant.ends or now) - now) for grant in grants if grant.ends]
 
 
 class _Choices(NamedTuple):

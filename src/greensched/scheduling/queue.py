@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from greensched.errors import InvalidRequest
-from greensched.scheduling.admission import DeadlineLedger
+from greensched.scheduling.admission import PackedWork
+from greensched.scheduling.cells import DeviceCells
 from greensched.scheduling.class_state import ClassState
 from greensched.scheduling.fair_queueing import VirtualTime
 from greensched.scheduling.policy import GuardedPolicy
@@ -30,27 +32,29 @@ class RequestQueue:
     Args:
         policy: their order.
         virtual_time: what the classes were charged.
-        sms: SMs there are in all.
+        devices: the cells of each device.
     """
 
-    def __init__(self, policy: GuardedPolicy, virtual_time: VirtualTime, sms: int) -> None:
+    def __init__(
+        self, policy: GuardedPolicy, virtual_time: VirtualTime, devices: Sequence[DeviceCells]
+    ) -> None:
         self.waiting = 0
         #: When the queue was last empty before it was not.
         self.busy_since = 0.0
         self.lines: dict[tuple[object, ...], RequestLine] = {}
         self.reservation: Reservation | None = None
         #: What is due when, where the policy goes by that, and the bucket of each request in it.
-        self.ledger: DeadlineLedger | None = None
+        self.ledger: PackedWork | None = None
         self._buckets: dict[Request, int] = {}
         self._deadlines = LazyHeap(deadline_key)
         self._virtual_time = virtual_time
-        self._sms = sms
+        self._devices = devices
         self.set_policy(policy)
 
     def set_policy(self, policy: GuardedPolicy) -> None:
         """Order by another policy; `requeue` follows if requests wait."""
         self.policy = policy
-        self.ledger = DeadlineLedger(self._sms) if policy.by_deadline else None
+        self.ledger = PackedWork(self._devices) if policy.by_deadline else None
         self._buckets.clear()
 
     def requeue(self) -> None:
@@ -91,7 +95,9 @@ class RequestQueue:
         line.add(request, rank)
         if self.ledger is not None and request.due is not None:
             self.ledger.advance(request.arrived)
-            self._buckets[request] = self.ledger.add(request.due, request.work)
+            asked = request.line.asked
+            seconds = request.work / asked
+            self._buckets[request] = self.ledger.add(request.due, asked, seconds)
 
     def remove(self, request: Request) -> bool:
         """Remove a request, whose state has changed already.
@@ -107,7 +113,8 @@ class RequestQueue:
         if request.deadline is not None:
             self._deadlines.discard(request)
         if self._buckets and request in self._buckets and self.ledger is not None:
-            self.ledger.remove(self._buckets.pop(request), request.work)
+            asked = request.line.asked
+            self.ledger.remove(self._buckets.pop(request), asked, request.work / asked)
         if self.reservation is not None and self.reservation.request is request:
             self.reservation = None
         self.waiting -= 1

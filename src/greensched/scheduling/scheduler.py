@@ -92,7 +92,7 @@ class Scheduler:
     ) -> None:
         guarded = GuardedPolicy(policy)
         self.allocator = SMAllocator(devices, is_made, services, placement)
-        self.queue = RequestQueue(guarded, self.allocator.virtual_time, self.allocator.total)
+        self.queue = RequestQueue(guarded, self.allocator.virtual_time, self.allocator.devices)
         self.dispatcher = Dispatcher(self.queue, self.allocator, guarded)
         self.max_waiting = max_waiting
         #: What the pool is to do: make executors for (device, cells), and tell rejected requests
@@ -658,7 +658,7 @@ class Scheduler:
         if request.due is None or seconds is None:
             return
         done, is_fair = predict_completion(
-            request, seconds, sms * seconds, self.allocator, self.queue.ledger, now
+            request, seconds, sms, self.allocator, self.queue.ledger, now
         )
         if now + done > request.due or not is_fair:
             self._handle_late(request, done)
