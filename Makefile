@@ -19,6 +19,7 @@
 #   make bench-gpu      run the benchmarks on this machine's GPU, with the Python of test-gpu
 #   make bench-http     run the FastAPI example at twice its capacity for a minute
 #   make bench-ray      run a fleet on a Ray cluster of three nodes with simulated GPUs; one is lost
+#   make fuzz-scheduler  run PROGRAMS=10000 random programs against the scheduler, on one core
 #   make soak           run 200,000 leases: memory, threads and files must not grow
 
 PYTHON ?= $(firstword $(foreach v,python3.11 python3.12 python3.13 python3.14 python3,$(if $(shell $(v) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo ok),$(v))))
@@ -32,7 +33,7 @@ COMPILED := .build/compiled
 COMPILER := $(shell command -v $(CC))
 SOURCES  := $(shell find src -name '*.py')
 
-.PHONY: demo test check check-counts format test-standin test-integrations check-extras test-gpu bench bench-gpu bench-engine bench-http bench-ray test-embedding soak compiled test-compiled clean
+.PHONY: demo test check check-counts format test-standin test-integrations check-extras test-gpu bench bench-gpu bench-engine bench-http bench-ray test-embedding soak fuzz-scheduler compiled test-compiled clean
 
 demo: $(VENV)/.ready
 	$(BIN)/greensched demo $(ARGS)
@@ -108,6 +109,10 @@ bench-http: $(VENV)/.ready
 
 bench-ray: $(OTHERS)/.ready
 	$(OTHERS)/bin/python -m benchmarks.system.ray $(ARGS)
+
+PROGRAMS ?= 10000
+fuzz-scheduler: $(VENV)/.ready
+	$(BIN)/python -m tests.scheduling.fuzz --programs $(PROGRAMS) $(ARGS)
 
 soak: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.system.soak $(ARGS)

@@ -13,6 +13,7 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import count
+from typing import Any
 
 from greensched.errors import DeadlineImpossible, QueueFull, TooManySMs
 from greensched.leasing.device_pool import MAX_PREBUILT
@@ -264,7 +265,7 @@ class Execution:
             self._ask(task)
 
 
-def run(program: Program, policy: str, **options: bool) -> dict[str, Outcome]:
+def run(program: Program, policy: str, **options: Any) -> dict[str, Outcome]:
     """Run a program under a policy with elastic leases."""
     return Execution(program, POLICIES[policy](), elastic=True, **options).run()
 

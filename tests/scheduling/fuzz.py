@@ -1,0 +1,95 @@
+"""Run random programs of three to six classes under every policy, and count what went wrong.
+
+    python -m tests.scheduling.fuzz --programs 1000
+    python -m tests.scheduling.fuzz --seed 402 --policy sized     # one program again
+
+Each is compared with the same work on fixed partitions, first in, first out. Counted are:
+
+- *locked*: requests wait at the end, and nothing will happen any more;
+- *free*: a request waits although the scheduler grants it when asked once more;
+- *starved*: a request waited longer than 0.3 s and twice as long as any on fixed partitions;
+- *below*: of the highest class with a target more than 2 %, and more than one request, fewer were
+  in time than on fixed partitions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import Counter, defaultdict
+
+from greensched.scheduling.policy import POLICIES
+
+from .programs import Execution, Outcome, Program, draw, partitions, run
+
+#: Seconds of waiting that no program is called starved for.
+PATIENCE = 0.3
+#: Seeds printed of each kind.
+SHOWN = 8
+
+
+def ask_again(execution: Execution) -> None:
+    """Fail if a request waits that is granted when asked once more."""
+    if execution.waiting:
+        again = execution.scheduler.dispatcher.dispatch(execution.now)
+        assert not again, f"free: {again} waited"
+
+
+def faults(program: Program, policy: str, base: dict[str, Outcome]) -> list[str]:
+    """Run a program under a policy, and return what went wrong."""
+    try:
+        outcomes = run(program, policy, check=ask_again)
+    except AssertionError as error:
+        return ["free" if str(error).startswith("free") else "locked"]
+    found = []
+    waits = [max(one.longest_wait for one in each.values()) for each in (outcomes, base)]
+    if waits[0] > max(PATIENCE, 2 * waits[1]):
+        found.append("starved")
+    if program.highest is not None:
+        name = program.highest.rules.name
+        less = base[name].in_time - outcomes[name].in_time
+        if less > max(1.0, 0.02 * base[name].requests):
+            found.append("below")
+    return found
+
+
+def main(argv: list[str]) -> int:
+    """Run the programs and print the counts; return 1 if a request starved or was locked."""
+    parser = argparse.ArgumentParser(prog="python -m tests.scheduling.fuzz")
+    parser.add_argument("--programs", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0, help="of the first program")
+    parser.add_argument("--policy", choices=sorted(POLICIES), help="run one program of one policy")
+    args = parser.parse_args(argv)
+    if args.policy:
+        program = draw(args.seed)
+        base, outcomes = partitions(program), run(program, args.policy, check=ask_again)
+        for one in program.traffic:
+            name = one.rules.name
+            print(
+                one, f"  {args.policy}: {outcomes[name]}", f"  partitions: {base[name]}", sep="\n"
+            )
+        return 0
+    counts, seeds, began = (
+        Counter[tuple[str, str]](),
+        defaultdict[str, list[int]](list),
+        time.time(),
+    )
+    for seed in range(args.seed, args.seed + args.programs):
+        program = draw(seed)
+        base = partitions(program)
+        for policy in POLICIES:
+            for fault in faults(program, policy, base):
+                counts[policy, fault] += 1
+                seeds[f"{policy} {fault}"].append(seed)
+    rate = args.programs / (time.time() - began)
+    print(f"{args.programs} programs from seed {args.seed} under {len(POLICIES)} policies: "
+          f"{rate:.0f} programs/s")  # fmt: skip
+    for what, some in sorted(seeds.items()):
+        print(f"  {what}: {len(some)}, seeds {some[:SHOWN]}")
+    is_broken = any(fault in {"locked", "free", "starved"} for _, fault in counts)
+    return int(is_broken)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
