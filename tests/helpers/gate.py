@@ -29,7 +29,9 @@ class Gate:
         track.stream.context.driver.wait_value(track.stream.handle, gate._word.address, 1)
         gate._word.record_use(track, (track.issued + 1) & 0xFFFFFFFF, write=False)
         lease.reusable = False
-        lease.launches_without_ticket += 1  # as by a bound launch: on the stream, without a ticket
+        lease.launches_without_ticket = (
+            True  # as by a bound launch: on the stream, without a ticket
+        )
         return gate
 
     def open(self) -> None:

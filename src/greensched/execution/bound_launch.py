@@ -69,6 +69,7 @@ class BoundLaunch:
         "_arguments",
         "_cache",
         "_elsewhere",
+        "_launch",
         "_lease",
         "_name",
         "_prepared",
@@ -81,6 +82,7 @@ class BoundLaunch:
         self._cache = lease.executor.cache
         self.track = lease.launch_stream
         self._prepared = prepared
+        self._launch = prepared.launch
         self._arguments = prepared.arguments
         self._name = name
         #: Empty: a launch has nothing to check. Other threads add to it.
@@ -127,10 +129,10 @@ class BoundLaunch:
                 self._launch_deferred()
                 return
         try:
-            self._prepared.launch()
+            self._launch()
         except CUDAError as error:
             self._failed(error)
-        lease.launches_without_ticket += 1
+        lease.launches_without_ticket = True
         lease.launch_budget -= 1
 
     def submit(self) -> Job[None]:
@@ -145,7 +147,7 @@ class BoundLaunch:
         deferred = self._slow_reasons and self._must_defer()
         if full or deferred or stream.submitted != issued or stream.first_uses:
             return self._launch_deferred()
-        return lease.submit_now(self._prepared.launch, self._name, issued + 1)
+        return lease.submit_now(self._launch, self._name, issued + 1)
 
     def set(self, index: int, value: object) -> None:
         """Patch one argument, for later launches.
@@ -207,6 +209,7 @@ class BoundLaunch:
             buffer.unbind(self, ticket)
         self._cache, self.track = self._lease.executor.cache, self._lease.launch_stream
         self._prepared = self._prepared.with_stream(self.track.stream)
+        self._launch = self._prepared.launch
         self._elsewhere.clear()
         # In place: another thread may close it meanwhile.
         self._slow_reasons -= ENDED_BY_MOVE

@@ -169,8 +169,8 @@ class Lease:
         self.stream_shared = False
         #: Its end has nothing to do but wait for its launches: it may be cached.
         self.reusable = True
-        #: Bound launches since the last ticket.
-        self.launches_without_ticket = 0
+        #: There were bound launches since the last ticket.
+        self.launches_without_ticket = False
         #: Bound launches allowed until they must be counted again, by `may_launch_bound`.
         self.launch_budget = BATCH
         self._budget_used = False
@@ -325,7 +325,7 @@ class Lease:
         self.poller.watch(stream)
         executor.submit_deferred(ordered_step, job, self.poller)
         if not on_copy_stream:
-            self.launches_without_ticket = 0
+            self.launches_without_ticket = False
         return job
 
     def submit_now(self, step: Callable[[], T], what: str, ticket: int) -> Job[T]:
@@ -358,7 +358,7 @@ class Lease:
         except CUDAError as error:
             executor.health.fail(error)
             raise DeviceLost(error) from None
-        self.launches_without_ticket = 0
+        self.launches_without_ticket = False
         poller = self.poller
         if stream not in poller.pending:
             poller.watch(stream)
@@ -438,7 +438,7 @@ class Lease:
         stream = self.executor.launch_stream
         inline = stream.submitted == stream.issued and not stream.first_uses
         ticket = stream.issue()
-        self.launches_without_ticket = 0
+        self.launches_without_ticket = False
         self.poller.watch(stream)
         if inline:
             self._write_ticket(ticket)
