@@ -30,7 +30,7 @@ class Gate:
         gate._word.record_use(track, (track.issued + 1) & 0xFFFFFFFF, write=False)
         lease.reusable = False
         lease.launches_without_ticket = (
-            True  # as by a bound launch: on the stream, without a ticket
+            True  # as by a bound launch
         )
         return gate
 
