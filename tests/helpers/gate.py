@@ -29,9 +29,7 @@ class Gate:
         track.stream.context.driver.wait_value(track.stream.handle, gate._word.address, 1)
         gate._word.record_use(track, (track.issued + 1) & 0xFFFFFFFF, write=False)
         lease.reusable = False
-        lease.launches_without_ticket = (
-            True  # as by a bound launch
-        )
+        lease.launches_without_ticket = True  # as by a bound launch
         return gate
 
     def open(self) -> None:
