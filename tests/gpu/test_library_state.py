@@ -1,6 +1,6 @@
 """On a real GPU: libraries with state of their own work in two partitions at once.
 
-What docs/libraries.md says of them is shown here.
+What docs/libraries.md says of them is tried here.
 """
 
 from __future__ import annotations
