@@ -10,9 +10,11 @@ import asyncio
 import functools
 import sys
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from asyncio import _get_running_loop
 from collections.abc import Awaitable, Callable, Generator
+from contextlib import suppress
 from contextvars import Context, ContextVar, copy_context
 from typing import Any, Final, Protocol
 
@@ -367,11 +369,18 @@ class TaskWaiter:
 
 
 class _TaskTimer:
-    """A system task that sleeps until its next call."""
+    """A system task that sleeps until its next call, and ends with the object that it calls.
+
+    The task lives as long as the run, otherwise, and would keep every pool that was closed in it.
+
+    Args:
+        callback: a method, whose object is not kept alive.
+    """
 
     def __init__(self, trio: Any, callback: Callable[[], None]) -> None:
         self._trio = trio
-        self._callback = callback
+        self._token = trio.lowlevel.current_trio_token()
+        self._callback = weakref.WeakMethod(callback, self._collected)
         self._due: float | None = None
         self._changed = trio.Event()
         trio.lowlevel.spawn_system_task(self._run, name="greensched timer")
@@ -379,6 +388,11 @@ class _TaskTimer:
     def schedule(self, delay: float) -> None:
         self._due = self._trio.current_time() + max(0.0, delay)
         self._changed.set()
+
+    def _collected(self, _: object) -> None:
+        """Wake the task, to end. From any thread, as the collector runs on any."""
+        with suppress(self._trio.RunFinishedError):
+            self._token.run_sync_soon(self.schedule, 0.0)
 
     async def _run(self) -> None:
         trio = self._trio
@@ -389,7 +403,11 @@ class _TaskTimer:
             if self._due is not None and self._due <= trio.current_time():
                 self._due = None
                 await trio.lowlevel.checkpoint()
-                self._callback()
+                callback = self._callback()
+                if callback is None:
+                    return
+                callback()
+                del callback  # or its object would live while this sleeps
 
 
 async def notify_on_exit(trio: Any, callback: Callable[[], None]) -> None:

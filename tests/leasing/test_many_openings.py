@@ -1,0 +1,65 @@
+"""Opening and closing pools again and again leaves nothing: counts, as memory belongs to malloc."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections import Counter
+from pathlib import Path
+
+import anyio
+import pytest
+
+from greensched import LaunchConfig, Pool
+from greensched.driver import simulated
+from greensched.kernels import spin
+from helpers.waiting import turns
+
+ONE = LaunchConfig(grid=1, block=1)
+
+
+def ours() -> Counter[str]:
+    """How many objects of each of the library's classes the collector knows."""
+    gc.collect()
+    found: Counter[str] = Counter()
+    for one in gc.get_objects():
+        kind = type(one)
+        if str(getattr(kind, "__module__", "")).startswith("greensched"):
+            found[kind.__qualname__] += 1
+    return found
+
+
+def library_threads() -> list[threading.Thread]:
+    threads = [one for one in threading.enumerate() if one.name.startswith("greensched")]
+    return [one for one in threads if not one.name.endswith("simulated-gpu")]
+
+
+def descriptors() -> int:
+    folder = Path("/proc/self/fd")
+    return len(list(folder.iterdir())) if folder.is_dir() else 0
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_f30_12_opens_and_closes_leave_nothing_d14(backend: str) -> None:
+    """After 5 and after 25 pools there are as many objects, threads and open files."""
+    driver = simulated.open("h20")
+
+    async def use(times: int) -> tuple[Counter[str], int, int]:
+        for _ in range(times):
+            async with Pool(driver=driver) as pool, pool.partition(8) as p:
+                await p.launch(ONE, spin, 1000)
+                await p.run(lambda: None)
+        del pool, p
+        for thread in library_threads():
+            await anyio.to_thread.run_sync(thread.join, 5)
+        gc.collect()
+        await turns()  # what a collected object's task does behind that
+        return ours(), len(library_threads()), descriptors()
+
+    async def main() -> None:
+        await use(5)
+        before = await use(1)
+        assert await use(20) == before
+
+    anyio.run(main, backend=backend)
+    assert not driver.live()
