@@ -59,7 +59,9 @@ def test_f30_12_opens_and_closes_leave_nothing_d14(backend: str) -> None:
     async def main() -> None:
         await use(5)
         before = await use(1)
-        assert await use(20) == before
+        after = await use(20)
+        assert not after[0] - before[0]  # fewer: what earlier tests left has ended meanwhile
+        assert after[1:] <= before[1:]
 
     anyio.run(main, backend=backend)
     assert not driver.live()
