@@ -98,6 +98,35 @@ def test_who_would_wait_too_long_is_refused() -> None:
     assert ask(scheduler, 0.0, ALL, duration=0.1, deadline=0.35).state is GrantState.QUEUED
 
 
+@pytest.mark.parametrize("policy", [Fifo(), Deadline()])
+def test_a_declared_duration_that_is_wrong_locks_no_class_out(policy: Policy) -> None:
+    """Declared five times too long, above the latency: at most 1 % is refused after a hundred."""
+    scheduler = make(ServiceClass("a", latency=0.100), policy=policy)
+    refused = []
+    for i in range(400):
+        try:
+            request = ask(scheduler, 0.1 * i, 8, "a", duration=0.150)  # it takes 30 ms
+            scheduler.drained(0.1 * i + 0.030, request.grants[0])
+        except DeadlineImpossible:
+            refused.append(i)
+    assert sum(i >= 100 for i in refused) <= 3
+    assert len(refused) < 10
+
+
+def test_a_declared_duration_that_is_right_is_believed() -> None:
+    """Where leases do take longer than the latency, fewer and fewer are tried."""
+    scheduler = make(ServiceClass("a", latency=0.100))
+    tried = 0
+    for i in range(400):
+        try:
+            request = ask(scheduler, float(i), 8, "a", duration=0.150)
+            tried += 1
+            scheduler.drained(i + 0.150, request.grants[0])
+        except DeadlineImpossible:
+            pass
+    assert 1 <= tried <= 6
+
+
 def overloaded(policy: Policy, seed: int) -> tuple[int, int]:
     """Return how many requests of 48 of 132 SMs are admitted at 1.3 times the load, and in time."""
     rng, order = random.Random(seed), itertools.count()

@@ -328,3 +328,13 @@ def test_f30_15_loans_go_back_first_to_an_owner_that_waits() -> None:
     ask(scheduler, 0.001, 16, "owner")
     scheduler.allocator.reservations[0].give(borrower, 2)
     assert {owner.name: lent for owner, lent in borrower.loans.items()} == {"patient": 4}
+
+
+def test_a_class_that_was_slow_once_borrows_again_after_a_while() -> None:
+    """What it took longer than it declared is forgotten with time: no lease of it need come."""
+    scheduler = make(OWNER, BATCH)
+    (slow,) = ask(scheduler, 0.0, 56, "batch").grants
+    scheduler.drained(0.050, slow)
+    with pytest.raises(TooManySMs):
+        ask(scheduler, 0.060, 56, "batch")
+    assert ask(scheduler, 60.0, 56, "batch").state is GrantState.GRANTED

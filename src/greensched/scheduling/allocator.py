@@ -567,6 +567,8 @@ class SMAllocator:
 
     def resume(self, grant: Grant, now: float) -> None:
         """Account for a lease that begins on a suspended grant; where there are classes."""
+        if self.is_limited:
+            grant.class_state.heal(now)
         grant.request.arrived = now
         grant.is_settled = False
         grant.charged = grant.used = 0.0

@@ -12,6 +12,15 @@ from greensched.typing import NamedSize
 #: Weight of the newest sample in a smoothed value: about the last ten samples count.
 SMOOTHING: Final = 0.1
 
+#: After so many refusals of requests that would be late, a class has one admitted, to find out
+#: whether its durations are right; after twice as many each time, up to the most, until a lease
+#: took less than `SHORTER` of what was expected.
+PROBE_AFTER, PROBE_MOST = 8, 1024
+SHORTER = 0.8
+#: Seconds in which half of what a class took longer than it declared is forgotten: some hundred
+#: leases, so a class that was slow once may borrow again within a minute.
+HALF_LIFE = 10.0
+
 #: Seconds of its quota that a class may save up: two leases of middling length, so that a class
 #: within its quota rarely waits because of it.
 QUOTA_WINDOW = 1.0
@@ -43,6 +52,10 @@ class ClassState:
         self.mean_duration = self.longest_duration = self.checkpoint_interval = 0.0
         #: How much longer than their known duration its leases took of late; at least 1.
         self.overrun_factor = 1.0
+        #: What its leases took, as a part of what was expected; 1 at most.
+        self.duration_ratio = 1.0
+        self._refusals, self._probe_after = 0, PROBE_AFTER
+        self._healed = 0.0
         #: SM-seconds left of its quota, and when they were last computed.
         self.tokens, self.refilled = math.inf, 0.0
         #: The latencies come from `Pool.observe`; else those of its leases count.
@@ -110,6 +123,31 @@ class ClassState:
         if duration:
             over, old = seconds / duration, self.overrun_factor
             self.overrun_factor = over if over > old else max(1.0, old + SMOOTHING * (over - old))
+            is_first = self.duration_ratio == 1.0
+            self.duration_ratio += (1.0 if is_first else SMOOTHING) * (over - self.duration_ratio)
+            self.duration_ratio = min(1.0, self.duration_ratio)
+            if over < SHORTER:
+                self._probe_after = PROBE_AFTER
+
+    def is_probe(self) -> bool:
+        """Count a request that would be refused; return whether it is admitted as a probe."""
+        self._refusals += 1
+        if self._refusals < self._probe_after:
+            return False
+        self._refusals, self._probe_after = 0, min(PROBE_MOST, 2 * self._probe_after)
+        return True
+
+    def heal(self, now: float) -> None:
+        """Forget part of what it took longer than it declared, by the time that has passed."""
+        kept = 0.5 ** max(0.0, (now - self._healed) / HALF_LIFE)
+        self._healed = now
+        self.overrun_factor = 1.0 + kept * (self.overrun_factor - 1.0)
+        declared = self.rules.checkpoint_interval
+        if declared is not None:
+            over = max(0.0, self.checkpoint_interval - declared)
+            self.checkpoint_interval -= (1.0 - kept) * over
+            over = max(0.0, self.longest_duration - declared)
+            self.longest_duration -= (1.0 - kept) * over
 
     def record_latency(self, latency: float, number: int) -> None:
         """Record that so many requests had this latency."""
@@ -127,7 +165,7 @@ class ClassState:
         """
         if duration is not None:
             return duration * self.overrun_factor
-        declared = 0.0 if is_elastic else self.rules.checkpoint_interval or 0.0
+        declared = self.mean_duration if is_elastic else self.rules.checkpoint_interval or 0.0
         return max(declared, self.longest_duration) or math.inf
 
     # -- its quota ---------------------------------------------------------------------------------

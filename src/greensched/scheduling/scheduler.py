@@ -156,6 +156,8 @@ class Scheduler:
         Under a policy that sizes grants, `resized` comes next: others may now get less.
         """
         state = self._class_of(service)
+        if self.allocator.is_limited:
+            state.heal(now)
         due = deadline
         if due is None and state.latency is not None:
             due = now + state.latency
@@ -646,8 +648,10 @@ class Scheduler:
     def _refuse_late(self, request: Request, due: float) -> None:
         """Refuse what cannot be done in time, not even with the most it asks for."""
         seconds = best_case(request, self.allocator)
-        if seconds is not None and request.arrived + seconds > due:
-            self._handle_late(request, seconds)
+        if seconds is not None:
+            seconds *= request.class_state.duration_ratio
+            if request.arrived + seconds > due:
+                self._handle_late(request, seconds)
 
     def _admit(self, request: Request, line: RequestLine, now: float) -> None:
         """Refuse what must wait too long to be done in time, or would make others late."""
@@ -657,6 +661,7 @@ class Scheduler:
         seconds = request.seconds(sms)
         if request.due is None or seconds is None:
             return
+        seconds *= request.class_state.duration_ratio
         done, is_fair = predict_completion(
             request, seconds, sms, self.allocator, self.queue.ledger, now
         )
@@ -664,9 +669,15 @@ class Scheduler:
             self._handle_late(request, done)
 
     def _handle_late(self, request: Request, done: float) -> None:
-        """Refuse a late request, or put it behind all others, as its class says."""
+        """Refuse a late request, or put it behind all others, as its class says.
+
+        Now and then one is admitted, to find out whether the durations of the class are right.
+        """
         assert request.due is not None
         if request.class_state.rules.on_late == "refuse":
+            if request.class_state.is_probe():
+                request.due = None
+                return
             self._refused += 1
             raise DeadlineImpossible(done, request.due - request.arrived)
         request.deadline = request.due = None
