@@ -6,6 +6,7 @@ Synchronous and deterministic: a call takes `now` and returns the requests that 
    cell (checked whenever cells move: `SMAllocator.resize`).
 2. A request is QUEUED, then GRANTED, or GONE (cancelled, expired, rejected). Only a QUEUED one is
    granted. A GRANTED one that is not wanted any more gives its grants back: `release`, `drained`.
+   One whose elastic lease gives way at a checkpoint is QUEUED again (`giving_way`).
 3. Cells become free by `drained`, by `reclaim`, and by the `checkpoint` of an elastic grant, alone.
 4. Requests of one class that want the same (sizes, devices, magnitude of a known duration), and
    whose holders have grants on the same devices, wait in one line, and only the first of a line
