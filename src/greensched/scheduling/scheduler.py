@@ -353,6 +353,8 @@ class Scheduler:
             self._resize(grant, parts[0].least, target[0].most, prefer=before)
             if held & ~grant.mask:  # it moved, to have more
                 granted += self.dispatcher.dispatch(now)
+        if self.queue.policy.size is not None:  # what others should have depends on this lease
+            granted += self.dispatcher.dispatch(now)
         return granted
 
     def _give_way(self, grant: Grant, now: float) -> list[Request]:
