@@ -245,8 +245,8 @@ class Prefill(Server):
     def _first_in_time(self, waiting: list[Arrival]) -> Arrival | None:
         """Return the first prompt of a largest set that can all be in time; None if none can.
 
-        Where a prompt would be late, the longest of the set so far is left out, which leaves the
-        most of them (Moore 1968), provided that all are stretched as recent prompts were.
+        Where a prompt would be late, the longest prompt of the set so far is left out. That keeps
+        the most prompts (Moore 1968) if each is slowed down as much as recent prompts were.
         """
         kept: list[Arrival] = []
         end = now = self._now()

@@ -56,7 +56,7 @@ class Turns:
 
 
 class SlicedClient:
-    """Runs within its slices only. The end of a slice preempts a kernel, so long ones are cut."""
+    """A client that runs only in its slices. A slice's end preempts a kernel: long ones are cut."""
 
     def __init__(self, inner: Client, turns: Turns, name: str) -> None:
         self._inner = inner

@@ -294,7 +294,7 @@ def pop(context: Enterable) -> None:
 
 
 def forget_replaced(context: Enterable) -> None:
-    """Drop the record of a context set on this thread, where other code has replaced it since."""
+    """Drop the record that a context was set on this thread if other code has replaced it."""
     last = len(here.unscoped) - 1
     was_set = last >= _scope_start() and _is(last, context) and not here.unscoped[last][1]
     if was_set and context.driver.current() != context.handle:

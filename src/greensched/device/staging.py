@@ -127,7 +127,7 @@ class StagingPool:
         return made
 
     def close(self) -> None:
-        """Free all of it; the device must have no work. May block."""
+        """Free all memory and streams; the device must have no work. May block."""
         made, self._made = self._made, []
         self._buffers, self._peers = [], []
         with self._primary.entered():

@@ -637,4 +637,4 @@ class Driver(HostServices, abc.ABC):
         """
 
     def close(self) -> None:
-        """End what the driver itself runs (the simulated one's threads)."""
+        """Stop the threads that the driver itself started; only the simulated driver has some."""

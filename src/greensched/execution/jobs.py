@@ -199,7 +199,7 @@ class Job(Generic[T]):
         self._lease.failed.append(self)
 
     def _take_error(self) -> BaseException | None:
-        """Return the failure, which another job raises from here on. From any thread."""
+        """Return the failure, for another job to raise instead of this one. From any thread."""
         self._set_retrieved()
         return self._error
 

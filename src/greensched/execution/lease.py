@@ -382,7 +382,7 @@ class Lease:
 
     @property
     def call_context(self) -> CallContext:
-        """What `current_call()` returns in its calls."""
+        """What `current_call()` returns in the calls of this lease."""
         found = self._call_context
         if found is None:
             found = self._call_context = self.context_on(self.executor.call_stream)

@@ -34,8 +34,8 @@ def program(
     Args:
         code: a cubin: `core_program.compile("cubin")`, or `ObjectCode.from_cubin(...)`.
         arch: the architecture it was compiled for, such as `"sm_90"`.
-        parameters: the parameters of each kernel to be launched, by its name in the code, which has
-            their number and sizes and not their types.
+        parameters: the parameters of each kernel to be launched, by the kernel's name in the code.
+            The code itself has their number and sizes, but not their types.
 
     Raises:
         InvalidRequest: the code is PTX or LTO, which is for no particular device; or `arch` or a

@@ -79,10 +79,10 @@ class ExecutorBuilder:
 
     @property
     def is_held_up(self) -> bool:
-        """Whether an executor is made, or will be, on a device that has work.
+        """Whether an executor is being made, or will be, on a device that has work.
 
-        A driver may hold that up until the work ends, which it may never do. The device is then
-        left as it is, so the closing need not wait for the thread.
+        A driver may delay that until the work ends, and the work may never end. The device is then
+        left as it is, so closing the pool need not wait for the builder thread.
         """
         with self._host.lock:
             return any(self._host.device_pools[index].busy for index, _ in self._queued)

@@ -290,7 +290,7 @@ class SyncPartition:
 
     @property
     def device(self) -> Device:
-        """Its device."""
+        """The device of the partition."""
         return self.partition.device
 
     @property
@@ -314,7 +314,7 @@ class SyncPartition:
         return result
 
     def local(self, factory: Callable[[], T]) -> T:
-        """Return what a function makes for these SMs, once. See `Partition.local`."""
+        """Return the value that the factory makes once for these SMs. See `Partition.local`."""
         result: T = _local(self, factory)
         return result
 

@@ -295,7 +295,7 @@ class Dispatcher:
         return True
 
     def _blocked(self, request: Request, now: float, *, is_first: bool) -> bool:
-        """Handle a first of a line that does not fit. Return whether the next one is first now."""
+        """Handle a line whose first does not fit. Return whether the next line is first now."""
         if request.missing_executors:
             self.note_missing(request)
         if not is_first:

@@ -619,7 +619,7 @@ class Scheduler:
         )
 
     def services(self) -> dict[str, ServiceStatistics]:
-        """Return what each class has; "": requests without a class. Empty without classes."""
+        """Return statistics by class name; "": requests without a class. Empty without classes."""
         allocator = self.allocator
         if not allocator.is_classed:
             return {}
@@ -722,11 +722,11 @@ class Scheduler:
         raise WouldDeadlock(holds, self.dispatcher.asked(request), most, together=together)
 
     def _retry_after(self, request: Request, asked: int, now: float) -> float:
-        """Predict when the queue has a place again, in seconds.
+        """Predict the seconds until the queue accepts a request again.
 
-        That is when the first of the present leases ends, and at the earliest after what one more
-        lease takes: its expected duration, else the mean of its class or of all leases, else the
-        least that any of the present ones has taken.
+        That is when the first of the present leases ends, but not before one more lease could end.
+        The time of one more lease is its expected duration, else the mean of its class or of all
+        leases, else the shortest time that a present lease has taken so far.
         """
         grants = [grant for of_device in self.allocator.grants for grant in of_device]
         lease = (

@@ -11,7 +11,7 @@ class SchedulerStatistics:
 
     Every accepted request counts as `requested`, and is then `waiting`, `granted`, `expired` or
     `cancelled` (also when the pool closes, or when it can never be granted any more). A request
-    that was turned away because of others counts as `refused` alone.
+    that raised `QueueFull`, `WouldBlock` or `DeadlineImpossible` counts as `refused` alone.
 
     `sms_free` is what a request can get: the SMs of the largest partition that the free cells of a
     device can form, summed over the devices. Free SMs that cannot be in it are not counted.

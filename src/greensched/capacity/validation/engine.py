@@ -1,8 +1,8 @@
 """The LLM engine that was measured, simulated: decode by steps over all slots, prompts one by one.
 
-Given are the step and a prompt alone on all SMs, a prompt on 84 SMs (docs/measurements/
-h200-580/engine.txt), prompts by their length (h100-580/tables.json), the bytes of weights and
-cache, and the arrivals' distributions.
+The inputs are measured times, sizes, and the distributions of the arrivals: the time of a step and
+of a prompt alone on all SMs, and of a prompt on 84 SMs (docs/measurements/h200-580/engine.txt); the
+time of a prompt by its length (h100-580/tables.json); the bytes of the weights and of the cache.
 """
 
 from __future__ import annotations

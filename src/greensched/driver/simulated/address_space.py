@@ -89,7 +89,7 @@ class DeviceMemory:
         self.contexts += nbytes
 
     def close(self, nbytes: int) -> None:
-        """Return the bytes of a context or a stream; its primary's end returned them all."""
+        """Free the bytes of a context or a stream, unless the primary's end has freed them all."""
         self.contexts = max(0, self.contexts - nbytes)
 
 

@@ -80,7 +80,7 @@ class Kernel(Protocol):
 
 
 class Area:
-    """SMs that the same kernels may use; `free` and `held` are those of each single SM.
+    """SMs that the same kernels may use. `free` and `held` are fractions of each of these SMs.
 
     Attributes:
         sms: a mask.
@@ -105,10 +105,12 @@ class Area:
 
 
 def settle(kernels: Sequence[Kernel]) -> tuple[list[bool], list[float], list[float]]:
-    """Return whether each kernel has space to run, its SMs' worth of compute, and of space.
+    """Return for each kernel: whether it has space to run, and the compute and space it gets.
+
+    Compute and space are in SMs.
 
     Args:
-        kernels: all on the device, in the order they came.
+        kernels: all kernels on the device, in the order of their arrival.
     """
     runs = [True] * len(kernels)
     shares = [float(kernel.cap) if kernel.working else 0.0 for kernel in kernels]
@@ -229,7 +231,7 @@ def speeds(
 
 
 def _drawn(flow: float, per_ns: float) -> float:
-    """Return what one kernel draws alone, given what its SMs could and the device can."""
+    """Return the bandwidth that one kernel alone draws, from the limits of its SMs and device."""
     if math.isinf(flow):
         return per_ns
     return float((flow**-SATURATION + per_ns**-SATURATION) ** (-1 / SATURATION))

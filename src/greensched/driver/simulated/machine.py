@@ -352,7 +352,7 @@ class Machine:
 
 
 class Component:
-    """A group of driver calls. Its state is the machine's."""
+    """A group of driver calls, which keep their state in the machine."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
