@@ -159,10 +159,11 @@ def test_what_is_in_flight_is_awaited_meanwhile(backend: Backend) -> None:
     backend.run(main)
 
 
-def test_a_lease_ends_meanwhile(backend: Backend) -> None:
-    """One whose calls may have left work on other streams is over once the first use is.
+@pytest.mark.parametrize("is_exposed", [False, True])
+def test_a_lease_ends_meanwhile(backend: Backend, is_exposed: bool) -> None:
+    """A lease whose stream a library may use is over once the first use is.
 
-    One that has done nothing goes back at once.
+    A lease whose call has left no work ends at once, and so does one that has done nothing.
     """
 
     async def main() -> None:
@@ -172,6 +173,8 @@ def test_a_lease_ends_meanwhile(backend: Backend) -> None:
             async def calling() -> None:
                 async with pool.partition(8) as q:
                     await q.run(lambda: None)
+                    if is_exposed:
+                        assert q.stream
                     await began.wait()
                 over.set()
 
@@ -181,7 +184,10 @@ def test_a_lease_ends_meanwhile(backend: Backend) -> None:
                     await until(lambda: pool.statistics().leases == 2)
                     await begin_first_use(backend, pool, p)
                     began.set()
-                    await still_waits(over.wait())
+                    if is_exposed:
+                        await still_waits(over.wait())
+                    else:
+                        await over.wait()
                     async with pool.partition(8) as r:
                         assert r.sm_count == 8
                     gate.open()
