@@ -168,20 +168,21 @@ def test_a_lease_ends_meanwhile(backend: Backend, is_exposed: bool) -> None:
 
     async def main() -> None:
         async with backend.pool(prepare=[fill]) as pool, pool.partition(8) as p:
-            began, over = anyio.Event(), anyio.Event()
+            called, began, over = anyio.Event(), anyio.Event(), anyio.Event()
 
             async def calling() -> None:
                 async with pool.partition(8) as q:
                     await q.run(lambda: None)
                     if is_exposed:
                         assert q.stream
+                    called.set()
                     await began.wait()
                 over.set()
 
             async with anyio.create_task_group() as tasks:
                 with await Gate.closed(p) as gate:
                     tasks.start_soon(calling)
-                    await until(lambda: pool.statistics().leases == 2)
+                    await called.wait()
                     await begin_first_use(backend, pool, p)
                     began.set()
                     if is_exposed:
@@ -192,6 +193,20 @@ def test_a_lease_ends_meanwhile(backend: Backend, is_exposed: bool) -> None:
                         assert r.sm_count == 8
                     gate.open()
                 await over.wait()
+
+    backend.run(main)
+
+
+def test_a_call_returns_meanwhile(backend: Backend) -> None:
+    """A function of `p.run` that leaves no work is done before the first use is."""
+
+    async def main() -> None:
+        async with backend.pool(prepare=[fill]) as pool, pool.partition(8) as p:
+            async with pool.partition(8) as q:
+                with await Gate.closed(p) as gate:
+                    await begin_first_use(backend, pool, p)
+                    assert await q.run(lambda: 5) == 5
+                    gate.open()
 
     backend.run(main)
 

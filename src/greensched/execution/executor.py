@@ -376,6 +376,8 @@ class Executor:
         green = self.context.green
         if call.where is None or self.is_exposed or green is None:  # a capture may be open there
             return False
+        if self.call_stream.first_uses:  # recording a context would wait for them
+            return False
         try:
             self.driver.record_green(green, self.context_event.handle)
             self._is_recorded = True
