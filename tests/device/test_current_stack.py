@@ -101,5 +101,5 @@ def test_the_stack_is_what_its_calls_say(contexts: list[Context], seed: int) -> 
         assert not here.blocks
         assert not any(context.inside for context in contexts)
         assert all(
-            context.ownership is None or context.ownership._owner is None for context in contexts
+            context.ownership is None or context.ownership.owner is None for context in contexts
         )

@@ -211,7 +211,7 @@ def test_a_deadline_passes_as_it_is_granted(race: Any) -> None:
         assert s.requested == s.granted + s.expired + s.cancelled
         await race.all_is_back()
 
-    assert race(script).told in (
+    assert sorted(race(script).told) in (  # both are told in one turn, in any order
         ["first granted", "second granted"],
         ["first DeadlineExceeded", "second granted"],
     )
