@@ -239,6 +239,8 @@ class ServiceMachine(RuleBasedStateMachine):
         self.naive.leases.remove(lease)
         self.naive.taken_at.pop(lease, None)
         assert lease.request.is_elastic
+        assert self.waiting, "a lease gave way to no request"
+        self.entitled.pop(lease.request, None)  # it counts as another request
         self.waiting.append(lease.request)
 
     # -- what must hold ------------------------------------------------------------------------

@@ -124,7 +124,7 @@ class SharingMachine(RuleBasedStateMachine):
         for lease in list(self.leases):
             if lease.request.duration is not None and not lease.over:
                 self.come_to_checkpoint(lease)
-                if self.now - lease.began >= lease.request.duration:
+                if not lease.over and self.now - lease.began >= lease.request.duration:
                     self.end(lease)
         granted, _ = self.scheduler.tick(self.now)
         self.granted(granted, self.twin.tick(self.now)[0])
@@ -142,11 +142,25 @@ class SharingMachine(RuleBasedStateMachine):
         self.granted(granted, self.twin.drained(self.now, twin))
 
     def come_to_checkpoint(self, lease: Grant) -> None:
-        was_seat = lease.is_shared
+        was_seat, twin = lease.is_shared, self.twin_of(lease)
         granted = self.scheduler.checkpoint(self.now, lease)
-        self.granted(granted, self.twin.checkpoint(self.now, self.twin_of(lease)))
+        same = self.twin.checkpoint(self.now, twin)
+        assert lease.over is twin.over
+        if lease.over:
+            self.gave_way(lease)
+        self.granted(granted, same)
         if lease.is_shared and not was_seat:
             assert not self.is_split, "a seat on a device that is split"
+
+    def gave_way(self, lease: Grant) -> None:
+        """Queue the request of a lease that gave way, which other requests waited for."""
+        request = lease.request
+        assert request.is_elastic
+        assert not lease.is_shared
+        assert self.waiting, "a lease gave way to no request"
+        self.leases.remove(lease)
+        self.entitled.pop(request, None)  # it counts as another request
+        self.waiting.append(request)
 
     # -- what must hold ------------------------------------------------------------------------
 
