@@ -201,13 +201,16 @@ def test_a_short_job_costs_its_launch_and_a_mark(
 
 
 def test_a_call_wakes_the_loop_once(standin: Standin, tmp_path: Path) -> None:
-    """One hop back, no turn behind it; the driver is asked what is current, and for its work."""
+    """One hop back, no turn behind it; the driver is asked what is current, and for its work.
+
+    The event of the green context captures what the call has left on any stream.
+    """
     counts = count(standin, tmp_path, called)
     each_time = {name: n for name, n in counts.driver.items() if name not in SWEEP}
     assert each_time == {
         "cuCtxGetCurrent": 2,  # before; whether more was pushed
         "cuCtxSetCurrent": 2,
-        "cuStreamQuery": 1,
+        "cuGreenCtxRecordEvent": 1,
     }
     assert 0 < counts.loop["hop"] <= 1  # fewer where a look of the loop's own came first
     assert not {"future", "task"} & set(counts.loop)
