@@ -11,18 +11,21 @@ from __future__ import annotations
 import logging
 from _thread import get_ident
 from collections import deque
-from typing import Final, NamedTuple
+from typing import Final
 
 logger = logging.getLogger("greensched")
 
 
-class Deferred(NamedTuple):
+class Deferred:
     """An exception of the user's code, the thread that made the decision, and what to log."""
 
-    thread: int
-    error: BaseException
-    message: str
-    args: tuple[object, ...]
+    def __init__(
+        self, thread: int, error: BaseException, message: str, args: tuple[object, ...]
+    ) -> None:
+        self.thread = thread
+        self.error = error
+        self.message = message
+        self.args = args
 
 
 #: Of all pools: a request does not know its own, and each thread reports behind its decision.
