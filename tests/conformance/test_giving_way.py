@@ -38,6 +38,7 @@ def more_than_half(pool: Pool) -> tuple[int, int]:
     return total * 2 // 3, total
 
 
+@pytest.mark.runs_device_code
 def test_a_lease_gives_way_and_goes_on(backend: Backend) -> None:
     """Its checkpoint waits while a higher class has the SMs; work and bound launches go on after.
 
