@@ -491,3 +491,11 @@ def test_a_lock_held_while_forking_hangs_no_child(use: str) -> None:
         )
     )
     assert "hung" not in said, said
+
+
+def test_a_program_that_leaves_its_sync_pool_open_ends() -> None:
+    """The pool is closed at the exit, and named in a warning."""
+    done = run("pool.sync.open(); print('end')", "-W", "always::ResourceWarning")
+    assert (done.returncode, done.stdout) == (0, "end\n")
+    assert "was never closed" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -7,21 +7,24 @@ to the pool there, and the caller blocks until it has returned: so there is one 
 
 from __future__ import annotations
 
+import atexit
 import signal
 import threading
+import warnings
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager, suppress
 from functools import update_wrapper
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
+from weakref import WeakSet
 
 import anyio
 from anyio.from_thread import BlockingPortal, BlockingPortalProvider
 
 from greensched._asynclib import in_event_loop
 from greensched.device.device import Device
-from greensched.errors import ForkedPool, LoopWouldBlock, PartitionClosed
+from greensched.errors import ForkedPool, GreenschedError, LoopWouldBlock, PartitionClosed
 from greensched.execution.eventloop import current_adapter, holder_override
 from greensched.leasing.partition import Partition
 from greensched.leasing.requests import LeaseOptions
@@ -58,6 +61,30 @@ def _interrupts_deferred() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
         if came:
             handler(*came[0])
+
+
+#: Pools whose loop runs until `SyncPool.close`.
+_open_pools: WeakSet[SyncPool] = WeakSet()
+#: Seconds: an interpreter that exits waits at most 1 s (promise 11), of which leases get half.
+EXIT_GRACE, EXIT_LIMIT = 0.5, 0.9
+
+
+def _close_at_exit() -> None:
+    """Close what the program left open: the end of the interpreter would wait for its loop."""
+    for pool in tuple(_open_pools):
+        text = f"{pool._pool!r} was never closed"
+        thread = threading.Thread(target=_close_quietly, args=(pool,), daemon=True)
+        thread.start()
+        thread.join(EXIT_LIMIT)
+        warnings.warn(text, ResourceWarning, stacklevel=2)  # last: it may be raised
+
+
+def _close_quietly(pool: SyncPool) -> None:
+    with suppress(GreenschedError):
+        pool.close(EXIT_GRACE)
+
+
+atexit.register(_close_at_exit)
 
 
 class SyncPool:
@@ -117,11 +144,13 @@ class SyncPool:
             if not self._is_kept:
                 self._portals.__enter__()
                 self._is_kept = True
+                _open_pools.add(self)
 
     def _release_portal(self) -> None:
         with _interrupts_deferred():
             with self._lock:
                 was_kept, self._is_kept = self._is_kept, False
+                _open_pools.discard(self)
             if was_kept:
                 self._portals.__exit__(None, None, None)
 
