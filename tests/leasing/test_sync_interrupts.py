@@ -38,10 +38,13 @@ def test_f30_03_an_interrupt_of_an_opening_leaves_a_closed_pool(share: float) ->
 
 
 def test_f30_03_an_interrupt_of_the_end_of_a_loop_is_raised_behind_it(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     """A Ctrl-C while the loop's thread is started or joined comes once that is done."""
     pool = Pool(driver="simulated:h20")
+    # A shell's background jobs, whose children may run the tests, ignore SIGINT.
+    former = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, former))
     for step in ("__enter__", "__exit__"):
         provider = pool.sync._portals
         real = getattr(type(provider), step)
