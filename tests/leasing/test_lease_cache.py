@@ -353,7 +353,7 @@ def leave_work() -> Stream:
     call = current_call()
     assert call is not None
     own = Stream(call.stream.context)
-    launch(own, LaunchConfig(grid=1, block=1), spin, 2_000_000)
+    launch(own, LaunchConfig(grid=1, block=1), spin, 200_000_000)  # outlasts the lease
     return own
 
 
