@@ -36,10 +36,10 @@ def is_number(value: object) -> bool:
     return not math.isnan(as_float(value))
 
 
-def as_tuple(value: object) -> tuple[Any, ...] | None:
+def as_tuple(value: Any) -> tuple[Any, ...] | None:
     """Return the elements of an iterable; None for anything else, such as a 0-d array."""
     try:
-        elements = iter(value)  # type: ignore[call-overload]
+        elements = iter(value)
     except TypeError:
         return None
     return tuple(elements)

@@ -48,7 +48,7 @@ def run_experiment(
         services=classes,
         seconds=experiment.seconds,
         granularity=experiment.granularity,
-        host=host_costs.load(experiment.tables) if experiment.tables else host_costs.HostCosts(),
+        host=host_costs.load(experiment.tables) if experiment.tables else host_costs.NO_COSTS,
     )
     steps = _ProgressSteps(progress, len(rates) * len(seeds) * (len(policies) + 1) + len(seeds))
 

@@ -57,6 +57,8 @@ class HostCosts:
     hop: HostCost = HostCost()
 
 
+#: A host whose operations take no time: nothing was measured.
+NO_COSTS = HostCosts()
 #: The host of an H200, greensched compiled, and of an H100, as Python. `start`: W1's median and
 #: 99th percentile on the best split; `submission` and `lease`: W1 beside kernels of 0.04 and 0.25
 #: ms; `request` and `launch`: the medians of W8 (shared) and of W2 at load 0.25 (reserve kept).

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from greensched.capacity.host_costs import HostCost, HostCosts
+from greensched.capacity.host_costs import NO_COSTS, HostCost, HostCosts
 from greensched.capacity.interference import Guard, slowdowns
 from greensched.capacity.latency_tables import SpeedupCurve
 from greensched.capacity.workload import ServiceProfile, waves
@@ -76,7 +76,7 @@ class Machine:
         seed: int = 0,
         *,
         granularity: Granularity = "coscheduled",
-        host: HostCosts = HostCosts(),  # noqa: B008  frozen
+        host: HostCosts = NO_COSTS,
     ) -> None:
         found, version = models(spec)
         kinds = {name: service.curve.name for name, service in services.items()}

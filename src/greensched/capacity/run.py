@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from greensched.capacity.engine import Engine, PromptQueue
-from greensched.capacity.host_costs import HostCosts
+from greensched.capacity.host_costs import NO_COSTS, HostCosts
 from greensched.capacity.interference import PUBLISHED, Guard
 from greensched.capacity.machine import KernelRun, Machine
 from greensched.capacity.servers import Decode, Loop, Prefill, Requests, Samples, Server
@@ -43,7 +43,7 @@ class Scenario:
     guard: Guard = field(default_factory=lambda: PUBLISHED)
     granularity: Granularity = "coscheduled"
     late_after: Mapping[str, float] = field(default_factory=dict)
-    host: HostCosts = field(default_factory=HostCosts)
+    host: HostCosts = NO_COSTS
 
 
 @dataclass

@@ -80,11 +80,14 @@ class Strategy(Protocol):
 # -- the pool ---------------------------------------------------------------------------------
 
 
-def pool_of(machine: Machine, **options: object) -> Pool:
+def pool_of(machine: Machine, **options: Any) -> Pool:
     """Make a pool over all devices, with every class's kernel loaded wherever it may run."""
-    kernels = list(machine.kernels.values())
-    common = {"driver": machine.driver, "prepare": kernels, "granularity": machine.granularity}
-    pool = Pool(**common, **options)  # type: ignore[arg-type]  # as the pool checks
+    pool = Pool(
+        driver=machine.driver,
+        prepare=list(machine.kernels.values()),
+        granularity=machine.granularity,
+        **options,
+    )
     machine.granted = lambda: pool.statistics().granted
     return pool
 
@@ -169,7 +172,7 @@ class Split:
 class Alone(Split):
     """B0: one class by itself on whole devices."""
 
-    def sizes(self, machine: Machine, device: int) -> Mapping[str, Size]:  # noqa: ARG002  for subclasses
+    def sizes(self, machine: Machine, _device: int) -> Mapping[str, Size]:
         """Return ALL for the one class."""
         return dict.fromkeys(machine.services, ALL)
 
@@ -199,7 +202,7 @@ class LeaseClient:
         total = machine.sms[device]
         self._size: Size = size or (service.reserve or 8, min(total, service.cap or total))
 
-    def lease_options(self, ns: int) -> dict[str, Any]:  # noqa: ARG002  for subclasses
+    def lease_options(self, _ns: int) -> dict[str, Any]:
         """Return the options of the lease for this much work."""
         return {"sms": self._size}
 
@@ -227,7 +230,7 @@ class Fifo:
     def prepare(self, machine: Machine) -> None:
         """Do nothing."""
 
-    def options(self, machine: Machine) -> dict[str, Any]:  # noqa: ARG002  for subclasses
+    def options(self, _machine: Machine) -> dict[str, Any]:
         """Return further options of the pool."""
         return {}
 

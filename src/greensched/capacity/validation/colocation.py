@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from statistics import mean, median
 
 from greensched.capacity.baselines import PriorityGate, Streams
@@ -152,9 +151,8 @@ def nothing_saturates(seed: int) -> Iterator[Check]:
     yield Check("decode on the best split over plain streams", 0.96 / 0.87, best / decode, given)
 
 
-@dataclass
 class _Halves(Split):
-    given: dict[str, int] = None  # type: ignore[assignment]  # always given
+    """A split whose sizes are given for each class."""
 
     def __init__(self, given: dict[str, int]) -> None:
         super().__init__(next(iter(given.values())))

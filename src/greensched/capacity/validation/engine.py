@@ -62,7 +62,7 @@ class PromptLayers(SpeedupCurve):
 
     board: DeviceModel = PRESETS["h100"]
 
-    def config(self, sms: int, threads: int = 2048, waves: int = PROMPT_WAVES) -> LaunchConfig:  # noqa: ARG002  its own
+    def config(self, sms: int, threads: int = 2048, _waves: int = 1) -> LaunchConfig:
         """Return a grid of some waves."""
         return LaunchConfig(grid=PROMPT_WAVES * threads // 512 * sms, block=512)
 
@@ -82,11 +82,11 @@ class StepLayers(SpeedupCurve):
 
     board: DeviceModel = PRESETS["h100"]
 
-    def config(self, sms: int, threads: int = 2048, waves: int = 1) -> LaunchConfig:  # noqa: ARG002  of any device
+    def config(self, sms: int, _threads: int = 2048, _waves: int = 1) -> LaunchConfig:
         """Return a block for each SM."""
         return LaunchConfig(grid=sms, block=512)
 
-    def cost(self, seconds: float, sms: int) -> Cost:  # noqa: ARG002  SMs draw what they can
+    def cost(self, seconds: float, _sms: int) -> Cost:
         """Return the cost of a layer that takes these seconds on all SMs."""
         nbytes = STEP_BYTES / LAYERS
         fixed = max(0.0, 1e9 * (seconds - nbytes / self.board.dram_bandwidth))

@@ -6,7 +6,7 @@ import asyncio
 import math
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from greensched.capacity.baselines import Streams
 from greensched.capacity.machine import Machine
@@ -74,8 +74,8 @@ OWN_NS, EVERY_S, BORROWER_NS = 62_500, 0.005, 1_609_000
 
 def inversion(seed: int) -> Iterator[Check]:
     """Check the effect of lending on the lender, without a rule and with reserves, and its gain."""
-    strict, strict_done = _lent(seed, _Sized({"critical": 52, "other": 52}))
-    lent, lent_done = _lent(seed, _Sized({"critical": 52, "other": (52, 104)}))
+    strict, strict_done = _lent(seed, _Sized(sizes={"critical": 52, "other": 52}))
+    lent, lent_done = _lent(seed, _Sized(sizes={"critical": 52, "other": (52, 104)}))
     ruled, _ = _lent(seed, Classes())
     given = "the tenant alone (62.5 us), the borrower's kernel on what it is lent (1609 us)"
     yield Check("strict halves, p99, us", 62.5, percentile(strict, 0.99), given)
@@ -119,11 +119,7 @@ def _lent(seed: int, strategy: Strategy) -> tuple[list[float], float]:
 class _Sized(Fifo):
     """A lease for each kernel, of a given size for each class."""
 
-    sizes: dict[str, int | tuple[int, int]] = None  # type: ignore[assignment]  # always given
-
-    def __init__(self, sizes: dict[str, int | tuple[int, int]]) -> None:
-        super().__init__()
-        self.sizes = sizes
+    sizes: dict[str, int | tuple[int, int]] = field(kw_only=True)
 
     def client(
         self, machine: Machine, pool: Pool, device: int, service: ServiceProfile

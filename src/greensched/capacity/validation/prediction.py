@@ -255,7 +255,7 @@ def bandwidths() -> Predicted:
             for width in widths
         ]
         model = PRESETS[gpu]
-        found = speeds(loads, parts, model.dram_bandwidth, model.sm_bandwidth)  # type: ignore[arg-type]  # what it reads
+        found = speeds(loads, parts, model.dram_bandwidth, model.sm_bandwidth)
         yield key, found[parts.index(sizes[0]) if len(parts) > 1 else 0]
 
 

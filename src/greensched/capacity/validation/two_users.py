@@ -52,7 +52,7 @@ class GridWork(SpeedupCurve):
     block: int = 256
     kinds: tuple[CostOf, ...] = ()
 
-    def config(self, sms: int, threads: int = 2048, waves: int = 1) -> LaunchConfig:  # noqa: ARG002  a grid is fixed
+    def config(self, _sms: int, _threads: int = 2048, _waves: int = 1) -> LaunchConfig:
         """Return the grid and the block, whatever the device."""
         return LaunchConfig(grid=self.grid, block=self.block)
 

@@ -53,7 +53,13 @@ SATURATION = 2.5
 CROWDING = 0.9
 
 
-class Kernel(Protocol):
+class HasCost(Protocol):
+    """A kernel, as `speeds` sees it."""
+
+    cost: Cost
+
+
+class Kernel(HasCost, Protocol):
     """A kernel, as the arithmetic sees it.
 
     Attributes:
@@ -73,7 +79,6 @@ class Kernel(Protocol):
     part: float
     occupancy: float
     working: bool
-    cost: Cost
     started: bool
     priority: int
     yields: bool
@@ -193,7 +198,7 @@ def _compute(kernels: Sequence[Kernel], areas: Sequence[Area]) -> list[float]:
 
 
 def speeds(
-    kernels: Sequence[Kernel],
+    kernels: Sequence[HasCost],
     shares: Sequence[float],
     bandwidth: float,
     sm_bandwidth: float = math.inf,
