@@ -42,8 +42,6 @@ from greensched.typing import Cost
 
 #: The rounding error up to which fractions of blocks count as a whole one.
 ROUNDING = 1e-9
-
-
 #: How the bandwidth of one kernel turns from that of its SMs to the device's: the exponent of their
 #: combination. Fitted to copies by 16 bytes a thread on 8 to 120 SMs of an H100, which it meets
 #: within 6 %; by 4 bytes a thread it is within 23 % (docs/measurements/h100-580/bandwidth.json).

@@ -144,7 +144,8 @@ class SimulatedDriver(Driver):
         alive = self.machine.live()
         for device, users in self.machine.primary_users.items():
             kept = self.kept.count(device)
-            alive["primary"] -= 0 < users == kept["green context"]
+            if users and users == kept["green context"]:
+                alive["primary"] -= 1
             alive -= kept
         return +alive
 

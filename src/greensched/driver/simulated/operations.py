@@ -104,7 +104,7 @@ class KernelOp(Operation):
         self.done += self.speed * (timeline.now - self.since)
         self.since, self.speed = timeline.now, speed
         self.version += 1
-        if speed == 0:  # displaced, or of infinite cost: it has no end for now
+        if speed == 0:  # displaced: it ends only once it has space again
             return
         version = self.version
         # The small number keeps a rounding error from costing a whole nanosecond.
@@ -141,9 +141,7 @@ class KernelOp(Operation):
             return
         if not urgent and self.is_last_wave:
             return
-        done = self.done + self.speed * (timeline.now - self.since)
-        # Fixed time is of whole waves; the last wave of work is as much shorter as it is smaller.
-        waves = self.waves if self.working else math.ceil(self.waves)
+        done, waves = self._progress(timeline)
         if urgent:
             wave = 1 / (waves * self.speed)
             over = timeline.now - self.resident_since
@@ -154,14 +152,19 @@ class KernelOp(Operation):
         when = timeline.now + max(1, math.ceil(left))
         timeline.at(when, lambda: self._wave_ended(timeline))
 
+    def _progress(self, timeline: Timeline) -> tuple[float, float]:
+        """Return how much of its fixed time or work is done, and how many waves all of it has."""
+        done = self.done + self.speed * (timeline.now - self.since)
+        # Fixed time is of whole waves; the last wave of work is as much shorter as it is smaller.
+        return done, self.waves if self.working else math.ceil(self.waves)
+
     def _wave_ended(self, timeline: Timeline) -> None:
         """Let waiting kernels into the space that a wave leaves."""
         self.watched = False
         device = self.stream.device
         if self not in device.kernels:
             return
-        done = self.done + self.speed * (timeline.now - self.since)
-        waves = self.waves if self.working else math.ceil(self.waves)
+        done, waves = self._progress(timeline)
         if not self.is_last_wave and done * waves >= math.floor(self.waves) - 1e-6:
             self.is_last_wave = True
             full = math.floor(self.waves) * self.occupancy
