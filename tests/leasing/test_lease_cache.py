@@ -402,6 +402,30 @@ def test_calls_that_left_nothing_do_not_prevent_caching() -> None:
     asyncio.run(main())
 
 
+def test_what_an_earlier_call_left_says_nothing_of_a_later_one() -> None:
+    """Of two calls in flight, the second leaves work during a first use: its lease is ended."""
+
+    async def main() -> None:
+        async with on_h200() as pool:
+            go, first_uses = threading.Event(), pool.devices[0].loader.first_uses
+
+            def leave_work_beside_a_first_use() -> Stream:
+                left = leave_work()
+                first_uses.append(None)  # as another thread does: no context is recorded now
+                return left
+
+            async with pool.partition(16) as p:
+                jobs = p.run(go.wait), p.run(leave_work_beside_a_first_use)
+                go.set()
+                await jobs[0]
+                left = await jobs[1]
+                first_uses.clear()
+            assert not cached(pool)
+            left.close()
+
+    asyncio.run(main())
+
+
 def test_done_bound_launches_do_not_prevent_caching() -> None:
     """A lease whose bound launches were awaited is cached; they are closed with its block."""
 

@@ -274,7 +274,6 @@ class Executor:
                 the library's own.
         """
         launches = self.launch_stream
-        self._is_recorded = self._left_nothing = False
         call = _QueuedCall(function, job, poller, where, None if where is None else copy_context())
         poller.thread_work_started()
         if launches.submitted == launches.issued and not self._calls_to_forward:
@@ -368,11 +367,12 @@ class Executor:
         call.poller.thread_work_done_threadsafe()
 
     def _leaves_nothing(self, call: _QueuedCall) -> bool:
-        """Return whether calls have left no work on any stream, of a library's own or not.
+        """Return whether no call has left work on any stream, not even on one of a library's own.
 
         The context's event captures what they have left. As a rule that is nothing: the function
         has waited for its work.
         """
+        self._is_recorded = self._left_nothing = False  # what was so behind an earlier call
         green = self.context.green
         if call.where is None or self.is_exposed or green is None:  # a capture may be open there
             return False
@@ -380,17 +380,17 @@ class Executor:
             return False
         try:
             self.driver.record_green(green, self.context_event.handle)
-            self._is_recorded = True
             self._left_nothing = self.driver.query_event(self.context_event.handle)
+            self._is_recorded = True
         except CUDAError as error:  # a library captures: a thread waits for the whole context
             logger.debug("the green context's work cannot be recorded: %s", error)
-            self._is_recorded = self._left_nothing = False
         return self._left_nothing
 
     def calls_left_nothing(self) -> bool:
         """Whether all calls have returned, and all work of the green context was done since."""
         stream = self.call_stream
-        if not (self._is_recorded and stream.is_idle):
+        # In this order: the worker says what the last call left, and then writes its ticket.
+        if not (stream.is_idle and self._is_recorded):
             return False
         if stream.kept:
             stream.release_kept()
