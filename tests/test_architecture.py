@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.metadata
 import json
 import re
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +139,21 @@ def test_type_checkers_see_what_is_public() -> None:
     assert {name for name, _ in seen} | starred == set(greensched.__all__)
     for name, module in seen:
         assert getattr(importlib.import_module(str(module)), str(name)) is getattr(greensched, name)
+
+
+def test_a_source_tree_that_is_not_installed_has_no_version(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The version is that of the installed package; without one the attribute is missing."""
+
+    def version(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.delitem(vars(greensched), "__version__", raising=False)
+    assert not hasattr(greensched, "__version__")
+    with pytest.raises(AttributeError, match="not installed"):
+        _ = greensched.__version__
 
 
 @pytest.mark.parametrize("name", ["Tenant", "pools", "__nothing__", "", "open"])

@@ -111,9 +111,12 @@ __all__ = ["__version__", *_EXPORTS, *_ERRORS]  # noqa: PLE0604  names that `__g
 def __getattr__(name: str) -> Any:
     """Load a public name from its module."""
     if name == "__version__":
-        from importlib.metadata import version
+        from importlib.metadata import PackageNotFoundError, version
 
-        value = version("greensched")
+        try:
+            value = version("greensched")
+        except PackageNotFoundError:  # `hasattr` and the default of `getattr` expect another error
+            raise AttributeError("greensched has no __version__: it is not installed") from None
     elif name in ("typing", "driver", "kernels"):
         return import_module(f"greensched.{name}")
     elif name in _EXPORTS:
