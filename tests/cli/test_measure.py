@@ -73,3 +73,15 @@ def test_a_model_file_without_a_pass_is_refused(
     model.write_text("pass\n")
     assert cli.main(["measure", str(model), "--driver", "simulated:h200"]) == 2
     assert "define prefill(tokens) or decode(batch)" in capsys.readouterr().err
+
+
+def test_what_was_measured_is_printed_where_it_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file that cannot be written costs the exit code, not the measurement."""
+    short(monkeypatch)
+    out = tmp_path / "missing" / "tables.json"
+    assert cli.main(["measure", "--host", "--out", str(out), "--driver", "simulated:h200"]) == 2
+    printed = capsys.readouterr()
+    assert set(json.loads(printed.out)) == {"host"}
+    assert f"--out {out}: No such file or directory" in printed.err

@@ -239,8 +239,14 @@ def _measure(options: argparse.Namespace) -> int:
     text = json.dumps(found, indent=1)
     if options.out is None:
         print(text)
-    else:
+        return 0
+    try:
         options.out.write_text(text + "\n")
+    except OSError as error:
+        print(text)  # a measurement takes minutes: do not lose it
+        raise InvalidRequest(
+            f"--out {options.out}: {error.strerror}: the tables were printed instead"
+        ) from error
     return 0
 
 
