@@ -88,7 +88,9 @@ def test_what_measure_wrote_is_a_table_with_sizes_bytes_and_host_costs() -> None
     cost = decode.curve.cost(0.003739, 132)
     assert cost.dram_bytes == pytest.approx(8_724_152_320, rel=1e-3)
     assert cost.sm_ns / 132 == pytest.approx(3_739_000)
-    assert host_costs.load(MEASURED).checkpoint.p50_us == 143.82
+    host = host_costs.load(MEASURED)
+    assert (host.lease.p50_us, host.checkpoint.p50_us) == (4.41, 143.82)
+    assert host.submission == host_costs.HostCost(), "its submission is not what the model's is"
 
 
 def test_a_table_without_host_costs_has_none(tmp_path: Path) -> None:

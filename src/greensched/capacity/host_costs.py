@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 from greensched.errors import InvalidRequest
@@ -45,7 +45,6 @@ class HostCosts:
             way back of its result.
         launch: what each bound launch of a request adds.
         checkpoint: a checkpoint, from the end of the work before to the submission of the next.
-        hop: a call on the partition's thread, there and back.
     """
 
     start: HostCost = HostCost()
@@ -54,7 +53,6 @@ class HostCosts:
     request: HostCost = HostCost()
     launch: HostCost = HostCost()
     checkpoint: HostCost = HostCost()
-    hop: HostCost = HostCost()
 
 
 #: A host whose operations take no time: nothing was measured.
@@ -62,8 +60,8 @@ NO_COSTS = HostCosts()
 #: The host of an H200, greensched compiled, and of an H100, as Python. `start`: W1's median and
 #: 99th percentile on the best split; `submission` and `lease`: W1 beside kernels of 0.04 and 0.25
 #: ms; `request` and `launch`: the medians of W8 (shared) and of W2 at load 0.25 (reserve kept).
-#: Other cases, arms, loads and workloads are held out (`validation.measured.FITTED`). `checkpoint`
-#: and `hop`: of an engine's step on the H200, and by `greensched measure --host` on the H100
+#: Other cases, arms, loads and workloads are held out (`validation.measured.FITTED`).
+#: `checkpoint`: of an engine's step on the H200, and by `greensched measure --host` on the H100
 #: (docs/measurements/h100-580/tables.json).
 H200_HOST = HostCosts(
     start=HostCost(11.2, 31.0),
@@ -72,7 +70,6 @@ H200_HOST = HostCosts(
     request=HostCost(70.0, 110.0),
     launch=HostCost(1.6, 1.6),
     checkpoint=HostCost(77.0, 110.0),
-    hop=HostCost(129.0, 200.0),
 )
 H100_HOST = HostCosts(
     start=HostCost(13.1, 37.0),
@@ -81,12 +78,18 @@ H100_HOST = HostCosts(
     request=HostCost(102.0, 150.0),
     launch=HostCost(2.9, 2.9),
     checkpoint=HostCost(143.8, 164.6),
-    hop=HostCost(201.3, 275.0),
 )
 
 
+#: What a simulated strategy spends. The others that a file has are measured otherwise than those of
+#: the validation: its `submission`, for example, is all that a bound launch takes.
+OF_FILES = ("lease", "checkpoint")
+
+
 def load(path: Path) -> HostCosts:
-    """Read the host's costs of a file that `greensched measure --host` wrote; without any, none.
+    """Read the costs of a lease and a checkpoint that `greensched measure --host` wrote.
+
+    A file without host costs gives none.
 
     Raises:
         InvalidRequest: the file cannot be read, or a cost is invalid.
@@ -96,7 +99,7 @@ def load(path: Path) -> HostCosts:
         return HostCosts(
             **{
                 name: HostCost(float(given[name]["p50_us"]), float(given[name]["p99_us"]))
-                for name in (field.name for field in fields(HostCosts))
+                for name in OF_FILES
                 if name in given
             }
         )

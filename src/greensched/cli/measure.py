@@ -1,8 +1,8 @@
 """`greensched measure`: what this host and this GPU take, as a file for `greensched simulate`.
 
-The file is a JSON object. `"host"` has the microseconds of the host's part of an operation
-(`capacity.host_costs` says what each is). Every other name is a latency table
-(`capacity.latency_tables.load`): milliseconds by SMs, seconds by batch or prompt length, bytes.
+The file is a JSON object. `"host"` has the microseconds of the host's part of each operation
+(`host_costs`). Every other name is a latency table (`capacity.latency_tables.load`): milliseconds
+by SMs and by batch or prompt length, and bytes.
 """
 
 from __future__ import annotations
@@ -90,7 +90,12 @@ async def _measure(
 
 
 async def host_costs(pool: Pool, driver: Driver) -> Table:
-    """Measure the host's part of each operation, in microseconds: medians and 99th percentiles."""
+    """Measure the host's part of each operation, in microseconds: medians and 99th percentiles.
+
+    They are: `submission`, the call that submits a bound launch; `wake`, from a kernel's end to the
+    task that waits for it; `hop`, a call on the partition's thread, there and back; `lease`, to
+    acquire and return a lease; and `checkpoint`. `simulate` uses the last two.
+    """
     config = LaunchConfig(grid=1, block=32)
     now = driver.time
     async with pool.partition(8) as p:
@@ -148,10 +153,10 @@ def _percentiles(seconds: Sequence[float]) -> Table:
 
 
 def _load(path: Path) -> ModuleType:
-    """Import a model file.
+    """Import a model file; what the file itself raises passes through.
 
     Raises:
-        InvalidRequest: it cannot be imported, or has neither `prefill` nor `decode`.
+        InvalidRequest: it is no Python file, or has neither `prefill` nor `decode`.
     """
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None or not path.is_file():
@@ -177,10 +182,11 @@ async def _table(
     the current stream. An attribute `nbytes` of that function is the bytes that a pass moves.
     """
     total = pool.devices[0].sm_count
+    counts = [*(n for n in sms if n < total), total]
     rows: dict[int, list[float]] = {size: [] for size in sizes}
     nbytes: list[float] = []
     watts = 0.0
-    for count in dict.fromkeys((*(n for n in sms if n < total), total)):
+    for count in counts:
         async with pool.partition(ALL if count == total else count) as p:
             for size in sizes:
                 work = await p.run(make, size)
@@ -189,7 +195,7 @@ async def _table(
                     nbytes.append(float(getattr(work, "nbytes", 0)))
                     watts = max(watts, (await _sustained(p, work) - idle) / total)
     return {
-        "sms": [*(n for n in sms if n < total), total],
+        "sms": counts,
         "ms": rows[sizes[-1]],
         "sizes": list(sizes),
         "ms_by_size": [rows[size] for size in sizes],
