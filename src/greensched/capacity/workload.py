@@ -131,7 +131,8 @@ def saturation(traffic: Traffic, services: Mapping[str, ServiceProfile], devices
     times = devices * seconds / work if work else 1.0
     if not 0 < times < math.inf:
         raise InvalidRequest(
-            f"{seconds:g} s of traffic with {work:g} s of work in it: that is no load to speak of"
+            f"{seconds:g} s of traffic have {work:g} s of work: give traffic whose work in a "
+            "second is a finite number above 0"
         )
     return times
 
@@ -151,32 +152,25 @@ LLM = (
     ),
     ServiceProfile(name="prefill", role="prefill", curve=CURVES["gemm"], target=5.0),
 )
-#: Requests of about 4 ms in many small kernels, beside a training loop. The small kernels are those
-#: of attention at batch 8; training goes on in pieces of 0.25 ms, seven of its kernels of 34 us.
+#: Requests in many small kernels, those of attention at batch 8.
+_INFERENCE = ServiceProfile(
+    name="inference",
+    role="request",
+    curve=CURVES["attention-b8"],
+    reserve=64,
+    priority=10,
+    target=1.3,
+    segment=0.0002,
+)
+#: Requests of about 4 ms beside a training loop, which goes on in pieces of 0.25 ms: seven of its
+#: kernels of 34 us.
 W2 = (
-    ServiceProfile(
-        name="inference",
-        role="request",
-        curve=CURVES["attention-b8"],
-        reserve=64,
-        cap=64,
-        priority=10,
-        target=1.3,
-        segment=0.0002,
-    ),
+    replace(_INFERENCE, cap=64),
     ServiceProfile(name="training", role="loop", curve=CURVES["gemm"], segment=0.00025),
 )
 #: The control: kernels that leave room beside others that do, on a device that neither fills.
 W8 = (
-    ServiceProfile(
-        name="inference",
-        role="request",
-        curve=CURVES["attention-b8"],
-        reserve=64,
-        priority=10,
-        target=1.3,
-        segment=0.0002,
-    ),
+    _INFERENCE,
     ServiceProfile(name="scan", role="loop", curve=CURVES["ssm-b8"], segment=0.002),
 )
 SERVICES: dict[str, tuple[ServiceProfile, ...]] = {"llm": LLM, "w2": W2, "w8": W8}
