@@ -12,9 +12,9 @@ from greensched.typing import NamedSize
 #: Weight of the newest sample in a smoothed value: about the last ten samples count.
 SMOOTHING: Final = 0.1
 
-#: After so many refusals of requests that would be late, a class has one admitted, to find out
-#: whether its durations are right; after twice as many each time, up to the most, until a lease
-#: took less than `SHORTER` of what was expected.
+#: Of so many requests of a class that would be late, the last is admitted, to find out whether its
+#: durations are right; then of twice as many each time, up to the most, until a lease takes less
+#: than `SHORTER` of what was expected.
 PROBE_AFTER, PROBE_MOST = 8, 1024
 SHORTER = 0.8
 #: Seconds in which half of what a class took longer than it declared is forgotten: some hundred
