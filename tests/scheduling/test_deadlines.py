@@ -162,6 +162,17 @@ def test_admission_counts_what_packs(seed: int) -> None:
     assert in_time >= 0.95 * 3.0 * 2 / 0.010, "the device is in use"
 
 
+@pytest.mark.parametrize("overrun", [0.0, 50.0])
+def test_a_lease_that_overruns_makes_no_room(overrun: float) -> None:
+    """However late it is, what waits still needs the whole device for as long as it said."""
+    scheduler = make(ServiceClass("a"), policy=Deadline())
+    ask(scheduler, 0.0, ALL, "a", duration=1.0)
+    now = 1.0 + overrun
+    ask(scheduler, now, ALL, "a", duration=0.1, deadline=now + 0.15)
+    with pytest.raises(DeadlineImpossible):  # the first one would be late
+        ask(scheduler, now, ALL, "a", duration=0.1, deadline=now + 0.1)
+
+
 @given(st.lists(st.integers(1, 132), min_size=1, max_size=8))
 def test_what_fits_together_counts_as_one_device_at_most(sizes: list[int]) -> None:
     """By no measure of the work is more refused than can be packed."""

@@ -596,9 +596,12 @@ class SMAllocator:
         return at
 
     def running(self, now: float) -> list[tuple[int, float]]:
-        """Return the SMs of each grant, and the seconds that it is expected to take from now on."""
+        """Return the SMs of each grant, and the seconds that it is expected to take from now on.
+
+        Without those that take longer than was known: they may end at any moment.
+        """
         grants = (grant for of_device in self.grants for grant in of_device)
-        return [(grant.sms, (grant.ends or now) - now) for grant in grants if grant.ends]
+        return [(one.sms, one.ends - now) for one in grants if one.ends and one.ends > now]
 
 
 class _Choices(NamedTuple):
