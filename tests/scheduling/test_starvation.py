@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from greensched.scheduling.cells import DeviceCells, SizeRange
-from greensched.scheduling.policy import POLICIES, Sized
+from greensched.scheduling.policy import POLICIES, Fifo, Sized
 from greensched.scheduling.requests import Grant
 from greensched.scheduling.scheduler import Scheduler
 from greensched.scheduling.services import ServiceClass
@@ -57,7 +57,7 @@ def test_the_highest_of_three_classes_has_what_the_policy_leaves() -> None:
 def test_classes_that_each_ask_for_more_than_half_take_turns(policy: str) -> None:
     """Two leases that never end, each of more than half: neither waits for long, under any policy.
 
-    The bound is the aging time and a checkpoint interval of the holder.
+    The bound is the ageing and a checkpoint interval of the holder.
     """
     traffic = tuple(loop(ServiceClass(name), 72, 0.005) for name in ("one", "two"))
     outcomes = run(Program(EIGHTS, traffic), policy)
@@ -126,3 +126,31 @@ def test_a_lease_does_not_give_way_to_its_own_holder() -> None:
     assert scheduler.checkpoint(1.0, held) == []
     assert not aged.grants
     assert held.sms >= 40
+
+
+def test_a_lease_does_not_give_way_beside_one_that_is_used_again() -> None:
+    """A holder whose other lease is a resumed grant keeps what it has, too."""
+    scheduler = Scheduler([EIGHTS], Fifo(ageing=0), 10)
+    (again,) = scheduler.request(0.0, (SizeRange(16, 16),), holder="a").grants
+    assert scheduler.suspend(0.0, again)
+    scheduler.resume(0.0, again, "a")
+    (held,) = scheduler.request(0.0, (SizeRange(40, 132),), holder="a").grants
+    scheduler.request(0.0, (SizeRange(96, 96),), holder="b")
+    assert scheduler.checkpoint(1.0, held) == []
+    assert not held.over
+
+
+def test_a_lease_that_gives_way_goes_behind_all_that_wait() -> None:
+    """Also where grants were resumed before: each of those counts as an arrival."""
+    scheduler = Scheduler([EIGHTS], Fifo(ageing=0), 10)
+    (again,) = scheduler.request(0.0, (SizeRange(16, 16),)).grants
+    for _ in range(5):
+        assert scheduler.suspend(0.0, again)
+        scheduler.resume(0.0, again, None)
+    scheduler.drained(0.0, again)
+    (lease,) = scheduler.request(0.0, (SizeRange(120, 132),)).grants
+    waiting = [scheduler.request(1.0, (SizeRange(sms, sms),)) for sms in (104, 112, 96)]
+    assert scheduler.checkpoint(2.0, lease) == waiting[:1]
+    assert lease.over
+    assert scheduler.queued() == [*waiting[1:], lease.request]
+    assert lease.request.order > waiting[-1].order

@@ -414,7 +414,7 @@ class Dispatcher:
 
     def _holds_more(self, grant: Grant) -> bool:
         """Return whether its holder has other grants: it would wait for SMs while it has some."""
-        return grant.holder is not None and len(self._held[grant.holder]) > 1
+        return len(self._grants_of(grant.holder)) > 1
 
     # -- what is asked for and held --------------------------------------------------------------
 

@@ -164,7 +164,7 @@ class Scheduler:
             due = now + state.latency
         request = Request(
             state, parts, self._everywhere if devices is None else devices,
-            state.priority if priority is None else priority, now, self._requested + self._resumed,
+            state.priority if priority is None else priority, now, self._arrivals,
             near=near, due=due, deadline=deadline, duration=duration, holder=holder, owner=owner,
         )  # fmt: skip
         if holder is not None and self.dispatcher.holds(holder):
@@ -208,7 +208,7 @@ class Scheduler:
             return None
         sms, state = allocator.devices[device].sm_count(mask), allocator.classes[""]
         size = SizeRange(sms, sms)
-        claimed = Request(state, (size,), (device,), 0, now, self._requested + self._resumed)
+        claimed = Request(state, (size,), (device,), 0, now, self._arrivals)
         claimed.grants = allocator.allocate(claimed, device, (mask,), now)
         claimed.state = GRANTED
         self._requested += 1
@@ -380,7 +380,7 @@ class Scheduler:
 
     def _queue_again(self, request: Request, now: float) -> None:
         request.state, request.grants, request.arrived = QUEUED, (), now
-        request.order, request.holder, request.held_devices = self._requested, None, frozenset()
+        request.order, request.holder, request.held_devices = self._arrivals, None, frozenset()
         latency = request.class_state.latency
         request.due, request.deadline = None if latency is None else now + latency, None
         self.queue.add(request, self._line_of(request))
@@ -591,6 +591,11 @@ class Scheduler:
         """Whether every cell is free."""
         return not any(self.allocator.grants)
 
+    @property
+    def _arrivals(self) -> int:
+        """How many requests have arrived: the order of the next one, which no other has."""
+        return self._requested + self._resumed
+
     def queued(self) -> list[Request]:
         """Return all queued requests, in the order of their arrival."""
         return self.queue.queued()
@@ -608,7 +613,7 @@ class Scheduler:
             free += cells.largest_within(cells.full_mask & ~all_held)
         return SchedulerStatistics(
             waiting=self.queue.waiting,
-            requested=self._requested + self._resumed,
+            requested=self._arrivals,
             granted=self._resumed + self.dispatcher.granted,
             cancelled=self._cancelled + self.dispatcher.rejections,
             expired=self._expired + self.dispatcher.expired,
