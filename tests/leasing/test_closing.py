@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 import greensched
-from greensched import ALL, LaunchConfig, Pool
+from greensched import ALL, LaunchConfig, Pool, PoolState
 from greensched.driver import simulated
 from greensched.driver.simulated import Fail, Hang
 from greensched.kernels import spin
@@ -348,3 +349,22 @@ def test_closed_while_its_opening_fails(seed: int) -> None:
 
     clock.run(main)
     assert not driver.live()
+
+
+def test_collected_blocks_of_sync_wait_for_no_loop() -> None:
+    """The collector may end them on any thread, even on the loop's; lease, pool and loop end."""
+    pool = Pool(driver="simulated:h20")
+
+    def generate() -> Iterator[None]:
+        with pool.sync, pool.sync.partition(16):
+            yield
+
+    async def collect(entered: list[Iterator[None]]) -> None:
+        entered.clear()
+        await until(lambda: pool.state is PoolState.CLOSED)
+
+    entered = [generate()]
+    next(entered[0])
+    pool.sync.call(collect, entered)
+    assert pool.statistics().sms_leased == 0
+    assert pool.sync._loop._thread is None

@@ -499,3 +499,32 @@ def test_a_program_that_leaves_its_sync_pool_open_ends() -> None:
     assert (done.returncode, done.stdout) == (0, "end\n")
     assert "was never closed" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+#: A program with a block in a generator that it never ends.
+LEFT_OPEN = """
+    def generate():
+        with {block}:
+            yield
+    {opening}
+    entered = generate()
+    next(entered)
+    print('end')
+"""
+LEASE = "pool.sync.partition(16)"
+
+
+@pytest.mark.parametrize(
+    ("opening", "block"),
+    [
+        ("pool.sync.open()", LEASE),
+        ("asyncio.run(pool.open())", LEASE),
+        ("pass", f"pool.sync, {LEASE}"),
+    ],
+)
+def test_a_program_that_leaves_a_sync_lease_open_ends(opening: str, block: str) -> None:
+    """The end of the interpreter waits for no loop, whose thread is stopped by then."""
+    done = run(LEFT_OPEN.format(opening=opening, block=block), "-W", "always::ResourceWarning")
+    assert (done.returncode, done.stdout) == (0, "end\n")
+    assert "was never closed" in done.stderr
+    assert "Traceback" not in done.stderr

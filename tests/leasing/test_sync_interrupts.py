@@ -33,7 +33,7 @@ def test_f30_03_an_interrupt_of_an_opening_leaves_a_closed_pool(share: float) ->
             with pool.sync:
                 threading.Event().wait(20)
         assert pool.state is PoolState.CLOSED
-        assert pool.sync._portals._portal_cm is None
+        assert pool.sync._loop._thread is None
         assert not driver.live()
 
 
@@ -45,16 +45,16 @@ def test_f30_03_an_interrupt_of_the_end_of_a_loop_is_raised_behind_it(
     # A shell's background jobs, whose children may run the tests, ignore SIGINT.
     former = signal.signal(signal.SIGINT, signal.default_int_handler)
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, former))
-    for step in ("__enter__", "__exit__"):
-        provider = pool.sync._portals
-        real = getattr(type(provider), step)
+    for step in ("enter", "leave"):
+        loop = pool.sync._loop
+        real = getattr(type(loop), step)
 
         def interrupted(*args: Any, real: Any = real) -> Any:
             signal.raise_signal(signal.SIGINT)
             return real(*args)
 
         with monkeypatch.context() as patch:
-            patch.setattr(type(provider), step, interrupted)
+            patch.setattr(type(loop), step, interrupted)
             with pytest.raises(KeyboardInterrupt):
                 pool.sync.call(anyio.sleep, 0)
-        assert provider._portal_cm is None
+        assert loop._thread is None

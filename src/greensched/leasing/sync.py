@@ -1,8 +1,8 @@
 """`pool.sync`: the pool for threads that run no loop: scripts, notebooks, synchronous servers.
 
-Nothing is scheduled here. A loop runs on a thread of anyio's (a blocking portal), every call goes
-to the pool there, and the caller blocks until it has returned: so there is one semantics, without
-`await`.
+Nothing is scheduled here. A loop runs on a thread of its own, every call goes to the pool there
+through anyio's blocking portal, and the caller blocks until it has returned: so there is one
+semantics, without `await`.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import warnings
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager, suppress
-from functools import update_wrapper
+from functools import partial, update_wrapper
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
 from weakref import WeakSet
 
 import anyio
-from anyio.from_thread import BlockingPortal, BlockingPortalProvider
+from anyio.from_thread import BlockingPortal
 
 from greensched._asynclib import in_event_loop
 from greensched.device.device import Device
 from greensched.errors import ForkedPool, GreenschedError, LoopWouldBlock, PartitionClosed
-from greensched.execution.eventloop import current_adapter, holder_override
+from greensched.execution.eventloop import LoopAdapter, current_adapter, holder_override
 from greensched.leasing.partition import Partition
 from greensched.leasing.requests import LeaseOptions
 from greensched.leasing.status import CloseReport, PoolState
@@ -65,12 +65,14 @@ def _interrupts_deferred() -> Iterator[None]:
 
 #: Pools whose loop runs until `SyncPool.close`.
 _open_pools: WeakSet[SyncPool] = WeakSet()
-#: Seconds: an interpreter that exits waits at most 1 s (promise 11), of which leases get half.
-EXIT_GRACE, EXIT_LIMIT = 0.5, 0.9
+#: Seconds that leases of an open pool have to end when the interpreter exits.
+EXIT_GRACE = 0.5
+#: Seconds that the exit waits for a pool to close: the interpreter is to end within 1 s.
+EXIT_LIMIT = 0.9
 
 
 def _close_at_exit() -> None:
-    """Close what the program left open: the end of the interpreter would wait for its loop."""
+    """Close what the program left open, while the thread of its loop still runs."""
     for pool in tuple(_open_pools):
         text = f"{pool._pool!r} was never closed"
         thread = threading.Thread(target=_close_quietly, args=(pool,), daemon=True)
@@ -85,6 +87,76 @@ def _close_quietly(pool: SyncPool) -> None:
 
 
 atexit.register(_close_at_exit)
+
+
+class _LoopThread:
+    """A loop on a daemon thread, which runs while anything uses it.
+
+    anyio's `BlockingPortalProvider` is no substitute: the collector would wait in it for its
+    thread, which the end of the interpreter has stopped by then.
+
+    Args:
+        new_loop: makes the loop; None: asyncio does.
+    """
+
+    def __init__(self, new_loop: Callable[[], AbstractEventLoop] | None) -> None:
+        self._options = {} if new_loop is None else {"loop_factory": new_loop}
+        self._lock = threading.Lock()
+        #: One entry for each use: the collector ends one without the lock.
+        self._uses: list[None] = []
+        #: None while nothing uses the loop.
+        self._thread: threading.Thread | None = None
+        # These are the latest thread's.
+        self._loop: LoopAdapter
+        self._portal: BlockingPortal
+        self._stopped: anyio.Event
+
+    def enter(self) -> BlockingPortal:
+        """Begin a use: have the loop run until `leave`, or `leave_collected`."""
+        with self._lock:
+            if self._thread is None:
+                started: Future[None] = Future()
+                run = partial(self._run, started)
+                thread = threading.Thread(target=run, name="greensched sync", daemon=True)
+                thread.start()
+                started.result()
+                self._thread = thread
+            self._uses.append(None)
+            return self._portal
+
+    def leave(self) -> None:
+        """End a use. The last one ends the loop, and waits for that."""
+        self._uses.pop()
+        thread = self._end_unused()
+        if thread is not None:
+            thread.join()
+
+    def leave_collected(self) -> None:
+        """End a use where the collector does. Takes no lock and never waits."""
+        self._uses.pop()
+        self._loop.call_threadsafe(self._end_unused)
+
+    def _end_unused(self) -> threading.Thread | None:
+        """Begin to end the loop if nothing uses it; return its thread then."""
+        with self._lock:
+            if self._uses or self._thread is None:
+                return None
+            thread, self._thread = self._thread, None
+            self._loop.call_threadsafe(self._stopped.set)
+        return thread
+
+    def _run(self, started: Future[None]) -> None:
+        async def serve() -> None:
+            self._loop, self._stopped = current_adapter(), anyio.Event()
+            async with BlockingPortal() as self._portal:
+                started.set_result(None)
+                await self._stopped.wait()
+
+        try:
+            anyio.run(serve, backend="asyncio", backend_options=self._options)
+        except BaseException as error:  # of a call: its caller has it
+            if not started.done():
+                started.set_exception(error)
 
 
 class SyncPool:
@@ -107,11 +179,10 @@ class SyncPool:
 
     def __init__(self, pool: Pool, new_loop: Callable[[], AbstractEventLoop] | None) -> None:
         self._pool = pool
-        options = {} if new_loop is None else {"loop_factory": new_loop}
-        self._portals = BlockingPortalProvider("asyncio", options)
+        self._loop = _LoopThread(new_loop)
         self._lock = threading.Lock()
-        #: Whether `open` keeps the portal.
-        self._is_kept = False
+        #: One entry while `open` keeps the loop running: the collector ends that without the lock.
+        self._kept: list[None] = []
 
     # -- opening and closing -----------------------------------------------------------------------
 
@@ -122,10 +193,10 @@ class SyncPool:
     def _open(self, opening: Callable[[], Awaitable[object]]) -> None:
         self._check()
         try:
-            self._keep_portal()
+            self._keep_loop()
             self.call(opening)
         except BaseException:
-            self._release_portal()
+            self._release_loop()
             raise
 
     def close(self, grace: float | None = None) -> CloseReport:
@@ -136,23 +207,25 @@ class SyncPool:
         """
         graces = () if grace is None else (grace,)
         report = self.call(self._pool.aclose, *graces)
-        self._release_portal()
+        self._release_loop()
         return report
 
-    def _keep_portal(self) -> None:
+    def _keep_loop(self) -> None:
         with _interrupts_deferred(), self._lock:
-            if not self._is_kept:
-                self._portals.__enter__()
-                self._is_kept = True
+            if not self._kept:
+                self._loop.enter()
                 _open_pools.add(self)
+                self._kept.append(None)
 
-    def _release_portal(self) -> None:
+    def _release_loop(self) -> None:
         with _interrupts_deferred():
-            with self._lock:
-                was_kept, self._is_kept = self._is_kept, False
-                _open_pools.discard(self)
-            if was_kept:
-                self._portals.__exit__(None, None, None)
+            self._end_keeping(self._loop.leave)
+
+    def _end_keeping(self, leave: Callable[[], None]) -> None:
+        with suppress(IndexError):  # it is not kept
+            self._kept.pop()
+            _open_pools.discard(self)
+            leave()
 
     @contextmanager
     def _portal(self) -> Iterator[BlockingPortal]:
@@ -160,13 +233,17 @@ class SyncPool:
         is_entered = False
         try:
             with _interrupts_deferred():
-                portal = self._portals.__enter__()
+                portal = self._loop.enter()
                 is_entered = True
             yield portal
+        except GeneratorExit:  # perhaps the collector ends the block
+            is_entered = False
+            self._loop.leave_collected()
+            raise
         finally:
             if is_entered:
                 with _interrupts_deferred():
-                    self._portals.__exit__(None, None, None)
+                    self._loop.leave()
 
     def __enter__(self) -> Self:
         """Open the pool; an interrupt meanwhile also closes it again, as a cancellation does."""
@@ -179,15 +256,22 @@ class SyncPool:
             raise
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Close the pool, within the default grace, also where an interrupt comes meanwhile."""
-        self._close_block()
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        """Close the pool, within the default grace, also where an interrupt comes meanwhile.
+
+        If the collector ends the block (GeneratorExit), a thread closes it, as in `Pool.__aexit__`.
+        """
+        if isinstance(error, GeneratorExit):
+            _end_collected(self._pool, error)
+            self._end_keeping(self._loop.leave_collected)
+        else:
+            self._close_block()
 
     def _close_block(self) -> None:
         try:
             self.call(self._pool.__aexit__, None, None, None)
         finally:
-            self._release_portal()
+            self._release_loop()
 
     # -- asking for SMs ----------------------------------------------------------------------------
 
@@ -214,6 +298,9 @@ class SyncPool:
         with self._portal():
             try:
                 yield wrap(self.call(block.__aenter__))
+            except GeneratorExit as error:
+                _end_collected(block, error)
+                raise
             except BaseException as error:
                 with suppress(PartitionClosed):  # it was never granted
                     self.call(block.__aexit__, type(error), error, error.__traceback__)
@@ -249,6 +336,12 @@ class SyncPool:
 
     def __repr__(self) -> str:
         return f"<sync of {self._pool!r}>"
+
+
+def _end_collected(block: AbstractAsyncContextManager[object], error: GeneratorExit) -> None:
+    """End a block where perhaps the collector does, on any thread: so it waits for no loop."""
+    with suppress(StopIteration, PartitionClosed):
+        block.__aexit__(type(error), error, error.__traceback__).send(None)
 
 
 class _PortalCall:
