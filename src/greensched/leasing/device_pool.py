@@ -37,7 +37,7 @@ from greensched.scheduling.cells import DeviceCells
 
 logger = logging.getLogger("greensched")
 
-#: Executors made beforehand at most, some 5 MiB and 1 ms each on an H200, so that the first lease
+#: Executors made beforehand at most, some 6 MiB and 1 ms each on an H200, so that the first lease
 #: of any size waits for none. Split into groups of 8 SMs a device has 87 shapes, and split into
 #: groups of 2 it has 131 that begin or end where the device does, so that two leases that share it
 #: can move their border, and 26 more that are aligned blocks of 8 SMs and more, for three leases
