@@ -29,11 +29,11 @@ pytestmark = pytest.mark.parametrize("pair", PAIRS)
 
 
 def two(backend: Backend, pair: str) -> Pool:
-    """A pool over two devices; skipped where another test says the same."""
+    """A pool over two devices; skips the combinations that other combinations cover."""
     if "@" in pair and (backend.kind, backend.loop) != ("real", "asyncio"):
-        pytest.skip("other drivers copy alike on every loop: they are tested on asyncio's")
+        pytest.skip("the other CUDA version copies alike on every loop: it runs on asyncio alone")
     if not backend.is_simulated and pair != PAIRS[0]:
-        pytest.skip("only simulated machines have devices of each kind: this one's are tried once")
+        pytest.skip("this kind of pair is simulated only: the machine's own devices run once")
     return backend.pair(pair)
 
 

@@ -147,7 +147,7 @@ def compare(folder: Path, **options: Any) -> subprocess.CompletedProcess[str]:
 
 
 def test_it_is_compared() -> None:
-    """One command serves both ways under load, and says what clients waited for, each way."""
+    """One command serves all three ways under load, and says what clients waited for, each way."""
     done = compare(EXAMPLE, seconds=1)
     assert done.returncode == 0, done.stdout + done.stderr
     for name in ("plain streams", "chunked", "partitions"):
