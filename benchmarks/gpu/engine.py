@@ -1,7 +1,7 @@
 """Serve one model under one load in every way: the highest rate that each way keeps in time.
 
-`python -m benchmarks.gpu.engine [--seconds 280] [--targets 12 20] [--json FILE] [--plot FILE]`,
-or `make bench-engine`. `--check` measures passes only, and runs each way once.
+`python -m benchmarks.gpu.engine [--seconds 520] [--run 8] [--seeds 1] [--json FILE] [--plot FILE]`,
+or `make bench-engine`. `--check` measures single passes first.
 
 The model is that of `examples/09_inference_server`, and so are its loops: the same kernels, graphs,
 slots and requests in every arm, in one process without HTTP. Only the order of the passes, and the
@@ -68,8 +68,6 @@ RATES = (1, 2, 3, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30, 33, 36, 4
 MAX_WAITING = 4096
 #: Tokens of a cached sequence while passes are measured.
 CACHED = 700
-#: A run whose program was this late is not counted.
-MOST_LATE = 0.050
 
 
 # -- requests -------------------------------------------------------------------------------------
@@ -149,7 +147,7 @@ class Timed(Sequence):
 
 
 def quantile(times: Iterable[float], fraction: float) -> float:
-    """Return the smallest time that this fraction does not exceed; 0 without any."""
+    """Return the time below which this fraction of all lies; 0 without any."""
     ordered = sorted(times)
     return ordered[min(len(ordered) - 1, int(fraction * len(ordered)))] if ordered else 0.0
 
@@ -163,8 +161,7 @@ class Streams:
     A place keeps its graphs for all arms that use it.
     """
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
+    def __init__(self) -> None:
         self._made: dict[str, Place] = {}
 
     def place(self, name: str, make: Callable[[], Any], priority: int = 0) -> Place:
@@ -240,7 +237,7 @@ class Bench:
 
     def __init__(self, model: Any, driver: str, sms: int) -> None:
         self.model, self.driver, self.sms = model, driver, sms
-        self._streams = Streams(model)
+        self._streams = Streams()
 
     @asynccontextmanager
     async def plain(self) -> AsyncIterator[Serve]:
@@ -662,7 +659,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
 
 
 async def check(bench: Bench, report: Report) -> None:
-    """Measure passes, the host's part, and one short run of the main arms."""
+    """Measure passes on several splits, and times between tokens without prompts."""
     for sms in (bench.sms, 24, 32, 48, 64, 80):
         try:
             report.put(f"passes, {sms} SMs", await passes(bench, sms))

@@ -6,7 +6,7 @@ curl -N -d '{"prompt": [1, 2, 3], "tokens": 8}' localhost:8000/generate
 Reading a prompt (prefill) fills a GPU for tens of milliseconds. One more token for every sequence
 (a decode step) is short, and every client waits for it. Three ways to serve both:
 
---partitions   each has its own SMs: a lease for each decode step and each prompt (the default)
+--partitions   each has its own SMs, by leases whose sizes follow the load (the default)
 --streams      each has a stream, on all SMs
 --chunked 256  prompts are read in chunks, each in one pass with a decode step
 
