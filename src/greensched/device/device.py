@@ -219,8 +219,7 @@ class Device:
             greens = [context for context in self._greens if not context.is_closed]
             for context in (*greens, *([self._primary] if self._primary is not None else [])):
                 context.refuse_while_used()
-            self._closed = True
-            primary, self._primary = self._primary, None
+            self._closed, primary = True, self._primary
         steps: list[Callable[[], None]] = [context.close for context in greens]
         if primary is None:
             steps.append(self.loader.close)  # `Context.create`'s contexts may have used it
@@ -229,9 +228,9 @@ class Device:
         try:
             run_all(steps)
         except GreenschedError:
-            for context in (*greens, *(() if primary is None else (primary,))):
-                context.is_abandoned = True
+            self.abandon()
             raise
+        self._primary = None
 
     def abandon(self) -> None:
         """Leave its contexts as they are until the process ends: closing them has failed."""
