@@ -75,7 +75,7 @@ class Bar:
 
 
 def at_least(what: str, found: metrics.Interval, least: float) -> Bar:
-    """Return a bar that passes if the lower end is at least a value, and where there is none."""
+    """Return a bar that passes if the lower end is at least a value, or if there is no figure."""
     return Bar(what, found, f">= {least:g}", math.isnan(found[1]) or found[1] >= least)
 
 

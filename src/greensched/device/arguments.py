@@ -97,7 +97,10 @@ def _packer(store: Callable[..., None], pointers: _Pointers, slots: object) -> P
 
 
 def _packer_of_two(store: Callable[..., None], pointers: _Pointers, slots: object) -> Pack:
-    """Return the same for two pointers, as most kernels have: the loops are a tenth of a launch."""
+    """Return what `_packer` does for two pointers, without loops: those take a tenth of a launch.
+
+    Most kernels have two.
+    """
     (i, x_dtype, writes_x), (j, y_dtype, writes_y) = pointers
 
     def pack(values: Sequence[Any], stream: TicketedStream, ticket: int) -> bool:
@@ -124,7 +127,7 @@ def _packer_of_two(store: Callable[..., None], pointers: _Pointers, slots: objec
 
 
 def _refuse(_: Sequence[Any], __: TicketedStream, ___: int) -> bool:
-    """Leave every value to `fill`: one has no format."""
+    """Leave every value to `fill`: a parameter has no format."""
     return False
 
 

@@ -38,7 +38,7 @@ class LaunchConfig:
     grid: int | tuple[int, ...]
     block: int | tuple[int, ...]
     shmem_size: int = 0
-    #: The same text for equal configurations, to look one up by; texts keep their hash.
+    #: The same string for equal configurations, to look one up by: a string caches its hash.
     key: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -76,7 +76,7 @@ class KeptHandles:
         return self._cuts[key]
 
     def forget(self, device: int) -> None:
-        """Use nothing of a lost device again, and leave it as it is."""
+        """Have no executor use a context of a lost device again; the contexts stay as they are."""
         for key in tuple(self._contexts):
             if key[1] == device:
                 self._contexts.pop(key, None)

@@ -62,7 +62,8 @@ STICKY: frozenset[int] = frozenset(
     {4, 214, 220, 226, 700, 702, 710, 714, 715, 716, 717, 718, 719, 721, 810, 999}
 )
 
-#: Lack of capacity, now or for one shape: what was asked may be tried again, or done without.
+#: The device has no memory left, or does not take a resource or a set of them: what was asked may
+#: be tried again, or done without.
 CAPACITY: frozenset[int] = frozenset({2, 914, 915})
 
 

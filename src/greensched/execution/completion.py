@@ -40,8 +40,9 @@ from greensched.typing import CaptureMode
 
 #: What calls return because a stream is capturing. Source: cuda.h, CUDA_ERROR_STREAM_CAPTURE_*.
 CAPTURE_STATUSES = range(900, 909)
-#: Of an event that a capture took in, once that has ended (source: an H200, driver 580.159.04,
-#: tests/gpu/test_graphs_on_sms.py); lack of memory; not ready. After these the device goes on.
+#: The device goes on after these. 1, INVALID_VALUE: of an event that a capture took in, once that
+#: capture has ended (source: an H200, driver 580.159.04, tests/gpu/test_graphs_on_sms.py); 2,
+#: OUT_OF_MEMORY; 600, NOT_READY.
 PASSING_STATUSES = frozenset({1, 2, 600, *CAPTURE_STATUSES})
 
 #: A turn of the loop shorter than this had nothing else to do, and counts against the budget.

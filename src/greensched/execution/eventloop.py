@@ -147,7 +147,7 @@ class AsyncioAdapter(LoopAdapter):
         return closed
 
     def is_current(self) -> bool:
-        return asyncio._get_running_loop() is self._loop and get_ident() == self._ident
+        return _get_running_loop() is self._loop and get_ident() == self._ident
 
     def create_waiter(self) -> Waiter:
         waiter: Waiter = self._create_future()

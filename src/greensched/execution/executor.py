@@ -104,8 +104,8 @@ class Executor:
         self.chunks = ChunkedCopier(self.launch_stream, chunk_events, staging)
         #: Libraries have a stream or the context itself: they may capture at any time.
         self.is_exposed = False
-        #: The context's event captured all that was there when the last call returned; and all of
-        #: that was done already.
+        #: When the last call returned, the context's event captured all work of the context; and
+        #: all of it was done already.
         self._is_recorded = self._left_nothing = False
         #: For copies beside the launches; made by `create_copy_stream`.
         self.copy_stream: TicketedStream | None = None

@@ -56,15 +56,15 @@ MAX_BOUND_LAUNCHES: Final = 4 * BATCH
 
 
 class LeaseState(enum.Enum):
-    """Where a lease is in its life.
+    """Where a lease is in its life."""
 
-    It may submit; it gave way at a checkpoint, or is idle, and has no SMs until it is granted some
-    again; it has ended, and its work is not done; its work is done.
-    """
-
+    #: It may submit work.
     OPEN = "open"
+    #: It gave way at a checkpoint, or is idle: it has no SMs until it is granted some again.
     GAVE_WAY = "has no SMs now"
+    #: It has ended, and its work is not done.
     DRAINING = "draining"
+    #: All its work is done.
     CLOSED = "closed"
 
 
@@ -160,8 +160,8 @@ class Lease:
         """
         self.executor = executor
         self._first_ticket = executor.launch_stream.issued
-        #: Libraries may have work on the green context at any time that has no ticket: `stream`,
-        #: `context`.
+        #: Libraries may at any time have work on the green context that has no ticket: they were
+        #: given its stream, or the context itself.
         self.foreign_work = executor.is_exposed = False
         #: There were calls, which may have left such work.
         self.has_called = False
@@ -543,9 +543,9 @@ class Lease:
     # -- its end -----------------------------------------------------------------------------------
 
     def leave(self) -> bool:
-        """Close what was bound, if nothing of its work is left; return whether.
+        """Close what was bound if none of its work is left; return whether none is left.
 
-        The lease could then as well go on: it is to be cached, or closed by `close`.
+        The caller then caches the lease, or closes it by `close`.
         """
         stream = self.executor.launch_stream
         issued = stream.issued

@@ -60,13 +60,14 @@ def compiled(source: str, *, name: str, arch: str, options: Sequence[str] = ()) 
     def read() -> bytes | None:
         return nvrtc.preprocess(source, name=name, arch=arch, options=options)
 
+    text = read()
+
     def make() -> bytes:
         binary = nvrtc.compile(source, name=name, arch=arch, options=options)
         if text is None or read() != text:
             raise _NotKept(binary)
         return binary
 
-    text = read()
     try:
         key = key_of(
             source, text or b"", name=name, arch=arch, options=options, nvrtc=nvrtc.version()
@@ -77,7 +78,7 @@ def compiled(source: str, *, name: str, arch: str, options: Sequence[str] = ()) 
 
 
 class _NotKept(Exception):
-    """A cubin of which it is not known what it was compiled from."""
+    """A cubin that is not to be cached: what it was compiled from is not known."""
 
     def __init__(self, binary: bytes) -> None:
         super().__init__()

@@ -107,9 +107,9 @@ class Loader:
     def load(self, kernel: Kernel, abandonment: Abandonment | None = None) -> KernelHandle:
         """Compile and load a kernel if necessary, and return its handle. Blocks.
 
-        An abandonment ends the wait for the compiler, which goes on for the cache. The calling
-        thread needs a current context of the device. The kernel is loaded in that
-        context and local memory is sized for it, so that a launch there does not block.
+        The calling thread needs a current context of the device. The kernel is loaded in that
+        context and local memory is sized for it, so that a launch there does not block. An
+        abandonment ends the wait for the compiler, which goes on for the cache.
 
         Raises:
             CompileFailed: its source does not compile.
