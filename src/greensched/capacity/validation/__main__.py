@@ -1,7 +1,7 @@
 """`python -m greensched.capacity.validation [WORKLOAD ...]`: predict measured figures again.
 
-Writes `predicted.csv` beside `measured.csv`, and prints every row. All workloads take about ten
-minutes of a core; figures of workloads that are not named stay as they are.
+Writes `predicted.csv` beside `measured.csv`, in its order, and prints every row. All workloads take
+about ten minutes of a core; figures of workloads that are not named stay as they are.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ def main(workloads: list[str]) -> None:
         if row.predicted is not None and workloads and row.key[1] not in workloads
     }
     found = before | dict(prediction.predict(workloads, _show))
+    keys = [row.key for row in measured.inputs_and_rows() if row.key in found]
     with measured.PREDICTED.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow([*measured.KEYS, "value"])
-        writer.writerows([*key, f"{value:.5g}"] for key, value in found.items())
+        writer.writerows([*key, f"{found[key]:.5g}"] for key in keys)
     measured.rows.cache_clear()
     measured.inputs_and_rows.cache_clear()
     sys.stdout.write("\n".join(measured.table()) + "\n")

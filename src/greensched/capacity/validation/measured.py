@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -102,17 +102,10 @@ def rows() -> tuple[Row, ...]:
     return tuple(row for row in inputs_and_rows() if row.is_known and not row.is_input)
 
 
-def _read(measured: Path, predicted: Path) -> Iterable[Row]:
-    found: dict[Key, float] = {}
-    if predicted.exists():
-        with predicted.open() as file:
-            for each in csv.DictReader(file):
-                found[_key(each)] = float(each["value"])
-    with measured.open() as file:
-        for each in csv.DictReader(file):
-            low, high = float(each["low"] or 1), float(each["high"] or 1)
-            key = _key(each)
-            yield Row(key, float(each["value"]), low, high, each["source"], found.get(key))
+def _read(path: Path) -> Iterator[tuple[Key, dict[str, str]]]:
+    with path.open() as file:
+        for row in csv.DictReader(file):
+            yield _key(row), row
 
 
 def _key(row: dict[str, str]) -> Key:
@@ -122,8 +115,20 @@ def _key(row: dict[str, str]) -> Key:
 
 @functools.cache
 def inputs_and_rows() -> tuple[Row, ...]:
-    """Read every measured figure."""
-    return tuple(_read(MEASURED, PREDICTED))
+    """Read every measured figure, and its prediction where there is one."""
+    found = _read(PREDICTED) if PREDICTED.exists() else ()  # the command makes it again
+    predicted = {key: float(row["value"]) for key, row in found}
+    return tuple(
+        Row(
+            key,
+            float(row["value"]),
+            float(row["low"] or 1),
+            float(row["high"] or 1),
+            row["source"],
+            predicted.get(key),
+        )
+        for key, row in _read(MEASURED)
+    )
 
 
 def inputs() -> dict[Key, float]:
