@@ -7,22 +7,25 @@ repeated. Given are the grids of the kernels, their times alone, the split, and 
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import math
 import random
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
-from greensched.capacity.baselines import StreamClient, Streams
+import numpy as np
+
+from greensched.capacity.baselines import Streams
 from greensched.capacity.host_costs import HostCosts
 from greensched.capacity.latency_tables import SpeedupCurve
 from greensched.capacity.machine import Machine
-from greensched.capacity.strategies import pool_of
+from greensched.capacity.strategies import Client, pool_of
 from greensched.capacity.workload import ServiceProfile
 from greensched.device.launch import LaunchConfig
+from greensched.execution.bound_launch import BoundLaunch
 from greensched.leasing.partition import Partition
 from greensched.pool import Pool
 from greensched.scheduling.services import ServiceClass
@@ -129,63 +132,68 @@ class Found:
     other: list[float] = field(default_factory=list)
 
 
-class Place(Protocol):
-    """Where a user's work runs."""
-
-    async def request(self) -> float: ...
-    async def keep_busy(self, until: float, done: list[float]) -> None: ...
-
-
 def percentile(values: Sequence[float], part: float) -> float:
     """Return the value below which this part of the values lies, interpolated."""
-    found = sorted(values)
-    at = part * (len(found) - 1)
-    low = int(at)
-    return found[low] + (at - low) * (found[min(low + 1, len(found) - 1)] - found[low])
+    return float(np.quantile(values, part))
 
 
 # -- places -------------------------------------------------------------------------------------
 
 
-class _Place:
-    """What all places share: the work of a user, and the machine."""
+@dataclass
+class Place(abc.ABC):
+    """Where a user's work runs."""
 
-    def __init__(self, machine: Machine, setting: Setting, user: str, rng: random.Random) -> None:
-        self._machine, self._setting, self._user, self._rng = machine, setting, user, rng
-        critical = user == "critical"
-        self._pieces = setting.request if critical else setting.piece
-        self._kernel = machine.kernels[user]
-        self._config = machine.configs[user][0]
+    machine: Machine
+    setting: Setting
+    user: str
+    rng: random.Random
+
+    @abc.abstractmethod
+    async def request(self) -> float:
+        """Make one request; return the seconds to the start of its kernel."""
+
+    @abc.abstractmethod
+    async def keep_busy(self, until: float, done: list[float]) -> None:
+        """Work without pause, and record when each piece was done."""
+
+    @property
+    def _pieces(self) -> tuple[int, ...]:
+        return self.setting.request if self.user == "critical" else self.setting.piece
 
     def _now(self) -> float:
-        return self._machine.now() / 1e9
+        return self.machine.now() / 1e9
 
     def _begun(self, asked: float) -> float:
         """Return the seconds from a request until its kernel began, but for the host's part."""
-        trace = self._machine.traces[0]
-        run = next(run for run in reversed(trace) if run.service == self._user)
-        latency = self._machine.driver.devices[0].model.launch_latency_ns
+        trace = self.machine.traces[0]
+        run = next(run for run in reversed(trace) if run.service == self.user)
+        latency = self.machine.driver.devices[0].model.launch_latency_ns
         return (run.start - latency) / 1e9 - asked
 
+    def _bind(self, p: Partition) -> BoundLaunch:
+        return p.bind(self.machine.configs[self.user][0], self.machine.kernels[self.user], 1)
 
-class OnStream(_Place):
+    def _submit(self, bound: BoundLaunch) -> Awaitable[None]:
+        """Launch all pieces of the work, of which the last one is awaited."""
+        *firsts, last = self._pieces
+        for kind in firsts:
+            bound.set(0, kind)
+            bound()
+        bound.set(0, last)
+        return bound.submit()
+
+
+@dataclass
+class OnStream(Place):
     """A plain stream."""
 
-    def __init__(
-        self,
-        machine: Machine,
-        setting: Setting,
-        user: str,
-        rng: random.Random,
-        client: StreamClient,
-    ) -> None:
-        super().__init__(machine, setting, user, rng)
-        self._client = client
+    client: Client
 
     async def request(self) -> float:
         """Make one request; return the seconds to the start of its kernel."""
         asked = self._now()
-        await self._client.run(self._pieces)
+        await self.client.run(self._pieces)
         return self._begun(asked)
 
     async def keep_busy(self, until: float, done: list[float]) -> None:
@@ -193,51 +201,36 @@ class OnStream(_Place):
 
         async def one() -> None:
             while self._now() < until:
-                await self._client.run(self._pieces)
+                await self.client.run(self._pieces)
                 done.append(self._now())
 
         await asyncio.gather(*(one() for _ in range(DEPTH)))
 
 
-class Held(_Place):
+@dataclass
+class Held(Place):
     """A lease that is held."""
 
-    def __init__(
-        self,
-        machine: Machine,
-        setting: Setting,
-        user: str,
-        rng: random.Random,
-        p: Partition,
-        *,
-        is_bound: bool,
-    ) -> None:
-        super().__init__(machine, setting, user, rng)
-        #: Its launches are the pool's bound ones, not raw ones on a green context's stream.
-        self._is_bound = is_bound
-        self._bound = p.bind(self._config, self._kernel, 1)
+    p: Partition
+    #: Its launches are the pool's bound ones, not raw ones on a green context's stream.
+    is_bound: bool
+
+    def __post_init__(self) -> None:
+        self._bound = self._bind(self.p)
 
     async def request(self) -> float:
         """Make one request; return the seconds to the start of its kernel."""
         asked = self._now()
-        if self._is_bound:
-            await asyncio.sleep(self._setting.host.submission.seconds(self._rng))
-        await self._submit()
+        if self.is_bound:
+            await asyncio.sleep(self.setting.host.submission.seconds(self.rng))
+        await self._submit(self._bound)
         return self._begun(asked)
-
-    def _submit(self) -> Awaitable[None]:
-        *firsts, last = self._pieces
-        for kind in firsts:
-            self._bound.set(0, kind)
-            self._bound()
-        self._bound.set(0, last)
-        return self._bound.submit()
 
     async def keep_busy(self, until: float, done: list[float]) -> None:
         """Work without pause."""
         in_flight: deque[Awaitable[None]] = deque()
         while self._now() < until:
-            in_flight.append(self._submit())
+            in_flight.append(self._submit(self._bound))
             if len(in_flight) >= DEPTH:
                 await in_flight.popleft()
                 done.append(self._now())
@@ -245,66 +238,52 @@ class Held(_Place):
             await in_flight.popleft()
 
 
-class Leased(_Place):
+@dataclass
+class Leased(Place):
     """A lease for each request; a busy user has one lease, with checkpoints."""
 
-    def __init__(
-        self,
-        machine: Machine,
-        setting: Setting,
-        user: str,
-        rng: random.Random,
-        pool: Pool,
-        sms: Size,
-        segment: float = 0.010,
-    ) -> None:
-        super().__init__(machine, setting, user, rng)
-        self._pool, self._sms, self._segment = pool, sms, segment
+    pool: Pool
+    sms: Size
+    segment: float = 0.010
 
     async def request(self) -> float:
         """Lease, make one request, return the lease; return the seconds to its start."""
-        host, asked = self._setting.host, self._now()
-        async with self._pool.partition(self._sms, service=self._user) as p:
-            took = host.lease.seconds(self._rng) + host.submission.seconds(self._rng)
+        host, asked = self.setting.host, self._now()
+        async with self.pool.partition(self.sms, service=self.user) as p:
+            took = host.lease.seconds(self.rng) + host.submission.seconds(self.rng)
             if len(self._pieces) > 1:
-                took += host.request.seconds(self._rng)
-                took += len(self._pieces) * host.launch.seconds(self._rng)
+                took += host.request.seconds(self.rng)
+                took += len(self._pieces) * host.launch.seconds(self.rng)
             await asyncio.sleep(took)
-            bound = p.bind(self._config, self._kernel, 1)
-            *firsts, last = self._pieces
-            for kind in firsts:
-                bound.set(0, kind)
-                bound()
-            bound.set(0, last)
-            await bound.submit()
+            await self._submit(self._bind(p))
             return self._begun(asked)
 
     async def keep_busy(self, until: float, done: list[float]) -> None:
         """Work without pause, with a checkpoint before a launch that exceeds the segment."""
-        host = self._setting.host
-        async with self._pool.partition(self._sms, service=self._user) as p:
-            bound = p.bind(self._config, self._kernel, 1)
+        host, pieces = self.setting.host, self._pieces
+        async with self.pool.partition(self.sms, service=self.user) as p:
+            bound = self._bind(p)
             in_flight: deque[tuple[int, Awaitable[None]]] = deque()
 
             async def ended() -> None:
                 index, job = in_flight.popleft()
                 await job
-                if index == len(self._pieces) - 1:
+                if index == len(pieces) - 1:
                     done.append(self._now())
 
             looked, launched, each, index = self._now(), 0, 0.0, 0
             while (now := self._now()) < until:
                 needed = now - looked + each * (len(in_flight) + 1)
-                if launched and needed > self._segment:
+                if launched and needed > self.segment:
                     while in_flight:
                         await ended()
-                    await asyncio.sleep(host.checkpoint.seconds(self._rng))
+                    await asyncio.sleep(host.checkpoint.seconds(self.rng))
                     await p.checkpoint()
                     now = self._now()
                     each, looked, launched = (now - looked) / launched, now, 0
-                bound.set(0, self._pieces[index])
+                bound.set(0, pieces[index])
                 in_flight.append((index, bound.submit()))
-                launched, index = launched + 1, (index + 1) % len(self._pieces)
+                launched, index = launched + 1, (index + 1) % len(pieces)
                 if len(in_flight) >= DEPTH:
                     await ended()
             while in_flight:
@@ -332,8 +311,10 @@ def run(setting: Setting, arm: str) -> Found:
 
     async def main() -> None:
         end = machine.begin()
-        opened = _on_streams if plain else _on_leases
-        async with opened(machine, setting, arm, strategy) as (critical, other):
+        opened = (
+            _on_streams(machine, setting, strategy) if plain else _on_leases(machine, setting, arm)
+        )
+        async with opened as (critical, other):
             for number in range(1, setting.rounds + 1):
                 await _slice(machine, setting, critical, other, found, 10 * number)
         end()
@@ -345,47 +326,42 @@ def run(setting: Setting, arm: str) -> Found:
     return found
 
 
+Places = AsyncIterator[tuple[Place, Place]]
+
+
 @asynccontextmanager
-async def _on_streams(machine: Machine, setting: Setting, _arm: str, strategy: Streams) -> Any:
+async def _on_streams(machine: Machine, setting: Setting, strategy: Streams) -> Places:
+    """Open the places of the critical and the other user on streams."""
+
+    def place(user: str) -> Place:
+        client = clients(0, machine.services[user])
+        return OnStream(machine, setting, user, random.Random(user), client)
+
     async with strategy.open(machine) as clients:
-        places = []
-        for user in ("critical", "other"):
-            client = clients(0, machine.services[user])
-            assert isinstance(client, StreamClient)
-            places.append(OnStream(machine, setting, user, random.Random(user), client))
-        yield tuple(places)
+        yield place("critical"), place("other")
 
 
 @asynccontextmanager
-async def _on_leases(machine: Machine, setting: Setting, arm: str, _strategy: Streams) -> Any:
+async def _on_leases(machine: Machine, setting: Setting, arm: str) -> Places:
     """Open the places on leases: a fixed split, or the classes of an arm of ours."""
-    rngs = {user: random.Random(f"{arm} {user}") for user in ("critical", "other")}
+    critical, other = (
+        (machine, setting, user, random.Random(f"{arm} {user}")) for user in ("critical", "other")
+    )
     services = setting.services.get(arm)
     async with AsyncExitStack() as stack:
         pool = await stack.enter_async_context(pool_of(machine, services=services or []))
         if services is None:
             rest = machine.sms[0] - setting.split
-            parts = await stack.enter_async_context(pool.partitions(setting.split, rest))
-            yield tuple(
-                Held(machine, setting, user, rngs[user], p, is_bound=False)
-                for user, p in zip(rngs, parts, strict=True)
-            )
+            p, q = await stack.enter_async_context(pool.partitions(setting.split, rest))
+            yield Held(*critical, p, is_bound=False), Held(*other, q, is_bound=False)
             return
         segment = next(s.checkpoint_interval for s in services if s.name == "other") or 0.010
-        other = Leased(
-            machine, setting, "other", rngs["other"], pool, (8, ALL), OF_SEGMENT * segment
-        )
+        busy = Leased(*other, pool, (8, ALL), OF_SEGMENT * segment)
         if arm == "lease held":
             p = await stack.enter_async_context(pool.partition(setting.split, service="critical"))
-            yield (
-                Held(machine, setting, "critical", rngs["critical"], p, is_bound=True),
-                other,
-            )
+            yield Held(*critical, p, is_bound=True), busy
             return
-        yield (
-            Leased(machine, setting, "critical", rngs["critical"], pool, setting.split),
-            other,
-        )
+        yield Leased(*critical, pool, setting.split), busy
 
 
 async def _slice(
