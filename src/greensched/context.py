@@ -350,9 +350,9 @@ class Context(ContextLimits):
     def close(self) -> None:
         """Destroy its events, its streams, then itself. Idempotent. Blocks until its work is done.
 
-        An adopted context stays: only the streams and events made from it here end. Of a
-        partition's, which its pool closes, the driver's context and streams stay, too: a later
-        partition has them.
+        An adopted context stays: only the streams and events made from it here end. The driver's
+        context and streams of a partition, which its pool closes, stay too: a later partition uses
+        them.
 
         Raises:
             InvalidRequest: it is current on this thread, or a thread is inside a block of it.

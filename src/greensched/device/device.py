@@ -165,7 +165,7 @@ class Device:
         kept = driver.kept.take(self.ordinal, key) or self._create_green(options)
 
         def give_back() -> None:
-            driver.synchronize_context(kept.handle)
+            driver.synchronize_context(kept.handle)  # raises again where closing it has raised
             if self.health.failure is None:
                 driver.kept.put(self.ordinal, key, kept)
 

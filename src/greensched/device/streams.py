@@ -255,7 +255,7 @@ class Stream:
     def close(self) -> None:
         """Destroy it; its work goes on. Idempotent. May block: not for an event-loop thread.
 
-        The driver's stream of a partition's context stays: what libraries remember is valid.
+        In the context of a partition the driver's stream stays: libraries may remember its address.
         """
         if not self.is_closed:
             self.is_closed = True

@@ -95,7 +95,7 @@ class _Definition:
 class Signatures:
     """The kernels that a CUDA source defines, and their parameters.
 
-    Reading never blocks, and takes time in proportion to the source, whatever that holds.
+    Reading never blocks, and takes time in proportion to the source, whatever it holds.
     """
 
     def __init__(self, source: str) -> None:
@@ -239,10 +239,10 @@ def _definitions(tokens: list[_Token]) -> Iterator[_Definition]:
 
 
 def _names(tokens: list[_Token], closing: dict[int, int]) -> list[int | None]:
-    """Return the name of the definition that goes on at each token; None for a declaration.
+    """Return, for each token, the index of the first name of a definition from there on.
 
-    `word (...)` is an attribute such as `__launch_bounds__(256)` unless a body follows. None also
-    for a definition that a macro hides.
+    It is None where the declaration ends before a body, or a macro hides the definition. `word
+    (...)` is an attribute such as `__launch_bounds__(256)` unless a body follows.
     """
     names: list[int | None] = [None] * (len(tokens) + 2)
     for at in range(len(tokens) - 2, -1, -1):
@@ -258,7 +258,7 @@ def _names(tokens: list[_Token], closing: dict[int, int]) -> list[int | None]:
 
 
 def _closings(tokens: list[_Token]) -> dict[int, int]:
-    """Return the parenthesis that closes each one that is closed."""
+    """Return the index of each closing parenthesis, by the index of the one that it closes."""
     closing: dict[int, int] = {}
     opened: list[int] = []
     for index, token in enumerate(tokens):
