@@ -30,6 +30,7 @@ from greensched.driver.status import from_status
 from greensched.integrations import asgi
 from greensched.integrations.testing import SimGPU, SimPool
 from greensched.kernels import spin
+from helpers.asgi import call
 from helpers.waiting import until
 
 with warnings.catch_warnings():
@@ -109,41 +110,6 @@ async def serving(app: ASGIApp) -> AsyncGenerator[httpx.AsyncClient]:
         transport = httpx.ASGITransport(with_state, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
             yield client
-
-
-async def call(
-    app: ASGIApp, pool: Pool, *, leaves: anyio.Event | None = None, path: str = "/answer"
-) -> list[Message]:
-    """Return what an application sends to a client, which disconnects where that is given."""
-    scope = {
-        "type": "http",
-        "asgi": {"version": "3.0", "spec_version": "2.3"},
-        "http_version": "1.1",
-        "method": "GET",
-        "scheme": "http",
-        "path": path,
-        "raw_path": path.encode(),
-        "query_string": b"",
-        "root_path": "",
-        "headers": [],
-        "client": ("there", 1),
-        "server": ("here", 80),
-        "state": {"pool": pool},
-    }
-    messages: list[Message] = [{"type": "http.request", "body": b"", "more_body": False}]
-    sent: list[Message] = []
-
-    async def receive() -> Message:
-        if messages:
-            return messages.pop()
-        await (leaves or anyio.Event()).wait()
-        return {"type": "http.disconnect"}
-
-    async def send(message: Message) -> None:
-        sent.append(message)
-
-    await app(scope, receive, send)
-    return sent
 
 
 def status(sent: list[Message]) -> int:
@@ -279,7 +245,7 @@ async def test_an_error_behind_the_first_byte_is_raised(sim_pool: SimPool, make_
     pool = sim_pool()
     app = make_app(pool, endpoint)
     with pytest.raises((greensched.QueueFull, ExceptionGroup)):
-        await call(app, pool)
+        await call(app, "/answer", pool=pool)
 
 
 # -- clients that leave -----------------------------------------------------------------------
@@ -289,7 +255,7 @@ async def test_a_client_that_leaves_the_queue(sim_pool: SimPool, make_app: Any) 
     """Its place is free at once, and nothing of it runs."""
     pool, leaves = sim_pool(), anyio.Event()
     async with serving(app := make_app(pool, spin_for_10_ms)), pool.partition(ALL):
-        request = asyncio.create_task(call(app, pool, leaves=leaves))
+        request = asyncio.create_task(call(app, "/answer", pool=pool, leaves=leaves))
         await until(lambda: pool.statistics().waiting == 1)
         leaves.set()
         assert status(await request) == 499
@@ -303,7 +269,7 @@ async def test_a_client_that_leaves_its_kernel(
     """Its request ends at once; its SMs are free when the running kernel has ended, not later."""
     pool, leaves = sim_pool(), anyio.Event()
     async with serving(app := make_app(pool, spin_for_10_ms)):
-        request = asyncio.create_task(call(app, pool, leaves=leaves))
+        request = asyncio.create_task(call(app, "/answer", pool=pool, leaves=leaves))
         await asyncio.sleep(0.004)
         leaves.set()
         await request
@@ -323,7 +289,7 @@ def test_on_either_kind_of_loop(
     app, statuses = make_app(pool, spin_for_10_ms), []
 
     async def client(leaves: anyio.Event) -> None:
-        statuses.append(status(await call(app, pool, leaves=leaves)))
+        statuses.append(status(await call(app, "/answer", pool=pool, leaves=leaves)))
 
     async def main() -> None:
         async with pool, anyio.create_task_group() as clients:
@@ -356,7 +322,7 @@ async def test_clients_that_leave_at_random(
     async def client(app: ASGIApp) -> None:
         leaves = anyio.Event()
         await asyncio.sleep(rng.random() * 0.1)
-        request = asyncio.create_task(call(app, pool, leaves=leaves))
+        request = asyncio.create_task(call(app, "/answer", pool=pool, leaves=leaves))
         await asyncio.wait([request], timeout=rng.random() * 0.1)
         leaves.set()
         left = sim_gpu.time
@@ -390,7 +356,7 @@ async def test_twice_the_capacity(sim_gpu: SimGPU, sim_pool: SimPool, make_app: 
 
     async def client(app: ASGIApp) -> None:
         leaves, came = anyio.Event(), sim_gpu.time
-        request = asyncio.create_task(call(app, pool, leaves=leaves))
+        request = asyncio.create_task(call(app, "/answer", pool=pool, leaves=leaves))
         if rng.random() < 0.2:
             await asyncio.wait([request], timeout=rng.random() * 2 * seconds)
             leaves.set()
@@ -458,7 +424,7 @@ async def test_a_block_of_a_client_that_has_left(sim_pool: SimPool) -> None:
 
     pool = sim_pool()
     async with serving(app := starlette_app(pool, endpoint)):
-        await call(app, pool, leaves=leaves)
+        await call(app, "/answer", pool=pool, leaves=leaves)
     assert seen == ["ended"]
 
 
@@ -493,7 +459,7 @@ async def test_a_fault_of_a_job_is_seen_within_a_second(
     leaves = anyio.Event()
     pool = sim_pool(faults=[Crash("spin")])
     async with serving(app := make_app(pool, spin_for_10_ms)) as client:
-        request = asyncio.create_task(call(app, pool, leaves=leaves))
+        request = asyncio.create_task(call(app, "/answer", pool=pool, leaves=leaves))
         await asyncio.sleep(0.005)
         leaves.set()
         await request

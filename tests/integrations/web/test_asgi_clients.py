@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import anyio
@@ -18,7 +18,7 @@ from fastapi import FastAPI
 from starlette.applications import Starlette
 from starlette.background import BackgroundTask
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route, WebSocketRoute
 from starlette.types import ASGIApp, Message
 from starlette.websockets import WebSocket
@@ -29,56 +29,12 @@ from greensched.integrations import asgi
 from greensched.integrations.asgi.connection import MAX_KEPT
 from greensched.integrations.testing import SimGPU, SimPool
 from greensched.kernels import spin
+from helpers.asgi import call
 from helpers.waiting import until
 
 MS = 1_000_000
 CONFIG = LaunchConfig(grid=16, block=32)
 SLACK = 0.001
-
-
-async def call(
-    app: ASGIApp,
-    kind: str = "http",
-    messages: Iterable[Message] = ({"type": "http.request", "body": b"", "more_body": False},),
-    *,
-    leaves: anyio.Event | None = None,
-    send: Callable[[Message], Any] | None = None,
-    path: str = "/",
-) -> list[Message]:
-    """Return what an application sends to a client with these messages, which may disconnect."""
-    scope = {
-        "type": kind,
-        "asgi": {"version": "3.0", "spec_version": "2.3"},
-        "http_version": "1.1",
-        "method": "POST",
-        "scheme": "http",
-        "path": path,
-        "raw_path": path.encode(),
-        "query_string": b"",
-        "root_path": "",
-        "headers": [],
-        "client": ("there", 1),
-        "server": ("here", 80),
-    }
-    waiting, sent = iter(messages), list[Message]()
-
-    async def receive() -> Message:
-        await asyncio.sleep(0.001)
-        for message in waiting:
-            return message
-        await (leaves or anyio.Event()).wait()
-        return {"type": "http.disconnect"} if kind == "http" else GOODBYE
-
-    async def record(message: Message) -> None:
-        sent.append(message)
-        if send is not None:
-            await send(message)
-
-    await app(scope, receive, record)
-    return sent
-
-
-GOODBYE = {"type": "websocket.disconnect", "code": 1001}
 
 
 def body_of(sent: list[Message]) -> bytes:
@@ -124,7 +80,8 @@ async def test_no_byte_of_a_body_is_lost(sim_pool: SimPool, read: str) -> None:
         return Response(body or await request.body())
 
     async with sim_pool() as pool:
-        assert body_of(await call(service(pool, endpoint), messages=BODY)) == WHOLE
+        sent = await call(service(pool, endpoint), messages=BODY, every=0.001)
+        assert body_of(sent) == WHOLE
 
 
 async def test_a_body_does_not_fill_the_memory(sim_gpu: SimGPU) -> None:
@@ -281,11 +238,11 @@ async def test_a_mounted_application_is_covered(sim_pool: SimPool, kind: Any) ->
     inner.add_route("/fails", fails, methods=["POST"])
     outer = Starlette(routes=[Mount("/inner", inner)])
     outer.add_middleware(asgi.PoolErrors)
-    sent = await call(outer, path="/inner/refuses")
+    sent = await call(outer, "/inner/refuses")
     assert [message.get("status") for message in sent] == [429, None]
     sent.clear()
     with pytest.raises(LookupError):
-        await call(outer, path="/inner/fails", send=record_into(sent))
+        await call(outer, "/inner/fails", send=record_into(sent))
     assert [message.get("status") for message in sent] == [500, None]
 
 
@@ -296,11 +253,16 @@ def record_into(sent: list[Message]) -> Callable[[Message], Any]:
     return send
 
 
-async def test_an_answer_of_500_is_sent(sim_pool: SimPool) -> None:
+@pytest.mark.parametrize("parts", [["broken"], ["bro", "", "ken"]])
+async def test_an_answer_of_500_is_sent(sim_pool: SimPool, parts: list[str]) -> None:
     """An application's own 500 reaches the client, also in parts."""
 
+    async def generate() -> AsyncGenerator[str]:
+        for part in parts:
+            yield part
+
     async def endpoint(_: Request) -> Response:
-        return PlainTextResponse("broken", 500)
+        return StreamingResponse(generate(), 500) if parts[1:] else PlainTextResponse(parts[0], 500)
 
     async with sim_pool() as pool:
         sent = await call(service(pool, endpoint))
@@ -349,7 +311,7 @@ async def test_a_refused_websocket_is_closed_with_1013(sim_gpu: SimGPU, is_accep
             await websocket.accept()
         await refuses(websocket)
 
-    sent = await call(websockets(endpoint), "websocket", [CONNECT])
+    sent = await call(websockets(endpoint), messages=[CONNECT])
     assert (sent[-1]["type"], sent[-1]["code"]) == ("websocket.close", 1013)
     assert "3 requests are waiting" in sent[-1]["reason"]
     assert len(sent) == 1 + is_accepted
@@ -370,7 +332,7 @@ async def test_a_websocket_that_leaves_frees_its_sms(sim_gpu: SimGPU, sim_pool: 
 
         messages = [CONNECT, {"type": "websocket.receive", "text": "first"}]
         app = websockets(endpoint)
-        task = asyncio.create_task(call(app, "websocket", messages, leaves=leaves))
+        task = asyncio.create_task(call(app, messages=messages, leaves=leaves))
         await until(lambda: bool(got))
         leaves.set()
         await task
@@ -391,7 +353,7 @@ async def test_an_error_of_a_websocket_is_raised(sim_gpu: SimGPU) -> None:
 
     for endpoint, error in ((fails, LookupError), (closes, greensched.QueueFull)):
         with pytest.raises(error):
-            await call(websockets(endpoint), "websocket", [CONNECT])
+            await call(websockets(endpoint), messages=[CONNECT])
 
 
 # -- SIGTERM ----------------------------------------------------------------------------------

@@ -95,7 +95,7 @@ async def while_connected(connection: Request | WebSocket) -> AsyncGenerator[Non
         ClientDisconnect: after the block, if it was cancelled; `PoolErrors` handles it.
         WebSocketDisconnect: the same, of a websocket.
     """
-    before = connection._receive
+    before = connection._receive  # private: Starlette has no other way to replace it
     owner = getattr(before, "__self__", None)  # a block around this one has replaced it already
     messages = owner if isinstance(owner, ReplayedMessages) else ReplayedMessages(before)
     connection._receive = messages.receive

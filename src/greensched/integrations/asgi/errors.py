@@ -56,7 +56,8 @@ class PoolErrors:
     group (for example of an `asyncio.TaskGroup`) gets a response if all its errors are listed.
 
     * Mounted applications are covered: their own 500, sent before the error comes here, is
-      replaced. For this a complete response of status 500 is sent when the application returns.
+      replaced. For this a complete response of status 500 is sent when the application returns:
+      behind the response's own background tasks.
     * A refusal behind a complete response, of a background task, is logged as a warning and raised
       on; the pool's statistics count it.
     * A websocket is closed with 1013, "try again later", before or after it was accepted. The end
@@ -119,6 +120,7 @@ class _Sent:
         self._held: list[Message] = []
         #: True once something was sent that cannot be replaced.
         self.has_begun = False
+        #: True once the end of a response was sent, so that an error comes from a background task.
         self.is_complete = False
 
     async def send(self, message: Message) -> None:
