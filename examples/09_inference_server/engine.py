@@ -190,7 +190,7 @@ class Engine:
             self._abandon(sequence)
         pieces: list[Piece] = []
         unread = [sequence for sequence in self.reading if sequence.read < len(sequence.prompt)]
-        while room and len(pieces) < MAX_PIECES:
+        while room > 0 and len(pieces) < MAX_PIECES:
             sequence = unread.pop(0) if unread else self.begin()
             if sequence is None:
                 break

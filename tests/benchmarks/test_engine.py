@@ -168,6 +168,27 @@ def test_an_order_on_one_stream_serves_all_requests(
     assert found["requests"] == found["complete"] == 15
 
 
+def test_a_budget_that_sequences_exceed_reads_no_prompt() -> None:
+    """Where the step of all sequences exceeds the budget, prompts wait until some have ended."""
+    model = small_model()
+    rows: list[tuple[int, int]] = []
+
+    async def compute(batch: Any) -> list[int]:
+        rows.append((len(batch.slots), batch.rows - len(batch.slots)))
+        await asyncio.sleep(0)  # further requests come meanwhile
+        return model.compute(batch)
+
+    arrivals = [engine.Arrival(0.0, 6, 30) for _ in range(15)]
+    place = engine.held(compute)
+    found = asyncio.run(
+        engine.run(model, lambda serving: engine.fused(serving, place, 8), arrivals)
+    )
+    assert found["complete"] == 15
+    assert max(growing for growing, _ in rows) > 4  # the step is that of 12 sequences
+    assert all(read <= 8 - (4 if growing else 0) for growing, read in rows)
+    assert all(not read for growing, read in rows if growing > 4)
+
+
 def test_a_loop_that_fails_is_told() -> None:
     """A run whose engine ended raises the cause instead of counting late requests."""
 
