@@ -189,10 +189,10 @@ def service(options: argparse.Namespace) -> Starlette:
             gc.freeze()  # a collection of all that was loaded would delay tokens by 20 ms
             engine, ready = Engine(model.shape, MAX_WAITING), asyncio.Event()
             async with asyncio.TaskGroup() as tasks:
-                serving = tasks.create_task(guarded(server.serve(model, engine, ready), engine))
-                waiting = tasks.create_task(ready.wait())
-                await asyncio.wait((serving, waiting), return_when=asyncio.FIRST_COMPLETED)
-                waiting.cancel()
+                serving = tasks.create_task(
+                    guarded(server.serve(model, engine, ready), engine, ready)
+                )
+                await ready.wait()
                 yield {**state, "engine": engine}
                 serving.cancel()
 
@@ -206,12 +206,17 @@ def service(options: argparse.Namespace) -> Starlette:
     return app
 
 
-async def guarded(serving: Coroutine[Any, Any, None], engine: Engine) -> None:
-    """Serve; if that fails, tell the clients why: they get 503 where the pool is the reason."""
+async def guarded(serving: Coroutine[Any, Any, None], engine: Engine, ready: asyncio.Event) -> None:
+    """Serve; if that fails, tell the clients why: they get 503 where the pool is the reason.
+
+    If it fails before there are clients, the server does not start.
+    """
     try:
         await serving
     except Exception as error:
         engine.fail(error)
+        if not ready.is_set():
+            raise
 
 
 def parser() -> argparse.ArgumentParser:

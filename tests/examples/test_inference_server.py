@@ -159,6 +159,26 @@ def test_it_is_compared() -> None:
         assert refused == 0
 
 
+def test_a_server_whose_graphs_fail_does_not_start(tmp_path: Path) -> None:
+    """It ends with the cause, and never says that it is ready."""
+    shutil.copytree(EXAMPLE, tmp_path, dirs_exist_ok=True)
+    small = tmp_path / "small.py"
+    right = "def decode_graphs(self) -> Small:\n        return self"
+    assert right in small.read_text()
+    wrong = right.replace("return self", 'raise RuntimeError("no graphs")')
+    small.write_text(small.read_text().replace(right, wrong))
+    done = subprocess.run(
+        [*PYTHON, str(tmp_path / "app.py"), "0"],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "RuntimeError: no graphs" in done.stderr
+    assert "running on" not in done.stderr
+
+
 def test_a_wrong_server_is_found(tmp_path: Path) -> None:
     """It exits with 1 where clients get fewer tokens than they asked for."""
     shutil.copytree(EXAMPLE, tmp_path, dirs_exist_ok=True)
