@@ -15,6 +15,7 @@ import numpy as np
 
 from benchmarks.gpu.strategies import Launch, Work, filled
 from greensched import LaunchConfig, Partition, PinnedBuffer, Program, ServiceClass
+from greensched.capacity.validation.two_users import kept, lent, shared
 from greensched.kernels import matmul, saxpy, spin
 from greensched.typing import Cost, LaunchFacts
 
@@ -173,30 +174,6 @@ async def _w8(p: Partition, small: bool) -> WorkloadLaunches:
     )
 
 
-def _kept(sms: int) -> list[ServiceClass]:
-    """Return a critical class with a reserve that is never lent, and another on what is left."""
-    return [
-        ServiceClass("critical", reserve=sms, priority=10),
-        ServiceClass("other", preemptible=True, checkpoint_interval=0.010),
-    ]
-
-
-def _lent(sms: int, seconds: float = 0.004) -> list[ServiceClass]:
-    """Return the classes of a reserve that is lent while idle: a request takes 4 ms alone."""
-    return [
-        ServiceClass("critical", reserve=sms, priority=10, max_wait_for_reserve=seconds),
-        ServiceClass("other", preemptible=True, checkpoint_interval=seconds),
-    ]
-
-
-def _shared(sms: int) -> list[ServiceClass]:
-    """Return classes that share all SMs while both keep their latencies."""
-    return [
-        ServiceClass("critical", reserve=sms, priority=10, latency=0.050, shared=True),
-        ServiceClass("other", latency=0.050, shared=True),
-    ]
-
-
 W1 = Workload(
     "W1",
     "critical: one kernel of 1024 items, from the request until the host sees it begin; other: "
@@ -209,7 +186,7 @@ W1 = Workload(
     "begin",
     "keep_busy",
     0.2,
-    {"greensched, a lease each": _kept},
+    {"greensched, a lease each": kept},
     holds=True,
 )
 W2 = Workload(
@@ -222,9 +199,9 @@ W2 = Workload(
     "keep_busy",
     0.52,
     {
-        "greensched, reserve kept": _kept,
-        "greensched, reserve lent": _lent,
-        "greensched, reserve lent, 1.5 ms": partial(_lent, seconds=0.0015),
+        "greensched, reserve kept": kept,
+        "greensched, reserve lent": lent,
+        "greensched, reserve lent, 1.5 ms": partial(lent, seconds=0.0015),
     },
     request=0.004,
     same_sms=True,
@@ -239,7 +216,7 @@ W7 = Workload(
     "requests",
     "keep_busy",
     0.1,
-    {"greensched": _kept},
+    {"greensched": kept},
     request=0.0006,
     same_sms=True,
 )
@@ -253,7 +230,7 @@ W8 = Workload(
     "requests",
     "requests",
     0.12,
-    {"greensched, shared": _shared, "greensched, reserves": _kept},
+    {"greensched, shared": shared, "greensched, reserves": kept},
     request=0.001,
 )
 #: In the order in which they are measured: the longest has the time that is left.

@@ -16,14 +16,16 @@ from greensched.capacity.validation.two_users import (
     Setting,
     arithmetic,
     grid_work,
+    kept,
+    lent,
     moves,
     percentile,
     rounds_of,
     run,
+    shared,
 )
 from greensched.driver.simulated.contention import clock, speeds
 from greensched.driver.simulated.device_models import PRESETS
-from greensched.scheduling.services import ServiceClass
 from greensched.typing import Cost
 
 HOSTS = {"h200": H200_HOST, "h100": H100_HOST}
@@ -67,30 +69,6 @@ RUNS = {
 }
 #: Rounds of which a case was cut short.
 CUT = {("h100", "W2", "load 0.5"): 2}
-
-
-def kept(sms: int) -> list[ServiceClass]:
-    """Return a critical class with a reserve that is never lent, and another on what is left."""
-    return [
-        ServiceClass("critical", reserve=sms, priority=10),
-        ServiceClass("other", preemptible=True, checkpoint_interval=0.010),
-    ]
-
-
-def lent(sms: int, seconds: float = 0.004) -> list[ServiceClass]:
-    """Return the classes of a reserve that is lent while idle."""
-    return [
-        ServiceClass("critical", reserve=sms, priority=10, max_wait_for_reserve=seconds),
-        ServiceClass("other", preemptible=True, checkpoint_interval=seconds),
-    ]
-
-
-def shared(sms: int) -> list[ServiceClass]:
-    """Return classes that share all SMs while both keep their latencies."""
-    return [
-        ServiceClass("critical", reserve=sms, priority=10, latency=0.050, shared=True),
-        ServiceClass("other", latency=0.050, shared=True),
-    ]
 
 
 def _w1(gpu: str, case: str) -> Setting:

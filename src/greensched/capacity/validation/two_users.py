@@ -1,8 +1,8 @@
 """Two users on one GPU: the workloads W1, W2, W7 and W8 that were measured, simulated.
 
-The same loops, arrivals and classes as in `benchmarks/gpu/sharing.py`, whose seeds of arrivals are
-repeated. Given are the grids of the kernels, their times alone, the split, and the host's costs
-(`host_costs`); everything else follows.
+The same loops and arrivals as in `benchmarks/gpu/sharing.py`, whose seeds of arrivals are repeated;
+that program takes its classes from here. Given are the grids of the kernels, their times alone, the
+split, and the host's costs (`host_costs`); everything else follows.
 """
 
 from __future__ import annotations
@@ -135,6 +135,33 @@ class Found:
 def percentile(values: Sequence[float], part: float) -> float:
     """Return the value below which this part of the values lies, interpolated."""
     return float(np.quantile(values, part))
+
+
+# -- classes of the arms of ours ----------------------------------------------------------------
+
+
+def kept(sms: int) -> list[ServiceClass]:
+    """Return a critical class with a reserve that is never lent, and another on what is left."""
+    return [
+        ServiceClass("critical", reserve=sms, priority=10),
+        ServiceClass("other", preemptible=True, checkpoint_interval=0.010),
+    ]
+
+
+def lent(sms: int, seconds: float = 0.004) -> list[ServiceClass]:
+    """Return the classes of a reserve that is lent while idle."""
+    return [
+        ServiceClass("critical", reserve=sms, priority=10, max_wait_for_reserve=seconds),
+        ServiceClass("other", preemptible=True, checkpoint_interval=seconds),
+    ]
+
+
+def shared(sms: int) -> list[ServiceClass]:
+    """Return classes that share all SMs while both keep their latencies."""
+    return [
+        ServiceClass("critical", reserve=sms, priority=10, latency=0.050, shared=True),
+        ServiceClass("other", latency=0.050, shared=True),
+    ]
 
 
 # -- places -------------------------------------------------------------------------------------
