@@ -253,8 +253,8 @@ def baselines() -> dict[str, Strategy]:
     }
 
 
-#: The parameter of a strategy that is swept, and its values: each run reports the best. One of
-#: `engine` or of blocks is of use only where there are prompts and tokens.
+#: The parameter of a strategy that is swept, and its values: each run reports the best. `blocks` is
+#: swept only with prompts and tokens: no other class has blocks.
 SWEPT: dict[str, tuple[str, tuple[float, ...]]] = {
     "priority": ("blocks", (1, 4, 16)),
     "mps": ("cap", (0.25, 0.5, 0.75)),
@@ -263,5 +263,5 @@ SWEPT: dict[str, tuple[str, tuple[float, ...]]] = {
     "chunked": ("budget", (256, 512, 1024, 2048)),
     "prefill-first": ("interval", (1, 4, 8)),
 }
-#: Strategies and parameters that need a language model.
+#: Strategies that need a language model.
 OF_LANGUAGE_MODELS = ("chunked", "prefill-first")

@@ -6,6 +6,7 @@ is compared at its most favourable.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -56,7 +57,7 @@ def score(found: Mapping[str, Latencies], services: Mapping[str, ServiceProfile]
         for name, service in services.items()
         if not service.is_best_effort
     ]
-    some = [each for each in some if each == each] or [1.0]
+    some = [each for each in some if not math.isnan(each)] or [1.0]
     rest = sum(found[name].rate for name, s in services.items() if s.is_best_effort)
     return Score(min(some), sum(some) / len(some), rest)
 
