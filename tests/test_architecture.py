@@ -278,7 +278,7 @@ def tracked() -> list[Path]:
             ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
         ).stdout.split("\0")
     except (OSError, subprocess.CalledProcessError):
-        pytest.skip("no git checkout: nobody says which files are the repository's")
+        pytest.skip("no git checkout: which files are the repository's is not known")
     return [ROOT / name for name in listed if name and (ROOT / name).is_file()]
 
 

@@ -38,7 +38,7 @@ def has_driver() -> bool:
 
 
 WITHOUT_DRIVER = pytest.mark.skipif(
-    has_driver(), reason="this machine has a CUDA driver, and this is of those that have none"
+    has_driver(), reason="this machine has a CUDA driver, and the test is of a machine without one"
 )
 
 
