@@ -6,7 +6,6 @@ import asyncio
 import gc
 import threading
 import weakref
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -27,6 +26,7 @@ from greensched.device.streams import Stream
 from greensched.driver import simulated
 from greensched.errors import DeviceLost, InvalidRequest
 from greensched.kernels import fill, spin
+from helpers.objects import library_objects
 from helpers.waiting import turns
 
 CONFIG = LaunchConfig(grid=1, block=8)
@@ -467,12 +467,6 @@ def test_a_removed_class_is_refused_though_it_was_used_before() -> None:
     asyncio.run(main())
 
 
-def ours() -> Counter[str]:
-    """Count the objects of the library's types that the collector knows."""
-    kinds = (type(one) for one in gc.get_objects())
-    return Counter(kind.__name__ for kind in kinds if kind.__module__.startswith("greensched"))
-
-
 def test_a_lease_leaves_nothing_to_the_collector() -> None:
     """The objects of a lease are freed when it is over: none is in a reference cycle."""
 
@@ -488,9 +482,9 @@ def test_a_lease_leaves_nothing_to_the_collector() -> None:
             gc.collect()
             gc.disable()
             try:
-                before = ours()
+                before = library_objects()
                 await lease(50)
-                assert not {kind: n for kind, n in (ours() - before).items() if n >= 50}
+                assert not {kind: n for kind, n in (library_objects() - before).items() if n >= 50}
             finally:
                 gc.enable()
 

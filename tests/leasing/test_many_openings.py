@@ -13,20 +13,10 @@ import pytest
 from greensched import LaunchConfig, Pool
 from greensched.driver import simulated
 from greensched.kernels import spin
+from helpers.objects import library_objects
 from helpers.waiting import turns
 
 ONE = LaunchConfig(grid=1, block=1)
-
-
-def ours() -> Counter[str]:
-    """How many objects of each of the library's classes the collector knows."""
-    gc.collect()
-    found: Counter[str] = Counter()
-    for one in gc.get_objects():
-        kind = type(one)
-        if str(getattr(kind, "__module__", "")).startswith("greensched"):
-            found[kind.__qualname__] += 1
-    return found
 
 
 def library_threads() -> list[threading.Thread]:
@@ -54,7 +44,8 @@ def test_f30_12_opens_and_closes_leave_nothing_d14(backend: str) -> None:
             await anyio.to_thread.run_sync(thread.join, 5)
         gc.collect()
         await turns()  # what a collected object's task does behind that
-        return ours(), len(library_threads()), descriptors()
+        gc.collect()
+        return library_objects(), len(library_threads()), descriptors()
 
     async def main() -> None:
         await use(2)
