@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from functools import cache
+from functools import cache, partial
+from typing import Any
 
 import anyio
 import pytest
@@ -111,6 +112,19 @@ def test_f30_04_a_single_lack_of_memory_costs_no_executor() -> None:
             return pool.statistics().executors
 
     assert anyio.run(executors, driver) == anyio.run(executors, whole)
+
+
+def test_f30_04_a_single_lack_of_memory_costs_no_home_of_a_class() -> None:
+    """A class whose sizes need executors beside the menu opens as other pools do."""
+    service = greensched.ServiceClass("decode", sizes=(24, 88), cap=88)
+
+    async def made(driver: simulated.SimulatedDriver, **options: Any) -> int:
+        async with Pool(driver=driver, **options):
+            return driver.script.calls["create_green"]
+
+    menu = anyio.run(made, simulated.open("h200"))
+    driver = simulated.open("h200", faults=[Fail("create_green", menu + 1, "OUT_OF_MEMORY")])
+    assert anyio.run(partial(made, driver, services=[service])) > menu + 1
 
 
 def test_f30_04_executors_that_cannot_be_made_are_told(caplog: pytest.LogCaptureFixture) -> None:

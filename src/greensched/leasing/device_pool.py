@@ -183,7 +183,7 @@ class DevicePool:
         """Make the executors over the home cells of classes, and evict none of them. Blocks."""
         self.prebuilt |= {*masks}
         for mask in masks:
-            self.add(self.make(mask))
+            self.add(self._make_again(mask))
 
     def _context(self, mask: int) -> Context:
         """Return the green context over a set of cells, kept or made. Blocks."""

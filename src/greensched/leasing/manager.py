@@ -121,6 +121,7 @@ class LeaseManager:
 
         Raises:
             InvalidRequest: the reserves of the classes do not fit on the devices.
+            CUDAError: an executor over the home cells of a class cannot be made.
         """
         scheduler = Scheduler(
             [each.cells for each in device_pools],
