@@ -19,3 +19,10 @@ def test_no_program_locks_or_starves(policy: str) -> None:
         program = draw(seed)
         found = faults(program, policy, partitions(program))
         assert not {"locked", "free", "starved"} & {*found}, seed
+
+
+@pytest.mark.parametrize("seed", [661, 1336, 1470])
+def test_a_size_that_a_decision_about_others_changes_is_tried_again(seed: int) -> None:
+    """A grant, or a checkpoint of a lease of one size, may change what a request is to have."""
+    program = draw(seed)
+    assert "free" not in faults(program, "sized", partitions(program))

@@ -214,6 +214,7 @@ class Dispatcher:
         firsts = [x for x in queue.firsts() if not (is_reserved and self._is_kept_out(x))]
         places = [queue.place(request) for request in firsts]
         heapq.heapify(places)
+        is_sized, is_refused = self.policy.size is not None, False
         moves = len(places)  # between two grants: the rank of a class may differ at each call
         while places and (most or may_share):
             request: Request = places[0][-1]
@@ -222,10 +223,13 @@ class Dispatcher:
                 heapq.heapreplace(places, queue.place(request))
             elif not self._attempt(request, most, now):
                 heapq.heappop(places)
+                is_refused = True
                 if is_first or request.missing_executors:
                     is_first = self._blocked(request, now, is_first=is_first)
             else:
                 most = self._take(request, granted)
+                if is_sized and is_refused:
+                    self._again = True  # what the others should have depends on this grant
                 if is_reserved and queue.reservation is None:
                     self._again = True  # requests that were kept out are not any more
                     return

@@ -334,8 +334,9 @@ class Scheduler:
             return []
         if allocator.may_share:
             self._need(grant.device, shared_grants.enter_or_leave(allocator, grant))
+        is_sized = self.queue.policy.size is not None  # what others should have may have changed
         if grant.is_shared or not grant.request.is_elastic:
-            return self.dispatcher.dispatch(now) if grant.mask != before else []
+            return self.dispatcher.dispatch(now) if is_sized or grant.mask != before else []
         self.dispatcher.set_target(grant.request, grant.device, now, grant)
         keeps = self.dispatcher.keeps_at_checkpoint(grant, now)
         if keeps == 0:
@@ -353,7 +354,7 @@ class Scheduler:
             self._resize(grant, parts[0].least, target[0].most, prefer=before)
             if held & ~grant.mask:  # it moved, to have more
                 granted += self.dispatcher.dispatch(now)
-        if self.queue.policy.size is not None:  # what others should have depends on this lease
+        if is_sized:
             granted += self.dispatcher.dispatch(now)
         return granted
 
