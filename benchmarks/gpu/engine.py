@@ -1,4 +1,4 @@
-"""Serve one model under one load in every way: the highest rate that each way keeps in time.
+"""Serve one model in every way, and search the highest rate at which each way is in time.
 
 `python -m benchmarks.gpu.engine [--seconds 520] [--run 8] [--seeds 1] [--json FILE] [--plot FILE]`,
 or `make bench-engine`. `--check` measures single passes first.

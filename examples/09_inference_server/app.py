@@ -155,7 +155,7 @@ def parse(body: bytes, engine: Engine) -> Sequence:
     """Return the sequence that a request asks for.
 
     Raises:
-        HTTPException: 400, it is none.
+        HTTPException: 400: the body is not a valid request.
     """
     shape = engine.shape
     try:

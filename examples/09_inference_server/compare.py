@@ -77,7 +77,7 @@ def row(name: str, found: dict[str, Any]) -> str:
 
 
 def quantile(times: list[float], fraction: float) -> float:
-    """Return the smallest time that this fraction does not exceed."""
+    """Return the time below which this fraction of all lies."""
     return sorted(times)[min(len(times) - 1, int(fraction * len(times)))]
 
 

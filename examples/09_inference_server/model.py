@@ -163,7 +163,7 @@ class HuggingFace:
         return self._running.attend(module.layer_idx, q, k, v)[None], None
 
     def _check(self, asked: dict[str, Any]) -> None:
-        """Refuse what `Attention` would leave out in silence."""
+        """Raise ValueError if the model needs what `Attention` would silently leave out."""
         usual = self.shape.head_size**-0.5
         refused = {
             name: asked[name] for name in ("softcap", "s_aux") if asked.get(name) is not None
@@ -174,7 +174,7 @@ class HuggingFace:
             refused["scaling"] = scaling
         if refused:
             raise ValueError(
-                f"the model's attention has {refused}, which the attention to slots has not: "
+                f"the model's attention has {refused}, which attention to slots does not support: "
                 "choose another model"
             )
 
@@ -501,7 +501,7 @@ def library_of(name: str) -> str:
     """Return the path of a library that this process has loaded.
 
     Raises:
-        RuntimeError: it has not.
+        RuntimeError: this process has not loaded it.
     """
     with Path("/proc/self/maps").open() as maps:
         for line in maps:
@@ -511,7 +511,7 @@ def library_of(name: str) -> str:
 
 
 def load(name: str | None = None, *, device: str = "cuda", **sizes: Any) -> Model:
-    """Return Llama-3-8B's shape, or a model of Hugging Face. On a GPU this takes seconds."""
+    """Return a model of Llama-3-8B's shape, or of Hugging Face. On a GPU this takes seconds."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float64
     if name is None:
         decoder: Decoder = Llama(Shape(**sizes), device, dtype)
