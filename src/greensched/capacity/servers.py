@@ -107,8 +107,13 @@ class Server(abc.ABC):
             self._arrived.set_result(None)
 
     async def _next(self) -> Arrival:
+        """Wait for a request, and take it."""
         while not self._queue:
             await self._wait_for_work()
+        return self.pick()
+
+    def pick(self) -> Arrival:
+        """Take the request to serve next: the oldest."""
         return self._queue.popleft()
 
     async def _wait_for_work(self) -> None:
@@ -227,12 +232,6 @@ class Prefill(Server):
     def waiting(self) -> list[float]:
         """Return since when each prompt waits whose first token is not released."""
         return [*super().waiting(), *(arrival.at for arrival, _ in self._pending_tokens)]
-
-    async def _next(self) -> Arrival:
-        """Return the next prompt."""
-        while not self._queue:
-            await self._wait_for_work()
-        return self.pick()
 
     def pick(self) -> Arrival:
         """Take a prompt: the oldest, or if target-aware, the oldest that fits in time."""
