@@ -124,7 +124,7 @@ def attainment(
     guard: Guard,
     seconds: float,
 ) -> float:
-    """Return the largest fraction of prompts that can have their first token in time.
+    """Estimate the fraction of prompts that can have their first token in time.
 
     Args:
         traffic: the requests.

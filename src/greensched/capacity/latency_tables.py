@@ -165,7 +165,7 @@ def load(path: Path) -> dict[str, SpeedupCurve]:
             )
             loaded = {path.stem: {"sms": [r[0] for r in rows], "ms": [r[1] for r in rows]}}
         loaded.pop("host", None)  # read by `host_costs`
-        loaded.pop("commit", None)
+        loaded.pop("commit", None)  # committed measurements name the tree
         return {name: _curve(name, curve, path) for name, curve in loaded.items()}
     except (
         OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +26,11 @@ def save(results: Results, path: Path) -> None:
         1, 1 + len(latencies), figsize=(5 * (1 + len(latencies)), 4), squeeze=False
     )
     first, *rest = axes[0]
-    _draw(first, results, lambda group: attained(results, group))
+    _draw(first, results, partial(attained, results))
     first.axhline(metrics.MUST_MEET, color="grey", linewidth=0.8)
     first.set(title="in time, worst class", ylim=(0, 1.02))
     for axis, (name, target) in zip(rest, latencies.items(), strict=True):
-        _draw(axis, results, lambda group, name=name: _p99(group, name))
+        _draw(axis, results, partial(_p99, name))
         axis.axhline(1e3 * target, color="grey", linewidth=0.8)
         axis.set(title=f"{name}: p99 in ms (line: target)")
         if len(results.offered) > 1:
@@ -38,11 +40,11 @@ def save(results: Results, path: Path) -> None:
     write(figure, path)
 
 
-def _p99(group: RunGroup, name: str) -> list[float]:
+def _p99(name: str, group: RunGroup) -> list[float]:
     return [1e3 * found[name].whole.percentile(0.99) for found in group.latencies]
 
 
-def _draw(axis: Any, results: Results, of: Any) -> None:
+def _draw(axis: Any, results: Results, of: Callable[[RunGroup], list[float]]) -> None:
     """Draw a figure of each strategy with its interval: lines over the rates, or bars."""
     strategies = list(dict.fromkeys(group.strategy for group in results.groups))
     for strategy in strategies:
