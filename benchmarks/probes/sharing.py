@@ -108,7 +108,7 @@ def power(gpu: Gpu) -> Answer:
         (target, ITERATIONS),
         (None, ctypes.c_int),
     )
-    out: Answer = {"idle": smi("clocks.sm,power.draw,power.limit")}
+    out: Answer = {"before the loads": smi("clocks.sm,power.draw,power.limit")}
     for count in (2, 4, 8, len(groups)):
         with _Part(gpu, groups[:count]) as stream:
             for name, load in (("arithmetic", burn), ("copies", wide)):
