@@ -286,7 +286,7 @@ class Pool:
 
         Raises:
             InvalidRequest: there is no such class, or it names no sizes.
-            PoolClosed: the pool is not open.
+            PoolClosed, DeviceLost, ForkedPool: the pool does not work.
         """
         return executors(self._lifecycle, service)
 

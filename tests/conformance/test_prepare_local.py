@@ -86,6 +86,20 @@ def test_the_same_size_has_the_same_sms_beside_other_leases(backend: Backend) ->
     backend.run(main)
 
 
+def test_a_closed_pool_has_no_executors(backend: Backend) -> None:
+    """Neither are they listed, nor is anything made with them."""
+
+    async def main() -> None:
+        async with backend.pool(services=CLASSES) as pool:
+            pass
+        with pytest.raises(greensched.PoolClosed):
+            pool.executors("decode")
+        with pytest.raises(greensched.PoolClosed):
+            await pool.prepare_local("decode", Made())
+
+    backend.run(main)
+
+
 def test_preparing_says_what_keeps_it_from_going_on(backend: Backend) -> None:
     """SMs that are leased, a class without sizes, no function, and what the function raises."""
 

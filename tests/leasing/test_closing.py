@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import greensched
-from greensched import ALL, LaunchConfig, Pool, PoolState
+from greensched import ALL, LaunchConfig, Pool, PoolState, ServiceClass
 from greensched.driver import simulated
 from greensched.driver.simulated import Fail, Hang
 from greensched.kernels import spin
@@ -162,6 +162,40 @@ def test_closed_while_a_lane_waits_for_a_kernel(backend: Any, seed: int, faults:
             tasks.cancel_scope.cancel()
         assert report.abandoned
         assert not any("device 1" in left.lower() for left in report.abandoned)
+
+    clock.run(main, backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_closed_while_prepare_local_waits_for_a_kernel(backend: Any) -> None:
+    """The executor that `prepare_local` makes again may wait for ever; the closing does not."""
+    clock = simulated.VirtualClock(seed=1)
+    driver = simulated.open("h200", clock=clock, faults=[Hang("spin")])
+    service = ServiceClass("decode", sizes=(88,), cap=88)
+
+    async def main() -> None:
+        pool = Pool(driver=driver)
+        await pool.open()
+        made = driver.script.calls["create_green"]
+        driver.script.add(Fail("create_green", made + 1, "OUT_OF_MEMORY"))
+        pool.reconfigure(services=[service])
+        await until(lambda: driver.script.calls["create_green"] > made)
+
+        async def hang() -> None:
+            with suppress(greensched.PoolClosed):
+                async with pool.partition(8) as p:
+                    await p.launch(ONE, spin, 1)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(hang)
+            await anyio.sleep(0.1)
+            tasks.start_soon(pool.prepare_local, "decode", list)
+            await anyio.sleep(1)
+            began = anyio.current_time()
+            with anyio.move_on_after(5):
+                assert (await pool.aclose(grace=0.5)).abandoned
+            assert anyio.current_time() - began == pytest.approx(0.5, abs=0.01)
+            tasks.cancel_scope.cancel()
 
     clock.run(main, backend=backend)
 

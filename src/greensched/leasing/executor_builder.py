@@ -65,17 +65,20 @@ class ExecutorBuilder:
                     self.thread.submit(partial(self._make, *key))
 
     async def make(self, index: int, mask: int) -> None:
-        """Wait until there is an executor over a set of cells.
+        """Wait until there is an executor over a set of cells, or the pool is not open.
 
         Raises:
             CUDAError: the driver refused it.
         """
-        if mask not in self._host.device_pools[index].executors:
-            making = BackgroundTask(partial(self._make, index, mask))
+        host, making = self._host, BackgroundTask(partial(self._make, index, mask))
+        with host.lock:
+            if mask in host.device_pools[index].executors or host.state is not PoolState.OPEN:
+                return
+            self._queued.add((index, mask))
             self.thread.submit(making.run)
-            failure = await making.wait()
-            if failure is not None:
-                raise failure
+        failure = await making.wait()
+        if failure is not None:
+            raise failure
 
     @property
     def is_held_up(self) -> bool:

@@ -33,6 +33,7 @@ class ExecutorInfo:
 def executors(lifecycle: PoolLifecycle, service: str) -> tuple[ExecutorInfo, ...]:
     """See `Pool.executors`."""
     manager = lifecycle.manager()
+    manager.check()
     found = [
         ExecutorInfo(each.device.ordinal, each.cells.sm_count(mask), mask)
         for index, each in enumerate(manager.device_pools)
