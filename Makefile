@@ -17,6 +17,7 @@
 #   make test-compiled  run the tests of what is compiled on it
 #   make bench          run the benchmarks on the simulated driver; STANDIN=... adds the real bindings
 #   make bench-gpu      run the benchmarks on this machine's GPU, with the Python of test-gpu
+#   make bench-engine   find the highest rate of each way to serve a language model, on this machine's GPU
 #   make bench-http     run the FastAPI example at twice its capacity for a minute
 #   make bench-ray      run a fleet on a Ray cluster of three nodes with simulated GPUs; one is lost
 #   make fuzz-scheduler  run PROGRAMS=10000 random programs against the scheduler, on one core
