@@ -15,11 +15,11 @@ from helpers.waiting import until
 
 @contextmanager
 def interrupted_when(condition: Callable[[], bool]) -> Iterator[None]:
-    """A Ctrl-C comes once something is the case; the block must end by it."""
+    """A Ctrl-C comes once the condition holds; the block must end with KeyboardInterrupt."""
     main, done, seen = threading.get_ident(), threading.Event(), threading.Event()
 
     def is_seen() -> bool:
-        """Again until it is: one that comes just before a thread blocks is seen only afterwards."""
+        """Send it until it is seen: a signal just before a blocking call may wait for its end."""
         if not seen.is_set():
             signal.pthread_kill(main, signal.SIGINT)
         return seen.is_set()
@@ -43,7 +43,7 @@ def interrupted_when(condition: Callable[[], bool]) -> Iterator[None]:
         thread.start()
         with pytest.raises(KeyboardInterrupt):
             yield
-        assert done.wait()
         thread.join()
+        assert done.is_set()
     finally:
         signal.signal(signal.SIGINT, before)
