@@ -184,18 +184,19 @@ def _isolation(gpu: str, case: str) -> Setting:
     )
 
 
-SETTINGS: tuple[tuple[str, Callable[[str, str], Setting], tuple[str, ...]], ...] = (
-    ("W1", _w1, W1_CASES),
-    ("W7", _w7, ("copy",)),
-    ("W8", _w8, ("two small",)),
-    ("W2", _w2, ("load 0.25", "load 0.5", "load 0.75")),
-    ("isolation", _isolation, ("arithmetic", "copies")),
-)
+#: What makes the setting of each workload, and its cases.
+SETTINGS: dict[str, tuple[Callable[[str, str], Setting], tuple[str, ...]]] = {
+    "W1": (_w1, W1_CASES),
+    "W7": (_w7, ("copy",)),
+    "W8": (_w8, ("two small",)),
+    "W2": (_w2, ("load 0.25", "load 0.5", "load 0.75")),
+    "isolation": (_isolation, ("arithmetic", "copies")),
+}
 
 
 def two_users(gpu: str, workload: str, case: str, arm: str) -> Predicted:
     """Predict the figures of one arm."""
-    build = next(build for name, build, _ in SETTINGS if name == workload)
+    build, _ = SETTINGS[workload]
     found = run(build(gpu, case), arm)
     yield (gpu, workload, case, arm, "p50"), percentile(found.critical, 0.5)
     yield (gpu, workload, case, arm, "p99"), percentile(found.critical, 0.99)
@@ -205,7 +206,7 @@ def two_users(gpu: str, workload: str, case: str, arm: str) -> Predicted:
 
 def arms(gpu: str, workload: str, case: str) -> tuple[str, ...]:
     """Return the arms of a case."""
-    build = next(build for name, build, _ in SETTINGS if name == workload)
+    build, _ = SETTINGS[workload]
     return (*PLAIN, *build(gpu, case).services)
 
 
@@ -334,7 +335,7 @@ def predict(workloads: Sequence[str], progress: Callable[[str], None]) -> Predic
         if not workloads or name in workloads:
             for each in predictions:
                 yield from each()
-    for workload, _, cases in SETTINGS:
+    for workload, (_, cases) in SETTINGS.items():
         if workloads and workload not in workloads:
             continue
         for gpu in ("h100", "h200"):
