@@ -1,12 +1,13 @@
-"""No class waits for ever, and the highest has what it would have under fixed partitions."""
+"""Leases that never end, beside others: how long these wait, and what the highest class has."""
 
 from __future__ import annotations
 
 import pytest
 
+from greensched.errors import InvalidRequest
 from greensched.scheduling.cells import DeviceCells, SizeRange
-from greensched.scheduling.policy import POLICIES, Fifo, Sized
-from greensched.scheduling.requests import Grant
+from greensched.scheduling.policy import POLICIES, Fifo, RequestView, Sized
+from greensched.scheduling.requests import Grant, GrantState
 from greensched.scheduling.scheduler import Scheduler
 from greensched.scheduling.services import ServiceClass
 
@@ -84,7 +85,7 @@ def in_time(program: Program) -> int:
 
 
 def test_finer_cells_are_no_worse() -> None:
-    """By twos `sized` serves as many in time of a mix of six as by eights, and idles no more.
+    """By twos `sized` serves as many requests of a mix of six classes in time as by eights.
 
     Also where the device is never idle, so that no executor is made in traffic.
     """
@@ -154,3 +155,23 @@ def test_a_lease_that_gives_way_goes_behind_all_that_wait() -> None:
     assert lease.over
     assert scheduler.queued() == [*waiting[1:], lease.request]
     assert lease.request.order > waiting[-1].order
+
+
+def test_a_lease_that_cannot_be_ranked_again_keeps_its_sms() -> None:
+    """Where the policy fails as a lease is to give way, the checkpoint raises, and nothing moves."""
+
+    class Failing(Fifo):
+        def rank(self, request: RequestView) -> tuple[float, ...]:
+            if request.order > 1:
+                raise InvalidRequest("a rank")
+            return super().rank(request)
+
+    scheduler = Scheduler([EIGHTS], Failing(ageing=0), 10)
+    (held,) = scheduler.request(0.0, (SizeRange(120, 132),)).grants
+    waiting = scheduler.request(0.0, (SizeRange(96, 96),))
+    with pytest.raises(InvalidRequest, match="a rank"):
+        scheduler.checkpoint(1.0, held)
+    assert (held.sms, held.over, held.request.grants) == (132, False, (held,))
+    assert held.request.state is GrantState.GRANTED
+    assert scheduler.queued() == [waiting]
+    assert scheduler.drained(2.0, held) == [waiting]

@@ -325,6 +325,10 @@ class Scheduler:
 
         Returns:
             The requests that are granted.
+
+        Raises:
+            InvalidRequest: the grant would give way, and the policy failed to rank its request; it
+                keeps its cells.
         """
         self.reclaim(now)
         self.dispatcher.reuse_no_more(grant)
@@ -380,11 +384,12 @@ class Scheduler:
         return self.dispatcher.dispatch(now)
 
     def _queue_again(self, request: Request, now: float) -> None:
-        request.state, request.grants, request.arrived = QUEUED, (), now
-        request.order, request.holder, request.held_devices = self._arrivals, None, frozenset()
+        request.arrived, request.order = now, self._arrivals
+        request.holder, request.held_devices = None, frozenset()
         latency = request.class_state.latency
         request.due, request.deadline = None if latency is None else now + latency, None
-        self.queue.add(request, self._line_of(request))
+        self.queue.add(request, self._line_of(request))  # it keeps its grants if this raises
+        request.state, request.grants = QUEUED, ()
         self._requested += 1
 
     def _line_of(self, request: Request) -> RequestLine:
