@@ -20,7 +20,7 @@
 #   make bench-engine   find the highest rate of each way to serve a language model, on this machine's GPU
 #   make bench-http     run the FastAPI example at twice its capacity for a minute
 #   make bench-ray      run a fleet on a Ray cluster of three nodes with simulated GPUs; one is lost
-#   make fuzz-scheduler  run PROGRAMS=10000 random programs against the scheduler, on one core
+#   make fuzz-scheduler run PROGRAMS=10000 random programs against the scheduler, in one process
 #   make soak           run 200,000 leases: memory, threads and files must not grow
 
 PYTHON ?= $(firstword $(foreach v,python3.11 python3.12 python3.13 python3.14 python3,$(if $(shell $(v) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo ok),$(v))))

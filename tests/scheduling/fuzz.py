@@ -10,6 +10,10 @@ Each is compared with the same work on fixed partitions, first in, first out. Co
 - *starved*: a request waited longer than 0.3 s and twice as long as any on fixed partitions;
 - *below*: of the highest class with a target more than 2 %, and more than one request, fewer were
   in time than on fixed partitions.
+
+Not all of them are mended. Of the programs 0 to 1499, under `fifo`, `fair`, `deadline` and `sized`:
+starved 8, 8, 8, 8, each a lease of the lowest class that never ends, behind higher classes; free 1,
+1, 1, 0; below 3, 5, 4, 28; locked none. It exits with 1 on them.
 """
 
 from __future__ import annotations
@@ -17,11 +21,11 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 
 from greensched.scheduling.policy import POLICIES
 
-from .programs import Execution, Outcome, Program, draw, partitions, run
+from .programs import Execution, Locked, Outcome, Program, draw, partitions, run
 
 #: Seconds of waiting that no program is called starved for.
 PATIENCE = 0.3
@@ -29,19 +33,29 @@ PATIENCE = 0.3
 SHOWN = 8
 
 
+class WaitsForFree(Exception):
+    """A request waits that the scheduler grants when asked once more."""
+
+
 def ask_again(execution: Execution) -> None:
-    """Fail if a request waits that is granted when asked once more."""
+    """Raise `WaitsForFree` if a request waits that is granted when asked once more."""
     if execution.waiting:
         again = execution.scheduler.dispatcher.dispatch(execution.now)
-        assert not again, f"free: {again} waited"
+        if again:
+            raise WaitsForFree(f"{again} waited")
 
 
 def faults(program: Program, policy: str, base: dict[str, Outcome]) -> list[str]:
     """Run a program under a policy, and return what went wrong."""
     try:
         outcomes = run(program, policy, check=ask_again)
-    except AssertionError as error:
-        return ["free" if str(error).startswith("free") else "locked"]
+    except WaitsForFree:
+        return ["free"]
+    except Locked:
+        return ["locked"]
+    except Exception as error:
+        error.add_note(f"seed {program.seed}, policy {policy}")
+        raise
     found = []
     waits = [max(one.longest_wait for one in each.values()) for each in (outcomes, base)]
     if waits[0] > max(PATIENCE, 2 * waits[1]):
@@ -55,7 +69,7 @@ def faults(program: Program, policy: str, base: dict[str, Outcome]) -> list[str]
 
 
 def main(argv: list[str]) -> int:
-    """Run the programs and print the counts; return 1 if a request starved or was locked."""
+    """Run the programs and print the counts; return 1 if any was locked, free or starved."""
     parser = argparse.ArgumentParser(prog="python -m tests.scheduling.fuzz")
     parser.add_argument("--programs", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0, help="of the first program")
@@ -70,25 +84,19 @@ def main(argv: list[str]) -> int:
                 one, f"  {args.policy}: {outcomes[name]}", f"  partitions: {base[name]}", sep="\n"
             )
         return 0
-    counts, seeds, began = (
-        Counter[tuple[str, str]](),
-        defaultdict[str, list[int]](list),
-        time.time(),
-    )
+    seeds, began = defaultdict[tuple[str, str], list[int]](list), time.time()
     for seed in range(args.seed, args.seed + args.programs):
         program = draw(seed)
         base = partitions(program)
         for policy in POLICIES:
             for fault in faults(program, policy, base):
-                counts[policy, fault] += 1
-                seeds[f"{policy} {fault}"].append(seed)
+                seeds[policy, fault].append(seed)
     rate = args.programs / (time.time() - began)
     print(f"{args.programs} programs from seed {args.seed} under {len(POLICIES)} policies: "
           f"{rate:.0f} programs/s")  # fmt: skip
-    for what, some in sorted(seeds.items()):
-        print(f"  {what}: {len(some)}, seeds {some[:SHOWN]}")
-    is_broken = any(fault in {"locked", "free", "starved"} for _, fault in counts)
-    return int(is_broken)
+    for (policy, fault), some in sorted(seeds.items()):
+        print(f"  {policy} {fault}: {len(some)}, seeds {some[:SHOWN]}")
+    return int(any(fault != "below" for _, fault in seeds))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 A program is a device, classes and their traffic, drawn from one seed. `run` executes it under a
 policy and returns what each class had; `partitions` runs the same work as fixed partitions, first
-in, first out, which no policy may be worse than for the highest class with a target.
+in, first out, for comparison.
 """
 
 from __future__ import annotations
@@ -33,6 +33,10 @@ DEVICES = (
 )
 #: Seconds that arrivals last, and that their work may take afterwards until it counts as locked.
 HORIZON, DRAIN = 0.6, 30.0
+
+
+class Locked(Exception):
+    """Requests wait, and nothing will happen any more."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +168,7 @@ class Execution:
         """Run it to its end, and return what each class had.
 
         Raises:
-            AssertionError: requests wait, and nothing will happen any more.
+            Locked: requests wait, and nothing will happen any more.
         """
         for traffic in self.program.traffic:
             for at in traffic.at:
@@ -173,7 +177,7 @@ class Execution:
         while self._events:
             self.now, _, task = heapq.heappop(self._events)
             if self.now > HORIZON + DRAIN:
-                raise AssertionError(f"not done after {DRAIN} s: {self.waiting}")
+                raise Locked(f"not done after {DRAIN} s: {self.waiting}")
             if self.waiting and self.now - last_tick > 0.05:
                 last_tick = self.now
                 self._granted(self.scheduler.tick(self.now)[0])
@@ -183,7 +187,8 @@ class Execution:
                 self._piece_done(task)
             if self.check is not None:
                 self.check(self)
-        assert not self.waiting, f"locked: {list(self.waiting)}"
+        if self.waiting:
+            raise Locked(f"{list(self.waiting)} wait")
         return self.outcomes
 
     def _at(self, at: float, task: Task) -> None:

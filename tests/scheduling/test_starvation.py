@@ -158,7 +158,7 @@ def test_a_lease_that_gives_way_goes_behind_all_that_wait() -> None:
 
 
 def test_a_lease_that_cannot_be_ranked_again_keeps_its_sms() -> None:
-    """Where the policy fails as a lease is to give way, the checkpoint raises, and nothing moves."""
+    """Where the policy fails as a lease is to give way, the checkpoint raises and nothing moves."""
 
     class Failing(Fifo):
         def rank(self, request: RequestView) -> tuple[float, ...]:
