@@ -7,6 +7,7 @@ semantics, without `await`.
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import signal
 import threading
@@ -25,15 +26,13 @@ from anyio.from_thread import BlockingPortal
 from greensched._asynclib import in_event_loop
 from greensched.device.device import Device
 from greensched.errors import ForkedPool, GreenschedError, LoopWouldBlock, PartitionClosed
-from greensched.execution.eventloop import LoopAdapter, current_adapter, holder_override
+from greensched.execution.eventloop import current_adapter, holder_override
 from greensched.leasing.partition import Partition
 from greensched.leasing.requests import LeaseOptions
 from greensched.leasing.status import CloseReport, PoolState
 from greensched.typing import Size
 
 if TYPE_CHECKING:
-    from asyncio import AbstractEventLoop
-
     from greensched import Pool
 
 P = ParamSpec("P")
@@ -72,18 +71,18 @@ EXIT_LIMIT = 0.9
 
 
 def _close_at_exit() -> None:
-    """Close what the program left open, while the thread of its loop still runs."""
-    for pool in tuple(_open_pools):
-        text = f"{pool._pool!r} was never closed"
-        thread = threading.Thread(target=_close_quietly, args=(pool,), daemon=True)
-        thread.start()
-        thread.join(EXIT_LIMIT)
+    """Close what the program left open, while the thread of its loop still runs.
+
+    No thread is started for it: Python 3.12 refuses that at the exit.
+    """
+    for sync in tuple(_open_pools):
+        pool, text = sync._pool, f"{sync._pool!r} was never closed"
+        if pool.state in (PoolState.CLOSED, PoolState.FORKED):  # a forked child has no loop
+            continue
+        closing = asyncio.run_coroutine_threadsafe(pool.aclose(EXIT_GRACE), sync._loop.loop)
+        with suppress(GreenschedError, TimeoutError):
+            closing.result(EXIT_LIMIT)
         warnings.warn(text, ResourceWarning, stacklevel=2)  # last: it may be raised
-
-
-def _close_quietly(pool: SyncPool) -> None:
-    with suppress(GreenschedError):
-        pool.close(EXIT_GRACE)
 
 
 atexit.register(_close_at_exit)
@@ -99,7 +98,7 @@ class _LoopThread:
         new_loop: makes the loop; None: asyncio does.
     """
 
-    def __init__(self, new_loop: Callable[[], AbstractEventLoop] | None) -> None:
+    def __init__(self, new_loop: Callable[[], asyncio.AbstractEventLoop] | None) -> None:
         self._options = {} if new_loop is None else {"loop_factory": new_loop}
         self._lock = threading.Lock()
         #: One entry for each use: the collector ends one without the lock.
@@ -107,7 +106,7 @@ class _LoopThread:
         #: None while nothing uses the loop.
         self._thread: threading.Thread | None = None
         # These are the latest thread's.
-        self._loop: LoopAdapter
+        self.loop: asyncio.AbstractEventLoop
         self._portal: BlockingPortal
         self._stopped: anyio.Event
 
@@ -134,7 +133,7 @@ class _LoopThread:
     def leave_collected(self) -> None:
         """End a use where the collector does. Takes no lock and never waits."""
         self._uses.pop()
-        self._loop.call_threadsafe(self._end_unused)
+        self._call_soon(self._end_unused)
 
     def _end_unused(self) -> threading.Thread | None:
         """Begin to end the loop if nothing uses it; return its thread then."""
@@ -142,12 +141,16 @@ class _LoopThread:
             if self._uses or self._thread is None:
                 return None
             thread, self._thread = self._thread, None
-            self._loop.call_threadsafe(self._stopped.set)
+            self._call_soon(self._stopped.set)
         return thread
+
+    def _call_soon(self, function: Callable[[], object]) -> None:
+        with suppress(RuntimeError):  # the loop is closed: a call ended it by an interrupt
+            self.loop.call_soon_threadsafe(function)
 
     def _run(self, started: Future[None]) -> None:
         async def serve() -> None:
-            self._loop, self._stopped = current_adapter(), anyio.Event()
+            self.loop, self._stopped = asyncio.get_running_loop(), anyio.Event()
             async with BlockingPortal() as self._portal:
                 started.set_result(None)
                 await self._stopped.wait()
@@ -177,7 +180,9 @@ class SyncPool:
         ForkedPool: this is a forked child of the process that opened the pool.
     """
 
-    def __init__(self, pool: Pool, new_loop: Callable[[], AbstractEventLoop] | None) -> None:
+    def __init__(
+        self, pool: Pool, new_loop: Callable[[], asyncio.AbstractEventLoop] | None
+    ) -> None:
         self._pool = pool
         self._loop = _LoopThread(new_loop)
         self._lock = threading.Lock()
