@@ -168,7 +168,7 @@ def test_closed_while_a_lane_waits_for_a_kernel(backend: Any, seed: int, faults:
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 def test_closed_while_prepare_local_waits_for_a_kernel(backend: Any) -> None:
-    """The executor that `prepare_local` makes again may wait for ever; the closing does not."""
+    """An executor may wait for ever to be made; neither the closing nor `prepare_local` does."""
     clock = simulated.VirtualClock(seed=1)
     driver = simulated.open("h200", clock=clock, faults=[Hang("spin")])
     service = ServiceClass("decode", sizes=(88,), cap=88)
@@ -186,16 +186,19 @@ def test_closed_while_prepare_local_waits_for_a_kernel(backend: Any) -> None:
                 async with pool.partition(8) as p:
                     await p.launch(ONE, spin, 1)
 
+        async def prepare() -> None:
+            with pytest.raises(greensched.PoolClosed):
+                await pool.prepare_local("decode", list)
+
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(hang)
             await anyio.sleep(0.1)
-            tasks.start_soon(pool.prepare_local, "decode", list)
+            tasks.start_soon(prepare)
             await anyio.sleep(1)
             began = anyio.current_time()
             with anyio.move_on_after(5):
                 assert (await pool.aclose(grace=0.5)).abandoned
             assert anyio.current_time() - began == pytest.approx(0.5, abs=0.01)
-            tasks.cancel_scope.cancel()
 
     clock.run(main, backend=backend)
 

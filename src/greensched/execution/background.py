@@ -33,6 +33,10 @@ class BackgroundTask(Generic[T]):
         except BaseException as error:
             self._error = error
         del function
+        self.end_waits()
+
+    def end_waits(self) -> None:
+        """Wake the waiting tasks; before the function has returned, their result is None."""
         with self._lock:
             self._is_done = True
             waiters, self._waiters = self._waiters, []

@@ -51,6 +51,8 @@ class ExecutorBuilder:
         self._host = host
         #: (device index, cells) of executors that the thread is to make.
         self._queued: set[tuple[int, int]] = set()
+        #: What tasks wait for in `make`.
+        self._makings: set[BackgroundTask[Exception | None]] = set()
         #: The device on which it makes one right now.
         self.active: DevicePool | None = None
 
@@ -75,10 +77,19 @@ class ExecutorBuilder:
             if mask in host.device_pools[index].executors or host.state is not PoolState.OPEN:
                 return
             self._queued.add((index, mask))
+            self._makings.add(making)
             self.thread.submit(making.run)
-        failure = await making.wait()
+        try:
+            failure = await making.wait()
+        finally:
+            self._makings.discard(making)
         if failure is not None:
             raise failure
+
+    def end_waits(self) -> None:
+        """Wake every task in `make`: the pool is closed, perhaps while the thread is held up."""
+        for making in tuple(self._makings):
+            making.end_waits()
 
     @property
     def is_held_up(self) -> bool:

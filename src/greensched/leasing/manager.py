@@ -711,6 +711,7 @@ class LeaseManager:
     def _end_waits(self) -> None:
         """Wake every task that waits for work that was left behind: it raises PoolClosed."""
         self._wake_idle_waiters()
+        self.builder.end_waits()
         with self.lock:
             leases, pollers = tuple(self.leases), self.pollers.all_locked()
         for lease in leases:
