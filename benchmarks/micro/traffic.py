@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import math
 import os
 import random
 import subprocess
@@ -75,8 +74,14 @@ class Bar:
 
 
 def at_least(what: str, found: metrics.Interval, least: float) -> Bar:
-    """Return a bar that passes if the lower end is at least a value, or if there is no figure."""
-    return Bar(what, found, f">= {least:g}", math.isnan(found[1]) or found[1] >= least)
+    """Return a bar that passes if the lower end is at least a value; no figure does not pass."""
+    return Bar(what, found, f">= {least:g}", found[1] >= least)
+
+
+def at_least_times(what: str, ours: Sequence[float], theirs: Sequence[float], least: float) -> Bar:
+    """Return a bar on a ratio; if theirs is always 0, it passes if ours is not."""
+    bar = at_least(what, metrics.ratio(ours, theirs), least)
+    return bar if any(theirs) else replace(bar, passed=any(ours))
 
 
 def at_most(what: str, found: metrics.Interval, most: float) -> Bar:
@@ -126,10 +131,10 @@ def _against(traffic: str, answer: results.Results) -> Iterator[Bar]:
     estimated = metrics.ratio(good["clairvoyant"], good[CONTROL])
     needed = 1.1 if estimated[0] >= 1.2 else 0.98
     said = f"{traffic}: x {CONTROL} (a clairvoyant: {estimated[0]:.2f} x)"
-    yield at_least(said, metrics.ratio(good[OURS], good[CONTROL]), needed)
+    yield at_least_times(said, good[OURS], good[CONTROL], needed)
     for strategy in ARMS:
         said = f"{traffic}: x {strategy}"
-        yield at_least(said, metrics.ratio(good[OURS], good[strategy]), 0.98)
+        yield at_least_times(said, good[OURS], good[strategy], 0.98)
 
 
 # -- 3: small requests beside training ----------------------------------------------------------

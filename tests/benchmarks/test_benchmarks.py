@@ -304,6 +304,8 @@ def test_bars_of_traffic_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(bar.passed is not None for bar in judged)
     assert str(traffic.at_least("a", (1.0, 0.9, 1.1), 1.5)).endswith("FAIL")
     assert str(traffic.at_most("a", (1.0, 0.9, 1.1), 1.5)).endswith("PASS")
+    assert not traffic.at_least_times("a", [0.0], [0.0], 0.98).passed
+    assert traffic.at_least_times("a", [1.0], [0.0], 0.98).passed
     for bar in bars:
         value, low, high = bar.found
         assert not low > value
