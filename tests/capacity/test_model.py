@@ -125,3 +125,11 @@ def test_rankings_are_of_arms_that_differ() -> None:
     assert pairs == [Ranking(a, c), Ranking(b, c)]
     assert [pair.is_right for pair in pairs] == [False, True]
     assert math.isclose(pairs[0].better.value, 1.0)
+
+
+def test_a_workload_that_was_not_measured_is_refused() -> None:
+    """A name that no figure has is refused before anything is written, with the names there are."""
+    before = measured.PREDICTED.read_bytes()
+    with pytest.raises(SystemExit, match="no workload W9: give some of W1, "):
+        command.main(["W9"])
+    assert measured.PREDICTED.read_bytes() == before

@@ -13,7 +13,16 @@ from greensched.capacity.validation import measured, prediction
 
 
 def main(workloads: list[str]) -> None:
-    """Write the predictions, and print the table."""
+    """Write the predictions, and print the table.
+
+    Raises:
+        SystemExit: a workload was not measured; nothing is written.
+    """
+    known = {row.key[1] for row in measured.inputs_and_rows()}
+    if unknown := set(workloads) - known:
+        sys.exit(
+            f"no workload {', '.join(sorted(unknown))}: give some of {', '.join(sorted(known))}"
+        )
     before = {
         row.key: row.predicted
         for row in measured.inputs_and_rows()
