@@ -100,17 +100,17 @@ class DeadlineLedger:
     A segment tree over a ring of buckets, so each query and change takes O(log `BUCKETS`).
 
     Args:
-        sms: what does the work: SMs, or devices.
+        devices: how many do the work.
     """
 
-    __slots__ = ("_late", "_leaves", "_now", "_sum", "_tight", "sms")
+    __slots__ = ("_late", "_leaves", "_now", "_sum", "_tight", "devices")
 
-    def __init__(self, sms: int) -> None:
-        self.sms = sms
+    def __init__(self, devices: int) -> None:
+        self.devices = devices
         #: The first bucket that is not past, and the work of those that are.
         self._now, self._late = 0, 0.0
         self._leaves = [0] * BUCKETS
-        #: For each node: its SM-seconds, and the most by which the work up to one of its buckets
+        #: For each node: its work, and the most by which the work up to one of its buckets
         #: exceeds what can be done from 0 to then (minus infinity: no work).
         self._sum = [0.0] * (2 * BUCKETS)
         self._tight = [-math.inf] * (2 * BUCKETS)
@@ -143,7 +143,7 @@ class DeadlineLedger:
         self._now = max(self._now, current)
 
     def due_by(self, due: float) -> float:
-        """Return the SM-seconds of work due by then."""
+        """Return the work due by then, in seconds of a device."""
         return self._late + self._fold(self._now, self._bucket(due) + 1)[0]
 
     def has_room(self, now: float, due: float, work: float) -> bool:
@@ -151,7 +151,7 @@ class DeadlineLedger:
         first = max(self._now, self._bucket(due))
         tight = self._fold(first, self._now + BUCKETS)[1]
         before = self._late + self._fold(self._now, first)[0]
-        return tight + before + work + self.sms * now <= 0
+        return tight + before + work + self.devices * now <= 0
 
     # -- the tree --------------------------------------------------------------------------------
 
@@ -164,7 +164,7 @@ class DeadlineLedger:
         self._leaves[leaf] += one
         if self._leaves[leaf]:
             total = self._sum[BUCKETS + leaf] + work
-            self._set(leaf, total, total - self.sms * bucket * BUCKET)
+            self._set(leaf, total, total - self.devices * bucket * BUCKET)
         else:  # exactly 0, whatever was rounded
             self._set(leaf, 0.0, -math.inf)
 

@@ -21,7 +21,7 @@ def kept_at_checkpoint(
         allocator: the cells.
         request: what goes before.
         grant: the lease at its checkpoint.
-        is_aged: the device is kept for the request.
+        is_aged: it has aged, or the device is kept for it: leases of all classes give way.
     """
     left, priority = _Left(allocator, request, grant.device), request.class_state.priority
     if left.is_enough():

@@ -66,8 +66,8 @@ class SizingView:
     Attributes:
         sizes: the SMs it can have there, from the least it asks for to the most it may have now.
         left: SMs that classes of higher priority neither have nor want.
-        beside: SMs that it has once every other lease has come to a checkpoint and kept its least,
-            or, where its class is not lower, its size.
+        beside: SMs that are left for it once every other elastic lease has come to a checkpoint:
+            one of a lower class keeps its least, any other the size that this policy gives it.
         is_alone: no other request or lease has or wants SMs there.
     """
 
