@@ -228,12 +228,19 @@ def parser() -> argparse.ArgumentParser:
     ways.add_argument("--partitions", action="store_true", help="own SMs for each; the default")
     ways.add_argument("--streams", action="store_true", help="a stream for each, on all SMs")
     ways.add_argument(
-        "--chunked", type=int, default=0, metavar="TOKENS", help="one pass for both, of this size"
+        "--chunked", type=positive, metavar="TOKENS", help="one pass for both, of this size"
     )
     made.add_argument(
-        "--decode-sms", type=int, metavar="SMS", help="of a decode step beside a prompt"
+        "--decode-sms", type=positive, metavar="SMS", help="of a decode step beside a prompt"
     )
     return made
+
+
+def positive(text: str) -> int:
+    """Return a number of at least 1, of an argument of the command line."""
+    if (number := int(text)) < 1:
+        raise ValueError
+    return number
 
 
 if __name__ == "__main__":

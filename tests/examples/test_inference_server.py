@@ -189,3 +189,13 @@ def test_a_wrong_server_is_found(tmp_path: Path) -> None:
     done = compare(tmp_path, seconds=0.1)
     assert done.returncode == 1
     assert "received a wrong answer" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("option", ["--chunked", "--decode-sms"])
+@pytest.mark.parametrize("given", ["0", "-8", "many"])
+def test_a_size_below_one_is_refused(option: str, given: str) -> None:
+    """A chunk or a number of SMs that is no positive number ends the program with one line."""
+    command = [sys.executable, EXAMPLE / "app.py", f"{option}={given}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert f"argument {option}: invalid positive value: '{given}'" in done.stderr
