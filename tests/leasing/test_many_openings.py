@@ -19,9 +19,9 @@ from helpers.waiting import turns
 ONE = LaunchConfig(grid=1, block=1)
 
 
-def library_threads() -> list[threading.Thread]:
+def library_threads(earlier: set[threading.Thread]) -> list[threading.Thread]:
     threads = [one for one in threading.enumerate() if one.name.startswith("greensched")]
-    return [one for one in threads if not one.name.endswith("simulated-gpu")]
+    return [one for one in threads if not one.name.endswith("simulated-gpu") and one not in earlier]
 
 
 def descriptors() -> int:
@@ -33,6 +33,7 @@ def descriptors() -> int:
 def test_f30_12_opens_and_closes_leave_nothing_d14(backend: str) -> None:
     """After 3 and after 9 pools there are as many objects, threads and open files."""
     driver = simulated.open("h20")
+    earlier = set(threading.enumerate())  # other tests' threads need not end while this one runs
 
     async def use(times: int) -> tuple[Counter[str], int, int]:
         for _ in range(times):
@@ -40,12 +41,12 @@ def test_f30_12_opens_and_closes_leave_nothing_d14(backend: str) -> None:
                 await p.launch(ONE, spin, 1000)
                 await p.run(lambda: None)
         del pool, p
-        for thread in library_threads():
+        for thread in library_threads(earlier):
             await anyio.to_thread.run_sync(thread.join, 5)
         gc.collect()
         await turns()  # what a collected object's task does behind that
         gc.collect()
-        return library_objects(), len(library_threads()), descriptors()
+        return library_objects(), len(library_threads(earlier)), descriptors()
 
     async def main() -> None:
         await use(2)
