@@ -4,7 +4,7 @@
 
 Asks pip what it would install, and installs nothing. The newest torch is named by its version:
 left to itself the resolver, which has looked at the newest CUDA components first, would sooner take
-an older torch than older components, without a word (docs/arrays.md).
+an older torch than older components, without a word (docs/how-to/arrays.md).
 """
 
 from __future__ import annotations

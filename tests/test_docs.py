@@ -157,14 +157,14 @@ def names_in(path: Path) -> set[str]:
 
 def behaviours() -> list[str]:
     """The lines of the tables of behaviours, without their heads."""
-    page = (ROOT / "docs/internals/behaviours.md").read_text()
+    page = (ROOT / "tests/behaviours.md").read_text()
     _, *rows = re.split(r"^## ", page, flags=re.MULTILINE)
     tables = re.findall(r"^\|[-|]+\|\n((?:\|.*\n)+)", "\n".join(rows), re.MULTILINE)
     return [line for table in tables for line in table.splitlines()]
 
 
 def test_every_behaviour_has_a_test() -> None:
-    """Each line of docs/internals/behaviours.md names tests in its last column, and they exist."""
+    """Each line of tests/behaviours.md names tests in its last column, and they exist."""
     lines = behaviours()
     assert len(lines) > 150
     for line in lines:
@@ -195,8 +195,8 @@ def test_places_the_sources_refer_to_exist() -> None:
 
 
 def test_every_package_is_in_the_architecture() -> None:
-    """The drawing and the table of docs/architecture.md have each package and module once."""
-    page = ROOT / "docs/architecture.md"
+    """The drawing and the table of the architecture have each package and module once."""
+    page = ROOT / "docs/internals/architecture.md"
     (drawing,) = blocks(page, "text")
     rows = re.findall(r"^\| `(\w+)` \|", page.read_text(), re.MULTILINE)
     found = {

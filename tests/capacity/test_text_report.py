@@ -43,7 +43,7 @@ from greensched.cli import main as cli
 from greensched.errors import InvalidRequest, MissingPackage
 from greensched.typing import Granularity
 
-PAGE = Path(__file__).parents[2] / "docs/capacity.md"
+PAGE = Path(__file__).parents[2] / "docs/how-to/capacity.md"
 GRANULARITIES = get_args(Granularity)
 SMALL = Experiment(policies=("streams", "sized"), rates=(0.5, 1.0), seconds=2.0, check=False)
 

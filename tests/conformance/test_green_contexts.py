@@ -1,6 +1,6 @@
 """Green contexts in use, below a pool: kernels, streams and events of theirs, what is current.
 
-Much of it is what cuda.core's own tests ask of green contexts: docs/internals/behaviours.md.
+Much of it is what cuda.core's own tests ask of green contexts: tests/behaviours.md.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """On a real GPU: libraries with state of their own work in two partitions at once.
 
-What docs/libraries.md says of them is tried here.
+What docs/how-to/libraries.md says of them is tried here.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 A request has token counts to read and to write (a language model), or a class and a cost in seconds
 of a whole idle device (a plain request).
 
-The generators are fitted to published figures of traces: `docs/capacity.md` has the table. Equal
-seeds give equal traffic.
+The generators are fitted to published figures of traces: docs/how-to/capacity.md has the table.
+Equal seeds give equal traffic.
 """
 
 from __future__ import annotations

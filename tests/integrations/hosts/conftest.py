@@ -1,4 +1,4 @@
-"""The recipes of docs/embedding.md, each in its real host, skipped where that is not installed.
+"""The recipes of docs/how-to/embedding.md, each in its real host; skipped without that host.
 
 `make test-embedding` installs them.
 """

@@ -1,4 +1,4 @@
-"""docs/frameworks.md, followed to the letter: its application, and its tests of it."""
+"""docs/how-to/fastapi.md, followed to the letter: its application, and its tests of it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from greensched import PoolState
 from greensched.driver.simulated import cost
 from greensched.integrations.testing import SimGPU, SimPool
 
-PAGE = Path(__file__).parents[3] / "docs" / "frameworks.md"
+PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "fastapi.md"
 
 
 def block(kind: str, number: int = 0) -> str:

@@ -7,7 +7,7 @@
             y = await session.run(job, x)
 
 Ray places one actor on each GPU, restarts it after a failure, and transports the messages; the
-actor's pool decides over the SMs. docs/ray.md describes it.
+actor's pool decides over the SMs. docs/how-to/ray.md describes it.
 """
 
 from __future__ import annotations
