@@ -52,7 +52,7 @@ def submit_call(
         stream.keep(ticket, given)
     lease.has_called = True
     poller.watch(stream)
-    lease.executor.call(call, job, poller, where)
+    lease.executor.calls.submit(call, job, poller, where)
     return job
 
 

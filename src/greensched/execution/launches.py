@@ -66,7 +66,7 @@ def prepare(lease: Lease, config: LaunchConfig, kernel: Kernel) -> Job[None]:
 
     lease.reusable = False
     lease.poller.watch(stream)
-    executor.call(load, job, lease.poller)
+    executor.calls.submit(load, job, lease.poller)
     return job
 
 

@@ -16,7 +16,6 @@ import enum
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, Final, Protocol, TypeVar
 
 from greensched._asynclib import get_ident
@@ -40,6 +39,7 @@ from greensched.execution.completion import CompletionPoller
 from greensched.execution.eventloop import Waiter
 from greensched.execution.executor import Executor
 from greensched.execution.jobs import Job
+from greensched.execution.lease_end import LeaseEnd, end_capture
 from greensched.execution.submission import Dependencies, Uses, find_dependencies
 from greensched.kernels import Abandonment
 from greensched.scheduling.requests import Grant
@@ -149,8 +149,8 @@ class Lease:
         self._close_waiters: list[Waiter] = []
         #: Of compilations that its work waits for; made for the first.
         self._abandonment: Abandonment | None = None
-        #: The last ticket of all, once it is known.
-        self._last_ticket: int | None = None
+        #: Its work once it has ended.
+        self._end: LeaseEnd | None = None
         self.move_to(executor)
 
     def move_to(self, executor: Executor) -> None:
@@ -162,7 +162,7 @@ class Lease:
         self._first_ticket = executor.launch_stream.issued
         #: Libraries may at any time have work on the green context that has no ticket: they were
         #: given its stream, or the context itself.
-        self.foreign_work = executor.is_exposed = False
+        self.foreign_work = executor.calls.is_exposed = False
         #: There were calls, which may have left such work.
         self.has_called = False
         #: The launch stream was given away: a library may capture on it.
@@ -396,7 +396,7 @@ class Lease:
 
     def expect_foreign_work(self) -> None:
         """From here on libraries may have work on the green context that has no ticket."""
-        self.foreign_work = self.executor.is_exposed = True
+        self.foreign_work = self.executor.calls.is_exposed = True
         self.reusable = False
 
     def share_stream(self) -> None:
@@ -441,17 +441,10 @@ class Lease:
         self.launches_without_ticket = False
         self.poller.watch(stream)
         if inline:
-            self._write_ticket(ticket)
+            self.executor.write_launch_ticket(ticket)
         else:
             job: Job[None] = Job(stream, ticket, "ticket", self)
             self.executor.submit_deferred(lambda: None, job, self.poller)
-
-    def _write_ticket(self, ticket: int) -> None:
-        """Write a ticket; one that cannot be written would never be reached: the device is lost."""
-        try:
-            self.executor.launch_stream.mark(ticket)
-        except CUDAError as error:
-            self.executor.health.fail(error)
 
     def close_bound_launches(self) -> None:
         """Refuse further launches of what is bound: the lease ends, or the pool, or is cached."""
@@ -503,7 +496,7 @@ class Lease:
 
         Calls that have waited for all their work have left nothing to wait for.
         """
-        return self.foreign_work or (self.has_called and not self.executor.calls_left_nothing())
+        return self.foreign_work or (self.has_called and not self.executor.calls.left_nothing())
 
     def _has(self, executor: Executor) -> bool:
         """Whether work may still be submitted here, on this executor."""
@@ -514,7 +507,7 @@ class Lease:
         stream = self.executor.launch_stream
         job: Job[None] = Job(stream, stream.issue(), "checkpoint", self)
         self.poller.watch(stream)
-        self.executor.submit_deferred(self._order_behind_context, job, self.poller)
+        self.executor.submit_deferred(self.executor.order_behind_context, job, self.poller)
         return job
 
     def move_bound_launches(self, before: Executor) -> None:
@@ -556,7 +549,7 @@ class Lease:
             or not (issued == stream.last_reached or issued & MASK == stream.word[0])
             or issued != stream.submitted
             or stream.kept
-            or (self.has_called and not self.executor.calls_left_nothing())
+            or (self.has_called and not self.executor.calls.left_nothing())
         ):
             return False
         self.has_called = False
@@ -598,97 +591,19 @@ class Lease:
             return
         self.state = LeaseState.DRAINING
         self.close_bound_launches()
-        stream = self.executor.launch_stream
-        if not stream.health.is_over:
-            self._end_stream()
-        if stream.health.is_over:
+        health = self.executor.health
+        if self.stream_shared and not health.is_over:
+            end_capture(self.executor)
+        if not health.is_over:
+            self.ticket_bound_launches()
+        if health.is_over:
             self.close()
-        elif self._has_last_ticket():
-            self._await_last_ticket()
         else:
-            self.poller.thread_work_started()
-            self.executor.after_calls(partial(self._write_last_ticket, self.poller))
+            foreign_work = self._may_have_foreign_work()
+            self._end = LeaseEnd(self.executor, self.poller, self.close, foreign_work=foreign_work)
+            self._end.begin()
         if self.state is LeaseState.DRAINING:
             self._listener.lease_draining(self)
-
-    def _end_stream(self) -> None:
-        """End an open capture, and write a ticket behind bound launches."""
-        if self.stream_shared:
-            try:
-                self.executor.drop_capture(self.executor.launch_stream)
-            except CUDAError as error:
-                self.executor.health.fail(error)
-                return
-        self.ticket_bound_launches()
-
-    def _has_last_ticket(self) -> bool:
-        """Whether a ticket is behind all work of the lease, or could be written there now.
-
-        Where a thread has something left to do, that comes first, and the thread writes it.
-        """
-        stream = self.executor.launch_stream
-        if any(not one.is_idle for one in self.executor.streams[1:]):
-            return False
-        if self._may_have_foreign_work():
-            if stream.submitted != stream.issued or stream.first_uses:
-                return False
-            try:
-                self._order_behind_green_context()
-            except CUDAError:  # a library captures on a stream of its own: a thread waits for that
-                return False
-            self._write_ticket(stream.issue())
-        self._last_ticket = stream.issued
-        return True
-
-    def _write_last_ticket(self, poller: CompletionPoller) -> None:
-        """On the submit thread, after all else of the lease: order behind the whole green context.
-
-        Libraries put work on streams of their own; only the context knows them all. `poller` is
-        of the loop that ended the lease, which may be closed by now.
-        """
-        stream = self.executor.launch_stream
-        try:
-            self._order_behind_context()
-            copies = self.executor.copy_stream
-            if copies is not None and not copies.is_idle:
-                stream.order_behind(copies)
-            ticket = stream.issue()
-            stream.mark(ticket)
-            self._last_ticket = ticket
-        except CUDAError as error:
-            self.executor.health.fail(error)
-        poller.loop.call_threadsafe(poller.thread_work_done)
-        self.poller.loop.call_threadsafe(self._await_last_ticket)
-
-    def _order_behind_context(self) -> None:
-        """Order the launch stream behind the green context, or block until the context is done."""
-        try:
-            self._order_behind_green_context()
-        except CUDAError as error:
-            if self.executor.launch_stream.health.is_over:
-                raise
-            # A capture is open on a stream of a library: the work outside it can be waited for.
-            logger.warning(
-                "an event cannot capture the green context's work (%s): waiting for it instead",
-                error,
-            )
-            self.executor.driver.synchronize_context(self.executor.context.handle)
-
-    def _order_behind_green_context(self) -> None:
-        executor = self.executor
-        green = executor.context.green
-        assert green is not None
-        executor.driver.record_green(green, executor.context_event.handle)
-        executor.driver.wait_event(
-            executor.launch_stream.stream.handle, executor.context_event.handle
-        )
-
-    def _await_last_ticket(self) -> None:
-        stream, last = self.executor.launch_stream, self._last_ticket
-        if stream.health.is_over or (last is not None and stream.reached(last)):
-            self.close()
-        elif last is not None:
-            self.poller.when_reached(stream, last, self.close)
 
     def close(self) -> None:
         """Close it: none of its work is left, or its device or pool has ended. Idempotent."""
@@ -702,6 +617,7 @@ class Lease:
         for job in self._unfinished:
             job._finalize()
         self._unfinished.clear()  # they refer to the lease: it would be a cycle
+        self._end = None  # it refers to the lease, too
         waiters, self._close_waiters = self._close_waiters, []
         try:
             self._listener.lease_closed(self)  # may raise an interrupt that a policy met
@@ -725,8 +641,8 @@ class Lease:
             self.abandon()
         elif self.state is LeaseState.GAVE_WAY:
             self.end()
-        elif self._last_ticket is not None:
-            self._await_last_ticket()
+        elif self._end is not None:
+            self._end.take_over(poller)
 
     def pool_closed(self) -> None:
         """Wait for nothing any more if it has ended; an open lease may still end.
