@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from greensched.errors import DeadlineExceeded, DeadlineImpossible, QueueFull
-from greensched.scheduling.admission import BUCKET, DeadlineLedger, PackedWork
 from greensched.scheduling.cells import DeviceCells, parse_sizes
+from greensched.scheduling.deadline_ledger import BUCKET, DeadlineLedger, PackedWork
 from greensched.scheduling.policy import Deadline, Fair, Fifo, Policy
 from greensched.scheduling.requests import GrantState, Request
 from greensched.scheduling.scheduler import Scheduler

@@ -1,9 +1,7 @@
-"""Whether a request can be done in time, and when it will be done.
+"""Queued work by when it is due, and whether more fits before the rest is late.
 
-A request of known duration with a deadline is admitted if its predicted end is not later. Where the
-policy serves the earliest deadline first, every admitted request that is due later must still be in
-time as well: the work due by each moment must fit before it, by what packs on the devices. That is
-necessary but not sufficient: the prediction stays a lower bound.
+The work due by each moment must fit before it, by what packs on the devices. That is necessary but
+not sufficient.
 """
 
 from __future__ import annotations
@@ -11,9 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from greensched.scheduling.allocator import SMAllocator
 from greensched.scheduling.cells import DeviceCells
-from greensched.scheduling.requests import Request
 
 #: Seconds of a bucket of deadlines, and the number of buckets. A deadline counts as the beginning
 #: of its bucket, so a request is refused at most a millisecond too early. All deadlines that are a
@@ -203,44 +199,3 @@ class DeadlineLedger:
             low //= 2
             high //= 2
         return left_sum + right_sum, max(left_tight, left_sum + right_tight)
-
-
-def best_case(request: Request, allocator: SMAllocator) -> float | None:
-    """Return the seconds a request takes alone, at its most SMs; None: not known, or not due."""
-    if request.due is None:
-        return None
-    most = request.parts[0].most if len(request.parts) == 1 else 0
-    total = max(allocator.devices[device].total for device in request.devices)
-    return request.seconds(min(most or total, total))
-
-
-def predict_completion(
-    request: Request,
-    seconds: float,
-    sms: int,
-    allocator: SMAllocator,
-    ledger: PackedWork | None,
-    now: float,
-) -> tuple[float, bool]:
-    """Predict when a request that must wait will be done.
-
-    Args:
-        request: the request, which is due at some time.
-        seconds: what it takes once it is granted.
-        sms: the SMs that it takes.
-        allocator: what is granted.
-        ledger: what is due, where the policy serves the earliest deadline first.
-        now: seconds.
-
-    Returns:
-        Seconds from now until then, and whether all requests that are due later stay in time.
-    """
-    assert request.due is not None
-    free_at = min(allocator.free_at(device, request, now) for device in request.devices)
-    if ledger is None:
-        classes = allocator.classes.values()
-        ahead = sum(one.queued_work for one in classes if one.priority >= request.priority)
-        return free_at - now + ahead / allocator.total + seconds, True
-    ledger.advance(now)
-    is_fair = ledger.has_room(now, request.due, sms, seconds, allocator.running(now))
-    return free_at - now + ledger.due_by(request.due) + seconds, is_fair

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from greensched.errors import InvalidRequest
-from greensched.scheduling.admission import PackedWork
 from greensched.scheduling.cells import DeviceCells
 from greensched.scheduling.class_state import ClassState
+from greensched.scheduling.deadline_ledger import PackedWork
 from greensched.scheduling.fair_queueing import VirtualTime
 from greensched.scheduling.policy import GuardedPolicy
 from greensched.scheduling.request_line import LazyHeap, RequestLine, deadline_key

@@ -35,23 +35,21 @@ Synchronous and deterministic: a call takes `now` and returns the requests that 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Final
 
 from greensched.errors import (
-    DeadlineImpossible,
     InvalidRequest,
     QueueFull,
     WouldBlock,
     WouldDeadlock,
 )
 from greensched.scheduling import shared_grants
-from greensched.scheduling.admission import best_case, predict_completion
 from greensched.scheduling.allocator import Placement, SMAllocator
 from greensched.scheduling.cells import DeviceCells, SizeRange
 from greensched.scheduling.class_state import SMOOTHING, ClassState
 from greensched.scheduling.dispatch import Dispatcher
+from greensched.scheduling.lateness import Lateness
 from greensched.scheduling.policy import GuardedPolicy, Policy
 from greensched.scheduling.queue import RequestQueue
 from greensched.scheduling.request_line import RequestLine
@@ -95,6 +93,7 @@ class Scheduler:
         self.allocator = SMAllocator(devices, is_made, services, placement)
         self.queue = RequestQueue(guarded, self.allocator.virtual_time, self.allocator.devices)
         self.dispatcher = Dispatcher(self.queue, self.allocator, guarded)
+        self.lateness = Lateness(self.queue, self.allocator)
         self.max_waiting = max_waiting
         #: What the pool is to do: make executors for (device, cells), and tell rejected requests
         #: the error. The pool empties both.
@@ -174,7 +173,7 @@ class Scheduler:
             return request
         self.reclaim(now)
         if due is not None and duration is not None:
-            self._refuse_late(request, due)
+            self.lateness.check(request)
         line = None
         if self.queue.waiting:
             line = self.queue.lines.get(request.line_key)
@@ -256,7 +255,7 @@ class Scheduler:
             number = waiting if waiting >= self.max_waiting else state.waiting
             raise QueueFull(number, self._retry_after(request, line.asked, now))
         if request.due is not None and request.duration is not None:
-            self._admit(request, line, now)
+            self.lateness.check_in_queue(request, line, now)
         self.queue.add(request, line)
         if request.missing_executors:
             self.dispatcher.note_missing(request)
@@ -623,7 +622,7 @@ class Scheduler:
             granted=self._resumed + self.dispatcher.granted,
             cancelled=self._cancelled + self.dispatcher.rejections,
             expired=self._expired + self.dispatcher.expired,
-            refused=self._refused,
+            refused=self._refused + self.lateness.refused,
             sms_free=free,
             sms_leased=leased,
             sms_draining=draining,
@@ -658,44 +657,6 @@ class Scheduler:
     def _able(self, request: Request) -> tuple[int, ...]:
         """Return the devices on which a request fits once all leases have ended."""
         return tuple(d for d in request.devices if self.allocator.can_ever_fit(request, d))
-
-    def _refuse_late(self, request: Request, due: float) -> None:
-        """Refuse what cannot be done in time, not even with the most it asks for."""
-        seconds = best_case(request, self.allocator)
-        if seconds is not None:
-            seconds *= request.class_state.duration_ratio
-            if request.arrived + seconds > due:
-                self._handle_late(request, seconds)
-
-    def _admit(self, request: Request, line: RequestLine, now: float) -> None:
-        """Refuse what must wait too long to be done in time, or would make others late."""
-        sms = line.asked
-        if request.is_elastic:  # it may be granted more than its least
-            sms = min(request.parts[0].most, self.allocator.most_ever(request))
-        seconds = request.seconds(sms)
-        if request.due is None or seconds is None:
-            return
-        seconds *= request.class_state.duration_ratio
-        done, is_fair = predict_completion(
-            request, seconds, sms, self.allocator, self.queue.ledger, now
-        )
-        if now + done > request.due or not is_fair:
-            self._handle_late(request, done)
-
-    def _handle_late(self, request: Request, done: float) -> None:
-        """Refuse a late request, or put it behind all others, as its class says.
-
-        Now and then one is admitted, to find out whether the durations of the class are right.
-        """
-        assert request.due is not None
-        if request.class_state.rules.on_late == "refuse":
-            if request.class_state.is_probe():
-                request.due = None
-                return
-            self._refused += 1
-            raise DeadlineImpossible(done, request.due - request.arrived)
-        request.deadline = request.due = None
-        request.priority = -math.inf
 
     def _would_block(self, request: Request) -> WouldBlock:
         if request.missing_executors:
