@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from greensched.kernels import Program as Program
     from greensched.leasing.latency import LatencyCurve as LatencyCurve
     from greensched.leasing.partition import Partition as Partition
+    from greensched.leasing.pool_state import CloseReport as CloseReport
+    from greensched.leasing.pool_state import PoolState as PoolState
+    from greensched.leasing.pool_statistics import PoolStatistics as PoolStatistics
     from greensched.leasing.prepared_executors import ExecutorInfo as ExecutorInfo
     from greensched.leasing.preview import SplitPreview as SplitPreview
-    from greensched.leasing.status import CloseReport as CloseReport
-    from greensched.leasing.status import PoolState as PoolState
-    from greensched.leasing.status import PoolStatistics as PoolStatistics
     from greensched.leasing.sync import SyncPartition as SyncPartition
     from greensched.leasing.sync import SyncPool as SyncPool
     from greensched.pool import Pool as Pool
@@ -62,7 +62,7 @@ _EXPORTS = {
     "Buffer": "device.buffers",
     "CacheConfig": "typing",
     "CallContext": "execution.call_context",
-    "CloseReport": "leasing.status",
+    "CloseReport": "leasing.pool_state",
     "Context": "context",
     "ContextFlags": "typing",
     "ContextOptions": "device.resources",
@@ -78,8 +78,8 @@ _EXPORTS = {
     "Partition": "leasing.partition",
     "PinnedBuffer": "device.buffers",
     "Pool": "pool",
-    "PoolState": "leasing.status",
-    "PoolStatistics": "leasing.status",
+    "PoolState": "leasing.pool_state",
+    "PoolStatistics": "leasing.pool_statistics",
     "Prefetcher": "execution.prefetch",
     "Program": "kernels",
     "REST": "typing",

@@ -21,10 +21,11 @@ from greensched.leasing.latency import LatencyCurve, default_sizes, measure
 from greensched.leasing.lifecycle import PoolLifecycle, PoolOptions
 from greensched.leasing.manager import LeaseManager
 from greensched.leasing.partition import Partition, PartitionGroup
+from greensched.leasing.pool_state import CloseReport, PoolState
+from greensched.leasing.pool_statistics import PoolStatistics
 from greensched.leasing.prepared_executors import ExecutorInfo, executors, prepare_local
 from greensched.leasing.preview import SplitPreview, preview
 from greensched.leasing.requests import LeaseOptions, RequestParser, checked_kernels
-from greensched.leasing.status import CloseReport, PoolState, PoolStatistics
 from greensched.leasing.verification import Verification, verify
 from greensched.scheduling.allocator import Placement
 from greensched.scheduling.policy import Policy, policy_named

@@ -18,7 +18,7 @@ from greensched import ALL, LaunchConfig, Pool, PoolState, ServiceClass
 from greensched.driver import simulated
 from greensched.driver.simulated import Fail, Hang
 from greensched.kernels import spin
-from greensched.leasing.executor_builder import ExecutorBuilder
+from greensched.leasing.missing_executors import MissingExecutors
 from helpers.waiting import turns, until
 
 ONE = LaunchConfig(grid=1, block=1)
@@ -314,7 +314,7 @@ def test_a_closing_without_a_thread_waits_for_the_builder(monkeypatch: pytest.Mo
     async def main() -> None:
         driver = simulated.open("h200")
         async with Pool(driver=driver) as pool:
-            monkeypatch.setattr(ExecutorBuilder, "is_held_up", True)
+            monkeypatch.setattr(MissingExecutors, "is_held_up", True)
             monkeypatch.setattr(driver, "start_thread", refuse)
             with suppress(RuntimeError):
                 await pool.aclose()

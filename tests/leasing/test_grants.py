@@ -204,7 +204,7 @@ def test_a_fault_before_he_has_it_is_his() -> None:
             first.may_go.set()
             await until(lambda: pool.statistics().waiting == 0)
             assert third.has is None
-            pool._manager.device_failed(RuntimeError("the device is gone"))
+            pool._manager.device_pools[0].device.health.fail(RuntimeError("the device is gone"))
             for taker in (third, second):
                 taker.may_go.set()
                 with pytest.raises(DeviceLost):

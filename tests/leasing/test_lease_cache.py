@@ -341,7 +341,7 @@ def test_a_fault_reclaims_the_cache() -> None:
     async def main() -> None:
         async with on_h200() as pool:
             await leased(pool)
-            pool._manager.device_failed(RuntimeError("the device is gone"))
+            pool._manager.device_pools[0].device.health.fail(RuntimeError("the device is gone"))
             with pytest.raises(DeviceLost):
                 await leased(pool)
 

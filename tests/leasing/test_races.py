@@ -317,7 +317,7 @@ def test_whatever_keeps_a_lane_from_being_made_is_told(
     async def script(race: Race) -> None:
         await race.all_free()
         with monkeypatch.context() as patch:
-            patch.setattr("greensched.leasing.device_pool.Executor", refuse)
+            patch.setattr("greensched.leasing.executor_builder.Executor", refuse)
             with pytest.raises(MemoryError, match="no room"):
                 await race.ask("first", 24)
         await race.ask("second", 24)

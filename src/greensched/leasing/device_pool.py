@@ -15,16 +15,9 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from greensched._cleanup import first_error, run_all
-from greensched.context import Context
+from greensched._cleanup import run_all
 from greensched.device.allocators import DeviceAllocator, PinnedAllocator
 from greensched.device.device import Device
-from greensched.device.launch import check_runnable
-from greensched.device.resources import (
-    ContextOptions,
-    WorkqueueResource,
-    WorkqueueResourceOptions,
-)
 from greensched.device.staging import StagingPool
 from greensched.device.staging_ring import StagingRing
 from greensched.device.tickets import TicketMemory
@@ -33,7 +26,7 @@ from greensched.errors import CUDAError, DeviceFault, GreenschedError, InvalidRe
 from greensched.execution.executor import Executor, ExecutorHost
 from greensched.kernels import Kernel
 from greensched.leasing.device_split import split_device
-from greensched.scheduling.cells import DeviceCells
+from greensched.leasing.executor_builder import ExecutorBuilder
 
 logger = logging.getLogger("greensched")
 
@@ -47,8 +40,6 @@ MAX_PREBUILT = 160
 #: making a green context waits on an H200 until nothing runs on the device. The context, of some 5
 #: MiB, is kept even without its executor (`driver.kept_handles`).
 MAX_EXTRA = 96
-#: Streams of an executor that have work at once: one of launches, one of calls.
-STREAMS = 2
 
 
 class DevicePool:
@@ -77,26 +68,26 @@ class DevicePool:
         max_extra: int = MAX_EXTRA,
     ) -> None:
         self.device = device
-        self._host = host
-        self._kernels = kernels
         self._max_extra = max_extra
         #: The other devices of the pool, by ordinal; set once all are open.
         self.neighbours: Mapping[int, DevicePool] = {}
         #: By cells, the least recently used first.
         self.executors: OrderedDict[int, Executor] = OrderedDict()
-        self.executors_made = 0
         #: Values that users made with executors which are closed.
         self.values_made = 0
         #: What the device does without, each in a sentence with its cause.
         self.degraded: list[str] = []
         try:
-            self._queues = [_balanced_queues(device)] if balanced else []
             self.words = TicketMemory(device.primary)
-            self.split = split_device(device, fine=fine)
+            split = split_device(device, fine=fine)
+            self.cells = split.cells
+            self.staging = StagingPool(device.primary)
+            self.builder = ExecutorBuilder(
+                device, split, self.words, self.staging, host, kernels, balanced=balanced
+            )
             self._probe_words()
             self.prebuilt = frozenset(self.cells.menu(MAX_PREBUILT))
             self.slots = StagingRing(device.primary)
-            self.staging = StagingPool(device.primary)
             self.memory = DeviceAllocator(device.primary, self.words)
             self.pinned = PinnedAllocator(device.primary)
             self.memory.reserve(reserve_bytes)
@@ -107,14 +98,9 @@ class DevicePool:
             self.abandon()
             raise
 
-    @property
-    def cells(self) -> DeviceCells:
-        """The cells that scheduling counts with."""
-        return self.split.cells
-
     def _probe_words(self) -> None:
         """Try whether streams can write tickets, on a green context as the executors have."""
-        context = self._context(1)
+        context = self.builder.context(1)
         try:
             self.words.probe_stream_writes(context)
         finally:
@@ -133,7 +119,7 @@ class DevicePool:
         menu = self.cells.menu(MAX_PREBUILT)
         for mask in menu:
             try:
-                self.add(self._make_again(mask))
+                self.add(self.builder.make_again(mask))
             except CUDAError as error:
                 if not self.executors or error.status not in CAPACITY:
                     raise
@@ -141,67 +127,18 @@ class DevicePool:
                 self._do_without(f"{wanted - have} of {wanted} executors made at open: {error}")
                 return
 
-    def _make_again(self, mask: int) -> Executor:
-        """Make an executor; try once more where the device lacked the capacity."""
-        try:
-            return self.make(mask)
-        except CUDAError as error:
-            if error.status not in CAPACITY:
-                raise
-            first = first_error(error)
-        try:
-            return self.make(mask)
-        except CUDAError:
-            raise first from None
-
     def _do_without(self, what: str) -> None:
         self.degraded.append(f"device {self.device.ordinal} does without {what}")
         logger.warning("%s", self.degraded[-1])
 
     # -- executors ---------------------------------------------------------------------------------
 
-    def make(self, mask: int) -> Executor:
-        """Make an executor, for `add`, unless it exists. Blocks.
-
-        Raises:
-            CUDAError: the driver refused.
-        """
-        executor = self.executors.get(mask)
-        if executor is None:
-            context = self._context(mask)
-            words, staging = self.words, self.staging
-            try:
-                executor = Executor(self.device, context, mask, words, staging, self._host)
-            except BaseException:
-                context.close()
-                raise
-            self._prepare(executor)
-            self.executors_made += 1
-        return executor
-
     def prebuild_homes(self, masks: Collection[int]) -> None:
         """Make the executors over the home cells of classes, and evict none of them. Blocks."""
         self.prebuilt |= {*masks}
         for mask in masks:
-            self.add(self._make_again(mask))
-
-    def _context(self, mask: int) -> Context:
-        """Return the green context over a set of cells, kept or made. Blocks."""
-        options = ContextOptions(resources=[*self.split.resources(mask), *self._queues])
-        return self.device.lend_context(self.split.key(mask, bool(self._queues)), options)
-
-    def _prepare(self, executor: Executor) -> None:
-        """Do beforehand what a launch would have to wait for."""
-        try:
-            for kernel in self._kernels:
-                check_runnable(kernel, self.device.driver)
-                with executor.context.entered():
-                    executor.cache.load(kernel)
-            if self._kernels:
-                executor.create_copy_stream()
-        except BaseException:
-            executor.close()
-            raise
+            if mask not in self.executors:
+                self.add(self.builder.make_again(mask))
 
     def add(self, executor: Executor) -> None:
         """Let an executor be taken from here on."""
@@ -301,15 +238,6 @@ class DevicePool:
     def _wake_submit_waiters(self) -> None:
         for executor in self.executors.values():
             executor.wake_submit_waiters()
-
-
-def _balanced_queues(device: Device) -> WorkqueueResource:
-    """Describe work queues that an executor does not share, where possible."""
-    queue = device.resources.workqueue
-    queue.configure(
-        WorkqueueResourceOptions(sharing_scope="green_ctx_balanced", concurrency_limit=STREAMS)
-    )
-    return queue
 
 
 def index_of(device_pools: Sequence[DevicePool], ordinal: int) -> int:

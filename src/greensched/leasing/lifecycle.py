@@ -24,7 +24,7 @@ from greensched.leasing import process
 from greensched.leasing.device_pool import MAX_EXTRA, DevicePool
 from greensched.leasing.lease_cache import LeaseCache
 from greensched.leasing.manager import LeaseManager
-from greensched.leasing.status import CloseReport, PoolState
+from greensched.leasing.pool_state import CloseReport, PoolState
 from greensched.scheduling.allocator import Placement
 from greensched.scheduling.policy import Policy
 from greensched.scheduling.services import ServiceClass

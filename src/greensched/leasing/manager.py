@@ -18,6 +18,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Final
 
 import anyio
@@ -41,10 +42,14 @@ from greensched.execution.eventloop import LoopAdapter, Waiter
 from greensched.execution.executor import Executor
 from greensched.execution.lease import Lease
 from greensched.execution.threads import WorkerThread
+from greensched.leasing.device_loss import device_lost, first_fault
 from greensched.leasing.device_pool import DevicePool, index_of
-from greensched.leasing.executor_builder import ExecutorBuilder
 from greensched.leasing.holders import HolderWatch
 from greensched.leasing.lease_cache import LeaseCache
+from greensched.leasing.memory_quotas import update_quotas
+from greensched.leasing.missing_executors import MissingExecutors
+from greensched.leasing.pool_state import PoolState
+from greensched.leasing.pool_statistics import PoolStatistics, collect_statistics
 from greensched.leasing.requests import (
     GrantWaiter,
     LeaseRequest,
@@ -54,7 +59,6 @@ from greensched.leasing.requests import (
     notify,
     refuse,
 )
-from greensched.leasing.status import PoolState, PoolStatistics, collect_statistics, update_quotas
 from greensched.scheduling import user_code
 from greensched.scheduling.allocator import Placement
 from greensched.scheduling.policy import Policy
@@ -94,7 +98,7 @@ class LeaseManager:
         self.cache = cache
         #: Leases that are open or draining; cached ones, too.
         self.leases: set[Lease] = set()
-        self.builder = ExecutorBuilder(self, builder)
+        self.builder = MissingExecutors(self, builder)
         self.pollers = PollerRegistry(
             driver, lock, self._on_queue_tick, self._take_over_closed_loops
         )
@@ -142,7 +146,7 @@ class LeaseManager:
         with self.lock:
             self.device_pools, self.scheduler = tuple(device_pools), scheduler
             for each in device_pools:
-                each.device.health.on_failure = self.device_failed
+                each.device.health.on_failure = partial(device_lost, self)
             if self.state is PoolState.OPENING:  # else it is closed as soon as it is open
                 self.state = OPEN
                 self.cache.open_locked(scheduler, self._time)
@@ -602,34 +606,15 @@ class LeaseManager:
     @property
     def failure(self) -> BaseException | None:
         """The first device fault, if there was one."""
-        failures = (each.device.health.failure for each in self.device_pools)
-        return next((failure for failure in failures if failure is not None), None)
+        return first_fault(self.device_pools)
 
     def refusal(self) -> GreenschedError:
         """Return the error that says why nothing is granted."""
-        if self.failure is not None:
-            return DeviceLost(self.failure)
+        if (failure := self.failure) is not None:
+            return DeviceLost(failure)
         if self.state is FORKED:
             return ForkedPool("this pool")
         return PoolClosed("this pool", self.state.value)
-
-    def device_failed(self, error: BaseException) -> None:
-        """End everything because of a device fault, the first time. From any thread."""
-        with self.lock:
-            if self.failure is not None or self.state is PoolState.CLOSED:
-                return
-            self.state = PoolState.POISONED
-            waiting = self._stop_granting_locked()
-            pollers = self.pollers.all_locked()
-            for device_pool in self.device_pools:
-                device_pool.device_failed(error)
-            for lease in self.leases:
-                lease.close_bound_launches()
-        for request in waiting:
-            refuse(request, DeviceLost(error))
-        for poller in pollers:
-            poller.kick_threadsafe()
-        logger.error("the GPU is unusable until this process is replaced: %s", error)
 
     def forked(self, lock: threading.RLock) -> None:
         """Refuse everything in a forked child; take no lock that a thread of the parent holds."""
@@ -646,13 +631,13 @@ class LeaseManager:
     def stop(self) -> None:
         """Grant nothing more, and refuse what is queued."""
         with self.lock:
-            waiting = self._stop_granting_locked() if self.state is OPEN else []
+            waiting = self.stop_granting_locked() if self.state is OPEN else []
             if self.state in (PoolState.OPENING, OPEN):
                 self.state = PoolState.CLOSING
         for request in waiting:
             refuse(request, PoolClosed("this pool", "closing"))
 
-    def _stop_granting_locked(self) -> list[Request]:
+    def stop_granting_locked(self) -> list[Request]:
         """Reclaim what is cached and empty the queue; return the requests that were in it."""
         if not self.device_pools:
             return []

@@ -1,4 +1,4 @@
-"""Making executors that requests wait for, on the builder thread."""
+"""The executors that requests wait for, which the builder thread makes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from greensched.execution.background import BackgroundTask
 from greensched.execution.executor import Executor
 from greensched.execution.threads import WorkerThread
 from greensched.leasing.device_pool import DevicePool
+from greensched.leasing.pool_state import PoolState
 from greensched.leasing.requests import refuse
-from greensched.leasing.status import PoolState
 from greensched.scheduling.requests import Request
 from greensched.scheduling.scheduler import Scheduler
 
@@ -38,8 +38,8 @@ class BuilderHost(Protocol):
     def notify_granted(self, granted: list[Request]) -> None: ...
 
 
-class ExecutorBuilder:
-    """Makes the executors that the scheduler misses, each once.
+class MissingExecutors:
+    """Has the executors made that the scheduler misses, each once.
 
     Args:
         host: the manager.
@@ -114,7 +114,7 @@ class ExecutorBuilder:
         executor: Executor | None = None
         failure: Exception | None = None
         try:
-            executor = device_pool.make(mask)
+            executor = device_pool.executors.get(mask) or device_pool.builder.make(mask)
         except Exception as error:  # any error: a task waits, and raises it
             failure = error
         evicted: list[Executor] = []

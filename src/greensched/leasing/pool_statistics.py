@@ -1,29 +1,15 @@
-"""The state of a pool, its statistics, and the report of its end."""
+"""The statistics of a pool: what it has and did, at one moment."""
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from greensched.device.quota import MemoryQuota
 from greensched.leasing.device_pool import DevicePool
+from greensched.leasing.pool_state import PoolState
 from greensched.scheduling.scheduler import Scheduler
-from greensched.scheduling.services import ServiceClass
 from greensched.scheduling.statistics import SchedulerStatistics, ServiceStatistics
-
-
-class PoolState(enum.Enum):
-    """The state of a pool."""
-
-    NEW = "not open"
-    OPENING = "opening"
-    OPEN = "open"
-    CLOSING = "closing"
-    CLOSED = "closed"
-    POISONED = "poisoned"
-    FORKED = "forked"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +55,7 @@ def collect_statistics(
         sms_total=sum(each.cells.total for each in device_pools),
         leases=leases,
         executors=len(executors),
-        executors_made=sum(each.executors_made for each in device_pools),
+        executors_made=sum(each.builder.made for each in device_pools),
         values_made=sum(each.values_made for each in device_pools)
         + sum(executor.locals.made for executor in executors),
         completion="event" if executors and executors[0].uses_events else "word",
@@ -77,19 +63,3 @@ def collect_statistics(
         services=scheduler.services(),
         **asdict(scheduler.statistics()),
     )
-
-
-def update_quotas(known: dict[str, MemoryQuota], services: Iterable[ServiceClass]) -> None:
-    """Set the memory quota of each class; a class without one is counted only if it had one."""
-    for service in services:
-        if service.name in known:
-            known[service.name].most = service.memory_bytes
-        elif service.memory_bytes is not None:
-            known[service.name] = MemoryQuota(service.name, service.memory_bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class CloseReport:
-    """How a pool ended: `abandoned` names what was leased or had work after the grace."""
-
-    abandoned: tuple[str, ...] = ()

@@ -28,8 +28,8 @@ from greensched.device.device import Device
 from greensched.errors import ForkedPool, GreenschedError, LoopWouldBlock, PartitionClosed
 from greensched.execution.eventloop import current_adapter, holder_override
 from greensched.leasing.partition import Partition
+from greensched.leasing.pool_state import CloseReport, PoolState
 from greensched.leasing.requests import LeaseOptions
-from greensched.leasing.status import CloseReport, PoolState
 from greensched.typing import Size
 
 if TYPE_CHECKING:

@@ -1,0 +1,58 @@
+"""What runs when a device is lost: a device fault ends its pool, and all waiting."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from threading import RLock
+from typing import Protocol
+
+from greensched.errors import DeviceLost
+from greensched.execution.completion import PollerRegistry
+from greensched.execution.lease import Lease
+from greensched.leasing.device_pool import DevicePool
+from greensched.leasing.pool_state import PoolState
+from greensched.leasing.requests import refuse
+from greensched.scheduling.requests import Request
+
+logger = logging.getLogger("greensched")
+
+
+class LosingHost(Protocol):
+    """What the loss of a device needs of the manager."""
+
+    lock: RLock
+    state: PoolState
+    device_pools: tuple[DevicePool, ...]
+    leases: set[Lease]
+    pollers: PollerRegistry
+
+    def stop_granting_locked(self) -> list[Request]: ...
+
+
+def device_lost(host: LosingHost, error: BaseException) -> None:
+    """End everything because of a device fault, the first time. From any thread.
+
+    Each later use of the pool raises `DeviceLost` with this cause; no CUDA call is made any more.
+    """
+    with host.lock:
+        if first_fault(host.device_pools) is not None or host.state is PoolState.CLOSED:
+            return
+        host.state = PoolState.POISONED
+        waiting = host.stop_granting_locked()
+        pollers = host.pollers.all_locked()
+        for device_pool in host.device_pools:
+            device_pool.device_failed(error)
+        for lease in host.leases:
+            lease.close_bound_launches()
+    for request in waiting:
+        refuse(request, DeviceLost(error))
+    for poller in pollers:
+        poller.kick_threadsafe()
+    logger.error("the GPU is unusable until this process is replaced: %s", error)
+
+
+def first_fault(device_pools: Sequence[DevicePool]) -> BaseException | None:
+    """Return the first device fault of a pool, if there was one."""
+    failures = (each.device.health.failure for each in device_pools)
+    return next((failure for failure in failures if failure is not None), None)

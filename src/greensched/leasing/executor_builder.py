@@ -1,0 +1,117 @@
+"""Making executors: the green context over a set of cells, and what leases need in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from greensched._cleanup import first_error
+from greensched.context import Context
+from greensched.device.device import Device
+from greensched.device.launch import check_runnable
+from greensched.device.resources import (
+    ContextOptions,
+    WorkqueueResource,
+    WorkqueueResourceOptions,
+)
+from greensched.device.staging import StagingPool
+from greensched.device.tickets import TicketMemory
+from greensched.driver.status import CAPACITY
+from greensched.errors import CUDAError
+from greensched.execution.executor import Executor, ExecutorHost
+from greensched.kernels import Kernel
+from greensched.leasing.device_split import DeviceSplit
+
+#: Streams of an executor that have work at once: one of launches, one of calls.
+STREAMS = 2
+
+
+class ExecutorBuilder:
+    """Makes the executors of one device. All its methods block.
+
+    Args:
+        device: has the SMs.
+        split: the device's cells.
+        words: memory for the tickets of the executors.
+        staging: lends chunks to their large copies.
+        host: the pool.
+        kernels: loaded for every executor as it is made.
+        balanced: give every executor work queues that it does not share, where possible.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        split: DeviceSplit,
+        words: TicketMemory,
+        staging: StagingPool,
+        host: ExecutorHost,
+        kernels: Sequence[Kernel],
+        *,
+        balanced: bool,
+    ) -> None:
+        self._device = device
+        self._split = split
+        self._words = words
+        self._staging = staging
+        self._host = host
+        self._kernels = kernels
+        self._queues = [_balanced_queues(device)] if balanced else []
+        #: How many executors were made.
+        self.made = 0
+
+    def make(self, mask: int) -> Executor:
+        """Make the executor over a set of cells.
+
+        Raises:
+            CUDAError: the driver refused.
+        """
+        context = self.context(mask)
+        words, staging = self._words, self._staging
+        try:
+            executor = Executor(self._device, context, mask, words, staging, self._host)
+        except BaseException:
+            context.close()
+            raise
+        self._prepare(executor)
+        self.made += 1
+        return executor
+
+    def make_again(self, mask: int) -> Executor:
+        """Make an executor; try once more where the device lacked the capacity."""
+        try:
+            return self.make(mask)
+        except CUDAError as error:
+            if error.status not in CAPACITY:
+                raise
+            first = first_error(error)
+        try:
+            return self.make(mask)
+        except CUDAError:
+            raise first from None
+
+    def context(self, mask: int) -> Context:
+        """Return the green context over a set of cells, kept or made."""
+        options = ContextOptions(resources=[*self._split.resources(mask), *self._queues])
+        return self._device.lend_context(self._split.key(mask, bool(self._queues)), options)
+
+    def _prepare(self, executor: Executor) -> None:
+        """Do beforehand what a launch would have to wait for."""
+        try:
+            for kernel in self._kernels:
+                check_runnable(kernel, self._device.driver)
+                with executor.context.entered():
+                    executor.cache.load(kernel)
+            if self._kernels:
+                executor.create_copy_stream()
+        except BaseException:
+            executor.close()
+            raise
+
+
+def _balanced_queues(device: Device) -> WorkqueueResource:
+    """Describe work queues that an executor does not share, where possible."""
+    queue = device.resources.workqueue
+    queue.configure(
+        WorkqueueResourceOptions(sharing_scope="green_ctx_balanced", concurrency_limit=STREAMS)
+    )
+    return queue
