@@ -2,7 +2,9 @@
 #
 #   make demo           run the demo, on a GPU or a simulated one
 #   make test           run the tests on simulated GPUs
-#   make check          lint, format, types, import contracts
+#   make check          lint, format, types, import contracts, spelling
+#   make docs           build the documentation in .build/site, warnings as errors
+#   make docs-serve     show it on http://127.0.0.1:8000, or PORT=...
 #   make check-counts   files that an operation passes; with STANDIN=..., driver calls of the hot paths
 #   make check-extras   resolve every extra beside the newest torch; installs nothing
 #   make test-standin   run the conformance suite and more with the real cuda.bindings on a stand-in
@@ -30,11 +32,14 @@ STANDIN ?=
 BUILT  := .build/standin
 OTHERS := .build/integrations
 HOSTS  := .build/embedding
+DOCS   := .build/docs
+SITE   := .build/site
+PORT   ?= 8000
 COMPILED := .build/compiled
 COMPILER := $(shell command -v $(CC))
 SOURCES  := $(shell find src -name '*.py')
 
-.PHONY: demo test check check-counts format test-standin test-integrations check-extras test-gpu bench bench-gpu bench-engine bench-http bench-ray test-embedding soak fuzz-scheduler compiled test-compiled clean
+.PHONY: demo docs docs-serve test check check-counts format test-standin test-integrations check-extras test-gpu bench bench-gpu bench-engine bench-http bench-ray test-embedding soak fuzz-scheduler compiled test-compiled clean
 
 demo: $(VENV)/.ready
 	$(BIN)/greensched demo $(ARGS)
@@ -50,6 +55,7 @@ check: $(VENV)/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/codespell
 
 # Counts do not drift as times do: they are gates.
 check-counts: $(VENV)/.ready $(if $(STANDIN),standin-built)
@@ -58,6 +64,12 @@ ifneq ($(STANDIN),)
 	GREENSCHED_STANDIN_LIB=$(abspath $(BUILT)/build) LD_LIBRARY_PATH=$(abspath $(BUILT)/build) \
 	$(BIN)/python -m pytest -q --driver cuda tests/driver_cuda/test_counts.py $(ARGS)
 endif
+
+docs: $(DOCS)/.ready
+	$(DOCS)/bin/python -m sphinx --fail-on-warning --keep-going --nitpicky --quiet docs $(SITE) $(ARGS)
+
+docs-serve: docs
+	$(DOCS)/bin/python -m http.server --bind 127.0.0.1 --directory $(SITE) $(PORT)
 
 format: $(VENV)/.ready
 	$(BIN)/ruff check --fix .
@@ -155,6 +167,13 @@ $(OTHERS)/.ready: pyproject.toml constraints.txt
 	$(OTHERS)/bin/python -m pip install --quiet --disable-pip-version-check "pip>=25.1"
 	@grep -v '^cuda-\|^nvidia-' constraints.txt > $(OTHERS)/constraints.txt
 	$(OTHERS)/bin/python -m pip install --quiet --disable-pip-version-check -c $(OTHERS)/constraints.txt -e . --group integrations
+	@touch $@
+
+$(DOCS)/.ready: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 found: install one, or give PYTHON=<path>"; exit 2; }
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check "pip>=25.1"
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e . --group docs
 	@touch $@
 
 # pytriton needs numpy 1, Triton's client an older gRPC than Ray, and BentoML its own opentelemetry.

@@ -6,15 +6,18 @@ Their programs run, and their links and references lead somewhere.
 from __future__ import annotations
 
 import ast
+import inspect
 import os
 import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+import greensched
 import run_standin
 from greensched.driver import simulated
 from helpers.backend import NEWER
@@ -108,7 +111,7 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 
 
 def test_every_page_is_reached() -> None:
-    """Links lead from README to every page."""
+    """Links and tables of contents lead from README to every page."""
     seen: set[Path] = set()
     left = [ROOT / "README.md"]
     while left:
@@ -120,7 +123,55 @@ def test_every_page_is_reached() -> None:
 
 
 def _links(page: Path) -> list[str]:
-    return [link for link in _LINK.findall(page.read_text()) if ":" not in link]
+    text = page.read_text()
+    contents = "".join(re.findall(r"^```{toctree}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE))
+    return [
+        *(link for link in _LINK.findall(text) if ":" not in link),
+        *(f"{line}.md" for line in contents.splitlines() if line and line[0] != ":"),
+    ]
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    """Each has an entry in docs/reference/api, which its docstring fills."""
+    pages = "".join(page.read_text() for page in (ROOT / "docs/reference/api").glob("*.md"))
+    entries = set(re.findall(r"^\.\. auto(?:class|function|data):: (\w+)$", pages, re.MULTILINE))
+    whole = {f"greensched.{name}" for name in re.findall(r"automodule:: greensched\.(\S+)", pages)}
+    missing = {
+        name
+        for name in greensched.__all__
+        if name not in entries
+        and getattr(getattr(greensched, name), "__module__", None) not in whole
+    }
+    assert missing == {"__version__"}
+
+
+PUBLIC_MODULES = ["", ".typing", ".kernels", ".scheduling.policy", ".driver.simulated"]
+
+
+@pytest.mark.parametrize("module", [*PUBLIC_MODULES, ".integrations.asgi", ".integrations.testing"])
+def test_every_public_name_is_documented(module: str) -> None:
+    """Classes, functions, methods and properties have docstrings."""
+    found = import_module(f"greensched{module}")
+    names = getattr(found, "__all__", None) or [
+        name
+        for name, value in vars(found).items()
+        if name[0] != "_" and getattr(value, "__module__", None) == found.__name__
+    ]
+    things = {name: getattr(found, name) for name in names}
+    parts = {
+        f"{name}.{part}": value
+        for name, thing in things.items()
+        if isinstance(thing, type)
+        for part in vars(thing)
+        if part[0] != "_"
+        and (inspect.isroutine(value := getattr(thing, part)) or isinstance(value, property))
+    }
+    bare = [
+        name
+        for name, thing in (things | parts).items()
+        if (callable(thing) or isinstance(thing, property)) and not inspect.getdoc(thing)
+    ]
+    assert bare == []
 
 
 @pytest.mark.parametrize("target", ["demo", "test", "check", "test-standin", "test-gpu", "bench"])

@@ -214,7 +214,8 @@ class SupportsDevice(Protocol):
     """Another library's device, such as cuda.core's."""
 
     @property
-    def device_id(self) -> int: ...
+    def device_id(self) -> int:
+        """Its ordinal."""
 
 
 class SupportsDLPack(Protocol):

@@ -91,7 +91,7 @@ class SMResource:
                 have their sizes, and no context can be made of them.
 
         Returns:
-            The groups, and the remainder (None: no SM is left over). A remainder may have no
+            The groups and the remainder, None where no SM is left over. A remainder may have no
             co-scheduled SMs.
 
         Raises:
