@@ -12,7 +12,7 @@ from greensched.scheduling.giving_way import kept_at_checkpoint
 from greensched.scheduling.policy import GuardedPolicy
 from greensched.scheduling.queue import RequestQueue, Reservation
 from greensched.scheduling.request_line import RequestLine
-from greensched.scheduling.requests import GONE, GRANTED, Grant, Request
+from greensched.scheduling.requests import GONE, GRANTED, Grant, Request, by_order
 
 
 class Dispatcher:
@@ -311,7 +311,9 @@ class Dispatcher:
                 self.reject(request)
             return True
         if self.queue.reservation is None:
-            self._reserve(request, now)
+            first = self._first() if request.gave_way else request
+            if first is not None:
+                self._reserve(first, now)
         return False
 
     def _is_limited(self, request: Request) -> bool:
@@ -384,7 +386,12 @@ class Dispatcher:
         """Return the first request that waits for cells, and not for the limits of its class."""
         queue = self.queue
         places = [queue.place(x) for x in queue.firsts() if not self._is_limited(x)]
-        return min(places)[-1] if places else None
+        if not places:
+            return None
+        first: Request = min(places)[-1]
+        # Leases without an end take turns by how long they wait: of two that give way to each
+        # other one always waits, and would always be before a request of a lower class.
+        return min((one[-1] for one in places), key=by_order) if first.gave_way else first
 
     # -- leases that give way ----------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from greensched.scheduling.deadline_ledger import PackedWork
 from greensched.scheduling.fair_queueing import VirtualTime
 from greensched.scheduling.policy import GuardedPolicy
 from greensched.scheduling.request_line import LazyHeap, RequestLine, deadline_key
-from greensched.scheduling.requests import QUEUED, Request
+from greensched.scheduling.requests import QUEUED, Request, by_order
 
 #: Where the first of a line stands in the queue: the rank of its class, if the policy has one, its
 #: own rank and order, and the request. Orders differ, so requests are never compared.
@@ -156,7 +156,7 @@ class RequestQueue:
     def queued(self) -> list[Request]:
         """Return all queued requests, in the order of their arrival."""
         found = [request for line in self.lines.values() for request in line.queued()]
-        return sorted(found, key=lambda request: request.order)
+        return sorted(found, key=by_order)
 
     def next_deadline(self) -> float | None:
         """Return the earliest deadline of a queued request."""

@@ -130,6 +130,7 @@ class Request:
         "devices",
         "due",
         "duration",
+        "gave_way",
         "grants",
         "held_devices",
         "holder",
@@ -188,6 +189,8 @@ class Request:
         #: For the caller of the scheduler, which does not read it.
         self.owner = owner
         self.state = QUEUED
+        #: It had cells already, and gave them up at a checkpoint.
+        self.gave_way = False
         self.rank: tuple[float, ...] = ()
         self.grants: tuple[Grant, ...] = ()
         #: (device, cells) that it fits on, for which there is no executor yet.
@@ -263,6 +266,11 @@ class Request:
 
     def __repr__(self) -> str:
         return f"<Request {self.order}: {self.parts}, {self.state.name}>"
+
+
+def by_order(request: Request) -> int:
+    """Order requests as they arrived."""
+    return request.order
 
 
 def by_rank(request: Request) -> tuple[tuple[float, ...], int]:

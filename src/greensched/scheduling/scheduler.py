@@ -368,6 +368,7 @@ class Scheduler:
         """
         request, holder = grant.request, grant.holder
         self._queue_again(request, now)
+        request.gave_way = True
         self.release(grant)
         request.holder = holder
         return self.drained(now, grant)
@@ -384,7 +385,7 @@ class Scheduler:
 
     def _queue_again(self, request: Request, now: float) -> None:
         request.arrived, request.order = now, self._arrivals
-        request.holder, request.held_devices = None, frozenset()
+        request.holder, request.held_devices, request.gave_way = None, frozenset(), False
         latency = request.class_state.latency
         request.due, request.deadline = None if latency is None else now + latency, None
         self.queue.add(request, self._line_of(request))  # it keeps its grants if this raises
