@@ -33,11 +33,11 @@ def kept_at_checkpoint(
         lower = [one for one in lower if one.class_state.priority < priority]
     if grant not in lower and grant not in higher:
         return None
-    keeps, least = None, grant.request.parts[0].least
+    keeps, least = None, grant.request.target[0].least
     for group in (lower, higher):
         for is_least in (True, False):
             for other in group:
-                kept = other.request.parts[0].least if is_least else 0
+                kept = other.request.target[0].least if is_least else 0
                 left.keep(other, kept)
                 if other is grant:
                     keeps = kept
