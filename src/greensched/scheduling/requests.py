@@ -134,6 +134,7 @@ class Request:
         "grants",
         "held_devices",
         "holder",
+        "left",
         "line",
         "missing_executors",
         "near",
@@ -183,6 +184,8 @@ class Request:
         self.cost_failed = False
         #: Seconds in which the next piece should be done, from the last checkpoint.
         self.within: float | None = None
+        #: Seconds that are left until it is due, when it was last tried.
+        self.left: float | None = None
         self.holder = holder
         #: The devices on which its holder had grants when it arrived.
         self.held_devices: frozenset[int] = frozenset()
@@ -231,7 +234,10 @@ class Request:
             return None
         if self.within is not None:
             return self.within * state.margin.of_deadline
-        return None if state.latency is None else state.latency * state.margin.fraction
+        if state.latency is None:
+            return None
+        left = state.latency if self.left is None or self.left <= 0 else self.left
+        return min(state.latency, left) * state.margin.fraction
 
     def seconds(self, sms: int) -> float | None:
         """Return how long it is expected to take on so many SMs; None: not known."""
