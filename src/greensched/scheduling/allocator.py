@@ -520,7 +520,7 @@ class SMAllocator:
         known = request.duration is not None
         seconds = request.seconds(grant.sms) if known else state.mean_duration
         if seconds:
-            grant.ends = now + seconds
+            grant.ends, grant.is_bounded = now + seconds, known
             self.virtual_time.charge(grant, seconds)
 
     def _settle(self, grant: Grant, now: float) -> None:

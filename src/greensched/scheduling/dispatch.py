@@ -420,7 +420,7 @@ class Dispatcher:
         is_own = grant.holder is not None and request.holder == grant.holder
         if is_own or not (is_aged or is_higher) or self._holds_more(grant):
             return None
-        keeps = kept_at_checkpoint(self.allocator, request, grant, is_aged=is_aged)
+        keeps = kept_at_checkpoint(self.allocator, request, grant, now, is_aged=is_aged)
         if keeps == 0:
             queue.reservation = Reservation(request, device)
         return keeps

@@ -8,7 +8,7 @@ from greensched.scheduling.requests import Grant, Request
 
 
 def kept_at_checkpoint(
-    allocator: SMAllocator, request: Request, grant: Grant, *, is_aged: bool
+    allocator: SMAllocator, request: Request, grant: Grant, now: float, *, is_aged: bool
 ) -> int | None:
     """Return the SMs that an elastic lease keeps at its checkpoint for a request; 0: none.
 
@@ -37,6 +37,8 @@ def kept_at_checkpoint(
     for group in (lower, higher):
         for is_least in (True, False):
             for other in group:
+                if not is_least and group is higher and other.will_end(now):
+                    continue
                 kept = other.request.target[0].least if is_least else 0
                 left.keep(other, kept)
                 if other is grant:

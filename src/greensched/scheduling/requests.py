@@ -55,6 +55,7 @@ class Grant:
         "draining",
         "ends",
         "holder",
+        "is_bounded",
         "is_exclusive",
         "is_settled",
         "is_shared",
@@ -92,8 +93,17 @@ class Grant:
         self.loans = NO_LOANS
         #: When it is expected to end; None: not known.
         self.ends: float | None = None
+        #: That is by its own duration, and not by the mean of its class.
+        self.is_bounded = False
         #: SM-seconds that its class was charged in advance, and those used before `since`.
         self.charged = self.used = 0.0
+
+    def will_end(self, now: float) -> bool:
+        """Return whether it is known when it ends: it need not give way for others to have a turn.
+
+        One that should have ended already is not known to.
+        """
+        return self.is_bounded and self.ends is not None and self.ends > now
 
     def frees_at(self, now: float) -> float:
         """Return when its cells may be free at the earliest, as far as is known."""

@@ -368,7 +368,7 @@ class Scheduler:
         """
         request, holder = grant.request, grant.holder
         self._queue_again(request, now)
-        request.gave_way = True
+        request.gave_way = not grant.will_end(now)
         self.release(grant)
         request.holder = holder
         return self.drained(now, grant)
