@@ -67,6 +67,29 @@ def test_classes_that_each_ask_for_more_than_half_take_turns(policy: str) -> Non
         assert outcome.pieces > 40
 
 
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_leases_without_an_end_take_turns_across_classes(policy: str) -> None:
+    """Two leases of a higher class that give way to each other let one of a lower class in."""
+    high = loop(ServiceClass("high", priority=1), 72, 0.005, leases=2)
+    program = Program(EIGHTS, (loop(ServiceClass("low"), 72, 0.005), high))
+    outcomes = run(program, policy)
+    assert outcomes["low"].longest_wait <= 2 * (0.020 + 2 * 0.005)
+    assert outcomes["high"].pieces > outcomes["low"].pieces > 8
+
+
+def test_a_lease_that_is_known_to_end_keeps_what_it_needs_from_a_lower_class() -> None:
+    """It ends without giving way, so a lower request that has aged waits for that."""
+    classes = [ServiceClass("high", priority=1, latency=1.0), ServiceClass("low")]
+    scheduler = Scheduler([EIGHTS], Sized(), 10, services=classes)
+    size, pieces = SizeRange(8, 132), [Curve(44.0, 132), Curve(22.0, 132)]
+    (high,) = scheduler.request(0.0, (size,), service="high", duration=pieces[0]).grants
+    low = scheduler.request(0.0, (SizeRange(120, 120),), service="low")
+    assert scheduler.checkpoint(0.2, high, pieces[1], 0.5) == []
+    assert not high.over
+    assert high.sms >= 22 / 0.5
+    assert scheduler.drained(0.4, high) == [low]
+
+
 def disb(cells: DeviceCells) -> Program:
     """Five classes with targets and best effort, as DISB's models beside training."""
     sizes, pieces = (24, 32, 40, 24, 16), (0.003, 0.004, 0.006, 0.005, 0.008)

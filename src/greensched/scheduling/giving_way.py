@@ -12,15 +12,17 @@ def kept_at_checkpoint(
 ) -> int | None:
     """Return the SMs that an elastic lease keeps at its checkpoint for a request; 0: none.
 
-    None: what its policy says, which leaves enough. Leases keep their least first, then nothing:
-    of those of no higher priority than the request the lowest class and the longest lease first,
-    then, for a request that has aged, those of higher priority. As many give way as are needed,
-    and none gives up its least in vain.
+    None: what its policy says, which leaves enough. Leases keep their least first, which is
+    what their policy says they need, then nothing: of those of no higher priority than the request
+    the lowest class and the longest lease first, then, for a request that has aged, those of higher
+    priority. One of these that is known to end keeps its least. As many give way as are needed, and
+    none gives up its least in vain.
 
     Args:
         allocator: the cells.
         request: what goes before.
         grant: the lease at its checkpoint.
+        now: seconds.
         is_aged: it has aged, or the device is kept for it: leases of all classes give way.
     """
     left, priority = _Left(allocator, request, grant.device), request.class_state.priority

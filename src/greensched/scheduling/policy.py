@@ -51,8 +51,8 @@ class RequestView(Protocol):
     def allowed(self) -> float | None:
         """Seconds it may take once it is granted; None: no latency, or no known duration.
 
-        The fraction of the latency of its class, or of the deadline that the last checkpoint of
-        its lease gave, with which the class was in time of late.
+        The fraction of what is left of the latency of its class, or of the deadline that the last
+        checkpoint of its lease gave, with which the class was in time of late.
         """
 
     def seconds(self, sms: int) -> float | None:
