@@ -96,8 +96,8 @@ class Dispatcher:
         size = self.policy.size
         if size is not None and request.is_elastic:
             is_aged = not self.policy.may_overtake(request, now)
-            is_queued = grant is None and request.due is not None
-            request.left = request.due - now if is_queued else None
+            due = None if grant is not None else request.due
+            request.left = None if due is None else due - now
             request.target = (
                 sizing.target_size(
                     size, self.allocator, self.queue.lines.values(), request, device, grant,
