@@ -16,7 +16,7 @@ import os
 import random
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from greensched import driver as drivers
+from greensched.cli.terminal import Progress, print_table
 from greensched.device.buffers import Buffer
 from greensched.device.launch import LaunchConfig, launch
 from greensched.device.streams import Stream
@@ -38,8 +39,6 @@ from greensched.pool import Pool
 from greensched.typing import ALL, REST
 
 Image = npt.NDArray[np.float32]
-#: Receives the fraction done, from 0 to 1, and the name of the current arrangement.
-Progress = Callable[[float, str], None]
 
 #: The simulated GPU of a machine without one.
 SIMULATED = "simulated:h200"
@@ -319,6 +318,46 @@ def choose_driver(spec: str | None) -> tuple[Driver, str]:
         reason = f"because this machine has no usable GPU: {error.problem}."
         return drivers.open(SIMULATED), f"This demo runs on a simulated GPU ({SIMULATED}), {reason}"
     return driver, "This demo runs on this machine's GPU."
+
+
+# -- the table ------------------------------------------------------------------------------------
+
+#: A column of the table, and what it shows of a row.
+COLUMNS = {
+    "arrangement": "arrangement",
+    "SMs": "critical_sms",
+    "p50 ms": "latency_p50_ms",
+    "p99 ms": "latency_p99_ms",
+    "batch SMs": "batch_sms",
+    "jobs/s": "batch_jobs_per_s",
+}
+
+
+def print_rows(outcome: Outcome, rows: list[dict[str, Any]]) -> None:
+    """Print the rows of an outcome, and what they mean."""
+    title = outcome.device
+    if outcome.simulated:
+        title += ": latencies on the device's timeline"
+    print_table([*COLUMNS], [[row[key] for key in COLUMNS.values()] for row in rows], title)
+    print(f"\n{_comparison(rows)}")
+    if outcome.simulated:
+        print(
+            "The times of a simulated GPU are modelled. On a GPU, partitions also share memory\n"
+            "bandwidth, the L2 cache and power."
+        )
+    verified, results = (sum(row[key] for row in rows) for key in ("verified", "results"))
+    print(f"\nverified {verified} of {results} results against numpy")
+
+
+def _comparison(rows: list[dict[str, Any]]) -> str:
+    _, alone, shared, apart = (row["latency_p99_ms"] for row in rows)
+    if not (alone and shared and apart):
+        return "The run was too short for percentiles: give more --seconds."
+    return (
+        "The clients' p99 beside the batch job, as a multiple of their p99 alone on their own "
+        "SMs:\n"
+        f"{apart / alone:.2f} x on their own SMs, {shared / alone:.2f} x where both share all SMs."
+    )
 
 
 # -- the device's timeline --------------------------------------------------------------------

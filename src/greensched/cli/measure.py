@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import json
 import math
 import statistics
 import subprocess
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from greensched.cli.terminal import Progress, print_table
 from greensched.device.launch import LaunchConfig
 from greensched.driver.interface import Driver
 from greensched.errors import InvalidRequest
@@ -51,45 +54,78 @@ def measure(
     sms: Sequence[int],
     batches: Sequence[int],
     tokens: Sequence[int],
+    progress: Progress,
 ) -> dict[str, Table]:
     """Measure host costs, and the passes of a model file; return the content of the file.
 
+    Args:
+        driver: the driver of the device that is measured.
+        model: the model file; None: none.
+        host: whether to measure host costs.
+        sms: numbers of SMs, besides all.
+        batches: batches of `decode`.
+        tokens: lengths of prompts of `prefill`.
+        progress: receives the fraction done of each part, from 0 to 1, and its name.
+
     Raises:
-        InvalidRequest: nothing to measure, or the model file defines no pass.
+        InvalidRequest: the model file defines no pass.
     """
-    if model is None and not host:
-        raise InvalidRequest("nothing to measure: give a model file, or --host")
     work = _load(model) if model is not None else None
     sizes = {"prefill": tokens, "decode": batches}
-    return asyncio.run(_measure(driver, work, host=host, sms=sms, sizes=sizes))
+    return asyncio.run(_measure(driver, work, host, sms, sizes, progress))
 
 
 async def _measure(
     driver: Driver,
     work: ModuleType | None,
-    *,
     host: bool,
     sms: Sequence[int],
     sizes: dict[str, Sequence[int]],
+    progress: Progress,
 ) -> dict[str, Table]:
     async with Pool([0], driver=driver, prepare=[spin]) as pool:
         device = pool.devices[0]
         idle = await asyncio.to_thread(power)
-        where = f"{device.name}, {datetime.now(UTC):%Y-%m-%d}"
+        where = source_of(device.name)
         found: dict[str, Table] = {}
         if host:
-            found["host"] = {**await host_costs(pool, driver), "source": where}
+            found["host"] = {**await host_costs(pool, driver, progress), "source": where}
         for name in WORK if work is not None else ():
             make = getattr(work, name, None)
             if make is not None:
-                found[name] = {**await _table(pool, make, sms, sizes[name], idle), "source": where}
+                passes = _Passes(name, make, sms, sizes[name], idle, progress)
+                found[name] = {**await _table(pool, passes), "source": where}
         return found
+
+
+def source_of(device: str) -> str:
+    """Return where and when figures of a device were measured."""
+    return f"{device}, {datetime.now(UTC):%Y-%m-%d}"
+
+
+def write(found: dict[str, Table], path: Path) -> None:
+    """Write the file that `greensched simulate --tables` reads."""
+    path.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def print_tables(found: dict[str, Table]) -> None:
+    """Print the content of the file as tables."""
+    for name, table in found.items():
+        title = f"{name}: {table['source']}"
+        if name == "host":
+            rows = [(key, *row.values()) for key, row in table.items() if key != "source"]
+            print_table(("operation", "p50 us", "p99 us"), rows, title)
+            continue
+        columns = (WORK[name], *(f"{count} SMs, ms" for count in table["sms"]))
+        sized = zip(table["sizes"], table["ms_by_size"], strict=True)
+        rows = [(size, *(f"{ms:.3f}" for ms in row)) for size, row in sized]
+        print_table(columns, rows, title)
 
 
 # -- the host -----------------------------------------------------------------------------------
 
 
-async def host_costs(pool: Pool, driver: Driver) -> Table:
+async def host_costs(pool: Pool, driver: Driver, progress: Progress) -> Table:
     """Measure the host's part of each operation, in microseconds: medians and 99th percentiles.
 
     They are: `submission`, the call that submits a bound launch; `wake`, from a kernel's end to the
@@ -101,6 +137,7 @@ async def host_costs(pool: Pool, driver: Driver) -> Table:
     async with pool.partition(8) as p:
         bound = p.bind(config, spin, 0)
         submission, wake = [], []
+        progress(0.0, "submission")
         for _ in range(HOST_REPEATS):
             bound.set(0, KERNEL_NS)
             began = now()
@@ -109,15 +146,18 @@ async def host_costs(pool: Pool, driver: Driver) -> Table:
             await job
             wake.append(now() - submitted - KERNEL_NS / 1e9)
             submission.append(submitted - began)
-        hop = await _times(now, lambda: p.run(_nothing))
+        progress(0.4, "hop")
+        hop = await times(now, lambda: p.run(nothing))
 
     async def lease() -> None:
         async with pool.partition(8):
             pass
 
-    leases = await _times(now, lease)
+    progress(0.6, "lease")
+    leases = await times(now, lease)
+    progress(0.8, "checkpoint")
     async with pool.partition((8, ALL)) as p:
-        checkpoint = await _times(now, p.checkpoint)
+        checkpoint = await times(now, p.checkpoint)
     rows = {
         "submission": submission,
         "wake": wake,
@@ -125,10 +165,11 @@ async def host_costs(pool: Pool, driver: Driver) -> Table:
         "lease": leases,
         "checkpoint": checkpoint,
     }
-    return {name: _percentiles(seconds[WARM:]) for name, seconds in rows.items()}
+    return {name: percentiles(seconds) for name, seconds in rows.items()}
 
 
-async def _times(now: Callable[[], float], call: Callable[[], Awaitable[object]]) -> list[float]:
+async def times(now: Callable[[], float], call: Callable[[], Awaitable[object]]) -> list[float]:
+    """Return the seconds that each of several awaited calls took."""
     found = []
     for _ in range(HOST_REPEATS):
         began = now()
@@ -137,12 +178,13 @@ async def _times(now: Callable[[], float], call: Callable[[], Awaitable[object]]
     return found
 
 
-def _nothing() -> None:
+def nothing() -> None:
     """Do nothing: only the way to the thread and back takes time."""
 
 
-def _percentiles(seconds: Sequence[float]) -> Table:
-    found = sorted(seconds)
+def percentiles(seconds: Sequence[float]) -> Table:
+    """Return the median and the 99th percentile in microseconds, without the first operations."""
+    found = sorted(seconds[WARM:])
     return {
         "p50_us": round(1e6 * statistics.median_low(found), 2),
         "p99_us": round(1e6 * found[math.ceil(0.99 * len(found)) - 1], 2),
@@ -169,31 +211,41 @@ def _load(path: Path) -> ModuleType:
     return module
 
 
-async def _table(
-    pool: Pool,
-    make: Callable[[int], Work],
-    sms: Sequence[int],
-    sizes: Sequence[int],
-    idle: float,
-) -> Table:
-    """Measure one kind of pass: by SMs at each size (a batch, or tokens of a prompt).
+@dataclass(frozen=True, slots=True)
+class _Passes:
+    """One kind of pass, and how to measure it.
 
     `make(size)` is called on the thread of a partition and returns a function that puts one pass on
-    the current stream. An attribute `nbytes` of that function is the bytes that a pass moves.
+    the current stream. An attribute `nbytes` of that function is the bytes that a pass moves. A
+    size is a batch, or tokens of a prompt; `idle` is the watts of the idle GPU.
     """
+
+    name: str
+    make: Callable[[int], Work]
+    sms: Sequence[int]
+    sizes: Sequence[int]
+    idle: float
+    progress: Progress
+
+
+async def _table(pool: Pool, passes: _Passes) -> Table:
+    """Measure one kind of pass by SMs at each size."""
     total = pool.devices[0].sm_count
-    counts = [*(n for n in sms if n < total), total]
+    sizes = passes.sizes
+    counts = [*(n for n in passes.sms if n < total), total]
     rows: dict[int, list[float]] = {size: [] for size in sizes}
     nbytes: list[float] = []
     watts = 0.0
-    for count in counts:
+    for row, count in enumerate(counts):
         async with pool.partition(ALL if count == total else count) as p:
-            for size in sizes:
-                work = await p.run(make, size)
+            for column, size in enumerate(sizes):
+                done = (row * len(sizes) + column) / (len(counts) * len(sizes))
+                passes.progress(done, f"{passes.name}({size}) on {count} SMs")
+                work = await p.run(passes.make, size)
                 rows[size].append(1e3 * await _seconds(p, work))
                 if count == total:
                     nbytes.append(float(getattr(work, "nbytes", 0)))
-                    watts = max(watts, (await _sustained(p, work) - idle) / total)
+                    watts = max(watts, (await _sustained(p, work) - passes.idle) / total)
     return {
         "sms": counts,
         "ms": rows[sizes[-1]],

@@ -1,0 +1,63 @@
+"""`greensched bench`: what the host does for each operation, and asyncio for the like."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from greensched.cli import measure
+from greensched.cli.terminal import Progress
+from greensched.driver.interface import Driver
+from greensched.kernels import spin
+from greensched.pool import Pool
+
+#: What each operation of `measure.host_costs` is, and asyncio's part to compare it with.
+OPERATIONS = {
+    "submission": ("submit a bound launch", None),
+    "wake": ("a kernel's end to the task that waits", None),
+    "hop": ("await p.run(f)", "to_thread"),
+    "lease": ("acquire and return a lease", "semaphore"),
+    "checkpoint": ("await p.checkpoint()", None),
+}
+BASELINES = {"to_thread": "asyncio.to_thread(f)", "semaphore": "async with asyncio.Semaphore"}
+
+
+def bench(driver: Driver, progress: Progress) -> dict[str, Any]:
+    """Time each operation, in microseconds of this host, and asyncio's in the same loop."""
+    return asyncio.run(_bench(driver, progress))
+
+
+async def _bench(driver: Driver, progress: Progress) -> dict[str, Any]:
+    async with Pool([0], driver=driver, prepare=[spin]) as pool:
+        found = await measure.host_costs(pool, driver, progress)
+        gate = asyncio.Semaphore()
+
+        async def pass_gate() -> None:
+            async with gate:
+                pass
+
+        threads = await measure.times(driver.time, lambda: asyncio.to_thread(measure.nothing))
+        gates = await measure.times(driver.time, pass_gate)
+        return {
+            "source": measure.source_of(pool.devices[0].name),
+            "operations": found,
+            "baselines": {
+                "to_thread": measure.percentiles(threads),
+                "semaphore": measure.percentiles(gates),
+            },
+        }
+
+
+def rows(found: dict[str, Any]) -> list[tuple[object, ...]]:
+    """Return the rows of a table: an operation, its times, and the median of what it replaces."""
+    table = []
+    for name, (what, beside) in OPERATIONS.items():
+        took = found["operations"][name]
+        row: tuple[object, ...] = (what, took["p50_us"], took["p99_us"])
+        if beside is None:
+            table.append((*row, None, None, None))
+        else:
+            other = found["baselines"][beside]["p50_us"]
+            ratio = f"{took['p50_us'] / other:.2f}" if other else None
+            table.append((*row, BASELINES[beside], other, ratio))
+    return table

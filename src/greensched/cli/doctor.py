@@ -1,0 +1,355 @@
+"""`greensched doctor`: whether a pool can be opened here, and if not, what to do.
+
+Imports the standard library alone, and everything else inside a check, so that it also runs where
+a package is missing or broken. It makes no context and allocates nothing on a device.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from importlib.util import find_spec
+
+#: The packages without which a part of greensched cannot run: module, requirement. They are those
+#: of `pyproject.toml`, which an installation may lack.
+PACKAGES = {
+    "cuda.bindings": "cuda-bindings>=13,<14",
+    "anyio": "anyio>=4.5",
+    "numpy": "numpy>=1.26",
+    "click": "click>=8.1",
+    "rich": "rich>=13",
+}
+#: The libraries that greensched works with.
+LIBRARIES = (
+    "cuda-core", "cupy-cuda13x", "fastapi", "matplotlib", "numba-cuda", "ray", "torch", "trio",
+    "uvloop", "warp-lang",
+)  # fmt: skip
+#: Variables that change what CUDA or greensched does; what a value of one means.
+VARIABLES = {
+    "GREENSCHED_DRIVER": "the driver of every pool that names none",
+    "CUDA_VISIBLE_DEVICES": "the only devices that this process sees",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "hardware queues of a context",
+    "CUDA_MODULE_LOADING": "when kernels are loaded",
+    "CUDA_MPS_PIPE_DIRECTORY": "this process is a client of MPS if its server runs",
+    "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "MPS limits SMs, and can widen a partition",
+}
+#: What nvidia-smi is asked of each GPU. Source: `nvidia-smi --help-query-gpu`.
+GPU_FIELDS = (
+    "index", "clocks.sm", "clocks.max.sm", "power.draw", "power.limit",
+    "clocks_event_reasons.active", "compute_mode", "mig.mode.current",
+)  # fmt: skip
+PROCESS_FIELDS = "pid", "process_name", "used_gpu_memory"
+#: Why clocks are below their maximum. Source: nvml.h, nvmlClocksEventReason*; an idle GPU, and
+#: clocks that an administrator set, are no reason to warn.
+SLOWDOWNS = {
+    0x4: "power limit",
+    0x8: "hardware slowdown",
+    0x20: "temperature",
+    0x40: "temperature (hardware)",
+    0x80: "power brake",
+}
+
+OK, NOTE, WARNING, ERROR = "ok", "note", "warning", "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the answer.
+
+    Attributes:
+        section: what it belongs to, such as `driver`.
+        name: what was looked at.
+        status: `ok`; `note`: neither good nor bad; `warning`: works, with a limit; `error`: no pool
+            can be opened.
+        text: what was found.
+        remedy: what to do; empty if there is nothing to do.
+    """
+
+    section: str
+    name: str
+    status: str
+    text: str
+    remedy: str = ""
+
+
+def main(spec: str | None, *, as_json: bool) -> int:
+    """Print the findings; return 1 if one of them prevents a pool from being opened."""
+    findings = diagnose(spec)
+    can_open = all(finding.status != ERROR for finding in findings)
+    if as_json:
+        answer = {"ok": can_open, "findings": [asdict(finding) for finding in findings]}
+        print(json.dumps(answer, indent=1))
+    else:
+        _print(findings)
+        print(f"\nA pool can{'' if can_open else 'not'} be opened here.")
+    return 0 if can_open else 1
+
+
+def diagnose(spec: str | None = None) -> list[Finding]:
+    """Look at everything that a pool needs. Takes up to 20 s where nvidia-smi does not answer.
+
+    Args:
+        spec: the driver, as in `Pool(driver=...)`.
+    """
+    sections: tuple[tuple[str, Callable[[], Iterator[Finding]]], ...] = (
+        ("environment", _environment),
+        ("packages", _packages),
+        ("driver", lambda: _driver(spec)),
+    )
+    found: list[Finding] = []
+    for section, check in sections:
+        try:
+            found += check()
+        except Exception as error:  # a broken package can raise anything
+            found.append(Finding(section, section, ERROR, _described(error)))
+    return found
+
+
+def _described(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+# -- the environment ----------------------------------------------------------------------------
+
+
+def _environment() -> Iterator[Finding]:
+    yield _greensched()
+    version = platform.python_version()
+    if not getattr(sys, "_is_gil_enabled", lambda: True)():
+        text = f"{version}, free-threaded and without the GIL"
+        yield Finding("environment", "python", WARNING, text, "not tested: docs/compatibility.md")
+    else:
+        yield Finding("environment", "python", OK, version)
+    system = sys.platform == "linux"
+    remedy = "" if system else "a GPU needs Linux; simulated devices may work"
+    yield Finding("environment", "system", OK if system else WARNING, platform.platform(), remedy)
+    for name, meaning in VARIABLES.items():
+        value = os.environ.get(name)
+        if value is not None:
+            yield _variable(name, value, meaning)
+
+
+def _greensched() -> Finding:
+    spec = find_spec("greensched.device.tickets")
+    origin = spec.origin if spec is not None else None
+    build = "compiled" if origin is not None and not origin.endswith(".py") else "plain Python"
+    try:
+        version = metadata.version("greensched")
+    except metadata.PackageNotFoundError:
+        text = f"runs from its sources, {build}"
+        return Finding("environment", "greensched", NOTE, text, "to install it: pip install .")
+    return Finding("environment", "greensched", OK, f"{version}, {build}")
+
+
+def _variable(name: str, value: str, meaning: str) -> Finding:
+    if name == "CUDA_VISIBLE_DEVICES" and value in ("", "-1"):
+        return Finding("environment", name, WARNING, f"{value!r} hides every GPU", f"unset {name}")
+    if name == "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE" and value != "100":
+        return Finding("environment", name, WARNING, f"{value}: {meaning}", f"unset {name}")
+    return Finding("environment", name, NOTE, f"{value}: {meaning}")
+
+
+def _packages() -> Iterator[Finding]:
+    for module, requirement in PACKAGES.items():
+        name = re.split("[<>=]", requirement)[0]
+        try:
+            importlib.import_module(module)
+            yield Finding("packages", name, OK, metadata.version(name))
+        except Exception as error:  # a broken package can raise anything
+            # Simulated devices need no cuda-bindings, and programs no click: `driver` says whether
+            # a pool can be opened.
+            status = ERROR if name in ("anyio", "numpy") else WARNING
+            remedy = f"pip install '{requirement}'"
+            yield Finding("packages", name, status, _described(error), remedy)
+    there = []
+    for name in LIBRARIES:
+        try:
+            there.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            continue
+    yield Finding("packages", "libraries", NOTE, ", ".join(there) or "none that greensched knows")
+
+
+# -- the driver and its devices -----------------------------------------------------------------
+
+
+def _driver(spec: str | None) -> Iterator[Finding]:
+    from greensched import driver as drivers
+    from greensched import errors
+    from greensched.cli import facts
+
+    try:
+        driver = drivers.open(spec)
+        driver.initialise()
+    except errors.DriverUnavailable as error:
+        remedy = "to run without a GPU: GREENSCHED_DRIVER=simulated:h200"
+        yield Finding("driver", "driver", ERROR, error.problem, remedy)
+        return
+    except errors.InvalidRequest as error:
+        yield Finding("driver", "driver", ERROR, str(error))
+        return
+    found = facts.of_driver(driver)
+    yield Finding("driver", "driver", OK, f"{found['name']}, CUDA {found['cuda']}")
+    yield from _features(found["features"])
+    if driver.needs_binary:
+        yield _compiler()
+    for ordinal in range(driver.device_count()):
+        yield from _device(facts.of_device(driver, ordinal))
+    if driver.name == "cuda":
+        yield from _gpus()
+        yield from _processes()
+
+
+def _features(supported: dict[str, bool]) -> Iterator[Finding]:
+    from greensched.typing import Feature
+
+    there = [feature.value for feature in Feature if supported[feature.name.lower()]]
+    missing = [feature.value for feature in Feature if not supported[feature.name.lower()]]
+    if there:
+        yield Finding("driver", "supported", OK, ", ".join(there))
+    if missing:
+        remedy = "a newer driver and newer cuda-bindings have them; a pool does without"
+        yield Finding("driver", "not supported", NOTE, ", ".join(missing), remedy)
+
+
+def _compiler() -> Finding:
+    from greensched.driver import nvrtc
+    from greensched.errors import DriverUnavailable
+
+    try:
+        version = ".".join(map(str, nvrtc.version()))
+    except DriverUnavailable as error:
+        return Finding("driver", "compiler", WARNING, error.problem)
+    return Finding("driver", "compiler", OK, f"NVRTC {version}")
+
+
+def _device(found: dict[str, object]) -> Iterator[Finding]:
+    section = f"device {found['device']}"
+    gib = int(str(found["memory_bytes"])) / 2**30
+    text = f"{found['name']}, {found['sms']} SMs, {gib:.0f} GiB, {found['arch']}, {found['uuid']}"
+    yield Finding(section, "device", OK, text)
+    for name in ("coscheduled", "fine"):
+        cells = found[name]
+        assert isinstance(cells, dict)
+        text = f"{cells['cells']} cells of {cells['sms_each']} SMs, {cells['sms_over']} SMs over"
+        yield Finding(section, name, OK, text)
+    queues = found["workqueues"]
+    if isinstance(queues, dict):
+        text = f"{queues['scope']}, {queues['concurrency']} streams at once"
+        yield Finding(section, "work queues", OK, text)
+    else:
+        text = "shared by all partitions: Pool(workqueues=...) needs CUDA 13.1"
+        yield Finding(section, "work queues", NOTE, text)
+
+
+# -- what nvidia-smi says -----------------------------------------------------------------------
+
+
+def _query(what: str, fields: tuple[str, ...]) -> list[dict[str, str]]:
+    """Ask nvidia-smi. Blocks, for 10 s at most.
+
+    Raises:
+        OSError, subprocess.SubprocessError: there is none, or it failed.
+    """
+    command = ["nvidia-smi", f"--query-{what}={','.join(fields)}", "--format=csv,noheader,nounits"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    rows = csv.reader(done.stdout.splitlines(), skipinitialspace=True)
+    return [dict(zip(fields, row, strict=False)) for row in rows if len(row) >= len(fields)]
+
+
+def _gpus() -> Iterator[Finding]:
+    try:
+        gpus = _query("gpu", GPU_FIELDS)
+    except (OSError, subprocess.SubprocessError) as error:
+        text = f"clocks, power and modes are unknown: {_described(error)}"
+        yield Finding("gpu", "nvidia-smi", NOTE, text)
+        return
+    for gpu in gpus:
+        section = f"gpu {gpu['index']}"
+        active = gpu["clocks_event_reasons.active"]
+        bits = int(active, 16) if active.startswith("0x") else 0
+        slow = [name for bit, name in SLOWDOWNS.items() if bits & bit]
+        text = f"{gpu['clocks.sm']} of {gpu['clocks.max.sm']} MHz"
+        if slow:
+            text += f", held back by: {', '.join(slow)}"
+        yield Finding(section, "clocks", WARNING if slow else OK, text)
+        yield Finding(section, "power", OK, f"{gpu['power.draw']} of {gpu['power.limit']} W")
+        yield from _modes(section, gpu)
+
+
+def _modes(section: str, gpu: dict[str, str]) -> Iterator[Finding]:
+    mode = gpu["compute_mode"]
+    if mode == "Prohibited":
+        remedy = f"nvidia-smi -i {gpu['index']} -c DEFAULT"
+        yield Finding(section, "compute mode", ERROR, mode, remedy)
+    else:
+        yield Finding(section, "compute mode", OK, mode)
+    if gpu["mig.mode.current"] == "Enabled":
+        text = "MIG is enabled: a pool splits one instance, not the whole GPU"
+        yield Finding(section, "MIG", WARNING, text)
+
+
+def _processes() -> Iterator[Finding]:
+    """Name the other processes on the GPUs: each of them may have a pool of its own."""
+    try:
+        processes = _query("compute-apps", PROCESS_FIELDS)
+    except (OSError, subprocess.SubprocessError):
+        return  # `_gpus` said so
+    for process in processes:
+        text = f"{process['process_name']}, {process['used_gpu_memory']} MiB"
+        remedy = "partitions do not hold across processes: one pool per GPU"
+        yield Finding("gpu", f"process {process['pid']}", WARNING, text, remedy)
+    if not processes:
+        yield Finding("gpu", "processes", OK, "no other process on the GPUs")
+
+
+# -- painting -----------------------------------------------------------------------------------
+
+_STYLES = {OK: "green", NOTE: "dim", WARNING: "yellow", ERROR: "bold red"}
+
+
+def _print(findings: list[Finding]) -> None:
+    width = max(len(finding.name) for finding in findings)
+    paint = _painter()
+    section = ""
+    for finding in findings:
+        if finding.section != section:
+            section = finding.section
+            paint(section, "", "")
+        paint(
+            f"  {finding.status:<7}  ",
+            _STYLES[finding.status],
+            f"{finding.name:<{width}}  {finding.text}",
+        )
+        if finding.remedy:
+            paint(f"  {'':<7}  {'':<{width}}  ", "", f"-> {finding.remedy}")
+
+
+def _painter() -> Callable[[str, str, str], None]:
+    """Return what prints a line, its beginning in a style; without rich, plain text."""
+
+    def plain(begin: str, _style: str, rest: str) -> None:
+        print(begin + rest)
+
+    if not sys.stdout.isatty():
+        return plain
+    try:
+        from rich.console import Console
+        from rich.text import Text
+    except Exception:  # a broken package can raise anything
+        return plain
+    console = Console()
+
+    def painted(begin: str, style: str, rest: str) -> None:
+        console.print(Text.assemble((begin, style), rest), soft_wrap=True)
+
+    return painted
