@@ -48,13 +48,30 @@ def test_measure_writes_tables_and_host_costs(
         assert 0 < found["host"][name]["p50_us"] <= found["host"][name]["p99_us"]
 
 
+def test_what_was_measured_is_shown_as_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without --out and --json there is a table for the host and for each pass."""
+    short(monkeypatch)
+    model = tmp_path / "model.py"
+    model.write_text(MODEL)
+    arguments = ["measure", str(model), "--host", "--batches", "4,1", "--sms", "8"]
+    assert cli.main([*arguments, "--driver", "simulated:h200"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [line[0] for line in lines] == [
+        *("host:", "operation", "submission", "wake", "hop", "lease", "checkpoint"),
+        *("decode:", "batch", "1", "4"),
+    ]
+    assert lines[8] == ["batch", "8", "SMs,", "ms", "132", "SMs,", "ms"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
     [
         ([], "give a model file, or --host"),
         (["missing.py"], "not a Python file that defines prefill or decode"),
-        (["--host", "--sms", "0"], "--sms '0': give numbers of at least 1"),
-        (["--host", "--batches", "x"], "--batches 'x': give numbers"),
+        (["--host", "--sms", "0"], "'--sms': '0' is no list of numbers of at least 1"),
+        (["--host", "--batches", "x"], "'--batches': 'x' is no list of numbers"),
     ],
 )
 def test_measure_says_what_is_wrong(

@@ -6,7 +6,6 @@ rich.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
 import time
@@ -276,6 +275,8 @@ def demo(seconds: float, image: Path | None, driver: str | None, as_json: bool) 
     without --driver the demo says so and runs on a simulated one. Exits with 1 if a result was
     wrong.
     """
+    import asyncio
+
     from greensched.cli import demo
 
     picture = demo.read_image(image) if image is not None else None
