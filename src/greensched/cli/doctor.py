@@ -126,7 +126,7 @@ def _environment() -> Iterator[Finding]:
     version = platform.python_version()
     if not getattr(sys, "_is_gil_enabled", lambda: True)():
         text = f"{version}, free-threaded and without the GIL"
-        yield Finding("environment", "python", WARNING, text, "not tested: docs/compatibility.md")
+        yield Finding("environment", "python", WARNING, text, "greensched was not tested so")
     else:
         yield Finding("environment", "python", OK, version)
     system = sys.platform == "linux"
