@@ -1,0 +1,51 @@
+"""docs/reference/command-line.md: every command has an example, whose output is what it prints."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from doctest import ELLIPSIS, NORMALIZE_WHITESPACE, OutputChecker
+from pathlib import Path
+
+import pytest
+
+from greensched import driver as drivers
+from greensched.capacity import validation
+from greensched.capacity.validation import Check
+from greensched.cli import commands, measure
+from greensched.cli import main as cli
+
+PAGE = Path(__file__).parents[2] / "docs/reference/command-line.md"
+#: Commands that print times, which differ between machines: their numbers are compared as numbers.
+TIMED = {"bench", "demo", "measure", "simulate"}
+EXAMPLES: dict[str, str] = dict(
+    re.findall(
+        r"^```console\n\$ greensched ([^\n]+)\n(.*?)^```$",
+        PAGE.read_text(),
+        re.DOTALL | re.MULTILINE,
+    )
+)
+
+
+def test_every_command_has_an_example() -> None:
+    """The page has one for each command, under the command's name."""
+    assert {line.split()[0] for line in EXAMPLES} == set(commands.greensched.commands)
+    headings = re.findall(r"^## (\w+)$", PAGE.read_text(), re.MULTILINE)
+    assert set(commands.greensched.commands) <= set(headings)
+
+
+@pytest.mark.parametrize("line", EXAMPLES)
+def test_an_example_prints_what_the_page_says(
+    line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Words and whole numbers are the same; so is every number of a command without times."""
+    monkeypatch.setenv(drivers.VARIABLE, "simulated:h200")
+    monkeypatch.setattr(validation, "checks", lambda: (Check("stand-in", 1.0, 1.0, "nothing"),))
+    monkeypatch.setattr(measure, "HOST_REPEATS", 3)
+    monkeypatch.setattr(measure, "WARM", 0)
+    assert cli.main(shlex.split(line)) == 0
+    wanted, found = EXAMPLES[line], capsys.readouterr().out
+    if line.split()[0] in TIMED:
+        wanted, found = (re.sub(r"\b\d+(\.\d+)?\b", "#", text) for text in (wanted, found))
+    checker = OutputChecker()
+    assert checker.check_output(wanted, found, ELLIPSIS | NORMALIZE_WHITESPACE), found
