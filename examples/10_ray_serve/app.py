@@ -3,8 +3,8 @@
 python examples/10_ray_serve/app.py, or, in its folder, serve run app:application; and then
 curl -H 'Content-Type: application/json' -d '[1, 2, 3.5]' localhost:8000/sum
 
-A full queue answers 429 with Retry-After. A replica whose GPU failed answers 503 until Serve has
-replaced it, which its health check requests within a second.
+A full queue answers 429 with Retry-After, or 503 where the proxy's is full. A replica whose GPU
+failed exits, and Serve starts another.
 
 Without a GPU: set GREENSCHED_DRIVER=simulated:h200.
 """
@@ -20,10 +20,12 @@ from ray import serve
 
 from greensched import LaunchConfig, Pool
 from greensched.integrations import asgi
-from greensched.integrations.ray.serve import PoolReplica
+from greensched.integrations.ray.serve import PoolReplica, serve_options
 from greensched.kernels import reduce_sum
 
-MAX_WAITING = 64  # requests; further ones are refused at once
+SMS = 16  # of each request
+SLOTS = 8  # requests that run at once: 132 SMs of an H100 or H200
+MAX_WAITING = 64  # requests in the queue of a replica
 DEADLINE = 0.5  # seconds in the queue
 
 app = FastAPI()
@@ -35,18 +37,14 @@ def make_pool(devices: list[int]) -> Pool:
     return Pool(devices, max_waiting=MAX_WAITING, prepare=[reduce_sum])
 
 
-@serve.deployment(
-    ray_actor_options={"num_gpus": 1},  # a whole GPU: the pool divides it
-    max_ongoing_requests=1000,  # the bound is the pool's queue, which answers 429
-    health_check_period_s=1,
-)
+@serve.deployment(**serve_options(SLOTS, MAX_WAITING))
 @serve.ingress(app)
 class Sums(PoolReplica):
     @app.post("/sum")
     async def total(self, numbers: list[float], request: Request) -> dict[str, float]:
         values = np.array(numbers, np.float32)
         config = LaunchConfig(grid=max(1, values.size // 1024), block=256)
-        async with asgi.while_connected(request), self.pool.partition(16, deadline=DEADLINE) as p:
+        async with asgi.while_connected(request), self.pool.partition(SMS, deadline=DEADLINE) as p:
             with await p.upload(values) as x, await p.upload(np.zeros(1, np.float32)) as y:
                 p.launch(config, reduce_sum, x, y, values.size)
                 return {"sum": float((await p.download(y))[0]), "process": os.getpid()}

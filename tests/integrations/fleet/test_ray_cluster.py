@@ -32,10 +32,9 @@ from greensched.integrations.ray import (  # noqa: E402
     Fleet,
     connection,
     gpus,
-    own_gpu,
+    own_gpus,
     pool_actor,
     protocol,
-    registry,
 )
 from greensched.integrations.ray import fleet as fleets  # noqa: E402
 
@@ -622,31 +621,38 @@ def test_any_other_fleet_ends_with_its_program(fleet: Fleet, run: Any, cluster: 
     run(main())
 
 
-def test_a_new_gpu_gets_a_pool(fleet: Fleet, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fleet of all GPUs begins one more when there has been one more for some time."""
-    monkeypatch.setattr(registry, "DISCOVER", 0.05)
-    monkeypatch.setattr(registry, "SPARE", 0.1)
-    monkeypatch.setattr(gpus, "count", lambda: 3)
+def test_a_fleet_outlives_the_program_that_started_it(
+    fleet: Fleet, run: Any, cluster: Any, tmp_path: Path
+) -> None:
+    """It is killed while another uses the fleet: that goes on, and its pool is still replaced."""
+    text = f"""
+    async with Fleet("orphan", partial(Pool, driver="simulated:h200"), pools=1) as fleet:
+        await held(None, {str(tmp_path / "there")!r})
+"""
 
-    async def main() -> None:
-        async with Fleet("shared", make) as mine:
-            assert len(mine.pools()) == 3
-            monkeypatch.setattr(gpus, "count", lambda: 4)
-            await remaining(lambda: len(mine.pools()) == 4)
-            await remaining(lambda: len(fleet.pools()) == 4)  # and other programs hear of it
-            ray.kill(ray.get_actor("shared/3", "greensched"))
-            monkeypatch.setattr(gpus, "count", lambda: 3)
-            await remaining(lambda: len(fleet.pools()) == 3)
+    async def main(owner: subprocess.Popen[bytes]) -> None:
+        await until_there(tmp_path / "there")
+        async with Fleet("orphan", None) as mine:
+            before = await mine.submit(pid, sms=8)
+            owner.kill()
+            owner.wait()
+            assert await mine.submit(pid, sms=8, deadline=20, idempotent=True) == before
+            ran = tmp_path / "ran"
+            ran.mkdir()
+            assert await mine.submit(dies, ran, 1, sms=8, deadline=30, idempotent=True) == 2
+            assert await mine.submit(pid, sms=8) != before
 
-    run(main())
+    command = [sys.executable, "-c", program(text, cluster.address)]
+    with subprocess.Popen(command) as owner:
+        run(main(owner))
 
 
 def test_half_a_gpu_is_refused_by_ray_too(fleet: Fleet, cluster: Any) -> None:
     """Two actors with half a GPU each are told why they cannot have a pool."""
-    halves = [ray.remote(num_gpus=0.5, max_calls=1)(own_gpu).remote() for _ in range(2)]
+    halves = [ray.remote(num_gpus=0.5, max_calls=1)(own_gpus).remote() for _ in range(2)]
     for half in halves:
         with pytest.raises(greensched.InvalidRequest, match="take turns"):
             ray.get(half, timeout=SOON)
-    assert ray.get(ray.remote(num_gpus=1, max_calls=1)(own_gpu).remote(), timeout=SOON) == 0
+    assert ray.get(ray.remote(num_gpus=1, max_calls=1)(own_gpus).remote(), timeout=SOON) == [0]
     with pytest.raises(greensched.InvalidRequest, match="num_gpus=1"):
-        ray.get(ray.remote(num_gpus=0, max_calls=1)(own_gpu).remote(), timeout=SOON)
+        ray.get(ray.remote(num_gpus=0, max_calls=1)(own_gpus).remote(), timeout=SOON)

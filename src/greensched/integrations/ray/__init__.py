@@ -13,9 +13,9 @@ actor's pool decides over the SMs. docs/how-to/ray.md describes it.
 from __future__ import annotations
 
 from greensched.integrations.ray.fleet import Fleet
-from greensched.integrations.ray.gpus import own_gpu
+from greensched.integrations.ray.gpus import own_gpus
 from greensched.integrations.ray.pool_actor import Health
 from greensched.integrations.ray.protocol import Snapshot
 from greensched.integrations.ray.session import Session
 
-__all__ = ["Fleet", "Health", "Session", "Snapshot", "own_gpu"]
+__all__ = ["Fleet", "Health", "Session", "Snapshot", "own_gpus"]

@@ -5,9 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Mapping, Sequence
 
-from greensched.errors import InvalidRequest, TooManySMs
+from greensched.errors import TooManySMs
 from greensched.integrations.ray.connection import PoolConnection
-from greensched.integrations.ray.protocol import PoolInfo
 
 
 def check_feasible(sms: int, most: Iterable[int]) -> None:
@@ -19,20 +18,6 @@ def check_feasible(sms: int, most: Iterable[int]) -> None:
     largest = max(most, default=sms)
     if sms > largest:
         raise TooManySMs(sms, largest)
-
-
-def check_apart(new: PoolInfo, others: Iterable[PoolConnection]) -> None:
-    """Refuse a second process's pool on one GPU, whatever its ordinal there.
-
-    Raises:
-        InvalidRequest: the GPU has a pool already; both processes would get it in turns.
-    """
-    for other in others:
-        if other.pid != new.pid and other.uuid == new.uuid is not None and other.node == new.node:
-            raise InvalidRequest(
-                f"{new.name} and {other.name} are both on GPU {new.uuid}: let Ray set "
-                "CUDA_VISIBLE_DEVICES (unset RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES)"
-            )
 
 
 def choose(

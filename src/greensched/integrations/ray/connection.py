@@ -34,7 +34,6 @@ class PoolConnection:
 
     def __init__(self, handle: Any, key: str, info: PoolInfo, code: Mapping[bytes, bytes]) -> None:
         self.name, self.node, self.most = info.name, info.node, info.most
-        self.pid, self.uuid = info.pid, info.uuid
         self.snapshot = info.snapshot
         #: A job's outcome showed that the pool is lost, before its snapshot did.
         self.is_lost = False

@@ -55,7 +55,8 @@ class Fleet:
         make: makes a pool in the process of each GPU from `devices=`: a `functools.partial` of
             `Pool` with options, or a function. None to use existing pools only.
         pools: the number of pools; None for one on each GPU of the cluster, including new ones.
-        detached: whether the pools outlive this program, until `stop`.
+        detached: whether the pools outlive all programs, until `stop`. Others end with the last
+            program that uses them.
     """
 
     def __init__(
@@ -81,12 +82,12 @@ class Fleet:
     async def __aenter__(self) -> Self:
         """Start missing pools, and wait until each is open.
 
-        After a cancellation, pools that it started end with this program, or stay if detached.
+        After an error or a cancellation the program has left the fleet.
 
         Raises:
             NoPool: there are not enough free GPUs; or `make=None`, and there are no pools.
             VersionSkew: existing pools speak another version.
-            InvalidRequest: two pools are on one GPU, or Ray assigned a pool no whole GPU.
+            InvalidRequest: Ray assigned a pool no whole GPU.
             Others: as `Pool.open`, from the first pool that fails.
         """
         if self._is_entered:
@@ -98,8 +99,11 @@ class Fleet:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        """Leave the fleet: this program's jobs are cancelled, and its pools end unless detached."""
-        self._registry.close()
+        """Leave the fleet; this program's jobs are cancelled.
+
+        The last program ends the pools, unless they are detached, and waits for that.
+        """
+        await self._registry.aclose()
 
     async def stop(self, grace: float = 5.0) -> None:
         """Close the pools for every program: queued jobs fail, running ones have the grace."""

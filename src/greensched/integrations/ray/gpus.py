@@ -1,13 +1,10 @@
-"""GPUs: the one that Ray assigned to this process, and those of the cluster."""
+"""GPUs: those that Ray assigned to this process, and those of the cluster."""
 
 from __future__ import annotations
 
 import os
-import socket
 import time
-from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 import ray
 
@@ -18,18 +15,16 @@ from greensched.errors import InvalidRequest, NoPool
 MPS = Path("/", "tmp", "nvidia-mps")
 #: Seconds until released resources show: nodes report them to the head node periodically.
 SETTLED_S = 3.0
-#: Seconds for a node to take a connection: many times what a network needs.
-ANSWER_S = 0.5
 
 
-def own_gpu() -> int:
-    """Return the ordinal, in this process, of the one GPU that Ray assigned to its actor.
+def own_gpus() -> list[int]:
+    """Return the ordinals, in this process, of the whole GPUs that Ray assigned to its actor.
 
     Unless it was told not to, Ray sets `CUDA_VISIBLE_DEVICES` before this code runs; either way
-    this is the assigned GPU. CUDA is not touched.
+    these are the assigned GPUs. CUDA is not touched.
 
     Raises:
-        InvalidRequest: Ray assigned no GPU, part of one, several, or one that is not visible here.
+        InvalidRequest: Ray assigned no GPU, part of one, or one that is not visible here.
     """
     context = ray.get_runtime_context()
     share = context.get_assigned_resources().get("GPU", 0)
@@ -40,18 +35,18 @@ def own_gpu() -> int:
             "turns on all of its SMs and do not see each other's partitions. Request num_gpus=1 "
             "and let one pool divide the GPU, or start MPS"
         )
-    if len(given) != 1:
-        raise InvalidRequest(
-            f"Ray assigned {share:g} GPUs to this process, and a pool uses one: request num_gpus=1"
-        )
+    if not given:
+        raise InvalidRequest("Ray assigned no GPU to this process: request num_gpus=1")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = None if visible is None else visible.split(",")
-    if names is not None and given[0] not in names:
+    if visible is None:
+        return [int(name) for name in given]
+    names = visible.split(",")
+    if hidden := set(given).difference(names):
         raise InvalidRequest(
-            f"Ray assigned GPU {given[0]} to this process, which sees only {visible!r}: leave "
-            "CUDA_VISIBLE_DEVICES to Ray"
+            f"Ray assigned GPU {', '.join(hidden)} to this process, which sees only {visible!r}: "
+            "leave CUDA_VISIBLE_DEVICES to Ray"
         )
-    return int(given[0]) if names is None else names.index(given[0])
+    return [names.index(name) for name in given]
 
 
 def _has_mps() -> bool:
@@ -76,9 +71,10 @@ def check_free(pools: int) -> None:
         time.sleep(0.1)
 
 
-def count(without: Collection[str] = ()) -> int:
-    """Return the number of whole GPUs of the cluster's live nodes. Blocks on Ray."""
-    alive = (node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in without)
+def count() -> int:
+    """Return the number of whole GPUs of live nodes that do not drain. Blocks on Ray."""
+    leaving = draining()
+    alive = (one for one in ray.nodes() if one["Alive"] and one["NodeID"] not in leaving)
     return sum(int(node["Resources"].get("GPU", 0)) for node in alive)
 
 
@@ -87,19 +83,10 @@ def free() -> int:
     return int(ray.available_resources().get("GPU", 0))
 
 
-def gone(nodes: Collection[str]) -> set[str]:
-    """Return the nodes that are lost: Ray says so, or its daemon's port there does not answer.
+def draining() -> dict[str, float]:
+    """Return the nodes that drain, each with its deadline as Unix time; 0: none. Blocks on Ray.
 
-    Ray itself goes by heartbeats and takes 15 s (2.60). Blocks.
+    Ray has no public function for it (2.60); Ray Serve uses this one's source.
     """
-    alive = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
-    return {name for name in nodes if name not in alive or not _answers(alive[name])}
-
-
-def _answers(node: dict[str, Any]) -> bool:
-    address = node["NodeManagerAddress"], node["NodeManagerPort"]
-    try:
-        socket.create_connection(address, ANSWER_S).close()
-    except OSError:
-        return False
-    return True
+    deadlines: dict[str, int] = ray._private.state.state.get_draining_nodes()
+    return {node: milliseconds / 1000 for node, milliseconds in deadlines.items()}

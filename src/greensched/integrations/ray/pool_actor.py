@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import pickle
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import ray
@@ -17,7 +17,7 @@ from greensched import ALL, Pool
 from greensched.errors import DeviceLost, PoolClosed, QueueFull, VersionSkew
 from greensched.integrations.health import fault_of
 from greensched.integrations.ray import protocol
-from greensched.integrations.ray.gpus import own_gpu
+from greensched.integrations.ray.gpus import own_gpus
 from greensched.integrations.ray.protocol import MessageBatch, PoolInfo, ReplyBatch, Snapshot
 from greensched.integrations.ray.remote_client import RemoteClient
 
@@ -49,6 +49,7 @@ class Health(NamedTuple):
     """The health of a pool's process. `stalled`: seconds for which its loop has not run."""
 
     name: str
+    node: str
     pid: int
     is_open: bool
     fault: str
@@ -65,7 +66,7 @@ class PoolActor:
     other methods on one loop, which no job should block.
     """
 
-    def __init__(self, name: str, make: Callable[..., Pool]) -> None:
+    def __init__(self, name: str, make: bytes) -> None:
         self.name = name
         self._pool: Pool | None = None
         self._make = make
@@ -79,34 +80,38 @@ class PoolActor:
 
     # -- called by clients -------------------------------------------------------------------------
 
+    async def open(self) -> None:
+        """Open the pool on the GPUs that Ray assigned. Idempotent.
+
+        Raises:
+            InvalidRequest: Ray did not assign this process a GPU of its own.
+            Others: as `Pool.open`.
+        """
+        async with self._opening:
+            if self._pool is None:
+                pool: Pool = pickle.loads(self._make)(devices=own_gpus())
+                await pool.open()
+                self._pool = pool
+                self._last_check = time.monotonic()
+                self._watching = asyncio.create_task(self._watch())
+
     async def hello(self, key: str, version: int) -> PoolInfo:
         """Register a client under a key; the first one opens the pool.
 
         Raises:
             VersionSkew: the client speaks another version.
             QueueFull: there are too many clients.
-            InvalidRequest: Ray did not assign this process a GPU of its own.
-            Others: as `Pool.open`.
+            Others: as `open`.
         """
         if version != protocol.PROTOCOL:
             raise VersionSkew(self.name, protocol.PROTOCOL, version)
         if len(self._clients) >= MOST_CALLERS:
             raise QueueFull(len(self._clients), LOST)
-        async with self._opening:
-            if self._pool is None:
-                pool = self._make(devices=[own_gpu()])
-                await pool.open()
-                self._pool = pool
-                self._last_check = time.monotonic()
-                self._watching = asyncio.create_task(self._watch())
+        await self.open()
         self._clients[key] = RemoteClient(self)
-        device, *_ = self.pool.devices
-        context = ray.get_runtime_context()
         return PoolInfo(
             name=self.name,
-            node=context.get_node_id(),
-            pid=os.getpid(),
-            uuid=device.uuid if device.driver.needs_binary else None,
+            node=ray.get_runtime_context().get_node_id(),
             most=self.pool.preview(ALL)[0].granted[0],
             snapshot=self.snapshot(),
         )
@@ -136,6 +141,7 @@ class PoolActor:
         is_open = self._pool is not None and self._pool.is_ready and self._failure is None
         return Health(
             name=self.name,
+            node=ray.get_runtime_context().get_node_id(),
             pid=os.getpid(),
             is_open=is_open,
             fault=str(self._failure or ""),
@@ -240,10 +246,11 @@ class PoolActor:
             await asyncio.sleep(CHECK)
 
 
-def actor(name: str, make: Callable[..., Pool], namespace: str, *, detached: bool) -> Any:
+def pool_actor(name: str, make: bytes, namespace: str) -> Any:
     """Return the actor of this name, or start it. Blocks on Ray.
 
-    Ray retries nothing: whether a job may run twice is for the client to say.
+    It outlives the program and the supervisor that start it; Ray restarts it where there is a free
+    GPU. Ray retries nothing: whether a job may run twice is for the client to say.
     """
     return (
         ray.remote(concurrency_groups={"control": 2})(PoolActor)
@@ -251,7 +258,7 @@ def actor(name: str, make: Callable[..., Pool], namespace: str, *, detached: boo
             name=name,
             namespace=namespace,
             get_if_exists=True,
-            lifetime="detached" if detached else None,
+            lifetime="detached",
             num_cpus=0,
             num_gpus=1,
             max_restarts=-1,

@@ -25,7 +25,7 @@ from greensched.errors import InvalidRequest, InvalidSize, JobFailed
 from greensched.typing import Size
 
 #: Clients and pools of different versions refuse each other. Raise it with every change here.
-PROTOCOL = 2
+PROTOCOL = 3
 #: Seconds after which a batch gets a reply though nothing has ended: it shows the client that the
 #: pool is alive, and the client's next batch shows the pool that the client is.
 HEARTBEAT = 1.0
@@ -137,12 +137,10 @@ class ReplyBatch(NamedTuple):
 
 
 class PoolInfo(NamedTuple):
-    """The identity of a pool. `uuid`: its GPU, None if simulated; `most`: the SMs of one lease."""
+    """The identity of a pool. `most`: the SMs of one lease."""
 
     name: str
     node: str
-    pid: int
-    uuid: str | None
     most: int
     snapshot: Snapshot
 

@@ -1,4 +1,4 @@
-"""The pools of a fleet: discovered, started, connected and replaced, for one program."""
+"""The pools of a fleet as one program sees them: its connections, and the supervisor's word."""
 
 from __future__ import annotations
 
@@ -9,31 +9,21 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-import ray
+from ray import cloudpickle
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from greensched import Pool
-from greensched.errors import GreenschedError, InvalidRequest, NoPool, PoolLost
-from greensched.integrations.ray import gpus, protocol
-from greensched.integrations.ray.balancing import check_apart
+from greensched.errors import NoPool
+from greensched.integrations.ray import protocol
 from greensched.integrations.ray.connection import PoolConnection
-from greensched.integrations.ray.pool_actor import actor
+from greensched.integrations.ray.supervisor import Membership, find_supervisor
 
 logger = logging.getLogger("greensched")
 
-#: The Ray namespace of the actors' names, where any program of the cluster finds them.
-NAMESPACE = "greensched"
-#: Seconds between two attempts to connect to a pool that is away. A call costs 1 ms.
+#: Seconds between two attempts to reach a pool, or the supervisor, that is away. A call costs 1 ms.
 RECONNECT = 0.05
 #: The same, for a pool that runs and does not open.
 RETRY_OPEN = 1.0
-#: Seconds between two discoveries of new GPUs and new pools.
-DISCOVER = 1.0
-#: The same while a pool is away.
-DISCOVER_AWAY = 0.1
-#: Seconds with more GPUs than pools, none of which is away, before another pool is started: Ray
-#: counts the GPUs of a lost node for some time (15 s, Ray 2.60).
-SPARE = 30.0
 
 
 class PoolRegistry:
@@ -54,43 +44,44 @@ class PoolRegistry:
     ) -> None:
         self._name, self._make, self._wanted, self._detached = name, make, pools, detached
         self._code = code
+        self._program = uuid.uuid4().hex
+        self._supervisor: Any = None
         self.handles: dict[str, Any] = {}
         #: The connections to pools that are not away.
         self.connections: dict[str, PoolConnection] = {}
-        #: The most SMs of one lease, and the node, of each pool, including those that are away.
+        #: The most SMs of one lease of each pool, including those that are away.
         self.most: dict[str, int] = {}
-        self._nodes: dict[str, str] = {}
-        #: Pools on lost nodes, by the names of those that were started to replace them.
-        self._replacements: dict[str, str] = {}
         self._maintaining: dict[str, asyncio.Task[None]] = {}
         self._first: dict[str, asyncio.Future[None]] = {}
-        self._watching: asyncio.Task[None] | None = None
-        self._spare = 0.0
+        self._following: asyncio.Task[None] | None = None
         self._news = asyncio.Event()
         self.is_open = False
 
     # -- open and close ----------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Start missing pools, and wait until all are connected; see `Fleet.__aenter__`."""
+        """Join the fleet, and wait until all pools are connected; see `Fleet.__aenter__`."""
         try:
-            await self._discover(start=True)
-            if not self.handles:
-                raise NoPool(
-                    f"the fleet {self._name!r} has no pool: start one with make= on a cluster "
-                    "with GPUs"
-                )
+            self._update(found := await self._join())
             await asyncio.gather(*self._first.values())
         except BaseException:
-            self.close()
+            await asyncio.shield(self.aclose())
             raise
         self.is_open = True
-        self._watching = asyncio.create_task(self._watch())
+        self._following = asyncio.create_task(self._follow(found.version))
+
+    async def aclose(self) -> None:
+        """Close every connection, and leave the fleet. Idempotent."""
+        self.close()
+        supervisor, self._supervisor = self._supervisor, None
+        if supervisor is not None:
+            with suppress(RayError):  # it has ended
+                await supervisor.leave.remote(self._program)
 
     def close(self) -> None:
         """Close every connection. Idempotent."""
         self.is_open = False
-        for task in (*self._maintaining.values(), self._watching):
+        for task in (*self._maintaining.values(), self._following):
             if task is not None:
                 task.cancel()
         for connection in self.connections.values():
@@ -100,14 +91,10 @@ class PoolRegistry:
 
     async def stop(self, grace: float) -> None:
         """Close every connection and every pool."""
-        handles, self.handles = [*self.handles.values()], {}
+        supervisor, self._supervisor = self._supervisor, None
         self.close()
-        stops = [handle.stop.remote(grace) for handle in handles]
-        for stop in stops:
-            with suppress(RayError):  # it is away, or has ended already
-                await stop
-        for handle in handles:
-            await asyncio.to_thread(ray.kill, handle, no_restart=True)
+        if supervisor is not None:
+            await supervisor.stop.remote(grace)
 
     async def wait_for_change(self) -> None:
         """Wait until a pool connects, or the fleet is closed."""
@@ -117,122 +104,82 @@ class PoolRegistry:
         self._news.set()
         self._news = asyncio.Event()
 
-    # -- discovery ---------------------------------------------------------------------------------
+    # -- the supervisor ----------------------------------------------------------------------------
 
-    async def _discover(self, *, start: bool, more: int = 0) -> list[str]:
-        """Register new pools, and start missing ones, or `more`; return their names."""
-        found = await asyncio.to_thread(self._find, start, more)
-        for name, handle in found.items():
-            self.handles[name] = handle
+    async def _join(self) -> Membership:
+        """Find the supervisor, or start it, and join. Raises as `Fleet.__aenter__`."""
+        make = None if self._make is None else cloudpickle.dumps(self._make)
+        while True:
+            with suppress(RayActorError):  # it is ending
+                self._supervisor = await asyncio.to_thread(
+                    find_supervisor, self._name, make, self._wanted, detached=self._detached
+                )
+                try:
+                    found: Membership = await self._supervisor.join.remote(self._program)
+                except RayTaskError as error:
+                    raise error.cause from None
+                if not found.is_stopped:
+                    return found
+            await asyncio.sleep(RECONNECT)
+
+    async def _follow(self, version: int) -> None:
+        """Hear which pools there are, until the fleet is stopped. It shows that this program is."""
+        while True:
+            try:
+                found = await self._supervisor.members.remote(self._program, version)
+                if found is None:  # it was restarted, or this program was silent for too long
+                    found = await self._join()
+            except (RayError, NoPool) as error:
+                logger.warning("the fleet %r has no supervisor now: %s", self._name, error)
+                await asyncio.sleep(RETRY_OPEN)
+                with suppress(RayError, NoPool):
+                    found = await self._join()
+            if found is not None:
+                if found.is_stopped:
+                    self.close()
+                    return
+                version = found.version
+                self._update(found)
+
+    def _update(self, found: Membership) -> None:
+        """Connect to new pools, and drop those that have ended."""
+        for name in self.handles.keys() - found.pools.keys():
+            self._maintaining.pop(name).cancel()
+            del self.handles[name]
+            self.most.pop(name, None)
+            connection = self.connections.pop(name, None)
+            if connection is not None:
+                connection.fail("it was closed, or its GPU was lost")
+        for name in found.pools.keys() - self.handles.keys():
+            self.handles[name] = handle = found.pools[name]
             self._first[name] = asyncio.get_running_loop().create_future()
             self._maintaining[name] = asyncio.create_task(self._maintain(name, handle))
-        return [*found]
-
-    def _find(self, start: bool, more: int) -> dict[str, Any]:
-        """Return new actors of the fleet by name. Blocks on Ray."""
-        if not ray.is_initialized():
-            raise NoPool("Ray is not connected: call ray.init(...) first")
-        named = ray.util.list_named_actors(all_namespaces=True)
-        names_there = {one["name"] for one in named if one["namespace"] == NAMESPACE}
-        names_there = {name for name in names_there if name.startswith(f"{self._name}/")}
-        found = {}
-        for name in names_there - self.handles.keys():
-            with suppress(ValueError):  # it has ended since
-                found[name] = ray.get_actor(name, NAMESPACE)
-        if self._make is not None and start:
-            wanted = gpus.count() if self._wanted is None else self._wanted
-            lacks = more or max(0, wanted - len(names_there))
-            if lacks:
-                gpus.check_free(lacks)
-            names = (f"{self._name}/{n}" for n in range(len(names_there) + lacks))
-            for name in [name for name in names if name not in names_there][:lacks]:
-                found[name] = actor(name, self._make, NAMESPACE, detached=self._detached)
-        return found
-
-    async def _watch(self) -> None:
-        """Discover new GPUs and pools repeatedly, more often while a pool is away."""
-        while True:
-            is_away = len(self.connections) < len(self.handles)
-            await asyncio.sleep(DISCOVER_AWAY if is_away else DISCOVER)
-            try:
-                if is_away:
-                    await self._replace()
-                await self._discover(start=await self._has_spare_gpus())
-            except (GreenschedError, RayError) as error:
-                logger.warning("the fleet %r does not grow: %s", self._name, error)
-
-    async def _replace(self) -> None:
-        """Start pools on GPUs that have joined, to replace those on lost nodes.
-
-        Ray would restart the latter, but detects a lost node late. Whichever runs first stays.
-        """
-        away = {name: self._nodes[name] for name in self._nodes.keys() - self.connections.keys()}
-        away = {
-            name: node for name, node in away.items() if name not in self._replacements.values()
-        }
-        if self._make is None or not away:
-            return
-        lost = await asyncio.to_thread(gpus.gone, {*away.values()})
-        old = [name for name, node in away.items() if node in lost]
-        has = len(self.handles) - len(old)
-        new = min(len(old), await asyncio.to_thread(gpus.count, lost) - has)
-        if old and new > 0 and await asyncio.to_thread(gpus.free) >= new:
-            names = await self._discover(start=True, more=new)
-            self._replacements.update(zip(names, old, strict=False))
-
-    async def _abandon(self, name: str) -> None:
-        """Keep Ray from restarting a pool that was replaced."""
-        handle = self.handles.get(name)
-        if handle is not None and name not in self.connections:
-            await asyncio.to_thread(ray.kill, handle, no_restart=True)
-
-    async def _has_spare_gpus(self) -> bool:
-        """Say whether there have long been more GPUs than pools, and no pool is away."""
-        if self._make is None or self._wanted is not None or not self.handles:
-            return False  # without handles, the fleet was stopped
-        count = await asyncio.to_thread(gpus.count)
-        if count <= len(self.handles) or len(self.connections) < len(self.handles):
-            self._spare = 0.0
-            return False
-        self._spare += DISCOVER
-        return self._spare >= SPARE
 
     # -- one pool ----------------------------------------------------------------------------------
 
     async def _maintain(self, name: str, handle: Any) -> None:
-        """Keep a connection to one pool as long as Ray keeps its actor."""
-        while (connection := await self._connect(name, handle)) is not None:
+        """Keep a connection to one pool."""
+        while True:
+            connection = await self._connect(name, handle)
             self.connections[name] = connection
-            self.most[name], self._nodes[name] = connection.most, connection.node
-            if name in self._replacements:
-                await self._abandon(self._replacements.pop(name))
+            self.most[name] = connection.most
             if not self._first[name].done():
                 self._first[name].set_result(None)
             self._notify()
             await asyncio.wait([connection.closed])
             del self.connections[name]
             logger.warning("%s is away: %s", name, connection.closed.result())
-        del self.handles[name]
-        self.most.pop(name, None)
-        self._nodes.pop(name, None)
 
-    async def _connect(self, name: str, handle: Any) -> PoolConnection | None:
-        """Connect to a pool, trying until it replies; None if Ray has given its actor up."""
+    async def _connect(self, name: str, handle: Any) -> PoolConnection:
+        """Connect to a pool, trying until it replies."""
         while True:
             key = uuid.uuid4().hex
             try:
                 info = await handle.hello.remote(key, protocol.PROTOCOL)
-                check_apart(info, self.connections.values())
             except RayTaskError as error:
                 self._reject(name, error.cause)
                 await asyncio.sleep(RETRY_OPEN)
-            except InvalidRequest as error:
-                self._reject(name, error)
-                await asyncio.sleep(RETRY_OPEN)
-            except RayActorError as error:
-                if await asyncio.to_thread(_is_given_up, name):
-                    self._reject(name, PoolLost(name, str(error).splitlines()[0]))
-                    return None
+            except RayActorError:
                 await asyncio.sleep(RECONNECT)
             else:
                 return PoolConnection(handle, key, info, self._code)
@@ -245,12 +192,3 @@ class PoolRegistry:
         else:
             first.set_exception(error)
             first.exception()  # marked as retrieved: several may fail, and `open` raises one
-
-
-def _is_given_up(name: str) -> bool:
-    """Say whether Ray has given an actor up. Blocks on Ray."""
-    try:
-        ray.get_actor(name, NAMESPACE)
-    except ValueError:
-        return True
-    return False

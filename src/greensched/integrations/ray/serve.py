@@ -1,6 +1,6 @@
-"""A pool in a replica of Ray Serve: its GPU, its health and its load.
+"""A pool in a replica of Ray Serve: its GPUs, health and load, and the options to deploy it.
 
-    @serve.deployment(ray_actor_options={"num_gpus": 1}, health_check_period_s=1)
+    @serve.deployment(**serve_options(slots=8, max_waiting=64))
     @serve.ingress(app)  # with the middleware asgi.PoolErrors
     class Images(PoolReplica): ...
 
@@ -9,17 +9,97 @@ examples/10_ray_serve is a complete example.
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import math
+import os
+import random
 from collections.abc import Callable
+from typing import Any
+
+from ray import serve
+from ray.serve.request_router import FIFOMixin, RequestRouter
 
 from greensched import Pool
+from greensched.errors import InvalidRequest
 from greensched.integrations.health import fault_of
-from greensched.integrations.ray.gpus import own_gpu
+from greensched.integrations.ray.gpus import own_gpus
+from greensched.integrations.ray.metrics import PoolMetrics
+from greensched.integrations.ray.pool_actor import EXIT
+
+logger = logging.getLogger("greensched")
+
+#: Seconds between two checks of the GPU: a replica on a failed GPU refuses faster than others
+#: serve, so that it attracts requests while it lives.
+CHECK = 0.01
+#: Seconds between two updates of the metrics.
+METRICS_S = 1.0
+#: The fraction of a GPU's SMs that `scale_by_sms` keeps in demand: the rest absorbs bursts for the
+#: seconds that another replica takes to start.
+IN_DEMAND = 0.8
+
+
+class LeastBusyRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]  # Ray is untyped
+    """Send each request to the less busy of two random replicas, wherever they are.
+
+    Serve's own router prefers replicas on the node of the proxy until they are full: with a GPU on
+    each node, other GPUs would idle meanwhile.
+    """
+
+    async def choose_replicas(
+        self,
+        candidate_replicas: list[Any],
+        pending_request: Any = None,  # noqa: ARG002  Serve gives it by name
+    ) -> list[list[Any]]:
+        """Return the two; the one with fewer requests gets it."""
+        return [random.sample(candidate_replicas, min(2, len(candidate_replicas)))]
+
+
+def serve_options(slots: int, max_waiting: int, gpus: int = 1) -> dict[str, Any]:
+    """Return the options of `serve.deployment` for a pool in each replica.
+
+    A replica accepts as many requests as its pool can run and queue. If it accepted more, its pool
+    would refuse with 429 what another replica could run. Beyond that, as many requests wait in the
+    proxy, and Serve answers further ones with 503.
+
+    Args:
+        slots: the requests that run at once: the GPU's SMs over those of a request, rounded down.
+        max_waiting: the same as for `Pool`.
+        gpus: the GPUs of each replica.
+
+    Raises:
+        InvalidRequest: one of them is not a whole number, or too small.
+    """
+    for name, value, least in (("slots", slots, 1), ("max_waiting", max_waiting, 0)):
+        if type(value) is not int or value < least:
+            raise InvalidRequest(f"{name}={value!r}: give a whole number of at least {least}")
+    return {
+        "ray_actor_options": {"num_gpus": gpus},
+        "max_ongoing_requests": slots + max_waiting,
+        "max_queued_requests": slots + max_waiting,
+        "health_check_period_s": 1,
+        "request_router_config": {"request_router_class": LeastBusyRouter},
+    }
+
+
+def scale_by_sms(context: Any) -> tuple[float, dict[str, Any]]:
+    """Choose the number of replicas by the SMs that requests hold and wait for.
+
+    A policy for `autoscaling_config`; Serve applies its bounds, factors and delays:
+
+        "policy": {"policy_function": "greensched.integrations.ray.serve:scale_by_sms"}
+    """
+    demand = context.aggregated_metrics.get("sms_in_demand", {})
+    if len(demand) < context.current_num_replicas:  # a new replica has not reported yet
+        return context.target_num_replicas, {}
+    return max(1, math.ceil(sum(demand.values()) / IN_DEMAND)), {}
 
 
 class PoolReplica:
-    """A replica with a pool on the GPU that Ray assigned; a base for a deployment's class.
+    """A replica with a pool on the GPUs that Ray assigned; a base for a deployment's class.
 
     At its end Serve lets it finish accepted requests, then ends the process and with it the pool.
+    If a GPU fails, the process exits at once, with status 74, and Serve starts another.
 
     Attributes:
         pool: the pool, open before the first request.
@@ -32,31 +112,44 @@ class PoolReplica:
             make: makes the pool from `devices=`, for example a `functools.partial` of `Pool`.
 
         Raises:
-            InvalidRequest: the deployment's `ray_actor_options` have no `"num_gpus": 1`.
+            InvalidRequest: the deployment's `ray_actor_options` have no whole `"num_gpus"`.
             Others: as `Pool.open`.
         """
-        self.pool = make(devices=[own_gpu()])
+        self.pool = make(devices=own_gpus())
         await self.pool.open()
+        self._watching = asyncio.create_task(self._watch())
 
-    async def check_health(self) -> None:
-        """Check the GPU, without waiting for SMs.
+    async def _watch(self) -> None:
+        """Export the metrics, and exit the process at once if a GPU fails."""
+        metrics = PoolMetrics(serve.get_replica_context().replica_id.unique_id)
+        while True:
+            for _ in range(int(METRICS_S / CHECK)):
+                self._exit_if_failed()
+                await asyncio.sleep(CHECK)
+            metrics.update(self.pool)
 
-        Raises:
-            DeviceFault, CUDAError: the GPU failed. Serve then replaces the replica and its process,
-                as is necessary.
-        """
+    def _exit_if_failed(self) -> None:
         fault = fault_of(self.pool)
         if fault is not None:
-            raise fault
+            logger.error("the replica's process exits because its GPU failed: %s", fault)
+            os._exit(EXIT)
+
+    async def check_health(self) -> None:
+        """Check the GPU, without waiting for SMs; a failed one ends the process."""
+        self._exit_if_failed()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Report the load to an autoscaling policy: Serve counts requests and does not see SMs.
 
         Returns:
-            `sms`: the fraction of SMs that are leased or draining; `waiting`: queued requests.
+            `sms`: the fraction of SMs that are leased or draining. `waiting`: queued requests.
+            `sms_in_demand`: the fraction that requests hold or wait for, if those that wait need as
+            much as those that run.
         """
         has = self.pool.statistics()
+        used = (has.sms_leased + has.sms_draining) / has.sms_total
         return {
-            "sms": (has.sms_leased + has.sms_draining) / has.sms_total,
+            "sms": used,
             "waiting": float(has.waiting),
+            "sms_in_demand": used * (1 + has.waiting / max(1, has.leases)),
         }

@@ -1,0 +1,286 @@
+"""The supervisor of a fleet: an actor that starts, replaces and ends its pools for all programs.
+
+It is on the head node, which Ray cannot lose without losing the cluster, and outlives the program
+that started it. Ray restarts the processes of pools; the supervisor decides how many there are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import ray
+from ray.exceptions import ActorDiedError, RayError
+
+from greensched.errors import NoPool
+from greensched.integrations.ray import gpus, protocol
+from greensched.integrations.ray.pool_actor import SENDING_S, pool_actor
+
+logger = logging.getLogger("greensched")
+
+#: The Ray namespace of the actors' names, where any program of the cluster finds them.
+NAMESPACE = "greensched"
+#: Seconds between two looks at the cluster.
+PERIOD = 0.5
+#: Seconds for a pool's process to reply; a pool that does not is away.
+REPLY_S = 1.0
+#: Seconds with free GPUs before one gets a pool: others may be about to use it.
+SPARE_S = 5.0
+#: Seconds for the replacement of a pool to open, before the pool on a draining node is closed.
+READY_S = 5.0
+#: Seconds that jobs on a draining node have, if it has no deadline.
+DRAIN_S = 30.0
+#: Seconds before a node's deadline at which its pool has ended.
+MARGIN_S = 1.0
+#: Seconds without a word from any program after which the fleet ends, unless it is detached. Longer
+#: than a program's loop should ever be blocked.
+UNUSED_S = 10.0
+
+
+class Membership(NamedTuple):
+    """The pools of a fleet: an actor by name. `version` grows with every change."""
+
+    version: int
+    pools: Mapping[str, Any]
+    is_stopped: bool = False
+
+
+class Supervisor:
+    """The supervisor of one fleet. Making one does nothing yet.
+
+    Args:
+        name: the fleet's.
+        make: makes a pool; pickled, so that its modules are imported in pools only.
+        wanted: the number of pools; None: one on each GPU of the cluster.
+        detached: whether the pools outlive all programs.
+    """
+
+    def __init__(self, name: str, make: bytes, wanted: int | None, detached: bool) -> None:
+        self._name, self._make, self._wanted, self._detached = name, make, wanted, detached
+        self._pools: dict[str, Any] = {}
+        self._nodes: dict[str, str] = {}
+        #: Pools on draining nodes, and what closes them.
+        self._leaving: dict[str, asyncio.Task[None]] = {}
+        self._programs: set[str] = set()
+        self._heard = time.monotonic()
+        self._spare_since: float | None = None
+        self._version = 0
+        self._changed = asyncio.Event()
+        self._is_stopped = False
+        self._filling = asyncio.Lock()
+        self._tending: asyncio.Task[None] | None = None
+        self._ending: asyncio.Task[None] | None = None
+
+    # -- called by programs ------------------------------------------------------------------------
+
+    async def join(self, program: str) -> Membership:
+        """Add a program, and start missing pools.
+
+        Raises:
+            NoPool: there are not enough free GPUs.
+        """
+        self._heard = time.monotonic()
+        self._programs.add(program)
+        async with self._filling:
+            if self._tending is None:
+                self._pools = await asyncio.to_thread(find_pools, self._name)
+                self._tending = asyncio.create_task(self._tend())
+            missing = await self._missing()
+            await asyncio.to_thread(gpus.check_free, missing)
+            await self._start(missing)
+        return self._membership()
+
+    async def members(self, program: str, version: int) -> Membership | None:
+        """Return the pools once there are others than in a version, or after a heartbeat.
+
+        Returns:
+            None if the program is unknown: it has to join again.
+        """
+        if program not in self._programs:
+            return None
+        self._heard = time.monotonic()
+        if version == self._version:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), protocol.HEARTBEAT)
+        return self._membership()
+
+    async def leave(self, program: str) -> None:
+        """Remove a program; the last one ends the fleet, unless that is detached."""
+        self._programs.discard(program)
+        if not self._programs and not (self._detached and self._pools):
+            await self.stop(0)
+
+    async def stop(self, grace: float) -> None:
+        """Close every pool, and end: queued jobs fail, and leases may end within the grace."""
+        self._is_stopped = True
+        self._notify()
+        if self._tending is not None:
+            self._tending.cancel()
+        await asyncio.gather(*(self._end(name, grace) for name in [*self._pools]))
+        self._ending = asyncio.create_task(self._exit())
+
+    async def _exit(self) -> None:
+        """End the process, once Ray has sent the replies."""
+        handle = ray.get_runtime_context().current_actor
+        await asyncio.sleep(SENDING_S)
+        await asyncio.to_thread(ray.kill, handle, no_restart=True)
+
+    # -- pools -------------------------------------------------------------------------------------
+
+    def _membership(self) -> Membership:
+        return Membership(self._version, dict(self._pools), self._is_stopped)
+
+    def _notify(self) -> None:
+        self._version += 1
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _missing(self) -> int:
+        """Return how many pools are missing, beside those that leave; below 0: too many."""
+        wanted = self._wanted
+        if wanted is None:
+            wanted = await asyncio.to_thread(gpus.count)
+        return wanted - (len(self._pools) - len(self._leaving))
+
+    async def _start(self, number: int) -> list[Any]:
+        new = []
+        for _ in range(number):
+            place = next(n for n in range(len(self._pools) + 1) if self._key(n) not in self._pools)
+            name = self._key(place)
+            new.append(await asyncio.to_thread(pool_actor, name, self._make, NAMESPACE))
+            self._pools[name] = new[-1]
+        if new:
+            self._notify()
+        return new
+
+    def _key(self, place: int) -> str:
+        return f"{self._name}/{place}"
+
+    async def _end(self, name: str, grace: float) -> None:
+        """Close a pool, and end its process for good."""
+        handle = self._pools[name]
+        with suppress(RayError, TimeoutError):  # it is away, or has ended already
+            await asyncio.wait_for(handle.stop.remote(grace), grace + REPLY_S)
+        await asyncio.to_thread(ray.kill, handle, no_restart=True)
+        self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        self._pools.pop(name, None)
+        self._nodes.pop(name, None)
+        self._leaving.pop(name, None)
+        self._notify()
+
+    # -- the cluster -------------------------------------------------------------------------------
+
+    async def _tend(self) -> None:
+        """Keep the pools in number, and end the fleet once no program uses it."""
+        while self._detached or time.monotonic() - self._heard < UNUSED_S:
+            await asyncio.sleep(PERIOD)
+            try:
+                await self._look()
+            except (NoPool, RayError) as error:
+                logger.warning("the fleet %r does not change: %s", self._name, error)
+        logger.warning("the fleet %r ends: no program has used it for %g s", self._name, UNUSED_S)
+        self._tending = None
+        await self.stop(0)
+
+    async def _look(self) -> None:
+        """Replace pools on draining nodes, drop surplus ones, and start missing ones."""
+        handles = dict(self._pools)
+        replies = await asyncio.gather(*map(self._reply, handles, handles.values()))
+        away = [name for name, replied in zip(handles, replies, strict=True) if not replied]
+        async with self._filling:
+            for name, deadline in (await self._draining()).items():
+                self._leaving[name] = asyncio.create_task(self._retire(name, deadline))
+            missing = await self._missing()
+            if self._wanted is None:
+                for name in away[: max(0, -missing)]:  # its GPU is lost, and would be asked for
+                    await self._end(name, 0)
+                missing = await self._spare(missing) if not away else 0
+            await self._start(max(0, missing))
+
+    async def _reply(self, name: str, handle: Any) -> bool:
+        """Return whether a pool's process replies; one that Ray has given up is dropped."""
+        try:
+            asked = handle.health.options(concurrency_group="control").remote()
+            self._nodes[name] = (await asyncio.wait_for(asked, REPLY_S)).node
+        except ActorDiedError:
+            self._forget(name)
+        except (RayError, TimeoutError):
+            return False
+        return True
+
+    async def _spare(self, missing: int) -> int:
+        """Return how many of the missing pools have had a free GPU for some time."""
+        free = await asyncio.to_thread(gpus.free) if missing > 0 else 0
+        if free <= 0:
+            self._spare_since = None
+            return 0
+        if self._spare_since is None:
+            self._spare_since = time.monotonic()
+        return min(free, missing) if time.monotonic() - self._spare_since >= SPARE_S else 0
+
+    async def _draining(self) -> dict[str, float]:
+        """Return pools on nodes that drain, newly, each with the seconds that it has."""
+        deadlines = await asyncio.to_thread(gpus.draining)
+        now = time.time()
+        return {
+            name: max(0.0, deadlines[node] - now) if deadlines[node] else DRAIN_S
+            for name, node in self._nodes.items()
+            if node in deadlines and name not in self._leaving
+        }
+
+    async def _retire(self, name: str, seconds: float) -> None:
+        """Close a pool on a draining node, once the others are open: one may replace it."""
+        ends = time.monotonic() + seconds - MARGIN_S
+        async with self._filling:  # which starts the replacement
+            others = [self._pools[key] for key in self._pools.keys() - self._leaving.keys()]
+        opened = asyncio.gather(*(handle.open.remote() for handle in others))
+        with suppress(RayError, TimeoutError):  # there may be no GPU for another
+            await asyncio.wait_for(opened, min(READY_S, seconds / 4))
+        await self._end(name, max(0.0, ends - time.monotonic()))
+
+
+def find_pools(fleet: str) -> dict[str, Any]:
+    """Return the pools of a fleet by name. Blocks on Ray."""
+    named = ray.util.list_named_actors(all_namespaces=True)
+    found = {}
+    for one in named:
+        if one["namespace"] == NAMESPACE and one["name"].startswith(f"{fleet}/"):
+            with suppress(ValueError):  # it has ended since
+                found[one["name"]] = ray.get_actor(one["name"], NAMESPACE)
+    return found
+
+
+def find_supervisor(name: str, make: bytes | None, wanted: int | None, *, detached: bool) -> Any:
+    """Return the supervisor of a fleet, or start it if there is `make`. Blocks on Ray.
+
+    Raises:
+        NoPool: Ray is not connected; or there is no supervisor, and no `make`.
+    """
+    if not ray.is_initialized():
+        raise NoPool("Ray is not connected: call ray.init(...) first")
+    if make is None:
+        try:
+            return ray.get_actor(name, NAMESPACE)
+        except ValueError:
+            raise NoPool(
+                f"the fleet {name!r} has no pool: start one with make= on a cluster with GPUs"
+            ) from None
+    return (
+        ray.remote(Supervisor)
+        .options(
+            name=name,
+            namespace=NAMESPACE,
+            get_if_exists=True,
+            lifetime="detached",
+            num_cpus=0,
+            resources={"node:__internal_head__": 0.001},
+            max_restarts=-1,
+        )
+        .remote(name, make, wanted, detached)
+    )
