@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,3 +86,17 @@ def test_a_closed_object_says_what_to_do(kind: type[errors.Closed]) -> None:
     """Only where it is closed: another state brings its own advice."""
     assert re.search(r"^this is closed: .*another$", str(kind("this")))
     assert str(kind("this", "closing")) == "this is closing"
+
+
+def test_an_extra_is_installed_from_where_the_package_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkout names its folder, an installation the package: each command is true there."""
+    checkout, site = tmp_path / "checkout", tmp_path / "site"
+    for root in (checkout / "src", site):
+        (root / "greensched").mkdir(parents=True)
+    (checkout / "pyproject.toml").touch()
+    monkeypatch.setattr(errors, "__file__", str(checkout / "src/greensched/errors.py"))
+    assert errors.install_command("plot") == f"pip install -e '{checkout}[plot]'"
+    monkeypatch.setattr(errors, "__file__", str(site / "greensched/errors.py"))
+    assert errors.install_command("plot") == "pip install 'greensched[plot]'"

@@ -11,6 +11,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 
 class GreenschedError(Exception):
     """Base of every error that greensched raises on purpose. It can be pickled."""
@@ -414,7 +416,19 @@ class MissingPackage(GreenschedError, ImportError):
         self.what = what
         self.package = package
         self.extra = extra
-        super().__init__(f"{what} needs {package}: pip install 'greensched[{extra}]'")
+        super().__init__(f"{what} needs {package}: {install_command(extra)}")
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs an extra, of an installation or of a checkout.
+
+    An installed greensched satisfies its own name, also where no package index has it; one that
+    runs from its sources is named by its folder.
+    """
+    sources = Path(__file__).absolute().parents[1]
+    if sources.name == "src" and (sources.parent / "pyproject.toml").is_file():
+        return f"pip install -e '{sources.parent}[{extra}]'"
+    return f"pip install 'greensched[{extra}]'"
 
 
 class VerificationFailed(GreenschedError):

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Final
 from cuda import pathfinder  # type: ignore[import-untyped]  # the wheel ships no types
 from cuda.bindings import nvrtc  # type: ignore[import-untyped]  # the wheel ships no types
 
-from greensched.errors import CompileFailed, DriverUnavailable
+from greensched.errors import CompileFailed, DriverUnavailable, install_command
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -56,7 +56,7 @@ def _call(function: Any, *arguments: Any) -> Any:
     except RuntimeError as error:
         # DynamicLibNotFoundError, or the error of older wheels for a missing library or symbol.
         raise DriverUnavailable(
-            "the CUDA compiler (NVRTC) was not found: pip install 'greensched[nvrtc]'"
+            f"the CUDA compiler (NVRTC) was not found: {install_command('nvrtc')}"
         ) from error
     if status:
         raise _Refused(f"{status.name} ({int(status)})")
