@@ -16,6 +16,10 @@
 #   make test-gpu       run the conformance suite and all GPU tests on this machine's GPU, with the
 #                       Python (GPU_PYTHON=...) and packages found there
 #   make compiled       build the compiled package, a wheel in .build/compiled; needs a C compiler
+#   make dist           build the wheel and the source distribution in dist/, twice, and compare them;
+#                       ARGS=--compiled also builds a compiled wheel for the Python of .build/release
+#   make test-matrix    install that wheel on each Python found (3.11 to 3.14, also pyenv's), with the
+#                       oldest and the newest dependencies, and run the demo and quick tests
 #   make test-compiled  run the tests of what is compiled on it
 #   make bench          run the benchmarks on the simulated driver; STANDIN=... adds the real bindings
 #   make bench-gpu      run the benchmarks on this machine's GPU, with the Python of test-gpu
@@ -36,10 +40,11 @@ DOCS   := .build/docs
 SITE   := .build/site
 PORT   ?= 8000
 COMPILED := .build/compiled
+RELEASE := .build/release
 COMPILER := $(shell command -v $(CC))
 SOURCES  := $(shell find src -name '*.py')
 
-.PHONY: demo docs docs-serve test check check-counts format test-standin test-integrations check-extras test-gpu bench bench-gpu bench-engine bench-http bench-ray test-embedding soak fuzz-scheduler compiled test-compiled clean
+.PHONY: demo docs docs-serve test check check-counts format test-standin test-integrations check-extras test-gpu bench bench-gpu bench-engine bench-http bench-ray test-embedding soak fuzz-scheduler compiled test-compiled dist test-matrix clean
 
 demo: $(VENV)/.ready
 	$(BIN)/greensched demo $(ARGS)
@@ -144,6 +149,19 @@ $(COMPILED)/.ready: $(VENV)/.ready $(SOURCES)
 test-compiled: compiled
 	PYTHONPATH=$(COMPILED)/site $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal \
 	  tests/scheduling tests/device tests/execution tests/leasing tests/conformance tests/capacity $(ARGS)
+
+# The times in both files are those of the commit, so that everyone builds the same bytes of it.
+dist: $(RELEASE)/.ready
+	$(RELEASE)/bin/python tests/release.py dist $(ARGS)
+
+test-matrix: dist
+	$(RELEASE)/bin/python tests/matrix.py dist $(ARGS)
+
+$(RELEASE)/.ready: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 found: install one, or give PYTHON=<path>"; exit 2; }
+	$(PYTHON) -m venv $(RELEASE)
+	$(RELEASE)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt hatchling
+	@touch $@
 
 # Built in a copy of its folder, with the headers of the runtime package of the nvrtc extra: an nvcc
 # on the path may have no headers beside it.
